@@ -1,0 +1,13 @@
+"""Token names and indices that scripts, checkpoints and evaluation clients of the LLaVA family share."""
+
+IGNORE_INDEX = -100
+"""Label of a position that the loss leaves out."""
+
+IMAGE_TOKEN_INDEX = -200
+"""Id that stands for one whole image in `input_ids` until the model puts the visual tokens there."""
+
+DEFAULT_IMAGE_TOKEN = "<image>"
+DEFAULT_IMAGE_PATCH_TOKEN = "<im_patch>"
+DEFAULT_IM_START_TOKEN = "<im_start>"
+DEFAULT_IM_END_TOKEN = "<im_end>"
+IMAGE_PLACEHOLDER = "<image-placeholder>"

@@ -1,0 +1,163 @@
+"""Loads models: a language model or LLaVA checkpoint for training, and a whole checkpoint for inference."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+from llava.model import LlavaLlamaForCausalLM, LlavaQwenForCausalLM
+from llava.model.multimodal_encoder.builder import load_image_processor
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE, load_adapter
+
+logger = logging.getLogger(__name__)
+
+# By model_type of the checkpoint; `llava` is what the first LLaVA checkpoints call themselves.
+MODEL_CLASSES = {
+    "llama": LlavaLlamaForCausalLM,
+    "llava": LlavaLlamaForCausalLM,
+    "llava_llama": LlavaLlamaForCausalLM,
+    "qwen2": LlavaQwenForCausalLM,
+    "llava_qwen": LlavaQwenForCausalLM,
+}
+
+
+def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
+    """The LLaVA config of a LLaVA checkpoint or of a plain language model (local folder or hub id).
+
+    Raises:
+        ValueError: nothing readable there, or a model type without a LLaVA class.
+    """
+    try:
+        fields, _ = PretrainedConfig.get_config_dict(model_path, **kwargs)
+    except OSError as error:
+        raise ValueError(f"{model_path}: no config.json found ({error}); expected a model folder or hub id") from error
+    model_type = fields.get("model_type")
+    if model_type not in MODEL_CLASSES:
+        raise ValueError(f"{model_path}: model_type {model_type!r}; expected one of {', '.join(MODEL_CLASSES)}")
+    config_class = MODEL_CLASSES[model_type].config_class
+    # The base class reads the fields first, so that its own defaults and migrations apply to a plain language model.
+    base_class = AutoConfig.for_model(model_type).__class__ if model_type in ("llama", "qwen2") else config_class
+    fields = base_class.from_dict(fields).to_dict()
+    return config_class.from_dict({k: v for k, v in fields.items() if k not in ("model_type", "architectures")})
+
+
+def load_language_model(model_path: str, config: PretrainedConfig | None = None, **kwargs: Any) -> Any:
+    """The LLaVA class that fits `model_path`, with its weights; tower and projector only if the checkpoint has them.
+
+    Args:
+        kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...).
+    """
+    config = config or read_config(model_path)
+    model_class = next(cls for cls in MODEL_CLASSES.values() if cls.config_class is type(config))
+    return model_class.from_pretrained(model_path, config=config, **kwargs)
+
+
+def load_pretrained_model(
+    model_path: str,
+    model_base: str | None,
+    model_name: str,
+    load_8bit: bool = False,
+    load_4bit: bool = False,
+    device_map: Any = "auto",
+    device: str | torch.device | None = None,
+    attn_implementation: str | None = None,
+    torch_dtype: str | torch.dtype | None = None,
+    customized_config: PretrainedConfig | None = None,
+    overwrite_config: dict[str, Any] | None = None,
+    multimodal: bool | None = None,
+    use_flash_attn: bool = False,
+    **kwargs: Any,
+) -> tuple[Any, Any, Any, int]:
+    """Loads a checkpoint for inference, as LLaVA's function of this name.
+
+    Args:
+        model_path: a checkpoint folder or hub id; with `model_base` a stage-1 folder that holds `mm_projector.bin`.
+        model_base: the language model of a stage-1 folder, or None.
+        model_name: accepted for LLaVA's callers; the config decides which class is built.
+        load_8bit, load_4bit: quantise with bitsandbytes.
+        device_map, device: where the weights go; `device="cpu"` wins over `device_map="auto"`.
+        torch_dtype: of the weights; default the checkpoint's own on an accelerator and fp32 on CPU.
+        customized_config, overwrite_config: a config to use instead of the checkpoint's, and fields to change in it.
+        multimodal: accepted for LLaVA-NeXT's callers.
+
+    Returns:
+        (tokenizer, model in eval mode, image_processor or None for a text-only model, context length).
+    """
+    on_cpu = not torch.accelerator.is_available() or str(device or "").startswith("cpu")
+    options = dict(kwargs)
+    options["device_map"] = (
+        {"": "cpu"} if on_cpu else {"": device} if device_map in (None, "auto") and device else device_map
+    )
+    options["dtype"] = _dtype(torch_dtype, torch.float32 if on_cpu else "auto")
+    if use_flash_attn or attn_implementation:
+        options["attn_implementation"] = attn_implementation or "flash_attention_2"
+    if load_8bit or load_4bit:
+        options["quantization_config"] = _quantization(load_4bit)
+
+    config = customized_config or read_config(model_path)
+    for field, value in (overwrite_config or {}).items():
+        setattr(config, field, value)
+    if model_base is None:
+        model = load_language_model(model_path, config, **options)
+    else:
+        model = _load_with_adapter(model_path, model_base, config, **options)
+    model.eval()
+
+    tokenizer = AutoTokenizer.from_pretrained(model_base or model_path)
+    tower = model.get_vision_tower()
+    image_processor = None
+    if tower is not None:
+        has_own = Path(model_path, "preprocessor_config.json").exists()
+        image_processor = load_image_processor(model_path if has_own else config.mm_vision_tower, tower)
+    context_len = getattr(config, "max_sequence_length", None) or getattr(config, "max_position_embeddings", 2048)
+    return tokenizer, model, image_processor, context_len
+
+
+def _load_with_adapter(model_path: str, model_base: str, config: PretrainedConfig, **options: Any) -> Any:
+    """A plain language model completed by a stage-1 folder's projector and the tower its config names."""
+    adapter = Path(model_path, ADAPTER_FILE)
+    if not adapter.is_file():
+        raise FileNotFoundError(
+            f"{adapter} does not exist; model_base is for stage-1 folders, leave it out for a complete checkpoint"
+        )
+    model = load_language_model(model_base, **options)
+    for field, value in config.to_dict().items():
+        if field.startswith(("mm_", "image_", "tokenizer_")):
+            setattr(model.config, field, value)
+    decoder = model.get_model()
+    weight = decoder.embed_tokens.weight
+    decoder.build_vision_modules()
+    decoder.vision_tower.load_pretrained(config.mm_vision_tower)
+    load_adapter(decoder.mm_projector, adapter, model.config)
+    return model.to(device=weight.device, dtype=weight.dtype)
+
+
+def _dtype(requested: str | torch.dtype | None, default: str | torch.dtype) -> str | torch.dtype:
+    if requested is None:
+        return default
+    if isinstance(requested, torch.dtype) or requested == "auto":
+        return requested
+    dtype = getattr(torch, requested, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch_dtype: expected float16, bfloat16, float32 or auto, found {requested!r}")
+    return dtype
+
+
+def _quantization(four_bit: bool) -> Any:
+    from transformers import BitsAndBytesConfig
+    from transformers.utils import is_bitsandbytes_available
+
+    if not is_bitsandbytes_available():
+        raise ImportError("load_8bit / load_4bit need the package bitsandbytes: pip install bitsandbytes")
+    skip = ["mm_projector", "vision_tower", "lm_head"]
+    if four_bit:
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_quant_type="nf4",
+            llm_int8_skip_modules=skip,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)

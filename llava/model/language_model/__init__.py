@@ -1,0 +1,1 @@
+"""LLaVA's causal LMs, one module per decoder family."""

@@ -1,0 +1,369 @@
+"""What turns a Hugging Face causal LM into a LLaVA: vision tower, projector with norm, and multimodal forward.
+
+Shapes: B batch, S sequence, N images, V visual tokens per image, E vision hidden size, D LLM hidden size.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.model.loss import supervised_loss
+from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
+from llava.model.multimodal_encoder.vision_tower import VisionTower
+from llava.model.multimodal_projector.adapter import load_adapter
+from llava.model.multimodal_projector.builder import build_vision_projector
+from llava.model.multimodal_projector.norm import ProjectorNorm, resolve_target_norm
+from llava.model.splice import PackedSequences, pad_packed, splice_images
+
+logger = logging.getLogger(__name__)
+
+# Flags that become config fields of the same name.
+PROJECTOR_FIELDS = (
+    "mm_vision_select_layer",
+    "mm_vision_select_feature",
+    "mm_projector_type",
+    "mm_projector_norm",
+    "mm_projector_norm_init",
+    "mm_projector_norm_eps",
+    "mm_projector_norm_min_gain",
+    "mm_projector_norm_learnable",
+)
+
+Images = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]] | None
+
+
+class LlavaMetaModel:
+    """Mixin for the decoder: holds `vision_tower` and `mm_projector` where the config asks for them."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        if getattr(config, "mm_vision_tower", None) or getattr(config, "mm_vision_config", None):
+            self.build_vision_modules()
+
+    def build_vision_modules(self) -> None:
+        """Builds tower and projector from the config, untrained; the config afterwards rebuilds them alone."""
+        self.vision_tower = build_vision_tower(self.config)
+        self.config.mm_hidden_size = self.vision_tower.hidden_size
+        self.mm_projector = build_vision_projector(self.config)
+
+    def initialize_vision_modules(self, model_args: Any, dtype: torch.dtype | None = None) -> None:
+        """Gives a plain language model its tower and projector, or checks that a LLaVA checkpoint's fit the flags.
+
+        Args:
+            model_args: an object with the fields `vision_tower`, `mm_vision_select_layer`, `mm_vision_select_feature`,
+                `mm_projector_type`, `mm_projector_norm`, `..._norm_init`, `..._norm_eps`, `..._norm_min_gain`,
+                `..._norm_learnable`, `pretrain_mm_mlp_adapter`.
+            dtype: of the tower's weights.
+
+        Raises:
+            ValueError: flags that contradict the checkpoint or the adapter; the message says both sides.
+        """
+        if self.get_vision_tower() is None:
+            self._add_vision_modules(model_args, dtype)
+        else:
+            check_flags_against_config(model_args, self.config)
+        if model_args.pretrain_mm_mlp_adapter:
+            load_adapter(self.mm_projector, model_args.pretrain_mm_mlp_adapter, self.config)
+            logger.info("projector loaded from %s", model_args.pretrain_mm_mlp_adapter)
+
+    def _add_vision_modules(self, model_args: Any, dtype: torch.dtype | None) -> None:
+        config = self.config
+        config.mm_vision_tower = model_args.vision_tower
+        config.mm_vision_config = read_vision_config(model_args.vision_tower)
+        config.use_mm_proj = True
+        for field in PROJECTOR_FIELDS:
+            setattr(config, field, getattr(model_args, field))
+        if config.mm_projector_norm != "none":
+            target = resolve_target_norm(config.mm_projector_norm_init, self.embed_tokens.weight)
+            config.mm_projector_norm_target = target
+            config.mm_projector_norm_init_gain = target / math.sqrt(config.hidden_size)
+            logger.info(
+                "mm_projector_norm=%s: target norm %.6g (%s), initial gain %.6g",
+                config.mm_projector_norm,
+                target,
+                config.mm_projector_norm_init,
+                config.mm_projector_norm_init_gain,
+            )
+        with torch.device("meta"):
+            tower = build_vision_tower(config)
+        tower.load_pretrained(model_args.vision_tower, dtype=dtype)
+        self.vision_tower = tower
+        config.mm_hidden_size = tower.hidden_size
+        self.mm_projector = build_vision_projector(config)
+
+    def get_vision_tower(self) -> VisionTower | None:
+        return getattr(self, "vision_tower", None)
+
+
+def check_flags_against_config(model_args: Any, config: Any) -> None:
+    """Raises ValueError where the projector's flags contradict the checkpoint that already has a projector."""
+    defaults = {"mm_projector_norm": "none"}
+    fields = ("mm_projector_type", "mm_projector_norm", "mm_vision_select_layer", "mm_vision_select_feature")
+    differences = [
+        f"{field}: checkpoint {getattr(config, field, defaults.get(field))!r}, flags {getattr(model_args, field)!r}"
+        for field in fields
+        if getattr(config, field, defaults.get(field)) != getattr(model_args, field)
+    ]
+    if differences:
+        raise ValueError(
+            "the checkpoint in --model_name_or_path already has a projector that the flags contradict:\n  "
+            + "\n  ".join(differences)
+            + "\nPass the checkpoint's values."
+        )
+
+
+class LlavaMetaForCausalLM:
+    """Mixin for the causal LM: encodes images, splices them into the text, and computes the loss."""
+
+    accepts_loss_kwargs = True
+    supports_gradient_checkpointing = True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """Loads a LLaVA checkpoint, or a plain language model of the same family.
+
+        A checkpoint without tower weights (upstream's full fine-tunes of LLaVA-1.5) takes them from
+        `config.mm_vision_tower`.
+
+        Raises:
+            ValueError: projector parameters that the config announces are missing in the checkpoint.
+        """
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        missing = info["missing_keys"]
+        if lost := sorted(k for k in missing if ".mm_projector." in k):
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: config.json announces mm_projector_type="
+                f"{model.config.mm_projector_type}, mm_projector_norm={getattr(model.config, 'mm_projector_norm', 'none')}, "
+                f"but the weights lack {', '.join(lost)}. For a stage-1 folder pass the language model as the base and "
+                "the folder's mm_projector.bin as the adapter."
+            )
+        if any(".vision_tower." in k for k in missing):
+            model.get_vision_tower().load_pretrained(model.config.mm_vision_tower)
+        return (model, info) if output_loading_info else model
+
+    def get_model(self):
+        return self.model
+
+    def get_vision_tower(self) -> VisionTower | None:
+        return self.get_model().get_vision_tower()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, ProjectorNorm):
+            module.reset_parameters()  # the library would set every gain to 1
+        else:
+            super()._init_weights(module)
+
+    def encode_images(self, images: torch.Tensor) -> torch.Tensor:
+        """Visual tokens [N, V, D] of `images` [N, 3, H, W]; the tower records no graph while it is frozen."""
+        tower, projector = self.get_vision_tower(), self.get_model().mm_projector
+        with torch.set_grad_enabled(torch.is_grad_enabled() and any(p.requires_grad for p in tower.parameters())):
+            features = tower(images)
+        weight = next(projector.parameters(), None)
+        return projector(features if weight is None else features.to(weight.dtype))
+
+    def prepare_inputs_labels_for_multimodal(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Any,
+        labels: torch.Tensor | None,
+        images: Images = None,
+        modalities: Sequence[str] | None = None,
+        image_sizes: Sequence[tuple[int, int]] | None = None,
+        padding_side: str | None = None,
+    ) -> tuple:
+        """Replaces image placeholders by visual tokens; signature and result order are LLaVA's.
+
+        Args:
+            input_ids: [B, S] with IMAGE_TOKEN_INDEX placeholders.
+            images: a tensor [N, 3, H, W], a list of [3, H, W], or a list with one entry [n, 3, H, W] (or list of n) per
+                sample. Text-only samples may carry one unused image, as upstream's collator sends it.
+            image_sizes, modalities: accepted for upstream's callers; without anyres they decide nothing.
+            padding_side: `left` or `right`; None takes `config.tokenizer_padding_side`.
+
+        Returns:
+            (None, position_ids, attention_mask, past_key_values, inputs_embeds [B, S', D], labels [B, S']), where mask,
+            positions and labels are None if the caller passed None; unchanged inputs without a vision tower or when
+            decoding further tokens.
+
+        Raises:
+            ValueError: images and placeholders do not match; the message names the sample.
+        """
+        tower = self.get_vision_tower()
+        if tower is None or (past_key_values is not None and input_ids.shape[1] == 1):
+            if tower is None and (images is not None or bool((input_ids == IMAGE_TOKEN_INDEX).any())):
+                raise ValueError(
+                    "images were given to a model without a vision tower (config.mm_vision_tower is unset)"
+                )
+            return input_ids, position_ids, attention_mask, past_key_values, None, labels
+
+        mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        placeholders = ((input_ids == IMAGE_TOKEN_INDEX) & mask).sum(dim=1).tolist()
+        pixels = match_images(images, placeholders)
+        packed = self._splice(input_ids, mask, labels, pixels)
+        padding_side = padding_side or getattr(self.config, "tokenizer_padding_side", None) or "right"
+        inputs_embeds, new_labels, new_mask, new_positions = pad_packed(packed, padding_side)
+        return (
+            None,
+            None if position_ids is None else new_positions,
+            None if attention_mask is None else new_mask.to(attention_mask.dtype),
+            past_key_values,
+            inputs_embeds,
+            None if labels is None else new_labels,
+        )
+
+    def _splice(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor | None, pixels: torch.Tensor | None
+    ) -> PackedSequences:
+        tower = self.get_vision_tower()
+        # Every rank must run tower and projector in every training step, or collectives of ZeRO-3 and DDP never meet.
+        needs_dummy = pixels is None and self.training and torch.is_grad_enabled()
+        if needs_dummy:
+            side = tower.config.image_size
+            pixels = torch.zeros(1, 3, side, side, device=input_ids.device)
+        if pixels is None:
+            features = torch.zeros(0, tower.num_tokens, self.config.hidden_size, device=input_ids.device)
+        else:
+            features = self.encode_images(pixels)
+        packed = splice_images(
+            input_ids,
+            mask,
+            torch.full_like(input_ids, IGNORE_INDEX) if labels is None else labels,
+            features[:0] if needs_dummy else features,
+            self.get_model().embed_tokens,
+            getattr(self.config, "tokenizer_model_max_length", None),
+        )
+        if needs_dummy:
+            packed.inputs_embeds = packed.inputs_embeds + 0.0 * features.sum().to(packed.inputs_embeds.dtype)
+        return packed
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        images: Images = None,
+        image_sizes: Sequence[tuple[int, int]] | None = None,
+        modalities: Sequence[str] | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """Runs the LLM on spliced inputs.
+
+        With `labels` in training mode only supervised positions reach the LM head and `logits` is None; otherwise logits
+        [B, S', C] are returned. `num_items_in_batch` normalises the loss (None: mean over this batch's targets).
+        """
+        if inputs_embeds is None:
+            input_ids, position_ids, attention_mask, past_key_values, inputs_embeds, labels = (
+                self.prepare_inputs_labels_for_multimodal(
+                    input_ids, position_ids, attention_mask, past_key_values, labels, images, modalities, image_sizes
+                )
+            )
+        training_loss = labels is not None and self.training
+        outputs = self.get_model()(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=False if training_loss else use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        loss = logits = None
+        if labels is not None:
+            loss = supervised_loss(hidden_states, labels, self.lm_head, num_items_in_batch)
+        if not training_loss:
+            rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden_states[:, rows])
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        images: Images = None,
+        image_sizes: Sequence[tuple[int, int]] | None = None,
+        modalities: Sequence[str] | None = None,
+        **kwargs,
+    ) -> torch.LongTensor:
+        """Generates from prompts [B, S] with image placeholders; returns the new tokens only [B, new tokens].
+
+        Prompts of different length are padded on either side with `attention_mask` 0; the other arguments are those of
+        the library's `generate`.
+        """
+        inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
+        if inputs is None:
+            raise ValueError("generate: pass the prompt as `input_ids` [B, S] (inputs_embeds are made from it)")
+        attention_mask = kwargs.pop("attention_mask", None)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(inputs)
+        kwargs.pop("position_ids", None)
+        if self.get_vision_tower() is None:
+            return super().generate(inputs, attention_mask=attention_mask, **kwargs)[:, inputs.shape[1] :]
+        _, _, attention_mask, _, inputs_embeds, _ = self.prepare_inputs_labels_for_multimodal(
+            inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
+        )
+        return super().generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
+
+
+def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None:
+    """The images that the placeholders stand for, in reading order [N, 3, H, W]; None where the batch has no placeholder.
+
+    Args:
+        images: see `prepare_inputs_labels_for_multimodal`.
+        placeholders: number of placeholders of each sample.
+
+    Raises:
+        ValueError: too few or too many images; the message names the sample.
+    """
+    images = [] if images is None else list(images)
+    if any(not isinstance(x, torch.Tensor) or x.ndim == 4 for x in images):
+        groups = [list(x) if not isinstance(x, torch.Tensor) or x.ndim == 4 else [x] for x in images]
+        groups += [[] for _ in range(len(placeholders) - len(groups))]
+        if len(groups) > len(placeholders):
+            raise ValueError(f"images for {len(groups)} samples were given, but the batch has {len(placeholders)}")
+    elif len(images) == sum(placeholders):
+        return torch.stack(images) if images else None
+    elif len(images) == sum(max(n, 1) for n in placeholders):
+        remaining = iter(images)
+        groups = [[next(remaining) for _ in range(max(n, 1))] for n in placeholders]
+    else:
+        raise ValueError(
+            f"the batch has {sum(placeholders)} image placeholders ({placeholders} per sample) but {len(images)} images"
+            + _first_sample_short_of_images(placeholders, len(images))
+        )
+    matched = []
+    for index, (group, expected) in enumerate(zip(groups, placeholders, strict=True)):
+        if len(group) != expected and not (expected == 0 and len(group) == 1):
+            raise ValueError(f"sample {index} of the batch has {expected} image placeholders but {len(group)} images")
+        matched += group[:expected]
+    return torch.stack(matched) if matched else None
+
+
+def _first_sample_short_of_images(placeholders: list[int], num_images: int) -> str:
+    seen = 0
+    for index, count in enumerate(placeholders):
+        seen += count
+        if seen > num_images:
+            return f"; sample {index} is the first without enough images"
+    last = max((i for i, n in enumerate(placeholders) if n), default=0)
+    return f"; {num_images - seen} are left over after sample {last}, the last with a placeholder"

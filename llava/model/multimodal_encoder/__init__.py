@@ -1,0 +1,1 @@
+"""The vision towers: SigLIP and CLIP."""

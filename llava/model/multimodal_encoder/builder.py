@@ -1,0 +1,62 @@
+"""Builds the vision tower from a model config; the tower's own config, never its path, decides its type."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from llava.model.multimodal_encoder.vision_tower import CLIPVisionTower, SiglipVisionTower, VisionTower
+
+TOWERS: dict[str, type[VisionTower]] = {
+    "siglip_vision_model": SiglipVisionTower,
+    "clip_vision_model": CLIPVisionTower,
+}
+
+
+def read_vision_config(vision_tower: str) -> dict[str, Any]:
+    """The vision encoder's config as a dictionary, from a local folder or a hub id.
+
+    Raises:
+        ValueError: nothing readable there, or its `model_type` is neither SigLIP nor CLIP.
+    """
+    try:
+        config = AutoConfig.from_pretrained(vision_tower)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--vision_tower {vision_tower}: no vision encoder config found ({error}). Expected a Hugging Face folder or "
+            "hub id of a SigLIP or CLIP model."
+        ) from error
+    config = getattr(config, "vision_config", config)
+    if config.model_type not in TOWERS:
+        raise ValueError(
+            f"--vision_tower {vision_tower}: its model_type is {config.model_type!r}; expected one of {', '.join(TOWERS)}"
+        )
+    return config.to_dict()
+
+
+def build_vision_tower(config: PretrainedConfig) -> VisionTower:
+    """The tower that `config` describes, with untrained weights.
+
+    Reads `mm_vision_config` (written by this tree), or else the config behind `mm_vision_tower` (upstream checkpoints),
+    and `mm_vision_select_layer`, `mm_vision_select_feature`.
+    """
+    if not getattr(config, "mm_vision_config", None):
+        config.mm_vision_config = read_vision_config(config.mm_vision_tower)
+    vision_config = dict(config.mm_vision_config)
+    tower_class = TOWERS[vision_config.pop("model_type")]
+    return tower_class(
+        tower_class.config_class(**vision_config),
+        select_layer=getattr(config, "mm_vision_select_layer", -2),
+        select_feature=getattr(config, "mm_vision_select_feature", "patch"),
+    )
+
+
+def load_image_processor(folder_or_id: str, tower: VisionTower) -> Any:
+    """The image processor stored with a checkpoint or vision encoder, always on the PIL backend (same pixels anywhere).
+
+    A local folder without `preprocessor_config.json` gets the encoder family's default at the tower's image size.
+    """
+    folder = Path(folder_or_id)
+    if folder.is_dir() and not (folder / "preprocessor_config.json").exists():
+        return tower.default_image_processor()
+    return tower.image_processor_class.from_pretrained(folder_or_id)

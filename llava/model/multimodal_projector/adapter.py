@@ -1,0 +1,72 @@
+"""LLaVA's `mm_projector.bin`: writing it, and loading it only into a projector that matches it."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from llava.model.multimodal_projector.builder import projector_norm
+from llava.model.zero3 import full_shape, full_state_dict, load_full_state_dict
+
+ADAPTER_FILE = "mm_projector.bin"
+_KEY_PREFIX = "model.mm_projector."
+# What must agree between two runs for a trained norm to mean the same thing.
+NORM_FIELDS = ("mm_projector_norm", "mm_projector_norm_eps", "mm_projector_norm_min_gain")
+
+
+def adapter_state_dict(projector: nn.Module) -> dict[str, torch.Tensor]:
+    """The projector's full tensors under LLaVA's keys (`model.mm_projector.0.weight`). Every rank must call."""
+    return {_KEY_PREFIX + name: tensor for name, tensor in full_state_dict(projector).items()}
+
+
+def load_adapter(projector: nn.Module, path: str | Path, config: PretrainedConfig) -> None:
+    """Loads a stage-1 adapter into `projector`, norm included, bit for bit. Every rank must call.
+
+    Args:
+        projector: built from `config`, that is from this run's flags.
+        path: `mm_projector.bin`, or the folder that holds it. A `config.json` beside it tells the adapter's norm type.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: projector or norm of the adapter and of the flags differ; the message says both sides.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / ADAPTER_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"--pretrain_mm_mlp_adapter {path}: no such file; expected the {ADAPTER_FILE} that stage 1 writes"
+        )
+    tensors = torch.load(path, map_location="cpu", weights_only=True)
+    state_dict = {k.rsplit("mm_projector.", 1)[1]: v for k, v in tensors.items() if "mm_projector." in k}
+    _check_match(projector, state_dict, path, config)
+    load_full_state_dict(projector, state_dict)
+
+
+def _check_match(projector: nn.Module, adapter: dict, path: Path, config: PretrainedConfig) -> None:
+    wanted = {name: tuple(full_shape(tensor)) for name, tensor in projector.named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in adapter.items()}
+    differences = [
+        f"{name}: adapter {found.get(name, 'has none')}, flags {wanted.get(name, 'have none')}"
+        for name in sorted(wanted.keys() | found.keys())
+        if wanted.get(name) != found.get(name)
+    ]
+    config_file = path.parent / "config.json"
+    recorded = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    for field in NORM_FIELDS:
+        ours = getattr(config, field, None)
+        if (
+            field in recorded
+            and recorded[field] != ours
+            and (projector_norm(projector) or field == "mm_projector_norm")
+        ):
+            differences.append(f"{field}: adapter {recorded[field]!r} (its config.json), flags {ours!r}")
+    if differences:
+        raise ValueError(
+            f"--pretrain_mm_mlp_adapter {path} does not fit the flags (--mm_projector_type "
+            f"{getattr(config, 'mm_projector_type', None)}, --mm_projector_norm {config.mm_projector_norm}):\n  "
+            + "\n  ".join(differences)
+            + "\nPass the flags that the adapter was trained with, or train an adapter with these flags."
+        )

@@ -1,0 +1,174 @@
+"""The norm layers that may end the projector, and the measurement that sets their gain.
+
+A visual token leaves the projector with a norm far above that of a text embedding and is therefore turned slowly by a
+Pre-Norm LLM. The layers here end the projector with a LayerNorm (or RMSNorm) whose gain is a constant `T / sqrt(D)`, so
+that visual tokens enter the LLM with the mean text norm `T` (paper section 5.1). Such a gain is tiny (about 0.02) and
+shrinks every gradient that passes through it; *global weight compensation* divides the gradient by the mean |gain|.
+
+Shapes: N any leading dimensions, D LLM hidden size.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from llava.model.zero3 import full_shape, gathered
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity in the forward pass; multiplies the gradient by a 0-dim tensor in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return grad * scale.to(grad.dtype), None
+
+
+class ProjectorNorm(nn.Module):
+    """What all four norms share: a constant initial gain, and the gradient compensation where `compensated` says so.
+
+    Args:
+        hidden_size: D.
+        eps: added to the variance (or mean square) before the root.
+        init_gain: every element of the initial gain; `T / sqrt(D)` aligns the output norm with T (paper eq. 11).
+        min_gain: lower bound of the mean |gain| that the gradient is divided by (paper eq. 25).
+        learnable: False keeps gain and bias fixed.
+    """
+
+    compensated = False
+    has_bias = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        init_gain: float = 1.0,
+        min_gain: float = 1e-3,
+        learnable: bool = True,
+    ):
+        super().__init__()
+        self.hidden_size, self.eps, self.init_gain, self.min_gain = hidden_size, eps, init_gain, min_gain
+        self.learnable = learnable
+        self.weight = nn.Parameter(torch.empty(hidden_size), requires_grad=learnable)
+        self.bias = nn.Parameter(torch.empty(hidden_size), requires_grad=learnable) if self.has_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the gain to `init_gain` and the bias to zero."""
+        with torch.no_grad():
+            self.weight.fill_(self.init_gain)
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def mean_abs_gain(self) -> torch.Tensor:
+        """Mean |gain|, 0-dim, at least fp32 (paper eq. 24). Under ZeRO-3 valid only while the gain is gathered."""
+        gain = self.weight.detach()
+        return gain.abs().mean(dtype=torch.promote_types(gain.dtype, torch.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises the last dimension of `x` [N, D]; the gradient at `x` is compensated in training mode only."""
+        if self.compensated and self.training and torch.is_grad_enabled() and x.requires_grad:
+            # The norm's backward is linear in its incoming gradient, so 1/s at the input equals 1/s at x_hat (eq. 26).
+            x = _ScaleGradient.apply(x, self.mean_abs_gain().clamp(min=self.min_gain).reciprocal())
+        return self.normalize(x)
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (self.hidden_size,), self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, init_gain={self.init_gain:.6g}, learnable={self.learnable}"
+
+
+class AlignedLayerNorm(ProjectorNorm):
+    """LayerNorm with an aligned initial gain and the plain backward ("w/ Norm, w/o GWC" in the paper)."""
+
+
+class GlobalWeightCompensatedLayerNorm(ProjectorNorm):
+    """LayerNorm with an aligned initial gain and global weight compensation (paper eq. 22 to 26)."""
+
+    compensated = True
+
+
+class AlignedRMSNorm(ProjectorNorm):
+    """RMSNorm with an aligned initial gain and the plain backward."""
+
+    has_bias = False
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        # rms_norm has no mixed-precision kernel on every device: match the gain to the input, as layer_norm would.
+        return F.rms_norm(x, (self.hidden_size,), self.weight.to(x.dtype), self.eps)
+
+
+class GlobalWeightCompensatedRMSNorm(AlignedRMSNorm):
+    """RMSNorm with an aligned initial gain and global weight compensation."""
+
+    compensated = True
+
+
+NORM_TYPES: dict[str, type[ProjectorNorm] | None] = {
+    "none": None,
+    "layernorm": AlignedLayerNorm,
+    "gwc_layernorm": GlobalWeightCompensatedLayerNorm,
+    "rmsnorm": AlignedRMSNorm,
+    "gwc_rmsnorm": GlobalWeightCompensatedRMSNorm,
+}
+
+
+def resolve_target_norm(init: str | float, embedding_weight: torch.Tensor) -> float:
+    """The L2 norm that a visual token shall have at the start of training, from `--mm_projector_norm_init`.
+
+    Args:
+        init: `text_norm` (measure the text embeddings), `default` (gain 1, so sqrt(D)) or a number (the norm itself).
+        embedding_weight: text embedding matrix [rows, D]; may be partitioned by ZeRO-3.
+
+    Raises:
+        ValueError: `init` is neither one of the words nor a positive number.
+    """
+    if init == "text_norm":
+        return mean_text_embedding_norm(embedding_weight)
+    if init == "default":
+        return math.sqrt(full_shape(embedding_weight)[-1])
+    try:
+        target = float(init)
+    except (TypeError, ValueError):
+        target = math.nan
+    if not (math.isfinite(target) and target > 0):
+        raise ValueError(
+            f"--mm_projector_norm_init: expected 'text_norm', 'default' or a positive number "
+            f"(the norm a visual token starts with), found {init!r}"
+        )
+    return target
+
+
+@torch.no_grad()
+def mean_text_embedding_norm(embedding_weight: torch.Tensor, chunk_rows: int = 16384) -> float:
+    """Mean L2 norm over the non-zero rows of the text embedding matrix (paper eq. 11), measured in fp32 chunks.
+
+    Args:
+        embedding_weight: [rows, D], any floating dtype; under ZeRO-3 it is gathered first, so every rank must call.
+        chunk_rows: rows converted to fp32 at a time, which bounds the extra memory for huge vocabularies.
+
+    Raises:
+        ValueError: a row holds NaN or infinity, or every row is zero.
+    """
+    with gathered(embedding_weight):
+        if embedding_weight.is_meta:
+            raise ValueError("text embeddings are on the meta device: load the language model before measuring them")
+        norms = torch.cat([chunk.float().norm(dim=-1).cpu() for chunk in embedding_weight.split(chunk_rows)])
+    bad = (~torch.isfinite(norms)).nonzero().flatten()
+    if len(bad):
+        raise ValueError(
+            f"text embeddings: {len(bad)} of {len(norms)} rows are NaN or infinite (first: row {int(bad[0])}); "
+            "the text norm cannot be measured. Check that the language model's weights are complete."
+        )
+    norms = norms[norms > 0].double()
+    if not len(norms):
+        raise ValueError("text embeddings: every row is zero. Check that the language model's weights were loaded.")
+    return norms.mean().item()

@@ -1,0 +1,44 @@
+"""Access to parameters that DeepSpeed ZeRO-3 may have partitioned; without ZeRO-3 everything here is a no-op."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def gathered(params: torch.Tensor | list[torch.Tensor], modifier_rank: int | None = None) -> Iterator[None]:
+    """Makes full tensors of `params` available inside the context, on every rank.
+
+    Args:
+        params: one or more parameters; those that ZeRO-3 does not manage are left alone.
+        modifier_rank: the rank whose in-place changes are broadcast and kept; None for reading only.
+    """
+    params = [params] if isinstance(params, torch.Tensor) else list(params)
+    partitioned = [p for p in params if hasattr(p, "ds_id")]
+    if not partitioned:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank):
+        yield
+
+
+def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The module's parameters and persistent buffers as full CPU tensors. Every rank must call; every rank gets them."""
+    with gathered(list(module.parameters())):
+        return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+
+
+@torch.no_grad()
+def load_full_state_dict(module: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
+    """Copies full tensors into the module's parameters, whose names must match exactly. Every rank must call."""
+    with gathered(list(module.parameters()), modifier_rank=0):
+        module.load_state_dict(state_dict, strict=True)
+
+
+def full_shape(param: torch.Tensor) -> torch.Size:
+    """The parameter's shape before ZeRO-3 partitioned it."""
+    return getattr(param, "ds_shape", param.shape)

@@ -1,0 +1,1 @@
+"""Training: arguments, checks before the start, optimizer, trainer, telemetry and checkpoints."""

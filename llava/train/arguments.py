@@ -1,0 +1,173 @@
+"""Every flag of `llava/train/train.py`; names and meanings are LLaVA's where LLaVA has the flag."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import transformers
+
+NormType = Literal["none", "layernorm", "gwc_layernorm", "rmsnorm", "gwc_rmsnorm"]
+
+
+@dataclass
+class ModelArguments:
+    """What is trained: language model, vision tower, projector, norm."""
+
+    model_name_or_path: str = field(
+        metadata={
+            "help": "Language model (Llama or Qwen2 family) or LLaVA checkpoint of this tree: local folder or hub id."
+        }
+    )
+    version: str = field(
+        default="v1",
+        metadata={
+            "help": "Conversation template, a key of llava.conversation.conv_templates (plain, v1, qwen_1_5, ...)."
+        },
+    )
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={"help": "Attention of the language model: sdpa (default), eager, flash_attention_2, ..."},
+    )
+    freeze_backbone: bool = field(default=False, metadata={"help": "Freeze the language model."})
+    tune_mm_mlp_adapter: bool = field(
+        default=False, metadata={"help": "Train only the projector and its norm (stage 1)."}
+    )
+    freeze_mm_mlp_adapter: bool = field(default=False, metadata={"help": "Freeze the projector and its norm."})
+    unfreeze_mm_vision_tower: bool = field(default=False, metadata={"help": "Train the vision tower as well."})
+    mm_tunable_parts: str | None = field(
+        default=None,
+        metadata={
+            "help": "Exactly what is trained, comma-separated: mm_vision_tower, mm_mlp_adapter, mm_language_model. "
+            "Replaces the four flags above."
+        },
+    )
+    vision_tower: str | None = field(
+        default=None, metadata={"help": "SigLIP or CLIP vision encoder: local folder or hub id."}
+    )
+    mm_vision_select_layer: int = field(
+        default=-2,
+        metadata={"help": "Hidden state of the tower that becomes visual tokens; -2 is the last layer's input."},
+    )
+    mm_vision_select_feature: Literal["patch", "cls_patch"] = field(
+        default="patch", metadata={"help": "Visual tokens: the patches, or (CLIP) the class token and the patches."}
+    )
+    pretrain_mm_mlp_adapter: str | None = field(
+        default=None,
+        metadata={"help": "mm_projector.bin of stage 1 (or its folder): projector and norm start from it."},
+    )
+    mm_projector_type: str = field(
+        default="mlp2x_gelu", metadata={"help": "Projector: linear, mlp2x_gelu, mlp<N>x_gelu or identity."}
+    )
+    mm_projector_norm: NormType = field(
+        default="none",
+        metadata={
+            "help": "Norm layer behind the projector: none (LLaVA), layernorm / rmsnorm (gain aligned with the text "
+            "norm, plain backward), gwc_layernorm / gwc_rmsnorm (the same with global weight compensation)."
+        },
+    )
+    mm_projector_norm_init: str = field(
+        default="text_norm",
+        metadata={
+            "help": "Norm of a visual token at the start: text_norm (mean norm of the text embeddings, measured), default "
+            "(gain 1, so the square root of the hidden size), or a number. The gain starts at this over sqrt(D)."
+        },
+    )
+    mm_projector_norm_eps: float = field(default=1e-5, metadata={"help": "Epsilon inside the norm's root."})
+    mm_projector_norm_min_gain: float = field(
+        default=1e-3, metadata={"help": "Lower bound of the mean |gain| by which compensation divides the gradient."}
+    )
+    mm_projector_norm_learnable: bool = field(
+        default=True, metadata={"help": "Train gain and bias of the norm; False keeps the initial scale."}
+    )
+    mm_patch_merge_type: Literal["flat"] = field(
+        default="flat", metadata={"help": "How visual tokens are laid out; only flat (no tiling) exists here."}
+    )
+    mm_use_im_start_end: bool = field(
+        default=False,
+        metadata={"help": "Markers around images; must be False (no published recipe of today uses them)."},
+    )
+    mm_use_im_patch_token: bool = field(default=False, metadata={"help": "Patch token of LLaVA v0; must be False."})
+
+
+@dataclass
+class DataArguments:
+    """What is read and how it becomes samples."""
+
+    data_path: str | None = field(
+        default=None,
+        metadata={"help": "LLaVA-format records: one .json or .jsonl file, or several separated by commas."},
+    )
+    image_folder: str | None = field(
+        default=None, metadata={"help": "Folder that the records' image paths start from."}
+    )
+    image_aspect_ratio: Literal["square", "pad"] = field(
+        default="square",
+        metadata={
+            "help": "square: resize to the tower's size (CLIP: its own resize and crop); pad: pad to a square first."
+        },
+    )
+    label_masking: Literal["assistant", "upstream"] = field(
+        default="assistant",
+        metadata={
+            "help": "Targets: what the assistant says with its end token, or label for label what LLaVA / LLaVA-NeXT "
+            "compute (for comparisons)."
+        },
+    )
+    lazy_preprocess: bool = field(
+        default=True,
+        metadata={"help": "Samples are always prepared when they are needed; accepted for LLaVA's scripts."},
+    )
+    is_multimodal: bool = field(
+        default=True, metadata={"help": "Accepted for LLaVA's scripts; records with and without images always mix."}
+    )
+
+
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    """The Hugging Face Trainer's flags and LLaVA's additions."""
+
+    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads from the hub are kept."})
+    model_max_length: int = field(
+        default=2048,
+        metadata={"help": "Positions of a sample, counted after images are expanded; longer ones are cut."},
+    )
+    mm_projector_lr: float | None = field(
+        default=None, metadata={"help": "Learning rate of projector and norm; default --learning_rate."}
+    )
+    mm_vision_tower_lr: float | None = field(
+        default=None, metadata={"help": "Learning rate of the vision tower; default --learning_rate."}
+    )
+    group_by_modality_length: bool = field(
+        default=False, metadata={"help": "Global batches of one modality and similar length."}
+    )
+    warmup_ratio: float = field(
+        default=0.0, metadata={"help": "Share of all steps over which the learning rate rises; needs --warmup_steps 0."}
+    )
+    evaluation_strategy: Literal["no"] = field(
+        default="no", metadata={"help": "Accepted for LLaVA's scripts, which pass no."}
+    )
+    optim: str = field(default="adamw_torch", metadata={"help": "Optimizer, as the Hugging Face Trainer names it."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning-rate schedule."})
+    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that prepare samples, per rank."})
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Must stay False: the collator names its fields."}
+    )
+    telemetry_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Gradient norms and token norms are measured every so many steps; default --logging_steps, 0 never."
+        },
+    )
+
+    def __post_init__(self):
+        if self.warmup_ratio:
+            if self.warmup_steps:
+                raise ValueError("--warmup_ratio and --warmup_steps were both given; pass one of them")
+            if not 0 <= self.warmup_ratio < 1:
+                raise ValueError(f"--warmup_ratio: expected a share from 0 to below 1, found {self.warmup_ratio}")
+            self.warmup_steps = self.warmup_ratio
+        if not torch.accelerator.is_available() and not self.deepspeed:
+            self.use_cpu = True
+        if self.remove_unused_columns:
+            raise ValueError("--remove_unused_columns must be False: it would drop the images")
+        super().__post_init__()

@@ -1,0 +1,92 @@
+"""The Hugging Face Trainer with LLaVA's optimizer groups, sampler, telemetry and checkpoint layout."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from llava.data.sampler import ModalityLengthGroupedSampler
+from llava.model.multimodal_projector.adapter import load_adapter
+from llava.model.multimodal_projector.norm import ProjectorNorm
+from llava.train.checkpoint import save_adapter, trains_adapter_only
+from llava.train.optim import optimizer_groups
+from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput
+
+
+class LLaVATrainer(Trainer):
+    """Trains a LLaVA model whose `requires_grad` is already set.
+
+    Args:
+        image_processor: saved with every checkpoint.
+        kwargs: those of the Hugging Face Trainer.
+    """
+
+    def __init__(self, *args: Any, image_processor: Any = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.image_processor = image_processor
+        self.adapter_only = trains_adapter_only(self.model)
+        self.probe = NormProbe(self.model)
+        self.throughput = Throughput(self.model.get_vision_tower().num_tokens)
+        every = self.args.telemetry_steps
+        self.telemetry_steps = int(self.args.logging_steps) if every is None else every
+        self.add_callback(TelemetryCallback(self.probe, self.telemetry_steps))
+        self.add_callback(JsonlCallback())
+
+    def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler | None:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if not self.args.group_by_modality_length:
+            return super()._get_train_sampler(dataset)
+        return ModalityLengthGroupedSampler(
+            dataset.modality_lengths(show_progress=self.is_world_process_zero()),
+            self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        )
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        model = self.model if model is None else model
+        if self.optimizer is None:
+            groups = optimizer_groups(model, set(self.get_decay_parameter_names(model)), self.args)
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+            self.optimizer = optimizer_class(groups, **options)
+        return self.optimizer
+
+    def get_decay_parameter_names(self, model) -> list[str]:
+        norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ProjectorNorm)}
+        return [name for name in super().get_decay_parameter_names(model) if name not in norms]
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        start = time.perf_counter()
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.throughput.add(batches, time.perf_counter() - start)
+        return batches, num_items
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs |= self.throughput.metrics(self.accelerator)
+            if self.telemetry_steps and self.state.global_step % self.telemetry_steps == 0:
+                logs |= self.probe.metrics(self.accelerator)
+            logs = {k: float(f"{v:.6g}") if k != "loss" and isinstance(v, float) else v for k, v in logs.items()}
+        super().log(logs, start_time)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes a self-contained folder; intermediate stage-1 checkpoints hold the adapter and its config only."""
+        output_dir = output_dir or self.args.output_dir
+        if self.adapter_only:
+            save_adapter(self.model, output_dir, is_main_process=self.args.should_save)
+            if _internal_call:
+                return
+        super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save and self.image_processor is not None:
+            self.image_processor.save_pretrained(output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        if self.adapter_only:
+            model = self.model if model is None else model
+            load_adapter(model.get_model().mm_projector, Path(resume_from_checkpoint), model.config)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -1,0 +1,103 @@
+"""Which parameters are trained, and with which learning rate and weight decay."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from llava.model.multimodal_projector.builder import projector_norm
+from llava.model.zero3 import full_shape
+
+logger = logging.getLogger(__name__)
+
+LANGUAGE_MODEL, ADAPTER, VISION_TOWER = "mm_language_model", "mm_mlp_adapter", "mm_vision_tower"
+PARTS = (VISION_TOWER, ADAPTER, LANGUAGE_MODEL)
+
+
+def tunable_parts(model_args: Any) -> frozenset[str]:
+    """The parts that the flags ask to train, out of `PARTS`.
+
+    `--mm_tunable_parts` (LLaVA-NeXT) decides alone; otherwise LLaVA's flags do: everything but the tower, less what
+    `--freeze_backbone`, `--freeze_mm_mlp_adapter` or `--tune_mm_mlp_adapter` exclude.
+
+    Raises:
+        ValueError: an unknown part, contradicting flags, or nothing left to train.
+    """
+    flags = ("tune_mm_mlp_adapter", "freeze_backbone", "freeze_mm_mlp_adapter", "unfreeze_mm_vision_tower")
+    if model_args.mm_tunable_parts is not None:
+        parts = frozenset(part.strip() for part in model_args.mm_tunable_parts.split(",") if part.strip())
+        if unknown := parts - set(PARTS):
+            raise ValueError(
+                f"--mm_tunable_parts: unknown {', '.join(sorted(unknown))}; expected any of {', '.join(PARTS)}"
+            )
+        if clash := [f"--{flag}" for flag in flags if getattr(model_args, flag)]:
+            raise ValueError(f"--mm_tunable_parts decides alone what is trained; leave out {', '.join(clash)}")
+    else:
+        parts = {LANGUAGE_MODEL, ADAPTER}
+        if model_args.freeze_backbone or model_args.tune_mm_mlp_adapter:
+            parts.discard(LANGUAGE_MODEL)
+        if model_args.freeze_mm_mlp_adapter:
+            if model_args.tune_mm_mlp_adapter:
+                raise ValueError("--tune_mm_mlp_adapter and --freeze_mm_mlp_adapter contradict each other; pass one")
+            parts.discard(ADAPTER)
+        if model_args.unfreeze_mm_vision_tower:
+            parts.add(VISION_TOWER)
+    if not parts:
+        raise ValueError("the flags leave nothing to train; see --mm_tunable_parts")
+    return frozenset(parts)
+
+
+def part_of(parameter_name: str) -> str:
+    """The part that a parameter of the causal LM belongs to, by its name."""
+    if ".vision_tower." in parameter_name:
+        return VISION_TOWER
+    return ADAPTER if ".mm_projector." in parameter_name else LANGUAGE_MODEL
+
+
+def set_trainable(model: nn.Module, parts: frozenset[str]) -> None:
+    """Sets `requires_grad` of every parameter.
+
+    A fixed norm and the tower's layers that never see a gradient stay frozen.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part_of(name) in parts)
+    for parameter in model.get_vision_tower().unused_parameters():
+        parameter.requires_grad_(False)
+    norm = projector_norm(model.get_model().mm_projector)
+    if norm is not None and not norm.learnable:
+        norm.requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"training {', '.join(sorted(parts))} leaves no trainable parameter")
+
+
+def optimizer_groups(model: nn.Module, decay_names: set[str], args: Any) -> list[dict[str, Any]]:
+    """Parameter groups by part and weight decay, logged with their sizes.
+
+    Args:
+        model: with `requires_grad` set.
+        decay_names: parameters that weight decay applies to.
+        args: with `learning_rate`, `mm_projector_lr`, `mm_vision_tower_lr`, `weight_decay`.
+    """
+    rates = {
+        LANGUAGE_MODEL: args.learning_rate,
+        ADAPTER: args.learning_rate if args.mm_projector_lr is None else args.mm_projector_lr,
+        VISION_TOWER: args.learning_rate if args.mm_vision_tower_lr is None else args.mm_vision_tower_lr,
+    }
+    members: dict[tuple[str, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            members.setdefault((part_of(name), name in decay_names), []).append(parameter)
+    groups = []
+    for (part, decays), parameters in sorted(members.items()):
+        decay = args.weight_decay if decays else 0.0
+        groups.append({"params": parameters, "lr": rates[part], "weight_decay": decay, "name": part})
+        logger.info(
+            "optimizer group %-17s lr %-8g weight decay %-5g %4d tensors, %s parameters",
+            part,
+            rates[part],
+            decay,
+            len(parameters),
+            f"{sum(full_shape(p).numel() for p in parameters):,}",
+        )
+    return groups

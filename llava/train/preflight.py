@@ -1,0 +1,44 @@
+"""Checks that fail in the first second instead of after an hour: flags, paths, and a sample of the images."""
+
+from pathlib import Path
+from typing import Any
+
+from llava.conversation import get_template
+from llava.data.records import Record, record_images, record_name
+from llava.train.optim import tunable_parts
+
+_IMAGES_CHECKED = 100
+
+
+def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
+    """Raises ValueError or FileNotFoundError that names the flag at fault and what to do."""
+    get_template(model_args.version)
+    tunable_parts(model_args)
+    if not data_args.data_path:
+        raise ValueError("--data_path is missing: pass a LLaVA-format .json or .jsonl file")
+    if data_args.image_folder and not Path(data_args.image_folder).is_dir():
+        raise FileNotFoundError(f"--image_folder {data_args.image_folder}: no such folder")
+    for flag in ("mm_use_im_start_end", "mm_use_im_patch_token"):
+        if getattr(model_args, flag):
+            raise ValueError(f"--{flag} must be False: no published recipe of today adds these tokens")
+    if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
+        raise ValueError("--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out")
+    if training_args.model_max_length < 1:
+        raise ValueError(f"--model_max_length: expected a positive number, found {training_args.model_max_length}")
+
+
+def check_images(records: list[Record], image_folder: str | None) -> None:
+    """Opens nothing, but makes sure that evenly chosen records' images exist below `image_folder`.
+
+    Raises:
+        FileNotFoundError: names the first missing image's record and how many of the checked ones are missing.
+    """
+    step = max(1, len(records) // _IMAGES_CHECKED)
+    checked = [(i, name) for i in range(0, len(records), step) for name in record_images(records[i])]
+    missing = [(i, name) for i, name in checked if not Path(image_folder or "", name).is_file()]
+    if missing:
+        index, name = missing[0]
+        raise FileNotFoundError(
+            f"{record_name(records[index], index)}: image {Path(image_folder or '', name)} does not exist "
+            f"({len(missing)} of {len(checked)} checked images are missing); check --image_folder {image_folder}"
+        )

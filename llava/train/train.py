@@ -1,0 +1,141 @@
+"""Trains a LLaVA: stage 1 (projector and norm) or stage 2 (instruction tuning), as the flags say.
+
+Runs as `python -m llava.train.train`, or under `deepspeed`, `torchrun` and SLURM through scripts/pretrain.sh and
+scripts/finetune.sh. `--help` documents every flag.
+"""
+
+import logging
+import sys
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer, set_seed
+
+from llava.data.collate import DataCollatorForSupervisedDataset
+from llava.data.dataset import LazySupervisedDataset
+from llava.data.records import load_records
+from llava.model.builder import load_language_model, read_config
+from llava.model.multimodal_encoder.builder import load_image_processor
+from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava.train.checkpoint import find_checkpoint
+from llava.train.llava_trainer import LLaVATrainer
+from llava.train.optim import LANGUAGE_MODEL, VISION_TOWER, set_trainable, tunable_parts
+from llava.train.preflight import check_flags, check_images
+
+logger = logging.getLogger(__name__)
+
+
+def train(attn_implementation: str | None = None) -> None:
+    """Parses the command line, trains, and writes the final folder.
+
+    Args:
+        attn_implementation: default for `--attn_implementation`.
+    """
+    model_args, data_args, training_args = parse_arguments(sys.argv[1:])
+    model_args.attn_implementation = model_args.attn_implementation or attn_implementation
+    set_up_logging(training_args)
+    check_flags(model_args, data_args, training_args)
+    records = load_records(data_args.data_path)
+    check_images(records, data_args.image_folder)
+
+    set_seed(training_args.seed)
+    model = build_model(model_args, data_args, training_args)
+    trainer = build_trainer(model, records, model_args, data_args, training_args)
+    trainer.train(
+        resume_from_checkpoint=find_checkpoint(training_args.output_dir, training_args.resume_from_checkpoint)
+    )
+    trainer.save_state()
+    model.config.use_cache = True
+    trainer.save_model()
+
+
+def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
+    """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first."""
+    if not torch.accelerator.is_available() and any(arg.startswith("--deepspeed") for arg in argv):
+        from llava.train.cpu_distributed import use_gloo_backend
+
+        use_gloo_backend()
+    parser = transformers.HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    return parser.parse_args_into_dataclasses(argv)
+
+
+def set_up_logging(training_args: TrainingArguments) -> None:
+    """One rank's messages reach the console; the others only warn."""
+    level = logging.INFO if training_args.process_index == 0 else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S", force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def build_model(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> Any:
+    """The model with tower, projector and norm, `requires_grad` set, and every choice recorded in its config."""
+    parts = tunable_parts(model_args)
+    frozen_dtype = torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else torch.float32
+    # DeepSpeed keeps fp32 masters itself; elsewhere what is trained stays fp32 and autocast lowers the arithmetic.
+    trained_dtype = frozen_dtype if training_args.deepspeed else torch.float32
+    model = load_language_model(
+        model_args.model_name_or_path,
+        read_config(model_args.model_name_or_path, cache_dir=training_args.cache_dir),
+        dtype=trained_dtype if LANGUAGE_MODEL in parts else frozen_dtype,
+        attn_implementation=model_args.attn_implementation,
+        cache_dir=training_args.cache_dir,
+    )
+    if model.get_vision_tower() is None and not model_args.vision_tower:
+        raise ValueError("--vision_tower is missing: --model_name_or_path is a plain language model")
+    decoder = model.get_model()
+    decoder.initialize_vision_modules(model_args, dtype=trained_dtype if VISION_TOWER in parts else frozen_dtype)
+    decoder.mm_projector.to(trained_dtype)
+    set_trainable(model, parts)
+    model.config.use_cache = False
+    model.config.mm_conv_version = model_args.version
+    model.config.mm_tunable_parts = ",".join(sorted(parts))
+    for field in ("mm_patch_merge_type", "mm_use_im_start_end", "mm_use_im_patch_token"):
+        setattr(model.config, field, getattr(model_args, field))
+    for field in ("mm_projector_lr", "mm_vision_tower_lr"):
+        setattr(model.config, field, getattr(training_args, field))
+    model.config.image_aspect_ratio = data_args.image_aspect_ratio
+    model.config.tokenizer_padding_side = "right"
+    model.config.tokenizer_model_max_length = training_args.model_max_length
+    return model
+
+
+def build_trainer(
+    model: Any,
+    records: list[dict],
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+) -> LLaVATrainer:
+    """The trainer over `records`."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.model_name_or_path,
+        cache_dir=training_args.cache_dir,
+        model_max_length=training_args.model_max_length,
+        padding_side="right",
+    )
+    tower = model.get_vision_tower()
+    image_processor = load_image_processor(model_args.vision_tower or model_args.model_name_or_path, tower)
+    dataset = LazySupervisedDataset(
+        records,
+        tokenizer,
+        version=model_args.version,
+        image_processor=image_processor,
+        image_folder=data_args.image_folder,
+        image_aspect_ratio=data_args.image_aspect_ratio,
+        num_visual_tokens=tower.num_tokens,
+        model_max_length=training_args.model_max_length,
+        label_masking=data_args.label_masking,
+    )
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return LLaVATrainer(
+        model=model,
+        args=training_args,
+        train_dataset=dataset,
+        data_collator=DataCollatorForSupervisedDataset(pad_token_id or 0),
+        processing_class=tokenizer,
+        image_processor=image_processor,
+    )
+
+
+if __name__ == "__main__":
+    train()

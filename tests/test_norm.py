@@ -1,0 +1,223 @@
+"""The norm layers: forward, compensated backward, and the measured target."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from llava.model.multimodal_projector.norm import (
+    NORM_TYPES,
+    GlobalWeightCompensatedLayerNorm,
+    ProjectorNorm,
+    mean_text_embedding_norm,
+    resolve_target_norm,
+)
+
+D = 96
+NORMS = [name for name, cls in NORM_TYPES.items() if cls]
+COMPENSATED = [name for name in NORMS if name.startswith("gwc")]
+PLAIN_OF = {"gwc_layernorm": "layernorm", "gwc_rmsnorm": "rmsnorm"}
+
+
+def make(name: str, seed: int | None = 0, **options) -> ProjectorNorm:
+    """A norm whose gain and bias have wandered off their initial constants (seed None: have not)."""
+    norm = NORM_TYPES[name](D, **options)
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            norm.weight.copy_(0.02 * torch.randn(D, generator=generator))
+            if norm.bias is not None:
+                norm.bias.copy_(0.01 * torch.randn(D, generator=generator))
+    return norm
+
+
+def inputs(seed: int = 1, rows: int = 7) -> torch.Tensor:
+    return 30 * torch.randn(2, rows, D, generator=torch.Generator().manual_seed(seed)) + 3
+
+
+def gradients(norm: nn.Module, x: torch.Tensor, call=None) -> dict[str, torch.Tensor]:
+    """Gradients of a fixed non-linear function of the output, at the input and at the parameters."""
+    x = x.detach().clone().requires_grad_()
+    norm.zero_grad()
+    y = (norm if call is None else call)(x)
+    target = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    (y - target).square().sum().backward()
+    return {"input": x.grad} | {name: p.grad.clone() for name, p in norm.named_parameters()}
+
+
+def reference(norm: ProjectorNorm, x: torch.Tensor) -> torch.Tensor:
+    """The textbook formula in float64 (paper eq. 22, 23)."""
+    x, gain = x.double(), norm.weight.double()
+    if norm.has_bias:
+        x = x - x.mean(-1, keepdim=True)
+    x_hat = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    return x_hat * gain + (norm.bias.double() if norm.has_bias else 0)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_forward_equals_float64_formula(name):
+    norm, x = make(name), inputs()
+    torch.testing.assert_close(norm(x).double(), reference(norm, x), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2)])
+def test_initial_output_norm_is_the_text_norm(name, dtype, tolerance):
+    text_norm = 1.09
+    norm = make(name, seed=None, init_gain=text_norm / math.sqrt(D)).to(dtype)
+    norms = norm(inputs().to(dtype)).float().norm(dim=-1)
+    assert (norms / text_norm - 1).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("name", COMPENSATED)
+def test_gradients_are_plain_ones_and_input_gradient_is_divided_by_mean_gain(name):
+    norm, x = make(name), inputs()
+    plain = NORM_TYPES[PLAIN_OF[name]](D)
+    plain.load_state_dict(norm.state_dict())
+    ours, theirs = gradients(norm, x), gradients(plain, x)
+    mean_gain = norm.weight.detach().double().abs().mean()
+    torch.testing.assert_close(ours["input"].double(), theirs["input"].double() / mean_gain, rtol=1e-5, atol=1e-6)
+    for parameter in dict(norm.named_parameters()):
+        assert torch.equal(ours[parameter], theirs[parameter])
+
+
+@pytest.mark.parametrize("name", COMPENSATED)
+def test_compensation_equals_scaling_at_x_hat_in_float64(name):
+    """The paper scales the gradient at the normalised tensor (eq. 26); ours, at the input, must give the same."""
+    norm, x = make(name).double(), inputs().double()
+    ours = gradients(norm, x)["input"]
+    scale = 1 / norm.weight.detach().abs().mean()
+
+    def paper(x):
+        centred = x - x.mean(-1, keepdim=True) if norm.has_bias else x
+        x_hat = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        x_hat.register_hook(lambda grad: grad * scale)
+        return x_hat * norm.weight + (norm.bias if norm.has_bias else 0)
+
+    torch.testing.assert_close(ours, gradients(norm, x, paper)["input"], rtol=1e-12, atol=1e-14)
+
+
+def test_mean_gain_follows_the_gain_as_it_trains():
+    norm, x = GlobalWeightCompensatedLayerNorm(D, init_gain=0.02), inputs()
+    plain = NORM_TYPES["layernorm"](D)
+    for gain in (0.02, 0.5, 3.0):
+        with torch.no_grad():
+            norm.weight.fill_(gain)
+        plain.load_state_dict(norm.state_dict())
+        ratio = gradients(norm, x)["input"] / gradients(plain, x)["input"]
+        torch.testing.assert_close(ratio, torch.full_like(ratio, 1 / gain), rtol=1e-4, atol=0)
+
+
+def test_min_gain_bounds_the_scale():
+    norm, x = GlobalWeightCompensatedLayerNorm(D, init_gain=1e-6, min_gain=1e-3), inputs()
+    plain = NORM_TYPES["layernorm"](D)
+    plain.load_state_dict(norm.state_dict())
+    torch.testing.assert_close(gradients(norm, x)["input"], gradients(plain, x)["input"] * 1e3, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_no_scaling_in_eval_mode_nor_in_plain_norms(name):
+    norm, x = make(name), inputs()
+    expected = x.detach().double().requires_grad_()
+    y = reference(copy.deepcopy(norm).double(), expected)
+    target = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).double()
+    (y - target).square().sum().backward()
+    norm.train(name not in COMPENSATED)
+    torch.testing.assert_close(gradients(norm, x)["input"].double(), expected.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", COMPENSATED)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_same_gradients_under_activation_checkpointing(name, use_reentrant):
+    norm, x = make(name), inputs()
+    plain = gradients(norm, x)
+    checkpointed = gradients(norm, x, lambda x: checkpoint(norm, x, use_reentrant=use_reentrant))
+    for key in plain:
+        assert torch.equal(plain[key], checkpointed[key])
+
+
+@pytest.mark.parametrize("name", COMPENSATED)
+def test_same_gradients_under_torch_compile(name):
+    norm, x = make(name), inputs()
+    eager, compiled = gradients(norm, x), gradients(norm, x, torch.compile(norm, backend="aot_eager", fullgraph=True))
+    for key in eager:
+        torch.testing.assert_close(compiled[key], eager[key], rtol=1e-5, atol=1e-7)
+
+
+def test_compile_sees_the_gain_change_without_recompiling():
+    norm, x = GlobalWeightCompensatedLayerNorm(D, init_gain=0.02), inputs()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(norm, backend=counter)
+    for gain in (0.02, 0.7):
+        with torch.no_grad():
+            norm.weight.fill_(gain)
+        torch.testing.assert_close(gradients(norm, x, compiled)["input"], gradients(norm, x)["input"])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", COMPENSATED)
+def test_bf16_autocast_keeps_the_compensation(name):
+    projector = nn.Sequential(nn.Linear(D, D), make(name))
+    plain = copy.deepcopy(projector)
+    plain[1] = NORM_TYPES[PLAIN_OF[name]](D)
+    plain[1].load_state_dict(projector[1].state_dict())
+
+    def autocast(module):
+        def call(x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return module(x)
+
+        return call
+
+    ours = gradients(projector, inputs(), autocast(projector))
+    theirs = gradients(plain, inputs(), autocast(plain))
+    mean_gain = float(projector[1].weight.detach().abs().mean())
+    difference = ours["input"] * mean_gain - theirs["input"]
+    assert difference.norm() < 2e-2 * theirs["input"].norm()
+    assert torch.equal(ours["1.weight"], theirs["1.weight"])
+
+
+def test_fixed_norm_has_no_trainable_parameter_and_still_compensates():
+    norm, x = make("gwc_layernorm", learnable=False), inputs().requires_grad_()
+    assert not any(p.requires_grad for p in norm.parameters())
+    norm(x).square().sum().backward()
+    compensated, x.grad = x.grad, None
+    norm.eval()
+    norm(x).square().sum().backward()
+    torch.testing.assert_close(compensated, x.grad / norm.mean_abs_gain(), rtol=1e-5, atol=1e-6)
+
+
+def test_target_is_the_mean_over_nonzero_rows_in_any_chunking():
+    weight = torch.randn(1000, D, generator=torch.Generator().manual_seed(0))
+    weight[::7] = 0
+    expected = weight.double().norm(dim=-1)
+    expected = expected[expected > 0].mean().item()
+    for chunk_rows in (1, 13, 4096):
+        assert mean_text_embedding_norm(weight, chunk_rows) == pytest.approx(expected, rel=1e-6)
+    assert mean_text_embedding_norm(weight.bfloat16()) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_target_refuses_rows_that_are_not_finite(value):
+    weight = torch.ones(10, D)
+    weight[3, 5] = value
+    with pytest.raises(ValueError, match="1 of 10 rows.*row 3"):
+        mean_text_embedding_norm(weight)
+
+
+def test_target_refuses_an_all_zero_embedding():
+    with pytest.raises(ValueError, match="every row is zero"):
+        mean_text_embedding_norm(torch.zeros(4, D))
+
+
+def test_init_flag_means_text_norm_default_or_a_norm():
+    weight = torch.full((5, D), 2.0)
+    assert resolve_target_norm("text_norm", weight) == pytest.approx(2 * math.sqrt(D))
+    assert resolve_target_norm("default", weight) == pytest.approx(math.sqrt(D))
+    assert resolve_target_norm("1.5", weight) == 1.5
+    for bad in ("1.5x", "-1", "nan", "0"):
+        with pytest.raises(ValueError, match="--mm_projector_norm_init.*text_norm"):
+            resolve_target_norm(bad, weight)
