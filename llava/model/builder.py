@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from llava.mm_utils import load_tokenizer
 from llava.model import LlavaLlamaForCausalLM, LlavaQwenForCausalLM
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, load_adapter
@@ -105,7 +106,7 @@ def load_pretrained_model(
         model = _load_with_adapter(model_path, model_base, config, **options)
     model.eval()
 
-    tokenizer = AutoTokenizer.from_pretrained(model_base or model_path)
+    tokenizer = load_tokenizer(model_base or model_path)
     tower = model.get_vision_tower()
     image_processor = None
     if tower is not None:

@@ -135,6 +135,9 @@ class LlavaMetaForCausalLM:
             ValueError: projector parameters that the config announces are missing in the checkpoint.
         """
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        # Keys are LLaVA's already. Under ZeRO-3 the library would still undo renamings that never took place when it
+        # saves, and double the encoder's prefix.
+        model._weight_conversions = []
         missing = info["missing_keys"]
         if lost := sorted(k for k in missing if ".mm_projector." in k):
             raise ValueError(

@@ -1,7 +1,7 @@
 """What a training run writes, and which checkpoint it continues from.
 
 Final folder of both stages: the whole model, tokenizer, image processor; stage 1 adds LLaVA's `mm_projector.bin`.
-`checkpoint-N` of stage 1: `mm_projector.bin` and `config.json` beside the optimizer's state, since nothing else changes.
+`checkpoint-N` of stage 1: `mm_projector.bin` and `config.json` beside the optimizer's state; nothing else changes.
 """
 
 import logging

@@ -1,9 +1,12 @@
 """What training looks like from inside: gradient norms and token norms along the visual path, and throughput.
 
-Logged keys: `grad_norm/{llm_input,before_norm,vision_features}` (L2 norm over the whole optimizer step of the gradient at
-the visual tokens there), `norm/{llm_input,before_norm,vision_features,text_embeddings}` (mean L2 norm of a token of the
-step's batches), `norm/gain_mean_abs`, `tokens_per_second`, `samples_per_second`, `padding_share` (padded positions over
-all positions), `data_wait_share` (time waiting for data over all time).
+Logged keys:
+    `grad_norm/{llm_input,before_norm,vision_features}`: L2 norm, over the whole optimizer step, of the loss's gradient at
+        the visual tokens there;
+    `norm/{llm_input,before_norm,vision_features,text_embeddings}`: mean L2 norm of a token of the step's batches;
+    `norm/gain_mean_abs`: mean |gain| of the norm;
+    `tokens_per_second`, `samples_per_second`: over all ranks, padding not counted;
+    `padding_share`: padded positions over all positions; `data_wait_share`: time waiting for data over all time.
 
 Shapes: N images, V visual tokens per image, E vision hidden size, D LLM hidden size.
 """

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer, set_seed
+from transformers import set_seed
 
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import load_records
+from llava.mm_utils import load_tokenizer
 from llava.model.builder import load_language_model, read_config
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
@@ -26,13 +27,14 @@ from llava.train.preflight import check_flags, check_images
 logger = logging.getLogger(__name__)
 
 
-def train(attn_implementation: str | None = None) -> None:
+def train(argv: list[str] | None = None, attn_implementation: str | None = None) -> None:
     """Parses the command line, trains, and writes the final folder.
 
     Args:
+        argv: the flags; default those of the process.
         attn_implementation: default for `--attn_implementation`.
     """
-    model_args, data_args, training_args = parse_arguments(sys.argv[1:])
+    model_args, data_args, training_args = parse_arguments(sys.argv[1:] if argv is None else argv)
     model_args.attn_implementation = model_args.attn_implementation or attn_implementation
     set_up_logging(training_args)
     check_flags(model_args, data_args, training_args)
@@ -63,8 +65,8 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, Tra
 def set_up_logging(training_args: TrainingArguments) -> None:
     """One rank's messages reach the console; the others only warn."""
     level = logging.INFO if training_args.process_index == 0 else logging.WARNING
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S", force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("llava").setLevel(level)
 
 
 def build_model(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> Any:
@@ -107,7 +109,7 @@ def build_trainer(
     training_args: TrainingArguments,
 ) -> LLaVATrainer:
     """The trainer over `records`."""
-    tokenizer = AutoTokenizer.from_pretrained(
+    tokenizer = load_tokenizer(
         model_args.model_name_or_path,
         cache_dir=training_args.cache_dir,
         model_max_length=training_args.model_max_length,

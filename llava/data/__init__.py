@@ -1,0 +1,1 @@
+"""From LLaVA-format records to batches: records, preprocess, dataset, sampler, collate."""

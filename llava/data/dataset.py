@@ -1,0 +1,133 @@
+"""From a record to tensors: tokens, labels and pixels of one sample.
+
+Shapes: S tokens of the sample (an image placeholder counts one), n images of the sample.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from llava.constants import IMAGE_TOKEN_INDEX
+from llava.conversation import get_template
+from llava.data.preprocess import Sample, preprocess
+from llava.data.records import Record, record_images, record_name
+from llava.mm_utils import process_images
+
+logger = logging.getLogger(__name__)
+
+
+class LazySupervisedDataset(Dataset):
+    """Tokenises and decodes each sample when it is asked for.
+
+    Args:
+        records: checked records (`llava.data.records`).
+        tokenizer: the LLM's fast tokenizer.
+        version: name of the conversation template.
+        image_processor: of the vision tower; None for text-only data.
+        image_folder: images are looked up below it.
+        image_aspect_ratio: `pad` or `square` (plain resize), as `--image_aspect_ratio`.
+        num_visual_tokens: V, what one placeholder expands to.
+        model_max_length: samples are cut there, counted after expansion.
+        label_masking: `assistant` or `upstream`.
+    """
+
+    def __init__(
+        self,
+        records: list[Record],
+        tokenizer: Any,
+        version: str,
+        image_processor: Any,
+        image_folder: str | None,
+        image_aspect_ratio: str,
+        num_visual_tokens: int,
+        model_max_length: int,
+        label_masking: str = "assistant",
+    ):
+        self.records = records
+        self.tokenizer = tokenizer
+        self.template = get_template(version)
+        self.image_processor = image_processor
+        self.image_folder = Path(image_folder or "")
+        self.image_config = _ImageConfig(image_aspect_ratio)
+        self.num_visual_tokens = num_visual_tokens
+        self.model_max_length = model_max_length
+        self.label_masking = label_masking
+        self._truncation_reported = False
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """`input_ids` [S], `labels` [S] and, if the record has images, `images` [n, 3, H, W].
+
+        Raises:
+            ValueError, FileNotFoundError: the record cannot be turned into a sample; the message names it.
+        """
+        record = self.records[index]
+        sample = self._cut(self.tokenize(index), index)
+        item = {"input_ids": sample.input_ids, "labels": sample.labels}
+        # A cut may remove placeholders: their images go with them.
+        num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
+        if num_images:
+            images = [self._open_image(name, record, index) for name in record_images(record)[:num_images]]
+            item["images"] = torch.stack(list(process_images(images, self.image_processor, self.image_config)))
+        return item
+
+    def tokenize(self, index: int) -> Sample:
+        """Token ids and labels of one record, not yet cut."""
+        record = self.records[index]
+        try:
+            return preprocess(record["conversations"], self.tokenizer, self.template, label_masking=self.label_masking)
+        except ValueError as error:
+            raise ValueError(f"{record_name(record, index)}: {error}") from error
+
+    def _cut(self, sample: Sample, index: int) -> Sample:
+        is_image = sample.input_ids == IMAGE_TOKEN_INDEX
+        widths = torch.where(is_image, self.num_visual_tokens, 1)
+        if int(widths.sum()) <= self.model_max_length:
+            return sample
+        if not self._truncation_reported:
+            self._truncation_reported = True
+            logger.warning(
+                "%s has %d tokens and is cut to --model_max_length %d; further cuts are not reported by this process",
+                record_name(self.records[index], index),
+                int(widths.sum()),
+                self.model_max_length,
+            )
+        starts_inside = widths.cumsum(0) - widths < self.model_max_length
+        return Sample(sample.input_ids[starts_inside], sample.labels[starts_inside])
+
+    def _open_image(self, name: str, record: Record, index: int) -> Image.Image:
+        path = self.image_folder / name
+        try:
+            with Image.open(path) as image:
+                image.load()
+                return image
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{record_name(record, index)}: image {path} does not exist; check --image_folder and the record"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"{record_name(record, index)}: image {path} cannot be decoded ({error})") from error
+
+    def modality_lengths(self, show_progress: bool = True) -> list[int]:
+        """True length of every sample after expansion and cut; negative for text-only samples (LLaVA's convention)."""
+        lengths = []
+        for index in tqdm(range(len(self)), desc="measuring lengths", disable=not show_progress, mininterval=2):
+            ids = self.tokenize(index).input_ids
+            num_images = int((ids == IMAGE_TOKEN_INDEX).sum())
+            length = min(len(ids) + num_images * (self.num_visual_tokens - 1), self.model_max_length)
+            lengths.append(length if num_images else -length)
+        return lengths
+
+
+class _ImageConfig:
+    """The part of a model config that `process_images` reads."""
+
+    def __init__(self, image_aspect_ratio: str):
+        self.image_aspect_ratio = image_aspect_ratio

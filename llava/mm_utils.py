@@ -1,0 +1,216 @@
+"""Pictures to pixels and prompts to token ids, under the names that LLaVA's scripts and evaluation clients import.
+
+Shapes: B batch, S sequence, N images, H and W the image processor's output size.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from PIL import Image
+from transformers import AutoTokenizer, StoppingCriteria
+
+from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+
+_SQUARE_MODES = (None, "square")
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The picture in mode RGB, in its stored colours: palettes are looked up, transparency is left out as LLaVA does.
+
+    16-bit grey is scaled to 8 bits, where Pillow's own conversion clips nearly everything to white.
+    """
+    if image.mode.startswith("I"):
+        return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
+    # By way of RGBA, because Pillow warns where a palette's transparency is a table.
+    return image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
+
+
+def expand2square(pil_img: Image.Image, background_color: tuple[int, ...] | int) -> Image.Image:
+    """The picture centred on a square of its longer side, filled with `background_color` (one value per band)."""
+    width, height = pil_img.size
+    if width == height:
+        return pil_img
+    side = max(width, height)
+    square = Image.new(pil_img.mode, (side, side), background_color)
+    if pil_img.mode == "P":
+        square.putpalette(pil_img.getpalette())
+    square.paste(pil_img, ((side - width) // 2, (side - height) // 2))
+    return square
+
+
+def process_images(
+    images: list[Image.Image], image_processor: Any, model_cfg: Any
+) -> torch.Tensor | list[torch.Tensor]:
+    """Pixels of `images`, in the processor's range.
+
+    Args:
+        images: pictures in any mode.
+        image_processor: of the vision tower.
+        model_cfg: anything; only `image_aspect_ratio` is read, if it is there. `pad` pads to a square with the
+            processor's mean colour; None or `square` leaves the shape to the processor.
+
+    Returns:
+        [N, 3, H, W], or a list of [3, H, W] if the processor gives different sizes.
+
+    Raises:
+        NotImplementedError: for the `anyres` modes.
+        ValueError: for an unknown mode, or no images.
+    """
+    mode = getattr(model_cfg, "image_aspect_ratio", None)
+    if isinstance(mode, str) and "anyres" in mode:
+        _refuse_anyres(f"image_aspect_ratio {mode!r}")
+    if mode != "pad" and mode not in _SQUARE_MODES:
+        raise ValueError(f"image_aspect_ratio {mode!r}: expected 'pad', 'square' or None")
+    if not images:
+        raise ValueError("process_images: expected at least one picture, found none")
+    pixels = [_pixels(to_rgb(image), image_processor, pad=mode == "pad") for image in images]
+    same_size = all(image.shape == pixels[0].shape for image in pixels)
+    return torch.stack(pixels) if same_size else pixels
+
+
+def _pixels(image: Image.Image, image_processor: Any, pad: bool) -> torch.Tensor:
+    if pad:
+        image = expand2square(image, tuple(int(255 * mean) for mean in image_processor.image_mean))
+    # Said, not guessed: a picture of 1 or 3 rows looks like channels first.
+    batch = image_processor.preprocess(image, return_tensors="pt", input_data_format="channels_last")
+    return batch["pixel_values"][0]
+
+
+def process_anyres_image(image: Image.Image, processor: Any, grid_pinpoints: Any) -> NoReturn:
+    """Present because clients import it; raises NotImplementedError."""
+    _refuse_anyres("process_anyres_image")
+
+
+def _refuse_anyres(subject: str) -> NoReturn:
+    raise NotImplementedError(f"{subject}: anyres is not supported; set image_aspect_ratio to 'pad' or 'square'")
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def tokenizer_image_token(
+    prompt: str, tokenizer: Any, image_token_index: int = IMAGE_TOKEN_INDEX, return_tensors: str | None = None
+) -> list[int] | torch.Tensor:
+    """Token ids of `prompt`, with `image_token_index` for every `<image>`.
+
+    Returns:
+        A list, or with `return_tensors="pt"` a LongTensor [S].
+
+    Raises:
+        ValueError: `return_tensors` is neither None nor "pt".
+    """
+    if return_tensors not in (None, "pt"):
+        raise ValueError(f"return_tensors {return_tensors!r}: expected None or 'pt'")
+    ids = leading_ids(prompt, tokenizer)
+    for index, chunk in enumerate(prompt.split(DEFAULT_IMAGE_TOKEN)):
+        ids += ([image_token_index] if index else []) + encode_chunk(chunk, tokenizer)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long) if return_tensors == "pt" else ids
+
+
+def leading_ids(text: str, tokenizer: Any) -> list[int]:
+    """The BOS id if the tokenizer puts one before texts; none if `text` writes its own, as Llama-3 prompts do."""
+    bos = tokenizer.bos_token
+    if bos is None or text.startswith(bos):
+        return []
+    return [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
+
+
+def encode_chunk(chunk: str, tokenizer: Any, return_offsets_mapping: bool = False) -> dict[str, list]:
+    """`input_ids` (and `offset_mapping`, in characters of `chunk`) of text between images, without BOS.
+
+    SentencePiece puts a space before every text. Fast tokenizers leave it out where the text begins with one, which
+    gives other ids than those LLaVA's checkpoints were trained on; here it is always there.
+    """
+    shift = 1 if chunk.startswith(" ") and _adds_space(tokenizer) else 0
+    encoding = tokenizer(" " * shift + chunk, add_special_tokens=False, return_offsets_mapping=return_offsets_mapping)
+    encoded = {"input_ids": list(encoding["input_ids"])}
+    if return_offsets_mapping:
+        offsets = encoding["offset_mapping"]
+        encoded["offset_mapping"] = [(max(0, start - shift), max(0, end - shift)) for start, end in offsets]
+    return encoded
+
+
+def _adds_space(tokenizer: Any) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    pre_tokenizer = getattr(backend, "pre_tokenizer", None)
+    return type(pre_tokenizer).__name__ == "Metaspace" and pre_tokenizer.prepend_scheme != "never"
+
+
+def load_tokenizer(path: str, **kwargs: Any) -> Any:
+    """`AutoTokenizer.from_pretrained`, with SentencePiece's order of merges where it was lost."""
+    return restore_merge_order(AutoTokenizer.from_pretrained(path, **kwargs))
+
+
+def restore_merge_order(tokenizer: Any) -> Any:
+    """Give a tokenizer converted from a SentencePiece `tokenizer.model` the merge order of that file's scores.
+
+    transformers 5 orders the merges by token id. In the Llama-2 and Vicuna vocabulary runs of spaces have low ids but
+    the worst scores, so that without this every double space gives other ids than LLaVA's training had. Changes and
+    returns `tokenizer`; any other kind is left alone.
+    """
+    source = Path(str(tokenizer.init_kwargs.get("vocab_file") or ""))
+    if source.suffix != ".model" or not source.is_file() or source.with_name("tokenizer.json").exists():
+        return tokenizer
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers.models import BPE
+
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    if model["type"] != "BPE":
+        return tokenizer
+    pieces = SentencePieceProcessor(str(source))
+    scores = {pieces.id_to_piece(index): pieces.get_score(index) for index in range(pieces.get_piece_size())}
+    merges = sorted((tuple(pair) for pair in model["merges"]), key=lambda pair: -scores["".join(pair)])
+    tokenizer.backend_tokenizer.model = BPE(
+        vocab=model["vocab"],
+        merges=merges,
+        unk_token=model["unk_token"],
+        fuse_unk=model["fuse_unk"],
+        byte_fallback=model["byte_fallback"],
+    )
+    return tokenizer
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def get_model_name_from_path(model_path: str) -> str:
+    """The name of a checkpoint folder; of `run/checkpoint-100` it is `run_checkpoint-100`."""
+    parents, _, name = model_path.strip("/").rpartition("/")
+    return f"{parents.rpartition('/')[2]}_{name}" if name.startswith("checkpoint-") and parents else name
+
+
+class KeywordsStoppingCriteria(StoppingCriteria):
+    """Stops a sequence as soon as its generated text contains one of `keywords`.
+
+    Args:
+        keywords: the texts to stop at.
+        tokenizer: decodes what was generated.
+        input_ids: prompt [B, S]; left out of the search where the generated ids repeat it.
+    """
+
+    def __init__(self, keywords: list[str], tokenizer: Any, input_ids: torch.Tensor):
+        self.keywords = keywords
+        self.tokenizer = tokenizer
+        self.prompt = input_ids
+        # A token holds at least one byte, so no keyword spreads over more tokens than it has bytes.
+        self.window = max((len(keyword.encode()) for keyword in keywords), default=0) + 1
+
+    def __call__(
+        self, output_ids: torch.LongTensor, scores: torch.FloatTensor | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Whether each sequence is finished, bool [B]; `output_ids` [B, S] with or without the prompt."""
+        generated = output_ids[:, self._prompt_length(output_ids) :][:, -self.window :]
+        texts = self.tokenizer.batch_decode(generated, skip_special_tokens=False)
+        done = [any(keyword in text for keyword in self.keywords) for text in texts]
+        return torch.tensor(done, dtype=torch.bool, device=output_ids.device)
+
+    def _prompt_length(self, output_ids: torch.Tensor) -> int:
+        length = self.prompt.shape[1]
+        head = output_ids[:, :length]
+        prompt = self.prompt.to(output_ids.device).expand(head.shape[0], -1) if len(self.prompt) == 1 else self.prompt
+        return length if head.shape == prompt.shape and bool((head == prompt.to(head.device)).all()) else 0

@@ -1,0 +1,120 @@
+"""Two CPU ranks under DeepSpeed, through the real entry point: they compute what one process computes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train import flags
+
+from llava.model.multimodal_projector.norm import mean_text_embedding_norm
+from llava.train import train as train_module
+
+REPO = Path(__file__).parent.parent
+# Adam divides by the gradient's size; where that is pure rounding noise a larger epsilon keeps runs comparable.
+COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 5, "mm_vision_tower_lr": 5e-4}
+
+pytestmark = pytest.mark.slow
+
+
+def launch(argv: list[str], deepspeed: dict | str, tmp_path: Path, timeout: int = 240) -> str:
+    """Trains on two ranks; returns their output."""
+    if isinstance(deepspeed, dict):
+        config = tmp_path / "deepspeed.json"
+        config.write_text(json.dumps(deepspeed))
+    else:
+        config = REPO / "deepspeed_configs" / f"{deepspeed}.json"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    command += [str(REPO / "llava/train/train_mem.py"), *argv, "--deepspeed", str(config)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+def zero_1() -> dict:
+    config = json.loads((REPO / "deepspeed_configs/zero2.json").read_text())
+    config["zero_optimization"]["stage"] = 1
+    return config
+
+
+def assert_same(folder: Path, other: Path, atol: float = 1e-5) -> None:
+    ours, theirs = load_file(folder / "model.safetensors"), load_file(other / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny, tmp_path_factory):
+    """Stage 2 with everything trained, global batch 8, in one process."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train_module.train(flags(tiny, folder, 2, per_device_train_batch_size=8, **COMPARABLE))
+    return folder
+
+
+@pytest.mark.parametrize("config", [zero_1(), "zero2", "zero3", "zero3_offload"], ids=["zero1", "2", "3", "3_offload"])
+def test_five_steps_equal_one_process(tiny, tmp_path, one_process, config):
+    launch(flags(tiny, tmp_path / "two", 2, **COMPARABLE), config, tmp_path)
+    assert_same(tmp_path / "two", one_process)
+    before, after = (
+        {k: v for k, v in json.loads((f / "train_log.jsonl").read_text().splitlines()[0]).items() if "norm" in k}
+        for f in (one_process, tmp_path / "two")
+    )
+    assert after == pytest.approx(before, rel=1e-4)
+
+
+def test_rank_without_images_meets_the_others(tiny, tmp_path):
+    """Rank 0 sees pictures only and rank 1 text only, in every micro-step."""
+    records = json.loads((tiny / "data/finetune.json").read_text())
+    images, texts = ([r for r in records if ("image" in r) is kind] for kind in (True, False))
+    mixed = [r for i in range(0, 8, 2) for r in images[i : i + 2] + texts[i : i + 2]]
+    (tmp_path / "mixed.json").write_text(json.dumps(mixed))
+    options = COMPARABLE | {"data_path": tmp_path / "mixed.json", "train_sampling_strategy": "sequential"}
+    options |= {"max_steps": 4}
+    launch(flags(tiny, tmp_path / "two", 2, per_device_train_batch_size=2, **options), "zero3", tmp_path)
+    train_module.train(flags(tiny, tmp_path / "one", 2, per_device_train_batch_size=4, **options))
+    assert_same(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("model", ["qwen", "qwen_tied"])
+def test_zero3_measures_the_target_and_keeps_every_bit(tiny, tmp_path, model):
+    """With learning rate 0 the folder that ZeRO-3 saves must hold what it loaded, and load again."""
+    options = {"model": model, "learning_rate": 0, "max_steps": 1}
+    launch(flags(tiny, tmp_path / "first", 2, **options), "zero3", tmp_path)
+    saved = load_file(tmp_path / "first/model.safetensors")
+    base, tower = load_file(tiny / model / "model.safetensors"), load_file(tiny / "siglip/model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in base.items())
+    for name, tensor in saved.items():
+        if "vision_tower" in name:
+            assert torch.equal(tensor, tower[name.split("vision_model.")[1]])
+    config = json.loads((tmp_path / "first/config.json").read_text())
+    assert config["mm_projector_norm_target"] == pytest.approx(
+        mean_text_embedding_norm(base["model.embed_tokens.weight"]), rel=1e-6
+    )
+    assert torch.equal(
+        saved["model.mm_projector.3.weight"], torch.full((32,), config["mm_projector_norm_init_gain"])
+    )
+    again = options | {"model_name_or_path": tmp_path / "first", "vision_tower": None}
+    launch(flags(tiny, tmp_path / "second", 2, **again), "zero3", tmp_path)
+    assert_same(tmp_path / "second", tmp_path / "first", atol=0)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero3_resumes_exactly(tiny, tmp_path, stage):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    launch(flags(tiny, tmp_path / "whole", stage, **options), "zero3", tmp_path)
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "whole/checkpoint-2").rename(tmp_path / "resumed/checkpoint-2")
+    output = launch(flags(tiny, tmp_path / "resumed", stage, **options), "zero3", tmp_path)
+    assert "resuming from" in output
+    assert_same(tmp_path / "resumed", tmp_path / "whole", atol=0)
+    assert (tmp_path / "resumed/mm_projector.bin").exists() == (stage == 1)

@@ -1,0 +1,262 @@
+"""Both stages through the real entry point: what is trained, written, refused and resumed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import HfArgumentParser
+
+from llava.model.builder import load_pretrained_model
+from llava.model.multimodal_projector.norm import mean_text_embedding_norm
+from llava.train import train as train_module
+from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava.train.telemetry import GRADIENTS, LOG_FILE, TOKENS
+
+STAGE_2 = "mm_vision_tower,mm_mlp_adapter,mm_language_model"
+
+
+def flags(tiny, output_dir, stage: int, model="llama", tower="siglip", norm="gwc_layernorm", **overrides) -> list[str]:
+    values = {
+        "model_name_or_path": tiny / model,
+        "vision_tower": tiny / tower,
+        "version": "chatml",
+        "data_path": tiny / "data" / ("pretrain.json" if stage == 1 else "finetune.json"),
+        "image_folder": tiny / "data" / "images",
+        "output_dir": output_dir,
+        "mm_projector_norm": norm,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    values |= {"tune_mm_mlp_adapter": True} if stage == 1 else {"mm_tunable_parts": STAGE_2}
+    return [x for k, v in (values | overrides).items() if v is not None for x in (f"--{k}", str(v))]
+
+
+def run(*args, **kwargs):
+    """Trains and returns the weights and config of the final folder."""
+    argv = flags(*args, **kwargs)
+    train_module.train(argv)
+    folder = argv[argv.index("--output_dir") + 1]
+    return load_file(f"{folder}/model.safetensors"), json.load(open(f"{folder}/config.json"))
+
+
+def build(tiny, tmp_path, stage, **overrides):
+    """The model before the first step."""
+    parsed = train_module.parse_arguments(flags(tiny, tmp_path / "unused", stage, **overrides))
+    return train_module.build_model(*parsed)
+
+
+@pytest.fixture(scope="module")
+def stage_1(tiny, tmp_path_factory):
+    """A finished stage-1 folder with gwc_layernorm."""
+    folder = tmp_path_factory.mktemp("stage1") / "run"
+    train_module.train(flags(tiny, folder, 1, max_steps=6, save_strategy="steps", save_steps=3))
+    return folder
+
+
+def test_stage_1_trains_projector_and_norm_only(tiny, stage_1):
+    weights = load_file(stage_1 / "model.safetensors")
+    language_model, tower = load_file(tiny / "llama" / "model.safetensors"), load_file(tiny / "siglip/model.safetensors")
+    for name, tensor in language_model.items():
+        assert torch.equal(weights[name], tensor)
+    for name, tensor in weights.items():
+        if "vision_tower" in name:
+            assert torch.equal(tensor, tower[name.split("vision_model.")[1]])
+    config = json.load(open(stage_1 / "config.json"))
+    gain = weights["model.mm_projector.3.weight"]
+    assert (gain - config["mm_projector_norm_init_gain"]).abs().max() > 1e-4
+    adapter = torch.load(stage_1 / "mm_projector.bin", weights_only=True)
+    assert sorted(adapter) == sorted(k for k in weights if "mm_projector" in k)
+    assert all(torch.equal(adapter[k], weights[k]) for k in adapter)
+
+
+def test_target_is_measured_and_recorded(tiny, stage_1):
+    config = json.load(open(stage_1 / "config.json"))
+    embedding = load_file(tiny / "llama/model.safetensors")["model.embed_tokens.weight"]
+    target = mean_text_embedding_norm(embedding)
+    assert config["mm_projector_norm_target"] == pytest.approx(target, rel=1e-6)
+    assert config["mm_projector_norm_init_gain"] == pytest.approx(target / embedding.shape[1] ** 0.5, rel=1e-6)
+    first = json.loads((stage_1 / LOG_FILE).read_text().splitlines()[0])
+    assert first["norm/llm_input"] == pytest.approx(target, rel=1e-3)
+
+
+def test_log_has_every_measurement(stage_1):
+    lines = [json.loads(line) for line in (stage_1 / LOG_FILE).read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    wanted = {f"grad_norm/{place}" for place in GRADIENTS} | {f"norm/{place}" for place in TOKENS}
+    wanted |= {"norm/gain_mean_abs", "tokens_per_second", "samples_per_second", "padding_share", "data_wait_share"}
+    for line in steps:
+        assert wanted <= line.keys()
+        assert all(line[key] > 0 for key in wanted - {"padding_share"})
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen_tied"])
+@pytest.mark.parametrize("norm", ["none", "layernorm", "gwc_rmsnorm"])
+def test_both_stages_and_inference_from_the_folder_alone(tiny, tmp_path, model, norm):
+    run(tiny, tmp_path / "s1", 1, model=model, norm=norm)
+    weights, _ = run(
+        tiny, tmp_path / "s2", 2, model=model, norm=norm, pretrain_mm_mlp_adapter=tmp_path / "s1/mm_projector.bin"
+    )
+    moved = shutil.move(tmp_path / "s2", tmp_path / "moved")
+    tokenizer, loaded, image_processor, context_len = load_pretrained_model(str(moved), None, "llava")
+    assert loaded.get_vision_tower().num_tokens == 4 and image_processor.size["height"] == 16 and context_len == 512
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    assert ("model.mm_projector.3.weight" in state) == (norm != "none")
+
+
+def test_stage_2_takes_the_norm_bit_for_bit_and_trains_every_part(tiny, tmp_path, stage_1):
+    trained = torch.load(stage_1 / "mm_projector.bin", weights_only=True)
+    model = build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=stage_1)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    assert all(torch.equal(before[k], v) for k, v in trained.items())
+    after, _ = run(tiny, tmp_path / "s2", 2, pretrain_mm_mlp_adapter=stage_1)
+    for part in ("mm_projector.3.weight", "layers.0.mlp", "lm_head", "embed_tokens", "encoder.layers.1.mlp.fc1.weight"):
+        assert any(part in name and not torch.equal(after[name], before[name]) for name in after), part
+
+
+@pytest.mark.parametrize(
+    ("overrides", "both_sides"),
+    [
+        ({"norm": "none"}, r"3\.weight: adapter \(32,\), flags have none"),
+        ({"norm": "layernorm"}, "adapter 'gwc_layernorm'.*flags 'layernorm'"),
+        ({"norm": "gwc_rmsnorm"}, r"3\.bias: adapter \(32,\), flags have none"),
+        ({"mm_projector_norm_eps": 1e-6}, "norm_eps: adapter 1e-05.*flags 1e-06"),
+        ({"mm_projector_type": "linear"}, r"2\.weight: adapter \(32, 32\), flags have none"),
+    ],
+)
+def test_adapter_that_contradicts_the_flags_is_refused(tiny, tmp_path, stage_1, overrides, both_sides):
+    with pytest.raises(ValueError, match=f"(?s)--pretrain_mm_mlp_adapter.*{both_sides}"):
+        build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=stage_1, **overrides)
+
+
+def test_adapter_without_norm_is_refused_where_flags_ask_for_one(tiny, tmp_path):
+    run(tiny, tmp_path / "s1", 1, norm="none", max_steps=1)
+    with pytest.raises(ValueError, match=r"(?s)3\.weight: adapter has none, flags \(32,\)"):
+        build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=tmp_path / "s1")
+
+
+def test_adapter_of_other_width_is_refused(tiny, tmp_path, stage_1):
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    adapter = torch.load(stage_1 / "mm_projector.bin", weights_only=True)
+    adapter["model.mm_projector.3.weight"] = torch.ones(64)
+    torch.save(adapter, folder / "mm_projector.bin")
+    with pytest.raises(ValueError, match=r"3\.weight: adapter \(64,\), flags \(32,\)"):
+        build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=folder / "mm_projector.bin")
+
+
+def test_checkpoint_with_projector_refuses_other_norm_flags(tiny, tmp_path, stage_1):
+    with pytest.raises(ValueError, match="mm_projector_norm: checkpoint 'gwc_layernorm', flags 'none'"):
+        build(tiny, tmp_path, 2, model_name_or_path=stage_1, norm="none")
+    model = build(tiny, tmp_path, 2, model_name_or_path=stage_1, vision_tower=None)
+    saved = load_file(stage_1 / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in saved.items())
+
+
+def test_fixed_norm_keeps_its_scale(tiny, tmp_path):
+    weights, config = run(tiny, tmp_path / "s1", 1, mm_projector_norm_learnable=False)
+    gain = weights["model.mm_projector.3.weight"]
+    assert torch.equal(gain, torch.full_like(gain, config["mm_projector_norm_init_gain"]))
+    assert not weights["model.mm_projector.3.bias"].any()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, stage, bf16):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "bf16": bf16}
+    options |= {"group_by_modality_length": True} if stage == 2 else {}
+    whole, _ = run(tiny, tmp_path / "whole", stage, **options)
+    (tmp_path / "resumed").mkdir()
+    shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4")
+    (tmp_path / "resumed/checkpoint-6").mkdir()  # a crash while saving leaves an incomplete folder
+    log = (tmp_path / "whole" / LOG_FILE).read_text().splitlines()
+    (tmp_path / "resumed" / LOG_FILE).write_text("\n".join(log[:5]) + "\n")
+    resumed, _ = run(tiny, tmp_path / "resumed", stage, **options)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    continued = [json.loads(line) for line in (tmp_path / "resumed" / LOG_FILE).read_text().splitlines()]
+    original = [json.loads(line) for line in log]
+    assert [(x["step"], x.get("loss")) for x in continued] == [(x["step"], x.get("loss")) for x in original]
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(1, 8), (4, 2)])
+def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation):
+    options = {"max_steps": 3, "adam_epsilon": 1e-4, "max_grad_norm": 1e9}
+    large, _ = run(tiny, tmp_path / "large", 2, per_device_train_batch_size=8, **options)
+    small, _ = run(
+        tiny,
+        tmp_path / "small",
+        2,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        **options,
+    )
+    for name in large:
+        torch.testing.assert_close(small[name], large[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_changes_nothing(tiny, tmp_path, use_reentrant):
+    plain, _ = run(tiny, tmp_path / "plain", 2)
+    kwargs = json.dumps({"use_reentrant": use_reentrant})
+    checkpointed, _ = run(
+        tiny, tmp_path / "ckpt", 2, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs
+    )
+    for name in plain:
+        torch.testing.assert_close(checkpointed[name], plain[name], rtol=0, atol=1e-6)
+
+
+def test_learning_rates_reach_their_groups(tiny, tmp_path, caplog):
+    caplog.set_level("INFO")
+    run(tiny, tmp_path / "s2", 2, max_steps=1, mm_vision_tower_lr=2e-6, mm_projector_lr=1e-4, weight_decay=0.1)
+    groups = [r.getMessage().split() for r in caplog.records if r.getMessage().startswith("optimizer group")]
+    found = {(group[2], float(group[4]), float(group[7])) for group in groups}
+    assert found == {
+        (part, rate, decay)
+        for part, rate in [("mm_language_model", 1e-3), ("mm_mlp_adapter", 1e-4), ("mm_vision_tower", 2e-6)]
+        for decay in (0.0, 0.1)
+    }
+
+
+def test_help_documents_every_flag():
+    parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
+    undocumented = [action.option_strings for action in parser._actions if not action.help]
+    assert not undocumented
+
+
+def test_unknown_norm_names_the_allowed_ones(tiny, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train_module.train(flags(tiny, tmp_path, 1, norm="batchnorm"))
+    error = capsys.readouterr().err
+    assert "--mm_projector_norm" in error and "batchnorm" in error
+    assert all(name in error for name in ("none", "layernorm", "gwc_layernorm", "rmsnorm", "gwc_rmsnorm"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"data_path": "/nowhere.json"}, "--data_path /nowhere.json: no such file"),
+        ({"image_folder": "/nowhere"}, "--image_folder /nowhere: no such folder"),
+        ({"version": "v99"}, "v99"),
+        ({"vision_tower": None}, "--vision_tower is missing"),
+        ({"vision_tower": "/nowhere"}, "--vision_tower /nowhere"),
+        ({"mm_vision_select_layer": -9}, "--mm_vision_select_layer -9: the tower has 3 layers"),
+        ({"mm_vision_select_feature": "cls_patch"}, "--mm_vision_select_feature: a siglip_vision_model tower offers patch"),
+        ({"mm_projector_type": "qformer"}, "--mm_projector_type.*qformer"),
+        ({"mm_projector_norm_init": "abc"}, "--mm_projector_norm_init.*abc"),
+        ({"mm_tunable_parts": "everything", "tune_mm_mlp_adapter": None}, "--mm_tunable_parts: unknown everything"),
+        ({"mm_tunable_parts": "mm_mlp_adapter"}, "leave out --tune_mm_mlp_adapter"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 5}, "--warmup_ratio and --warmup_steps"),
+        ({"resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere"),
+    ],
+)
+def test_bad_flags_are_named(tiny, tmp_path, overrides, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train_module.train(flags(tiny, tmp_path, 1, **overrides))
