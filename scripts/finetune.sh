@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Stage 2, full instruction tuning: trains the language model, the projector with its norm, and the vision tower.
+#   PRESET=llama-3.2-3b NORM=gwc_layernorm bash scripts/finetune.sh [more flags of the trainer]
+# Every upper-case name below can be set in the environment. DRY_RUN=1 shows what would run. See docs/launch.md.
+set -euo pipefail
+STAGE=finetune
+# shellcheck source=scripts/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+load_preset
+
+: "${DATA_PATH:=playground/data/LLaVA-NeXT-Data/llava_next_raw_format/llava_next_raw_format_processed.json}"
+: "${IMAGE_FOLDER:=playground/data/LLaVA-NeXT-Data/llava_next_raw_format}"
+DATA_SOURCE="get llava_next_raw_format/ of hub dataset lmms-lab/LLaVA-NeXT-Data and unpack its archives there"
+: "${PRETRAIN_ADAPTER=checkpoints/$PRESET-$NORM-pretrain/mm_projector.bin}" # empty: MODEL_PATH brings its projector
+: "${GLOBAL_BATCH:=128}" "${PER_DEVICE_BATCH:=1}"
+: "${LEARNING_RATE:=1e-5}" "${VISION_TOWER_LR=2e-6}" "${PROJECTOR_LR=}" # empty: LEARNING_RATE
+: "${MODEL_MAX_LENGTH:=4096}" # 729 visual tokens and 3367 of text
+: "${TUNABLE_PARTS:=mm_vision_tower,mm_mlp_adapter,mm_language_model}" "${GROUP_BY_MODALITY_LENGTH:=True}"
+set_common_defaults
+
+resolve_devices
+resolve_batch
+resolve_launch
+
+add_common_flags
+flag --pretrain_mm_mlp_adapter "$PRETRAIN_ADAPTER"
+flag --mm_tunable_parts "$TUNABLE_PARTS"
+flag --mm_vision_tower_lr "$VISION_TOWER_LR"
+flag --mm_projector_lr "$PROJECTOR_LR"
+flag --group_by_modality_length "$GROUP_BY_MODALITY_LENGTH"
+
+run_stage "$@"

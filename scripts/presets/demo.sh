@@ -1,0 +1,13 @@
+# shellcheck shell=bash
+# SmolLM2-135M and a small SigLIP on drawn scenes: both stages in minutes on two CPU cores.
+: "${MODEL_PATH:=playground/data/smollm2-135m-instruct}" "${VISION_TOWER:=playground/data/siglip-scenes}"
+: "${DATA_PATH:=playground/data/scenes/$STAGE.json}" "${IMAGE_FOLDER:=playground/data/scenes/images}"
+: "${PROMPT_VERSION:=chatml}" "${LABEL_MASKING:=assistant}" "${MODEL_MAX_LENGTH:=256}"
+: "${GLOBAL_BATCH:=16}" "${PER_DEVICE_BATCH:=auto}" # auto: the device's whole share at once, no accumulation
+: "${DEEPSPEED_CONFIG=}" "${GRADIENT_CHECKPOINTING:=False}" "${NUM_WORKERS:=0}" "${SAVE_STRATEGY:=no}"
+case $STAGE in
+  pretrain) : "${MAX_STEPS:=100}" "${LEARNING_RATE:=1e-3}" ;;
+  finetune) : "${MAX_STEPS:=120}" "${LEARNING_RATE:=1e-4}" "${PROJECTOR_LR=1e-3}" "${VISION_TOWER_LR=1e-4}" ;;
+esac
+# shellcheck disable=SC2034 # read by check_inputs in launch.sh
+INPUT_HINT="run: bash scripts/setup.sh && .venv/bin/python -m playground all"

@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Makes .venv at the repository root and installs the package with its pinned dependencies. Every other script calls it.
+#   PYTHON=python3.12      interpreter to make .venv with (default: python3)
+#   EXTRAS=train,dev       extras of pyproject.toml to install (default: train,playground,dev); they add up over calls
+#   LLAVA_PYTHON=/path     an interpreter of your own environment: nothing is installed, the scripts run with it
+# A call that finds nothing changed ends at once; calls at the same time wait for each other.
+set -euo pipefail
+
+if [ -n "${LLAVA_PYTHON:-}" ]; then
+  printf 'setup: skipped, LLAVA_PYTHON=%s\n' "$LLAVA_PYTHON"
+  exit 0
+fi
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+cd "$ROOT"
+readonly VENV_PYTHON=.venv/bin/python
+readonly STAMP=.venv/setup.stamp # three lines: hash of what defines the environment, its place, the extras in it
+export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
+wanted="${EXTRAS:-train,playground,dev}"
+
+fail() {
+  printf 'setup: %s\n' "$*" >&2
+  exit 1
+}
+
+require_known_extras() {
+  local known extra
+  known=$(sed -n '/^\[project.optional-dependencies\]/,/^\[tool/ s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml | xargs)
+  for extra in ${wanted//,/ }; do
+    [[ " $known " == *" $extra "* ]] || fail "EXTRAS names '$extra'; pyproject.toml has: $known"
+  done
+}
+
+# The venv's Python version, read from its own record: starting an interpreter would take most of a second call's time.
+venv_version() { sed -nE 's/^version(_info)? = //p' .venv/pyvenv.cfg 2>/dev/null || true; }
+inputs_hash() { { cat pyproject.toml constraints.txt && venv_version; } | sha256sum | cut -d' ' -f1; }
+stamp_line() { sed -n "$1p" "$STAMP" 2>/dev/null || true; }
+
+python_version() { "$1" -c 'import sys; print(".".join(map(str, sys.version_info[:3])))' 2>/dev/null || true; }
+
+up_to_date() {
+  [ -x "$VENV_PYTHON" ] && [ "$(stamp_line 1)" = "$(inputs_hash)" ] && [ "$(stamp_line 2)" = "$ROOT" ] || return 1
+  [ -z "${PYTHON:-}" ] || [ "$(python_version "$PYTHON")" = "$(venv_version)" ] || return 1
+  local extra
+  for extra in ${wanted//,/ }; do
+    [[ ",$(stamp_line 3)," == *",$extra,"* ]] || return 1
+  done
+}
+
+# One line per step with its time; what the command printed is shown only when it fails.
+step() {
+  local title="$1" start=$SECONDS status=0
+  shift
+  printf 'setup: %-52s' "$title"
+  "$@" >"$log" 2>&1 </dev/null || status=$?
+  if [ "$status" -ne 0 ]; then
+    printf ' failed\n'
+    cat "$log" >&2
+    fail "this command failed: $*"
+  fi
+  printf '%5d s\n' $((SECONDS - start))
+}
+
+make_venv() {
+  local python="${PYTHON:-python3}" version
+  version=$(python_version "$python")
+  [ -n "$version" ] || fail "PYTHON=$python does not run; set PYTHON to a Python 3.10 or newer"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "PYTHON=$python is Python $version; 3.10 or newer is needed, set PYTHON to one"
+  step "virtual environment .venv (Python $version)" "$python" -m venv --clear .venv
+}
+
+# A venv is kept unless it is broken, was moved, or PYTHON asks for another version.
+usable_venv() {
+  local place
+  place=$(stamp_line 2)
+  "$VENV_PYTHON" -m pip --version >/dev/null 2>&1 && [ "${place:-$ROOT}" = "$ROOT" ] || return 1
+  [ -z "${PYTHON:-}" ] || [ "$(python_version "$PYTHON")" = "$(venv_version)" ]
+}
+
+pip_install() { "$VENV_PYTHON" -m pip install --progress-bar off -c constraints.txt "$@"; }
+
+install() {
+  local installed="" extras
+  if usable_venv; then installed=$(stamp_line 3); else make_venv; fi
+  extras=$(tr ',' '\n' <<<"$wanted,$installed" | sed '/^$/d' | sort -u | paste -sd, -)
+  # While the stamp's first line is empty the environment counts as unfinished.
+  printf '\n%s\n%s\n' "$ROOT" "$installed" >"$STAMP"
+  # Torch before everything else: a looser requirement elsewhere must not choose another build of it.
+  step "torch $(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)" pip_install "pip>=23" torch
+  local rest
+  rest=$(tr ',' '\n' <<<"$extras" | sed '/^flash$/d' | paste -sd, -)
+  step "llava${rest:+[$rest]}" pip_install -e ".${rest:+[$rest]}"
+  if [[ ",$extras," == *,flash,* ]]; then
+    # flash-attn's build imports torch, so it must see this environment.
+    step "build tools for flash-attn" pip_install setuptools wheel ninja packaging
+    step "llava[flash] (compiles unless a wheel fits)" pip_install --no-build-isolation -e ".[flash]"
+  fi
+  printf '%s\n%s\n%s\n' "$(inputs_hash)" "$ROOT" "$extras" >"$STAMP"
+}
+
+require_known_extras
+if up_to_date; then
+  echo "setup: .venv is up to date"
+  exit 0
+fi
+
+exec 9>.venv.lock
+if command -v flock >/dev/null && ! flock -n 9; then
+  echo "setup: waiting for another setup.sh"
+  flock 9
+fi
+if up_to_date; then
+  echo "setup: .venv is up to date"
+  exit 0
+fi
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+install
+printf 'setup: %-52s%5d s\n' "ready" "$SECONDS"

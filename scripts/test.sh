@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Lint, format check and tests. FAST=1 leaves out the slow ones; arguments go to pytest, as in: bash scripts/test.sh -k norm
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+ensure_environment
+
+# Nothing in the tests needs the model hub: with it shut they behave the same on every machine.
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+"$PYTHON_BIN" -m ruff check .
+"$PYTHON_BIN" -m ruff format --check .
+selection=()
+is_on "${FAST:-}" && selection=(-m "not slow")
+"$PYTHON_BIN" -m pytest "${selection[@]}" "$@"
