@@ -187,6 +187,7 @@ add_common_flags() {
   flag --version "$PROMPT_VERSION"
   flag --data_path "$DATA_PATH"
   flag --image_folder "$IMAGE_FOLDER"
+  flag --attn_implementation "${ATTN_IMPLEMENTATION:-}"
   flag --image_aspect_ratio square # plain resize to the tower's input size
   flag --vision_tower "$VISION_TOWER"
   flag --mm_vision_select_layer -2
@@ -205,6 +206,7 @@ add_common_flags() {
   flag --gradient_checkpointing "$GRADIENT_CHECKPOINTING"
   flag --per_device_train_batch_size "$PER_DEVICE_BATCH"
   flag --gradient_accumulation_steps "$ACCUMULATION"
+  flag --optim "${OPTIM:-}"
   flag --learning_rate "$LEARNING_RATE"
   flag --lr_scheduler_type cosine
   flag --warmup_ratio 0.03
@@ -261,7 +263,7 @@ show_configuration() {
   echo "configuration"
   row stage "$STAGE"
   row preset "$PRESET"
-  row "arm (NORM)" "$NORM${NORM_INIT:+, initial gain $NORM_INIT}"
+  row "arm (NORM)" "$NORM${NORM_INIT:+, initial norm $NORM_INIT}"
   row trains "${trained:-mm_mlp_adapter}"
   row devices "$DEVICES = $(count_of "$NNODES" node) x $(count_of "$RANKS" "$unit")"
   row "per-device batch" "$PER_DEVICE_BATCH"

@@ -119,7 +119,7 @@ class LazySupervisedDataset(Dataset):
         """True length of every sample after expansion and cut; negative for text-only samples (LLaVA's convention)."""
         lengths = []
         for index in tqdm(range(len(self)), desc="measuring lengths", disable=not show_progress, mininterval=2):
-            ids = self.tokenize(index).input_ids
+            ids = self._cut(self.tokenize(index), index).input_ids
             num_images = int((ids == IMAGE_TOKEN_INDEX).sum())
             length = min(len(ids) + num_images * (self.num_visual_tokens - 1), self.model_max_length)
             lengths.append(length if num_images else -length)

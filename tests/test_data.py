@@ -1,0 +1,158 @@
+"""Records, samples, batches and their order."""
+
+import json
+
+import pytest
+import torch
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.data.collate import DataCollatorForSupervisedDataset
+from llava.data.dataset import LazySupervisedDataset
+from llava.data.records import load_records
+from llava.data.sampler import ModalityLengthGroupedSampler
+from llava.train.preflight import check_images
+
+V = 4
+
+
+def dataset(tiny, tokenizer, records, model_max_length=512):
+    return LazySupervisedDataset(
+        records,
+        tokenizer,
+        version="chatml",
+        image_processor=SiglipImageProcessorPil(size={"height": 16, "width": 16}),
+        image_folder=str(tiny / "data/images"),
+        image_aspect_ratio="square",
+        num_visual_tokens=V,
+        model_max_length=model_max_length,
+    )
+
+
+def turns(question: str, answer: str = "yes") -> list[dict[str, str]]:
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+
+
+def test_json_and_jsonl_give_the_same_records(tiny, tmp_path):
+    records = load_records(str(tiny / "data/finetune.json"))
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("\n".join(json.dumps(r) for r in records) + "\n")
+    assert load_records(str(lines)) == records
+    assert load_records(f"{lines},{tiny / 'data/pretrain.json'}")[: len(records)] == records
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"id": 7, "image": "a.png", "conversations": turns("no placeholder")}, "id 7.*0 <image> placeholders but 1"),
+        ({"image": ["a.png"], "conversations": turns("<image><image>")}, "record 0: 2 <image> placeholders but 1"),
+        ({"conversations": []}, "non-empty list under 'conversations'"),
+        ({"conversations": [{"from": "human"}]}, "turn 0: expected"),
+        ({"image": 3, "conversations": turns("<image>")}, "'image': expected a path"),
+        ("text", "expected an object, found str"),
+    ],
+)
+def test_malformed_record_is_named(tmp_path, record, message):
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps([record]))
+    with pytest.raises(ValueError, match=f"(?s)bad.json.*{message}"):
+        load_records(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "{", "not valid JSON"),
+        ("a.json", "{}", "expected a JSON list"),
+        ("a.json", "[]", "holds no records"),
+        ("a.jsonl", '{"a": 1}\nx', "line 2: not valid JSON"),
+    ],
+)
+def test_unreadable_file_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"--data_path .*{name}.*{message}"):
+        load_records(str(tmp_path / name))
+
+
+def test_sample_has_tokens_labels_and_pixels(tiny, tokenizer):
+    records = load_records(str(tiny / "data/finetune.json"))
+    data = dataset(tiny, tokenizer, records)
+    sample = data[0]
+    assert sample["images"].shape == (1, 3, 16, 16)
+    assert int((sample["input_ids"] == IMAGE_TOKEN_INDEX).sum()) == 1
+    supervised = sample["input_ids"][sample["labels"] != IGNORE_INDEX]
+    assert tokenizer.decode(supervised).startswith(records[0]["conversations"][1]["value"])
+    assert "images" not in data[2]
+
+
+def test_lengths_count_visual_tokens_and_sign_the_modality(tiny, tokenizer):
+    data = dataset(tiny, tokenizer, load_records(str(tiny / "data/finetune.json"))[:6])
+    for index, length in enumerate(data.modality_lengths(show_progress=False)):
+        sample = data[index]
+        expanded = len(sample["input_ids"]) + (V - 1) * int((sample["input_ids"] == IMAGE_TOKEN_INDEX).sum())
+        assert abs(length) == expanded
+        assert (length > 0) == ("images" in sample)
+
+
+def test_cut_counts_after_expansion_and_drops_the_images_behind_it(tiny, tokenizer, caplog):
+    record = {"id": "x", "image": ["0.png", "1.png"], "conversations": turns("<image> and <image>?")}
+    whole = dataset(tiny, tokenizer, [record])[0]
+    first, second = (whole["input_ids"] == IMAGE_TOKEN_INDEX).nonzero().flatten().tolist()
+    for limit, images in ((first, 0), (first + 1, 1), (first + V + 1, 1), (second + V, 2)):
+        data = dataset(tiny, tokenizer, [record], model_max_length=limit)
+        sample = data[0]
+        assert sample.get("images", torch.empty(0)).shape[0] == images
+        assert torch.equal(sample["input_ids"], whole["input_ids"][: len(sample["input_ids"])])
+        assert data.modality_lengths(show_progress=False) == [limit if images else -limit]
+    assert "id 'x'" in caplog.text and "--model_max_length" in caplog.text
+
+
+def test_missing_and_broken_pictures_name_the_record(tiny, tokenizer, tmp_path):
+    missing = {"id": "gone", "image": "nowhere.png", "conversations": turns("<image>")}
+    with pytest.raises(FileNotFoundError, match="id 'gone'.*nowhere.png.*--image_folder"):
+        dataset(tiny, tokenizer, [missing])[0]
+    with pytest.raises(FileNotFoundError, match="id 'gone'.*1 of 1 checked images are missing"):
+        check_images([missing], str(tiny / "data/images"))
+    (tiny / "data/images/broken.png").write_bytes(b"not a picture")
+    broken = {"id": "bad", "image": "broken.png", "conversations": turns("<image>")}
+    with pytest.raises(ValueError, match="id 'bad'.*broken.png cannot be decoded"):
+        dataset(tiny, tokenizer, [broken])[0]
+
+
+def test_collator_masks_by_length_even_where_ids_equal_the_padding_id():
+    samples = [
+        {"input_ids": torch.tensor([0, 5, 0]), "labels": torch.tensor([0, 5, 0]), "images": torch.ones(2, 3, 4, 4)},
+        {"input_ids": torch.tensor([7]), "labels": torch.tensor([7])},
+    ]
+    batch = DataCollatorForSupervisedDataset(pad_token_id=0)(samples)
+    assert batch["attention_mask"].tolist() == [[True, True, True], [True, False, False]]
+    assert batch["labels"].tolist() == [[0, 5, 0], [7, IGNORE_INDEX, IGNORE_INDEX]]
+    assert batch["images"].shape == (2, 3, 4, 4)
+    assert "images" not in DataCollatorForSupervisedDataset(0)(samples[1:])
+
+
+def test_sampler_keeps_modalities_apart_and_is_reproducible():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 500, (203,), generator=generator)
+    lengths[torch.rand(203, generator=generator) < 0.3] *= -1
+    lengths = lengths.tolist()
+    sampler = ModalityLengthGroupedSampler(lengths, global_batch_size=16, seed=3)
+    order = list(sampler)
+    assert sorted(order) == list(range(203))
+    assert order == list(ModalityLengthGroupedSampler(lengths, 16, seed=3))
+    assert order != list(ModalityLengthGroupedSampler(lengths, 16, seed=4))
+    sampler.set_epoch(1)
+    assert order != list(sampler)
+    batches = [order[i : i + 16] for i in range(0, 203, 16)]
+    mixed = [len({lengths[i] > 0 for i in batch}) == 2 for batch in batches]
+    images = sum(length > 0 for length in lengths)
+    full = images // 16 + (203 - images) // 16
+    assert not any(mixed[:full])
+    for batch in batches:
+        sizes = [abs(lengths[i]) for i in batch]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_sampler_refuses_empty_samples():
+    with pytest.raises(ValueError, match="sample 1 has length 0"):
+        ModalityLengthGroupedSampler([3, 0, -2], 2)
