@@ -100,9 +100,7 @@ def test_zero3_measures_the_target_and_keeps_every_bit(tiny, tmp_path, model):
     assert config["mm_projector_norm_target"] == pytest.approx(
         mean_text_embedding_norm(base["model.embed_tokens.weight"]), rel=1e-6
     )
-    assert torch.equal(
-        saved["model.mm_projector.3.weight"], torch.full((32,), config["mm_projector_norm_init_gain"])
-    )
+    assert torch.equal(saved["model.mm_projector.3.weight"], torch.full((32,), config["mm_projector_norm_init_gain"]))
     again = options | {"model_name_or_path": tmp_path / "first", "vision_tower": None}
     launch(flags(tiny, tmp_path / "second", 2, **again), "zero3", tmp_path)
     assert_same(tmp_path / "second", tmp_path / "first", atol=0)

@@ -18,9 +18,7 @@ IMG = IMAGE_TOKEN_INDEX
 
 
 def vision_arguments(tiny, tower="siglip", norm="gwc_layernorm", **fields) -> ModelArguments:
-    return ModelArguments(
-        model_name_or_path="", vision_tower=str(tiny / tower), mm_projector_norm=norm, **fields
-    )
+    return ModelArguments(model_name_or_path="", vision_tower=str(tiny / tower), mm_projector_norm=norm, **fields)
 
 
 def make(tiny, language_model="llama", tower="siglip", norm="gwc_layernorm", **fields):
@@ -206,7 +204,9 @@ def test_siglip_drops_its_last_layer_and_clip_keeps_it(tiny):
     siglip, clip = make(tiny).get_vision_tower(), make(tiny, tower="clip").get_vision_tower()
     assert len(siglip.vision_model.encoder.layers) == 2
     assert len(clip.vision_model.encoder.layers) == 3
-    assert any("encoder.layers.2" in n for n, p in clip.named_parameters() if id(p) in set(map(id, clip.unused_parameters())))
+    assert any(
+        "encoder.layers.2" in n for n, p in clip.named_parameters() if id(p) in set(map(id, clip.unused_parameters()))
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,10 @@ def stage_1(tiny, tmp_path_factory):
 
 def test_stage_1_trains_projector_and_norm_only(tiny, stage_1):
     weights = load_file(stage_1 / "model.safetensors")
-    language_model, tower = load_file(tiny / "llama" / "model.safetensors"), load_file(tiny / "siglip/model.safetensors")
+    language_model, tower = (
+        load_file(tiny / "llama" / "model.safetensors"),
+        load_file(tiny / "siglip/model.safetensors"),
+    )
     for name, tensor in language_model.items():
         assert torch.equal(weights[name], tensor)
     for name, tensor in weights.items():
@@ -206,9 +209,7 @@ def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation
 def test_activation_checkpointing_changes_nothing(tiny, tmp_path, use_reentrant):
     plain, _ = run(tiny, tmp_path / "plain", 2)
     kwargs = json.dumps({"use_reentrant": use_reentrant})
-    checkpointed, _ = run(
-        tiny, tmp_path / "ckpt", 2, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs
-    )
+    checkpointed, _ = run(tiny, tmp_path / "ckpt", 2, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
     for name in plain:
         torch.testing.assert_close(checkpointed[name], plain[name], rtol=0, atol=1e-6)
 
@@ -248,12 +249,17 @@ def test_unknown_norm_names_the_allowed_ones(tiny, tmp_path, capsys):
         ({"vision_tower": None}, "--vision_tower is missing"),
         ({"vision_tower": "/nowhere"}, "--vision_tower /nowhere"),
         ({"mm_vision_select_layer": -9}, "--mm_vision_select_layer -9: the tower has 3 layers"),
-        ({"mm_vision_select_feature": "cls_patch"}, "--mm_vision_select_feature: a siglip_vision_model tower offers patch"),
+        (
+            {"mm_vision_select_feature": "cls_patch"},
+            "--mm_vision_select_feature: a siglip_vision_model tower offers patch",
+        ),
         ({"mm_projector_type": "qformer"}, "--mm_projector_type.*qformer"),
         ({"mm_projector_norm_init": "abc"}, "--mm_projector_norm_init.*abc"),
         ({"mm_tunable_parts": "everything", "tune_mm_mlp_adapter": None}, "--mm_tunable_parts: unknown everything"),
         ({"mm_tunable_parts": "mm_mlp_adapter"}, "leave out --tune_mm_mlp_adapter"),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "--warmup_ratio and --warmup_steps"),
+        ({"use_liger_kernel": True}, "--use_liger_kernel"),
+        ({"label_smoothing_factor": 0.1}, "--label_smoothing_factor"),
         ({"resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere"),
     ],
 )

@@ -23,6 +23,10 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
             raise ValueError(f"--{flag} must be False: no published recipe of today adds these tokens")
     if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
         raise ValueError("--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out")
+    if training_args.use_liger_kernel:
+        raise ValueError("--use_liger_kernel has no effect on LLaVA's model types; leave it out")
+    if training_args.label_smoothing_factor:
+        raise ValueError("--label_smoothing_factor: the loss over supervised rows has no smoothing; leave it out")
     if training_args.model_max_length < 1:
         raise ValueError(f"--model_max_length: expected a positive number, found {training_args.model_max_length}")
 

@@ -1,0 +1,80 @@
+"""Questions about drawn scenes, and text-only ones about shapes and colours, each with its known answer."""
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from playground.records import listed, text_record
+
+if TYPE_CHECKING:
+    from playground.scenes import Scene, Shape
+
+WORDS = {
+    "color": ("red", "green", "blue", "yellow", "orange", "purple", "black", "white", "pink", "brown"),
+    "shape": ("circle", "square", "triangle", "rectangle", "oval", "star"),
+    "place": ("top", "bottom", "left", "right", "middle", "corner"),
+}
+FACTS = (
+    ("How many sides does a triangle have?", "three"),
+    ("How many sides does a square have?", "four"),
+    ("How many corners does a circle have?", "none"),
+    ("Which shape has three corners?", "triangle"),
+    ("Which shape is round?", "circle"),
+    ("Which shape has four equal sides?", "square"),
+    ("Which color do red and yellow make?", "orange"),
+    ("Which color do blue and yellow make?", "green"),
+    ("Which color do red and blue make?", "purple"),
+    ("Which color is a ripe banana?", "yellow"),
+    ("Which color is fresh grass?", "green"),
+    ("Which color is snow?", "white"),
+    ("Which color is coal?", "black"),
+    ("Which color is the clear sky?", "blue"),
+    ("What is the opposite of top?", "bottom"),
+    ("What is the opposite of left?", "right"),
+    ("What is the opposite of black?", "white"),
+)
+NUMBERS = {1: "one", 2: "two"}
+COUNT_SHARE = 0.1
+
+
+def ask(kind: str, shape: "Shape") -> tuple[str, str]:
+    """Return question and answer of `kind` (color, shape or position) about one shape of a scene."""
+    if kind == "color":
+        return f"What color is the {shape.name}?", shape.color
+    if kind == "shape":
+        return f"What shape is the {shape.color} object?", shape.name
+    return f"Where is the {shape.color} {shape.name}?", shape.position
+
+
+def about_scene(rng: random.Random, scene: "Scene") -> list[tuple[str, str]]:
+    """Return one to five turns about a scene, none of which gives a later answer away.
+
+    A question about the colour names the shape and the other way round, so a shape gets one of the two, and the
+    question for its position, which names both, comes last.
+    """
+    chains = (("color",), ("shape",), ("position",), ("color", "position"), ("shape", "position"))
+    turns = [ask(kind, shape) for shape in rng.sample(scene.shapes, len(scene.shapes)) for kind in rng.choice(chains)]
+    if rng.random() < COUNT_SHARE:
+        turns.insert(0, ("How many objects are in the picture?", NUMBERS[len(scene.shapes)]))
+    return turns
+
+
+def text_question(rng: random.Random) -> tuple[str, str]:
+    """Return a question that needs no picture."""
+    form = rng.randrange(3)
+    if form == 0:
+        return rng.choice(FACTS)
+    kind = rng.choice(tuple(WORDS))
+    answer = rng.choice(WORDS[kind])
+    if form == 1:
+        return f"Is {answer} a {listed(tuple(WORDS))}?", kind
+    others = [rng.choice(words) for other, words in WORDS.items() if other != kind]
+    options = rng.sample([answer, *others], len(WORDS))
+    return f"Which of these words names a {kind}: {listed(options)}?", answer
+
+
+def text_records(rng: random.Random, count: int) -> list[dict[str, Any]]:
+    """Return `count` records without a picture, of one or two turns."""
+    return [
+        text_record(f"text-{index:05d}", [text_question(rng) for _ in range(rng.randint(1, 2))])
+        for index in range(count)
+    ]

@@ -1,0 +1,114 @@
+"""Complete-or-absent output folders: built beside their place, described by a manifest, and moved there at the end."""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+
+class PlaygroundError(RuntimeError):
+    """Something the user can put right; the message says what and how."""
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` atomically: a reader sees the old file or the new one, never half of it."""
+    partial = path.with_name(path.name + ".tmp")
+    with open(partial, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the folder's manifest, or None where there is none that can be read."""
+    try:
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+
+
+def inventory(folder: Path) -> dict[str, int]:
+    """Return bytes per file, and the number of files per sub-folder (its name ends in a slash)."""
+    sizes = {}
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir():
+            sizes[entry.name + "/"] = sum(1 for _ in entry.iterdir())
+        elif entry.name != MANIFEST:
+            sizes[entry.name] = entry.stat().st_size
+    return sizes
+
+
+def is_complete(folder: Path, command: str, settings: dict[str, Any]) -> bool:
+    """Say whether `folder` holds everything its manifest lists, made by `command` with these `settings`."""
+    manifest = read_manifest(folder)
+    if not isinstance(manifest, dict) or manifest.get("command") != command or manifest.get("settings") != settings:
+        return False
+    present = inventory(folder)
+    return all(present.get(name) == size for name, size in manifest["files"].items())
+
+
+def build(
+    output: Path,
+    command: str,
+    settings: dict[str, Any],
+    write: Callable[[Path], dict[str, Any]],
+    force: bool = False,
+) -> Path:
+    """Return `output`, filled by `write(folder) -> facts` unless it is already complete for the same settings.
+
+    `write` works in `<output>.partial`, which becomes `output` only after the manifest is in it; an interrupted
+    preparation leaves no `output` and is redone. Raises `PlaygroundError` for an `output` without a manifest, which may
+    be somebody's own.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(output):
+        if not force and is_complete(output, command, settings):
+            print(f"{command}: {output} is complete for these settings, skipped (--force makes it again)")
+            return output
+        if not force and output.exists() and not (output / MANIFEST).exists():
+            raise PlaygroundError(
+                f"{output} exists but has no {MANIFEST}, so it was not made by `python -m playground {command}`. "
+                "Move it away, give another --root, or replace it with --force."
+            )
+        start = time.monotonic()
+        staging = output.with_name(output.name + ".partial")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        facts = write(staging)
+        write_json(
+            staging / MANIFEST,
+            {"command": command, "settings": settings, "facts": facts, "files": inventory(staging)},
+        )
+        _replace_folder(staging, output)
+        print(f"{command}: {output} prepared in {time.monotonic() - start:.0f} s")
+    return output
+
+
+def _replace_folder(new: Path, place: Path) -> None:
+    old = place.with_name(place.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        place.rename(old)
+    new.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _lock(output: Path) -> Iterator[None]:
+    """Let one process at a time prepare `output`; the others wait and then find it complete."""
+    with open(output.with_name(f".{output.name}.lock"), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{output}: another process is preparing it, waiting", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
