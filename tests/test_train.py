@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def run(*args, **kwargs):
     argv = flags(*args, **kwargs)
     train_module.train(argv)
     folder = argv[argv.index("--output_dir") + 1]
-    return load_file(f"{folder}/model.safetensors"), json.load(open(f"{folder}/config.json"))
+    return load_file(f"{folder}/model.safetensors"), json.loads(Path(folder, "config.json").read_text())
 
 
 def build(tiny, tmp_path, stage, **overrides):
@@ -71,7 +72,7 @@ def test_stage_1_trains_projector_and_norm_only(tiny, stage_1):
     for name, tensor in weights.items():
         if "vision_tower" in name:
             assert torch.equal(tensor, tower[name.split("vision_model.")[1]])
-    config = json.load(open(stage_1 / "config.json"))
+    config = json.loads((stage_1 / "config.json").read_text())
     gain = weights["model.mm_projector.3.weight"]
     assert (gain - config["mm_projector_norm_init_gain"]).abs().max() > 1e-4
     adapter = torch.load(stage_1 / "mm_projector.bin", weights_only=True)
@@ -80,7 +81,7 @@ def test_stage_1_trains_projector_and_norm_only(tiny, stage_1):
 
 
 def test_target_is_measured_and_recorded(tiny, stage_1):
-    config = json.load(open(stage_1 / "config.json"))
+    config = json.loads((stage_1 / "config.json").read_text())
     embedding = load_file(tiny / "llama/model.safetensors")["model.embed_tokens.weight"]
     target = mean_text_embedding_norm(embedding)
     assert config["mm_projector_norm_target"] == pytest.approx(target, rel=1e-6)

@@ -140,10 +140,10 @@ class LlavaMetaForCausalLM:
         model._weight_conversions = []
         missing = info["missing_keys"]
         if lost := sorted(k for k in missing if ".mm_projector." in k):
+            norm = getattr(model.config, "mm_projector_norm", "none")
             raise ValueError(
                 f"{pretrained_model_name_or_path}: config.json announces mm_projector_type="
-                f"{model.config.mm_projector_type}, mm_projector_norm={getattr(model.config, 'mm_projector_norm', 'none')}, "
-                f"but the weights lack {', '.join(lost)}. For a stage-1 folder pass the language model as the base and "
+                f"{model.config.mm_projector_type}, mm_projector_norm={norm}, but the weights lack {', '.join(lost)}. For a stage-1 folder pass the language model as the base and "
                 "the folder's mm_projector.bin as the adapter."
             )
         if any(".vision_tower." in k for k in missing):
@@ -265,8 +265,8 @@ class LlavaMetaForCausalLM:
     ) -> CausalLMOutputWithPast:
         """Runs the LLM on spliced inputs.
 
-        With `labels` in training mode only supervised positions reach the LM head and `logits` is None; otherwise logits
-        [B, S', C] are returned. `num_items_in_batch` normalises the loss (None: mean over this batch's targets).
+        With `labels` in training mode only supervised positions reach the LM head and `logits` is None; otherwise
+        logits [B, S', C] are returned. `num_items_in_batch` normalises the loss (None: mean over this batch's targets).
         """
         if inputs_embeds is None:
             input_ids, position_ids, attention_mask, past_key_values, inputs_embeds, labels = (
@@ -329,7 +329,7 @@ class LlavaMetaForCausalLM:
 
 
 def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None:
-    """The images that the placeholders stand for, in reading order [N, 3, H, W]; None where the batch has no placeholder.
+    """The images that the placeholders stand for, in reading order [N, 3, H, W]; None if there is no placeholder.
 
     Args:
         images: see `prepare_inputs_labels_for_multimodal`.

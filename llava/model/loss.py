@@ -25,8 +25,8 @@ def supervised_loss(
         num_items_in_batch: targets of the whole optimizer step over all ranks; None takes this batch's own number.
 
     Returns:
-        fp32 scalar: the sum over targets divided by `num_items_in_batch`. Without any target it is 0 and still connected
-        to the graph, so that every rank runs its backward pass.
+        fp32 scalar: the sum over targets divided by `num_items_in_batch`. Without any target it is 0 and still
+        connected to the graph, so that every rank runs its backward pass.
     """
     targets = labels[:, 1:]
     supervised = targets != IGNORE_INDEX

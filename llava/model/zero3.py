@@ -27,7 +27,7 @@ def gathered(params: torch.Tensor | list[torch.Tensor], modifier_rank: int | Non
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The module's parameters and persistent buffers as full CPU tensors. Every rank must call; every rank gets them."""
+    """The module's parameters and persistent buffers as full CPU tensors, on every rank. Every rank must call."""
     with gathered(list(module.parameters())):
         return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 

@@ -1,8 +1,8 @@
 """What training looks like from inside: gradient norms and token norms along the visual path, and throughput.
 
 Logged keys:
-    `grad_norm/{llm_input,before_norm,vision_features}`: L2 norm, over the whole optimizer step, of the loss's gradient at
-        the visual tokens there;
+    `grad_norm/{llm_input,before_norm,vision_features}`: L2 norm, over the whole optimizer step, of the loss's gradient
+        at the visual tokens there;
     `norm/{llm_input,before_norm,vision_features,text_embeddings}`: mean L2 norm of a token of the step's batches;
     `norm/gain_mean_abs`: mean |gain| of the norm;
     `tokens_per_second`, `samples_per_second`: over all ranks, padding not counted;

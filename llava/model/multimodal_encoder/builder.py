@@ -23,13 +23,14 @@ def read_vision_config(vision_tower: str) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(vision_tower)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--vision_tower {vision_tower}: no vision encoder config found ({error}). Expected a Hugging Face folder or "
-            "hub id of a SigLIP or CLIP model."
+            f"--vision_tower {vision_tower}: no vision encoder config found ({error}). Expected a Hugging Face folder "
+            "or hub id of a SigLIP or CLIP model."
         ) from error
     config = getattr(config, "vision_config", config)
     if config.model_type not in TOWERS:
         raise ValueError(
-            f"--vision_tower {vision_tower}: its model_type is {config.model_type!r}; expected one of {', '.join(TOWERS)}"
+            f"--vision_tower {vision_tower}: its model_type is {config.model_type!r}; "
+            f"expected one of {', '.join(TOWERS)}"
         )
     return config.to_dict()
 

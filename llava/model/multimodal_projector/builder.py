@@ -45,7 +45,8 @@ def _projector_layers(projector_type: str, mm_hidden_size: int, hidden_size: int
             layers += [nn.GELU(), nn.Linear(hidden_size, hidden_size)]
         return layers
     raise ValueError(
-        f"--mm_projector_type: expected 'linear', 'identity' or 'mlp<N>x_gelu' (as mlp2x_gelu), found {projector_type!r}"
+        "--mm_projector_type: expected 'linear', 'identity' or 'mlp<N>x_gelu' (as mlp2x_gelu), "
+        f"found {projector_type!r}"
     )
 
 
