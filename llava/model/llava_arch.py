@@ -143,7 +143,8 @@ class LlavaMetaForCausalLM:
             norm = getattr(model.config, "mm_projector_norm", "none")
             raise ValueError(
                 f"{pretrained_model_name_or_path}: config.json announces mm_projector_type="
-                f"{model.config.mm_projector_type}, mm_projector_norm={norm}, but the weights lack {', '.join(lost)}. For a stage-1 folder pass the language model as the base and "
+                f"{model.config.mm_projector_type}, mm_projector_norm={norm}, but the weights lack "
+                f"{', '.join(lost)}. For a stage-1 folder pass the language model as the base and "
                 "the folder's mm_projector.bin as the adapter."
             )
         if any(".vision_tower." in k for k in missing):

@@ -69,7 +69,8 @@ class ModelArguments:
         default="text_norm",
         metadata={
             "help": "Norm of a visual token at the start: text_norm (mean norm of the text embeddings, measured), "
-            "default (gain 1, so the square root of the hidden size), or a number. The gain starts at this over sqrt(D)."
+            "default (gain 1, so the square root of the hidden size), or a number. The gain starts at this over "
+            "sqrt(D)."
         },
     )
     mm_projector_norm_eps: float = field(default=1e-5, metadata={"help": "Epsilon inside the norm's root."})
