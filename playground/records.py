@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 IMAGE_TOKEN = "<image>"
+STATEMENTS = "statements.json"  # {"train" | "heldout": {image: [caption, other true statements about it]}}
 
 
 def conversation(turns: Sequence[tuple[str, str]], with_image: bool) -> list[dict[str, str]]:

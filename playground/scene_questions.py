@@ -1,12 +1,11 @@
-"""Questions about drawn scenes, and text-only ones about shapes and colours, each with its known answer."""
+"""What can be said and asked about drawn scenes, and questions about shapes and colours that need no picture."""
 
 import random
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import Any
 
 from playground.records import listed, text_record
-
-if TYPE_CHECKING:
-    from playground.scenes import Scene, Shape
+from playground.scene_drawing import Scene, Shape
 
 WORDS = {
     "color": ("red", "green", "blue", "yellow", "orange", "purple", "black", "white", "pink", "brown"),
@@ -34,9 +33,27 @@ FACTS = (
 )
 NUMBERS = {1: "one", 2: "two"}
 COUNT_SHARE = 0.1
+MAX_TURNS = 2  # records of similar length waste little of a batch on padding
 
 
-def ask(kind: str, shape: "Shape") -> tuple[str, str]:
+def caption(scene: Scene) -> str:
+    """Return one sentence that names every shape with colour and position."""
+    parts = [f"a {shape.color} {shape.name} in the {shape.position}" for shape in scene.shapes]
+    parts = [part.replace("a orange", "an orange") for part in parts]
+    sentence = " and ".join(parts)
+    return sentence[0].upper() + sentence[1:] + "."
+
+
+def true_statements(scene: Scene) -> list[str]:
+    """Return the caption and every shorter phrase that is true of the scene; a phrase not in the list is false."""
+    phrases = []
+    for shape in scene.shapes:
+        parts = product((shape.color, ""), (shape.name, "shape"), (f"in the {shape.position}", ""))
+        phrases += [" ".join(("a", *filter(None, part))) for part in parts if part != ("", "shape", "")]
+    return [caption(scene), *(phrase.replace("a orange", "an orange") for phrase in phrases)]
+
+
+def ask(kind: str, shape: Shape) -> tuple[str, str]:
     """Return question and answer of `kind` (color, shape or position) about one shape of a scene."""
     if kind == "color":
         return f"What color is the {shape.name}?", shape.color
@@ -45,8 +62,8 @@ def ask(kind: str, shape: "Shape") -> tuple[str, str]:
     return f"Where is the {shape.color} {shape.name}?", shape.position
 
 
-def about_scene(rng: random.Random, scene: "Scene") -> list[tuple[str, str]]:
-    """Return one to five turns about a scene, none of which gives a later answer away.
+def about_scene(rng: random.Random, scene: Scene) -> list[tuple[str, str]]:
+    """Return one or two turns about a scene, none of which gives a later answer away.
 
     A question about the colour names the shape and the other way round, so a shape gets one of the two, and the
     question for its position, which names both, comes last.
@@ -55,7 +72,7 @@ def about_scene(rng: random.Random, scene: "Scene") -> list[tuple[str, str]]:
     turns = [ask(kind, shape) for shape in rng.sample(scene.shapes, len(scene.shapes)) for kind in rng.choice(chains)]
     if rng.random() < COUNT_SHARE:
         turns.insert(0, ("How many objects are in the picture?", NUMBERS[len(scene.shapes)]))
-    return turns
+    return turns[:MAX_TURNS]
 
 
 def text_question(rng: random.Random) -> tuple[str, str]:

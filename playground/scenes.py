@@ -6,48 +6,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image, ImageDraw
 from tqdm import tqdm
 
-from playground import scene_questions
 from playground.options import option
-from playground.records import image_record
+from playground.records import STATEMENTS, image_record
+from playground.scene_drawing import CHOICES, Scene, draw_scene, render
+from playground.scene_questions import about_scene, ask, caption, text_records, true_statements
 from playground.store import PlaygroundError, build, write_json
 
 FOLDER = "scenes"
-FORMAT = 1  # raise it when the same settings give other files
-OVERSAMPLING = 4
+FORMAT = 3  # raise it when the same settings give other files
 MAX_REDRAWS = 10_000
-
-COLORS = {
-    "red": (220, 30, 30),
-    "green": (30, 150, 50),
-    "blue": (40, 70, 220),
-    "yellow": (250, 225, 40),
-    "orange": (250, 140, 20),
-    "purple": (140, 40, 170),
-    "black": (15, 15, 15),
-    "white": (250, 250, 250),
-}
-SHAPES = ("circle", "square", "triangle")
-POSITIONS = {  # centre of the quarter, as a share of the side: (x, y)
-    "top left": (0.25, 0.25),
-    "top right": (0.75, 0.25),
-    "bottom left": (0.25, 0.75),
-    "bottom right": (0.75, 0.75),
-}
-CHOICES = {"color": tuple(COLORS), "shape": SHAPES, "position": tuple(POSITIONS)}
-TEXTURES = ("plain", "gradient", "stripes", "checks", "noise")
-TINTS = {  # muted, so that every shape colour stands out
-    "gray": (128, 128, 128),
-    "rose": (165, 130, 130),
-    "moss": (120, 140, 115),
-    "slate": (115, 130, 150),
-    "sand": (165, 155, 125),
-    "teal": (110, 145, 145),
-}
-MIN_RADIUS, MAX_RADIUS, MARGIN = 0.16, 0.22, 0.015  # shares of the side; a shape never leaves its quarter
 
 
 @dataclass
@@ -60,35 +29,6 @@ class Settings:
     num_text: int = option(200, "training records without a picture")
     two_shapes: float = option(0.5, "share of the pictures that show two shapes")
     seed: int = option(0, "seed of everything drawn")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One drawn shape; `center` (x, y) and `radius` in pixels of the saved picture."""
-
-    color: str
-    name: str
-    position: str
-    center: tuple[int, int]
-    radius: float
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What one picture shows; `shapes` in reading order, with different colours, shapes and quarters."""
-
-    texture: str
-    tint: str
-    shapes: tuple[Shape, ...]
-    noise_seed: int
-
-    def content(self) -> tuple:
-        """Return what may not be shared by training and held-out pictures.
-
-        For two shapes that is what is drawn and where; one shape has so few contents that the background counts too.
-        """
-        shapes = tuple((shape.color, shape.name, shape.position) for shape in self.shapes)
-        return shapes if len(shapes) > 1 else (*shapes, self.texture, self.tint)
 
 
 def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
@@ -126,6 +66,11 @@ def write_scenes(settings: Settings, folder: Path) -> dict[str, Any]:
     }
     for name, content in records.items():
         write_json(folder / name, content)
+    statements = {
+        split: {image_name(split, index): true_statements(scene) for index, scene in enumerate(drawn)}
+        for split, drawn in (("train", train), ("heldout", heldout))
+    }
+    write_json(folder / STATEMENTS, statements)
     return {
         "records": {name: len(content) for name, content in records.items()},
         "choices": CHOICES,
@@ -144,7 +89,9 @@ def draw_scenes(settings: Settings) -> tuple[list[Scene], list[Scene]]:
     def generators(split: str, count: int) -> list[random.Random]:
         return [random.Random(f"{settings.seed}/{split}/{index}") for index in range(count)]
 
-    heldout = [draw_scene(rng, settings) for rng in generators("heldout", settings.num_heldout)]
+    heldout = [
+        draw_scene(rng, settings.size, settings.two_shapes) for rng in generators("heldout", settings.num_heldout)
+    ]
     taken = {scene.content() for scene in heldout}
     train = [_draw_outside(taken, rng, settings) for rng in generators("train", settings.num_train)]
     return train, heldout
@@ -152,81 +99,13 @@ def draw_scenes(settings: Settings) -> tuple[list[Scene], list[Scene]]:
 
 def _draw_outside(taken: set[tuple], rng: random.Random, settings: Settings) -> Scene:
     for _ in range(MAX_REDRAWS):
-        scene = draw_scene(rng, settings)
+        scene = draw_scene(rng, settings.size, settings.two_shapes)
         if scene.content() not in taken:
             return scene
     raise PlaygroundError(
         f"--num-heldout {settings.num_heldout}: the held-out pictures use up nearly all contents, none is left for "
         "training. Give a smaller number."
     )
-
-
-def draw_scene(rng: random.Random, settings: Settings) -> Scene:
-    """Return a random scene."""
-    count = 2 if rng.random() < settings.two_shapes else 1
-    colors, names = rng.sample(tuple(COLORS), count), rng.sample(SHAPES, count)
-    positions = sorted(rng.sample(tuple(POSITIONS), count), key=tuple(POSITIONS).index)
-    shapes = tuple(place_shape(rng, settings.size, *item) for item in zip(colors, names, positions, strict=True))
-    return Scene(rng.choice(TEXTURES), rng.choice(tuple(TINTS)), shapes, rng.randrange(2**32))
-
-
-def place_shape(rng: random.Random, size: int, color: str, name: str, position: str) -> Shape:
-    """Return the shape at a random place inside its quarter."""
-    radius = rng.uniform(MIN_RADIUS, MAX_RADIUS)
-    freedom = 0.25 - MARGIN - radius
-    x, y = (int(size * (middle + rng.uniform(-freedom, freedom))) for middle in POSITIONS[position])
-    return Shape(color, name, position, (x, y), radius * size)
-
-
-def render(scene: Scene, size: int) -> Image.Image:
-    """Return the picture, RGB [size, size], with smooth edges and exact colours inside the shapes."""
-    large = size * OVERSAMPLING
-    picture = Image.fromarray(background(scene, large))
-    draw = ImageDraw.Draw(picture)
-    for shape in scene.shapes:
-        draw_shape(draw, shape)
-    return picture.reduce(OVERSAMPLING)
-
-
-def draw_shape(draw: ImageDraw.ImageDraw, shape: Shape) -> None:
-    """Draw one shape on the oversampled picture."""
-    # + 0.5: the middle of the pixel, so that the pixel `center` is inside
-    x, y = ((value + 0.5) * OVERSAMPLING for value in shape.center)
-    radius = shape.radius * OVERSAMPLING
-    if shape.name == "circle":
-        draw.circle((x, y), 0.95 * radius, fill=COLORS[shape.color])
-    elif shape.name == "square":
-        half = 0.85 * radius
-        draw.rectangle((x - half, y - half, x + half, y + half), fill=COLORS[shape.color])
-    else:
-        corners = [(x, y - radius), (x + radius, y + 0.8 * radius), (x - radius, y + 0.8 * radius)]
-        draw.polygon(corners, fill=COLORS[shape.color])
-
-
-def background(scene: Scene, side: int) -> np.ndarray:
-    """Return the background, uint8 [side, side, 3]: the tint, made lighter and darker by the texture."""
-    rng = np.random.default_rng(scene.noise_seed)
-    row, column = np.mgrid[0:side, 0:side] / side
-    period = rng.uniform(0.12, 0.3)
-    angle = rng.uniform(0, np.pi)
-    along = row * np.sin(angle) + column * np.cos(angle)
-    cells = rng.uniform(-0.5, 0.5, (16, 16))
-    shade = {
-        "plain": lambda: np.zeros((side, side)),
-        "gradient": lambda: along - along.mean(),
-        "stripes": lambda: np.floor(along / period) % 2 - 0.5,
-        "checks": lambda: (np.floor(row / period) + np.floor(column / period)) % 2 - 0.5,
-        "noise": lambda: cells[(16 * row).astype(int), (16 * column).astype(int)],
-    }[scene.texture]()
-    return np.clip(np.asarray(TINTS[scene.tint]) + 40 * shade[..., None], 0, 255).astype(np.uint8)
-
-
-def caption(scene: Scene) -> str:
-    """Return one sentence that names every shape with colour and position."""
-    parts = [f"a {shape.color} {shape.name} in the {shape.position}" for shape in scene.shapes]
-    parts = [part.replace("a orange", "an orange") for part in parts]
-    sentence = " and ".join(parts)
-    return sentence[0].upper() + sentence[1:] + "."
 
 
 def pretrain_records(scenes: list[Scene], seed: int) -> list[dict[str, Any]]:
@@ -243,10 +122,10 @@ def finetune_records(scenes: list[Scene], settings: Settings) -> list[dict[str, 
     """Return one record of questions per scene, and the records without a picture (stage 2), mixed."""
     rng = random.Random(f"{settings.seed}/finetune")
     records = [
-        image_record(f"scene-question-{i:05d}", image_name("train", i), scene_questions.about_scene(rng, scene))
+        image_record(f"scene-question-{i:05d}", image_name("train", i), about_scene(rng, scene))
         for i, scene in enumerate(scenes)
     ]
-    records += scene_questions.text_records(rng, settings.num_text)
+    records += text_records(rng, settings.num_text)
     rng.shuffle(records)
     return records
 
@@ -258,7 +137,7 @@ def heldout_records(scenes: list[Scene], seed: int) -> list[dict[str, Any]]:
     def records() -> Iterator[dict[str, Any]]:
         for index, scene in enumerate(scenes):
             kind = tuple(CHOICES)[index % len(CHOICES)]
-            turn = scene_questions.ask(kind, rng.choice(scene.shapes))
+            turn = ask(kind, rng.choice(scene.shapes))
             extra = {"kind": kind, "choices": list(CHOICES[kind]), "caption": caption(scene)}
             yield image_record(f"scene-heldout-{index:05d}", image_name("heldout", index), [turn], **extra)
 

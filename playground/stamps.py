@@ -14,33 +14,21 @@ from PIL import Image
 from tqdm import tqdm
 
 from playground.options import option
-from playground.records import image_record, listed, text_record
+from playground.records import STATEMENTS
+from playground.stamp_questions import (
+    KINDS,
+    NUM_CHOICES,
+    Stamp,
+    finetune_records,
+    heldout_records,
+    pretrain_records,
+)
 from playground.store import PlaygroundError, build, write_json
 
 FOLDER = "stamps"
-FORMAT = 1  # raise it when the same settings give other files
+FORMAT = 2  # raise it when the same settings give other files
 PACKAGE = "tuxpaint-stamps-default"
 STAMPS_IN_PACKAGE = Path("usr/share/tuxpaint/stamps")
-KINDS = {  # first folder of a stamp -> how a question names it; other folders keep their own name
-    "animals": "an animal",
-    "clothes": "clothing",
-    "food": "food",
-    "hobbies": "a hobby",
-    "household": "a household object",
-    "medical": "medicine",
-    "military": "the military",
-    "naturalforces": "weather",
-    "people": "people",
-    "plants": "a plant",
-    "seasonal": "a holiday",
-    "space": "space",
-    "sports": "sports",
-    "symbols": "a symbol",
-    "town": "a town",
-    "vehicles": "a vehicle",
-}
-NUM_CHOICES = {"category": 4, "caption": 2}
-TEXT_SHARE = 0.1
 WHITE_ENOUGH = 250  # a picture with no pixel darker than this is invisible on white
 
 
@@ -52,16 +40,6 @@ class Settings:
     num_heldout: int = option(80, "pictures held out of training: each gives one question of every kind")
     seed: int = option(0, "seed of the split and of the questions")
     package_dir: str = option("", f"folder with the unpacked package (holds {STAMPS_IN_PACKAGE}); empty: download it")
-
-
-@dataclass(frozen=True)
-class Stamp:
-    """One picture with its caption; `kind` as a question names it, `name` unique in the set."""
-
-    path: Path
-    name: str
-    caption: str
-    kind: str
 
 
 def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
@@ -140,6 +118,11 @@ def write_stamps(settings: Settings, package: Path, folder: Path) -> dict[str, A
     }
     for name, content in records.items():
         write_json(folder / name, content)
+    statements = {
+        name: {f"{stamp.name}.png": [stamp.caption, f"a picture of {stamp.kind}"] for stamp in part}
+        for name, part in (("train", train), ("heldout", heldout))
+    }
+    write_json(folder / STATEMENTS, statements)
     print(f"stamps: {len(train)} training and {len(heldout)} held-out pictures; skipped: {dict(skipped) or 'none'}")
     return {
         "pictures": {"train": len(train), "heldout": len(heldout)},
@@ -199,64 +182,3 @@ def split(stamps: list[Stamp], settings: Settings) -> tuple[list[Stamp], list[St
     chosen = set(random.Random(f"{settings.seed}/split").sample(range(len(stamps)), settings.num_heldout))
     train = [stamp for i, stamp in enumerate(stamps) if i not in chosen]
     return train, [stamp for i, stamp in enumerate(stamps) if i in chosen]
-
-
-def pretrain_records(stamps: list[Stamp], seed: int) -> list[dict[str, Any]]:
-    """Return one caption record per picture (stage 1)."""
-    rng = random.Random(f"{seed}/pretrain")
-    prompts = ("Describe the picture.", "What is in the picture?", "Write a short caption.")
-    return [
-        image_record(f"stamp-caption-{stamp.name}", f"{stamp.name}.png", [(rng.choice(prompts), stamp.caption)])
-        for stamp in stamps
-    ]
-
-
-def category_turn(rng: random.Random, stamp: Stamp, subject: str) -> tuple[tuple[str, str], list[str]]:
-    """Return the turn that asks for the kind of `subject`, and the choices that its question names."""
-    others = sorted(set(KINDS.values()) - {stamp.kind})
-    choices = [stamp.kind, *rng.sample(others, NUM_CHOICES["category"] - 1)]
-    rng.shuffle(choices)
-    return (f"What does {subject} belong to: {listed(choices)}?", stamp.kind), choices
-
-
-def caption_turn(rng: random.Random, stamp: Stamp, captions: list[str]) -> tuple[tuple[str, str], list[str]]:
-    """Return the turn that asks which of two captions fits, and the two."""
-    other = rng.choice([caption for caption in captions if caption != stamp.caption])
-    choices = rng.sample([stamp.caption, other], 2)
-    return (f'Which caption fits the picture: "{choices[0]}" or "{choices[1]}"?', stamp.caption), choices
-
-
-def finetune_records(stamps: list[Stamp], seed: int) -> list[dict[str, Any]]:
-    """Return one record of one or two questions per picture, and records without a picture (stage 2), mixed.
-
-    The question for the category comes first, because the other two name what is seen.
-    """
-    rng = random.Random(f"{seed}/finetune")
-    captions = sorted({stamp.caption for stamp in stamps})
-    records = []
-    for stamp in stamps:
-        name_it = rng.choice((("What is in the picture?", stamp.caption), caption_turn(rng, stamp, captions)[0]))
-        category = category_turn(rng, stamp, "the picture")[0]
-        turns = rng.choice(([category], [name_it], [category, name_it]))
-        records.append(image_record(f"stamp-question-{stamp.name}", f"{stamp.name}.png", turns))
-    for stamp in rng.sample(stamps, round(TEXT_SHARE * len(stamps))):
-        turn, _ = category_turn(rng, stamp, f'"{stamp.caption}"')
-        records.append(text_record(f"stamp-text-{stamp.name}", [turn]))
-    rng.shuffle(records)
-    return records
-
-
-def heldout_records(stamps: list[Stamp], all_stamps: list[Stamp], seed: int) -> list[dict[str, Any]]:
-    """Return one question of every kind per held-out picture; wrong captions come from the whole set."""
-    rng = random.Random(f"{seed}/heldout")
-    captions = sorted({stamp.caption for stamp in all_stamps})
-    records = []
-    for stamp in stamps:
-        asked = {
-            "category": category_turn(rng, stamp, "the picture"),
-            "caption": caption_turn(rng, stamp, captions),
-        }
-        for kind, (turn, choices) in asked.items():
-            extra = {"kind": kind, "choices": choices, "caption": stamp.caption}
-            records.append(image_record(f"stamp-heldout-{kind}-{stamp.name}", f"{stamp.name}.png", [turn], **extra))
-    return records

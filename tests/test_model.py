@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from conftest import SIZES
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.model.builder import load_language_model, load_pretrained_model, read_config
@@ -306,6 +307,16 @@ def test_checkpoint_without_projector_weights_is_refused(tiny, tmp_path):
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match=r"gwc_layernorm.*weights lack model\.mm_projector\.3\.bias"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_plain_language_model_keeps_its_logits_and_rope(tmp_path):
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = LlamaConfig(**SIZES, rope_parameters=rope | {"original_max_position_embeddings": 64})
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(config).eval()
+    plain.save_pretrained(tmp_path)
+    ids = torch.arange(100)[None]
+    assert torch.equal(load_language_model(str(tmp_path)).eval()(ids).logits, plain(ids).logits)
 
 
 def test_unknown_model_type_names_the_known_ones(tiny, tmp_path):

