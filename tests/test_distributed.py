@@ -22,7 +22,7 @@ COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 5, "mm_vision_tower_lr": 5e-4}
 pytestmark = pytest.mark.slow
 
 
-def launch(argv: list[str], deepspeed: dict | str, tmp_path: Path, timeout: int = 240) -> str:
+def launch(argv: list[str], deepspeed: dict | str, tmp_path: Path, timeout: int = 900) -> str:
     """Trains on two ranks; returns their output."""
     if isinstance(deepspeed, dict):
         config = tmp_path / "deepspeed.json"

@@ -24,7 +24,7 @@ class LlavaLlamaForCausalLM(LlavaMetaForCausalLM, LlamaForCausalLM):
     config_class = LlavaLlamaConfig
 
     def __init__(self, config: LlavaLlamaConfig):
-        super(LlamaForCausalLM, self).__init__(config)
+        super(LlamaForCausalLM, self).__init__(config)  # not LlamaForCausalLM's own: it would build a second decoder
         self.model = LlavaLlamaModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

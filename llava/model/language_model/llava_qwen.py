@@ -24,7 +24,7 @@ class LlavaQwenForCausalLM(LlavaMetaForCausalLM, Qwen2ForCausalLM):
     config_class = LlavaQwenConfig
 
     def __init__(self, config: LlavaQwenConfig):
-        super(Qwen2ForCausalLM, self).__init__(config)
+        super(Qwen2ForCausalLM, self).__init__(config)  # not Qwen2ForCausalLM's own: it would build a second decoder
         self.model = LlavaQwenModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
