@@ -101,6 +101,12 @@ def test_log_has_every_measurement(stage_1):
         assert all(line[key] > 0 for key in wanted - {"padding_share"})
 
 
+def test_telemetry_steps_may_differ_from_logging_steps(tiny, tmp_path):
+    run(tiny, tmp_path, 1, max_steps=4, telemetry_steps=2)
+    lines = [json.loads(line) for line in (tmp_path / LOG_FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines if "grad_norm/llm_input" in line] == [2, 4]
+
+
 @pytest.mark.parametrize("model", ["llama", "qwen_tied"])
 @pytest.mark.parametrize("norm", ["none", "layernorm", "gwc_rmsnorm"])
 def test_both_stages_and_inference_from_the_folder_alone(tiny, tmp_path, model, norm):

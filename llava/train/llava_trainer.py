@@ -12,7 +12,7 @@ from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.train.checkpoint import save_adapter, trains_adapter_only
 from llava.train.optim import optimizer_groups
-from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput
+from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput, measures_step
 
 
 class LLaVATrainer(Trainer):
@@ -29,9 +29,7 @@ class LLaVATrainer(Trainer):
         self.adapter_only = trains_adapter_only(self.model)
         self.probe = NormProbe(self.model)
         self.throughput = Throughput(self.model.get_vision_tower().num_tokens)
-        every = self.args.telemetry_steps
-        self.telemetry_steps = int(self.args.logging_steps) if every is None else every
-        self.add_callback(TelemetryCallback(self.probe, self.telemetry_steps))
+        self.add_callback(TelemetryCallback(self.probe))
         self.add_callback(JsonlCallback())
 
     def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler | None:
@@ -65,7 +63,7 @@ class LLaVATrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs |= self.throughput.metrics(self.accelerator)
-            if self.telemetry_steps and self.state.global_step % self.telemetry_steps == 0:
+            if measures_step(self.args, self.state, self.state.global_step):
                 logs |= self.probe.metrics(self.accelerator)
             logs = {k: float(f"{v:.6g}") if k != "loss" and isinstance(v, float) else v for k, v in logs.items()}
         super().log(logs, start_time)

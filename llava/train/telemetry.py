@@ -148,14 +148,20 @@ class Throughput:
         }
 
 
-class TelemetryCallback(TrainerCallback):
-    """Switches the probe on for the steps that are logged."""
+def measures_step(args: Any, state: Any, step: int) -> bool:
+    """Whether optimizer step `step` (from 1) is measured, by `--telemetry_steps` or else `--logging_steps`."""
+    every = state.logging_steps if args.telemetry_steps is None else args.telemetry_steps
+    return bool(every) and step % every == 0
 
-    def __init__(self, probe: NormProbe, every: int):
-        self.probe, self.every = probe, every
+
+class TelemetryCallback(TrainerCallback):
+    """Switches the probe on for the steps that are measured."""
+
+    def __init__(self, probe: NormProbe):
+        self.probe = probe
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.probe.active = bool(self.every) and (state.global_step + 1) % self.every == 0
+        self.probe.active = measures_step(args, state, state.global_step + 1)
         if self.probe.active:
             self.probe.reset()
 
