@@ -50,6 +50,14 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
     trainer.save_state()
     model.config.use_cache = True
     trainer.save_model()
+    leave_process_group()
+
+
+def leave_process_group() -> None:
+    """Waits for the rank that saves, then ends the group: ranks that exit with it open abort now and then over gloo."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
