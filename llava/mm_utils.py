@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, N images, H and W the image processor's output size
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -144,6 +145,23 @@ def _adds_space(tokenizer: Any) -> bool:
 def load_tokenizer(path: str, **kwargs: Any) -> Any:
     """`AutoTokenizer.from_pretrained`, with SentencePiece's order of merges where it was lost."""
     return restore_merge_order(AutoTokenizer.from_pretrained(path, **kwargs))
+
+
+def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
+    """`tokenizer.save_pretrained`, and beside it the files that the slow tokenizers of transformers 4 read.
+
+    LLaVA and LLaVA-NeXT load checkpoints with those; the files are the ones that upstream's own saving leaves.
+    """
+    folder = Path(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "special_tokens_map.json").write_text(json.dumps(tokenizer.special_tokens_map, indent=2) + "\n")
+    source = Path(str(tokenizer.init_kwargs.get("vocab_file") or ""))
+    if source.suffix == ".model" and source.is_file():
+        if not (folder / source.name).exists():
+            shutil.copyfile(source, folder / source.name)
+    elif "merges_file" in tokenizer.vocab_files_names:
+        tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json and merges.txt
+        (folder / "added_tokens.json").write_text(json.dumps(tokenizer.get_added_vocab(), indent=2) + "\n")
 
 
 def restore_merge_order(tokenizer: Any) -> Any:

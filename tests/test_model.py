@@ -1,6 +1,7 @@
 """Towers, splicing, loss, generation and checkpoints of both model classes."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.model import LlavaQwenConfig
 from llava.model.builder import load_language_model, load_pretrained_model, read_config
 from llava.model.llava_arch import match_images
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -317,6 +319,15 @@ def test_plain_language_model_keeps_its_logits_and_rope(tmp_path):
     plain.save_pretrained(tmp_path)
     ids = torch.arange(100)[None]
     assert torch.equal(load_language_model(str(tmp_path)).eval()(ids).logits, plain(ids).logits)
+
+
+def test_rope_is_written_under_the_names_of_both_library_generations(tmp_path):
+    """transformers 4 takes theta 10000 without a word where `rope_theta` is missing."""
+    config = LlavaQwenConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["rope_theta"], written["rope_scaling"]) == (1e6, None)
+    assert read_config(str(tmp_path)).rope_parameters == config.rope_parameters
 
 
 def test_unknown_model_type_names_the_known_ones(tiny, tmp_path):

@@ -38,6 +38,19 @@ PROJECTOR_FIELDS = (
 Images = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]] | None
 
 
+class LlavaMetaConfig:
+    """Mixin for the config: what it writes can also be read by the transformers 4 that LLaVA's own trees need."""
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        fields = super().to_diff_dict()
+        rope = dict(self.rope_parameters)
+        # transformers 4 would silently take its default theta where it does not find its own name for it.
+        fields["rope_theta"] = rope.pop("rope_theta")
+        fields["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+        fields["torch_dtype"] = fields.get("dtype")
+        return fields
+
+
 class LlavaMetaModel:
     """Mixin for the decoder: holds `vision_tower` and `mm_projector` where the config asks for them."""
 

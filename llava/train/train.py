@@ -21,10 +21,19 @@ from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.checkpoint import find_checkpoint
 from llava.train.llava_trainer import LLaVATrainer
-from llava.train.optim import LANGUAGE_MODEL, VISION_TOWER, set_trainable, tunable_parts
+from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
 from llava.train.preflight import check_flags, check_images
 
 logger = logging.getLogger(__name__)
+
+# Model flags that LLaVA keeps in the config under their own names, beside those of the projector.
+CONFIG_FLAGS = (
+    "tune_mm_mlp_adapter",
+    "freeze_mm_mlp_adapter",
+    "mm_patch_merge_type",
+    "mm_use_im_start_end",
+    "mm_use_im_patch_token",
+)
 
 
 def train(argv: list[str] | None = None, attn_implementation: str | None = None) -> None:
@@ -100,8 +109,8 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     set_trainable(model, parts)
     model.config.use_cache = False
     model.config.mm_conv_version = model_args.version
-    model.config.mm_tunable_parts = ",".join(sorted(parts))
-    for field in ("mm_patch_merge_type", "mm_use_im_start_end", "mm_use_im_patch_token"):
+    model.config.mm_tunable_parts = ",".join(part for part in PARTS if part in parts)
+    for field in CONFIG_FLAGS:
         setattr(model.config, field, getattr(model_args, field))
     for field in ("mm_projector_lr", "mm_vision_tower_lr"):
         setattr(model.config, field, getattr(training_args, field))
