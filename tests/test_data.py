@@ -87,7 +87,7 @@ def test_sample_has_tokens_labels_and_pixels(tiny, tokenizer):
 
 def test_lengths_count_visual_tokens_and_sign_the_modality(tiny, tokenizer):
     data = dataset(tiny, tokenizer, load_records(str(tiny / "data/finetune.json"))[:6])
-    for index, length in enumerate(data.modality_lengths(show_progress=False)):
+    for index, length in enumerate(data.modality_lengths()):
         sample = data[index]
         expanded = len(sample["input_ids"]) + (V - 1) * int((sample["input_ids"] == IMAGE_TOKEN_INDEX).sum())
         assert abs(length) == expanded
@@ -103,7 +103,7 @@ def test_cut_counts_after_expansion_and_drops_the_images_behind_it(tiny, tokeniz
         sample = data[0]
         assert sample.get("images", torch.empty(0)).shape[0] == images
         assert torch.equal(sample["input_ids"], whole["input_ids"][: len(sample["input_ids"])])
-        assert data.modality_lengths(show_progress=False) == [limit if images else -limit]
+        assert data.modality_lengths() == [limit if images else -limit]
     assert "id 'x'" in caplog.text and "--model_max_length" in caplog.text
 
 

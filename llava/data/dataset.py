@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from llava.constants import IMAGE_TOKEN_INDEX
+from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
 from llava.data.preprocess import Sample, preprocess
 from llava.data.records import Record, record_images, record_name
@@ -34,6 +34,7 @@ class LazySupervisedDataset(Dataset):
         num_visual_tokens: V, what one placeholder expands to.
         model_max_length: samples are cut there, counted after expansion.
         label_masking: `assistant` or `upstream`.
+        show_progress: whether measuring all lengths shows a progress bar.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class LazySupervisedDataset(Dataset):
         num_visual_tokens: int,
         model_max_length: int,
         label_masking: str = "assistant",
+        show_progress: bool = True,
     ):
         self.records = records
         self.tokenizer = tokenizer
@@ -57,6 +59,8 @@ class LazySupervisedDataset(Dataset):
         self.num_visual_tokens = num_visual_tokens
         self.model_max_length = model_max_length
         self.label_masking = label_masking
+        self.show_progress = show_progress
+        self._lengths: list[int] | None = None
         self._truncation_reported = False
 
     def __len__(self) -> int:
@@ -65,9 +69,14 @@ class LazySupervisedDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """`input_ids` [S], `labels` [S] and, if the record has images, `images` [n, 3, H, W].
 
+        A negative index `~i` gives sample i without targets, for ranks that have no sample left.
+
         Raises:
             ValueError, FileNotFoundError: the record cannot be turned into a sample; the message names it.
         """
+        if index < 0:
+            item = self[~index]
+            return item | {"labels": torch.full_like(item["labels"], IGNORE_INDEX)}
         record = self.records[index]
         sample = self._cut(self.tokenize(index), index)
         item = {"input_ids": sample.input_ids, "labels": sample.labels}
@@ -115,15 +124,18 @@ class LazySupervisedDataset(Dataset):
         except OSError as error:
             raise ValueError(f"{record_name(record, index)}: image {path} cannot be decoded ({error})") from error
 
-    def modality_lengths(self, show_progress: bool = True) -> list[int]:
+    def modality_lengths(self) -> list[int]:
         """True length of every sample after expansion and cut; negative for text-only samples (LLaVA's convention)."""
-        lengths = []
-        for index in tqdm(range(len(self)), desc="measuring lengths", disable=not show_progress, mininterval=2):
-            ids = self._cut(self.tokenize(index), index).input_ids
-            num_images = int((ids == IMAGE_TOKEN_INDEX).sum())
-            length = min(len(ids) + num_images * (self.num_visual_tokens - 1), self.model_max_length)
-            lengths.append(length if num_images else -length)
-        return lengths
+        if self._lengths is None:
+            indices = tqdm(range(len(self)), desc="measuring lengths", disable=not self.show_progress, mininterval=2)
+            self._lengths = [self._modality_length(index) for index in indices]
+        return self._lengths
+
+    def _modality_length(self, index: int) -> int:
+        ids = self._cut(self.tokenize(index), index).input_ids
+        num_images = int((ids == IMAGE_TOKEN_INDEX).sum())
+        length = min(len(ids) + num_images * (self.num_visual_tokens - 1), self.model_max_length)
+        return length if num_images else -length
 
 
 class _ImageConfig:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.model.attention import packed_attention_arguments
 from llava.model.loss import supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
 from llava.model.multimodal_encoder.vision_tower import VisionTower
@@ -46,7 +47,8 @@ class LlavaMetaConfig:
         rope = dict(self.rope_parameters)
         # transformers 4 would silently take its default theta where it does not find its own name for it.
         fields["rope_theta"] = rope.pop("rope_theta")
-        fields["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+        if rope.get("rope_type", "default") != "default":
+            fields["rope_scaling"] = rope
         fields["torch_dtype"] = fields.get("dtype")
         return fields
 
@@ -136,6 +138,7 @@ class LlavaMetaForCausalLM:
 
     accepts_loss_kwargs = True
     supports_gradient_checkpointing = True
+    padding_free = False  # training batches run as one row without padding; needs a backend of llava.model.attention
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
@@ -221,10 +224,7 @@ class LlavaMetaForCausalLM:
                 )
             return input_ids, position_ids, attention_mask, past_key_values, None, labels
 
-        mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        placeholders = ((input_ids == IMAGE_TOKEN_INDEX) & mask).sum(dim=1).tolist()
-        pixels = match_images(images, placeholders)
-        packed = self._splice(input_ids, mask, labels, pixels)
+        packed = self.pack_inputs(input_ids, attention_mask, labels, images)
         padding_side = padding_side or getattr(self.config, "tokenizer_padding_side", None) or "right"
         inputs_embeds, new_labels, new_mask, new_positions = pad_packed(packed, padding_side)
         return (
@@ -236,9 +236,20 @@ class LlavaMetaForCausalLM:
             None if labels is None else new_labels,
         )
 
-    def _splice(
-        self, input_ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor | None, pixels: torch.Tensor | None
+    def pack_inputs(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        images: Images = None,
     ) -> PackedSequences:
+        """The batch's samples with their visual tokens, one behind the other, without padding.
+
+        Arguments and errors are those of `prepare_inputs_labels_for_multimodal`.
+        """
+        mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        placeholders = ((input_ids == IMAGE_TOKEN_INDEX) & mask).sum(dim=1).tolist()
+        pixels = match_images(images, placeholders)
         tower = self.get_vision_tower()
         # Every rank must run tower and projector in every training step, or collectives of ZeRO-3 and DDP never meet.
         needs_dummy = pixels is None and self.training and torch.is_grad_enabled()
@@ -279,16 +290,23 @@ class LlavaMetaForCausalLM:
     ) -> CausalLMOutputWithPast:
         """Runs the LLM on spliced inputs.
 
-        With `labels` in training mode only supervised positions reach the LM head and `logits` is None; otherwise
-        logits [B, S', C] are returned. `num_items_in_batch` normalises the loss (None: mean over this batch's targets).
+        With `labels` in training mode only supervised positions reach the LM head and `logits` is None (and with
+        `padding_free` the samples form one row); otherwise logits [B, S', C] are returned. `num_items_in_batch`
+        normalises the loss (None: mean over this batch's targets).
         """
-        if inputs_embeds is None:
+        training_loss = labels is not None and self.training
+        if inputs_embeds is None and training_loss and self.padding_free:
+            packed = self.pack_inputs(input_ids, attention_mask, labels, images)
+            input_ids = attention_mask = None
+            inputs_embeds, labels = packed.inputs_embeds[None], packed.next_token_labels()[None]
+            position_ids = packed.position_ids[None]
+            kwargs |= packed_attention_arguments(packed, self.config._attn_implementation)
+        elif inputs_embeds is None:
             input_ids, position_ids, attention_mask, past_key_values, inputs_embeds, labels = (
                 self.prepare_inputs_labels_for_multimodal(
                     input_ids, position_ids, attention_mask, past_key_values, labels, images, modalities, image_sizes
                 )
             )
-        training_loss = labels is not None and self.training
         outputs = self.get_model()(
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,

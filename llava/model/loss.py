@@ -3,17 +3,42 @@
 Shapes: B batch, S sequence, D LLM hidden size, R supervised rows, C vocabulary.
 """
 
+from typing import Any, Literal, get_args
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.utils import is_liger_kernel_available
 
 from llava.constants import IGNORE_INDEX
+
+LossHead = Literal["auto", "liger", "chunked", "plain"]
+LOSS_HEADS = get_args(LossHead)
+_CHUNK_ELEMENTS = 2**24  # logits that exist at a time: 64 MiB in fp32
+
+
+class LMHead(nn.Linear):
+    """The LM head, which can also be asked for the loss, so that logits [R, C] need never exist at once.
+
+    Being called as a module in both cases, it has its weight gathered by ZeRO-3.
+    """
+
+    loss_head: LossHead = "plain"
+
+    def forward(self, hidden_states: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [..., C] of `hidden_states` [..., D]; with `targets` [R] the fp32 sum of their cross-entropies."""
+        if targets is None:
+            return super().forward(hidden_states)
+        head = self.loss_head
+        if head == "auto":
+            head = "liger" if hidden_states.is_cuda and is_liger_kernel_available() else "chunked"
+        return _SUMMED_LOSS[head](hidden_states, self.weight, targets)
 
 
 def supervised_loss(
     hidden_states: torch.Tensor,
     labels: torch.Tensor,
-    lm_head: nn.Module,
+    lm_head: LMHead,
     num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
     """Next-token cross-entropy; only the R positions whose next token is a target are projected to the vocabulary.
@@ -21,7 +46,7 @@ def supervised_loss(
     Args:
         hidden_states: [B, S, D], the decoder's normalised output.
         labels: [B, S] unshifted, IGNORE_INDEX where nothing is to be learnt.
-        lm_head: projects [R, D] to [R, C]; called as a module, so that ZeRO-3 gathers its weight.
+        lm_head: sums the losses of [R, D] against [R].
         num_items_in_batch: targets of the whole optimizer step over all ranks; None takes this batch's own number.
 
     Returns:
@@ -31,8 +56,66 @@ def supervised_loss(
     targets = labels[:, 1:]
     supervised = targets != IGNORE_INDEX
     targets = targets[supervised]
-    logits = lm_head(hidden_states[:, :-1][supervised]).float()
-    total = F.cross_entropy(logits, targets, reduction="sum")
+    total = lm_head(hidden_states[:, :-1][supervised], targets)
     if num_items_in_batch is None:
         num_items_in_batch = max(len(targets), 1)
     return total / num_items_in_batch
+
+
+def plain_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of cross-entropies by way of all logits [R, C]."""
+    return F.cross_entropy(F.linear(hidden_states, weight).float(), targets, reduction="sum")
+
+
+def chunked_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of cross-entropies a few rows at a time; gradients are computed on the way, logits are never kept."""
+    device = hidden_states.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+    return _ChunkedLoss.apply(hidden_states, weight, targets)
+
+
+def liger_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of cross-entropies by Liger's fused kernel (NVIDIA GPUs); weight gradients are accumulated in fp32."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    arguments = (hidden_states, weight, targets, None, None, IGNORE_INDEX, 0.0, 0.0, "sum", None, False, torch.float32)
+    result: Any = LigerFusedLinearCrossEntropyFunction.apply(*arguments)
+    return (result[0] if isinstance(result, tuple) else result).float()
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """d loss / d logits = softmax - one_hot is at hand in the forward pass, so nothing of size C is saved."""
+
+    @staticmethod
+    def forward(ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+        total = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
+        hidden_grad = torch.zeros_like(hidden_states) if wants_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        rows = max(1, _CHUNK_ELEMENTS // len(weight))
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            for start in range(0, len(targets), rows):
+                chunk, target = hidden_states[start : start + rows], targets[start : start + rows, None]
+                logits = F.linear(chunk, weight).float()
+                log_sum = logits.logsumexp(dim=-1, keepdim=True)
+                total += (log_sum - logits.gather(1, target)).sum()
+                if not (wants_hidden or wants_weight):
+                    continue
+                gradient = logits.sub_(log_sum).exp_()
+                gradient.scatter_add_(1, target, torch.full_like(log_sum, -1.0))
+                gradient = gradient.to(weight.dtype)
+                if wants_hidden:
+                    hidden_grad[start : start + rows] = gradient @ weight
+                if wants_weight:
+                    weight_grad += gradient.T @ chunk
+        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output: torch.Tensor):
+        return (*(None if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors), None)
+
+
+_SUMMED_LOSS = {"plain": plain_loss, "chunked": chunked_loss, "liger": liger_loss}

@@ -20,6 +20,14 @@ class PackedSequences:
     position_ids: torch.Tensor  # [T], counting from 0 in every sample
     cu_seqlens: torch.Tensor  # [B + 1], start of each sample, then T
 
+    def lengths(self) -> list[int]:
+        """Tokens of each sample, on the host."""
+        return self.cu_seqlens.diff().tolist()
+
+    def next_token_labels(self) -> torch.Tensor:
+        """`labels` [T] without each sample's first token, which no token of the same sample predicts."""
+        return self.labels.masked_fill(self.position_ids == 0, IGNORE_INDEX)
+
 
 def splice_images(
     input_ids: torch.Tensor,

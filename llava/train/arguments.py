@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 import transformers
 
+from llava.model.loss import LossHead
+
 NormType = Literal["none", "layernorm", "gwc_layernorm", "rmsnorm", "gwc_rmsnorm"]
 
 
@@ -140,6 +142,41 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     group_by_modality_length: bool = field(
         default=False, metadata={"help": "Global batches of one modality and similar length."}
+    )
+    length_group_window: int = field(
+        default=1,
+        metadata={
+            "help": "With --group_by_modality_length: so many global batches' samples are sorted by length together. 1 "
+            "(LLaVA) keeps every global batch a random sample of its modality; more make ranks equally busy."
+        },
+    )
+    padding_free: bool = field(
+        default=True,
+        metadata={
+            "help": "Run a micro-batch as one row without padding, with micro-batches of even length; False pads, and "
+            "deals samples to ranks as LLaVA does. The numbers are the same."
+        },
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "With --padding_free: use the fewest micro-batches per step and rank that hold so many tokens, in "
+            "place of --gradient_accumulation_steps. The samples of a step stay the same."
+        },
+    )
+    loss_head: LossHead = field(
+        default="auto",
+        metadata={
+            "help": "Loss over the supervised rows: liger (fused kernel, NVIDIA GPUs), chunked (few rows of logits at "
+            "a time), plain (all logits), auto (liger where it runs, else chunked)."
+        },
+    )
+    loss_reduction: Literal["token_mean", "micro_batch_mean"] = field(
+        default="token_mean",
+        metadata={
+            "help": "token_mean: mean over the targets of the whole step; micro_batch_mean: mean of the micro-batches' "
+            "means, as upstream with gradient accumulation."
+        },
     )
     warmup_ratio: float = field(
         default=0.0, metadata={"help": "Share of all steps over which the learning rate rises; needs --warmup_steps 0."}

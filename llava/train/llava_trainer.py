@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from llava.data.sampler import ModalityLengthGroupedSampler
 from llava.mm_utils import save_tokenizer
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
+from llava.train.batches import balanced_dataloader, sample_order
 from llava.train.checkpoint import save_adapter, trains_adapter_only
 from llava.train.optim import optimizer_groups
 from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput, measures_step
@@ -27,6 +27,8 @@ class LLaVATrainer(Trainer):
     def __init__(self, *args: Any, image_processor: Any = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.image_processor = image_processor
+        if self.args.loss_reduction == "micro_batch_mean":
+            self.model_accepts_loss_kwargs = False  # so that the library averages over micro-batches
         self.adapter_only = trains_adapter_only(self.model)
         self.probe = NormProbe(self.model)
         self.throughput = Throughput(self.model.get_vision_tower().num_tokens)
@@ -34,14 +36,12 @@ class LLaVATrainer(Trainer):
         self.add_callback(JsonlCallback())
 
     def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler | None:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        if not self.args.group_by_modality_length:
-            return super()._get_train_sampler(dataset)
-        return ModalityLengthGroupedSampler(
-            dataset.modality_lengths(show_progress=self.is_world_process_zero()),
-            self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-        )
+        return sample_order(self.train_dataset if train_dataset is None else train_dataset, self.args)
+
+    def get_train_dataloader(self) -> torch.utils.data.DataLoader:
+        if not self.args.padding_free:
+            return super().get_train_dataloader()
+        return balanced_dataloader(self.train_dataset, self.data_collator, self.args)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         model = self.model if model is None else model

@@ -27,6 +27,14 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
         raise ValueError("--use_liger_kernel has no effect on LLaVA's model types; leave it out")
     if training_args.label_smoothing_factor:
         raise ValueError("--label_smoothing_factor: the loss over supervised rows has no smoothing; leave it out")
+    for flag in ("length_group_window", "max_tokens_per_micro_batch"):
+        value = getattr(training_args, flag)
+        if value is not None and value < 1:
+            raise ValueError(f"--{flag}: expected a positive number, found {value}")
+    if training_args.max_tokens_per_micro_batch and not training_args.padding_free:
+        raise ValueError("--max_tokens_per_micro_batch needs --padding_free True")
+    if training_args.length_group_window > 1 and not training_args.group_by_modality_length:
+        raise ValueError("--length_group_window has no effect without --group_by_modality_length True")
     if training_args.model_max_length < 1:
         raise ValueError(f"--model_max_length: expected a positive number, found {training_args.model_max_length}")
 

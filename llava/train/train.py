@@ -16,9 +16,11 @@ from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import load_records
 from llava.mm_utils import load_tokenizer
+from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava.train.batches import fit_micro_batches
 from llava.train.checkpoint import find_checkpoint
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
@@ -94,11 +96,14 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     frozen_dtype = torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else torch.float32
     # DeepSpeed keeps fp32 masters itself; elsewhere what is trained stays fp32 and autocast lowers the arithmetic.
     trained_dtype = frozen_dtype if training_args.deepspeed else torch.float32
+    attention = model_args.attn_implementation
+    if training_args.padding_free:
+        attention = packed_attention(attention, training_args.device, frozen_dtype)
     model = load_language_model(
         model_args.model_name_or_path,
         read_config(model_args.model_name_or_path, cache_dir=training_args.cache_dir),
         dtype=trained_dtype if LANGUAGE_MODEL in parts else frozen_dtype,
-        attn_implementation=model_args.attn_implementation,
+        attn_implementation=attention,
         cache_dir=training_args.cache_dir,
     )
     if model.get_vision_tower() is None and not model_args.vision_tower:
@@ -107,6 +112,8 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     decoder.initialize_vision_modules(model_args, dtype=trained_dtype if VISION_TOWER in parts else frozen_dtype)
     decoder.mm_projector.to(trained_dtype)
     set_trainable(model, parts)
+    model.padding_free = training_args.padding_free
+    model.lm_head.loss_head = training_args.loss_head
     model.config.use_cache = False
     model.config.mm_conv_version = model_args.version
     model.config.mm_tunable_parts = ",".join(part for part in PARTS if part in parts)
@@ -146,7 +153,9 @@ def build_trainer(
         num_visual_tokens=tower.num_tokens,
         model_max_length=training_args.model_max_length,
         label_masking=data_args.label_masking,
+        show_progress=training_args.process_index == 0,
     )
+    fit_micro_batches(dataset, training_args)
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return LLaVATrainer(
         model=model,

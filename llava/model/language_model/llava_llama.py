@@ -1,9 +1,9 @@
 """LLaVA on a Llama decoder: model type `llava_llama`, registered with the Auto classes."""
 
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from llava.model.llava_arch import LlavaMetaConfig, LlavaMetaForCausalLM, LlavaMetaModel
+from llava.model.loss import LMHead
 
 
 class LlavaLlamaConfig(LlavaMetaConfig, LlamaConfig):
@@ -27,7 +27,7 @@ class LlavaLlamaForCausalLM(LlavaMetaForCausalLM, LlamaForCausalLM):
         super(LlamaForCausalLM, self).__init__(config)  # not LlamaForCausalLM's own: it would build a second decoder
         self.model = LlavaLlamaModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
 

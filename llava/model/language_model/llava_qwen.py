@@ -1,9 +1,9 @@
 """LLaVA on a Qwen2 decoder: model type `llava_qwen`, registered with the Auto classes."""
 
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
 from llava.model.llava_arch import LlavaMetaConfig, LlavaMetaForCausalLM, LlavaMetaModel
+from llava.model.loss import LMHead
 
 
 class LlavaQwenConfig(LlavaMetaConfig, Qwen2Config):
@@ -27,7 +27,7 @@ class LlavaQwenForCausalLM(LlavaMetaForCausalLM, Qwen2ForCausalLM):
         super(Qwen2ForCausalLM, self).__init__(config)  # not Qwen2ForCausalLM's own: it would build a second decoder
         self.model = LlavaQwenModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
 

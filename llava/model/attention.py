@@ -1,0 +1,153 @@
+"""Causal attention inside each of several samples that lie one behind the other in one row, without padding.
+
+Every backend computes the same; `packed_attention` chooses one and says how to get a faster one.
+Shapes: T packed tokens, H heads, K key/value heads, C channels per head.
+"""
+
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from llava.model.splice import PackedSequences
+
+logger = logging.getLogger(__name__)
+
+VARLEN, SEGMENTS = "packed_varlen", "packed_segments"
+# The library builds these two a block-diagonal mask from positions that start again at 0.
+MASKED = ("sdpa", "eager", "flex_attention")
+FLASH = ("flash_attention_2", "flash_attention_3")
+PACKED_BACKENDS = (*FLASH, VARLEN, SEGMENTS, *MASKED)
+
+
+def packed_attention(requested: str | None, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention backend for packed training, a name that the library's `attn_implementation` takes.
+
+    Args:
+        requested: `--attn_implementation`; None chooses the fastest that this machine has.
+        device, dtype: of the decoder's activations.
+
+    Raises:
+        ValueError: the requested backend cannot keep packed samples apart.
+    """
+    if requested is not None:
+        if requested not in PACKED_BACKENDS:
+            raise ValueError(
+                f"--attn_implementation {requested}: cannot keep packed samples apart; expected one of "
+                f"{', '.join(PACKED_BACKENDS)}, or --padding_free False"
+            )
+        logger.info("attention over packed samples: %s, as requested", requested)
+        return requested
+    chosen, advice = _fastest(device, dtype)
+    logger.info("attention over packed samples: %s%s", chosen, f" ({advice})" if advice else "")
+    return chosen
+
+
+def _fastest(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The chosen backend and how to get a faster one."""
+    if device.type != "cuda":
+        return SEGMENTS, "the fastest without a GPU"
+    half = dtype in (torch.float16, torch.bfloat16)
+    if half and is_flash_attn_3_available():
+        return "flash_attention_3", ""
+    if half and is_flash_attn_2_available():
+        return "flash_attention_2", ""
+    if half and importlib.util.find_spec("torch.nn.attention.varlen") and torch.cuda.get_device_capability() >= (8, 0):
+        return VARLEN, "EXTRAS=train,flash bash scripts/setup.sh installs FlashAttention, which may be faster"
+    return "sdpa", "with a mask over all pairs of tokens; --bf16 True allows kernels that skip it"
+
+
+def packed_attention_arguments(packed: PackedSequences, backend: str) -> dict[str, Any]:
+    """What the decoder passes on to every layer's attention; lengths leave the device once, here."""
+    if backend in MASKED:
+        return {}
+    boundaries = packed.cu_seqlens.to(torch.int32)
+    lengths = packed.lengths()
+    return {
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    } | ({"segment_lengths": lengths} if backend == SEGMENTS else {})
+
+
+def segments_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    segment_lengths: list[int] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """PyTorch's attention sample by sample: no work and no memory for pairs of tokens of different samples.
+
+    Args:
+        query: [1, H, T, C].
+        key, value: [1, K, T, C].
+        segment_lengths: tokens of each sample; None for one sample.
+
+    Returns:
+        ([1, T, H, C], None), as the library's attention functions.
+    """
+    lengths = segment_lengths or [query.shape[2]]
+    _require_packed(query, key, attention_mask)
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    grouped = query.shape[1] != key.shape[1]
+    outputs = [
+        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
+        for q, k, v in parts
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2), None
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """PyTorch's own variable-length FlashAttention (NVIDIA GPUs from Ampere on, fp16 and bf16); shapes as above."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    _require_packed(query, key, attention_mask)
+    if cu_seq_lens_q is None:
+        max_length_q = query.shape[2]
+        cu_seq_lens_q = torch.tensor([0, max_length_q], dtype=torch.int32, device=query.device)
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[None], None
+
+
+def _require_packed(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+    if attention_mask is not None or len(query) != 1 or query.shape[2] != key.shape[2]:
+        raise ValueError(
+            "this attention backend is for packed training rows; for padded batches and generation call "
+            "model.set_attn_implementation('sdpa') first"
+        )
+
+
+AttentionInterface.register(SEGMENTS, segments_attention)
+AttentionInterface.register(VARLEN, varlen_attention)

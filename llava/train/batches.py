@@ -1,0 +1,90 @@
+"""Which samples make up an optimizer step, and in which micro-batches each rank computes them."""
+
+import logging
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from transformers.trainer_utils import seed_worker
+
+from llava.data.dataset import LazySupervisedDataset
+from llava.data.sampler import BalancedBatchSampler, ModalityLengthGroupedSampler, RandomOrder, micro_batches_for
+
+logger = logging.getLogger(__name__)
+
+
+def sample_order(dataset: LazySupervisedDataset, args: Any) -> Sampler[int]:
+    """The order of samples that the flags ask for, the same on every rank."""
+    seed = args.seed if args.data_seed is None else args.data_seed
+    if args.group_by_modality_length:
+        return ModalityLengthGroupedSampler(
+            dataset.modality_lengths(), global_batch_size(args), seed=seed, window=args.length_group_window
+        )
+    if args.train_sampling_strategy == "sequential":
+        return SequentialSampler(dataset)
+    return RandomOrder(len(dataset), seed=seed)
+
+
+def global_batch_size(args: Any) -> int:
+    """Samples per optimizer step over all ranks."""
+    return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+
+
+def fit_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
+    """Sets micro-batch size and accumulation of `args` to the fewest micro-batches that hold the flag's tokens.
+
+    Samples per optimizer step stay what they were. Does nothing without `--max_tokens_per_micro_batch`. Call it before
+    the Trainer, which hands both numbers to DeepSpeed, is made.
+    """
+    if args.max_tokens_per_micro_batch is None:
+        return
+    order, lengths, step_size = sample_order(dataset, args), dataset.modality_lengths(), global_batch_size(args)
+    tokens = [abs(lengths[i]) for i in order]
+    steps = [sum(tokens[start : start + step_size]) for start in range(0, len(tokens), step_size)]
+    samples_per_rank = step_size // args.world_size
+    micro_batches = micro_batches_for(steps, args.world_size, samples_per_rank, args.max_tokens_per_micro_batch)
+    args.gradient_accumulation_steps = micro_batches
+    args.per_device_train_batch_size = samples_per_rank // micro_batches
+    if args.deepspeed:
+        config = args.hf_deepspeed_config.config
+        config["gradient_accumulation_steps"] = args.deepspeed_plugin.gradient_accumulation_steps = micro_batches
+        config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
+    logger.info(
+        "--max_tokens_per_micro_batch %d: %d micro-batches per step and rank; a step has %d samples and %d tokens on "
+        "average, %d at most",
+        args.max_tokens_per_micro_batch,
+        micro_batches,
+        step_size,
+        sum(steps) // len(steps),
+        max(steps),
+    )
+
+
+class BalancedDataLoader(DataLoader):
+    """This rank's micro-batches of `BalancedBatchSampler`; Accelerate must not share them out a second time."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.batch_sampler.set_epoch(epoch)
+
+
+def balanced_dataloader(dataset: LazySupervisedDataset, collator: Any, args: Any) -> BalancedDataLoader:
+    """The micro-batches of this process."""
+    sampler = BalancedBatchSampler(
+        sample_order(dataset, args),
+        dataset.modality_lengths(),
+        ranks=args.world_size,
+        micro_batches=args.gradient_accumulation_steps,
+        batch_size=args.train_batch_size,
+        rank=args.process_index,
+    )
+    workers = args.dataloader_num_workers
+    return BalancedDataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collator,
+        num_workers=workers,
+        pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
+    )
