@@ -32,7 +32,7 @@ CONFIG_FIELDS_LEFT_OUT = (
         }.items()
         for name in names
     }
-    | {"faster_token_stride", "force_sample", "pos_skipping_range", "use_pos_skipping"}
+    | {"rope_scaling", "faster_token_stride", "force_sample", "pos_skipping_range", "use_pos_skipping"}
 )
 
 

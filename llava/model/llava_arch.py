@@ -46,7 +46,8 @@ class LlavaMetaConfig:
         rope = dict(self.rope_parameters)
         # transformers 4 would silently take its default theta where it does not find its own name for it.
         fields["rope_theta"] = rope.pop("rope_theta")
-        fields["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+        if rope.get("rope_type", "default") != "default":
+            fields["rope_scaling"] = rope
         fields["torch_dtype"] = fields.get("dtype")
         return fields
 
