@@ -18,6 +18,7 @@ from llava.model.builder import load_pretrained_model
 from llava.model.lora import NON_LORA_FILE
 from llava.train import train as train_module
 from llava.train.llava_trainer import LLaVATrainer
+from llava.train.lora import quantized_loading
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL
 
 GOLDEN = Path(__file__).parent / "golden/train"
@@ -458,3 +459,56 @@ def test_folder_without_the_projector_is_refused(tiny, tmp_path, trained):
 def test_merge_needs_a_lora_folder(tiny, tmp_path):
     with pytest.raises(ValueError, match="--model-path.*no adapter_config.json"):
         merge_lora.merge_lora(str(tiny / "llama"), None, str(tmp_path))
+
+
+# --- quantised base ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_base_trains_and_loads(tiny, tmp_path, bits):
+    """QLoRA on a CPU: only the decoder's linear layers are quantised, and loading gives what was trained."""
+    pytest.importorskip("bitsandbytes")
+    options = LORA | {"bits": bits, "bf16": True, "learning_rate": 1e-2, "max_steps": 3}
+    model = fit(flags(tiny, tmp_path / "run", 2, **options))
+    dtypes = {n: p.dtype for n, p in model.named_parameters()}
+    quantised = {n for n, dtype in dtypes.items() if dtype in (torch.uint8, torch.int8)}
+    assert quantised == {n for n in dtypes if n.endswith("proj.base_layer.weight")}
+    assert dtypes["lm_head.weight"] == dtypes["model.embed_tokens.weight"] == torch.bfloat16
+    assert dtypes["model.mm_projector.0.weight"] == torch.float32
+    assert any(p.any() for n, p in model.named_parameters() if "lora_B" in n)
+    load_bits = {"load_4bit": bits == 4, "load_8bit": bits == 8}
+    _, loaded, _, _ = load_pretrained_model(
+        str(tmp_path / "run"), str(tiny / "llama"), "x", device="cpu", torch_dtype="bfloat16", **load_bits
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, wanted = logits(loaded), logits(model)
+        model.disable_adapters()
+        without = logits(model)
+    assert (found - wanted).abs().max() < 0.1 * (without - wanted).abs().max()  # bf16 arithmetic
+
+
+def test_quantised_base_needs_bitsandbytes(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ImportError, match="--bits 4 / 8.*pip install bitsandbytes"):
+        train_module.train(flags(tiny, tmp_path, 2, **LORA, bits=4))
+
+
+def test_quantised_base_is_loaded_as_the_flags_say(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_bitsandbytes_available", lambda: True)
+    argv = flags(tiny, tmp_path, 2, **LORA, bits=4, double_quant=False, quant_type="fp4")
+    args = train_module.parse_arguments(argv)[2]
+    options = quantized_loading(args, torch.float16)
+    config = options["quantization_config"]
+    assert config.load_in_4bit and config.bnb_4bit_compute_dtype == torch.float16
+    assert (config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_type) == (False, "fp4")
+    assert set(config.llm_int8_skip_modules) == {"mm_projector", "vision_tower", "lm_head"}
+    assert options["device_map"] == {"": torch.device("cpu")}
+    args.bits = 16
+    assert quantized_loading(args, torch.float16) == {}
+
+
+def test_quantised_base_is_refused_under_zero_3(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_bitsandbytes_available", lambda: True)
+    monkeypatch.setattr("llava.train.lora.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match="--bits 8: ZeRO-3 cannot partition.*zero2.json"):
+        train_module.train(flags(tiny, tmp_path, 2, **LORA, bits=8))

@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from llava.model.builder import quantization_config
 from llava.model.lora import add_lora
@@ -37,8 +38,7 @@ def check_lora_flags(model_args: Any, training_args: Any) -> None:
         raise ValueError(f"--lora_dropout: expected a share from 0 to below 1, found {training_args.lora_dropout}")
     if training_args.bits < 16:
         quantization_config(training_args.bits)  # says now if bitsandbytes is missing
-        config = training_args.hf_deepspeed_config
-        if config is not None and config.is_zero3():
+        if is_deepspeed_zero3_enabled():
             raise ValueError(
                 f"--bits {training_args.bits}: ZeRO-3 cannot partition quantised weights; "
                 "use deepspeed_configs/zero2.json"
