@@ -417,7 +417,7 @@ def test_published_layout_of_llava_loras_loads(tiny, tmp_path, file):
         ({"mm_tunable_parts": None, "tune_mm_mlp_adapter": True}, "--lora_enable.*--tune_mm_mlp_adapter"),
         ({"mm_tunable_parts": None, "freeze_backbone": True}, "--lora_enable.*--freeze_backbone"),
         ({"mm_tunable_parts": "mm_mlp_adapter"}, "--lora_enable.*name mm_language_model in --mm_tunable_parts"),
-        ({"lora_enable": None}, "--lora_r, --lora_alpha: no effect without --lora_enable"),
+        ({"lora_enable": None}, "--lora_r, --lora_alpha: only with --lora_enable True"),
         ({"lora_r": 0}, "--lora_r: expected a positive number, found 0"),
         ({"lora_alpha": -1}, "--lora_alpha: expected a positive number, found -1"),
         ({"lora_dropout": 1.0}, "--lora_dropout.*found 1.0"),

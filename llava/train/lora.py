@@ -23,7 +23,7 @@ def check_lora_flags(model_args: Any, training_args: Any) -> None:
     if not training_args.lora_enable:
         changed = [flag for flag in _LORA_FLAGS if getattr(training_args, flag) != _default(training_args, flag)]
         if changed:
-            raise ValueError(f"{', '.join(f'--{flag}' for flag in changed)}: no effect without --lora_enable True")
+            raise ValueError(f"{', '.join(f'--{flag}' for flag in changed)}: only with --lora_enable True")
         return
     if LANGUAGE_MODEL not in tunable_parts(model_args):
         raise ValueError(
