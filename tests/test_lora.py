@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -263,7 +264,9 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, bf16):
         first, second = read(tmp_path / "whole" / file), read(tmp_path / "resumed" / file)
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
-    assert whole["model.layers.0.self_attn.q_proj.lora_A.default.weight"].dtype == torch.float32
+    q_proj = "model.layers.0.self_attn.q_proj"
+    assert whole[f"{q_proj}.lora_A.default.weight"].dtype == torch.float32
+    assert whole[f"{q_proj}.base_layer.weight"].dtype == (torch.bfloat16 if bf16 else torch.float32)
 
 
 # --- loading and merging ----------------------------------------------------------------------------------------------
@@ -427,6 +430,12 @@ def test_published_layout_of_llava_loras_loads(tiny, tmp_path, file):
 def test_bad_flags_are_named(tiny, tmp_path, overrides, message):
     with pytest.raises(ValueError, match=message):
         train_module.train(flags(tiny, tmp_path, 2, **(LORA | overrides)))
+
+
+def test_missing_peft_is_named(tiny, trained, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match="LoRA needs the package peft.*pip install peft"):
+        load(trained[0], tiny / "llama")
 
 
 def test_lora_folder_is_no_model_to_train_or_to_load_as_one(tiny, tmp_path, trained):
