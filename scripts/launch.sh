@@ -265,6 +265,7 @@ show_configuration() {
   row preset "$PRESET"
   row "arm (NORM)" "$NORM${NORM_INIT:+, initial norm $NORM_INIT}"
   row trains "${trained:-mm_mlp_adapter}"
+  row "LoRA rank" "$(value_of --lora_r)"
   row devices "$DEVICES = $(count_of "$NNODES" node) x $(count_of "$RANKS" "$unit")"
   row "per-device batch" "$PER_DEVICE_BATCH"
   row accumulation "$ACCUMULATION"

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from test_train import flags
 
+from llava.model.lora import NON_LORA_FILE
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
 
@@ -116,3 +117,27 @@ def test_zero3_resumes_exactly(tiny, tmp_path, stage):
     assert "resuming from" in output
     assert_same(tmp_path / "resumed", tmp_path / "whole", atol=0)
     assert (tmp_path / "resumed/mm_projector.bin").exists() == (stage == 1)
+
+
+@pytest.mark.parametrize("config", ["zero2", "zero3"])
+def test_lora_equals_one_process_and_resumes_exactly(tiny, tmp_path, config):
+    options = COMPARABLE | {"lora_enable": True, "lora_r": 4, "lora_dropout": 0.0, "save_strategy": "steps"}
+    options |= {"save_steps": 2, "max_steps": 4}
+    launch(flags(tiny, tmp_path / "two", 2, **options), config, tmp_path)
+    train_module.train(flags(tiny, tmp_path / "one", 2, per_device_train_batch_size=8, **options))
+    whole, one = lora_files(tmp_path / "two"), lora_files(tmp_path / "one")
+    assert whole.keys() == one.keys() and any("vision_tower" in name for name in whole)
+    for name in whole:
+        torch.testing.assert_close(whole[name], one[name], rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "two/checkpoint-2").rename(tmp_path / "resumed/checkpoint-2")
+    assert "resuming from" in launch(flags(tiny, tmp_path / "resumed", 2, **options), config, tmp_path)
+    resumed = lora_files(tmp_path / "resumed")
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def lora_files(folder: Path) -> dict[str, torch.Tensor]:
+    """Everything that a LoRA folder holds of the model."""
+    assert not (folder / "model.safetensors").exists()
+    return load_file(folder / "adapter_model.safetensors") | torch.load(folder / NON_LORA_FILE, weights_only=True)

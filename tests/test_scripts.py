@@ -162,6 +162,20 @@ def test_recipe_presets_carry_the_papers_hyper_parameters(preset, model, version
     assert Path(stage1.flag("--data_path")).name == "blip_laion_cc_sbu_558k.json"
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lora_has_llavas_recipe_for_every_preset(preset):
+    run = DryRun("finetune", LORA=1, PRESET=preset, NUM_GPUS=8)
+    expected = {"--lora_enable": "True", "--lora_r": "128", "--lora_alpha": "256", "--learning_rate": "2e-4"}
+    expected |= {"--mm_projector_lr": "2e-5", "--mm_tunable_parts": "mm_mlp_adapter,mm_language_model"}
+    assert {name: run.flag(name) for name in expected} == expected
+    assert run.flag("--mm_vision_tower_lr") is None
+    assert run.flag("--output_dir") == f"checkpoints/{preset}-gwc_layernorm-finetune-lora"
+    assert run.configuration["LoRA rank"] == "128"
+    assert DryRun("finetune", LORA=1, LORA_R=8, LEARNING_RATE="1e-4", NUM_GPUS=8).flag("--lora_r") == "8"
+    plain = DryRun("finetune", LORA=0, PRESET=preset, NUM_GPUS=8)
+    assert "--lora_enable" not in plain.command and "LoRA rank" not in plain.configuration
+
+
 def test_demo_preset_is_one_plain_process_on_a_cpu():
     stage1, stage2 = (DryRun(stage, PRESET="demo", NUM_GPUS=0) for stage in ("pretrain", "finetune"))
     for run in (stage1, stage2):

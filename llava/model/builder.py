@@ -1,5 +1,6 @@
 """Loads models: a language model or LLaVA checkpoint for training, and a whole checkpoint for inference."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from llava.mm_utils import load_tokenizer
 from llava.model import LlavaLlamaForCausalLM, LlavaQwenForCausalLM
+from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, load_adapter
 
@@ -49,7 +51,15 @@ def load_language_model(model_path: str, config: PretrainedConfig | None = None,
 
     Args:
         kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...).
+
+    Raises:
+        ValueError: `model_path` is a LoRA folder, which is no model of its own.
     """
+    if Path(model_path, "adapter_config.json").is_file():
+        raise ValueError(
+            f"{model_path} is a LoRA folder, and a whole model is expected here; make one of it with "
+            f"python -m llava.model.merge_lora --model-path {model_path} --save-model-path FOLDER"
+        )
     config = config or read_config(model_path)
     model_class = next(cls for cls in MODEL_CLASSES.values() if cls.config_class is type(config))
     return model_class.from_pretrained(model_path, config=config, **kwargs)
@@ -74,9 +84,11 @@ def load_pretrained_model(
     """Loads a checkpoint for inference, as LLaVA's function of this name.
 
     Args:
-        model_path: a checkpoint folder or hub id; with `model_base` a stage-1 folder that holds `mm_projector.bin`.
-        model_base: the language model of a stage-1 folder, or None.
-        model_name: accepted for LLaVA's callers; the config decides which class is built.
+        model_path: a checkpoint folder or hub id; with `model_base` a LoRA folder, or a stage-1 folder that holds
+            `mm_projector.bin`. LoRA is recognised by its `adapter_config.json` and merged, unless quantised.
+        model_base: the model that a LoRA or stage-1 folder was trained on, or None. For LoRA None takes the
+            one that the folder records.
+        model_name: accepted for LLaVA's callers; the files decide what is built.
         load_8bit, load_4bit: quantise with bitsandbytes.
         device_map, device: where the weights go; `device="cpu"` wins over `device_map="auto"`.
         torch_dtype: of the weights; default the checkpoint's own on an accelerator and fp32 on CPU.
@@ -95,44 +107,60 @@ def load_pretrained_model(
     if use_flash_attn or attn_implementation:
         options["attn_implementation"] = attn_implementation or "flash_attention_2"
     if load_8bit or load_4bit:
-        options["quantization_config"] = _quantization(load_4bit)
+        options["quantization_config"] = quantization_config(4 if load_4bit else 8)
 
     config = customized_config or read_config(model_path)
     for field, value in (overwrite_config or {}).items():
         setattr(config, field, value)
+    lora_file = lora_config_file(model_path)
+    if lora_file and model_base is None:
+        model_base = json.loads(Path(lora_file).read_text())["base_model_name_or_path"]
+        logger.info("%s: LoRA on the base it records, %s", model_path, model_base)
     if model_base is None:
         model = load_language_model(model_path, config, **options)
     else:
-        model = _load_with_adapter(model_path, model_base, config, **options)
+        model = _load_on_base(model_path, model_base, config, is_lora=lora_file is not None, **options)
     model.eval()
 
     tokenizer = load_tokenizer(model_base or model_path)
     tower = model.get_vision_tower()
     image_processor = None
     if tower is not None:
-        has_own = Path(model_path, "preprocessor_config.json").exists()
-        image_processor = load_image_processor(model_path if has_own else config.mm_vision_tower, tower)
+        own = [p for p in (model_path, model_base) if p and Path(p, "preprocessor_config.json").exists()]
+        image_processor = load_image_processor([*own, config.mm_vision_tower][0], tower)
     context_len = getattr(config, "max_sequence_length", None) or getattr(config, "max_position_embeddings", 2048)
     return tokenizer, model, image_processor, context_len
 
 
-def _load_with_adapter(model_path: str, model_base: str, config: PretrainedConfig, **options: Any) -> Any:
-    """A plain language model completed by a stage-1 folder's projector and the tower its config names."""
+def _load_on_base(model_path: str, model_base: str, config: PretrainedConfig, is_lora: bool, **options: Any) -> Any:
+    """A base model completed by a stage-1 or LoRA folder, and by the tower its config names if the base has none."""
     adapter = Path(model_path, ADAPTER_FILE)
-    if not adapter.is_file():
+    if not is_lora and not adapter.is_file():
         raise FileNotFoundError(
-            f"{adapter} does not exist; model_base is for stage-1 folders, leave it out for a complete checkpoint"
+            f"{adapter} does not exist, nor does adapter_config.json; model_base is for stage-1 and LoRA folders, "
+            "leave it out for a complete checkpoint"
         )
     model = load_language_model(model_base, **options)
     for field, value in config.to_dict().items():
         if field.startswith(("mm_", "image_", "tokenizer_")):
             setattr(model.config, field, value)
     decoder = model.get_model()
+    tensors = read_non_lora(model_path) if is_lora else {}
+    if decoder.get_vision_tower() is None:
+        decoder.build_vision_modules()
+        names = decoder.mm_projector.state_dict()
+        if is_lora and (lost := [name for name in names if f"model.mm_projector.{name}" not in tensors]):
+            raise ValueError(f"{model_path}: {NON_LORA_FILE} lacks the projector's {', '.join(lost)}")
+        if not any(".vision_tower." in name for name in tensors):
+            decoder.vision_tower.load_pretrained(config.mm_vision_tower)
+    if is_lora:
+        load_non_lora(model, tensors, model_path)
+    else:
+        load_adapter(decoder.mm_projector, adapter, model.config)
     weight = decoder.embed_tokens.weight
-    decoder.build_vision_modules()
-    decoder.vision_tower.load_pretrained(config.mm_vision_tower)
-    load_adapter(decoder.mm_projector, adapter, model.config)
-    return model.to(device=weight.device, dtype=weight.dtype)
+    for module in (decoder.vision_tower, decoder.mm_projector):
+        module.to(device=weight.device, dtype=weight.dtype)
+    return apply_lora(model, model_path, merge="quantization_config" not in options) if is_lora else model
 
 
 def _dtype(requested: str | torch.dtype | None, default: str | torch.dtype) -> str | torch.dtype:
@@ -146,19 +174,28 @@ def _dtype(requested: str | torch.dtype | None, default: str | torch.dtype) -> s
     return dtype
 
 
-def _quantization(four_bit: bool) -> Any:
+def quantization_config(
+    bits: int, compute_dtype: torch.dtype = torch.bfloat16, double_quant: bool = True, quant_type: str = "nf4"
+) -> Any:
+    """bitsandbytes' configuration for the decoder's linear layers in 4 or 8 bits; head, projector and tower stay whole.
+
+    Raises:
+        ImportError: bitsandbytes is not installed.
+    """
     from transformers import BitsAndBytesConfig
     from transformers.utils import is_bitsandbytes_available
 
     if not is_bitsandbytes_available():
-        raise ImportError("load_8bit / load_4bit need the package bitsandbytes: pip install bitsandbytes")
+        raise ImportError(
+            "--bits 4 / 8 and load_4bit / load_8bit need the package bitsandbytes: pip install bitsandbytes"
+        )
     skip = ["mm_projector", "vision_tower", "lm_head"]
-    if four_bit:
+    if bits == 4:
         return BitsAndBytesConfig(
             load_in_4bit=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=compute_dtype,
+            bnb_4bit_use_double_quant=double_quant,
+            bnb_4bit_quant_type=quant_type,
             llm_int8_skip_modules=skip,
         )
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)

@@ -190,6 +190,30 @@ class TrainingArguments(transformers.TrainingArguments):
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Must stay False: the collator names its fields."}
     )
+    lora_enable: bool = field(
+        default=False,
+        metadata={"help": "Train the language model by LoRA on its linear layers; projector, norm and tower fully."},
+    )
+    lora_r: int = field(default=64, metadata={"help": "Rank of the LoRA adapters."})
+    lora_alpha: int = field(default=16, metadata={"help": "The adapters are scaled by this over --lora_r."})
+    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout in front of the adapters."})
+    lora_bias: Literal["none", "all", "lora_only"] = field(
+        default="none",
+        metadata={"help": "The language model's biases that are trained: none, all, or those of adapted layers."},
+    )
+    lora_weight_path: str = field(
+        default="", metadata={"help": "Must stay empty: LLaVA has the flag and never reads it."}
+    )
+    bits: Literal[4, 8, 16] = field(
+        default=16,
+        metadata={
+            "help": "Bits of the frozen language model under LoRA: 4 or 8 (QLoRA; needs bitsandbytes), 16 as it is."
+        },
+    )
+    double_quant: bool = field(
+        default=True, metadata={"help": "With --bits 4: quantise the quantisation constants as well."}
+    )
+    quant_type: Literal["fp4", "nf4"] = field(default="nf4", metadata={"help": "With --bits 4: the data type."})
     telemetry_steps: int | None = field(
         default=None,
         metadata={

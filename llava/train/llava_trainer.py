@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer
 
 from llava.mm_utils import save_tokenizer
+from llava.model.lora import has_lora, load_adapters, load_non_lora, lora_state_dict, read_non_lora, save_non_lora
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.train.batches import balanced_dataloader, sample_order
@@ -70,8 +71,12 @@ class LLaVATrainer(Trainer):
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a self-contained folder; intermediate stage-1 checkpoints hold the adapter and its config only."""
+        """Writes a self-contained folder, or a LoRA folder; intermediate stage-1 ones hold adapter and config only."""
         output_dir = output_dir or self.args.output_dir
+        if has_lora(self.model):
+            save_non_lora(self.model, output_dir, is_main_process=self.args.should_save)
+            self._save(output_dir, lora_state_dict(self.model))  # the library saves the adapters alone
+            return
         if self.adapter_only:
             save_adapter(self.model, output_dir, is_main_process=self.args.should_save)
             if _internal_call:
@@ -87,8 +92,11 @@ class LLaVATrainer(Trainer):
                 self.image_processor.save_pretrained(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        if self.adapter_only:
-            model = self.model if model is None else model
+        model = self.model if model is None else model
+        if has_lora(model):
+            load_non_lora(model, read_non_lora(resume_from_checkpoint), resume_from_checkpoint)
+            load_adapters(model, resume_from_checkpoint)
+        elif self.adapter_only:
             load_adapter(model.get_model().mm_projector, Path(resume_from_checkpoint), model.config)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llava.model.lora import has_lora
 from llava.model.multimodal_projector.builder import projector_norm
 from llava.model.zero3 import full_shape
 
@@ -58,10 +59,14 @@ def part_of(parameter_name: str) -> str:
 def set_trainable(model: nn.Module, parts: frozenset[str]) -> None:
     """Sets `requires_grad` of every parameter.
 
-    A fixed norm and the tower's layers that never see a gradient stay frozen.
+    A fixed norm and the tower's layers that never see a gradient stay frozen. In a language model with LoRA everything
+    stays as `add_lora` left it: only adapters, and the biases asked for, are trained.
     """
+    lora = has_lora(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(part_of(name) in parts)
+        part = part_of(name)
+        if part != LANGUAGE_MODEL or not lora:
+            parameter.requires_grad_(part in parts)
     for parameter in model.get_vision_tower().unused_parameters():
         parameter.requires_grad_(False)
     norm = projector_norm(model.get_model().mm_projector)

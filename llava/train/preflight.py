@@ -5,6 +5,7 @@ from typing import Any
 
 from llava.conversation import get_template
 from llava.data.records import Record, record_images, record_name
+from llava.train.lora import check_lora_flags
 from llava.train.optim import tunable_parts
 
 _IMAGES_CHECKED = 100
@@ -14,6 +15,7 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
     """Raises ValueError or FileNotFoundError that names the flag at fault and what to do."""
     get_template(model_args.version)
     tunable_parts(model_args)
+    check_lora_flags(model_args, training_args)
     if not data_args.data_path:
         raise ValueError("--data_path is missing: pass a LLaVA-format .json or .jsonl file")
     if data_args.image_folder and not Path(data_args.image_folder).is_dir():

@@ -23,6 +23,7 @@ from llava.train.arguments import DataArguments, ModelArguments, TrainingArgumen
 from llava.train.batches import fit_micro_batches
 from llava.train.checkpoint import find_checkpoint
 from llava.train.llava_trainer import LLaVATrainer
+from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
 from llava.train.preflight import check_flags, check_images
 
@@ -102,15 +103,20 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     model = load_language_model(
         model_args.model_name_or_path,
         read_config(model_args.model_name_or_path, cache_dir=training_args.cache_dir),
-        dtype=trained_dtype if LANGUAGE_MODEL in parts else frozen_dtype,
+        dtype=trained_dtype if LANGUAGE_MODEL in parts and not training_args.lora_enable else frozen_dtype,
         attn_implementation=attention,
         cache_dir=training_args.cache_dir,
+        **quantized_loading(training_args, frozen_dtype),
     )
+    prepare_quantized(model, training_args, frozen_dtype)
     if model.get_vision_tower() is None and not model_args.vision_tower:
         raise ValueError("--vision_tower is missing: --model_name_or_path is a plain language model")
     decoder = model.get_model()
-    decoder.initialize_vision_modules(model_args, dtype=trained_dtype if VISION_TOWER in parts else frozen_dtype)
+    tower_dtype = trained_dtype if VISION_TOWER in parts else frozen_dtype
+    decoder.initialize_vision_modules(model_args, dtype=tower_dtype)
+    decoder.vision_tower.to(tower_dtype)  # one that came with the checkpoint had the language model's
     decoder.mm_projector.to(trained_dtype)
+    add_lora_by_flags(model, training_args, trained_dtype)
     set_trainable(model, parts)
     model.padding_free = training_args.padding_free
     model.lm_head.loss_head = training_args.loss_head

@@ -1,0 +1,162 @@
+"""LoRA on the decoder's linear layers: PEFT's adapters in place, and the files of a LoRA folder.
+
+A LoRA folder holds PEFT's `adapter_config.json` and `adapter_model.safetensors`, LLaVA's `non_lora_trainables.bin` (the
+projector with its norm, and the vision tower if it was trained), `config.json`, tokenizer and image processor. It needs
+the model it was trained on; `llava.model.merge_lora` makes it self-contained.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from llava.model.zero3 import full_state_dict, gathered
+
+NON_LORA_FILE = "non_lora_trainables.bin"
+_PREFIX = "base_model.model."  # PEFT's, in front of the causal LM's own parameter names
+# Tower layers have the names of decoder layers (q_proj, ...); PEFT must not adapt them here nor where others load us.
+_VISUAL_MODULES = r"(.*\.)?(vision_tower|mm_projector)(\..*)?"
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("LoRA needs the package peft, which is not installed: pip install peft") from error
+    return peft
+
+
+def lora_config_file(folder_or_id: str) -> str | None:
+    """The path of `adapter_config.json` in a local folder or on the hub; None where there is no LoRA."""
+    return find_adapter_config_file(folder_or_id)
+
+
+def add_lora(model: Any, r: int, alpha: int, dropout: float, bias: str, dtype: torch.dtype) -> None:
+    """Puts new adapters next to every linear layer of the decoder, in place; only they (and biases) stay trainable.
+
+    The LM head, the projector and the vision tower get none, as in LLaVA.
+
+    Args:
+        r, alpha, dropout: rank, the adapters' factor times `r`, dropout in front of them.
+        bias: the decoder's biases that are trained: `none`, `all`, or `lora_only` (those of adapted layers).
+        dtype: of what is trained.
+    """
+    linear = {n for n, module in model.get_model().layers.named_modules() if isinstance(module, nn.Linear)}
+    config = _peft().LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        bias=bias,
+        target_modules=sorted({name.rsplit(".", 1)[-1] for name in linear}),
+        exclude_modules=_VISUAL_MODULES,
+        task_type="CAUSAL_LM",
+    )
+    model.add_adapter(config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether the model holds adapters that are not merged."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Full CPU tensors of what is trained in the language model, by parameter name. Every rank must call."""
+    trained = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not re.fullmatch(_VISUAL_MODULES, name)
+    }
+    with gathered(list(trained.values())):
+        return {name: parameter.detach().cpu().clone() for name, parameter in trained.items()}
+
+
+def save_non_lora(model: Any, output_dir: str | Path, is_main_process: bool) -> None:
+    """Writes `non_lora_trainables.bin` (the whole projector; the whole tower if trained) and `config.json`.
+
+    Keys are LLaVA's (`base_model.model.model.mm_projector.0.weight`). Every rank must call.
+    """
+    decoder = model.get_model()
+    modules = {"mm_projector": decoder.mm_projector}
+    if any(parameter.requires_grad for parameter in decoder.vision_tower.parameters()):
+        modules["vision_tower"] = decoder.vision_tower
+    state_dict = {
+        f"{_PREFIX}model.{module_name}.{name}": tensor
+        for module_name, module in modules.items()
+        for name, tensor in full_state_dict(module).items()
+    }
+    if is_main_process:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        torch.save(state_dict, Path(output_dir, NON_LORA_FILE))
+        model.config.save_pretrained(output_dir)
+
+
+def read_non_lora(folder_or_id: str) -> dict[str, torch.Tensor]:
+    """Contents of `non_lora_trainables.bin`, by the causal LM's parameter names without adapters.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    path = cached_file(folder_or_id, NON_LORA_FILE, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        raise FileNotFoundError(
+            f"{folder_or_id}: has adapter_config.json but no {NON_LORA_FILE}, which holds the projector; expected a "
+            "folder that LoRA training of LLaVA wrote"
+        )
+    tensors = torch.load(path, map_location="cpu", weights_only=True)
+    return {name.removeprefix(_PREFIX).replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
+
+
+def load_non_lora(model: nn.Module, tensors: dict[str, torch.Tensor], source: str) -> None:
+    """Copies what `read_non_lora` returned into a model without adapters, or with them where names agree.
+
+    Raises:
+        ValueError: the model has no parameter of a name.
+    """
+    if unknown := tensors.keys() - model.state_dict().keys():
+        raise ValueError(
+            f"{source}/{NON_LORA_FILE} does not fit the model: it has no {', '.join(sorted(unknown))}. Check that the "
+            "base is the model that the LoRA was trained on."
+        )
+    model.load_state_dict(tensors, strict=False)
+
+
+def load_adapters(model: nn.Module, folder_or_id: str) -> None:
+    """Copies a LoRA folder's adapters into those of `model`, whose names must be the same.
+
+    Raises:
+        ValueError: adapters are missing on one side; the message says which.
+    """
+    peft = _peft()
+    tensors = peft.load_peft_weights(folder_or_id, device="cpu")
+    found = {name.removeprefix(_PREFIX) for name in tensors if ".lora_" in name}
+    expected = {name for name in peft.get_peft_model_state_dict(model) if ".lora_" in name}
+    if found != expected:
+        raise ValueError(
+            f"{folder_or_id}: its adapters are not those of this model: {len(found - expected)} have no layer "
+            f"(first: {min(found - expected, default=None)}), {len(expected - found)} layers have none "
+            f"(first: {min(expected - found, default=None)}). Check that the base is the model that the LoRA was "
+            "trained on."
+        )
+    peft.set_peft_model_state_dict(model, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()})
+
+
+def apply_lora(model: nn.Module, folder_or_id: str, merge: bool) -> nn.Module:
+    """`model` with a LoRA folder's adapters.
+
+    Args:
+        merge: True adds them to the weights; False keeps them beside, which a quantised model needs to stay exact.
+    """
+    peft = _peft()
+    config = peft.PeftConfig.from_pretrained(folder_or_id)
+    config.inference_mode = True
+    config.exclude_modules = _VISUAL_MODULES  # upstream adapts before it builds the tower, so its files do not say it
+    adapted = peft.get_peft_model(model, config)
+    load_adapters(model, folder_or_id)
+    return adapted.merge_and_unload(safe_merge=True) if merge else adapted.get_base_model()

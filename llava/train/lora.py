@@ -1,0 +1,83 @@
+"""What the LoRA flags ask for: their checks, the quantised base of QLoRA, and the adapters."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from llava.model.builder import quantization_config
+from llava.model.lora import add_lora
+from llava.train.optim import LANGUAGE_MODEL, tunable_parts
+
+_LORA_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_bias", "bits", "double_quant", "quant_type")
+
+
+def check_lora_flags(model_args: Any, training_args: Any) -> None:
+    """Raises ValueError that names the LoRA flag at fault and what to do."""
+    if training_args.lora_weight_path:
+        raise ValueError(
+            "--lora_weight_path: LLaVA never reads it; to go on from a LoRA, merge it with llava.model.merge_lora and "
+            "pass the result as --model_name_or_path"
+        )
+    if not training_args.lora_enable:
+        changed = [flag for flag in _LORA_FLAGS if getattr(training_args, flag) != _default(training_args, flag)]
+        if changed:
+            raise ValueError(f"{', '.join(f'--{flag}' for flag in changed)}: only with --lora_enable True")
+        return
+    if LANGUAGE_MODEL not in tunable_parts(model_args):
+        raise ValueError(
+            "--lora_enable trains the language model by LoRA, but the other flags leave it out: drop "
+            "--tune_mm_mlp_adapter / --freeze_backbone (LoRA freezes the weights anyway), or name mm_language_model in "
+            "--mm_tunable_parts"
+        )
+    for flag in ("lora_r", "lora_alpha"):
+        if getattr(training_args, flag) < 1:
+            raise ValueError(f"--{flag}: expected a positive number, found {getattr(training_args, flag)}")
+    if not 0 <= training_args.lora_dropout < 1:
+        raise ValueError(f"--lora_dropout: expected a share from 0 to below 1, found {training_args.lora_dropout}")
+    if training_args.bits < 16:
+        quantization_config(training_args.bits)  # says now if bitsandbytes is missing
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                f"--bits {training_args.bits}: ZeRO-3 cannot partition quantised weights; "
+                "use deepspeed_configs/zero2.json"
+            )
+
+
+def _default(args: Any, name: str) -> Any:
+    return next(field.default for field in fields(args) if field.name == name)
+
+
+def quantized_loading(training_args: Any, compute_dtype: torch.dtype) -> dict[str, Any]:
+    """`from_pretrained`'s options for `--bits`; none where the model is not quantised."""
+    if training_args.bits == 16:
+        return {}
+    config = quantization_config(
+        training_args.bits, compute_dtype, training_args.double_quant, training_args.quant_type
+    )
+    return {"quantization_config": config, "device_map": {"": training_args.device}}
+
+
+def prepare_quantized(model: Any, training_args: Any, dtype: torch.dtype) -> None:
+    """Makes a quantised model trainable as PEFT advises: norms in fp32; embedding and head go back to `dtype`."""
+    if training_args.bits == 16:
+        return
+    from peft import prepare_model_for_kbit_training
+
+    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # the Trainer switches it on
+    model.get_input_embeddings().to(dtype)
+    model.get_output_embeddings().to(dtype)
+
+
+def add_lora_by_flags(model: Any, training_args: Any, dtype: torch.dtype) -> None:
+    """Adds the adapters that the flags ask for; nothing without `--lora_enable`."""
+    if training_args.lora_enable:
+        add_lora(
+            model,
+            r=training_args.lora_r,
+            alpha=training_args.lora_alpha,
+            dropout=training_args.lora_dropout,
+            bias=training_args.lora_bias,
+            dtype=dtype,
+        )
