@@ -1,0 +1,146 @@
+"""What every benchmark shares: where it ran, how runs alternate, and where its numbers go.
+
+A result is `results/<name>.json`: `{"name", "environment", ...meta, "rows": [...]}`. The files are committed, because
+docs/performance.md is generated from them.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results"
+_PACKAGES = (
+    "torch", "transformers", "tokenizers", "accelerate", "deepspeed", "numpy", "pillow", "pyarrow",
+    "flash-attn", "liger-kernel",
+)  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions and commit, without names of hosts, users or folders."""
+    return {
+        "machine": {
+            "cpu": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "gpu": _gpu_name(),
+            "system": platform.system(),
+        },
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "versions": {"python": platform.python_version()} | package_versions(_PACKAGES),
+        "commit": commit(),
+    }
+
+
+def package_versions(names: Sequence[str]) -> dict[str, str]:
+    """The installed versions of `names`; what is not installed is left out."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def commit() -> str | None:
+    """The checked-out commit, with `+changes` if tracked files differ from it; None outside git."""
+    if _git("rev-parse", "--is-inside-work-tree") is None:
+        return None
+    # Results are what benchmarks write: theirs are no changes of what is measured.
+    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
+    return f"{_git('rev-parse', '--short=12', 'HEAD')}{'+changes' if changes else ''}"
+
+
+def write_result(name: str, rows: Sequence[Mapping[str, Any]], folder: Path | None = None, **meta: Any) -> Path:
+    """Writes `<folder>/<name>.json` (default `benchmarks/results`) and returns its path.
+
+    Args:
+        name: of the benchmark, with a suffix where several machines or sizes are kept, as in `train_step_h200`.
+        rows: what was measured; each a flat mapping of names (with units, as in `peak_mib`) to numbers or text.
+        folder: where to.
+        meta: anything else that a reader needs to repeat the run, as flags or how inputs were made.
+    """
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    result = {"name": name, "environment": environment(), **meta, "rows": list(rows)}
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def alternate(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 0) -> dict[str, list[float]]:
+    """The values of every arm, measured in turns (a b a b ...), so that a machine that slows down slows all of them.
+
+    Args:
+        arms: by name, each a function that runs once and returns its number.
+        repeats: values per arm.
+        warmup: rounds before, whose values are dropped.
+    """
+    values: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(warmup + repeats):
+        for name, run in arms.items():
+            value = float(run())
+            if number >= warmup:
+                values[name].append(value)
+    return values
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and greatest of `values`."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
+    """Median, least and greatest ratio of the values of the same round, `over[i] / under[i]`."""
+    return spread([a / b for a, b in zip(over, under, strict=True)])
+
+
+def run_json(command: Sequence[str | Path], **kwargs: Any) -> Any:
+    """What a command prints on its last line, read as JSON.
+
+    Raises:
+        RuntimeError: it failed, or its last line is no JSON; the message shows the end of what it printed.
+    """
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **kwargs)
+    lines = done.stdout.strip().splitlines()
+    try:
+        if done.returncode == 0 and lines:
+            return json.loads(lines[-1])
+    except json.JSONDecodeError:
+        pass
+    printed = (done.stdout + done.stderr).strip()[-3000:]
+    raise RuntimeError(
+        f"{' '.join(map(str, command))} ended with {done.returncode}; expected JSON on its last line, found:\n{printed}"
+    )
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpu_name() -> str | None:
+    torch = sys.modules.get("torch")  # a benchmark that does not use torch need not load it for this
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
