@@ -108,14 +108,20 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradient = gradient.to(weight.dtype)
                 if wants_hidden:
                     hidden_grad[start : start + rows] = gradient @ weight
-                if wants_weight:
+                if wants_weight and weight.dtype == torch.float32:
+                    weight_grad.addmm_(gradient.T, chunk)
+                elif wants_weight:
                     weight_grad += gradient.T @ chunk
-        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
+        ctx.gradients = hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype)
         return total
 
     @staticmethod
     def backward(ctx, grad_output: torch.Tensor):
-        return (*(None if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors), None)
+        if ctx.gradients is None:
+            raise RuntimeError("the chunked loss frees its gradients in its backward pass, which can run only once")
+        gradients, ctx.gradients = ctx.gradients, None
+        # In place: a second copy of the weight's gradient would be the largest tensor of the step.
+        return (*(None if g is None else g.mul_(grad_output.to(g.dtype)) for g in gradients), None)
 
 
 _SUMMED_LOSS = {"plain": plain_loss, "chunked": chunked_loss, "liger": liger_loss}
