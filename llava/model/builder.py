@@ -80,8 +80,8 @@ def load_pretrained_model(
         load_8bit, load_4bit: quantise with bitsandbytes.
         device_map, device: where the weights go; `device="cpu"` wins over `device_map="auto"`.
         torch_dtype: of the weights; default the checkpoint's own on an accelerator and fp32 on CPU.
-        customized_config, overwrite_config: a config (or its file) to use instead of the checkpoint's, and fields to change
-            in it.
+        customized_config, overwrite_config: a config (or its file) to use instead of the checkpoint's, and fields to
+            change in it.
         multimodal: accepted for LLaVA-NeXT's callers.
 
     Returns:
