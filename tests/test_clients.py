@@ -302,7 +302,7 @@ def test_stock_lmms_eval_scores_a_checkpoint_as_our_own_greedy_answers_do(traine
     own = assistant.answer(turns, [picture(colour) for colour, _ in POPE], do_sample=False, max_new_tokens=8)
     assert own == expected([colour for colour, _ in POPE])
     by_id = {record["doc_id"]: record for record in records}
-    assert [by_id[index]["filtered_resps"][0] for index in range(len(POPE))] == own
+    assert [by_id[index]["filtered_resps"] for index in range(len(POPE))] == own
     assert [by_id[index]["target"] for index in range(len(POPE))] == [answer for _, answer in POPE]
     assert scores["pope_accuracy,none"] == pytest.approx(ACCURACY)
     assert scores["pope_precision,none"] == pytest.approx(PRECISION)
