@@ -22,6 +22,7 @@ from llava.eval import run_llava
 from llava.eval.ask import Assistant, choose_template, load_assistant, load_picture
 from llava.mm_utils import KeywordsStoppingCriteria
 from llava.serve import cli
+from playground import compare
 
 ROOT = Path(__file__).resolve().parent.parent
 ASK = QUESTIONS[0] + POPE_SUFFIX
@@ -180,6 +181,15 @@ def test_the_template_is_the_checkpoints_never_guessed_from_its_path(assistant):
     assert choose_template(config, "x", "v1") == conv_templates["v1"]
     with pytest.raises(ValueError, match=r"llava-v1\.5-7b: config\.json has no mm_conv_version.*--conv-mode"):
         choose_template(SimpleNamespace(), "llava-v1.5-7b")
+
+
+def test_the_demos_scoring_asks_the_same_way(checkpoint, images):
+    records = [
+        {"image": f"{colour}.png", "conversations": [{"from": "human", "value": f"<image>\n{ASK}"}, {"from": "gpt"}]}
+        for colour in COLOURS
+    ]
+    answers = compare.answer(checkpoint, records, images, batch_size=3, max_new_tokens=8, name="x")
+    assert answers == ["Yes" if colour in WARM else "No" for colour in COLOURS]
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
