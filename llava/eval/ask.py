@@ -5,8 +5,9 @@ Shapes: B conversations, S longest prompt.
 
 import argparse
 import io
+import sys
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,17 @@ from llava.mm_utils import KeywordsStoppingCriteria, get_model_name_from_path, p
 from llava.model.builder import load_pretrained_model
 
 REFUSALS = (ValueError, OSError, ImportError, NotImplementedError)
-"""What loading and asking raise about their arguments; a command shows the message instead of a traceback."""
+"""What loading and asking raise about their arguments."""
+
+
+def exit_status(command: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> int:
+    """Runs `command(args)`; 0, or 2 where it refuses its arguments, with one line on stderr instead of a traceback."""
+    try:
+        command(args)
+    except REFUSALS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

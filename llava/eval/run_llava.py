@@ -8,18 +8,12 @@ import sys
 from typing import Any
 
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER
-from llava.eval.ask import REFUSALS, add_model_arguments, is_captioner, load_assistant, load_picture
+from llava.eval.ask import add_model_arguments, exit_status, is_captioner, load_assistant, load_picture
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    args = parser().parse_args(argv)
-    try:
-        eval_model(args)
-    except REFUSALS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(eval_model, parser().parse_args(argv))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,20 +10,12 @@ from PIL import Image
 from transformers import TextStreamer
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.eval.ask import REFUSALS, Assistant, add_model_arguments, is_captioner, load_assistant, load_picture
+from llava.eval.ask import Assistant, add_model_arguments, exit_status, is_captioner, load_assistant, load_picture
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    args = parser().parse_args(argv)
-    try:
-        picture = load_picture(args.image_file)
-        assistant = load_chat_assistant(args)
-        chat(assistant, picture, args)
-    except REFUSALS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(run, parser().parse_args(argv))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,6 +30,12 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--image-aspect-ratio", choices=["pad", "square"], help="default: the checkpoint's")
     top.add_argument("--debug", action="store_true", help="show prompt and answer as the model sees them")
     return top
+
+
+def run(args: argparse.Namespace) -> None:
+    """Loads picture and checkpoint, then chats."""
+    picture = load_picture(args.image_file)
+    chat(load_chat_assistant(args), picture, args)
 
 
 def load_chat_assistant(args: argparse.Namespace) -> Assistant:
