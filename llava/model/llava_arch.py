@@ -35,6 +35,8 @@ PROJECTOR_FIELDS = (
     "mm_projector_norm_learnable",
 )
 
+SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")
+
 Images = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]] | None
 
 
@@ -325,22 +327,35 @@ class LlavaMetaForCausalLM:
     ) -> torch.LongTensor:
         """Generates from prompts [B, S] with image placeholders; returns the new tokens only [B, new tokens].
 
-        Prompts of different length are padded on either side with `attention_mask` 0; the other arguments are those of
-        the library's `generate`.
+        Prompts of different length are padded on either side with `attention_mask` 0; a 0 between tokens hides nothing,
+        see `without_holes`. The other arguments are those of the library's `generate`.
         """
         inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
         if inputs is None:
             raise ValueError("generate: pass the prompt as `input_ids` [B, S] (inputs_embeds are made from it)")
         attention_mask = kwargs.pop("attention_mask", None)
-        if attention_mask is None:
-            attention_mask = torch.ones_like(inputs)
+        attention_mask = torch.ones_like(inputs) if attention_mask is None else without_holes(attention_mask)
         kwargs.pop("position_ids", None)
+        if kwargs.get("do_sample") is False:
+            # Harnesses pass temperature=0 all the same; greedy decoding reads none of these, the library would warn.
+            kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING_OPTIONS}
         if self.get_vision_tower() is None:
             return super().generate(inputs, attention_mask=attention_mask, **kwargs)[:, inputs.shape[1] :]
         _, _, attention_mask, _, inputs_embeds, _ = self.prepare_inputs_labels_for_multimodal(
             inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
         )
         return super().generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
+
+
+def without_holes(attention_mask: torch.Tensor) -> torch.Tensor:
+    """The mask [B, S] with every position between a row's first and last token set: only its ends can be padding.
+
+    Harnesses mask whatever equals the padding id. Where that is the end-of-turn token, as with Llama-3, the prompt's
+    own end-of-turn tokens would be lost.
+    """
+    seen = attention_mask.cumsum(dim=1) > 0
+    seen_from_the_right = attention_mask.flip(1).cumsum(dim=1).flip(1) > 0
+    return (seen & seen_from_the_right).to(attention_mask.dtype)
 
 
 def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None:
