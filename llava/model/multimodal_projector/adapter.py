@@ -56,10 +56,11 @@ def _check_match(projector: nn.Module, adapter: dict, path: Path, config: Pretra
         for name in sorted(wanted.keys() | found.keys())
         if wanted.get(name) != found.get(name)
     ]
+    norm_type = getattr(config, "mm_projector_norm", "none")
     config_file = path.parent / "config.json"
     recorded = json.loads(config_file.read_text()) if config_file.is_file() else {}
     for field in MATCHING_FIELDS:
-        ours = getattr(config, field, None)
+        ours = norm_type if field == "mm_projector_norm" else getattr(config, field, None)
         if (
             field in recorded
             and recorded[field] != ours
@@ -69,7 +70,7 @@ def _check_match(projector: nn.Module, adapter: dict, path: Path, config: Pretra
     if differences:
         raise ValueError(
             f"--pretrain_mm_mlp_adapter {path} does not fit the flags (--mm_projector_type "
-            f"{getattr(config, 'mm_projector_type', None)}, --mm_projector_norm {config.mm_projector_norm}):\n  "
+            f"{getattr(config, 'mm_projector_type', None)}, --mm_projector_norm {norm_type}):\n  "
             + "\n  ".join(differences)
             + "\nPass the flags that the adapter was trained with, or train an adapter with these flags."
         )
