@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, N images, H and W the image processor's output size
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -143,7 +144,10 @@ def _adds_space(tokenizer: Any) -> bool:
 
 def load_tokenizer(path: str, **kwargs: Any) -> Any:
     """`AutoTokenizer.from_pretrained`, with SentencePiece's order of merges where it was lost."""
-    return restore_merge_order(AutoTokenizer.from_pretrained(path, **kwargs))
+    tokenizer = restore_merge_order(AutoTokenizer.from_pretrained(path, **kwargs))
+    if _sentencepiece_file(tokenizer):
+        tokenizer.init_kwargs["legacy"] = False  # saved with it: transformers 4 takes silence for its old behaviour
+    return tokenizer
 
 
 def restore_merge_order(tokenizer: Any) -> Any:
@@ -153,8 +157,8 @@ def restore_merge_order(tokenizer: Any) -> Any:
     the worst scores, so that without this every double space gives other ids than LLaVA's training had. Changes and
     returns `tokenizer`; any other kind is left alone.
     """
-    source = Path(str(tokenizer.init_kwargs.get("vocab_file") or ""))
-    if source.suffix != ".model" or not source.is_file() or source.with_name("tokenizer.json").exists():
+    source = _sentencepiece_file(tokenizer)
+    if source is None or source.with_name("tokenizer.json").exists():
         return tokenizer
     from sentencepiece import SentencePieceProcessor
     from tokenizers.models import BPE
@@ -173,6 +177,18 @@ def restore_merge_order(tokenizer: Any) -> Any:
         byte_fallback=model["byte_fallback"],
     )
     return tokenizer
+
+
+def save_sentencepiece_file(tokenizer: Any, folder: str | Path) -> None:
+    """Put the `tokenizer.model` that `tokenizer` came from, if any, into `folder`: LLaVA's own loader needs it."""
+    source = _sentencepiece_file(tokenizer)
+    if source is not None and source.parent.resolve() != Path(folder).resolve():
+        shutil.copyfile(source, Path(folder, source.name))
+
+
+def _sentencepiece_file(tokenizer: Any) -> Path | None:
+    source = Path(str(getattr(tokenizer, "init_kwargs", {}).get("vocab_file") or ""))
+    return source if source.suffix == ".model" and source.is_file() else None
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class Patch:
     hashes: dict[str, str]
 
 
-def read_patches(folder: Path = HERE) -> list[Patch]:
+def read_patches(folder: Path) -> list[Patch]:
     """Every NAME.patch of `folder` with its NAME.sha256 (the format of the tool sha256sum).
 
     Raises:
@@ -225,7 +225,7 @@ def run(tree: Path, check: bool = False, reverse: bool = False) -> int:
         Refused: see `recognise`.
         OSError: a file could not be written; the tree is as it was.
     """
-    patch, state = recognise(tree, read_patches())
+    patch, state = recognise(tree, read_patches(HERE))
     if check:
         print(f"{tree}: {patch.name}, the patch is {'applied' if state == PATCHED else 'not applied'}")
         return 0 if state == PATCHED else 1

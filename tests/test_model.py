@@ -1,6 +1,7 @@
 """Towers, splicing, loss, generation and checkpoints of both model classes."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.model.builder import load_language_model, load_pretrained_model, read_config
+from llava.model.language_model.llava_llama import LlavaLlamaConfig
 from llava.model.llava_arch import match_images
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import ModelArguments
@@ -329,3 +331,19 @@ def test_image_processor_defaults_to_the_towers_size(tiny):
     tower = make(tiny, tower="clip").get_vision_tower()
     processor = load_image_processor(str(tiny / "clip"), tower)
     assert processor.crop_size["height"] == 16
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0},
+    ],
+)
+def test_saved_config_tells_older_releases_the_rotary_embedding(tmp_path, rope):
+    LlavaLlamaConfig(rope_parameters=rope).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["rope_theta"] == 5e5
+    assert written.get("rope_scaling", {}).get("factor") == rope.get("factor")
+    again = read_config(str(tmp_path)).rope_parameters
+    assert {key: again[key] for key in rope} == rope

@@ -28,6 +28,21 @@ PROJECTOR_FIELDS = ("mm_vision_select_layer", "mm_vision_select_feature", "mm_pr
 Images = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]] | None
 
 
+class LlavaConfigMixin:
+    """Writes the rotary embedding's base and scaling also where transformers 4, and so LLaVA itself, looks for them.
+
+    Without those fields it would take base 10000 for every model and say nothing.
+    """
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        rope = self.rope_parameters
+        fields = super().to_diff_dict() | {"rope_theta": rope["rope_theta"]}
+        if rope["rope_type"] != "default":
+            scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+            fields["rope_scaling"] = scaling | {"type": rope["rope_type"]}
+        return fields
+
+
 class LlavaMetaModel:
     """Mixin for the decoder: holds `vision_tower` and `mm_projector` where the config asks for them."""
 

@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer
 
 from llava.data.sampler import ModalityLengthGroupedSampler
+from llava.mm_utils import save_sentencepiece_file
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.train.checkpoint import save_adapter, trains_adapter_only
@@ -79,8 +80,12 @@ class LLaVATrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        if self.args.should_save and self.image_processor is not None:
-            self.image_processor.save_pretrained(output_dir or self.args.output_dir)
+        if not self.args.should_save:
+            return
+        output_dir = output_dir or self.args.output_dir
+        if self.image_processor is not None:
+            self.image_processor.save_pretrained(output_dir)
+        save_sentencepiece_file(self.processing_class, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if self.adapter_only:

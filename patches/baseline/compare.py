@@ -1,8 +1,8 @@
 """Trains LLaVA and this tree on the same model and data, and prints their losses side by side.
 
 Three processes run `record.py`: upstream as it came (arm `none` only), upstream with the patch, this tree. This tree is
-given upstream's sample order and initial projector, so that every number can be compared. `scripts/upstream_baseline.sh`
-prepares the environments and calls this file.
+given upstream's sample order and initial projector, so that every number can be compared.
+`scripts/upstream_baseline.sh` prepares the environments and calls this file.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# ---- runs --------------------------------------------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 def folder(args: argparse.Namespace, tree: str, arm: str, stage: Stage) -> Path:
@@ -174,7 +174,7 @@ def record(args: argparse.Namespace, tree: str, python: str, path: Path, runs: d
         sys.exit(f"{log.read_text()[-4000:]}\nerror: training {TREES[tree]} failed, status {status}; whole log: {log}")
 
 
-# ---- what came out -----------------------------------------------------------------------------------------------------
+# --- what came out ----------------------------------------------------------------------------------------------------
 
 
 def read_record(path: Path) -> dict:

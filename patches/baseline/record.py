@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from llava.train import train as tree
 from transformers import Trainer
+
+from llava.train import train as tree
 
 
 def main(runs_file: str) -> None:

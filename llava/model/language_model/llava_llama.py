@@ -3,10 +3,10 @@
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from llava.model.llava_arch import LlavaMetaForCausalLM, LlavaMetaModel
+from llava.model.llava_arch import LlavaConfigMixin, LlavaMetaForCausalLM, LlavaMetaModel
 
 
-class LlavaLlamaConfig(LlamaConfig):
+class LlavaLlamaConfig(LlavaConfigMixin, LlamaConfig):
     """A Llama config plus the `mm_*` fields of tower, projector and norm."""
 
     model_type = "llava_llama"

@@ -3,10 +3,10 @@
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
-from llava.model.llava_arch import LlavaMetaForCausalLM, LlavaMetaModel
+from llava.model.llava_arch import LlavaConfigMixin, LlavaMetaForCausalLM, LlavaMetaModel
 
 
-class LlavaQwenConfig(Qwen2Config):
+class LlavaQwenConfig(LlavaConfigMixin, Qwen2Config):
     """A Qwen2 config plus the `mm_*` fields of tower, projector and norm."""
 
     model_type = "llava_qwen"
