@@ -222,8 +222,7 @@ def run(tree: Path, check: bool = False, reverse: bool = False) -> int:
     """Applies, checks or reverses; prints what was found or done and returns the exit status.
 
     Raises:
-        Refused: see `recognise`.
-        OSError: a file could not be written; the tree is as it was.
+        Refused: see `recognise`; or a file could not be written, and the tree is as it was.
     """
     patch, state = recognise(tree, read_patches(HERE))
     if check:
@@ -233,7 +232,10 @@ def run(tree: Path, check: bool = False, reverse: bool = False) -> int:
         print(f"{tree}: {patch.name}, the patch is {'not applied' if reverse else 'applied already'}; nothing to do")
         return 0
     changes = planned_changes(patch, tree, reverse)
-    write_all(tree, changes)
+    try:
+        write_all(tree, changes)
+    except OSError as error:
+        raise Refused(f"{tree} could not be written and is as it was: {error}") from error
     print(f"{tree}: {patch.name}, patch {'reversed' if reverse else 'applied'}:")
     for path in changes:
         print(f"  {('removed' if reverse else 'added') if path in COPIED else 'changed':8} {path}")
@@ -252,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return run(arguments.tree, arguments.check, arguments.reverse)
-    except (Refused, OSError) as error:
+    except Refused as error:
         print(f"refused: {error}", file=sys.stderr)
         return 2
 

@@ -174,7 +174,7 @@ def test_a_write_that_fails_leaves_the_tree_as_it_was(
         return function(path, *args, **kwargs)
 
     monkeypatch.setattr(owner, name, failing)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(apply.Refused, match="disk full"):
         apply.run(tree, reverse=reverse)
     assert snapshot(tree) == before
 
