@@ -40,15 +40,15 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Patch:
-    """One upstream tree's patch: the lines inserted into each file, and each original file's SHA-256."""
+    """One upstream tree's patch: the lines inserted into each file, and the SHA-256 that the original may have."""
 
     name: str
     insertions: dict[str, Insertions]
-    hashes: dict[str, str]
+    hashes: dict[str, set[str]]
 
 
 def read_patches(folder: Path) -> list[Patch]:
-    """Every NAME.patch of `folder` with its NAME.sha256 (the format of the tool sha256sum).
+    """Every NAME.patch of `folder` with its NAME.sha256 (lines of digest and path; # begins a comment).
 
     Raises:
         ValueError: a patch does more than insert lines, or touches other files than its table lists.
@@ -56,8 +56,11 @@ def read_patches(folder: Path) -> list[Patch]:
     patches = []
     for file in sorted(folder.glob("*.patch")):
         insertions = parse_insertions(file.read_bytes(), file.name)
-        rows = file.with_suffix(".sha256").read_text().splitlines()
-        hashes = {path: digest for digest, path in (row.split() for row in rows)}
+        hashes: dict[str, set[str]] = {}
+        for row in file.with_suffix(".sha256").read_text().splitlines():
+            if not row.startswith("#"):
+                digest, path = row.split()
+                hashes.setdefault(path, set()).add(digest)
         if hashes.keys() != insertions.keys():
             raise ValueError(f"{file.name} touches {sorted(insertions)}, but its table lists {sorted(hashes)}")
         patches.append(Patch(file.stem, insertions, hashes))
@@ -109,17 +112,17 @@ def take_out(content: bytes, insertions: Insertions) -> bytes | None:
 def file_states(patch: Patch, tree: Path) -> dict[str, str]:
     """For each file of the patch, those copied included: ORIGINAL, PATCHED, DIFFERENT or MISSING."""
     states = {}
-    for path, digest in patch.hashes.items():
+    for path, digests in patch.hashes.items():
         file = tree / path
         if not file.is_file():
             states[path] = MISSING
             continue
         content = file.read_bytes()
         restored = take_out(content, patch.insertions[path])
-        if sha256(content) == digest:
+        if sha256(content) in digests:
             states[path] = ORIGINAL
         else:
-            states[path] = PATCHED if restored is not None and sha256(restored) == digest else DIFFERENT
+            states[path] = PATCHED if restored is not None and sha256(restored) in digests else DIFFERENT
     for path in COPIED:
         file = tree / path
         if not file.exists():

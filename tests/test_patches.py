@@ -96,6 +96,18 @@ def test_what_is_done_already_changes_nothing(repository, tree, option, message)
     assert snapshot(tree) == before
 
 
+def test_a_second_original_in_the_table_is_patched_and_restored_too(repository, tree):
+    text = ORIGINALS[TRAIN] + "# a later release\n"
+    (tree / TRAIN).write_text(text)
+    row = f"# later\n{hashlib.sha256(text.encode()).hexdigest()}  {TRAIN}\n"
+    with (repository / "patches/made-up.sha256").open("a") as table:
+        table.write(row)
+    assert call(repository, tree).returncode == 0
+    assert (tree / TRAIN).read_text() == PATCHED[TRAIN] + "# a later release\n"
+    assert call(repository, tree, "--reverse").returncode == 0
+    assert (tree / TRAIN).read_text() == text
+
+
 def change_a_byte(tree, repository):
     (tree / BUILDER).write_text("x = 2\n")
     return rf"{BUILDER}: DIFFERS"
