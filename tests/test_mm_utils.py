@@ -1,5 +1,6 @@
 """Pixels equal upstream's, or are right where upstream's are not; prompts become the ids that checkpoints know."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from llava.mm_utils import (
     load_tokenizer,
     process_anyres_image,
     process_images,
+    save_tokenizer,
     to_rgb,
     tokenizer_image_token,
 )
@@ -209,3 +211,17 @@ def test_each_sequence_of_a_batch_stops_by_itself():
     stop = KeywordsStoppingCriteria(["<|im_end|>"], tokenizer, torch.tensor([[IMAGE_TOKEN_INDEX, 5]]))
     done = stop(torch.tensor([row[:width] for row in rows]), None)
     assert done.dtype == torch.bool and done.tolist() == [False, True]
+
+
+def test_saved_tokenizer_is_the_same_for_older_releases(tmp_path):
+    """They read the SentencePiece file, and take a config that says nothing of `legacy` for true."""
+    source = GOLDEN / "train/inputs/llama"
+    tokenizer = load_tokenizer(str(source))
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        save_tokenizer(tokenizer, folder)
+        assert (folder / "tokenizer.model").read_bytes() == (source / "tokenizer.model").read_bytes()
+        assert json.loads((folder / "tokenizer_config.json").read_text())["legacy"] is False
+        again = load_tokenizer(str(folder))
+        text = "USER: hi  there ASSISTANT: a cat</s>USER: "
+        assert again(text).input_ids == tokenizer(text).input_ids
+        tokenizer = again

@@ -4,7 +4,6 @@ Shapes: B batch, S sequence, N images, V visual tokens per image, E vision hidde
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,22 +17,13 @@ from llava.model.multimodal_encoder.builder import build_vision_tower, read_visi
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.builder import build_vision_projector
-from llava.model.multimodal_projector.norm import ProjectorNorm, resolve_target_norm
+from llava.model.multimodal_projector.norm import ProjectorNorm, record_norm
 from llava.model.splice import PackedSequences, pad_packed, splice_images
 
 logger = logging.getLogger(__name__)
 
-# Flags that become config fields of the same name.
-PROJECTOR_FIELDS = (
-    "mm_vision_select_layer",
-    "mm_vision_select_feature",
-    "mm_projector_type",
-    "mm_projector_norm",
-    "mm_projector_norm_init",
-    "mm_projector_norm_eps",
-    "mm_projector_norm_min_gain",
-    "mm_projector_norm_learnable",
-)
+# Flags that become config fields of the same name, besides the norm's.
+PROJECTOR_FIELDS = ("mm_vision_select_layer", "mm_vision_select_feature", "mm_projector_type")
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")
 
@@ -49,7 +39,7 @@ class LlavaMetaConfig:
         # transformers 4 would silently take its default theta where it does not find its own name for it.
         fields["rope_theta"] = rope.pop("rope_theta")
         if rope.get("rope_type", "default") != "default":
-            fields["rope_scaling"] = rope
+            fields["rope_scaling"] = rope | {"type": rope["rope_type"]}
         fields["torch_dtype"] = fields.get("dtype")
         return fields
 
@@ -95,17 +85,7 @@ class LlavaMetaModel:
         config.use_mm_proj = True
         for field in PROJECTOR_FIELDS:
             setattr(config, field, getattr(model_args, field))
-        if config.mm_projector_norm != "none":
-            target = resolve_target_norm(config.mm_projector_norm_init, self.embed_tokens.weight)
-            config.mm_projector_norm_target = target
-            config.mm_projector_norm_init_gain = target / math.sqrt(config.hidden_size)
-            logger.info(
-                "mm_projector_norm=%s: target norm %.6g (%s), initial gain %.6g",
-                config.mm_projector_norm,
-                target,
-                config.mm_projector_norm_init,
-                config.mm_projector_norm_init_gain,
-            )
+        record_norm(config, model_args, self.embed_tokens.weight)
         with torch.device("meta"):
             tower = build_vision_tower(config)
         tower.load_pretrained(model_args.vision_tower, dtype=dtype)
