@@ -17,7 +17,7 @@ from llava.model.multimodal_encoder.builder import build_vision_tower, read_visi
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.builder import build_vision_projector
-from llava.model.multimodal_projector.norm import ProjectorNorm, record_norm
+from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm, record_norm
 from llava.model.splice import PackedSequences, pad_packed, splice_images
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,9 @@ class LlavaMetaModel:
             self._add_vision_modules(model_args, dtype)
         else:
             check_flags_against_config(model_args, self.config)
+            norm = projector_norm(self.mm_projector)
+            if norm is not None:  # whether it is trained may differ from stage to stage
+                norm.learnable = self.config.mm_projector_norm_learnable = model_args.mm_projector_norm_learnable
         if model_args.pretrain_mm_mlp_adapter:
             load_adapter(self.mm_projector, model_args.pretrain_mm_mlp_adapter, self.config)
             logger.info("projector loaded from %s", model_args.pretrain_mm_mlp_adapter)
@@ -100,7 +103,9 @@ class LlavaMetaModel:
 def check_flags_against_config(model_args: Any, config: Any) -> None:
     """Raises ValueError where the projector's flags contradict the checkpoint that already has a projector."""
     defaults = {"mm_projector_norm": "none"}
-    fields = ("mm_projector_type", "mm_projector_norm", "mm_vision_select_layer", "mm_vision_select_feature")
+    fields = ["mm_projector_type", "mm_projector_norm", "mm_vision_select_layer", "mm_vision_select_feature"]
+    if getattr(config, "mm_projector_norm", "none") != "none":
+        fields += ["mm_projector_norm_eps", "mm_projector_norm_min_gain"]
     differences = [
         f"{field}: checkpoint {getattr(config, field, defaults.get(field))!r}, flags {getattr(model_args, field)!r}"
         for field in fields
