@@ -144,7 +144,10 @@ def _adds_space(tokenizer: Any) -> bool:
 
 def load_tokenizer(path: str, **kwargs: Any) -> Any:
     """`AutoTokenizer.from_pretrained`, with SentencePiece's order of merges where it was lost."""
-    return restore_merge_order(AutoTokenizer.from_pretrained(path, **kwargs))
+    tokenizer = restore_merge_order(AutoTokenizer.from_pretrained(path, **kwargs))
+    if _sentencepiece_file(tokenizer):
+        tokenizer.init_kwargs["legacy"] = False  # saved with it: transformers 4 takes silence for its old behaviour
+    return tokenizer
 
 
 def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
@@ -155,9 +158,9 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
     folder = Path(folder)
     tokenizer.save_pretrained(folder)
     (folder / "special_tokens_map.json").write_text(json.dumps(tokenizer.special_tokens_map, indent=2) + "\n")
-    source = Path(str(tokenizer.init_kwargs.get("vocab_file") or ""))
-    if source.suffix == ".model" and source.is_file():
-        if not (folder / source.name).exists():
+    source = _sentencepiece_file(tokenizer)
+    if source is not None:
+        if source.parent.resolve() != folder.resolve():
             shutil.copyfile(source, folder / source.name)
     elif "merges_file" in tokenizer.vocab_files_names:
         tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json and merges.txt
@@ -171,8 +174,8 @@ def restore_merge_order(tokenizer: Any) -> Any:
     the worst scores, so that without this every double space gives other ids than LLaVA's training had. Changes and
     returns `tokenizer`; any other kind is left alone.
     """
-    source = Path(str(tokenizer.init_kwargs.get("vocab_file") or ""))
-    if source.suffix != ".model" or not source.is_file() or source.with_name("tokenizer.json").exists():
+    source = _sentencepiece_file(tokenizer)
+    if source is None or source.with_name("tokenizer.json").exists():
         return tokenizer
     from sentencepiece import SentencePieceProcessor
     from tokenizers.models import BPE
@@ -191,6 +194,11 @@ def restore_merge_order(tokenizer: Any) -> Any:
         byte_fallback=model["byte_fallback"],
     )
     return tokenizer
+
+
+def _sentencepiece_file(tokenizer: Any) -> Path | None:
+    source = Path(str(getattr(tokenizer, "init_kwargs", {}).get("vocab_file") or ""))
+    return source if source.suffix == ".model" and source.is_file() else None
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

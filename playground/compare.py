@@ -7,13 +7,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
 from tqdm import tqdm
 
-from llava.data.preprocess import generation_ids
-from llava.mm_utils import process_images
-from llava.model.builder import load_pretrained_model
+from llava.eval.ask import load_assistant
 from playground.store import PlaygroundError, write_json
 
 LOG_FILE = "train_log.jsonl"
@@ -77,31 +74,20 @@ def read_log(folder: Path) -> list[dict[str, float]]:
     return [step for step in steps if "loss" in step]
 
 
-@torch.inference_mode()
 def answer(
     checkpoint: str, records: list[dict[str, Any]], images: Path, batch_size: int, max_new_tokens: int, name: str
 ) -> list[str]:
     """The checkpoint's greedy answer to the first question of every record."""
-    tokenizer, model, image_processor, _ = load_pretrained_model(checkpoint, None, "llava")
+    assistant = load_assistant(checkpoint)
     answers: list[str] = []
     for start in tqdm(range(0, len(records), batch_size), desc=f"answering, {name}"):
         batch = records[start : start + batch_size]
-        prompts = [generation_ids(r["conversations"][:1], tokenizer, model.config.mm_conv_version) for r in batch]
-        longest = max(len(ids) for ids in prompts)
-        input_ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(prompts):
-            input_ids[row, : len(ids)], mask[row, : len(ids)] = ids, 1
-        pictures = [Image.open(images / record["image"]) for record in batch]
-        output = model.generate(
-            input_ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            images=process_images(pictures, image_processor, model.config),
+        answers += assistant.answer(
+            [record["conversations"][:1] for record in batch],
+            [Image.open(images / record["image"]) for record in batch],
             do_sample=False,
             max_new_tokens=max_new_tokens,
-            pad_token_id=tokenizer.eos_token_id,
         )
-        answers += [text.strip() for text in tokenizer.batch_decode(output, skip_special_tokens=True)]
     return answers
 
 

@@ -74,4 +74,8 @@ cat <<END
   checkpoints        $OUTPUT_ROOT/<arm>/{pretrain,finetune}
   training logs      $OUTPUT_ROOT/<arm>/<stage>/train_log.jsonl  (tensorboard --logdir $OUTPUT_ROOT)
   inputs             playground/data
+
+=== talk to a model (about 256 tokens long; docs/evaluate.md)
+  $PYTHON_BIN -m llava.serve.cli --model-path $OUTPUT_ROOT/${ARMS##* }/finetune \\
+    --image-file playground/data/scenes/images/heldout_00000.png
 END

@@ -96,6 +96,9 @@ install() {
     step "build tools for flash-attn" pip_install setuptools wheel ninja packaging
     step "llava[flash] (compiles unless a wheel fits)" pip_install --no-build-isolation -e ".[flash]"
   fi
+  if [[ ",$extras," == *,eval,* ]]; then
+    step "lmms-eval, lm-eval (without their requirements)" pip_install --no-deps lmms-eval lm-eval
+  fi
   printf '%s\n%s\n%s\n' "$(inputs_hash)" "$ROOT" "$extras" >"$STAMP"
 }
 

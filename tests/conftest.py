@@ -1,5 +1,6 @@
 """Tiny models, tokenizer and data that every test shares; all of them are made on the spot from fixed seeds."""
 
+import functools
 import json
 import os
 
@@ -103,6 +104,42 @@ def write_data(folder, num_records: int = 24) -> None:
         questions.append(question)
     (folder / "pretrain.json").write_text(json.dumps(captions))
     (folder / "finetune.json").write_text(json.dumps(questions))
+
+
+QUESTIONS = ["Is there a warm colour?", "Is there a warm colour in the image?"]
+WARM = ("red", "yellow")
+POPE_SUFFIX = "\nAnswer the question using a single word or phrase."  # what lmms-eval's task writes after a question
+
+
+@pytest.fixture(scope="session")
+def trained(tiny, tmp_path_factory):
+    """A function from a norm's name to a checkpoint folder that tells warm colours (Yes) from cold ones (No).
+
+    Trained by the real entry point on one-coloured `<colour>.png` in `tiny/data/images` and `QUESTIONS`, plain and with
+    `POPE_SUFFIX`.
+    """
+    from test_train import flags
+
+    from llava.train.train import train
+
+    records = []
+    for colour, value in COLOURS.items():
+        Image.new("RGB", (20, 16), value).save(tiny / f"data/images/{colour}.png")
+        answer = {"from": "gpt", "value": "Yes" if colour in WARM else "No"}
+        for question in QUESTIONS:
+            turns = [{"from": "human", "value": f"<image>\n{question}{POPE_SUFFIX}"}, answer]
+            records.append({"id": f"{colour} {question}", "image": f"{colour}.png", "conversations": turns})
+    (tiny / "data/colours.json").write_text(json.dumps(records))
+    folder = tmp_path_factory.mktemp("trained")
+
+    @functools.cache
+    def train_with(norm):
+        options = {"version": "qwen_1_5", "data_path": tiny / "data/colours.json", "per_device_train_batch_size": 8}
+        options |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_steps": 40, "telemetry_steps": 100}
+        train(flags(tiny, folder / norm, 2, norm=norm, **options))
+        return folder / norm
+
+    return train_with
 
 
 @pytest.fixture(scope="session")

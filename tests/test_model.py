@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava.model import LlavaQwenConfig
+from llava.model import LlavaLlamaConfig
 from llava.model.builder import load_language_model, load_pretrained_model, read_config
 from llava.model.llava_arch import match_images
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -321,15 +321,6 @@ def test_plain_language_model_keeps_its_logits_and_rope(tmp_path):
     assert torch.equal(load_language_model(str(tmp_path)).eval()(ids).logits, plain(ids).logits)
 
 
-def test_rope_is_written_under_the_names_of_both_library_generations(tmp_path):
-    """transformers 4 takes theta 10000 without a word where `rope_theta` is missing."""
-    config = LlavaQwenConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    config.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert written["rope_theta"] == 1e6 and "rope_scaling" not in written
-    assert read_config(str(tmp_path)).rope_parameters == config.rope_parameters
-
-
 def test_unknown_model_type_names_the_known_ones(tiny, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ValueError, match="model_type 'bert'; expected one of llama"):
@@ -340,3 +331,19 @@ def test_image_processor_defaults_to_the_towers_size(tiny):
     tower = make(tiny, tower="clip").get_vision_tower()
     processor = load_image_processor(str(tiny / "clip"), tower)
     assert processor.crop_size["height"] == 16
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5e5},
+        {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0},
+    ],
+)
+def test_saved_config_tells_older_releases_the_rotary_embedding(tmp_path, rope):
+    LlavaLlamaConfig(rope_parameters=rope).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["rope_theta"] == 5e5
+    assert written.get("rope_scaling", {}).get("factor") == rope.get("factor")
+    again = read_config(str(tmp_path)).rope_parameters
+    assert {key: again[key] for key in rope} == rope

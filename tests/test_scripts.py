@@ -470,7 +470,9 @@ def test_setup_runs_again_when_the_requirements_change_and_keeps_the_environment
 def test_setup_extras_add_up_and_unknown_ones_are_refused(setup):
     setup(EXTRAS="dev")
     setup(EXTRAS="eval")
-    assert setup.calls()[-1].endswith("-e .[dev,eval]")
+    package, harnesses = setup.calls()[-2:]
+    assert package.endswith("-e .[dev,eval]")
+    assert harnesses.endswith("--no-deps lmms-eval lm-eval") and "-c constraints.txt" in harnesses
     assert "up to date" in setup(EXTRAS="dev").stdout
     refused = setup(EXTRAS="dev,nonsense")
     assert refused.returncode != 0

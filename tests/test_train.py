@@ -192,6 +192,18 @@ def test_fixed_norm_keeps_its_scale(tiny, tmp_path):
     assert not weights["model.mm_projector.3.bias"].any()
 
 
+def test_checkpoint_with_a_norm_refuses_other_settings_and_may_fix_it(tiny, tmp_path):
+    train_module.train(flags(tiny, tmp_path / "first", 2, max_steps=1))
+    again = {"model_name_or_path": tmp_path / "first", "max_steps": 2}
+    with pytest.raises(ValueError, match="mm_projector_norm_min_gain: checkpoint 0.001, flags 0.1"):
+        train_module.train(flags(tiny, tmp_path / "other", 2, mm_projector_norm_min_gain=0.1, **again))
+    train_module.train(flags(tiny, tmp_path / "fixed", 2, mm_projector_norm_learnable=False, **again))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "fixed"))
+    assert torch.equal(before["model.mm_projector.3.weight"], after["model.mm_projector.3.weight"])
+    assert not torch.equal(before["model.mm_projector.2.weight"], after["model.mm_projector.2.weight"])
+    assert json.loads((tmp_path / "fixed/config.json").read_text())["mm_projector_norm_learnable"] is False
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, stage, bf16):

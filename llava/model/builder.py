@@ -75,7 +75,7 @@ def load_pretrained_model(
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
     torch_dtype: str | torch.dtype | None = None,
-    customized_config: PretrainedConfig | None = None,
+    customized_config: PretrainedConfig | str | None = None,
     overwrite_config: dict[str, Any] | None = None,
     multimodal: bool | None = None,
     use_flash_attn: bool = False,
@@ -92,7 +92,8 @@ def load_pretrained_model(
         load_8bit, load_4bit: quantise with bitsandbytes.
         device_map, device: where the weights go; `device="cpu"` wins over `device_map="auto"`.
         torch_dtype: of the weights; default the checkpoint's own on an accelerator and fp32 on CPU.
-        customized_config, overwrite_config: a config to use instead of the checkpoint's, and fields to change in it.
+        customized_config, overwrite_config: a config (or its file) to use instead of the checkpoint's, and fields to
+            change in it.
         multimodal: accepted for LLaVA-NeXT's callers.
 
     Returns:
@@ -109,7 +110,8 @@ def load_pretrained_model(
     if load_8bit or load_4bit:
         options["quantization_config"] = quantization_config(4 if load_4bit else 8)
 
-    config = customized_config or read_config(model_path)
+    config = read_config(customized_config) if isinstance(customized_config, str) else customized_config
+    config = config or read_config(model_path)
     for field, value in (overwrite_config or {}).items():
         setattr(config, field, value)
     lora_file = lora_config_file(model_path)

@@ -4,7 +4,6 @@ Shapes: B batch, S sequence, N images, V visual tokens per image, E vision hidde
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,22 +18,15 @@ from llava.model.multimodal_encoder.builder import build_vision_tower, read_visi
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.builder import build_vision_projector
-from llava.model.multimodal_projector.norm import ProjectorNorm, resolve_target_norm
+from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm, record_norm
 from llava.model.splice import PackedSequences, pad_packed, splice_images
 
 logger = logging.getLogger(__name__)
 
-# Flags that become config fields of the same name.
-PROJECTOR_FIELDS = (
-    "mm_vision_select_layer",
-    "mm_vision_select_feature",
-    "mm_projector_type",
-    "mm_projector_norm",
-    "mm_projector_norm_init",
-    "mm_projector_norm_eps",
-    "mm_projector_norm_min_gain",
-    "mm_projector_norm_learnable",
-)
+# Flags that become config fields of the same name, besides the norm's.
+PROJECTOR_FIELDS = ("mm_vision_select_layer", "mm_vision_select_feature", "mm_projector_type")
+
+SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")
 
 Images = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]] | None
 
@@ -48,7 +40,7 @@ class LlavaMetaConfig:
         # transformers 4 would silently take its default theta where it does not find its own name for it.
         fields["rope_theta"] = rope.pop("rope_theta")
         if rope.get("rope_type", "default") != "default":
-            fields["rope_scaling"] = rope
+            fields["rope_scaling"] = rope | {"type": rope["rope_type"]}
         fields["torch_dtype"] = fields.get("dtype")
         return fields
 
@@ -83,6 +75,9 @@ class LlavaMetaModel:
             self._add_vision_modules(model_args, dtype)
         else:
             check_flags_against_config(model_args, self.config)
+            norm = projector_norm(self.mm_projector)
+            if norm is not None:  # whether it is trained may differ from stage to stage
+                norm.learnable = self.config.mm_projector_norm_learnable = model_args.mm_projector_norm_learnable
         if model_args.pretrain_mm_mlp_adapter:
             load_adapter(self.mm_projector, model_args.pretrain_mm_mlp_adapter, self.config)
             logger.info("projector loaded from %s", model_args.pretrain_mm_mlp_adapter)
@@ -94,17 +89,7 @@ class LlavaMetaModel:
         config.use_mm_proj = True
         for field in PROJECTOR_FIELDS:
             setattr(config, field, getattr(model_args, field))
-        if config.mm_projector_norm != "none":
-            target = resolve_target_norm(config.mm_projector_norm_init, self.embed_tokens.weight)
-            config.mm_projector_norm_target = target
-            config.mm_projector_norm_init_gain = target / math.sqrt(config.hidden_size)
-            logger.info(
-                "mm_projector_norm=%s: target norm %.6g (%s), initial gain %.6g",
-                config.mm_projector_norm,
-                target,
-                config.mm_projector_norm_init,
-                config.mm_projector_norm_init_gain,
-            )
+        record_norm(config, model_args, self.embed_tokens.weight)
         with torch.device("meta"):
             tower = build_vision_tower(config)
         tower.load_pretrained(model_args.vision_tower, dtype=dtype)
@@ -119,7 +104,9 @@ class LlavaMetaModel:
 def check_flags_against_config(model_args: Any, config: Any) -> None:
     """Raises ValueError where the projector's flags contradict the checkpoint that already has a projector."""
     defaults = {"mm_projector_norm": "none"}
-    fields = ("mm_projector_type", "mm_projector_norm", "mm_vision_select_layer", "mm_vision_select_feature")
+    fields = ["mm_projector_type", "mm_projector_norm", "mm_vision_select_layer", "mm_vision_select_feature"]
+    if getattr(config, "mm_projector_norm", "none") != "none":
+        fields += ["mm_projector_norm_eps", "mm_projector_norm_min_gain"]
     differences = [
         f"{field}: checkpoint {getattr(config, field, defaults.get(field))!r}, flags {getattr(model_args, field)!r}"
         for field in fields
@@ -342,22 +329,35 @@ class LlavaMetaForCausalLM:
     ) -> torch.LongTensor:
         """Generates from prompts [B, S] with image placeholders; returns the new tokens only [B, new tokens].
 
-        Prompts of different length are padded on either side with `attention_mask` 0; the other arguments are those of
-        the library's `generate`.
+        Prompts of different length are padded on either side with `attention_mask` 0; a 0 between tokens hides nothing,
+        see `without_holes`. The other arguments are those of the library's `generate`.
         """
         inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
         if inputs is None:
             raise ValueError("generate: pass the prompt as `input_ids` [B, S] (inputs_embeds are made from it)")
         attention_mask = kwargs.pop("attention_mask", None)
-        if attention_mask is None:
-            attention_mask = torch.ones_like(inputs)
+        attention_mask = torch.ones_like(inputs) if attention_mask is None else without_holes(attention_mask)
         kwargs.pop("position_ids", None)
+        if kwargs.get("do_sample") is False:
+            # Harnesses pass temperature=0 all the same; greedy decoding reads none of these, the library would warn.
+            kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING_OPTIONS}
         if self.get_vision_tower() is None:
             return super().generate(inputs, attention_mask=attention_mask, **kwargs)[:, inputs.shape[1] :]
         _, _, attention_mask, _, inputs_embeds, _ = self.prepare_inputs_labels_for_multimodal(
             inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
         )
         return super().generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
+
+
+def without_holes(attention_mask: torch.Tensor) -> torch.Tensor:
+    """The mask [B, S] with every position between a row's first and last token set: only its ends can be padding.
+
+    Harnesses mask whatever equals the padding id. Where that is the end-of-turn token, as with Llama-3, the prompt's
+    own end-of-turn tokens would be lost.
+    """
+    seen = attention_mask.cumsum(dim=1) > 0
+    seen_from_the_right = attention_mask.flip(1).cumsum(dim=1).flip(1) > 0
+    return (seen & seen_from_the_right).to(attention_mask.dtype)
 
 
 def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from llava.model.lora import has_lora
-from llava.model.multimodal_projector.builder import projector_norm
+from llava.model.multimodal_projector.norm import freeze_fixed_norm
 from llava.model.zero3 import full_shape
 
 logger = logging.getLogger(__name__)
@@ -69,9 +69,7 @@ def set_trainable(model: nn.Module, parts: frozenset[str]) -> None:
             parameter.requires_grad_(part in parts)
     for parameter in model.get_vision_tower().unused_parameters():
         parameter.requires_grad_(False)
-    norm = projector_norm(model.get_model().mm_projector)
-    if norm is not None and not norm.learnable:
-        norm.requires_grad_(False)
+    freeze_fixed_norm(model.get_model().mm_projector)
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(f"training {', '.join(sorted(parts))} leaves no trainable parameter")
 

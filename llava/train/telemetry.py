@@ -21,7 +21,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from llava.constants import IMAGE_TOKEN_INDEX
-from llava.model.multimodal_projector.builder import projector_norm
+from llava.model.multimodal_projector.norm import projector_norm
 
 GRADIENTS = ("llm_input", "before_norm", "vision_features")
 TOKENS = (*GRADIENTS, "text_embeddings")

@@ -1,4 +1,7 @@
-"""LLaVA's `mm_projector.bin`: writing it, and loading it only into a projector that matches it."""
+"""LLaVA's `mm_projector.bin`: writing it, and loading it only into a projector that matches it.
+
+`patches/apply.py` copies this file into upstream trees, with norm.py and zero3.py.
+"""
 
 import json
 from pathlib import Path
@@ -7,13 +10,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from llava.model.multimodal_projector.builder import projector_norm
+from llava.model.multimodal_projector.norm import projector_norm
 from llava.model.zero3 import full_shape, full_state_dict, load_full_state_dict
 
 ADAPTER_FILE = "mm_projector.bin"
 _KEY_PREFIX = "model.mm_projector."
 # What must agree between two runs for a trained norm to mean the same thing.
-NORM_FIELDS = ("mm_projector_norm", "mm_projector_norm_eps", "mm_projector_norm_min_gain")
+MATCHING_FIELDS = ("mm_projector_norm", "mm_projector_norm_eps", "mm_projector_norm_min_gain")
 
 
 def adapter_state_dict(projector: nn.Module) -> dict[str, torch.Tensor]:
@@ -53,10 +56,11 @@ def _check_match(projector: nn.Module, adapter: dict, path: Path, config: Pretra
         for name in sorted(wanted.keys() | found.keys())
         if wanted.get(name) != found.get(name)
     ]
+    norm_type = getattr(config, "mm_projector_norm", "none")
     config_file = path.parent / "config.json"
     recorded = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    for field in NORM_FIELDS:
-        ours = getattr(config, field, None)
+    for field in MATCHING_FIELDS:
+        ours = norm_type if field == "mm_projector_norm" else getattr(config, field, None)
         if (
             field in recorded
             and recorded[field] != ours
@@ -66,7 +70,7 @@ def _check_match(projector: nn.Module, adapter: dict, path: Path, config: Pretra
     if differences:
         raise ValueError(
             f"--pretrain_mm_mlp_adapter {path} does not fit the flags (--mm_projector_type "
-            f"{getattr(config, 'mm_projector_type', None)}, --mm_projector_norm {config.mm_projector_norm}):\n  "
+            f"{getattr(config, 'mm_projector_type', None)}, --mm_projector_norm {norm_type}):\n  "
             + "\n  ".join(differences)
             + "\nPass the flags that the adapter was trained with, or train an adapter with these flags."
         )

@@ -1,20 +1,35 @@
-"""The norm layers that may end the projector, and the measurement that sets their gain.
+"""The norm layers that may end the projector: built from a config, set by a measurement of the text embeddings.
 
 A visual token leaves the projector with a norm far above that of a text embedding and is therefore turned slowly by a
 Pre-Norm LLM. The layers here end the projector with a LayerNorm (or RMSNorm) whose gain is a constant `T / sqrt(D)`, so
 that visual tokens enter the LLM with the mean text norm `T` (paper section 5.1). Such a gain is tiny (about 0.02) and
 shrinks every gradient that passes through it; *global weight compensation* divides the gradient by the mean |gain|.
 
+`patches/apply.py` copies this file into upstream trees: it needs torch, zero3.py, and of a config only its fields.
+
 Shapes: N any leading dimensions, D LLM hidden size.
 """
 
+import logging
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from llava.model.zero3 import full_shape, gathered
+
+logger = logging.getLogger(__name__)
+
+# Flags that become config fields of the same name.
+NORM_FIELDS = (
+    "mm_projector_norm",
+    "mm_projector_norm_init",
+    "mm_projector_norm_eps",
+    "mm_projector_norm_min_gain",
+    "mm_projector_norm_learnable",
+)
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -119,6 +134,82 @@ NORM_TYPES: dict[str, type[ProjectorNorm] | None] = {
     "rmsnorm": AlignedRMSNorm,
     "gwc_rmsnorm": GlobalWeightCompensatedRMSNorm,
 }
+
+
+def record_norm(config: Any, flags: Any, embedding_weight: torch.Tensor) -> None:
+    """Writes the norm's flags, the measured target norm and the initial gain into `config`, which then builds the norm.
+
+    Args:
+        config: model config with `hidden_size`.
+        flags: an object with the fields `NORM_FIELDS`.
+        embedding_weight: text embedding matrix [rows, D], before any token is added; may be partitioned by ZeRO-3.
+    """
+    for field in NORM_FIELDS:
+        setattr(config, field, getattr(flags, field))
+    if config.mm_projector_norm == "none":
+        return
+    target = resolve_target_norm(config.mm_projector_norm_init, embedding_weight)
+    config.mm_projector_norm_target = target
+    config.mm_projector_norm_init_gain = target / math.sqrt(config.hidden_size)
+    logger.info(
+        "mm_projector_norm=%s: target norm %.6g (%s), initial gain %.6g",
+        config.mm_projector_norm,
+        target,
+        config.mm_projector_norm_init,
+        config.mm_projector_norm_init_gain,
+    )
+
+
+def build_projector_norm(config: Any) -> ProjectorNorm | None:
+    """The norm that ends the projector, or None.
+
+    The gain starts at `mm_projector_norm_target / sqrt(D)`; weights loaded afterwards overwrite it.
+
+    Raises:
+        ValueError: `mm_projector_norm` is not a key of `NORM_TYPES`, or the config lacks the target.
+    """
+    name = getattr(config, "mm_projector_norm", None) or "none"
+    if name not in NORM_TYPES:
+        raise ValueError(f"--mm_projector_norm: expected one of {', '.join(NORM_TYPES)}; found {name!r}")
+    if NORM_TYPES[name] is None:
+        return None
+    target = getattr(config, "mm_projector_norm_target", None)
+    if target is None:
+        raise ValueError(
+            f"config has mm_projector_norm={name} but no mm_projector_norm_target (the norm a visual token starts with)"
+        )
+    return NORM_TYPES[name](
+        config.hidden_size,
+        eps=getattr(config, "mm_projector_norm_eps", 1e-5),
+        init_gain=target / math.sqrt(config.hidden_size),
+        min_gain=getattr(config, "mm_projector_norm_min_gain", 1e-3),
+        learnable=getattr(config, "mm_projector_norm_learnable", True),
+    )
+
+
+def end_with_norm(projector: nn.Module, config: Any) -> nn.Module:
+    """`projector` with the norm that `config` asks for as its last element; `projector` itself where it asks for none.
+
+    A Sequential keeps its parameter names; a bare module becomes element 0.
+    """
+    norm = build_projector_norm(config)
+    if norm is None:
+        return projector
+    layers = projector if isinstance(projector, nn.Sequential) else (projector,)
+    return nn.Sequential(*layers, norm)
+
+
+def projector_norm(projector: nn.Module) -> ProjectorNorm | None:
+    """The norm that ends `projector`, or None where there is none."""
+    last = projector[-1] if isinstance(projector, nn.Sequential) else projector
+    return last if isinstance(last, ProjectorNorm) else None
+
+
+def freeze_fixed_norm(projector: nn.Module) -> None:
+    """Takes a norm that is not learnable out of training, whatever was switched on for the whole projector."""
+    norm = projector_norm(projector)
+    if norm is not None and not norm.learnable:
+        norm.requires_grad_(False)
 
 
 def resolve_target_norm(init: str | float, embedding_weight: torch.Tensor) -> float:

@@ -1,0 +1,196 @@
+"""Asks a checkpoint about pictures: what the chat, the single question and the demo's scoring share.
+
+Shapes: B conversations, S longest prompt.
+"""
+
+import argparse
+import io
+import sys
+import urllib.request
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+from llava.conversation import Conversation, SeparatorStyle, conv_templates, get_template
+from llava.data.preprocess import generation_ids
+from llava.mm_utils import KeywordsStoppingCriteria, get_model_name_from_path, process_images
+from llava.model.builder import load_pretrained_model
+
+REFUSALS = (ValueError, OSError, ImportError, NotImplementedError)
+"""What loading and asking raise about their arguments."""
+
+
+def exit_status(command: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> int:
+    """Runs `command(args)`; 0, or 2 where it refuses its arguments, with one line on stderr instead of a traceback."""
+    try:
+        command(args)
+    except REFUSALS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose a checkpoint, its template and its device."""
+    parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
+    parser.add_argument(
+        "--model-base", help="language model, where --model-path holds only a projector or LoRA weights"
+    )
+    parser.add_argument(
+        "--conv-mode",
+        choices=list(conv_templates),
+        metavar="TEMPLATE",
+        help="conversation template (default: the one that the checkpoint was trained with)",
+    )
+    parser.add_argument("--device", help="such as cuda or cpu (default: an accelerator if there is one)")
+
+
+class Assistant(NamedTuple):
+    """A loaded checkpoint with the template of its conversations."""
+
+    name: str
+    tokenizer: Any
+    model: Any
+    image_processor: Any
+    template: Conversation
+    max_tokens: int
+
+    @property
+    def end(self) -> str:
+        """The text that closes an answer."""
+        sample = self.template.copy()
+        sample.messages = [[sample.roles[0], "question"], [sample.roles[1], "answer"]]
+        ends = [part.text for part in sample.parts() if part.kind == "end"]
+        return ends[-1].strip(" ")
+
+    def prompt_ids(self, turns: list[dict[str, str]]) -> torch.Tensor:
+        """`input_ids` [S] that ask for the next answer.
+
+        Args:
+            turns: LLaVA's list of `{"from": "human" | "gpt", "value": str}`, a human's last.
+
+        Raises:
+            ValueError: malformed turns, or more tokens than the model was made for.
+        """
+        tags = getattr(self.model.config, "mm_use_im_start_end", False)
+        ids = generation_ids(turns, self.tokenizer, self.template, mm_use_im_start_end=tags)
+        tower = self.model.get_vision_tower()
+        num_images = int((ids == IMAGE_TOKEN_INDEX).sum())
+        length = len(ids) + num_images * (tower.num_tokens - 1 if tower else 0)
+        if length > self.max_tokens:
+            raise ValueError(
+                f"the conversation has {length} tokens with its pictures, more than the {self.max_tokens} of "
+                f"{self.name}; start a new one"
+            )
+        return ids
+
+    def prompt_text(self, turns: list[dict[str, str]]) -> str:
+        """What the model is asked, as text."""
+        chunks: list[list[int]] = [[]]
+        for token in self.prompt_ids(turns).tolist():
+            if token == IMAGE_TOKEN_INDEX:
+                chunks.append([])
+            else:
+                chunks[-1].append(token)
+        return DEFAULT_IMAGE_TOKEN.join(self.tokenizer.decode(chunk) for chunk in chunks)
+
+    @torch.inference_mode()
+    def answer(
+        self, conversations: list[list[dict[str, str]]], pictures: Sequence[Image.Image], **options: Any
+    ) -> list[str]:
+        """The next answer of each conversation.
+
+        Args:
+            conversations: see `prompt_ids`.
+            pictures: those of all conversations, in reading order; one for every `<image>`.
+            options: of `generate`.
+
+        Raises:
+            ValueError: see `prompt_ids`; pictures for a text-only checkpoint; too few or too many pictures.
+        """
+        if pictures and self.image_processor is None:
+            raise ValueError(f"{self.name} has no vision tower: it is a language model and cannot see pictures")
+        prompts = [self.prompt_ids(turns) for turns in conversations]
+        input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in prompts], batch_first=True)
+        images = process_images(list(pictures), self.image_processor, self.model.config) if pictures else None
+        input_ids = input_ids.to(self.model.device)
+        pad = self.tokenizer.pad_token_id
+        output = self.model.generate(
+            input_ids,
+            attention_mask=mask.to(self.model.device),
+            images=images,
+            pad_token_id=self.tokenizer.eos_token_id if pad is None else pad,
+            stopping_criteria=[KeywordsStoppingCriteria([self.end], self.tokenizer, input_ids)],
+            **options,
+        )
+        texts = self.tokenizer.batch_decode(output, skip_special_tokens=True)
+        return [text.split(self.end)[0].strip() for text in texts]
+
+
+def load_assistant(
+    model_path: str, model_base: str | None = None, conv_mode: str | None = None, **options: Any
+) -> Assistant:
+    """Loads a checkpoint to ask it.
+
+    Args:
+        model_path, model_base, options: of `load_pretrained_model`.
+        conv_mode: a template's name; None takes the one in the checkpoint's config.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it does not say its template.
+    """
+    name = get_model_name_from_path(model_path)
+    tokenizer, model, image_processor, context_len = load_pretrained_model(model_path, model_base, name, **options)
+    max_tokens = min(context_len, getattr(model.config, "tokenizer_model_max_length", None) or context_len)
+    template = choose_template(model.config, model_path, conv_mode)
+    return Assistant(model_path, tokenizer, model, image_processor, template, max_tokens)
+
+
+def choose_template(config: Any, model_path: str, conv_mode: str | None = None) -> Conversation:
+    """The template called `conv_mode`, or else the one that training wrote into the checkpoint's config.
+
+    Raises:
+        ValueError: neither is given. LLaVA's and LLaVA-NeXT's checkpoints do not name theirs, and a guess from the path
+            would be wrong without anyone seeing it.
+    """
+    name = conv_mode or getattr(config, "mm_conv_version", None)
+    if name is None:
+        raise ValueError(
+            f"{model_path}: config.json has no mm_conv_version, so the template it was trained with is unknown; "
+            f"name it by --conv-mode (LLaVA-1.5: v1). Templates: {', '.join(conv_templates)}"
+        )
+    return get_template(name)
+
+
+def is_captioner(template: Conversation) -> bool:
+    """Whether the template has no questions (`plain`, stage 1): the model writes a caption whatever is asked."""
+    return template.sep_style is SeparatorStyle.PLAIN
+
+
+def load_picture(source: str) -> Image.Image:
+    """The picture at a path or an http(s) address.
+
+    Raises:
+        ValueError: nothing there, or not a picture; the message names the source.
+    """
+    try:
+        with Image.open(_download(source) if source.startswith(("http://", "https://")) else source) as image:
+            image.load()
+            return image
+    except FileNotFoundError:
+        raise ValueError(f"--image-file {source}: no such file") from None
+    except UnidentifiedImageError:
+        raise ValueError(f"--image-file {source}: not a picture in a format that Pillow reads") from None
+    except OSError as error:
+        raise ValueError(f"--image-file {source}: cannot be read ({error})") from error
+
+
+def _download(address: str) -> io.BytesIO:
+    # Some servers refuse the library's own name.
+    request = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (llava)"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return io.BytesIO(response.read())

@@ -1,0 +1,76 @@
+"""One question about pictures: `python -m llava.eval.run_llava --model-path CKPT --image-file FILE --query "..."`.
+
+Prints the answer. The pictures stand before the question, or where it says `<image-placeholder>`.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER
+from llava.eval.ask import add_model_arguments, exit_status, is_captioner, load_assistant, load_picture
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    return exit_status(eval_model, parser().parse_args(argv))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m llava.eval.run_llava", description=__doc__.splitlines()[0])
+    add_model_arguments(top)
+    top.add_argument("--image-file", required=True, help="path or http(s) address; several joined by --sep")
+    top.add_argument("--query", required=True, help="the question")
+    top.add_argument("--sep", default=",", help="what separates several pictures (default: a comma)")
+    top.add_argument("--temperature", type=float, default=0.2, help="0 takes the likeliest token (default: 0.2)")
+    top.add_argument("--top_p", type=float, help="sample from the likeliest tokens with this much probability together")
+    top.add_argument("--num_beams", type=int, default=1, help="beams of beam search (default: 1)")
+    top.add_argument("--max_new_tokens", type=int, default=512, help="longest answer (default: 512)")
+    return top
+
+
+def eval_model(args: Any) -> str:
+    """Prints and returns the answer; `args` has the command's fields, as LLaVA's function of this name takes them.
+
+    Raises:
+        ValueError: a picture cannot be read, the checkpoint cannot answer, or `<image-placeholder>` is not there once
+            for every picture.
+    """
+    pictures = [load_picture(source.strip()) for source in args.image_file.split(args.sep)]
+    question = place_images(args.query, len(pictures))
+    assistant = load_assistant(args.model_path, args.model_base, args.conv_mode, device=getattr(args, "device", None))
+    if is_captioner(assistant.template):
+        print(
+            f"note: {args.model_path} has the template 'plain' (stage 1): it captions, --query is unread",
+            file=sys.stderr,
+        )
+    sampling = {"temperature": args.temperature, "top_p": args.top_p} if args.temperature > 0 else {}
+    (answer,) = assistant.answer(
+        [[{"from": "human", "value": question}]],
+        pictures,
+        do_sample=args.temperature > 0,
+        num_beams=args.num_beams,
+        max_new_tokens=args.max_new_tokens,
+        **sampling,
+    )
+    print(answer)
+    return answer
+
+
+def place_images(query: str, num_pictures: int) -> str:
+    """The question with one `<image>` for every picture.
+
+    Raises:
+        ValueError: it says `<image-placeholder>` another number of times.
+    """
+    named = query.count(IMAGE_PLACEHOLDER)
+    if not named:
+        return f"{DEFAULT_IMAGE_TOKEN}\n" * num_pictures + query
+    if named != num_pictures:
+        raise ValueError(f"--query says {IMAGE_PLACEHOLDER} {named} times, --image-file names {num_pictures} pictures")
+    return query.replace(IMAGE_PLACEHOLDER, DEFAULT_IMAGE_TOKEN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""A conversation about a picture in the terminal: `python -m llava.serve.cli --model-path CKPT --image-file FILE`.
+
+Answers appear word by word and earlier turns are remembered. An empty line or Ctrl-D ends it.
+"""
+
+import argparse
+import sys
+
+from PIL import Image
+from transformers import TextStreamer
+
+from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.eval.ask import Assistant, add_model_arguments, exit_status, is_captioner, load_assistant, load_picture
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    return exit_status(run, parser().parse_args(argv))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m llava.serve.cli", description=__doc__.splitlines()[0])
+    add_model_arguments(top)
+    top.add_argument("--image-file", required=True, help="path or http(s) address of the picture")
+    top.add_argument("--temperature", type=float, default=0.2, help="0 takes the likeliest token (default: 0.2)")
+    top.add_argument("--max-new-tokens", type=int, default=512, help="longest answer (default: 512)")
+    top.add_argument("--load-8bit", action="store_true", help="quantise with bitsandbytes")
+    top.add_argument("--load-4bit", action="store_true", help="quantise with bitsandbytes")
+    top.add_argument("--image-aspect-ratio", choices=["pad", "square"], help="default: the checkpoint's")
+    top.add_argument("--debug", action="store_true", help="show prompt and answer as the model sees them")
+    return top
+
+
+def run(args: argparse.Namespace) -> None:
+    """Loads picture and checkpoint, then chats."""
+    picture = load_picture(args.image_file)
+    chat(load_chat_assistant(args), picture, args)
+
+
+def load_chat_assistant(args: argparse.Namespace) -> Assistant:
+    """The checkpoint that the flags choose.
+
+    Raises:
+        ValueError: it has no vision tower, or a template without turns.
+    """
+    assistant = load_assistant(
+        args.model_path,
+        args.model_base,
+        args.conv_mode,
+        device=args.device,
+        load_8bit=args.load_8bit,
+        load_4bit=args.load_4bit,
+    )
+    if assistant.image_processor is None:
+        raise ValueError(f"--model-path {args.model_path} has no vision tower: it cannot see --image-file")
+    if is_captioner(assistant.template):
+        raise ValueError(
+            f"--model-path {args.model_path} has the template 'plain' (stage 1), which has no turns: get its caption "
+            "with python -m llava.eval.run_llava, or name another template by --conv-mode"
+        )
+    if args.image_aspect_ratio:
+        assistant.model.config.image_aspect_ratio = args.image_aspect_ratio
+    return assistant
+
+
+def chat(assistant: Assistant, picture: Image.Image, args: argparse.Namespace) -> None:
+    """Asks, answers and remembers until the input ends."""
+    sampling = {"temperature": args.temperature} if args.temperature > 0 else {}
+    turns: list[dict[str, str]] = []
+    while question := read_question():
+        first = not turns
+        turns.append({"from": "human", "value": f"{DEFAULT_IMAGE_TOKEN}\n{question}" if first else question})
+        print("ASSISTANT: ", end="", flush=True)
+        (answer,) = assistant.answer(
+            [turns],
+            [picture],
+            do_sample=args.temperature > 0,
+            max_new_tokens=args.max_new_tokens,
+            streamer=AnswerStreamer(assistant),
+            **sampling,
+        )
+        if args.debug:
+            print({"prompt": assistant.prompt_text(turns), "outputs": answer})
+        turns.append({"from": "gpt", "value": answer})
+
+
+def read_question() -> str:
+    """The user's next line without `<image>`, which stands for the one picture; empty at the end of the input."""
+    while True:
+        try:
+            question = input("USER: ").strip()
+        except EOFError:
+            question = ""
+        if not question:
+            print("exit...")
+        if DEFAULT_IMAGE_TOKEN not in question:
+            return question
+        print(f"The picture is already there; please ask without {DEFAULT_IMAGE_TOKEN}.")
+
+
+class AnswerStreamer(TextStreamer):
+    """Prints an answer as it grows, without the text that closes it."""
+
+    def __init__(self, assistant: Assistant):
+        super().__init__(assistant.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.end_of_answer = assistant.end
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        # Text comes up to the last space, and no template's end has one inside: it never comes in two pieces.
+        super().on_finalized_text(text.split(self.end_of_answer)[0], stream_end)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Trains LLaVA 1.2.2.post1 and this tree on the same model and data, both stages, and prints their losses side by side.
+#   bash scripts/upstream_baseline.sh                       tiny models and data of tests/golden, on the CPU, in minutes
+#   MODEL_PATH=lmsys/vicuna-7b-v1.5 VISION_TOWER=openai/clip-vit-large-patch14-336 PRETRAIN_DATA=... PRETRAIN_IMAGES=... \
+#     FINETUNE_DATA=... FINETUNE_IMAGES=... bash scripts/upstream_baseline.sh                       real ones, on one GPU
+# Every upper-case name below can be set in the environment. What the numbers mean: patches/README.md.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+readonly INPUTS=tests/golden/train/inputs REQUIREMENTS=patches/baseline/requirements.txt LLAVA=llava-torch==1.2.2.post1
+if [ -z "${MODEL_PATH:-}" ]; then
+  export CUDA_VISIBLE_DEVICES="" # a GPU would round the tiny models differently and save no time
+fi
+: "${MODEL_PATH:=$INPUTS/llama}" "${VISION_TOWER:=$INPUTS/clip}" # a Llama with tokenizer.model, and a CLIP
+: "${PRETRAIN_DATA:=$INPUTS/stage1.json}" "${PRETRAIN_IMAGES:=$INPUTS/img}"
+: "${FINETUNE_DATA:=$INPUTS/stage2.json}" "${FINETUNE_IMAGES:=$INPUTS/img}"
+: "${ARMS:=none layernorm gwc_layernorm}" "${MAX_STEPS:=20}" "${PER_DEVICE_BATCH:=4}" "${SEED:=42}" "${MODEL_MAX_LENGTH:=2048}"
+: "${BF16:=False}" "${GRADIENT_CHECKPOINTING:=False}"
+: "${TOLERANCE:=$(is_on "$BF16" && echo inf || echo 1e-4)}" # a larger difference of two losses ends with status 1
+: "${OUTPUT_DIR:=outputs/upstream_baseline}"
+: "${UPSTREAM_VENV:=.venv-upstream}" "${PYTHON:=python3}"
+require_number MAX_STEPS 1
+require_number PER_DEVICE_BATCH 1
+export HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
+CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES-0}"
+export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES%%,*}" # with several GPUs the Trainer would split batches among them
+
+# Upstream's environment, made once: torch first, then what that LLaVA needs, then LLaVA itself beside the packages,
+# because two copies of it are compared.
+ensure_upstream() {
+  local stamp="$UPSTREAM_VENV/baseline.stamp" wanted version pip=("$UPSTREAM_VENV/bin/python" -m pip --disable-pip-version-check)
+  version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || die "PYTHON=$PYTHON does not run"
+  wanted="$version $LLAVA $(sha256sum <"$REQUIREMENTS")"
+  if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$UPSTREAM_VENV/bin/python" -c '' 2>/dev/null; then return; fi
+  [[ "$version" =~ ^3\.1[0-2]$ ]] ||
+    die "PYTHON=$PYTHON is Python $version; upstream's tokenizers 0.15.1 needs 3.10 to 3.12, set PYTHON to one"
+  echo "upstream_baseline: making $UPSTREAM_VENV, some minutes"
+  "$PYTHON" -m venv --clear "$UPSTREAM_VENV"
+  "${pip[@]}" install -q "$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$REQUIREMENTS")"
+  "${pip[@]}" install -q -r "$REQUIREMENTS"
+  "${pip[@]}" install -q --no-deps --target "$UPSTREAM_VENV/original" "$LLAVA"
+  echo "$wanted" >"$stamp"
+}
+
+ensure_environment
+ensure_upstream
+rm -rf "$UPSTREAM_VENV/patched" "$OUTPUT_DIR"/{original,patched,ours}
+cp -R "$UPSTREAM_VENV/original" "$UPSTREAM_VENV/patched"
+"$PYTHON_BIN" patches/apply.py "$UPSTREAM_VENV/patched"
+"$PYTHON_BIN" patches/baseline/compare.py --upstream-python "$UPSTREAM_VENV/bin/python" \
+  --original "$UPSTREAM_VENV/original" --patched "$UPSTREAM_VENV/patched" --output "$OUTPUT_DIR" \
+  --model "$MODEL_PATH" --vision-tower "$VISION_TOWER" --arms "$ARMS" \
+  --pretrain-data "$PRETRAIN_DATA" --pretrain-images "$PRETRAIN_IMAGES" \
+  --finetune-data "$FINETUNE_DATA" --finetune-images "$FINETUNE_IMAGES" \
+  --steps "$MAX_STEPS" --batch "$PER_DEVICE_BATCH" --seed "$SEED" --max-length "$MODEL_MAX_LENGTH" \
+  --bf16 "$BF16" --gradient-checkpointing "$GRADIENT_CHECKPOINTING" --tolerance "$TOLERANCE"
