@@ -60,7 +60,8 @@ def main() -> None:
             rows.append(result)
             print(
                 f"C {vocabulary:7,}  {variant:16} {result['seconds']:8.3f} s  {result['peak_mib']:9.1f} MiB  "
-                f"{result['memory_over_all_rows']:.3f} of all_rows' memory, {result['time_over_all_rows']:.3f} of its time"
+                f"{result['memory_over_all_rows']:.3f} of all_rows' memory, "
+                f"{result['time_over_all_rows']:.3f} of its time"
             )
     names = ("tokens", "supervised", "hidden", "dtype", "frozen_head", "repeats")
     print(write_result(f"loss_head{args.suffix}", rows, **{name: getattr(args, name) for name in names}))

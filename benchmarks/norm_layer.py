@@ -1,7 +1,7 @@
 """Time and memory of the norm layer alone, and its share of a training step.
 
-The share is that of forward and backward of the layer in forward and backward of projector, norm and decoder on the same
-tokens; tower, loss and optimizer are left out, so the real share is smaller.
+The share is that of forward and backward of the layer in forward and backward of projector, norm and decoder on the
+same tokens; tower, loss and optimizer are left out, so the real share is smaller.
 """
 
 import argparse

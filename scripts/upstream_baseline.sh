@@ -3,6 +3,7 @@
 #   bash scripts/upstream_baseline.sh                       tiny models and data of tests/golden, on the CPU, in minutes
 #   MODEL_PATH=lmsys/vicuna-7b-v1.5 VISION_TOWER=openai/clip-vit-large-patch14-336 PRETRAIN_DATA=... PRETRAIN_IMAGES=... \
 #     FINETUNE_DATA=... FINETUNE_IMAGES=... bash scripts/upstream_baseline.sh                       real ones, on one GPU
+#   PREPARE_ONLY=1 bash scripts/upstream_baseline.sh        only makes upstream's environment
 # Every upper-case name below can be set in the environment. What the numbers mean: patches/README.md.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -45,6 +46,7 @@ ensure_upstream() {
 
 ensure_environment
 ensure_upstream
+if is_on "${PREPARE_ONLY:-}"; then exit 0; fi
 rm -rf "$UPSTREAM_VENV/patched" "$OUTPUT_DIR"/{original,patched,ours}
 cp -R "$UPSTREAM_VENV/original" "$UPSTREAM_VENV/patched"
 "$PYTHON_BIN" patches/apply.py "$UPSTREAM_VENV/patched"

@@ -3,13 +3,15 @@
   PYTHONPATH=TREE python patches/baseline/record.py RUNS.json
 
 RUNS.json is a list of {"argv": [flags of the trainer], "record": folder}. Each folder receives `record.json` (loss of
-every micro-batch, unrounded; record indices in the order read), and `initial/` (the projector before the first step as
+every micro-batch, unrounded, and when it was done, in seconds; record indices in the order read), and `initial/` (the
+projector before the first step as
 `mm_projector.bin`, with its `config.json`).
 """
 
 import gc
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,20 +26,20 @@ def main(runs_file: str) -> None:
         adjust_upstream()
     trainer_class, read_sample = tree.LLaVATrainer, tree.LazySupervisedDataset.__getitem__
     for run in json.loads(Path(runs_file).read_text()):
-        losses, order = [], []
+        losses, times, order = [], [], []
         folder = Path(run["record"])
-        tree.LLaVATrainer = recording_trainer(trainer_class, losses, folder / "initial")
+        tree.LLaVATrainer = recording_trainer(trainer_class, losses, times, folder / "initial")
         tree.LazySupervisedDataset.__getitem__ = recording_reader(read_sample, order)
         sys.argv = ["train.py", *run["argv"]]
         torch.manual_seed(0)  # upstream makes the projector before the Trainer sets a seed
         tree.train()
-        (folder / "record.json").write_text(json.dumps({"losses": losses, "order": order}))
+        (folder / "record.json").write_text(json.dumps({"losses": losses, "order": order, "times": times}))
         gc.collect()
         torch.cuda.empty_cache()  # nothing happens without a GPU
 
 
-def recording_trainer(base: type, losses: list[float], initial: Path) -> type:
-    """`base`, which also notes each micro-batch's loss and writes the initial projector."""
+def recording_trainer(base: type, losses: list[float], times: list[float], initial: Path) -> type:
+    """`base`, which also notes each micro-batch's loss and end, and writes the initial projector."""
 
     class RecordingTrainer(base):
         # LLaVA-NeXT df17966 has a copy of the framework's loop that ends in a NameError; LLaVA has no loop of its own.
@@ -54,6 +56,7 @@ def recording_trainer(base: type, losses: list[float], initial: Path) -> type:
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
             losses.append(loss.item())
+            times.append(time.perf_counter())
             return loss
 
     return RecordingTrainer

@@ -1,0 +1,265 @@
+"""Samples per second of LLaVA 1.2.2.post1 and of this tree, on the same weights, samples, order, dtype and threads.
+
+Upstream runs unchanged in an environment of its own, which the script makes (`scripts/upstream_baseline.sh`). Runs
+alternate. The losses of every step must agree first, or nothing is reported. Timed are optimizer steps as they follow
+each other, with data preparation in the same process and without the first steps.
+
+The default is a small Llama with random weights on the CPU. Shapes of a real model, on a GPU:
+  --hidden 3072 --intermediate 8192 --layers 28 --heads 24 --vocabulary 32000 --vision-hidden 1024 --vision-layers 24 \\
+  --image-size 336 --bf16
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from benchmarks.common import ROOT, ratio, run_json, spread, write_result
+from llava.mm_utils import load_tokenizer
+
+TOKENIZER = ROOT / "tests/golden/train/inputs/llama"
+WORDS = ("the", "a", "cat", "dog", "red", "house", "near", "tree", "on", "under", "with", "two", "small", "is", "what")
+STAGES = {
+    "pretrain": ["--version", "plain", "--tune_mm_mlp_adapter", "True", "--learning_rate", "1e-3"],
+    "finetune": ["--version", "v1", "--image_aspect_ratio", "pad", "--learning_rate", "2e-5"],
+}
+# Losses must agree this well (relative), or the two do not do the same work.
+TOLERANCE = {False: 1e-4, True: 3e-2}
+
+
+def main() -> None:
+    args = parse_arguments()
+    work = args.work.resolve()
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    subprocess.run(
+        ["bash", "scripts/upstream_baseline.sh"], cwd=ROOT, env=os.environ | {"PREPARE_ONLY": "1"}, check=True
+    )
+    upstream = Path(os.environ.get("UPSTREAM_VENV", ROOT / ".venv-upstream")).resolve()
+    trees = {
+        "upstream": (upstream / "bin/python", upstream / "original"),
+        "this tree": (Path(sys.executable), ROOT),
+    }
+    make_models(args, work)
+    rows = []
+    for stage in args.stages:
+        make_data(args, work, stage)
+        measured: dict[str, list[dict]] = {name: [] for name in trees}
+        for number in range(args.repeats):
+            for name, (python, path) in trees.items():
+                measured[name].append(run(args, work, stage, name, python, path))
+                print(f"{stage}, run {number + 1}, {name}: {measured[name][-1]['rate']:.2f} samples/s", flush=True)
+        rows.append(compare(args, stage, measured))
+    names = (
+        "steps",
+        "batch",
+        "repeats",
+        "hidden",
+        "intermediate",
+        "layers",
+        "heads",
+        "vocabulary",
+        "image_size",
+        "bf16",
+    )
+    meta = {name: getattr(args, name) for name in names}
+    versions = run_json(
+        [upstream / "bin/python", "-c", "import json, torch, transformers as t;"
+         "print(json.dumps({'torch': torch.__version__, 'transformers': t.__version__}))"]
+    )  # fmt: skip
+    print(write_result(f"vs_upstream{args.suffix}", rows, upstream=versions, **meta))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--warmup-steps", type=int, default=3, help="left out of the time")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2, help="of PyTorch on the CPU, for both")
+    for name, default in (("hidden", 256), ("intermediate", 688), ("layers", 4), ("heads", 4), ("vocabulary", 2048)):
+        parser.add_argument(f"--{name}", type=int, default=default, help="of the language model")
+    for name, default in (("vision-hidden", 48), ("vision-layers", 3), ("image-size", 56)):
+        parser.add_argument(f"--{name}", type=int, default=default, help="of the CLIP tower (patch size 14)")
+    parser.add_argument("--bf16", action="store_true", help="both train in bf16, on a GPU")
+    parser.add_argument("--work", type=Path, default=ROOT / "outputs/vs_upstream", help="models, data and logs")
+    parser.add_argument("--suffix", default="", help="of the result file")
+    return parser.parse_args()
+
+
+def make_models(args: argparse.Namespace, work: Path) -> None:
+    """A Llama and a CLIP tower with random weights. The small vocabulary keeps the head's share that of a 3B model."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.heads,
+        vocab_size=args.vocabulary,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16 if args.bf16 else torch.float32).save_pretrained(work / "llama")
+    written = json.loads((work / "llama/config.json").read_text())
+    written |= {"rope_theta": 10000.0, "torch_dtype": "bfloat16" if args.bf16 else "float32"}  # as transformers 4 reads
+    (work / "llama/config.json").write_text(json.dumps(written))
+    for file in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / file, work / "llama")
+    vision = CLIPVisionConfig(
+        hidden_size=args.vision_hidden,
+        intermediate_size=4 * args.vision_hidden,
+        num_hidden_layers=args.vision_layers,
+        num_attention_heads=max(3, args.vision_hidden // 64),
+        image_size=args.image_size,
+        patch_size=14,
+    )
+    tower = CLIPVisionModel(vision)
+    tower.config.save_pretrained(work / "clip")
+    weights = {f"vision_model.{name.removeprefix('vision_model.')}": t for name, t in tower.state_dict().items()}
+    save_file(weights, work / "clip/model.safetensors", metadata={"format": "pt"})  # named as transformers 4 reads
+    side = args.image_size
+    CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side}).save_pretrained(
+        work / "clip"
+    )
+
+
+def make_data(args: argparse.Namespace, work: Path, stage: str) -> None:
+    """Stage 1: captions of 5 to 60 tokens. Stage 2: 8 to 700 text tokens, log-normal; a third without picture."""
+    generator = random.Random(0)
+    tokenizer = load_tokenizer(str(TOKENIZER))
+    cost = {word: len(tokenizer(f" {word}", add_special_tokens=False).input_ids) for word in WORDS}
+
+    def text(tokens: float) -> str:
+        words = []
+        while tokens > 0:
+            words.append(generator.choice(WORDS))
+            tokens -= cost[words[-1]]
+        return " ".join(words)
+
+    (work / "images").mkdir(exist_ok=True)
+    records = []
+    for index in range(args.steps * args.batch):
+        name = f"{index % 32}.png"
+        if not (work / "images" / name).exists():
+            side = args.image_size
+            Image.effect_noise((side, side * 3 // 4), 60).convert("RGB").save(work / "images" / name)
+        record = {"id": str(index), "image": name}
+        if stage == "pretrain":
+            question, answer = "<image>", text(generator.uniform(5, 60))
+        else:
+            length = min(700, max(8, generator.lognormvariate(5.08, 0.9)))
+            question, answer = text(length / 3), text(2 * length / 3)
+            if index % 3 == 2:
+                del record["image"]
+            else:
+                question = "<image>\n" + question
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        records.append(record | {"conversations": turns})
+    (work / f"{stage}.json").write_text(json.dumps(records))
+
+
+def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Path, path: Path) -> dict:
+    """One training run in a process of its own: losses, order of samples, samples per second."""
+    folder = work / stage / name.replace(" ", "_")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    flags = {
+        "output_dir": folder,
+        "model_name_or_path": work / "llama",
+        "vision_tower": work / "clip",
+        "image_folder": work / "images",
+        "data_path": work / f"{stage}.json",
+        "mm_projector_type": "mlp2x_gelu",
+        "mm_vision_select_layer": -2,
+        "mm_use_im_start_end": False,
+        "mm_use_im_patch_token": False,
+        "per_device_train_batch_size": args.batch,
+        "max_steps": args.steps,
+        "evaluation_strategy": "no",
+        "save_strategy": "no",
+        "weight_decay": 0.0,
+        "warmup_ratio": 0.03,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 10**6,
+        "model_max_length": 2048,
+        "gradient_checkpointing": False,
+        "dataloader_num_workers": 0,
+        "lazy_preprocess": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": args.bf16,
+    }
+    if name == "upstream":
+        flags |= {"group_by_modality_length": stage == "finetune"}
+    else:
+        theirs = work / stage / "upstream"
+        records = json.loads((work / f"{stage}.json").read_text())
+        order = json.loads((theirs / "record.json").read_text())["order"][: args.steps * args.batch]
+        (folder / "ordered.json").write_text(json.dumps([records[i] for i in order]))
+        flags |= {
+            "data_path": folder / "ordered.json",
+            "pretrain_mm_mlp_adapter": theirs / "initial/mm_projector.bin",
+            "train_sampling_strategy": "sequential",
+            "label_masking": "upstream",
+        }
+    argv = [str(word) for key, value in flags.items() for word in (f"--{key}", value)] + STAGES[stage]
+    (folder / "runs.json").write_text(json.dumps([{"argv": argv, "record": str(folder)}]))
+    env = os.environ | {
+        "PYTHONPATH": str(path),
+        "OMP_NUM_THREADS": str(args.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not args.bf16:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    log_path = folder / "log.txt"
+    with log_path.open("w") as log:
+        command = [str(python), str(ROOT / "patches/baseline/record.py"), str(folder / "runs.json")]
+        if subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, check=False).returncode:
+            sys.exit(
+                f"{(folder / 'log.txt').read_text()[-3000:]}\nerror: {name} failed; whole log: {folder / 'log.txt'}"
+            )
+    recorded = json.loads((folder / "record.json").read_text())
+    times = recorded["times"][args.warmup_steps - 1 :]
+    return {"losses": recorded["losses"], "rate": args.batch * (len(times) - 1) / (times[-1] - times[0])}
+
+
+def compare(args: argparse.Namespace, stage: str, measured: dict[str, list[dict]]) -> dict:
+    """One row of the result; ends the program if the losses differ."""
+    upstream, ours = (measured[name][-1]["losses"] for name in ("upstream", "this tree"))
+    difference = max(abs(a - b) / abs(a) for a, b in zip(upstream, ours, strict=True))
+    if difference > TOLERANCE[args.bf16]:
+        sys.exit(f"error: {stage}: losses differ by up to {difference:.1e} (relative); the speeds cannot be compared")
+    rates = {name: [m["rate"] for m in runs] for name, runs in measured.items()}
+    ratios = ratio(rates["this tree"], rates["upstream"])
+    ours, theirs = (spread(rates[name])["median"] for name in ("this tree", "upstream"))
+    print(
+        f"{stage}: {ours:.2f} over {theirs:.2f} samples/s = {ratios['median']:.2f} "
+        f"({ratios['min']:.2f} to {ratios['max']:.2f}); losses within {difference:.0e}",
+        flush=True,
+    )
+    return {
+        "stage": stage,
+        "upstream_samples_per_second": theirs,
+        "samples_per_second": ours,
+        "ratio": ratios["median"],
+        "ratio_min": ratios["min"],
+        "ratio_max": ratios["max"],
+        "largest_relative_loss_difference": difference,
+    }
+
+
+if __name__ == "__main__":
+    main()
