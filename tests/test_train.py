@@ -96,9 +96,17 @@ def test_log_has_every_measurement(stage_1):
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     wanted = {f"grad_norm/{place}" for place in GRADIENTS} | {f"norm/{place}" for place in TOKENS}
     wanted |= {"norm/gain_mean_abs", "tokens_per_second", "samples_per_second", "padding_share", "data_wait_share"}
+    wanted |= {"model_tflops_per_second", "peak_memory_gib"}
     for line in steps:
         assert wanted <= line.keys()
         assert all(line[key] > 0 for key in wanted - {"padding_share"})
+        assert "mfu" not in line  # a CPU has no datasheet peak
+
+
+def test_mfu_is_a_share_of_the_peak_that_is_given(tiny, tmp_path):
+    run(tiny, tmp_path, 1, max_steps=1, peak_tflops=0.5)
+    line = json.loads((tmp_path / LOG_FILE).read_text().splitlines()[0])
+    assert line["mfu"] == pytest.approx(line["model_tflops_per_second"] / 0.5, rel=1e-4)
 
 
 def test_telemetry_steps_may_differ_from_logging_steps(tiny, tmp_path):

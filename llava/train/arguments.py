@@ -221,6 +221,14 @@ class TrainingArguments(transformers.TrainingArguments):
         },
     )
 
+    peak_tflops: float | None = field(
+        default=None,
+        metadata={
+            "help": "Peak TFLOP/s of a device that the logged mfu is a share of; default the datasheet's dense bf16 "
+            "figure of known NVIDIA GPUs."
+        },
+    )
+
     def __post_init__(self):
         if self.warmup_ratio:
             if self.warmup_steps:
