@@ -94,8 +94,7 @@ def required_flops(costs: FlopCosts, work: Work) -> float:
 def flop_costs(model: Any) -> FlopCosts:
     """The costs of a LLaVA whose `requires_grad` is set; LoRA's matrices count as any others."""
     decoder, tower = model.get_model(), model.get_vision_tower()
-    config, vision = decoder.config, tower.config
-    layers = tower.vision_model.encoder.layers[: tower.num_layers_used]
+    config = decoder.config
     tower_trained, projector_trained = _trained(tower), _trained(decoder.mm_projector)
     into_decoder = tower_trained or projector_trained or _trained(decoder.embed_tokens)
     through_decoder = into_decoder or _trained(decoder.layers)
@@ -105,8 +104,8 @@ def flop_costs(model: Any) -> FlopCosts:
     patches, inside = tower.num_patches_per_side**2, _tower_tokens(tower)
     embedding = tower.vision_model.embeddings.patch_embedding
     tower_flops = patches * _matmul_flops(embedding, passes_gradient=False)
-    tower_flops += inside * linear_flops(layers, passes_gradient=tower_trained)
-    tower_flops += inside**2 * 4 * vision.hidden_size * len(layers) * (3 if tower_trained else 1)
+    tower_flops += inside * linear_flops(tower.layers, passes_gradient=tower_trained)
+    tower_flops += inside**2 * 4 * tower.hidden_size * len(tower.layers) * (3 if tower_trained else 1)
     return FlopCosts(
         per_token=linear_flops(decoder.layers, passes_gradient=through_decoder),
         per_pair=pair * (3 if through_decoder else 1),
