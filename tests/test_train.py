@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import HfArgumentParser
 
+from llava.data.records import load_records
 from llava.model.builder import load_pretrained_model
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
@@ -96,9 +97,17 @@ def test_log_has_every_measurement(stage_1):
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     wanted = {f"grad_norm/{place}" for place in GRADIENTS} | {f"norm/{place}" for place in TOKENS}
     wanted |= {"norm/gain_mean_abs", "tokens_per_second", "samples_per_second", "padding_share", "data_wait_share"}
+    wanted |= {"model_tflops_per_second", "peak_memory_gib"}
     for line in steps:
         assert wanted <= line.keys()
         assert all(line[key] > 0 for key in wanted - {"padding_share"})
+        assert "mfu" not in line  # a CPU has no datasheet peak
+
+
+def test_mfu_is_a_share_of_the_peak_that_is_given(tiny, tmp_path):
+    run(tiny, tmp_path, 1, max_steps=1, peak_tflops=0.5)
+    line = json.loads((tmp_path / LOG_FILE).read_text().splitlines()[0])
+    assert line["mfu"] == pytest.approx(line["model_tflops_per_second"] / 0.5, rel=1e-4)
 
 
 def test_telemetry_steps_may_differ_from_logging_steps(tiny, tmp_path):
@@ -238,13 +247,39 @@ def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation
         torch.testing.assert_close(small[name], large[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_changes_nothing(tiny, tmp_path, use_reentrant):
-    plain, _ = run(tiny, tmp_path / "plain", 2)
-    kwargs = json.dumps({"use_reentrant": use_reentrant})
-    checkpointed, _ = run(tiny, tmp_path / "ckpt", 2, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+@pytest.mark.parametrize("layers", ["True", 1])
+def test_activation_checkpointing_changes_nothing(tiny, tmp_path, layers, use_reentrant, stage):
+    plain, _ = run(tiny, tmp_path / "plain", stage, activation_checkpointing=False)
+    options = {
+        "activation_checkpointing": layers,
+        "activation_checkpointing_kwargs": f'{{"use_reentrant": {json.dumps(use_reentrant)}}}',
+    }
+    checkpointed, _ = run(tiny, tmp_path / "ckpt", stage, **options)
     for name in plain:
         torch.testing.assert_close(checkpointed[name], plain[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "decoder", "tower"),
+    [
+        ({}, [False, False], [False, False]),  # auto: there is room
+        ({"gradient_checkpointing": True}, [True, True], [True, True]),
+        ({"gradient_checkpointing": False}, [False, False], [False, False]),
+        ({"activation_checkpointing": 1}, [True, False], [False, False]),
+    ],
+)
+def test_the_planned_layers_are_checkpointed(tiny, tmp_path, monkeypatch, caplog, options, decoder, tower):
+    caplog.set_level("INFO")
+    parsed = train_module.parse_arguments(flags(tiny, tmp_path, 2, **options))
+    model = train_module.build_model(*parsed)
+    trainer = train_module.build_trainer(model, load_records(parsed[1].data_path), *parsed)
+    trainer.train()
+    assert [layer.gradient_checkpointing for layer in model.get_model().layers] == decoder
+    assert [layer.gradient_checkpointing for layer in model.get_vision_tower().layers] == tower
+    table = next(r.getMessage() for r in caplog.records if r.getMessage().startswith("memory estimate"))
+    assert f"{sum(decoder)} of 2 decoder layers" in table
 
 
 def test_learning_rates_reach_their_groups(tiny, tmp_path, caplog):

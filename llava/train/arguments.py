@@ -221,6 +221,24 @@ class TrainingArguments(transformers.TrainingArguments):
         },
     )
 
+    activation_checkpointing: str | None = field(
+        default=None,
+        metadata={
+            "help": "Recompute activations instead of keeping them: auto (default; as few decoder layers as the memory "
+            "estimate asks for, none where it fits), True (every layer), False, or a number (so many decoder layers, "
+            "from the first). --gradient_checkpointing True or False, as LLaVA's scripts pass it, means the same.",
+            "nargs": "?",
+            "const": "True",
+        },
+    )
+    peak_tflops: float | None = field(
+        default=None,
+        metadata={
+            "help": "Peak TFLOP/s of a device that the logged mfu is a share of; default the datasheet's dense bf16 "
+            "figure of known NVIDIA GPUs."
+        },
+    )
+
     def __post_init__(self):
         if self.warmup_ratio:
             if self.warmup_steps:
@@ -232,4 +250,26 @@ class TrainingArguments(transformers.TrainingArguments):
             self.use_cpu = True
         if self.remove_unused_columns:
             raise ValueError("--remove_unused_columns must be False: it would drop the images")
+        self.activation_checkpointing = checkpointing_choice(self.activation_checkpointing, self.gradient_checkpointing)
+        self.gradient_checkpointing = None  # the library lets it follow the newer name
         super().__post_init__()
+
+
+def checkpointing_choice(value: bool | int | str | None, older: bool | int | str | None) -> bool | int | str:
+    """`--activation_checkpointing`, or else its older name, as True, False, a number of layers, or `auto`.
+
+    Raises:
+        ValueError: none of these, or the two contradict each other.
+    """
+    if value is None or older is None:
+        value = older if value is None else value
+    elif str(value) != str(older):
+        raise ValueError(f"--activation_checkpointing {value} contradicts --gradient_checkpointing {older}; pass one")
+    text = "auto" if value is None else str(value).lower()
+    if text in ("auto", "true", "false"):
+        return {"auto": "auto", "true": True, "false": False}[text]
+    if not text.isdecimal():
+        raise ValueError(
+            f"--activation_checkpointing: expected auto, True, False or a number of decoder layers; found {value!r}"
+        )
+    return int(text) or False

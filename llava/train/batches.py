@@ -8,7 +8,13 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers.trainer_utils import seed_worker
 
 from llava.data.dataset import LazySupervisedDataset
-from llava.data.sampler import BalancedBatchSampler, ModalityLengthGroupedSampler, RandomOrder, micro_batches_for
+from llava.data.sampler import (
+    BalancedBatchSampler,
+    ModalityLengthGroupedSampler,
+    RandomOrder,
+    balanced_groups,
+    micro_batches_for,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +44,7 @@ def fit_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
     """
     if args.max_tokens_per_micro_batch is None:
         return
-    order, lengths, step_size = sample_order(dataset, args), dataset.modality_lengths(), global_batch_size(args)
-    tokens = [abs(lengths[i]) for i in order]
-    steps = [sum(tokens[start : start + step_size]) for start in range(0, len(tokens), step_size)]
+    steps, step_size = [sum(step) for step in lengths_by_step(dataset, args)], global_batch_size(args)
     samples_per_rank = step_size // args.world_size
     micro_batches = micro_batches_for(steps, args.world_size, samples_per_rank, args.max_tokens_per_micro_batch)
     args.gradient_accumulation_steps = micro_batches
@@ -58,6 +62,26 @@ def fit_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
         sum(steps) // len(steps),
         max(steps),
     )
+
+
+def lengths_by_step(dataset: LazySupervisedDataset, args: Any) -> list[list[int]]:
+    """Tokens of every sample of the first epoch, by optimizer step."""
+    lengths, step_size = dataset.modality_lengths(), global_batch_size(args)
+    tokens = [abs(lengths[i]) for i in sample_order(dataset, args)]
+    return [tokens[start : start + step_size] for start in range(0, len(tokens), step_size)]
+
+
+def largest_micro_batch(dataset: LazySupervisedDataset, args: Any) -> int:
+    """Tokens, with padding, of the fullest micro-batch: the first epoch's, or without `--padding_free` what could be.
+
+    Only the steps with most tokens and with the longest samples are dealt out.
+    """
+    if not args.padding_free:
+        return args.train_batch_size * args.model_max_length
+    steps = lengths_by_step(dataset, args)
+    candidates = [*sorted(steps, key=sum)[-4:], *sorted(steps, key=max)[-4:]]
+    groups = args.world_size * args.gradient_accumulation_steps
+    return max(sum(step[i] for i in group) for step in candidates for group in balanced_groups(step, groups))
 
 
 class BalancedDataLoader(DataLoader):

@@ -32,7 +32,7 @@ class LLaVATrainer(Trainer):
             self.model_accepts_loss_kwargs = False  # so that the library averages over micro-batches
         self.adapter_only = trains_adapter_only(self.model)
         self.probe = NormProbe(self.model)
-        self.throughput = Throughput(self.model.get_vision_tower().num_tokens)
+        self.throughput = Throughput(self.model, self.args.device, self.args.peak_tflops)
         self.add_callback(TelemetryCallback(self.probe))
         self.add_callback(JsonlCallback())
 

@@ -6,12 +6,18 @@ Logged keys:
     `norm/{llm_input,before_norm,vision_features,text_embeddings}`: mean L2 norm of a token of the step's batches;
     `norm/gain_mean_abs`: mean |gain| of the norm;
     `tokens_per_second`, `samples_per_second`: over all ranks, padding not counted;
+    `model_tflops_per_second`: per device, the operations that the step must do (`llava.train.flops`) over its time;
+    `mfu`: the same as a share of the device's datasheet peak in dense bf16; `peak_memory_gib`: of the fullest device
+        (on a CPU: process), since the start;
     `padding_share`: padded positions over all positions; `data_wait_share`: time waiting for data over all time.
 
 Shapes: N images, V visual tokens per image, E vision hidden size, D LLM hidden size.
 """
 
 import json
+import logging
+import resource
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +26,10 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from llava.constants import IMAGE_TOKEN_INDEX
 from llava.model.multimodal_projector.norm import projector_norm
+from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
+
+logger = logging.getLogger(__name__)
 
 GRADIENTS = ("llm_input", "before_norm", "vision_features")
 TOKENS = (*GRADIENTS, "text_embeddings")
@@ -109,43 +117,64 @@ class NormProbe:
 
 
 class Throughput:
-    """Counts samples, tokens, padding and waiting time between two log lines."""
+    """Counts work, waiting time and memory between two log lines.
 
-    def __init__(self, num_visual_tokens: int):
-        self.num_visual_tokens = num_visual_tokens
+    Args:
+        model: `requires_grad` decides which operations its batches must take.
+        device: whose peak rate and memory are meant.
+        peak: TFLOP/s that `mfu` is a share of; None takes the datasheet's.
+    """
+
+    def __init__(self, model: Any, device: torch.device, peak: float | None = None):
+        self.num_visual_tokens = model.get_vision_tower().num_tokens
+        self.max_length = getattr(model.config, "tokenizer_model_max_length", None)
+        self.padding_free = model.padding_free
+        self.costs = flop_costs(model)
+        self.device = device
+        self.peak = peak_tflops(device) if peak is None else peak
+        if self.peak is None:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            logger.info("mfu is not logged: no datasheet figure is known for %s; --peak_tflops gives one", name)
         self.reset()
 
     def reset(self) -> None:
         self.start = time.perf_counter()
         self.data_wait = 0.0
-        self.samples = self.tokens = self.positions = 0
+        self.work = Work()
 
     def add(self, batches: list[dict[str, torch.Tensor]], data_wait: float) -> None:
         """Counts the micro-batches of one optimizer step, without waiting for the device."""
         self.data_wait += data_wait
         for batch in batches:
-            placeholders = (batch["input_ids"] == IMAGE_TOKEN_INDEX).sum(dim=1)
-            lengths = batch["attention_mask"].sum(dim=1) + placeholders * (self.num_visual_tokens - 1)
-            self.samples += len(lengths)
-            self.tokens = self.tokens + lengths.sum()
-            self.positions = self.positions + lengths.max() * len(lengths)
+            self.work += batch_work(batch, self.num_visual_tokens, self.max_length)
 
     def metrics(self, accelerator: Any) -> dict[str, float]:
         """Rates over all ranks since the last call; every rank must call."""
         seconds = time.perf_counter() - self.start
-        counts = torch.tensor(
-            [self.samples, float(self.tokens), float(self.positions), self.data_wait / seconds],
-            dtype=torch.float64,
-            device=accelerator.device,
-        )
-        samples, tokens, positions, wait = accelerator.reduce(counts, reduction="sum").tolist()
+        counts = [*map(float, self.work.values()), self.data_wait / seconds]
+        counts = torch.tensor(counts, dtype=torch.float64, device=accelerator.device)
+        *counts, wait = accelerator.reduce(counts, reduction="sum").tolist()
+        peak_memory = torch.tensor([peak_memory_gib(self.device)], device=accelerator.device)
         self.reset()
+        work, ranks = Work(*counts), accelerator.num_processes
+        tflops = required_flops(self.costs, work) / seconds / ranks / 1e12
         return {
-            "tokens_per_second": tokens / seconds,
-            "samples_per_second": samples / seconds,
-            "padding_share": 1 - tokens / positions if positions else 0.0,
-            "data_wait_share": wait / accelerator.num_processes,
+            "tokens_per_second": work.tokens / seconds,
+            "samples_per_second": work.samples / seconds,
+            "model_tflops_per_second": tflops,
+            **({} if self.peak is None else {"mfu": tflops / self.peak}),
+            "peak_memory_gib": accelerator.gather(peak_memory).max().item(),
+            "padding_share": 1 - work.tokens / work.positions if work.positions and not self.padding_free else 0.0,
+            "data_wait_share": wait / ranks,
         }
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory that tensors took on a GPU so far; elsewhere the most that this process took."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def measures_step(args: Any, state: Any, step: int) -> bool:

@@ -20,10 +20,11 @@ from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.batches import fit_micro_batches
+from llava.train.batches import fit_micro_batches, largest_micro_batch
 from llava.train.checkpoint import find_checkpoint
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
+from llava.train.memory import set_up_checkpointing
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
 from llava.train.preflight import check_flags, check_images
 
@@ -162,6 +163,7 @@ def build_trainer(
         show_progress=training_args.process_index == 0,
     )
     fit_micro_batches(dataset, training_args)
+    set_up_checkpointing(model, training_args, largest_micro_batch(dataset, training_args))
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return LLaVATrainer(
         model=model,

@@ -78,6 +78,11 @@ class VisionTower(nn.Module):
     def vision_model(self) -> PreTrainedModel:
         return self.vision_tower["vision_model"]
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The encoder's layers that run."""
+        return self.vision_model.encoder.layers[: self.num_layers_used]
+
     def load_pretrained(self, name_or_path: str, dtype: torch.dtype | None = None) -> None:
         """Replaces the encoder by the pretrained one (local folder or hub id), by default in the old one's dtype.
 
@@ -102,7 +107,7 @@ class VisionTower(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Visual features [N, V, E] of `images` [N, 3, H, W], in the tower's dtype."""
         hidden_states = self._embed(images.to(device=self.device, dtype=self.dtype))
-        for layer in self.vision_model.encoder.layers[: self.num_layers_used]:
+        for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask=None)
         return self._select(hidden_states)
 

@@ -1,0 +1,158 @@
+"""Floating-point operations that a training step must do, whatever it really does, for MFU (model FLOP utilisation).
+
+A multiplication with a weight matrix of n elements costs 2n per token forward, 2n more for the gradient of its input
+where anything below is trained, and 2n more for the gradient of the weight where it is trained: 6n trained, 4n frozen
+with gradients passing through, 2n frozen. Attention costs 4 H C per layer and pair of tokens that see each other,
+three times that with gradients. Not counted: padding, recomputation, dummy images, norms, activation functions.
+
+Shapes: H heads, C channels per head, V visual tokens per image, P tokens inside the tower.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.model.zero3 import full_shape
+
+# Datasheet's dense bf16 TFLOP/s; the first name that the device's contains.
+_PEAK_TFLOPS = (
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H200 NVL", 835.0),
+    ("H100", 989.0),
+    ("H200", 989.0),
+    ("H800", 989.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What batches ask for; numbers or scalar tensors, so that counting need not wait for a device."""
+
+    samples: Any = 0
+    tokens: Any = 0  # of the decoder
+    positions: Any = 0  # tokens and what padding would add
+    pairs: Any = 0  # (query, key) inside samples, key not behind query
+    images: Any = 0
+    targets: Any = 0  # positions whose next token is supervised
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
+    def values(self) -> tuple:
+        return tuple(vars(self).values())
+
+
+def batch_work(batch: dict[str, torch.Tensor], num_visual_tokens: int, max_length: int | None = None) -> Work:
+    """The work of one collated micro-batch, as scalar tensors on its device.
+
+    Args:
+        batch: `input_ids`, `attention_mask`, `labels` [B, S].
+        num_visual_tokens: V, what a placeholder expands to.
+        max_length: samples are cut there, counted after expansion.
+    """
+    mask = batch["attention_mask"].bool()
+    placeholders = ((batch["input_ids"] == IMAGE_TOKEN_INDEX) & mask).sum(dim=1)
+    lengths = mask.sum(dim=1) + placeholders * (num_visual_tokens - 1)
+    if max_length is not None:
+        lengths = lengths.clamp(max=max_length)
+    return Work(
+        samples=len(lengths),
+        tokens=lengths.sum(),
+        positions=lengths.max() * len(lengths),
+        pairs=(lengths * (lengths + 1) // 2).sum(),
+        images=placeholders.sum(),
+        targets=(batch["labels"][:, 1:] != IGNORE_INDEX).sum(),
+    )
+
+
+@dataclass(frozen=True)
+class FlopCosts:
+    """Operations per unit of `Work`, forward and backward."""
+
+    per_token: int
+    per_pair: int
+    per_image: int
+    per_target: int
+
+
+def required_flops(costs: FlopCosts, work: Work) -> float:
+    """The operations that `work` takes."""
+    return float(
+        costs.per_token * work.tokens
+        + costs.per_pair * work.pairs
+        + costs.per_image * work.images
+        + costs.per_target * work.targets
+    )
+
+
+def flop_costs(model: Any) -> FlopCosts:
+    """The costs of a LLaVA whose `requires_grad` is set; LoRA's matrices count as any others."""
+    decoder, tower = model.get_model(), model.get_vision_tower()
+    config = decoder.config
+    tower_trained, projector_trained = _trained(tower), _trained(decoder.mm_projector)
+    into_decoder = tower_trained or projector_trained or _trained(decoder.embed_tokens)
+    through_decoder = into_decoder or _trained(decoder.layers)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pair = 4 * config.num_attention_heads * head_dim * len(decoder.layers)
+
+    patches, inside = tower.num_patches_per_side**2, _tower_tokens(tower)
+    embedding = tower.vision_model.embeddings.patch_embedding
+    tower_flops = patches * _matmul_flops(embedding, passes_gradient=False)
+    tower_flops += inside * linear_flops(tower.layers, passes_gradient=tower_trained)
+    tower_flops += inside**2 * 4 * tower.hidden_size * len(tower.layers) * (3 if tower_trained else 1)
+    return FlopCosts(
+        per_token=linear_flops(decoder.layers, passes_gradient=through_decoder),
+        per_pair=pair * (3 if through_decoder else 1),
+        per_image=tower_flops + tower.num_tokens * _projector_flops(decoder.mm_projector, tower_trained),
+        per_target=_matmul_flops(model.lm_head, passes_gradient=through_decoder),
+    )
+
+
+def linear_flops(module: nn.Module, passes_gradient: bool) -> int:
+    """Operations per token of every linear layer inside `module`.
+
+    Args:
+        passes_gradient: whether gradients of the layers' inputs are needed.
+    """
+    return sum(_matmul_flops(m, passes_gradient) for m in module.modules() if isinstance(m, nn.Linear))
+
+
+def _matmul_flops(module: nn.Module, passes_gradient: bool) -> int:
+    if isinstance(module, nn.Linear):  # its weight may be quantised or partitioned, and then has another shape
+        elements = module.in_features * module.out_features
+    else:
+        elements = full_shape(module.weight).numel()
+    return 2 * elements * (1 + passes_gradient + module.weight.requires_grad)
+
+
+def _projector_flops(projector: nn.Module, tower_trained: bool) -> int:
+    """As `linear_flops`, but its first layer's input needs a gradient only for a trained tower."""
+    flops, passes_gradient = 0, tower_trained
+    for module in projector.modules():
+        if isinstance(module, nn.Linear):
+            flops += _matmul_flops(module, passes_gradient)
+        passes_gradient = passes_gradient or any(p.requires_grad for p in module.parameters(recurse=False))
+    return flops
+
+
+def _tower_tokens(tower: Any) -> int:
+    """P: the patches, and the class token where the encoder has one."""
+    return tower.num_patches_per_side**2 + hasattr(tower.vision_model.embeddings, "class_embedding")
+
+
+def _trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """The datasheet's dense bf16 TFLOP/s of a GPU; None for other devices and unknown ones."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_TFLOPS if part in name), None)

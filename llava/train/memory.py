@@ -1,0 +1,279 @@
+"""How much device memory a run will take, and how many layers must therefore recompute their activations.
+
+The estimate follows what autograd keeps (tests compare it with that) and rounds up where it depends on the data.
+Attention has no matrix of all pairs of tokens unless the backend is `eager`.
+
+Shapes: T tokens of the largest micro-batch, V visual tokens per image.
+"""
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from llava.model.attention import SEGMENTS
+from llava.model.lora import has_lora
+from llava.model.zero3 import full_shape
+
+logger = logging.getLogger(__name__)
+
+_USABLE = 0.9  # of what is free: the rest goes to fragmentation and communication buffers
+_ZERO3_LIVE_PARAMETERS = 10**9  # DeepSpeed's default of stage3_max_live_parameters
+_LOSS_CHUNKS = 3 * 2**26  # logits, their exponentials and gradients of one chunk of llava.model.loss
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    embeddings: int  # spliced inputs, projector, final norm
+    loss_head: int
+    num_layers: int
+    layer: int  # what one decoder layer keeps for the backward pass
+    layer_input: int  # what it keeps when it recomputes the rest
+    tower_layers: int  # layers that keep anything: 0 for a frozen tower
+    tower_layer: int
+    tower_layer_input: int
+
+    def activations(self, checkpointed: int) -> int:
+        """Of the decoder, when its first `checkpointed` layers recompute."""
+        return checkpointed * self.layer_input + (self.num_layers - checkpointed) * self.layer
+
+    def tower(self, checkpointed: bool) -> int:
+        return self.tower_layers * (self.tower_layer_input if checkpointed else self.tower_layer)
+
+    def total(self, plan: "CheckpointPlan") -> int:
+        fixed = self.parameters + self.gradients + self.optimizer + self.embeddings + self.loss_head
+        working = max(self.layer, self.tower_layer if self.tower_layers else 0)  # of the layer that is run backward
+        return fixed + working + self.activations(plan.decoder_layers) + self.tower(plan.tower)
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Which layers recompute their activations: the first `decoder_layers`, and all of the tower's or none."""
+
+    decoder_layers: int = 0
+    tower: bool = False
+
+
+def estimate_memory(model: Any, args: Any, tokens: int) -> MemoryEstimate:
+    """The estimate for a model whose `requires_grad` is set.
+
+    Args:
+        args: the training arguments (DeepSpeed, precision, optimizer).
+        tokens: T.
+    """
+    decoder, tower = model.get_model(), model.get_vision_tower()
+    config = decoder.config
+    residual = decoder.embed_tokens.weight.element_size()
+    matmul = 2 if args.bf16 or args.fp16 else residual
+    images = max(1, tokens // tower.num_tokens)  # as many as fit
+    tower_tokens = images * (tower.num_patches_per_side**2 + 1)
+    tower_trained = any(p.requires_grad for p in tower.parameters())
+    parameters, gradients, optimizer = _state_bytes(model, args)
+    width = config.hidden_size
+    return MemoryEstimate(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        embeddings=tokens * width * (4 + 4 * residual)
+        + images * tower.num_tokens * matmul * (tower.hidden_size + 3 * width),
+        loss_head=_loss_head_bytes(model.lm_head, tokens, matmul),
+        num_layers=len(decoder.layers),
+        layer=_decoder_layer_bytes(model, tokens, residual, matmul, args.device, args.use_liger_kernel),
+        layer_input=tokens * width * residual,
+        tower_layers=tower.num_layers_used if tower_trained else 0,
+        tower_layer=tower_tokens * _tower_layer_bytes(tower.config, residual, matmul),
+        tower_layer_input=tower_tokens * tower.hidden_size * residual,
+    )
+
+
+def _state_bytes(model: nn.Module, args: Any) -> tuple[int, int, int]:
+    """Parameters, gradients and optimizer states; what DeepSpeed keeps in CPU memory is not counted."""
+    parameters = list(model.parameters())
+    stored = sum(full_shape(p).numel() * p.element_size() for p in parameters)
+    trained = sum(full_shape(p).numel() for p in parameters if p.requires_grad)
+    trained_bytes = sum(full_shape(p).numel() * p.element_size() for p in parameters if p.requires_grad)
+    per_element = 2 if "8bit" in str(args.optim) else 8  # two moments in one byte each or in fp32
+    if not args.deepspeed:
+        copies = 2 * trained if args.bf16 or args.fp16 else 0  # autocast keeps 16-bit copies of fp32 weights
+        buckets = 2 if args.world_size > 1 else 1  # DDP reduces copies
+        return stored + copies, buckets * trained_bytes, per_element * trained
+    zero = args.hf_deepspeed_config.config.get("zero_optimization", {})
+    stage, ranks = zero.get("stage", 0), args.world_size
+    offload_optimizer, offload_parameters = (
+        (zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")
+    )
+    if stage == 3:
+        gathered = min(stored, _ZERO3_LIVE_PARAMETERS * 2)
+        stored = gathered + (0 if offload_parameters else stored // ranks)
+    gradients = trained_bytes // (ranks if stage >= 2 else 1)
+    states = (4 + per_element + 4) * trained // (ranks if stage >= 1 else 1)  # fp32 weights, moments, gradients
+    return stored, 0 if offload_optimizer and stage >= 2 else gradients, 0 if offload_optimizer else states
+
+
+def _decoder_layer_bytes(model: Any, tokens: int, residual: int, matmul: int, device: torch.device, fused: bool) -> int:
+    """What autograd keeps of one layer: norms, inputs of trained linear layers, attention, MLP.
+
+    Args:
+        residual, matmul: bytes per element of the residual stream and of what enters products.
+        fused: Liger's kernels, which keep less.
+    """
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width, mlp = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    layer, lora = model.get_model().layers[0], has_lora(model)
+    trained = layer.input_layernorm.weight.requires_grad
+    backend = config._attn_implementation
+    if backend == "eager":
+        keys = queries
+
+    norm = residual * width if fused else 4 * width + residual * width * trained
+    attention = matmul * 2 * (queries + keys)
+    mlp_kept = matmul * mlp * (2 if fused else 3)
+    if lora:  # every adapter drops out of its own input: its values and a mask
+        dropped = max(matmul, _adapter_bytes(layer))
+        inputs = (5 * width + queries + mlp) * (dropped + (1 if device.type == "cuda" else dropped))
+    elif trained:
+        copies = 2 if matmul == residual else 5  # autocast makes one for every product, else those after a norm share
+        inputs = matmul * (copies * width + mlp + (queries if backend == SEGMENTS else 0))
+    else:
+        inputs = 0
+    pairs = tokens * config.num_attention_heads * (4 + (matmul if matmul < 4 else 0)) if backend == "eager" else 0
+    return tokens * (2 * norm + attention + mlp_kept + inputs + pairs)
+
+
+def _adapter_bytes(layer: nn.Module) -> int:
+    return next((p.element_size() for p in layer.parameters() if p.requires_grad), 0)
+
+
+def _tower_layer_bytes(config: Any, residual: int, matmul: int) -> int:
+    """Per token of a trained tower."""
+    activation = 3 if config.hidden_act == "quick_gelu" else 2
+    return config.hidden_size * (2 * residual + 6 * matmul) + config.intermediate_size * activation * matmul
+
+
+def _loss_head_bytes(lm_head: Any, rows: int, matmul: int) -> int:
+    """As if every token were a target."""
+    vocabulary, width = lm_head.out_features, lm_head.in_features
+    if lm_head.loss_head == "plain":
+        return rows * vocabulary * (matmul + 4 + 4)
+    weight_gradient = vocabulary * width * (4 + matmul) if lm_head.weight.requires_grad else 0
+    return 2 * rows * width * matmul + weight_gradient + _LOSS_CHUNKS
+
+
+# --- the decision -----------------------------------------------------------------------------------------------------
+
+
+def plan_checkpointing(requested: bool | int | str, estimate: MemoryEstimate, budget: float) -> CheckpointPlan:
+    """Which layers recompute.
+
+    Args:
+        requested: True, False, a number of decoder layers, or `auto`: as few decoder layers as bring the total below
+            `budget`, and a trained tower's only if all of them are not enough.
+
+    Raises:
+        ValueError: the decoder has fewer layers than asked for.
+    """
+    everything = CheckpointPlan(estimate.num_layers, tower=estimate.tower_layers > 0)
+    if isinstance(requested, bool):
+        return everything if requested else CheckpointPlan()
+    if requested != "auto":
+        if requested > estimate.num_layers:
+            raise ValueError(
+                f"--activation_checkpointing {requested}: the language model has {estimate.num_layers} layers"
+            )
+        return CheckpointPlan(requested)
+    excess = estimate.total(CheckpointPlan()) - budget
+    if excess <= 0:
+        return CheckpointPlan()
+    needed = math.ceil(excess / max(1, estimate.layer - estimate.layer_input))
+    return CheckpointPlan(needed) if needed <= estimate.num_layers else everything
+
+
+def memory_budget(device: torch.device, parameters: int) -> float:
+    """Bytes that a rank may take, with what it holds already.
+
+    Args:
+        parameters: bytes of the model, which lies in CPU memory already when the device is a CPU.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return _USABLE * (free + torch.cuda.memory_reserved(device))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return _USABLE * psutil.virtual_memory().available / ranks + parameters
+
+
+def set_up_checkpointing(model: Any, args: Any, tokens: int) -> CheckpointPlan:
+    """Prints the estimate, decides by `--activation_checkpointing`, and switches the layers.
+
+    Every rank must call: ranks decide alike, since under ZeRO-3 recomputing gathers weights.
+    """
+    estimate = estimate_memory(model, args, tokens)
+    budget = _smallest_over_ranks(memory_budget(args.device, estimate.parameters), args.device)
+    plan = plan_checkpointing(args.activation_checkpointing, estimate, budget)
+    logger.info("%s", memory_table(estimate, plan, budget, tokens))
+    if args.activation_checkpointing == "auto" and estimate.total(plan) > budget:
+        logger.warning(
+            "even with every layer recomputed the estimate exceeds what is free; if memory runs out, lower "
+            "--max_tokens_per_micro_batch or --per_device_train_batch_size, or use ZeRO-3, offload or more GPUs"
+        )
+    checkpoint_layers(model, plan, args.activation_checkpointing_kwargs)
+    args.activation_checkpointing = args.gradient_checkpointing = False  # the Trainer would switch on every layer
+    return plan
+
+
+def _smallest_over_ranks(value: float, device: torch.device) -> float:
+    if not torch.distributed.is_initialized():
+        return value
+    smallest = torch.tensor(value, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN)
+    return smallest.item()
+
+
+def memory_table(estimate: MemoryEstimate, plan: CheckpointPlan, budget: float, tokens: int) -> str:
+    """The estimate in GiB per device without recomputation, with all of it, and as decided."""
+    plans = (CheckpointPlan(), plan_checkpointing(True, estimate, budget), plan)
+    rows = [
+        ("parameters", *[estimate.parameters] * 3),
+        ("gradients", *[estimate.gradients] * 3),
+        ("optimizer", *[estimate.optimizer] * 3),
+        ("decoder activations", *(estimate.activations(p.decoder_layers) for p in plans)),
+        ("tower activations", *(estimate.tower(p.tower) for p in plans)),
+        ("embeddings, projector", *[estimate.embeddings] * 3),
+        ("loss head", *[estimate.loss_head] * 3),
+        ("total with working space", *(estimate.total(p) for p in plans)),
+    ]
+    lines = [f"  {name:<26}" + "".join(f"{value / 2**30:>12.2f}" for value in values) for name, *values in rows]
+    decided = f"{plan.decoder_layers} of {estimate.num_layers} decoder layers"
+    return "\n".join(
+        [
+            f"memory estimate per device in GiB, micro-batches of up to {tokens} tokens; {budget / 2**30:.2f} usable",
+            f"  {'':<26}{'none':>12}{'all':>12}{'this run':>12}   layers recomputed",
+            *lines,
+            f"  activation checkpointing: {decided}" + (", and the tower's" if plan.tower else ""),
+        ]
+    )
+
+
+def checkpoint_layers(model: Any, plan: CheckpointPlan, options: dict[str, Any] | None) -> None:
+    """Switches recomputation on for the planned layers, with `--activation_checkpointing_kwargs`."""
+    if plan == CheckpointPlan():
+        return
+    options = dict(options or {})
+    every_n_layers, offload = options.pop("every_n_layers", 1), options.pop("offload", False)
+    model.activation_checkpointing_enable(options or None, every_n_layers=every_n_layers, offload=offload)
+    for layer in model.get_model().layers[plan.decoder_layers :]:
+        layer.gradient_checkpointing = False
+    if not plan.tower:
+        for layer in model.get_vision_tower().layers:
+            layer.gradient_checkpointing = False
