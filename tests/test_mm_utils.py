@@ -130,7 +130,7 @@ def test_unsupported_modes_say_what_is_supported():
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_ids_equal_sentencepiece_chunk_by_chunk(prompt):
-    folder = GOLDEN / "tokenizers/llama"
+    folder = GOLDEN / "train/inputs/llama"
     pieces = SentencePieceProcessor(str(folder / "tokenizer.model"))
     expected = [pieces.bos_id()]
     for index, chunk in enumerate(prompt.split("<image>")):
@@ -139,14 +139,14 @@ def test_ids_equal_sentencepiece_chunk_by_chunk(prompt):
 
 
 def test_ids_of_a_tokenizer_without_bos_hold_only_the_text():
-    tokenizer = load_tokenizer(str(GOLDEN / "tokenizers/qwen"))
+    tokenizer = load_tokenizer(str(GOLDEN / "train/inputs/qwen_untied"))
     ids = tokenizer_image_token("Hi <image>\nyou", tokenizer)
     place = ids.index(IMAGE_TOKEN_INDEX)
     assert tokenizer.decode(ids[:place]) == "Hi " and tokenizer.decode(ids[place + 1 :]) == "\nyou"
 
 
 def test_ids_come_as_a_one_dimensional_tensor_on_request():
-    tokenizer = load_tokenizer(str(GOLDEN / "tokenizers/llama"))
+    tokenizer = load_tokenizer(str(GOLDEN / "train/inputs/llama"))
     ids = tokenizer_image_token("a<image>b", tokenizer, 7, return_tensors="pt")
     assert ids.dtype == torch.long and ids.ndim == 1
     assert ids.tolist() == tokenizer_image_token("a<image>b", tokenizer, image_token_index=7)
@@ -155,12 +155,12 @@ def test_ids_come_as_a_one_dimensional_tensor_on_request():
 
 
 def test_a_bos_that_the_prompt_writes_is_not_doubled():
-    tokenizer = load_tokenizer(str(GOLDEN / "tokenizers/llama"))
+    tokenizer = load_tokenizer(str(GOLDEN / "train/inputs/llama"))
     assert tokenizer_image_token("<s>Hi", tokenizer).count(tokenizer.bos_token_id) == 1
 
 
 def test_merges_follow_the_scores_of_the_sentencepiece_file(tmp_path):
-    shutil.copytree(GOLDEN / "tokenizers/llama", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(GOLDEN / "train/inputs/llama", tmp_path, dirs_exist_ok=True)
     path = tmp_path / "tokenizer.model"
     model = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
     for piece in model.pieces[259:300]:  # common pairs get the worst scores, as runs of spaces have in Llama-2's file
@@ -193,7 +193,7 @@ def test_model_name_is_the_folders(path, name):
 
 @pytest.mark.parametrize("with_prompt", [True, False])
 def test_generation_stops_at_a_keyword_that_was_generated(with_prompt):
-    tokenizer = load_tokenizer(str(GOLDEN / "tokenizers/qwen"))
+    tokenizer = load_tokenizer(str(GOLDEN / "train/inputs/qwen_untied"))
     prompt = torch.tensor([tokenizer("USER: ### ").input_ids])
     stop = KeywordsStoppingCriteria(["###"], tokenizer, prompt)
     for text, expected in (("A cat.", False), ("A cat.###", True), ("A ## cat #", False), ("", False)):
@@ -203,7 +203,7 @@ def test_generation_stops_at_a_keyword_that_was_generated(with_prompt):
 
 
 def test_each_sequence_of_a_batch_stops_by_itself():
-    tokenizer = load_tokenizer(str(GOLDEN / "tokenizers/qwen"))
+    tokenizer = load_tokenizer(str(GOLDEN / "train/inputs/qwen_untied"))
     rows = [tokenizer("aa#b").input_ids, tokenizer("aa<|im_end|>b").input_ids]
     width = min(map(len, rows))
     stop = KeywordsStoppingCriteria(["<|im_end|>"], tokenizer, torch.tensor([[IMAGE_TOKEN_INDEX, 5]]))
