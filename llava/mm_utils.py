@@ -5,9 +5,11 @@ Shapes: B batch, S sequence, N images, H and W the image processor's output size
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoTokenizer, StoppingCriteria
@@ -109,7 +111,7 @@ def tokenizer_image_token(
         raise ValueError(f"return_tensors {return_tensors!r}: expected None or 'pt'")
     ids = leading_ids(prompt, tokenizer)
     for index, chunk in enumerate(prompt.split(DEFAULT_IMAGE_TOKEN)):
-        ids += ([image_token_index] if index else []) + encode_chunk(chunk, tokenizer)["input_ids"]
+        ids += ([image_token_index] if index else []) + encode_chunk(chunk, tokenizer)[0]
     return torch.tensor(ids, dtype=torch.long) if return_tensors == "pt" else ids
 
 
@@ -118,22 +120,41 @@ def leading_ids(text: str, tokenizer: Any) -> list[int]:
     bos = tokenizer.bos_token
     if bos is None or text.startswith(bos):
         return []
-    return [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
+    backend = _backend(tokenizer)
+    ids = tokenizer("")["input_ids"] if backend is None else backend.encode("").ids
+    return [tokenizer.bos_token_id] if ids[:1] == [tokenizer.bos_token_id] else []
 
 
-def encode_chunk(chunk: str, tokenizer: Any, return_offsets_mapping: bool = False) -> dict[str, list]:
-    """`input_ids` (and `offset_mapping`, in characters of `chunk`) of text between images, without BOS.
+def encode_chunk(chunk: str, tokenizer: Any) -> tuple[list[int], np.ndarray | None]:
+    """Ids of text between images, without BOS, and the characters [S, 2] of `chunk` they start and end at.
 
     SentencePiece puts a space before every text. Fast tokenizers leave it out where the text begins with one, which
-    gives other ids than those LLaVA's checkpoints were trained on; here it is always there.
+    gives other ids than those LLaVA's checkpoints were trained on; here it is always there. Slow tokenizers know no
+    characters: None.
     """
     shift = 1 if chunk.startswith(" ") and _adds_space(tokenizer) else 0
-    encoding = tokenizer(" " * shift + chunk, add_special_tokens=False, return_offsets_mapping=return_offsets_mapping)
-    encoded = {"input_ids": list(encoding["input_ids"])}
-    if return_offsets_mapping:
-        offsets = encoding["offset_mapping"]
-        encoded["offset_mapping"] = [(max(0, start - shift), max(0, end - shift)) for start, end in offsets]
-    return encoded
+    backend = _backend(tokenizer)
+    if backend is None:
+        return list(tokenizer(" " * shift + chunk, add_special_tokens=False)["input_ids"]), None
+    encoding = backend.encode(" " * shift + chunk, add_special_tokens=False)
+    ids = encoding.ids
+    offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+    return ids, np.maximum(offsets - shift, 0) if shift else offsets
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The Rust tokenizer, set as a plain call of `tokenizer` sets it; None for slow ones.
+
+    The call's other work takes longer than encoding a short text.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
 
 
 def _adds_space(tokenizer: Any) -> bool:
