@@ -4,6 +4,7 @@ import logging
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers.trainer_utils import seed_worker
 
@@ -39,8 +40,8 @@ def fit_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
     if args.max_tokens_per_micro_batch is None:
         return
     order, lengths, step_size = sample_order(dataset, args), dataset.modality_lengths(), global_batch_size(args)
-    tokens = [abs(lengths[i]) for i in order]
-    steps = [sum(tokens[start : start + step_size]) for start in range(0, len(tokens), step_size)]
+    tokens = np.abs(lengths[list(order)])
+    steps = np.add.reduceat(tokens, range(0, len(tokens), step_size)).tolist()
     samples_per_rank = step_size // args.world_size
     micro_batches = micro_batches_for(steps, args.world_size, samples_per_rank, args.max_tokens_per_micro_batch)
     args.gradient_accumulation_steps = micro_batches
