@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoTokenizer, StoppingCriteria
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 
@@ -29,6 +31,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """
     if image.mode.startswith("I"):
         return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
     # By way of RGBA, because Pillow warns where a palette's transparency is a table.
     return image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
 
@@ -72,6 +76,8 @@ def process_images(
     if not images:
         raise ValueError("process_images: expected at least one picture, found none")
     pixels = [_pixels(to_rgb(image), image_processor, pad=mode == "pad") for image in images]
+    if len(pixels) == 1:
+        return pixels[0][None]
     same_size = all(image.shape == pixels[0].shape for image in pixels)
     return torch.stack(pixels) if same_size else pixels
 
@@ -80,8 +86,44 @@ def _pixels(image: Image.Image, image_processor: Any, pad: bool) -> torch.Tensor
     if pad:
         image = expand2square(image, tuple(int(255 * mean) for mean in image_processor.image_mean))
     # Said, not guessed: a picture of 1 or 3 rows looks like channels first.
-    batch = image_processor.preprocess(image, return_tensors="pt", input_data_format="channels_last")
-    return batch["pixel_values"][0]
+    options = {"return_tensors": "pt", "input_data_format": "channels_last"}
+    if type(image_processor) not in (SiglipImageProcessorPil, CLIPImageProcessorPil):
+        return image_processor.preprocess(image, **options)["pixel_values"][0]
+    return torch.from_numpy(_values(_levels(image, image_processor, options), image_processor))
+
+
+def _levels(image: Image.Image, image_processor: Any, options: dict[str, str]) -> np.ndarray:
+    """The picture in its final size, uint8 [H, W, 3]: what the processor gives before it rescales and normalises."""
+    size = image_processor.size
+    if type(image_processor) is SiglipImageProcessorPil and image_processor.do_resize and size.height and size.width:
+        return np.asarray(image.resize((size.width, size.height), image_processor.resample))
+    levels = image_processor.preprocess(image, do_rescale=False, do_normalize=False, **options)["pixel_values"][0]
+    return levels.numpy().transpose(1, 2, 0)
+
+
+def _values(levels: np.ndarray, image_processor: Any) -> np.ndarray:
+    """The processor's values [3, H, W] of uint8 [H, W, 3]: looked up, since each depends on one level and its band."""
+    table = _value_table(image_processor)
+    values = np.empty((3, *levels.shape[:2]), table.dtype)
+    for band in range(3):
+        np.take(table[band], levels[:, :, band], out=values[band], mode="clip")
+    return values
+
+
+_value_tables: dict[tuple, np.ndarray] = {}
+
+
+def _value_table(image_processor: Any) -> np.ndarray:
+    """The processor's values [3, 256] of all levels, which it gives itself."""
+    fields = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+    settings = tuple(str(getattr(image_processor, field)) for field in fields)
+    if settings not in _value_tables:
+        ramp = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)  # [1, 256, 3]
+        geometry = {"do_resize": False, "do_center_crop": False, "do_pad": False}
+        known = {name: value for name, value in geometry.items() if hasattr(image_processor, name)}
+        batch = image_processor.preprocess(ramp, return_tensors="np", input_data_format="channels_last", **known)
+        _value_tables[settings] = batch["pixel_values"][0][:, 0]
+    return _value_tables[settings]
 
 
 def process_anyres_image(image: Image.Image, processor: Any, grid_pinpoints: Any) -> NoReturn:

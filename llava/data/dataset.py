@@ -89,7 +89,8 @@ class LazySupervisedDataset(Dataset):
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:
             images = [self._open_image(name, record, index) for name in record_images(record)[:num_images]]
-            item["images"] = torch.stack(list(process_images(images, self.image_processor, self.image_config)))
+            pixels = process_images(images, self.image_processor, self.image_config)
+            item["images"] = pixels if isinstance(pixels, torch.Tensor) else torch.stack(pixels)
         return item
 
     def tokenize(self, index: int) -> Sample:
