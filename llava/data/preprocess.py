@@ -11,9 +11,11 @@ Shapes: S sequence (an image placeholder counts one).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from llava.constants import (
@@ -47,11 +49,11 @@ class Sample(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Ids, the character each token starts at, and whether it overlaps a marked character."""
+    """Ids, the character each token starts at, and whether it overlaps a marked character; arrays [S]."""
 
-    ids: list[int]
-    starts: list[int]
-    marked: list[bool]
+    ids: np.ndarray
+    starts: np.ndarray
+    marked: np.ndarray
 
 
 def preprocess(
@@ -89,11 +91,8 @@ def preprocess(
     parts = write_parts(turns, template, keep_empty=not upstream or template.sep_style in _ROLE_TAGGED)
     tokens = _tokenize(parts, _is_target(template, upstream), tokenizer, has_image)
     targets = _upstream_targets(tokens, parts, template, tokenizer) if upstream else tokens.marked
-    labels = [
-        id if target and id != IMAGE_TOKEN_INDEX else IGNORE_INDEX
-        for id, target in zip(tokens.ids, targets, strict=True)
-    ]
-    return Sample(torch.tensor(tokens.ids, dtype=torch.long), torch.tensor(labels, dtype=torch.long))
+    labels = np.where(targets & (tokens.ids != IMAGE_TOKEN_INDEX), tokens.ids, IGNORE_INDEX)
+    return Sample(torch.from_numpy(tokens.ids), torch.from_numpy(labels))
 
 
 def generation_ids(
@@ -118,7 +117,7 @@ def generation_ids(
     _check_order(turns, template, complete=False)
     turns = normalize_image_tokens(turns, template, "assistant", mm_use_im_start_end)
     parts = write_parts(turns, template, keep_empty=True, open_answer=True)
-    return torch.tensor(_tokenize(parts, _is_target(template, False), tokenizer, True).ids, dtype=torch.long)
+    return torch.from_numpy(_tokenize(parts, _is_target(template, False), tokenizer, True).ids)
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------
@@ -237,10 +236,8 @@ def write_parts(
     if template.sep_style is SeparatorStyle.PLAIN:
         return _write_plain(turns, template)
     system = [text for speaker, text in turns if speaker == "system"]
-    conversation = template.with_system(system[0]) if system else template.copy()
-    conversation.messages = [
-        [conversation.roles[speaker == "gpt"], text] for speaker, text in turns if speaker != "system"
-    ]
+    messages = [[template.roles[speaker == "gpt"], text] for speaker, text in turns if speaker != "system"]
+    conversation = replace(template.with_system(system[0]) if system else template, messages=messages)
     if open_answer:
         conversation.append_message(conversation.roles[1], None)
     return conversation.parts(keep_empty)
@@ -267,61 +264,61 @@ def _is_target(template: Conversation, upstream: bool) -> Callable[[Part], bool]
 
 def _tokenize(parts: list[Part], is_target: Callable[[Part], bool], tokenizer: Any, has_image: bool) -> _Tokens:
     text = "".join(part.text for part in parts)
-    marks = "".join("x" * len(part.text) if is_target(part) else " " * len(part.text) for part in parts)
+    marks = np.repeat([is_target(part) for part in parts], [len(part.text) for part in parts])
     bos = leading_ids(text, tokenizer)
-    tokens = _Tokens(bos, [0] * len(bos), [False] * len(bos))
+    pieces = [_Tokens(np.array(bos, np.int64), np.zeros(len(bos), np.int64), np.zeros(len(bos), bool))]
     start = 0
     for index, chunk in enumerate(text.split(DEFAULT_IMAGE_TOKEN) if has_image else [text]):
         if index:
-            _append(tokens, [IMAGE_TOKEN_INDEX], [start - len(DEFAULT_IMAGE_TOKEN)], [False])
-        _append(tokens, *_tokenize_chunk(chunk, marks[start : start + len(chunk)], tokenizer, start))
+            placeholder = np.array([start - len(DEFAULT_IMAGE_TOKEN)])
+            pieces.append(_Tokens(np.array([IMAGE_TOKEN_INDEX]), placeholder, np.array([False])))
+        pieces.append(_tokenize_chunk(chunk, marks[start : start + len(chunk)], tokenizer, start))
         start += len(chunk) + len(DEFAULT_IMAGE_TOKEN)
-    return tokens
+    return _joined(pieces)
 
 
-def _append(tokens: _Tokens, ids: list[int], starts: list[int], marked: list[bool]) -> None:
-    tokens.ids.extend(ids)
-    tokens.starts.extend(starts)
-    tokens.marked.extend(marked)
+def _joined(pieces: list[_Tokens]) -> _Tokens:
+    return _Tokens(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
-def _tokenize_chunk(chunk: str, marks: str, tokenizer: Any, origin: int) -> _Tokens:
-    encoded = encode_chunk(chunk, tokenizer, return_offsets_mapping=True)
-    spans = encoded["offset_mapping"]
-    for start, end in spans:
-        border = marks.find(" x", start, end) + 1
-        if border:
-            # A token lies across the border, as where "\n" ends a header and begins an answer. Generation starts at the
-            # border, so the tokens have to end there as well.
-            head = _tokenize_chunk(chunk[:border], marks[:border], tokenizer, origin)
-            tail = _tokenize_chunk(chunk[border:], marks[border:], tokenizer, origin + border)
-            return _Tokens(*(left + right for left, right in zip(head, tail, strict=True)))
+def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: Any, origin: int) -> _Tokens:
+    ids, offsets = encode_chunk(chunk, tokenizer)
+    starts, ends = offsets.T
+    borders = np.flatnonzero(marks[1:] & ~marks[:-1]) + 1
+    across = borders.searchsorted(starts, "right") < borders.searchsorted(ends, "left")
+    if across.any():
+        # A token lies across the border, as where "\n" ends a header and begins an answer. Generation starts at the
+        # border, so the tokens have to end there as well.
+        border = int(borders[borders.searchsorted(starts[across.argmax()], "right")])
+        head = _tokenize_chunk(chunk[:border], marks[:border], tokenizer, origin)
+        tail = _tokenize_chunk(chunk[border:], marks[border:], tokenizer, origin + border)
+        return _joined([head, tail])
     # An empty span is the space that SentencePiece puts before a text: it belongs to the character that follows.
-    marked = ["x" in marks[start : max(end, start + 1)] for start, end in spans]
-    return _Tokens(encoded["input_ids"], [origin + start for start, _ in spans], marked)
+    ends = np.minimum(np.maximum(ends, starts + 1), len(marks))
+    marked_before = np.concatenate(([0], marks.cumsum()))
+    return _Tokens(np.array(ids, np.int64), origin + starts, marked_before[ends] > marked_before[starts])
 
 
 # --- upstream's labels ------------------------------------------------------------------------------------------------
 
 
-def _upstream_targets(tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: Any) -> list[bool]:
+def _upstream_targets(tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: Any) -> np.ndarray:
     if template.sep_style in _ROLE_TAGGED:
-        always = _always_learnt(template, tokenizer)
-        return [marked or id in always for id, marked in zip(tokens.ids, tokens.marked, strict=True)]
+        return tokens.marked | np.isin(tokens.ids, _always_learnt(template, tokenizer))
     if template.sep_style in (SeparatorStyle.TWO, SeparatorStyle.LLAMA_2) and _is_ignored(
         tokens, parts, template, tokenizer
     ):
-        return [False] * len(tokens.ids)
+        return np.zeros_like(tokens.marked)
     return tokens.marked
 
 
-def _always_learnt(template: Conversation, tokenizer: Any) -> set[int]:
+def _always_learnt(template: Conversation, tokenizer: Any) -> list[int]:
     """The ids that LLaVA-NeXT makes targets in every turn, the user's too."""
     if template.sep_style in _CHATML:
         newline = 198  # by its id in the Qwen vocabularies, whatever it is in others
-        return {newline, *tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])}
+        return [newline, *tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])]
     markers = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    return set(tokenizer.convert_tokens_to_ids(markers))
+    return tokenizer.convert_tokens_to_ids(markers)
 
 
 def _is_ignored(tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: Any) -> bool:
@@ -337,7 +334,9 @@ def _is_ignored(tokens: _Tokens, parts: list[Part], template: Conversation, toke
     broken = next((begin for begin, piece in zip(begins, rounds, strict=False) if piece.count(answer_mark) != 1), None)
     counted = len(tokens.ids)
     if broken is not None and broken < len(text):
-        counted = sum(start < broken for start in tokens.starts)
-    elif tokenizer.unk_token_id not in tokens.ids:  # <unk> is LLaVA's padding, which the length leaves out
+        counted = int((tokens.starts < broken).sum())
+    elif (
+        tokenizer.unk_token_id is None or tokenizer.unk_token_id not in tokens.ids
+    ):  # <unk> is LLaVA's padding, which the length leaves out
         return False
     return counted < tokenizer.model_max_length

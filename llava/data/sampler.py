@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
@@ -41,10 +42,10 @@ class ModalityLengthGroupedSampler(Sampler[int]):
             lengths. 1 (as LLaVA) leaves each batch a random sample of its modality.
     """
 
-    def __init__(self, lengths: list[int], global_batch_size: int, seed: int = 0, window: int = 1):
-        if 0 in lengths:
-            raise ValueError(f"sample {lengths.index(0)} has length 0; lengths are positive, or negative for text only")
-        self.lengths = torch.tensor(lengths)
+    def __init__(self, lengths: Sequence[int] | np.ndarray, global_batch_size: int, seed: int = 0, window: int = 1):
+        self.lengths = torch.from_numpy(np.array(lengths, np.int64))
+        if len(empty := (self.lengths == 0).nonzero()):
+            raise ValueError(f"sample {int(empty[0])} has length 0; lengths are positive, or negative for text only")
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.window = window
@@ -88,10 +89,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self, order: Sampler[int], lengths: Sequence[int], ranks: int, micro_batches: int, batch_size: int, rank: int
+        self,
+        order: Sampler[int],
+        lengths: Sequence[int] | np.ndarray,
+        ranks: int,
+        micro_batches: int,
+        batch_size: int,
+        rank: int,
     ):
         self.order = order
-        self.lengths = [abs(length) for length in lengths]
+        self.lengths = np.abs(np.asarray(lengths))
         self.ranks, self.micro_batches, self.rank = ranks, micro_batches, rank
         self.step_size = ranks * micro_batches * batch_size
 
@@ -119,10 +126,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _own_micro_batches(self, samples: list[int]) -> list[list[int]]:
         micro_batches = self._micro_batches_of(len(samples))
-        shortest = min(samples, key=self.lengths.__getitem__)
+        lengths = self.lengths[samples].tolist()
         missing = max(0, self.ranks * micro_batches - len(samples))
-        lengths = [self.lengths[i] for i in samples] + [self.lengths[shortest]] * missing
-        samples = samples + [~shortest] * missing
+        shortest = lengths.index(min(lengths))
+        samples = samples + [~samples[shortest]] * missing
+        lengths += [lengths[shortest]] * missing
         groups = balanced_groups(lengths, self.ranks * micro_batches)
         # Groups of the same micro-step are neighbours in size: ranks wait for each other there.
         groups.sort(key=lambda group: -sum(lengths[i] for i in group))

@@ -103,6 +103,13 @@ class DataArguments:
     image_folder: str | None = field(
         default=None, metadata={"help": "Folder that the records' image paths start from."}
     )
+    data_cache_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Where converted records and measured lengths are kept; default .llava_cache beside the data, or "
+            "~/.cache/llava/data where that cannot be written."
+        },
+    )
     image_aspect_ratio: Literal["square", "pad"] = field(
         default="square",
         metadata={

@@ -4,6 +4,7 @@ import logging
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers.trainer_utils import seed_worker
 
@@ -66,8 +67,8 @@ def fit_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
 
 def lengths_by_step(dataset: LazySupervisedDataset, args: Any) -> list[list[int]]:
     """Tokens of every sample of the first epoch, by optimizer step."""
-    lengths, step_size = dataset.modality_lengths(), global_batch_size(args)
-    tokens = [abs(lengths[i]) for i in sample_order(dataset, args)]
+    step_size = global_batch_size(args)
+    tokens = np.abs(dataset.modality_lengths()[list(sample_order(dataset, args))]).tolist()
     return [tokens[start : start + step_size] for start in range(0, len(tokens), step_size)]
 
 

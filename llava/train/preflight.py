@@ -1,5 +1,6 @@
 """Checks that fail in the first second instead of after an hour: flags, paths, and a sample of the images."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
         raise ValueError(f"--model_max_length: expected a positive number, found {training_args.model_max_length}")
 
 
-def check_images(records: list[Record], image_folder: str | None) -> None:
+def check_images(records: Sequence[Record], image_folder: str | None) -> None:
     """Opens nothing, but makes sure that evenly chosen records' images exist below `image_folder`.
 
     Raises:

@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
-from llava.data.records import load_records
+from llava.data.records import RecordTable, load_records
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
@@ -51,7 +51,7 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
     model_args.attn_implementation = model_args.attn_implementation or attn_implementation
     set_up_logging(training_args)
     check_flags(model_args, data_args, training_args)
-    records = load_records(data_args.data_path)
+    records = load_records(data_args.data_path, data_args.data_cache_dir)
     check_images(records, data_args.image_folder)
 
     set_seed(training_args.seed)
@@ -136,7 +136,7 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
 
 def build_trainer(
     model: Any,
-    records: list[dict],
+    records: RecordTable,
     model_args: ModelArguments,
     data_args: DataArguments,
     training_args: TrainingArguments,
