@@ -28,7 +28,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16, help="images of a micro-batch")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--suffix", default="", help="of the result file")
+    parser.add_argument("--quick", action="store_true", help="few repeats of few images")
     args = parser.parse_args()
+    if args.quick:
+        args.samples, args.repeats = 4, 5
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     d, inner, layers, heads, kv_heads, e, visual, text = SHAPES[args.shapes]

@@ -95,7 +95,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="both train in bf16, on a GPU")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs/vs_upstream", help="models, data and logs")
     parser.add_argument("--suffix", default="", help="of the result file")
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="two runs of 12 steps")
+    args = parser.parse_args()
+    if args.quick:
+        args.steps, args.repeats = 12, 2
+    return args
 
 
 def make_models(args: argparse.Namespace, work: Path) -> None:

@@ -8,7 +8,7 @@ from test_model import BATCHES, IMG, make, pictures
 
 from llava.constants import IGNORE_INDEX
 from llava.data.sampler import BalancedBatchSampler, RandomOrder, balanced_groups, micro_batches_for
-from llava.model.attention import MASKED, SEGMENTS, packed_attention
+from llava.model.attention import MASKED, SEGMENTS, packed_attention, segments_attention
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.loss import chunked_loss, plain_loss
 
@@ -93,6 +93,18 @@ def test_a_sample_that_is_not_learnt_from_shifts_no_targets(model):
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
     only_first = torch.tensor([[IGNORE_INDEX] * 3, [8, IGNORE_INDEX, IGNORE_INDEX]])
     assert model(input_ids=ids, labels=only_first).loss.item() == 0
+
+
+def test_half_precision_on_a_cpu_is_computed_in_fp32():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 6, 9, 4), torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4)
+    lengths = [2, 7]
+    exact, _ = segments_attention(None, query, key, value, None, segment_lengths=lengths)
+    half, _ = segments_attention(None, *(x.bfloat16() for x in (query, key, value)), None, segment_lengths=lengths)
+    rounded = [x.bfloat16().float() for x in (query, key, value)]
+    expected, _ = segments_attention(None, *rounded, None, segment_lengths=lengths)
+    assert torch.equal(half, expected.bfloat16())
+    torch.testing.assert_close(half.float(), exact, rtol=0.05, atol=0.05)
 
 
 def test_backends_for_packed_rows_refuse_padded_ones(model):

@@ -98,13 +98,15 @@ def segments_attention(
     """
     lengths = segment_lengths or [query.shape[2]]
     _require_packed(query, key, attention_mask)
+    grouped, dtype = query.shape[1] != key.shape[1], query.dtype
+    if query.device.type == "cpu":  # PyTorch's attention for half precision is several times slower there
+        query, key, value = query.float(), key.float(), value.float()
     parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    grouped = query.shape[1] != key.shape[1]
     outputs = [
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
         for q, k, v in parts
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
 
 
 def varlen_attention(

@@ -1,0 +1,178 @@
+"""Runs every benchmark and writes docs/performance.md from their results: targets, and what was measured.
+
+A benchmark that fails is reported, the others go on, and the exit status is 1. `--report` only writes the page again.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it also runs as a file
+
+from benchmarks.common import RESULTS, ROOT
+
+PAGE = ROOT / "docs/performance.md"
+BENCHMARKS = ("norm_layer", "loss_head", "train_step", "vs_upstream", "data_pipeline", "startup", "scaling")
+GPU_RESULT = "train_step_h200"  # python -m benchmarks.train_step --suffix _h200, on that machine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small runs, together under 15 minutes on two cores")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
+    parser.add_argument("--report", action="store_true", help="run nothing, write docs/performance.md from the results")
+    args = parser.parse_args()
+    failed = []
+    for name in () if args.report else args.only:
+        start = time.perf_counter()
+        print(f"== {name}", flush=True)
+        command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if args.quick else [])]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            failed.append(name)
+        print(f"== {name}: {time.perf_counter() - start:.0f} s", flush=True)
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"{PAGE.relative_to(ROOT)} written" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return int(bool(failed))
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A line of the table: what it promises, and where the figure stands in the results."""
+
+    what: str
+    bound: float
+    at_least: bool
+    result: str
+    read: Callable[[dict], float | None]
+    unit: str = ""
+
+    def line(self) -> str:
+        goal = f"{'>=' if self.at_least else '<='} {number(self.bound)}{self.unit}"
+        found = load(self.result)
+        value = None if found is None else self.read(found)
+        if value is None:
+            return f"| {self.what} | {goal} | not measured | open |"
+        met = value >= self.bound if self.at_least else value <= self.bound
+        return f"| {self.what} | {goal} | {number(value)}{self.unit} | {'met' if met else '**missed**'} |"
+
+
+def load(name: str) -> dict | None:
+    """A result file, or None where the benchmark has not run."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def number(value: Any) -> str:
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def value_of(field: str, **wanted: Any) -> Callable[[dict], float | None]:
+    """Reads `field` of the first row whose other fields are `wanted`."""
+
+    def read(result: dict) -> float | None:
+        rows = (row for row in result["rows"] if all(row.get(key) == value for key, value in wanted.items()))
+        return next((row[field] for row in rows if row.get(field) is not None), None)
+
+    return read
+
+
+def largest(field: str, of: Callable[[dict], bool]) -> Callable[[dict], float | None]:
+    return lambda result: max((row[field] for row in result["rows"] if of(row)), default=None)
+
+
+def least(field: str, of: Callable[[dict], bool]) -> Callable[[dict], float | None]:
+    return lambda result: min((row[field] for row in result["rows"] if of(row)), default=None)
+
+
+TARGETS = (
+    Target("CPU, stage 2 on mixed lengths, samples/s over upstream", 3.0, True, "vs_upstream",
+           value_of("ratio", stage="finetune")),
+    Target("CPU, stage 1 captions, samples/s over upstream", 1.8, True, "vs_upstream",
+           value_of("ratio", stage="pretrain")),
+    Target("record to tensors, one worker, over LLaVA-NeXT's Qwen path: text", 5.0, True, "data_pipeline",
+           value_of("over_upstream_median", kind="text", arm="this_tree")),
+    Target("the same with a 1-megapixel JPEG", 1.3, True, "data_pipeline",
+           value_of("over_upstream_median", kind="image", arm="this_tree")),
+    Target("the norm layer's share of a step", 0.005, False, "norm_layer",
+           value_of("share_of_step", norm="gwc_layernorm")),
+    Target("peak memory of the loss head at 152k vocabulary over the plain one", 0.15, False, "loss_head",
+           value_of("memory_over_all_rows", vocabulary=152_064, variant="chunked")),
+    Target("first batch with 779k records, warm cache", 10.0, False, "startup",
+           value_of("first_batch_s", records=779_289, cache="warm"), " s"),
+    Target("memory of a further worker, any number of records", 150.0, False, "startup",
+           largest("worker_mib", lambda row: True), " MiB"),
+    Target("slowest rank over mean, tokens per step, 64 ranks, 779K lengths", 1.02, False, "scaling",
+           least("slowest_over_mean", lambda row: row.get("data") == "779K" and row.get("ranks") == 64
+                 and "upstream" not in row["sampler"])),
+    Target("one H200, 3B shapes, stage 1, MFU", 0.5, True, GPU_RESULT, value_of("mfu", stage=1, arm="packed")),
+    Target("one H200, 3B shapes, stage 2, MFU", 0.5, True, GPU_RESULT, value_of("mfu", stage=2, arm="packed")),
+    Target("one H200, 3B shapes, tokens/s over upstream's own code path", 2.0, True, "vs_upstream_h200",
+           least("ratio", lambda row: True)),
+)  # fmt: skip
+
+
+# --- page -------------------------------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    lines = [
+        "# Performance",
+        "",
+        "Written by `python benchmarks/run_all.py`; each section's figures come from the command and machine that it "
+        "names. Compare figures of one section only: ratios were measured side by side, absolute figures depend on the "
+        "machine.",
+        "",
+        "## Targets",
+        "",
+        "| what | target | measured | |",
+        "|---|---|---|---|",
+        *(target.line() for target in TARGETS),
+    ]
+    notes = ROOT / "benchmarks/notes.md"
+    if notes.is_file():
+        lines += ["", notes.read_text(encoding="utf-8").strip()]
+    for path in sorted(RESULTS.glob("*.json")):
+        lines += ["", *section(json.loads(path.read_text(encoding="utf-8")))]
+    return "\n".join(lines) + "\n"
+
+
+def section(result: dict) -> list[str]:
+    """A result as a heading, where it comes from, and a table per kind of row."""
+    environment = result["environment"]
+    machine = environment["machine"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    meta = {k: v for k, v in result.items() if k not in ("name", "environment", "rows", "upstream")}
+    upstream = ", ".join(f"{k} {v}" for k, v in result.get("upstream", {}).items())
+    lines = [
+        f"## {result['name']}",
+        "",
+        f"`python -m benchmarks.{module_of(result['name'])}`, {where}, torch {environment['versions'].get('torch')}, "
+        f"commit {environment['commit']}; {', '.join(f'{k} {v}' for k, v in meta.items() if v not in (None, ''))}."
+        + (f" Upstream: {upstream}." if upstream else ""),
+    ]
+    kinds: dict[tuple, list[dict]] = {}
+    for row in result["rows"]:
+        kinds.setdefault(tuple(row), []).append(row)
+    for columns, rows in kinds.items():
+        lines += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        lines += [f"| {' | '.join(number(row[column]) for column in columns)} |" for row in rows]
+    return lines
+
+
+def module_of(name: str) -> str:
+    return max((module for module in BENCHMARKS if name.startswith(module)), key=len, default=name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
