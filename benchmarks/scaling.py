@@ -72,13 +72,15 @@ DISTRIBUTIONS = {"558K": (lengths_558k, 256), "779K": (lengths_779k, 128)}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512])
-    parser.add_argument("--windows", type=int, nargs="+", default=[1, 4, 8, 16], help="values of --length_group_window")
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=[1, 8, 32, 64], help="values of --length_group_window"
+    )
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps that are looked at, spread evenly")
     parser.add_argument("--repeats", type=int, default=3, help="runs of two ranks and of one; 0: the simulation alone")
-    parser.add_argument("--quick", action="store_true", help="64 ranks, windows 1 and 8, 300 steps, one pair of runs")
+    parser.add_argument("--quick", action="store_true", help="64 ranks, windows 1 and 64, 300 steps, one pair of runs")
     args = parser.parse_args()
     if args.quick:
-        args.ranks, args.windows, args.steps, args.repeats = [64], [1, 8], 300, min(args.repeats, 1)
+        args.ranks, args.windows, args.steps, args.repeats = [64], [1, 64], 300, min(args.repeats, 1)
     rows = [row for name in DISTRIBUTIONS for ranks in args.ranks for row in simulated(name, ranks, args)]
     for row in rows:
         print(row)
