@@ -67,12 +67,12 @@ def measured(folder: Path, count: int, tokenizer: str, args: argparse.Namespace)
     for name, workers in (("cold", 2), ("warm", 2), ("warm", 4)):
         command = [sys.executable, "-m", "benchmarks.startup", "--tokenizer", tokenizer]
         result = run_json([*command, "--one", source, str(workers), str(repeating if name == "cold" else 0)])
-        rows.append({"records": count, "json_mb": source.stat().st_size // 10**6, "start": name} | result)
+        rows.append({"records": count, "json_mb": source.stat().st_size // 10**6, "cache": name} | result)
         if repeating and name == "cold":
             rows[-1] |= {"lengths_s": None, "first_batch_s": None, "lengths": "filled in, not measured"}
     further = (rows[2].pop("all_pss_mib") - rows[1].pop("all_pss_mib")) / 2
     rows[0].pop("all_pss_mib")
-    rows[2]["further_worker_pss_mib"] = round(further, 1)
+    rows[2]["further_worker_mib"] = round(further, 1)
     for row in rows:
         print(row, flush=True)
     for file in (source, *(folder / ".llava_cache").iterdir()):
@@ -121,7 +121,7 @@ def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -
         "records_s": round(loaded - begin, 2),
         "lengths_s": round(known - loaded, 2),
         "first_batch_s": round(first - begin, 2),
-        "worker_uss_mib": round(max(alone), 1),
+        "worker_mib": round(max(alone), 1),
         "all_pss_mib": sum(shared),
     }
 
