@@ -50,6 +50,7 @@ def test_json_and_jsonl_give_the_same_records(tiny, tmp_path):
         ({"conversations": [{"from": "human"}]}, "turn 0: expected"),
         ({"image": 3, "conversations": turns("<image>")}, "'image': expected a path"),
         ("text", "expected an object, found str"),
+        ({"conversations": turns("a", "\ud83d")}, "turn 1: half of a surrogate pair"),
     ],
 )
 def test_malformed_record_is_named(tmp_path, record, message):

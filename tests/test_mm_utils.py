@@ -225,3 +225,31 @@ def test_saved_tokenizer_is_the_same_for_older_releases(tmp_path):
         text = "USER: hi  there ASSISTANT: a cat</s>USER: "
         assert again(text).input_ids == tokenizer(text).input_ids
         tokenizer = again
+
+
+@pytest.mark.parametrize("size", [(91, 37), (16, 16), (1, 40), (40, 1), (300, 200)])
+@pytest.mark.parametrize("name", ["siglip", "clip", "odd"])
+def test_pixels_are_bit_for_bit_the_processors(name, size):
+    processor = {
+        "siglip": SiglipImageProcessorPil(size={"height": 16, "width": 24}),
+        "clip": CLIPImageProcessorPil(size={"shortest_edge": 20}, crop_size={"height": 16, "width": 16}),
+        "odd": SiglipImageProcessorPil(
+            size={"height": 8, "width": 8}, resample=2, do_rescale=False, image_mean=[1, 2, 3], image_std=[0.3, 0.5, 7]
+        ),
+    }[name]
+    levels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    image = Image.fromarray(levels)
+    expected = processor.preprocess(image, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
+    pixels = process_images([image], processor, None)
+    assert pixels.dtype == expected.dtype and torch.equal(pixels, expected)
+
+
+def test_a_reduced_decoding_would_give_other_pixels(tmp_path):
+    """Why pictures are decoded in full."""
+    levels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(levels).resize((512, 512), Image.Resampling.BICUBIC).save(tmp_path / "a.jpg", quality=95)
+    whole, reduced = Image.open(tmp_path / "a.jpg"), Image.open(tmp_path / "a.jpg")
+    reduced.draft("RGB", (128, 128))
+    assert reduced.size == (128, 128)
+    sizes = [np.asarray(image.resize((128, 128), Image.Resampling.BICUBIC)) for image in (whole, reduced)]
+    assert not np.array_equal(*sizes)

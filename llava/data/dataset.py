@@ -101,7 +101,7 @@ class LazySupervisedDataset(Dataset):
         has_image = bool(record_images(record))
         try:
             if not has_image and self.template.sep_style is SeparatorStyle.PLAIN:
-                raise ValueError(f"template {self.template.version!r} needs an image, found none under 'image'")
+                raise ValueError("the plain template needs an image, found none under 'image'")
             return preprocess(
                 record["conversations"],
                 self.tokenizer,

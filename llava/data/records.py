@@ -29,6 +29,7 @@ _FORMAT = (
 _SCHEMA = pa.schema([("record", pa.binary())])
 _ROWS = 1024
 _PIECE = 1 << 22  # characters of a .json file that are read at a time
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -228,6 +229,8 @@ def record_problem(record: Any) -> str | None:
     for number, turn in enumerate(conversations):
         if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
             return f"turn {number}: expected {{'from': str, 'value': str}}, found {turn!r:.80}"
+        if not turn["value"].isascii() and _SURROGATE.search(turn["value"]):
+            return f"turn {number}: half of a surrogate pair in {turn['value']!r:.80}, which no tokenizer takes"
     images = record_images(record)
     if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
         return f"'image': expected a path or a list of paths, found {record['image']!r:.80}"

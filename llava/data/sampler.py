@@ -125,6 +125,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             yield from self._own_micro_batches(step)
 
     def _own_micro_batches(self, samples: list[int]) -> list[list[int]]:
+        return self.dealt(samples)[self.rank]
+
+    def dealt(self, samples: list[int]) -> list[list[list[int]]]:
+        """The micro-batches of every rank, for one step's samples."""
         micro_batches = self._micro_batches_of(len(samples))
         lengths = self.lengths[samples].tolist()
         missing = max(0, self.ranks * micro_batches - len(samples))
@@ -134,7 +138,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         groups = balanced_groups(lengths, self.ranks * micro_batches)
         # Groups of the same micro-step are neighbours in size: ranks wait for each other there.
         groups.sort(key=lambda group: -sum(lengths[i] for i in group))
-        return [[samples[i] for i in group] for group in groups[self.rank :: self.ranks]]
+        groups = [[samples[i] for i in group] for group in groups]
+        return [groups[rank :: self.ranks] for rank in range(self.ranks)]
 
 
 def balanced_groups(lengths: Sequence[int], num_groups: int) -> list[list[int]]:

@@ -1,0 +1,231 @@
+"""How evenly samples are dealt to ranks, by simulation of the sampler; and two CPU ranks over one, by real training.
+
+The simulation deals an epoch of LLaVA-558K or LLaVA-NeXT 779K to 8 to 512 ranks and compares the slowest rank's tokens
+of an optimizer step with the mean over ranks: the sum of the maxima over the sum of the means, which says how long
+ranks wait for each other. Beside it upstream's grouped sampler on the same lengths.
+
+The lengths are drawn, not measured: images count 729 tokens (SigLIP, 384 px, patch 14). 558K: BLIP captions around 13
+tokens. 779K: the ten parts of LLaVA-1.5's mixture with their published sizes (665,298 records), each with rounds per
+record and tokens per round as those tasks have them, and 113,991 records of what LLaVA-NeXT added (documents, charts,
+detailed captions). Only ShareGPT is text only; its long tail is cut at 4096. See `DISTRIBUTIONS`.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import inputs
+from benchmarks.common import ROOT, alternate, ratio, spread, write_result
+from llava.data.sampler import BalancedBatchSampler, ModalityLengthGroupedSampler, RandomOrder
+
+VISUAL_TOKENS = 729
+MAX_LENGTH = 4096
+TURN_MARKERS = 10  # tokens that a chat template writes around a question and its answer
+# part: records, (least, most) rounds per record, median tokens of a round and the sigma of their logarithm
+NEXT_PARTS = {
+    "LLaVA-Instruct conversation": (57_669, (2, 6), 60, 0.5),
+    "LLaVA-Instruct detail": (23_240, (1, 1), 130, 0.35),
+    "LLaVA-Instruct complex": (76_803, (1, 1), 250, 0.35),
+    "VQAv2": (82_783, (3, 8), 12, 0.3),
+    "GQA": (72_140, (5, 20), 14, 0.3),
+    "OKVQA": (8_998, (1, 2), 16, 0.3),
+    "OCR-VQA": (80_000, (3, 8), 18, 0.5),
+    "A-OKVQA": (66_160, (1, 2), 60, 0.3),
+    "TextCaps": (21_953, (1, 1), 45, 0.3),
+    "RefCOCO": (48_447, (3, 20), 30, 0.3),
+    "Visual Genome": (86_417, (3, 20), 32, 0.3),
+    "documents, charts, detailed captions": (113_991, (1, 3), 90, 0.9),
+}
+SHARE_GPT = (40_688, 900, 0.9)  # records, median tokens, sigma
+
+
+def lengths_558k(rng: np.random.Generator) -> np.ndarray:
+    """Text tokens of 558,128 captions; all have an image."""
+    return np.clip(rng.lognormal(np.log(13), 0.4, 558_128).round(), 4, 80).astype(np.int64)
+
+
+def lengths_779k(rng: np.random.Generator) -> np.ndarray:
+    """Text tokens of 779,289 records, negative for the text-only ones."""
+    parts = []
+    for count, (least, most), median, sigma in NEXT_PARTS.values():
+        rounds = rng.integers(least, most + 1, count)
+        # The tokens of a record are those of its rounds, which resemble each other.
+        parts.append(20 + rounds * (TURN_MARKERS + rng.lognormal(np.log(median), sigma, count)))
+    count, median, sigma = SHARE_GPT
+    parts.append(-rng.lognormal(np.log(median), sigma, count).clip(30, None))
+    return np.concatenate(parts).round().astype(np.int64)
+
+
+# name: (signed text tokens, global batch of the recipe)
+DISTRIBUTIONS = {"558K": (lengths_558k, 256), "779K": (lengths_779k, 128)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512])
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=[1, 8, 32, 64], help="values of --length_group_window"
+    )
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps that are looked at, spread evenly")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of two ranks and of one; 0: the simulation alone")
+    parser.add_argument("--quick", action="store_true", help="64 ranks, windows 1 and 64, 300 steps, one pair of runs")
+    args = parser.parse_args()
+    if args.quick:
+        args.ranks, args.windows, args.steps, args.repeats = [64], [1, 64], 300, min(args.repeats, 1)
+    rows = [row for name in DISTRIBUTIONS for ranks in args.ranks for row in simulated(name, ranks, args)]
+    for row in rows:
+        print(row)
+    if args.repeats:
+        rows += measured(args.repeats)
+        print(rows[-1])
+    path = write_result("scaling", rows, steps=args.steps, visual_tokens=VISUAL_TOKENS, max_length=MAX_LENGTH)
+    print(f"written to {path}")
+
+
+# --- simulation -------------------------------------------------------------------------------------------------------
+
+
+def simulated(name: str, ranks: int, args: argparse.Namespace) -> list[dict]:
+    """This tree with each window, and upstream, for one data set and number of ranks."""
+    make, batch = DISTRIBUTIONS[name]
+    text = make(np.random.default_rng(0))
+    total = np.minimum(np.abs(text) + VISUAL_TOKENS * (text > 0), MAX_LENGTH)
+    # The recipe's batch where each rank gets two samples of it, else the smallest that gives two.
+    batch = max(batch, 2 * ranks)
+    signed = np.where(text > 0, total, -total)
+    # Upstream's key is the number of words, of the text alone; tokens of the text order samples as words do.
+    samplers = {"upstream, micro-batch 1": upstream_order(text, ranks, 1, batch // ranks)}
+    samplers["upstream, one micro-batch"] = upstream_order(text, ranks, batch // ranks, 1)
+    samplers["random order, balanced"] = RandomOrder(len(text))
+    for window in args.windows:
+        samplers[f"--length_group_window {window}"] = ModalityLengthGroupedSampler(signed, batch, window=window)
+    rows = []
+    for sampler, order in samplers.items():
+        steps = np.fromiter(order, np.int64, len(text))
+        steps = steps[: len(steps) - len(steps) % batch].reshape(-1, batch)
+        steps = steps[np.linspace(0, len(steps) - 1, min(args.steps, len(steps))).astype(int)]
+        micro = batch // ranks if sampler.endswith("micro-batch 1") else 1
+        deal = dealt_by_position if sampler.startswith("upstream") else dealt_evenly
+        work = np.array([[total[samples].sum() for samples in deal(step, total, ranks, micro)] for step in steps])
+        row = {"data": name, "ranks": ranks, "global_batch": batch, "sampler": sampler, "steps": len(steps)}
+        row["slowest_over_mean"] = float(work.max(1).sum() / work.mean(1).sum())
+        row["slowest_over_mean_p99"] = float(np.quantile(work.max(1) / work.mean(1), 0.99))
+        rows.append(row)
+    return rows
+
+
+def dealt_evenly(step: np.ndarray, lengths: np.ndarray, ranks: int, micro: int) -> list[np.ndarray]:
+    """Each rank's samples of one step, by this tree's sampler."""
+    dealer = BalancedBatchSampler([], lengths[step], ranks, micro, len(step) // ranks // micro, rank=0)
+    return [step[np.concatenate(batches)] for batches in dealer.dealt(list(range(len(step))))]
+
+
+def dealt_by_position(step: np.ndarray, lengths: np.ndarray, ranks: int, micro: int) -> list[np.ndarray]:
+    """Each rank's samples of one step, when micro-batches go round the ranks in the order of the sampler."""
+    batches = step.reshape(micro, ranks, -1)
+    return [batches[:, rank].ravel() for rank in range(ranks)]
+
+
+def upstream_order(text: np.ndarray, ranks: int, batch_size: int, accumulation: int, seed: int = 0) -> Iterator[int]:
+    """An epoch as LLaVA's grouped sampler orders it.
+
+    Per modality: random global batches, each sorted from long to short and split into `ranks * accumulation` chunks of
+    `batch_size`, every sample going to the chunk with the fewest tokens that still has room. Global batches come in
+    random order, the short ones of both modalities together at the end.
+    """
+    rng, chunks = np.random.default_rng(seed), ranks * accumulation
+    full, rest = [], []
+    for members in (np.flatnonzero(text > 0), np.flatnonzero(text < 0)):
+        shuffled = rng.permutation(members)
+        kept = len(shuffled) - len(shuffled) % (chunks * batch_size)
+        full += [grouped(part, np.abs(text), chunks) for part in shuffled[:kept].reshape(-1, chunks * batch_size)]
+        rest.append(shuffled[kept:])
+    for part in rng.permutation(len(full)):
+        yield from full[part]
+    yield from np.concatenate(rest)
+
+
+def grouped(part: np.ndarray, lengths: np.ndarray, chunks: int) -> np.ndarray:
+    part = part[np.argsort(-lengths[part], kind="stable")]
+    size = len(part) // chunks
+    if size == 1:
+        return part
+    members: list[list[int]] = [[] for _ in range(chunks)]
+    tokens = np.zeros(chunks)
+    for index in part:
+        chunk = int(tokens.argmin())
+        members[chunk].append(index)
+        tokens[chunk] = tokens[chunk] + lengths[index] if len(members[chunk]) < size else np.inf
+    return np.array(members).ravel()
+
+
+# --- real training ----------------------------------------------------------------------------------------------------
+
+
+def measured(repeats: int) -> list[dict]:
+    """Samples per second of two CPU ranks and of one, each with one thread, under ZeRO-2, by turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        write_inputs(work)
+        rates = alternate({str(ranks): (lambda ranks=ranks: trained(work, ranks)) for ranks in (1, 2)}, repeats)
+    rows = []
+    for ranks, values in rates.items():
+        rows.append({"measured": "training on CPU ranks", "ranks": int(ranks)})
+        rows[-1] |= {f"samples_per_s_{key}": value for key, value in spread(values).items()}
+    rows[-1] |= {f"over_one_rank_{key}": value for key, value in ratio(rates["2"], rates["1"]).items()}
+    return rows
+
+
+def write_inputs(work: Path) -> None:
+    """A Llama of four layers with random weights, and conversations with and without a picture."""
+    import torch
+    from PIL import Image
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    golden = ROOT / "tests/golden/train/inputs"
+    tokenizer = AutoTokenizer.from_pretrained(golden / "qwen_untied")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(work / "llama")
+    tokenizer.save_pretrained(work / "llama")
+    Image.new("RGB", (64, 48), "teal").save(work / "picture.png")
+    inputs.write_json(work / "data.json", inputs.conversation_records(256, "picture.png", text_only=0.3))
+
+
+def trained(work: Path, ranks: int) -> float:
+    """Samples per second of the steps behind the first two."""
+    golden, output = ROOT / "tests/golden/train/inputs", work / f"run{ranks}"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = {
+        "model_name_or_path": work / "llama", "vision_tower": golden / "siglip", "version": "qwen_1_5",
+        "data_path": work / "data.json", "image_folder": work, "mm_projector_norm": "gwc_layernorm",
+        "mm_tunable_parts": "mm_mlp_adapter,mm_language_model", "group_by_modality_length": True,
+        "per_device_train_batch_size": 8 // ranks, "gradient_accumulation_steps": 1, "max_steps": 10,
+        "model_max_length": 512, "logging_steps": 1, "telemetry_steps": 0, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "output_dir": output, "deepspeed": ROOT / "deepspeed_configs/zero2.json",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
+    command += [ROOT / "llava/train/train_mem.py", *(text for flag in flags.items() for text in flag)]
+    command = [f"--{text}" if text in flags else str(text) for text in command]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        sys.exit(f"error: training on {ranks} ranks failed:\n{(done.stdout + done.stderr)[-4000:]}")
+    steps = [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
+    (output / "train_log.jsonl").unlink()
+    return statistics.median(step["samples_per_second"] for step in steps[2:] if "samples_per_second" in step)
+
+
+if __name__ == "__main__":
+    main()

