@@ -27,7 +27,8 @@ load_preset() {
 # The recipe's values that both stages share (paper, section E).
 set_common_defaults() {
   : "${VISION_TOWER:=google/siglip-so400m-patch14-384}" "${LABEL_MASKING:=upstream}"
-  : "${EPOCHS:=1}" "${MAX_STEPS:=-1}" "${SEED:=42}" "${BF16:=True}" "${GRADIENT_CHECKPOINTING:=True}"
+  : "${EPOCHS:=1}" "${MAX_STEPS:=-1}" "${SEED:=42}" "${BF16:=True}"
+  : "${ACTIVATION_CHECKPOINTING:=${GRADIENT_CHECKPOINTING:-auto}}" # the older name, of LLaVA's scripts, still counts
   : "${NUM_WORKERS:=4}" "${REPORT_TO:=tensorboard}" "${SAVE_STRATEGY:=steps}" "${SAVE_STEPS:=1000}" "${SAVE_TOTAL_LIMIT:=1}"
   : "${DEEPSPEED_CONFIG=deepspeed_configs/zero3.json}" # an empty value means: without DeepSpeed
   : "${OUTPUT_DIR:=checkpoints/$PRESET-$NORM-$STAGE}"
@@ -203,9 +204,10 @@ add_common_flags() {
   flag --deepspeed "$DEEPSPEED_CONFIG"
   flag --bf16 "$BF16"
   flag --tf32 "$TF32"
-  flag --gradient_checkpointing "$GRADIENT_CHECKPOINTING"
+  flag --activation_checkpointing "$ACTIVATION_CHECKPOINTING"
   flag --per_device_train_batch_size "$PER_DEVICE_BATCH"
   flag --gradient_accumulation_steps "$ACCUMULATION"
+  flag --max_tokens_per_micro_batch "${MAX_TOKENS_PER_MICRO_BATCH:-}"
   flag --optim "${OPTIM:-}"
   flag --learning_rate "$LEARNING_RATE"
   flag --lr_scheduler_type cosine
@@ -270,6 +272,7 @@ show_configuration() {
   row "per-device batch" "$PER_DEVICE_BATCH"
   row accumulation "$ACCUMULATION"
   row "global batch" "$GLOBAL_BATCH = $DEVICES x $PER_DEVICE_BATCH x $ACCUMULATION"
+  row "micro-batch tokens" "$(value_of --max_tokens_per_micro_batch)"
   row "learning rate" "$(value_of --learning_rate)"
   row "  projector" "$(value_of --mm_projector_lr)"
   row "  vision tower" "$(value_of --mm_vision_tower_lr)"

@@ -1,15 +1,20 @@
 """Operations and memory: what is counted equals hand counts, PyTorch's own counter, and what autograd really keeps."""
 
 import dataclasses
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_model import IMG, make
 from test_packed import batch
+from test_scripts import DryRun
 from torch.utils.flop_counter import FlopCounterMode
 
 from llava.model.attention import SEGMENTS
+from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
+from llava.model.language_model.llava_qwen import LlavaQwenForCausalLM
 from llava.model.lora import add_lora
 from llava.train.arguments import TrainingArguments
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
@@ -275,3 +280,41 @@ def test_checkpointing_flag_and_its_older_name(tmp_path, newer, older, expected)
 def test_unclear_checkpointing_flags_are_refused(tmp_path, newer, older, message):
     with pytest.raises(ValueError, match=message):
         training_arguments(tmp_path, activation_checkpointing=newer, gradient_checkpointing=older)
+
+
+REPO = Path(__file__).parent.parent
+SHAPES = {
+    "llama-3.2-3b": (
+        LlavaLlamaForCausalLM,
+        {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24}
+        | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": True},
+    ),
+    "qwen2.5-7b": (
+        LlavaQwenForCausalLM,
+        {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
+        | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    ),
+}
+SO400M = {"hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "num_attention_heads": 16}
+SO400M |= {"num_hidden_layers": 27, "patch_size": 14, "model_type": "siglip_vision_model"}
+
+
+@pytest.mark.parametrize(("stage", "parts"), [("pretrain", STAGE_1), ("finetune", STAGE_2)])
+@pytest.mark.parametrize("preset", SHAPES)
+def test_presets_recompute_nothing_on_eight_cards_of_80_gb(preset, stage, parts):
+    model_class, shapes = SHAPES[preset]
+    vision = {"mm_vision_tower": "siglip", "mm_vision_config": dict(SO400M), "mm_projector_type": "mlp2x_gelu"}
+    config = model_class.config_class(num_hidden_layers=28, **shapes, **vision)
+    with torch.device("meta"):
+        model = model_class(config).bfloat16()
+    model.tie_weights()
+    set_trainable(model, parts)
+    model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
+    run = DryRun(stage, PRESET=preset, NUM_GPUS=8)
+    tokens = int(run.flag("--max_tokens_per_micro_batch"))
+    estimate = estimate_memory(model, zero_arguments(3, 8), tokens)
+    total = estimate.total(plan_checkpointing("auto", estimate, 0.9 * 79 * 2**30))
+    comment = (REPO / "scripts/presets" / f"{preset}.sh").read_text()
+    said = re.search(r"estimated (\d+) and (\d+) GiB", comment)
+    assert total == estimate.total(CheckpointPlan())
+    assert total / 2**30 == pytest.approx(int(said[1 if stage == "pretrain" else 2]), abs=1)

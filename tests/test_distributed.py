@@ -73,6 +73,17 @@ def test_five_steps_equal_one_process(tiny, tmp_path, one_process, config):
     assert after == pytest.approx(before, rel=1e-4)
 
 
+@pytest.mark.parametrize("use_reentrant", ["true", "false"])
+def test_one_recomputed_layer_under_zero_3_equals_one_process(tiny, tmp_path, one_process, use_reentrant):
+    options = {
+        "activation_checkpointing": 1,
+        "activation_checkpointing_kwargs": f'{{"use_reentrant": {use_reentrant}}}',
+    }
+    output = launch(flags(tiny, tmp_path / "two", 2, **options, **COMPARABLE), "zero3", tmp_path)
+    assert "1 of 2 decoder layers" in output
+    assert_same(tmp_path / "two", one_process)
+
+
 def test_rank_without_images_meets_the_others(tiny, tmp_path):
     """Rank 0 sees pictures only and rank 1 text only, in every micro-step."""
     records = json.loads((tiny / "data/finetune.json").read_text())

@@ -24,16 +24,22 @@ FLASH = ("flash_attention_2", "flash_attention_3")
 PACKED_BACKENDS = (*FLASH, VARLEN, SEGMENTS, *MASKED)
 
 
-def packed_attention(requested: str | None, device: torch.device, dtype: torch.dtype) -> str:
+def packed_attention(requested: str | None, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> str:
     """The attention backend for packed training, a name that the library's `attn_implementation` takes.
 
     Args:
         requested: `--attn_implementation`; None chooses the fastest that this machine has.
         device, dtype: of the decoder's activations.
+        compiled: the layers run under `torch.compile`.
 
     Raises:
-        ValueError: the requested backend cannot keep packed samples apart.
+        ValueError: the requested backend cannot keep packed samples apart, or would be compiled anew for every batch.
     """
+    if requested == SEGMENTS and compiled:
+        raise ValueError(
+            f"--attn_implementation {SEGMENTS} with --compile_layers True: would be compiled anew for every batch's "
+            "lengths; leave it out, or pass sdpa"
+        )
     if requested is not None:
         if requested not in PACKED_BACKENDS:
             raise ValueError(
@@ -42,14 +48,16 @@ def packed_attention(requested: str | None, device: torch.device, dtype: torch.d
             )
         logger.info("attention over packed samples: %s, as requested", requested)
         return requested
-    chosen, advice = _fastest(device, dtype)
+    chosen, advice = _fastest(device, dtype, compiled)
     logger.info("attention over packed samples: %s%s", chosen, f" ({advice})" if advice else "")
     return chosen
 
 
-def _fastest(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+def _fastest(device: torch.device, dtype: torch.dtype, compiled: bool) -> tuple[str, str]:
     """The chosen backend and how to get a faster one."""
     if device.type != "cuda":
+        if compiled:
+            return "sdpa", f"with a mask over all pairs of tokens; without --compile_layers {SEGMENTS} does without it"
         return SEGMENTS, "the fastest without a GPU"
     half = dtype in (torch.float16, torch.bfloat16)
     if half and is_flash_attn_3_available():

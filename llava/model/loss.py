@@ -3,17 +3,20 @@
 Shapes: B batch, S sequence, D LLM hidden size, R supervised rows, C vocabulary.
 """
 
-from typing import Any, Literal, get_args
+from functools import cache
+from importlib import metadata
+from typing import Literal, get_args
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.nn import functional as F
-from transformers.utils import is_liger_kernel_available
 
 from llava.constants import IGNORE_INDEX
 
 LossHead = Literal["auto", "liger", "chunked", "plain"]
 LOSS_HEADS = get_args(LossHead)
+LIGER_MINIMUM = "0.6.2"  # the first whose fused loss accumulates in fp32
 _CHUNK_ELEMENTS = 2**24  # logits that exist at a time: 64 MiB in fp32
 
 
@@ -31,8 +34,17 @@ class LMHead(nn.Linear):
             return super().forward(hidden_states)
         head = self.loss_head
         if head == "auto":
-            head = "liger" if hidden_states.is_cuda and is_liger_kernel_available() else "chunked"
+            head = "liger" if hidden_states.is_cuda and has_liger() else "chunked"
         return _SUMMED_LOSS[head](hidden_states, self.weight, targets)
+
+
+@cache
+def has_liger() -> bool:
+    """Whether the package liger-kernel is installed, and new enough."""
+    try:
+        return Version(metadata.version("liger-kernel")) >= Version(LIGER_MINIMUM)
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def supervised_loss(
@@ -69,20 +81,27 @@ def plain_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch
 
 def chunked_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum of cross-entropies a few rows at a time; gradients are computed on the way, logits are never kept."""
-    device = hidden_states.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
-    return _ChunkedLoss.apply(hidden_states, weight, targets)
+    return _ChunkedLoss.apply(*_as_autocast(hidden_states, weight), targets)
 
 
 def liger_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum of cross-entropies by Liger's fused kernel (NVIDIA GPUs); weight gradients are accumulated in fp32."""
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+    if not len(targets):  # the kernel divides by the number of rows
+        return plain_loss(hidden_states, weight, targets)
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    arguments = (hidden_states, weight, targets, None, None, IGNORE_INDEX, 0.0, 0.0, "sum", None, False, torch.float32)
-    result: Any = LigerFusedLinearCrossEntropyFunction.apply(*arguments)
-    return (result[0] if isinstance(result, tuple) else result).float()
+    hidden_states, weight = _as_autocast(hidden_states, weight)
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        loss = liger_fused_linear_cross_entropy(
+            hidden_states, weight, targets, ignore_index=IGNORE_INDEX, reduction="sum", accum_dtype=torch.float32
+        )
+    return loss.float()
+
+
+def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What autocast would make of a product's operands, once instead of for every chunk."""
+    device = tensors[0].device.type
+    return [x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x for x in tensors]
 
 
 class _ChunkedLoss(torch.autograd.Function):

@@ -238,6 +238,20 @@ class TrainingArguments(transformers.TrainingArguments):
             "const": "True",
         },
     )
+    use_liger_kernel: bool = field(
+        default=False,
+        metadata={
+            "help": "Run the language model's norms, MLPs and rotary embedding on Liger's fused kernels (NVIDIA GPUs, "
+            "package liger-kernel). The loss is --loss_head's matter."
+        },
+    )
+    compile_layers: bool = field(
+        default=False,
+        metadata={
+            "help": "Compile every layer of the language model and the tower by torch.compile, once for all lengths. "
+            "Not with ZeRO-3."
+        },
+    )
     peak_tflops: float | None = field(
         default=None,
         metadata={

@@ -27,6 +27,7 @@ class LLaVATrainer(Trainer):
 
     def __init__(self, *args: Any, image_processor: Any = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.args.use_liger_kernel = False  # done already, on the decoder; the library would look for the model type
         self.image_processor = image_processor
         if self.args.loss_reduction == "micro_batch_mean":
             self.model_accepts_loss_kwargs = False  # so that the library averages over micro-batches

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers.integrations import is_deepspeed_zero3_enabled
+
 from llava.conversation import get_template
 from llava.data.records import Record, record_images, record_name
+from llava.train.liger import check_liger
 from llava.train.lora import check_lora_flags
 from llava.train.optim import tunable_parts
 
@@ -26,8 +29,7 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
             raise ValueError(f"--{flag} must be False: no published recipe of today adds these tokens")
     if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
         raise ValueError("--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out")
-    if training_args.use_liger_kernel:
-        raise ValueError("--use_liger_kernel has no effect on LLaVA's model types; leave it out")
+    check_kernels(training_args)
     if training_args.label_smoothing_factor:
         raise ValueError("--label_smoothing_factor: the loss over supervised rows has no smoothing; leave it out")
     for flag in ("length_group_window", "max_tokens_per_micro_batch"):
@@ -40,6 +42,23 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
         raise ValueError("--length_group_window has no effect without --group_by_modality_length True")
     if training_args.model_max_length < 1:
         raise ValueError(f"--model_max_length: expected a positive number, found {training_args.model_max_length}")
+
+
+def check_kernels(training_args: Any) -> None:
+    """The part of `check_flags` about fused and compiled kernels."""
+    if training_args.use_liger_kernel:
+        check_liger("--use_liger_kernel True")
+    if training_args.loss_head == "liger":
+        check_liger("--loss_head liger")
+    if training_args.torch_compile:
+        raise ValueError("--torch_compile compiles the whole model, for every batch anew; use --compile_layers True")
+    if training_args.compile_layers and training_args.use_liger_kernel:
+        raise ValueError("--compile_layers and --use_liger_kernel both fuse the layers' kernels; pass one of them")
+    if training_args.compile_layers and is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "--compile_layers True: ZeRO-3 gathers weights module by module, which leaves nothing to compile; "
+            "use deepspeed_configs/zero2.json or leave the flag out"
+        )
 
 
 def check_images(records: Sequence[Record], image_folder: str | None) -> None:

@@ -22,6 +22,8 @@ from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import fit_micro_batches, largest_micro_batch
 from llava.train.checkpoint import find_checkpoint
+from llava.train.compilation import compile_layers
+from llava.train.liger import apply_liger
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
 from llava.train.memory import set_up_checkpointing
@@ -100,7 +102,9 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     trained_dtype = frozen_dtype if training_args.deepspeed else torch.float32
     attention = model_args.attn_implementation
     if training_args.padding_free:
-        attention = packed_attention(attention, training_args.device, frozen_dtype)
+        attention = packed_attention(
+            attention, training_args.device, frozen_dtype, compiled=training_args.compile_layers
+        )
     model = load_language_model(
         model_args.model_name_or_path,
         read_config(model_args.model_name_or_path, cache_dir=training_args.cache_dir),
@@ -119,6 +123,10 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     decoder.mm_projector.to(trained_dtype)
     add_lora_by_flags(model, training_args, trained_dtype)
     set_trainable(model, parts)
+    if training_args.use_liger_kernel:
+        apply_liger(model)
+    if training_args.compile_layers:
+        compile_layers(model)
     model.padding_free = training_args.padding_free
     model.lm_head.loss_head = training_args.loss_head
     model.config.use_cache = False

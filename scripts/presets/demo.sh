@@ -4,7 +4,7 @@
 : "${DATA_PATH:=playground/data/scenes/$STAGE.json}" "${IMAGE_FOLDER:=playground/data/scenes/images}"
 : "${PROMPT_VERSION:=chatml}" "${LABEL_MASKING:=assistant}" "${MODEL_MAX_LENGTH:=256}"
 : "${GLOBAL_BATCH:=16}" "${PER_DEVICE_BATCH:=auto}" # auto: the device's whole share at once, no accumulation
-: "${DEEPSPEED_CONFIG=}" "${GRADIENT_CHECKPOINTING:=False}" "${NUM_WORKERS:=0}" "${SAVE_STRATEGY:=no}"
+: "${DEEPSPEED_CONFIG=}" "${NUM_WORKERS:=0}" "${SAVE_STRATEGY:=no}"
 # Much faster on a CPU; DeepSpeed brings its own optimizer.
 : "${OPTIM=$([ -n "$DEEPSPEED_CONFIG" ] || echo adamw_torch_fused)}"
 case $STAGE in

@@ -1,0 +1,43 @@
+"""Compiles the decoder's and the tower's layers, each kind once, for any number of tokens."""
+
+import logging
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+logger = logging.getLogger(__name__)
+
+# Compilations per kind of layer: training or not, with gradients or not, one sample or several. Beyond the limit
+# PyTorch warns and runs the layer as it is.
+_RECOMPILE_LIMIT = 8
+
+
+def compile_layers(model: Any, backend: str = "inductor") -> None:
+    """Replaces the forward pass of every decoder layer, and of every tower layer that runs, by a compiled one.
+
+    All layers of a kind share the compiled code. Layers that recompute their activations are compiled as well; the
+    recomputation stays outside of what is compiled, so that every variant of it works.
+
+    Args:
+        backend: of `torch.compile`.
+    """
+    torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
+    kinds: dict[type, Any] = {}
+    for layer in (*model.get_model().layers, *model.get_vision_tower().layers):
+        if type(layer) not in kinds:
+            forward = type(layer).forward.__wrapped__  # without the library's checkpointing, which is put back below
+            kinds[type(layer)] = torch.compile(forward, dynamic=True, backend=backend)
+        layer.forward = MethodType(partial(_forward, kinds[type(layer)]), layer)
+    logger.info("compiled when first used: %s", ", ".join(kind.__name__ for kind in kinds))
+
+
+def _forward(compiled: Any, layer: GradientCheckpointingLayer, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+    if hidden_states._is_view():  # the first layer's input often is; compiled code for views fits no other layer
+        hidden_states = hidden_states.clone()
+    run = partial(compiled, layer, **kwargs)
+    if layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(run, hidden_states)
+    return run(hidden_states)

@@ -1,0 +1,163 @@
+"""Compiled layers and Liger's kernels compute what the plain layers compute."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_accounting import STAGE_1, STAGE_2, trained
+from test_model import IMG
+from test_packed import batch, loss_and_gradients
+from test_train import flags
+
+from llava.model.attention import SEGMENTS, packed_attention
+from llava.train import liger
+from llava.train import train as train_module
+from llava.train.compilation import compile_layers
+
+CPU = torch.device("cpu")
+ROWS = {
+    "image and text": [[5, IMG, 6, 7], [8, 9, 10, 11]],
+    "one sample": [[5, IMG, 6, 7]],
+    "three samples, two images": [[1, 2, 3], [5, 6, 7, 8, 9], [IMG, 5, IMG, 6]],
+    "text alone": [[5, 6, 7]],
+    "long": [[7] * 40, [IMG, IMG, IMG, 5, 5, 5]],
+}
+
+
+def results(model, names=ROWS, backend: str = "sdpa") -> list:
+    return [loss_and_gradients(model, True, backend, **batch(ROWS[name])) for name in names]
+
+
+def assert_same(results, expected, atol=1e-5):
+    for (loss, gradients), (expected_loss, expected_gradients) in zip(results, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=atol)
+        assert gradients.keys() == expected_gradients.keys()
+        for name in gradients:
+            torch.testing.assert_close(gradients[name], expected_gradients[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.slow
+def test_compiled_layers_equal_eager_ones_with_few_compilations(tiny):
+    """Whatever the lengths, images and samples; and with either kind of recomputation."""
+    model = trained(tiny, STAGE_2)
+    expected = results(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_layers(model, backend="aot_eager")
+    assert_same(results(model), expected)
+    stats = torch._dynamo.utils.counters["stats"]
+    assert stats["unique_graphs"] == 4  # decoder: one or several samples; tower: one or several images
+    for use_reentrant in (True, False):
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        assert_same(results(model), expected)
+    assert stats["unique_graphs"] == 8  # reentrant recomputation runs the layers without gradients first
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_inductor_equals_eager_within_bf16_tolerance(tiny):
+    model = trained(tiny, STAGE_1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = results(model, ["image and text"])
+        torch._dynamo.reset()
+        compile_layers(model)
+        assert_same(results(model, ["image and text"]), expected, atol=2e-2)
+
+
+def test_compiled_layers_take_a_backend_that_is_compiled_once():
+    assert packed_attention(None, CPU, torch.float32, compiled=True) == "sdpa"
+    assert packed_attention(None, CPU, torch.float32) == SEGMENTS
+    with pytest.raises(ValueError, match="packed_segments with --compile_layers True"):
+        packed_attention(SEGMENTS, CPU, torch.float32, compiled=True)
+
+
+def test_both_stages_train_compiled(tiny, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(train_module, "compile_layers", compiled.append)
+    train_module.train(flags(tiny, tmp_path, 1, compile_layers=True, max_steps=1))
+    assert compiled[0].config._attn_implementation == "sdpa"
+
+
+# --- Liger ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--use_liger_kernel", "--loss_head"])
+def test_liger_without_gpu_or_package_is_refused(tiny, tmp_path, monkeypatch, flag):
+    overrides = {"use_liger_kernel": True} if flag == "--use_liger_kernel" else {"loss_head": "liger"}
+    with pytest.raises(ValueError, match=f"{flag}.*need an NVIDIA GPU"):
+        train_module.train(flags(tiny, tmp_path, 1, **overrides))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(liger, "has_liger", lambda: False)
+    with pytest.raises(ImportError, match="needs liger-kernel 0.6.2 or newer.*EXTRAS=liger"):
+        liger.check_liger(flag)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_liger_is_applied_to_the_decoder_of_either_family(tiny, monkeypatch, family):
+    calls = {}
+    fake = SimpleNamespace(
+        apply_liger_kernel_to_llama=lambda **kwargs: calls.update(llama=kwargs),
+        apply_liger_kernel_to_qwen2=lambda **kwargs: calls.update(qwen=kwargs),
+    )
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(transformers=fake))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake)
+    model = trained(tiny, STAGE_1, language_model=family)
+    liger.apply_liger(model)
+    assert calls.keys() == {family}
+    assert calls[family].pop("model") is model.get_model()
+    kernels = dict.fromkeys(("rope", "rms_norm", "swiglu"), True)
+    assert calls[family] == kernels | dict.fromkeys(("cross_entropy", "fused_linear_cross_entropy"), False)
+
+
+def let_triton_interpret() -> None:
+    """What Triton's interpreter lacks for Liger's kernels: float arguments, and a function of CUDA's library."""
+    import numpy as np
+    from liger_kernel.ops import rms_norm
+    from triton import language
+    from triton.runtime import interpreter
+
+    convert = interpreter._implicit_cvt
+
+    def convert_floats_too(arg):
+        if isinstance(arg, float):
+            handle = interpreter.TensorHandle(np.array([arg], dtype=np.float32), language.float32)
+            return language.tensor(handle, language.float32)
+        return convert(arg)
+
+    interpreter._implicit_cvt = convert_floats_too
+    rms_norm.rsqrt = lambda x: 1.0 / language.sqrt(x)
+
+
+def compare_liger(folder: str) -> None:
+    """Runs in a process of its own, where Triton interprets its kernels on the CPU."""
+    let_triton_interpret()
+    tiny = Path(folder)
+    for family in ("llama", "qwen"):
+        for parts in (STAGE_1, STAGE_2):
+            model = trained(tiny, parts, language_model=family)
+            model.lm_head.loss_head = "plain"
+            expected = results(model, ["image and text"], SEGMENTS)
+            liger.apply_liger(model)
+            assert "LigerRMSNorm" in repr(model.get_model().layers) and "LigerSwiGLUMLP" in repr(
+                model.get_model().layers
+            )
+            model.lm_head.loss_head = "liger"
+            assert_same(results(model, ["image and text"], SEGMENTS), expected)
+            nothing = batch([[5, 6, 7]])
+            nothing["labels"].fill_(-100)
+            assert loss_and_gradients(model, True, SEGMENTS, **nothing)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("liger_kernel") or not find_spec("triton"), reason="needs liger-kernel and triton")
+def test_ligers_kernels_equal_the_plain_layers(tiny):
+    here = Path(__file__).parent
+    code = f"import test_kernels; test_kernels.compare_liger({str(tiny)!r})"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{here.parent}:{here}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
