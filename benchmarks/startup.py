@@ -127,10 +127,10 @@ def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -
 
 
 def settings(workers: int) -> SimpleNamespace:
-    """What the data loader reads of the training arguments: one rank, global batch 16, one sample per micro-batch."""
+    """What the data loader reads of the training arguments: one rank, global batch 128, one sample per micro-batch."""
     loader = {"dataloader_num_workers": workers, "dataloader_pin_memory": False, "dataloader_prefetch_factor": None}
     order = {"seed": 42, "data_seed": None, "group_by_modality_length": True, "length_group_window": 1}
-    step = {"train_batch_size": 1, "world_size": 1, "gradient_accumulation_steps": 16, "process_index": 0}
+    step = {"train_batch_size": 1, "world_size": 1, "gradient_accumulation_steps": 128, "process_index": 0}
     cpu = SimpleNamespace(type="cpu")
     return SimpleNamespace(**loader, **order, **step, dataloader_persistent_workers=False, device=cpu)
 
