@@ -59,8 +59,9 @@ def measured(folder: Path, count: int, tokenizer: str, args: argparse.Namespace)
     """A cold start, and warm ones with two and with four workers."""
     source = folder / f"{count}.json"
     inputs.write_photo(folder / "photo.jpg")
-    distinct = list(inputs.conversation_records(args.distinct, "photo.jpg", text_only=1 / 3))
-    inputs.write_json(source, itertools.islice(itertools.cycle(distinct), count))
+    distinct = inputs.conversation_records(args.distinct, "photo.jpg", text_only=1 / 3)
+    texts = [json.dumps(record) for record in distinct]
+    inputs.write_texts(source, itertools.islice(itertools.cycle(texts), count))
     time.sleep(2.5)  # so that the file's stamp is trusted, as in every start but the one right after it was written
     repeating = 0 if count <= args.measure_up_to else args.distinct
     rows = []
