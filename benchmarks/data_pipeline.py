@@ -22,6 +22,7 @@ ARM = Path(__file__).with_name("upstream") / "data_arm.py"
 KINDS = {
     "text": "text-only records",
     "image_text": "text part of records with an image",
+    "pixels": "a 1-megapixel JPEG alone",
     "image": "records with a 1-megapixel JPEG",
 }
 

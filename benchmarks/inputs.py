@@ -80,10 +80,15 @@ def conversation_records(count: int, image: str | None, text_only: float = 0.0, 
 
 
 def write_json(path: Path, records: Iterator[dict[str, Any]]) -> None:
-    """A JSON list, one record at a time."""
+    """A JSON list of `records`."""
+    write_texts(path, map(json.dumps, records))
+
+
+def write_texts(path: Path, texts: Iterator[str]) -> None:
+    """A JSON list of elements that are written already, one at a time."""
     with path.open("w", encoding="utf-8") as file:
-        for index, record in enumerate(records):
-            file.write(("[\n" if index == 0 else ",\n") + json.dumps(record))
+        for index, text in enumerate(texts):
+            file.write(("[\n" if index == 0 else ",\n") + text)
         file.write("\n]\n")
 
 

@@ -59,8 +59,9 @@ def measured(folder: Path, count: int, tokenizer: str, args: argparse.Namespace)
     """A cold start, and warm ones with two and with four workers."""
     source = folder / f"{count}.json"
     inputs.write_photo(folder / "photo.jpg")
-    distinct = list(inputs.conversation_records(args.distinct, "photo.jpg", text_only=1 / 3))
-    inputs.write_json(source, itertools.islice(itertools.cycle(distinct), count))
+    distinct = inputs.conversation_records(args.distinct, "photo.jpg", text_only=1 / 3)
+    texts = [json.dumps(record) for record in distinct]
+    inputs.write_texts(source, itertools.islice(itertools.cycle(texts), count))
     time.sleep(2.5)  # so that the file's stamp is trusted, as in every start but the one right after it was written
     repeating = 0 if count <= args.measure_up_to else args.distinct
     rows = []
@@ -127,10 +128,10 @@ def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -
 
 
 def settings(workers: int) -> SimpleNamespace:
-    """What the data loader reads of the training arguments: one rank, global batch 16, one sample per micro-batch."""
+    """What the data loader reads of the training arguments: one rank, global batch 128, one sample per micro-batch."""
     loader = {"dataloader_num_workers": workers, "dataloader_pin_memory": False, "dataloader_prefetch_factor": None}
     order = {"seed": 42, "data_seed": None, "group_by_modality_length": True, "length_group_window": 1}
-    step = {"train_batch_size": 1, "world_size": 1, "gradient_accumulation_steps": 16, "process_index": 0}
+    step = {"train_batch_size": 1, "world_size": 1, "gradient_accumulation_steps": 128, "process_index": 0}
     cpu = SimpleNamespace(type="cpu")
     return SimpleNamespace(**loader, **order, **step, dataloader_persistent_workers=False, device=cpu)
 

@@ -1,8 +1,8 @@
 """One side of data_pipeline.py: turns records into tensors, over and over, and prints samples per second.
 
 Runs in either side's own environment and imports nothing of the other. Reads lines `<kind> <seconds>` and answers each
-with one line of JSON; kinds are `text` (text-only records), `image_text` (the text part of records with an image) and
-`image` (records with an image, whole).
+with one line of JSON; kinds are `text` (text-only records), `image_text` and `pixels` (text and picture of records with
+an image) and `image` (such records, whole).
 """
 
 import copy
@@ -23,7 +23,7 @@ def this_tree(inputs: Path, tokenizer_folder: str):
 
     from llava.data.dataset import LazySupervisedDataset
     from llava.data.records import load_records
-    from llava.mm_utils import load_tokenizer
+    from llava.mm_utils import load_tokenizer, process_images
 
     tokenizer = load_tokenizer(tokenizer_folder, model_max_length=4096)
     processor = SiglipImageProcessorPil(size={"height": 384, "width": 384})
@@ -35,7 +35,13 @@ def this_tree(inputs: Path, tokenizer_folder: str):
         )
 
     text, image = dataset("text.json"), dataset("image.json")
-    return {"text": text.__getitem__, "image_text": lambda i: image.tokenize(i)._asdict(), "image": image.__getitem__}
+    record = image.records[0]
+    return {
+        "text": text.__getitem__,
+        "image_text": lambda i: image.tokenize(i)._asdict(),
+        "pixels": lambda i: process_images([image._open_image(record["image"], record, i)], processor, None),
+        "image": image.__getitem__,
+    }
 
 
 def llava_next(inputs: Path, tokenizer_folder: str):
@@ -73,7 +79,13 @@ def llava_next(inputs: Path, tokenizer_folder: str):
         sample = image._get_item(index)
         return sample | {"images": sample["image"][0][0][None]}
 
-    return {"text": text._get_item, "image_text": image_text, "image": whole}
+    name = image.list_data_dict[0]["image"]
+    return {
+        "text": text._get_item,
+        "image_text": image_text,
+        "pixels": lambda i: image.process_image(name),
+        "image": whole,
+    }
 
 
 def rate(function, count: int, seconds: float) -> float:
