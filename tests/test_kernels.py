@@ -48,7 +48,7 @@ def test_compiled_layers_equal_eager_ones_with_few_compilations(tiny):
     expected = results(model)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compile_layers(model, backend="aot_eager")
+    compile_layers(model, backend="eager")
     assert_same(results(model), expected)
     stats = torch._dynamo.utils.counters["stats"]
     assert stats["unique_graphs"] == 4  # decoder: one or several samples; tower: one or several images
@@ -62,6 +62,7 @@ def test_compiled_layers_equal_eager_ones_with_few_compilations(tiny):
 @pytest.mark.slow
 def test_inductor_equals_eager_within_bf16_tolerance(tiny):
     model = trained(tiny, STAGE_1)
+    model.get_vision_tower().num_layers_used = 0  # compiling its layers as well would take as long again
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = results(model, ["image and text"])
         torch._dynamo.reset()
