@@ -112,7 +112,7 @@ def simulated(name: str, ranks: int, args: argparse.Namespace) -> list[dict]:
     for sampler, order in samplers.items():
         steps = np.fromiter(order, np.int64, len(text))
         steps = steps[: len(steps) - len(steps) % batch].reshape(-1, batch)
-        steps = steps[np.linspace(0, len(steps) - 1, min(args.steps, len(steps))).astype(int)]
+        steps = steps[np.linspace(0, len(steps), min(args.steps, len(steps)), endpoint=False).astype(int)]
         micro = batch // ranks if sampler.endswith("micro-batch 1") else 1
         deal = dealt_by_position if sampler.startswith("upstream") else dealt_evenly
         work = np.array([[total[samples].sum() for samples in deal(step, total, ranks, micro)] for step in steps])

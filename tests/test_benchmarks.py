@@ -1,11 +1,15 @@
 """What the benchmarks share, and that each of them runs on inputs of a few records."""
 
+import argparse
+import importlib
 import json
 import sys
 
+import numpy as np
 import pytest
 
-from benchmarks import common
+from benchmarks import common, inputs, scaling, startup
+from llava.data.records import load_records
 
 
 def test_a_result_says_machine_versions_and_commit(tmp_path):
@@ -31,3 +35,64 @@ def test_a_command_that_fails_is_shown_with_what_it_printed():
     assert common.run_json([sys.executable, "-c", "print('noise'); print('{\"a\": 1}')"]) == {"a": 1}
     with pytest.raises(RuntimeError, match="boom"):
         common.run_json([sys.executable, "-c", "raise SystemExit('boom')"])
+
+
+# --- scaling ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_simulated_epoch_of_upstreams_sampler_has_every_sample_once_and_one_modality_per_full_batch():
+    text = np.random.default_rng(0).integers(1, 500, 203) * np.random.default_rng(1).choice([1, 1, -1], 203)
+    order = list(scaling.upstream_order(text, ranks=4, batch_size=2, accumulation=2))
+    assert sorted(order) == list(range(203))
+    full = (text > 0).sum() // 16 + (text < 0).sum() // 16
+    assert all(len({text[i] > 0 for i in order[start : start + 16]}) == 1 for start in range(0, 16 * full, 16))
+
+
+def test_the_simulated_chunks_fill_like_upstreams():
+    """Longest first, each sample to the chunk with the fewest tokens that has room, done by hand."""
+    lengths = np.array([1, 9, 5, 8, 3, 6])
+    assert lengths[scaling.grouped(np.arange(6), lengths, chunks=3)].tolist() == [9, 1, 8, 3, 6, 5]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_every_sample_of_a_step_is_dealt_once(micro):
+    lengths = np.random.default_rng(0).integers(1, 900, 64)
+    step = np.random.default_rng(1).permutation(64)[:32]
+    for deal in (scaling.dealt_evenly, scaling.dealt_by_position):
+        dealt = deal(step, lengths, 8, micro)
+        assert len(dealt) == 8 and sorted(np.concatenate(dealt)) == sorted(step)
+
+
+def test_a_larger_window_makes_ranks_more_even(monkeypatch):
+    some = scaling.lengths_779k(np.random.default_rng(0))[::13]
+    monkeypatch.setitem(scaling.DISTRIBUTIONS, "779K", (lambda rng: some, 128))
+    args = argparse.Namespace(windows=[1, 64], steps=100)
+    even = {row["sampler"]: row["slowest_over_mean"] for row in scaling.simulated("779K", 64, args)}
+    assert even["--length_group_window 64"] < 1.1 < even["--length_group_window 1"] < even["upstream, one micro-batch"]
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def test_synthetic_records_are_repeatable_and_pass_every_check(tmp_path):
+    inputs.write_json(tmp_path / "a.json", inputs.conversation_records(50, "a.jpg", text_only=0.3))
+    table = load_records(str(tmp_path / "a.json"))
+    assert list(table) == list(inputs.conversation_records(50, "a.jpg", text_only=0.3))
+    assert 0 < sum("image" in record for record in table) < 50
+
+
+@pytest.mark.parametrize("name", ["data_pipeline", "startup", "scaling"])
+def test_each_benchmark_explains_itself(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert "--quick" in capsys.readouterr().out
+
+
+def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("llava.mm_utils.load_tokenizer", lambda *_, **__: tokenizer)
+    inputs.write_photo(tmp_path / "photo.jpg", 64, 64)
+    inputs.write_json(tmp_path / "a.json", inputs.conversation_records(160, "photo.jpg", text_only=0.3))
+    result = startup.started(tmp_path / "a.json", "", workers=1, repeating=0)
+    assert result["first_batch_s"] >= result["records_s"] + result["lengths_s"] - 0.02 and result["worker_mib"] > 0
+    assert list((tmp_path / ".llava_cache").glob("*.npy"))
