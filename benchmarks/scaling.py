@@ -11,6 +11,7 @@ detailed captions). Only ShareGPT is text only; its long tail is cut at 4096. Se
 """
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -81,9 +82,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.windows, args.steps, args.repeats = [64], [1, 64], 300, min(args.repeats, 1)
-    rows = [row for name in DISTRIBUTIONS for ranks in args.ranks for row in simulated(name, ranks, args)]
-    for row in rows:
-        print(row)
+    rows = []
+    for name, ranks in itertools.product(DISTRIBUTIONS, args.ranks):
+        for row in simulated(name, ranks, args):
+            print(row, flush=True)
+            rows.append(row)
     if args.repeats:
         rows += measured(args.repeats)
         print(rows[-1])
