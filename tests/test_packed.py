@@ -107,12 +107,22 @@ def test_half_precision_on_a_cpu_is_computed_in_fp32():
     torch.testing.assert_close(half.float(), exact, rtol=0.05, atol=0.05)
 
 
-def test_backends_for_packed_rows_refuse_padded_ones(model):
-    model.padding_free = False
-    model.config._attn_implementation = SEGMENTS
-    with pytest.raises(ValueError, match="set_attn_implementation"):
-        model.eval()(input_ids=torch.ones(2, 3, dtype=torch.long))
-    model.train()
+def test_a_model_in_training_still_evaluates_padded_batches_and_generates(model):
+    """The backend for packed rows takes the library's SDPA where rows are not packed."""
+    model.config.tokenizer_model_max_length = None
+    inputs = batch(BATCHES["several_images"])
+    model.eval()
+    try:
+        results = []
+        for backend in ("sdpa", SEGMENTS):
+            model.config._attn_implementation = backend
+            logits = model(**inputs).logits.detach()
+            results.append(
+                (logits, model.generate(inputs["input_ids"][:1], images=inputs["images"][:2], max_new_tokens=4))
+            )
+    finally:
+        model.train()
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
 def test_the_backend_is_chosen_by_the_machine_and_others_are_refused(caplog):

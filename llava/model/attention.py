@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from llava.model.splice import PackedSequences
@@ -70,17 +72,26 @@ def _fastest(device: torch.device, dtype: torch.dtype, compiled: bool) -> tuple[
 
 
 def packed_attention_arguments(packed: PackedSequences, backend: str) -> dict[str, Any]:
-    """What the decoder passes on to every layer's attention; lengths leave the device once, here."""
+    """`attention_mask` and what else the decoder passes on to every layer's attention.
+
+    Lengths leave the device once, here.
+    """
     if backend in MASKED:
-        return {}
-    boundaries = packed.cu_seqlens.to(torch.int32)
-    lengths = packed.lengths()
-    return {
+        return {"attention_mask": None}
+    boundaries, lengths = packed.cu_seqlens.to(torch.int32), packed.lengths()
+    arguments: dict[str, Any] = {
+        "attention_mask": None,
         "cu_seq_lens_q": boundaries,
         "cu_seq_lens_k": boundaries,
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
-    } | ({"segment_lengths": lengths} if backend == SEGMENTS else {})
+    }
+    if backend in (SEGMENTS, VARLEN):
+        # The library takes a mask of four dimensions as it is, and so makes none of all pairs of tokens.
+        arguments["attention_mask"] = packed.inputs_embeds.new_empty(1, 1, 0, 0)
+    if backend == SEGMENTS:
+        arguments["segment_lengths"] = lengths
+    return arguments
 
 
 def segments_attention(
@@ -99,17 +110,17 @@ def segments_attention(
     Args:
         query: [1, H, T, C].
         key, value: [1, K, T, C].
-        segment_lengths: tokens of each sample; None for one sample.
+        segment_lengths: tokens of each sample; None for padded batches and generation, where the library's SDPA runs.
 
     Returns:
         ([1, T, H, C], None), as the library's attention functions.
     """
-    lengths = segment_lengths or [query.shape[2]]
-    _require_packed(query, key, attention_mask)
+    if segment_lengths is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     grouped, dtype = query.shape[1] != key.shape[1], query.dtype
     if query.device.type == "cpu":  # PyTorch's attention for half precision is several times slower there
         query, key, value = query.float(), key.float(), value.float()
-    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    parts = zip(*(x.split(segment_lengths, dim=2) for x in (query, key, value)), strict=True)
     outputs = [
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
         for q, k, v in parts
@@ -129,12 +140,10 @@ def varlen_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """PyTorch's own variable-length FlashAttention (NVIDIA GPUs from Ampere on, fp16 and bf16); shapes as above."""
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     from torch.nn.attention.varlen import varlen_attn
 
-    _require_packed(query, key, attention_mask)
-    if cu_seq_lens_q is None:
-        max_length_q = query.shape[2]
-        cu_seq_lens_q = torch.tensor([0, max_length_q], dtype=torch.int32, device=query.device)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     output = varlen_attn(
         query,
@@ -151,13 +160,6 @@ def varlen_attention(
     return output[None], None
 
 
-def _require_packed(query: torch.Tensor, key: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
-    if attention_mask is not None or len(query) != 1 or query.shape[2] != key.shape[2]:
-        raise ValueError(
-            "this attention backend is for packed training rows; for padded batches and generation call "
-            "model.set_attn_implementation('sdpa') first"
-        )
-
-
-AttentionInterface.register(SEGMENTS, segments_attention)
-AttentionInterface.register(VARLEN, varlen_attention)
+for _name, _function in ((SEGMENTS, segments_attention), (VARLEN, varlen_attention)):
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, sdpa_mask)  # for padded batches and generation

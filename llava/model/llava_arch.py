@@ -284,10 +284,10 @@ class LlavaMetaForCausalLM:
         training_loss = labels is not None and self.training
         if inputs_embeds is None and training_loss and self.padding_free:
             packed = self.pack_inputs(input_ids, attention_mask, labels, images)
-            input_ids = attention_mask = None
+            input_ids, position_ids = None, packed.position_ids[None]
             inputs_embeds, labels = packed.inputs_embeds[None], packed.next_token_labels()[None]
-            position_ids = packed.position_ids[None]
             kwargs |= packed_attention_arguments(packed, self.config._attn_implementation)
+            attention_mask = kwargs.pop("attention_mask")
         elif inputs_embeds is None:
             input_ids, position_ids, attention_mask, past_key_values, inputs_embeds, labels = (
                 self.prepare_inputs_labels_for_multimodal(

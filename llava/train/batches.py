@@ -92,10 +92,12 @@ class BalancedDataLoader(DataLoader):
         self.batch_sampler.set_epoch(epoch)
 
 
-def balanced_dataloader(dataset: LazySupervisedDataset, collator: Any, args: Any) -> BalancedDataLoader:
-    """The micro-batches of this process."""
+def balanced_dataloader(
+    order: Sampler[int], dataset: LazySupervisedDataset, collator: Any, args: Any
+) -> BalancedDataLoader:
+    """The micro-batches of this process, of steps that take their samples in `order`."""
     sampler = BalancedBatchSampler(
-        sample_order(dataset, args),
+        order,
         dataset.modality_lengths(),
         ranks=args.world_size,
         micro_batches=args.gradient_accumulation_steps,

@@ -43,7 +43,7 @@ class LLaVATrainer(Trainer):
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         if not self.args.padding_free:
             return super().get_train_dataloader()
-        return balanced_dataloader(self.train_dataset, self.data_collator, self.args)
+        return balanced_dataloader(self._get_train_sampler(), self.train_dataset, self.data_collator, self.args)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         model = self.model if model is None else model
