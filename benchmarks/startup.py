@@ -90,7 +90,7 @@ def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -
     from llava.data.dataset import LazySupervisedDataset
     from llava.data.records import load_records
     from llava.mm_utils import load_tokenizer
-    from llava.train.batches import balanced_dataloader
+    from llava.train.batches import balanced_dataloader, sample_order
     from llava.train.preflight import check_images
 
     tokenizer = load_tokenizer(tokenizer_folder, model_max_length=4096)
@@ -107,7 +107,8 @@ def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -
     )
     dataset.modality_lengths()
     known = time.perf_counter()
-    loader = balanced_dataloader(dataset, DataCollatorForSupervisedDataset(0), settings(workers))
+    args = settings(workers)
+    loader = balanced_dataloader(sample_order(dataset, args), dataset, DataCollatorForSupervisedDataset(0), args)
     batches = iter(loader)
     next(batches)
     first = time.perf_counter()
