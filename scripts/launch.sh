@@ -27,7 +27,7 @@ load_preset() {
 # The recipe's values that both stages share (paper, section E).
 set_common_defaults() {
   : "${VISION_TOWER:=google/siglip-so400m-patch14-384}" "${LABEL_MASKING:=upstream}"
-  : "${EPOCHS:=1}" "${MAX_STEPS:=-1}" "${SEED:=42}" "${BF16:=True}"
+  : "${EPOCHS:=1}" "${MAX_STEPS:=-1}" "${SEED:=42}"
   : "${ACTIVATION_CHECKPOINTING:=${GRADIENT_CHECKPOINTING:-auto}}" # the older name, of LLaVA's scripts, still counts
   : "${NUM_WORKERS:=4}" "${REPORT_TO:=tensorboard}" "${SAVE_STRATEGY:=steps}" "${SAVE_STEPS:=1000}" "${SAVE_TOTAL_LIMIT:=1}"
   : "${DEEPSPEED_CONFIG=deepspeed_configs/zero3.json}" # an empty value means: without DeepSpeed
@@ -77,6 +77,8 @@ resolve_devices() {
   fi
   DEVICES=$((NNODES * RANKS))
   : "${TF32:=$([ "$NUM_GPUS" -gt 0 ] && echo True || echo False)}"
+  # A CPU without instructions for bf16 computes in it several times more slowly than in fp32.
+  : "${BF16:=$([ "$NUM_GPUS" -gt 0 ] || grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo 2>/dev/null && echo True || echo False)}"
 }
 
 divisors() {
