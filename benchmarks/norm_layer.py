@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 
 from benchmarks.common import alternate, spread, write_result
 from llava.model import LlavaLlamaConfig, LlavaLlamaForCausalLM
-from llava.model.multimodal_projector.builder import build_vision_projector, projector_norm
+from llava.model.multimodal_projector.builder import build_vision_projector
+from llava.model.multimodal_projector.norm import projector_norm
 
 SHAPES = {
     # name: (D, intermediate, layers, heads, key/value heads, E, visual tokens, text tokens)
