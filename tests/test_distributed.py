@@ -84,6 +84,14 @@ def test_one_recomputed_layer_under_zero_3_equals_one_process(tiny, tmp_path, on
     assert_same(tmp_path / "two", one_process)
 
 
+def test_a_token_cap_under_deepspeed_equals_one_process(tiny, tmp_path, one_process):
+    """DeepSpeed is told of the fewer micro-batches."""
+    options = COMPARABLE | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    output = launch(flags(tiny, tmp_path / "two", 2, max_tokens_per_micro_batch=10**6, **options), "zero2", tmp_path)
+    assert "--max_tokens_per_micro_batch 1000000: 1 micro-batches" in output
+    assert_same(tmp_path / "two", one_process)
+
+
 def test_rank_without_images_meets_the_others(tiny, tmp_path):
     """Rank 0 sees pictures only and rank 1 text only, in every micro-step."""
     records = json.loads((tiny / "data/finetune.json").read_text())

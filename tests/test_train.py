@@ -247,6 +247,32 @@ def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation
         torch.testing.assert_close(small[name], large[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(("cap", "micro_batches"), [(10**6, 1), (300, 4)])
+def test_a_token_cap_merges_micro_batches_and_changes_nothing(tiny, tmp_path, caplog, cap, micro_batches):
+    options = {"max_steps": 3, "adam_epsilon": 1e-4, "max_grad_norm": 1e9}
+    options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    plain, _ = run(tiny, tmp_path / "plain", 2, **options)
+    capped, _ = run(tiny, tmp_path / "capped", 2, max_tokens_per_micro_batch=cap, **options)
+    assert f"--max_tokens_per_micro_batch {cap}: {micro_batches} micro-batches" in caplog.text
+    for name in plain:
+        torch.testing.assert_close(capped[name], plain[name], rtol=0, atol=1e-6)
+
+
+def test_loss_is_the_mean_over_targets_or_over_micro_batches(tiny, tmp_path):
+    def logged(name: str, **overrides) -> list[float]:
+        options = {"learning_rate": 0, "train_sampling_strategy": "sequential", "padding_free": False} | overrides
+        train_module.train(flags(tiny, tmp_path / name, 2, **options))
+        lines = map(json.loads, (tmp_path / name / LOG_FILE).read_text().splitlines())
+        return [line["loss"] for line in lines if "loss" in line]
+
+    alone = logged("alone", max_steps=2)  # each micro-batch as a step of its own
+    both = {"max_steps": 1, "gradient_accumulation_steps": 2}
+    over_micro_batches = logged("micro", loss_reduction="micro_batch_mean", **both)
+    over_targets = logged("token", **both)
+    assert over_micro_batches == [pytest.approx(sum(alone) / 2, abs=1e-5)]
+    assert abs(over_targets[0] - over_micro_batches[0]) > 2e-5 and min(alone) < over_targets[0] < max(alone)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("layers", ["True", 1])

@@ -135,13 +135,20 @@ def varlen_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    dropout: float = 0.0,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """PyTorch's own variable-length FlashAttention (NVIDIA GPUs from Ampere on, fp16 and bf16); shapes as above."""
+    """PyTorch's own variable-length FlashAttention (NVIDIA GPUs from Ampere on, fp16 and bf16); shapes as above.
+
+    Raises:
+        ValueError: the model has attention dropout, which this kernel does not know.
+    """
     if cu_seq_lens_q is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if dropout:
+        raise ValueError(f"{VARLEN} has no attention dropout; pass --attn_implementation {SEGMENTS}, or set it to 0")
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
