@@ -33,6 +33,8 @@ STAGES = {
     "pretrain": ["--version", "plain", "--tune_mm_mlp_adapter", "True", "--learning_rate", "1e-3"],
     "finetune": ["--version", "v1", "--image_aspect_ratio", "pad", "--learning_rate", "2e-5"],
 }
+# Samples per device in upstream's scripts v1_5/pretrain.sh and v1_5/finetune.sh.
+BATCH = {"pretrain": 32, "finetune": 16}
 # Losses must agree this well (relative), or the two do not do the same work.
 TOLERANCE = {False: 1e-4, True: 3e-2}
 
@@ -62,7 +64,6 @@ def main() -> None:
         rows.append(compare(args, stage, measured))
     names = (
         "steps",
-        "batch",
         "repeats",
         "hidden",
         "intermediate",
@@ -85,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--warmup-steps", type=int, default=3, help="left out of the time")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, help="per device; default: that of upstream's scripts, 32 and 16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of PyTorch on the CPU, for both")
     for name, default in (("hidden", 256), ("intermediate", 688), ("layers", 4), ("heads", 4), ("vocabulary", 2048)):
@@ -100,6 +101,11 @@ def parse_arguments() -> argparse.Namespace:
     if args.quick:
         args.steps, args.repeats = 12, 2
     return args
+
+
+def batch_of(args: argparse.Namespace, stage: str) -> int:
+    """Samples of a step."""
+    return args.batch or BATCH[stage]
 
 
 def make_models(args: argparse.Namespace, work: Path) -> None:
@@ -155,7 +161,7 @@ def make_data(args: argparse.Namespace, work: Path, stage: str) -> None:
 
     (work / "images").mkdir(exist_ok=True)
     records = []
-    for index in range(args.steps * args.batch):
+    for index in range(args.steps * batch_of(args, stage)):
         name = f"{index % 32}.png"
         if not (work / "images" / name).exists():
             side = args.image_size
@@ -177,7 +183,7 @@ def make_data(args: argparse.Namespace, work: Path, stage: str) -> None:
 
 def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Path, path: Path) -> dict:
     """One training run in a process of its own: losses, order of samples, samples per second."""
-    folder = work / stage / name.replace(" ", "_")
+    folder, batch = work / stage / name.replace(" ", "_"), batch_of(args, stage)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     flags = {
@@ -190,7 +196,7 @@ def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Pat
         "mm_vision_select_layer": -2,
         "mm_use_im_start_end": False,
         "mm_use_im_patch_token": False,
-        "per_device_train_batch_size": args.batch,
+        "per_device_train_batch_size": batch,
         "max_steps": args.steps,
         "evaluation_strategy": "no",
         "save_strategy": "no",
@@ -211,7 +217,7 @@ def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Pat
     else:
         theirs = work / stage / "upstream"
         records = json.loads((work / f"{stage}.json").read_text())
-        order = json.loads((theirs / "record.json").read_text())["order"][: args.steps * args.batch]
+        order = json.loads((theirs / "record.json").read_text())["order"][: args.steps * batch]
         (folder / "ordered.json").write_text(json.dumps([records[i] for i in order]))
         flags |= {
             "data_path": folder / "ordered.json",
@@ -237,7 +243,7 @@ def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Pat
             )
     recorded = json.loads((folder / "record.json").read_text())
     times = recorded["times"][args.warmup_steps - 1 :]
-    return {"losses": recorded["losses"], "rate": args.batch * (len(times) - 1) / (times[-1] - times[0])}
+    return {"losses": recorded["losses"], "rate": batch * (len(times) - 1) / (times[-1] - times[0])}
 
 
 def compare(args: argparse.Namespace, stage: str, measured: dict[str, list[dict]]) -> dict:
@@ -256,6 +262,7 @@ def compare(args: argparse.Namespace, stage: str, measured: dict[str, list[dict]
     )
     return {
         "stage": stage,
+        "batch": batch_of(args, stage),
         "upstream_samples_per_second": theirs,
         "samples_per_second": ours,
         "ratio": ratios["median"],
