@@ -13,7 +13,7 @@ from playground.store import PlaygroundError, build, read_manifest
 if TYPE_CHECKING:
     from transformers import SiglipImageProcessorPil, SiglipModel
 
-FORMAT = 3  # raise it when the same settings give another tower
+FORMAT = 4  # raise it when the same settings give another tower
 INITIAL_SCALE = 10.0  # as SigLIP's
 # Position embeddings start as large as the patches' own: at their usual size so short a training leaves tokens that do
 # not say where they are, and a language model can hardly count them.
