@@ -5,10 +5,6 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT" || exit 1
 
-# PyTorch's threads on a CPU wait for each other many thousand times a step. Waiting awake, as GCC's OpenMP does by
-# itself, makes a run several times slower as soon as another program wants a core; asleep it is as fast alone.
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-100}"
-
 die() {
   printf 'error: %s\n' "$*" >&2
   exit 2
