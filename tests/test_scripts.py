@@ -180,11 +180,11 @@ def test_demo_preset_is_one_plain_process_on_a_cpu():
     stage1, stage2 = (DryRun(stage, PRESET="demo", NUM_GPUS=0) for stage in ("pretrain", "finetune"))
     for run in (stage1, stage2):
         assert run.launcher.endswith(".venv/bin/python")
-        assert run.flag("--per_device_train_batch_size") == "16"
+        assert run.flag("--per_device_train_batch_size") == "8"
         assert run.flag("--deepspeed") is None
         assert run.flag("--tf32") == "False"
         assert run.flag("--version") == "chatml"
-    assert (stage1.flag("--max_steps"), stage2.flag("--max_steps")) == ("100", "100")
+    assert (stage1.flag("--max_steps"), stage2.flag("--max_steps")) == ("90", "80")
     assert [stage2.flag(f"--{name}") for name in ("learning_rate", "mm_projector_lr", "mm_vision_tower_lr")] == [
         "1e-4",
         "1e-3",
@@ -284,7 +284,7 @@ def test_cpu_ranks_run_under_deepspeed_and_share_the_cores(tool_path):
         "env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu OMP_NUM_THREADS=4 GOMP_SPINCOUNT=100"
         " .venv/bin/python -m deepspeed.launcher.runner --num_accelerators 2 --master_port 29612"
     )
-    assert run.flag("--per_device_train_batch_size") == "8"
+    assert run.flag("--per_device_train_batch_size") == "4"
     refused = bash("scripts/pretrain.sh", DRY_RUN=1, **env)  # without DeepSpeed each rank would train alone
     assert refused.returncode == 2
     assert "DEEPSPEED_CONFIG" in refused.stderr

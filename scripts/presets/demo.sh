@@ -9,7 +9,7 @@
 : "${OPTIM=$([ -n "$DEEPSPEED_CONFIG" ] || echo adamw_torch_fused)}"
 case $STAGE in
   pretrain) : "${MAX_STEPS:=90}" "${LEARNING_RATE:=1e-3}" ;;
-  finetune) : "${MAX_STEPS:=90}" "${LEARNING_RATE:=1e-4}" "${PROJECTOR_LR=1e-3}" "${VISION_TOWER_LR=1e-4}" ;;
+  finetune) : "${MAX_STEPS:=80}" "${LEARNING_RATE:=1e-4}" "${PROJECTOR_LR=1e-3}" "${VISION_TOWER_LR=1e-4}" ;;
 esac
 # shellcheck disable=SC2034 # read by check_inputs in launch.sh
 INPUT_HINT="run: bash scripts/setup.sh && .venv/bin/python -m playground all"
