@@ -52,7 +52,7 @@ def load(model: NamedModel, args: argparse.Namespace, **options: Any) -> Probe:
     if is_ours(fields):
         return _load_ours(model, args, options)
     family = family_of(model_type, layers=args.layers_path, projector=args.projector_path, vision=args.vision_path)
-    if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or model_type in FAMILIES or args.projector_path:
+    if sees(fields, args):
         return _load_library(model, family, args, options)
     return _load_language_model(model, family, args, options)
 
@@ -73,6 +73,12 @@ def config_fields(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
 def is_ours(fields: dict[str, Any]) -> bool:
     """Whether a config is of a LLaVA checkpoint in LLaVA's own format, which this tree's classes load."""
     return fields.get("model_type") in OUR_TYPES or "mm_vision_tower" in fields
+
+
+def sees(fields: dict[str, Any], args: argparse.Namespace) -> bool:
+    """Whether a config is of a vision-language model; an unknown one is, if its projector is named."""
+    known = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *FAMILIES}
+    return is_ours(fields) or fields.get("model_type") in known or bool(args.projector_path)
 
 
 def special_ids(tokenizer: Any) -> set[int]:
