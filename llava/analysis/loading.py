@@ -97,7 +97,8 @@ def placement(args: argparse.Namespace) -> dict[str, Any]:
 # --- our checkpoints --------------------------------------------------------------------------------------------------
 
 
-def _load_ours(named: NamedModel, args: argparse.Namespace, options: dict[str, Any]) -> Probe:
+def load_ours(named: NamedModel, args: argparse.Namespace, **options: Any) -> tuple[Any, Any, Any]:
+    """Tokenizer, model and image processor of one of our checkpoints; batches are padded on the right."""
     where = placement(args)
     tokenizer, model, image_processor, _ = load_pretrained_model(
         named.path,
@@ -109,6 +110,11 @@ def _load_ours(named: NamedModel, args: argparse.Namespace, options: dict[str, A
         **options,
     )
     model.config.tokenizer_padding_side = "right"
+    return tokenizer, model, image_processor
+
+
+def _load_ours(named: NamedModel, args: argparse.Namespace, options: dict[str, Any]) -> Probe:
+    tokenizer, model, image_processor = load_ours(named, args, **options)
     template = choose_template(model.config, named.path, args.conv_mode)
     parts = find_parts(model, Family(), IMAGE_TOKEN_INDEX)
 
