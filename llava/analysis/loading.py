@@ -63,11 +63,14 @@ def config_fields(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: there is none.
     """
+    message = "it names no model_type"
     try:
-        return PretrainedConfig.get_config_dict(path, trust_remote_code=trust_remote_code)[0]
+        fields = PretrainedConfig.get_config_dict(path, trust_remote_code=trust_remote_code)[0]
     except OSError as error:
-        message = str(error).splitlines()[0]
-        raise ValueError(f"--model {path}: no config.json found ({message}); expected a folder or hub id") from error
+        fields, message = {}, str(error).splitlines()[0]
+    if "model_type" not in fields:
+        raise ValueError(f"--model {path}: no usable config.json ({message}); expected a model's folder or hub id")
+    return fields
 
 
 def is_ours(fields: dict[str, Any]) -> bool:
