@@ -5,7 +5,7 @@ picture of the same size, no picture, and the visual part of the KV cache (keys,
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +14,14 @@ from PIL import Image
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from llava.analysis import loading
 from llava.analysis.attention_watch import Change, watched
 from llava.analysis.models import required_models
 from llava.analysis.output import COLOURS, figure, write_result
+from llava.analysis.probe import VISUAL, Batch, Edit, Probe
 from llava.analysis.questions import Question, add_question_arguments, read_questions
 from llava.analysis.statistics import Stream
-from llava.analysis.subject import Prepared, Subject, changed_input
+from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 
 TEXT_NORM, BLANK, TEXT_ONLY = "text norm", "blank picture", "no picture"
 SWAPS = {"blank's keys": (True, False), "blank's values": (False, True), "blank's keys and values": (True, True)}
@@ -49,14 +51,17 @@ class Outcome(NamedTuple):
 
 
 class _Run(NamedTuple):
-    # Log probabilities [C], attention share, and keys and values of visual tokens per layer [K, V, channels].
+    # Log probabilities [C], attention share, keys and values of visual tokens per layer [K, V, channels], their norms
+    # [V] where they enter the first layer.
     log_probs: torch.Tensor
     visual_share: float
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    visual_norms: torch.Tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    loading.add_arguments(parser)
     add_question_arguments(parser, samples=16)
     parser.add_argument(
         "--alphas", type=float, nargs="+", default=[0.03, 0.1, 0.3, 0.6, 2, 5], help="factors of the sweep"
@@ -70,8 +75,8 @@ def run(args: argparse.Namespace) -> None:
     questions = read_questions(args)
     rows, details, verdicts = [], {}, []
     for model in required_models(args.models):
-        subject = Subject(model, args.device)
-        found = measure(subject, questions, sorted(args.alphas))
+        probe = loading.load(model, args)
+        found = measure(probe, questions, sorted(args.alphas))
         rows += [table_row(model.name, name, outcomes) for name, outcomes in found["outcomes"].items()]
         verdicts.append(verdict(model.name, found))
         details[model.name] = {
@@ -80,61 +85,68 @@ def run(args: argparse.Namespace) -> None:
             "verdict": verdicts[-1],
             "per layer": {name: _per_layer(outcomes) for name, outcomes in found["outcomes"].items()},
         }
-        del subject
+        del probe  # before the next one is loaded
     write_result(args, rows, details)
     draw(args, rows, details)
     print("\n" + "\n".join(verdicts))
 
 
-def measure(subject: Subject, questions: list[Question], alphas: list[float]) -> dict[str, Any]:
+def measure(probe: Probe, questions: list[Question], alphas: list[float]) -> dict[str, Any]:
     """Every intervention's outcomes over all questions, and the norms of visual tokens and text."""
     outcomes: dict[str, list[Outcome]] = {}
-    norms = Stream()
-    for question in tqdm(questions, desc=f"interventions, {subject.name}"):
-        prepared = subject.prepare(question.text, question.picture)
-        untouched = _run(subject, prepared)
-        norms.add(subject.visual_norm(prepared))
-        for name, other in interventions(subject, question, prepared, alphas):
+    norms, text_norm = Stream(), mean_text_embedding_norm(probe.embedding_weight)
+    for question in tqdm(questions, desc=f"interventions, {probe.name}"):
+        batch = probe.prepare([question])
+        untouched = _run(probe, batch)
+        norms.add(untouched.visual_norms)
+        for name, other in interventions(probe, question, batch, alphas, text_norm):
             outcomes.setdefault(name, []).append(compare(untouched, other))
-    return {"outcomes": outcomes, "visual norm": norms.mean, "text norm": subject.text_norm}
+    return {"outcomes": outcomes, "visual norm": norms.mean, "text norm": text_norm}
 
 
 def interventions(
-    subject: Subject, question: Question, prepared: Prepared, alphas: list[float]
+    probe: Probe, question: Question, batch: Batch, alphas: list[float], text_norm: float
 ) -> Iterator[tuple[str, _Run]]:
     """Runs each one after the other: name and run."""
     for alpha in alphas:
-        with changed_input(subject, prepared, lambda visual, alpha=alpha: alpha * visual):
-            yield f"alpha {alpha:g}", _run(subject, prepared)
-    with changed_input(subject, prepared, lambda visual: subject.text_norm * F.normalize(visual, dim=-1)):
-        yield TEXT_NORM, _run(subject, prepared)
-    blank = subject.prepare(question.text, Image.new("RGB", question.picture.size, GREY))
-    blank_run = _run(subject, blank)
-    yield BLANK, blank_run
-    yield TEXT_ONLY, _run(subject, subject.prepare(question.text, None))
+        yield f"alpha {alpha:g}", _run(probe, batch, at_visual(lambda tokens, alpha=alpha: alpha * tokens))
+    yield TEXT_NORM, _run(probe, batch, at_visual(lambda tokens: text_norm * F.normalize(tokens, dim=-1)))
+    blank = _run(probe, probe.prepare([question._replace(image=Image.new("RGB", question.image.size, GREY))]))
+    yield BLANK, blank
+    yield TEXT_ONLY, _run(probe, probe.prepare([question._replace(image=None)]))
+    visual = probe.groups(batch)[0] == VISUAL
     for name, which in SWAPS.items():
-        yield name, _run(subject, prepared, _taking(blank_run, prepared, *which))
+        yield name, _run(probe, batch, change=_taking(blank, visual, *which))
 
 
-def _taking(source: _Run, prepared: Prepared, keys: bool, values: bool) -> Change:
+def at_visual(change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
+    """The edit that puts `change` of the visual tokens [N, D] in their place."""
+
+    def edit(states: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        states, visual = states.clone(), (groups == VISUAL).to(states.device)
+        states[visual] = change(states[visual])
+        return states
+
+    return edit
+
+
+def _taking(source: _Run, visual: torch.Tensor, keys: bool, values: bool) -> Change:
     # Every layer uses the source's keys or values at visual tokens: what follows sees a cache with that part swapped.
-    where = prepared.visual.nonzero().flatten()
-
     def change(index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         swapped = []
         for tensor, chosen, stored in ((key, keys, source.keys), (value, values, source.values)):
             if chosen:
                 tensor = tensor.clone()
-                tensor[:, where.to(tensor.device)] = stored[index].to(tensor)
+                tensor[:, visual.to(tensor.device)] = stored[index].to(tensor)
             swapped.append(tensor)
         return swapped[0], swapped[1]
 
     return change
 
 
-def _run(subject: Subject, prepared: Prepared, change: Change | None = None) -> _Run:
+def _run(probe: Probe, batch: Batch, edit: Edit | None = None, change: Change | None = None) -> _Run:
     shares, keys, values = [], [], []
-    visual = prepared.visual
+    visual = probe.groups(batch)[0] == VISUAL
 
     def see(index: int, weights: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         at = visual.to(key.device)
@@ -142,9 +154,11 @@ def _run(subject: Subject, prepared: Prepared, change: Change | None = None) -> 
         keys.append(key[:, at].clone())
         values.append(value[:, at].clone())
 
-    with watched(subject.layers, see=see, change=change):
-        logits = subject.logits(prepared)
-    return _Run(logits.double().log_softmax(dim=-1), float(np.mean(shares)), keys, values)
+    with watched(probe.parts.layers, see=see, change=change):
+        seen = probe.run(batch, edit)
+    log_probs = seen.logits[0, -1].double().log_softmax(dim=-1)
+    norms = seen.hidden_states[0][0, visual.to(seen.hidden_states[0].device)].float().norm(dim=-1)
+    return _Run(log_probs, float(np.mean(shares)), keys, values, norms)
 
 
 def compare(untouched: _Run, other: _Run) -> Outcome:

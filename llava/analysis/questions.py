@@ -18,14 +18,13 @@ class Question(NamedTuple):
     """A question about a picture."""
 
     name: str
-    text: str
-    picture: Image.Image
+    prompt: str
+    image: Image.Image
 
 
 def add_question_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
     parser.add_argument("--image-folder", type=Path, help="pictures of --data (default: `images` beside it)")
     parser.add_argument("--samples", type=int, default=samples, help="questions, drawn with --seed")
-    parser.add_argument("--device", help="such as cuda or cpu (default: an accelerator if there is one)")
 
 
 def read_questions(args: argparse.Namespace) -> list[Question]:

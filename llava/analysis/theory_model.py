@@ -1,0 +1,154 @@
+"""How far the assumptions behind the paper's theory hold in a real model, layer by layer.
+
+Measured where the theory speaks of it: the update between the input of a layer and that of the next. Tokens whose norm
+exceeds `SINK_FACTOR` times the median of their modality, layer and sample (attention sinks) are counted and left out.
+
+Shapes: N tokens of one modality, D LLM hidden size.
+"""
+
+import argparse
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from llava.analysis import theory_formulas as formulas
+from llava.analysis.models import NamedModel
+from llava.analysis.output import TEXT, VISUAL, figure
+from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
+from llava.analysis.probe import VISUAL as VISUAL_GROUP
+from llava.analysis.questions import Question
+from llava.analysis.statistics import Stream
+
+SINK_FACTOR = 10.0
+MODALITIES = {"visual": (VISUAL_GROUP,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
+QUANTITIES = ("norm", "C", "phi", "w")
+
+
+class LayerTally:
+    """One layer's sums: streams of |h|, C, phi and w per modality, and the mean direction of the rotations."""
+
+    def __init__(self) -> None:
+        self.streams = {name: {quantity: Stream() for quantity in QUANTITIES} for name in MODALITIES}
+        self.direction: dict[str, torch.Tensor] = {}
+        self.sinks = dict.fromkeys(MODALITIES, 0)
+        self.predicted = {name: Stream() for name in MODALITIES}
+        self.error = {name: Stream() for name in MODALITIES}
+
+    def add(self, states: torch.Tensor, after: torch.Tensor, groups: torch.Tensor) -> None:
+        """Adds one sample: what enters the layer, and the next one [S, D], and the groups [S]."""
+        states, after = states.double(), after.double()
+        norms = states.norm(dim=-1)
+        members = {
+            name: torch.isin(groups, torch.tensor(ids, dtype=groups.dtype, device=groups.device))
+            for name, ids in MODALITIES.items()
+        }
+        keep = torch.zeros_like(norms, dtype=torch.bool)
+        for name, inside in members.items():
+            sinks = inside & (norms > SINK_FACTOR * norms[inside].median())
+            self.sinks[name] += int(sinks.sum())
+            keep |= inside & ~sinks
+        update = after - states
+        units = states / norms[:, None]
+        along = (update * units).sum(dim=-1)
+        across = update - along[:, None] * units
+        length, turn = update.norm(dim=-1), across.norm(dim=-1)
+        phi, w = torch.atan2(turn, along), torch.atan2(turn, norms + along)
+        # The paper's assumption: one C and one phi for all tokens of the layer, here their means.
+        shared = length[keep].mean().item(), phi[keep].mean().item()
+        for name in MODALITIES:
+            inside = members[name] & keep
+            for quantity, values in zip(QUANTITIES, (norms, length, phi, w), strict=True):
+                self.streams[name][quantity].add(values[inside])
+            predicted = formulas.angular_velocity(norms[inside].cpu().numpy(), *shared)
+            self.predicted[name].add(predicted)
+            self.error[name].add(np.abs(predicted - w[inside].cpu().numpy()))
+            turned = inside & (turn > 0)
+            total = (across[turned] / turn[turned, None]).sum(dim=0).cpu()
+            self.direction[name] = self.direction.get(name, torch.zeros_like(total)) + total
+
+    def row(self) -> dict[str, Any]:
+        """The layer's numbers; angles in degrees."""
+        row: dict[str, Any] = {}
+        for name in MODALITIES:
+            streams = self.streams[name]
+            row |= {f"{name} |h|": streams["norm"].mean, f"{name} C": streams["C"].mean}
+            row |= {f"{name} phi": math.degrees(streams["phi"].mean), f"{name} w": math.degrees(streams["w"].mean)}
+            row[f"{name} w predicted"] = math.degrees(self.predicted[name].mean)
+            row[f"{name} error"] = math.degrees(self.error[name].mean)
+            row[f"{name} phi std"] = math.degrees(streams["phi"].std)
+            row[f"{name} C spread"] = streams["C"].std / streams["C"].mean if streams["C"].mean else math.nan
+            count = max(streams["w"].count, 1)
+            row[f"{name} drift"] = self.direction[name].norm().item() / count
+            row[f"{name} drift if symmetric"] = 1 / math.sqrt(count)
+            row[f"{name} sinks"] = self.sinks[name]
+        visual, text = (self.direction[name] / max(self.streams[name]["w"].count, 1) for name in MODALITIES)
+        row["common push"] = (visual @ text).item()
+        return row
+
+
+@torch.no_grad()
+def measure(probe: Probe, questions: list[Question]) -> list[dict[str, Any]]:
+    """One row per layer, over all questions."""
+    tallies = [LayerTally() for _ in probe.parts.layers]
+    for question in tqdm(questions, desc=f"assumptions, {probe.name}"):
+        seen = probe.run(probe.prepare([question]))
+        groups = seen.groups[0]
+        for tally, states, after in zip(tallies, seen.hidden_states[:-1], seen.hidden_states[1:], strict=True):
+            tally.add(states[0], after[0], groups.to(states.device))
+    return [{"model": probe.name, "layer": index} | tally.row() for index, tally in enumerate(tallies)]
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each assumption's measure over the layers: median, and the range of the middle 80 % of them."""
+    ratios = {
+        "norm, visual over text": [row["visual |h|"] / row["text |h|"] for row in rows],
+        "C, visual over text (assumed 1)": [row["visual C"] / row["text C"] for row in rows],
+        "C, std over mean within visual (assumed 0)": [row["visual C spread"] for row in rows],
+        "C, std over mean within text (assumed 0)": [row["text C spread"] for row in rows],
+        "phi, visual minus text, degrees (assumed 0)": [row["visual phi"] - row["text phi"] for row in rows],
+        "phi, std within visual, degrees (assumed 0)": [row["visual phi std"] for row in rows],
+        "phi, std within text, degrees (assumed 0)": [row["text phi std"] for row in rows],
+        "drift of visual rotations over chance (assumed 1)": [
+            row["visual drift"] / row["visual drift if symmetric"] for row in rows
+        ],
+        "drift of text rotations over chance (assumed 1)": [
+            row["text drift"] / row["text drift if symmetric"] for row in rows
+        ],
+        "mean product of a visual and a text rotation (assumed 0)": [row["common push"] for row in rows],
+        "w, text over visual, measured": [row["text w"] / row["visual w"] for row in rows],
+        "w, text over visual, predicted (eq. 8)": [row["text w predicted"] / row["visual w predicted"] for row in rows],
+    }
+    found = []
+    for name, values in ratios.items():
+        low, middle, high = np.percentile(values, (10, 50, 90))
+        cells = {"median layer": float(middle), "10 % of layers below": float(low), "90 % below": float(high)}
+        found.append({"model": rows[0]["model"], "assumption": name} | cells)
+    return found
+
+
+def draw(args: argparse.Namespace, models: list[NamedModel], rows: list[dict[str, Any]]) -> None:
+    """Per model: update length, phi, and angular velocity measured against predicted, over the layers."""
+    with figure(args, len(models), 3, figsize=(12, 3.2 * len(models) + 0.6), squeeze=False, name="theory-model") as (
+        drawn,
+        axes,
+    ):
+        for model, (left, middle, right) in zip(models, axes, strict=True):
+            own = [row for row in rows if row["model"] == model.name]
+            layers = [row["layer"] for row in own]
+            for name, colour in (("visual", VISUAL), ("text", TEXT)):
+                left.plot(layers, [row[f"{name} C"] for row in own], color=colour, label=name)
+                left.plot(layers, [row[f"{name} |h|"] for row in own], color=colour, linestyle=":")
+                phi, spread = (np.array([row[f"{name} {key}"] for row in own]) for key in ("phi", "phi std"))
+                middle.plot(layers, phi, color=colour)
+                middle.fill_between(layers, phi - spread, phi + spread, color=colour, alpha=0.15, linewidth=0)
+                right.plot(layers, [row[f"{name} w"] for row in own], color=colour)
+                right.plot(layers, [row[f"{name} w predicted"] for row in own], color=colour, linestyle="--")
+            left.set(yscale="log", ylabel=model.name, title="update C (solid), norm |h| (dotted)")
+            middle.set(title="phi, with std (degrees)")
+            right.set(yscale="log", title="w (degrees): measured, predicted (dashed)")
+            for axis in (left, middle, right):
+                axis.set_xlabel("layer")
+        drawn.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
