@@ -75,6 +75,12 @@ def is_ours(fields: dict[str, Any]) -> bool:
     return fields.get("model_type") in OUR_TYPES or "mm_vision_tower" in fields
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    """Ids of all special tokens, also of those that no role names (`<|vision_start|>`)."""
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
 def placement(args: argparse.Namespace) -> dict[str, Any]:
     """`device_map` and `dtype` for `from_pretrained`."""
     device = args.device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
@@ -106,7 +112,7 @@ def _load_ours(named: NamedModel, args: argparse.Namespace, options: dict[str, A
         pixels = process_images(pictures, image_processor, model.config) if pictures else None
         return our_batch(model, prompts, pixels)
 
-    return Probe(named.name, model, parts, prepare, tokenizer.all_special_ids, lambda i: tokenizer.decode([i]))
+    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: tokenizer.decode([i]))
 
 
 def our_prompt(sample: Any, tokenizer: Any, template: Any, config: Any) -> torch.Tensor:
@@ -163,7 +169,7 @@ def _load_library(named: NamedModel, family: Family, args: argparse.Namespace, o
             raise ValueError(f"{named.path}: its processor has no chat template; give a Jinja file by --chat-template")
         tokenizer = processor.tokenizer
         prepare = library_inputs(processor, model.device)
-    return Probe(named.name, model, parts, prepare, tokenizer.all_special_ids, lambda i: tokenizer.decode([i]))
+    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: tokenizer.decode([i]))
 
 
 def library_inputs(processor: Any, device: Any) -> Callable[[Sequence[Any]], Batch]:
@@ -221,4 +227,4 @@ def _load_language_model(named: NamedModel, family: Family, args: argparse.Names
         inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.long().to(model.device)}
         return Batch(inputs, inputs["input_ids"], mask.to(model.device))
 
-    return Probe(named.name, model, parts, prepare, tokenizer.all_special_ids, lambda i: tokenizer.decode([i]))
+    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: tokenizer.decode([i]))

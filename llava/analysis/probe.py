@@ -161,7 +161,7 @@ class Probe:
 
     @contextlib.contextmanager
     def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[torch.Tensor]]]:
-        """While the context is open, a forward fills the dict with lists of tensors: `states`, `projector_input`, ..."""
+        """While the context is open, a forward fills the dict with lists of tensors: `states`, `projector_input` ..."""
         seen: dict[str, list[torch.Tensor]] = defaultdict(list)
         parts = self.parts
         handles = []
