@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from llava.analysis import attention, interventions, loading, theory_model
+from llava.analysis import attention, interventions, loading, output, theory_model
 from llava.analysis.__main__ import main, parser
 from llava.analysis.attention_watch import watched
+from llava.analysis.inputs import Sample
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL
-from llava.analysis.questions import Question
 from llava.analysis.visual_grid import visual_grid
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 
@@ -29,7 +29,7 @@ def probe(trained):
 
 @pytest.fixture(scope="module")
 def question():
-    return Question("first", QUESTION, Image.new("RGB", (20, 16), (200, 40, 90)))
+    return Sample("first", Image.new("RGB", (20, 16), (200, 40, 90)), QUESTION)
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +207,15 @@ def test_the_tally_of_a_layer_equals_plain_geometry():
         assert row[f"{name} phi"] == pytest.approx(phi[part].mean(), rel=1e-6)
         assert row[f"{name} C"] == pytest.approx(np.linalg.norm(update[part], axis=1).mean(), rel=1e-6)
     assert (row["visual sinks"], row["text sinks"]) == (0, 1)
+    unit, unit_after = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (h, after.double().numpy()))
+    assert row["cos before"] == pytest.approx((unit[:20] @ unit[20:39].T).mean(), rel=1e-9)
+    assert row["cos measured"] == pytest.approx((unit_after[:20] @ unit_after[20:39].T).mean(), rel=1e-9)
+    rho = np.cos(np.radians(degrees[:20])).mean() * np.cos(np.radians(degrees[20:39])).mean()
+    assert row["cos predicted"] == pytest.approx(rho * row["cos before"], rel=1e-6)
+    turns = update - (update * unit).sum(axis=1, keepdims=True) * unit
+    turns /= np.linalg.norm(turns, axis=1, keepdims=True)
+    assert row["rotations' product"] == pytest.approx((turns[:20] @ turns[20:39].T).mean(), rel=1e-6)
+    assert row["text drift"] == pytest.approx(np.linalg.norm(turns[20:39].mean(axis=0)), rel=1e-6)
 
 
 def _angle(a, b):
@@ -224,24 +233,26 @@ def test_one_shared_update_is_predicted_exactly():
     assert row["visual w"] == pytest.approx(np.degrees(np.arctan(0.5 / 7)))
 
 
-def test_the_commands_write_their_files(trained, tiny, tmp_path, capsys):
-    shared = ["--model", f"none={trained('none')}", "--model", f"aligned={trained('gwc_layernorm')}", "--device", "cpu"]
-    shared += ["--data", str(tiny / "data/colours.json"), "--samples", "3", "--output-dir", str(tmp_path)]
+def test_the_commands_write_their_files(trained, tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(output.STYLE, "savefig.dpi", 50)
+    path = trained("gwc_layernorm")
+    shared = ["--model", f"one={path}", "--model", f"two={path}", "--device", "cpu"]
+    shared += ["--data", str(tiny / "data/colours.json"), "--samples", "2", "--output-dir", str(tmp_path)]
     shared += ["--image-folder", str(tiny / "data/images")]
     assert main(["attention", *shared, "--query", "warm"]) == 0
     assert main(["interventions", *shared, "--alphas", "0.5", "2"]) == 0
     assert main(["theory", *shared, "--draws", "2000"]) == 0
     names = ["attention-heatmaps", "attention-rollout", "attention-profiles", "interventions", "theory", "theory-model"]
     for name in names:
-        assert (tmp_path / f"{name}.png").stat().st_size > 10_000, name
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000, name
     rows = json.loads((tmp_path / "interventions.json").read_text())["rows"]
-    assert [row["intervention"] for row in rows if row["model"] == "aligned"] == [
+    assert [row["intervention"] for row in rows if row["model"] == "two"] == [
         *("alpha 0.5", "alpha 2", "text norm", "blank picture", "no picture"),
         *("blank's keys", "blank's values", "blank's keys and values"),
     ]
     assert len(json.loads((tmp_path / "theory-model.json").read_text())["details"]) == 4
-    assert "aligned: visual tokens enter with" in capsys.readouterr().out
+    assert "two: visual tokens enter with" in capsys.readouterr().out
     assert main(["interventions", *shared, "--alphas", "-1"]) == 2
     assert main(["attention", *shared, "--query", "elephant"]) == 2
     assert main(["attention", *shared, "--data", "nothing.json"]) == 2
-    assert "--data nothing.json: no such file" in capsys.readouterr().err
+    assert "nothing.json: no such file" in capsys.readouterr().err

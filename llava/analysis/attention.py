@@ -8,18 +8,19 @@ Shapes: H heads, S sequence, Q query tokens, V visual tokens.
 
 import argparse
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from llava.analysis import loading
+from llava.analysis import inputs, loading
 from llava.analysis.attention_watch import watched
+from llava.analysis.inputs import Sample
 from llava.analysis.models import required_models
 from llava.analysis.output import COLOURS, figure, write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Probe
-from llava.analysis.questions import Question, add_question_arguments, read_questions
 from llava.analysis.statistics import Stream
 from llava.analysis.visual_grid import visual_grid
 
@@ -48,7 +49,7 @@ class Picture(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     loading.add_arguments(parser)
-    add_question_arguments(parser, samples=40)
+    inputs.add_arguments(parser, samples=40)
     parser.add_argument(
         "--query",
         default="question",
@@ -61,11 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the table, heatmaps by both methods, and the profiles' figure."""
-    questions = read_questions(args)
+    samples = inputs.choose(args)
     results = {}
     for model in required_models(args.models):
         probe = loading.load(model, args)
-        results[model.name] = [look(probe, one, args) for one in tqdm(questions, desc=f"attention, {model.name}")]
+        results[model.name] = [look(probe, one, args) for one in tqdm(samples, desc=f"attention, {model.name}")]
         del probe  # before the next one is loaded
     rows = [table_row(name, pictures) for name, pictures in results.items()]
     write_result(args, rows, {name: curves(pictures) for name, pictures in results.items()})
@@ -73,16 +74,16 @@ def run(args: argparse.Namespace) -> None:
     if len(gridded) < len(results):
         print(f"no heatmap, visual tokens form no single grid: {', '.join(results.keys() - gridded.keys())}")
     for method in METHODS if gridded else ():
-        draw_heatmaps(args, questions, gridded, method)
+        draw_heatmaps(args, samples[:SHOWN], gridded, method)
     draw_profiles(args, results)
 
 
-def look(probe: Probe, question: Question, args: argparse.Namespace) -> Picture:
-    """Runs one question and reduces its attention, layer by layer."""
-    batch = probe.prepare([question])
+def look(probe: Probe, sample: Sample, args: argparse.Namespace) -> Picture:
+    """Runs one sample and reduces its attention, layer by layer."""
+    batch = probe.prepare([sample])
     groups = probe.groups(batch)
     texts = [probe.token_text(token) if token >= 0 else "" for token in batch.input_ids[0].tolist()]
-    asking = query_positions(groups[0].cpu(), texts, args.query, question.name)
+    asking = query_positions(groups[0].cpu(), texts, args.query, sample.name)
     layers = chosen(args.layers, len(probe.parts.layers), "--layers")
     state = _Reducer(groups[0].cpu() == VISUAL, asking, layers, args.heads)
     with watched(probe.parts.layers, see=state.see):
@@ -224,18 +225,18 @@ def _moments(values: list[np.ndarray]) -> dict[str, list[float]]:
 
 
 def draw_heatmaps(
-    args: argparse.Namespace, questions: list[Question], results: dict[str, list[Picture]], method: str
+    args: argparse.Namespace, samples: Sequence[Sample], results: dict[str, list[Picture]], method: str
 ) -> None:
-    """One column per question: the picture, then one row per model in the given order; one colour scale per column."""
-    shown = range(min(SHOWN, len(questions)))
+    """One column per sample: the picture, then one row per model in the given order; one colour scale per column."""
+    shown = range(len(samples))
     size = (2.3 * len(shown) + 0.8, 2.2 * len(results) + 2.6)
     name = f"{args.command}-heatmaps" if method == "mean" else f"{args.command}-{method}"
     with figure(args, 1 + len(results), len(shown), figsize=size, squeeze=False, name=name) as (drawn, axes):
         for column in shown:
-            picture = questions[column].image.convert("RGB")
+            picture = samples[column].image.convert("RGB")
             extent = (0, picture.width, picture.height, 0)
             axes[0, column].imshow(picture, extent=extent)
-            axes[0, column].set_title(_wrapped(questions[column].prompt), fontsize=9)
+            axes[0, column].set_title(_wrapped(samples[column].prompt), fontsize=9)
             top = max(pictures[column].maps[method].max() for pictures in results.values())
             for row, (model, pictures) in enumerate(results.items(), 1):
                 axis = axes[row, column]

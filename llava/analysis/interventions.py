@@ -5,7 +5,7 @@ picture of the same size, no picture, and the visual part of the KV cache (keys,
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +14,12 @@ from PIL import Image
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from llava.analysis import loading
+from llava.analysis import inputs, loading
 from llava.analysis.attention_watch import Change, watched
+from llava.analysis.inputs import Sample
 from llava.analysis.models import required_models
 from llava.analysis.output import COLOURS, figure, write_result
 from llava.analysis.probe import VISUAL, Batch, Edit, Probe
-from llava.analysis.questions import Question, add_question_arguments, read_questions
 from llava.analysis.statistics import Stream
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 
@@ -62,7 +62,7 @@ class _Run(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     loading.add_arguments(parser)
-    add_question_arguments(parser, samples=16)
+    inputs.add_arguments(parser, samples=16)
     parser.add_argument(
         "--alphas", type=float, nargs="+", default=[0.03, 0.1, 0.3, 0.6, 2, 5], help="factors of the sweep"
     )
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> None:
     """Writes one row per model and intervention, the figure, and prints one verdict per model."""
     if min(args.alphas) <= 0:
         raise ValueError("--alphas: expected positive factors; no picture at all is always among the controls")
-    questions = read_questions(args)
+    samples = inputs.choose(args)
     rows, details, verdicts = [], {}, []
     for model in required_models(args.models):
         probe = loading.load(model, args)
-        found = measure(probe, questions, sorted(args.alphas))
+        found = measure(probe, samples, sorted(args.alphas))
         rows += [table_row(model.name, name, outcomes) for name, outcomes in found["outcomes"].items()]
         verdicts.append(verdict(model.name, found))
         details[model.name] = {
@@ -91,29 +91,29 @@ def run(args: argparse.Namespace) -> None:
     print("\n" + "\n".join(verdicts))
 
 
-def measure(probe: Probe, questions: list[Question], alphas: list[float]) -> dict[str, Any]:
-    """Every intervention's outcomes over all questions, and the norms of visual tokens and text."""
+def measure(probe: Probe, samples: Sequence[Sample], alphas: list[float]) -> dict[str, Any]:
+    """Every intervention's outcomes over all samples, and the norms of visual tokens and text."""
     outcomes: dict[str, list[Outcome]] = {}
     norms, text_norm = Stream(), mean_text_embedding_norm(probe.embedding_weight)
-    for question in tqdm(questions, desc=f"interventions, {probe.name}"):
-        batch = probe.prepare([question])
+    for sample in tqdm(samples, desc=f"interventions, {probe.name}"):
+        batch = probe.prepare([sample])
         untouched = _run(probe, batch)
         norms.add(untouched.visual_norms)
-        for name, other in interventions(probe, question, batch, alphas, text_norm):
+        for name, other in interventions(probe, sample, batch, alphas, text_norm):
             outcomes.setdefault(name, []).append(compare(untouched, other))
     return {"outcomes": outcomes, "visual norm": norms.mean, "text norm": text_norm}
 
 
 def interventions(
-    probe: Probe, question: Question, batch: Batch, alphas: list[float], text_norm: float
+    probe: Probe, sample: Sample, batch: Batch, alphas: list[float], text_norm: float
 ) -> Iterator[tuple[str, _Run]]:
     """Runs each one after the other: name and run."""
     for alpha in alphas:
         yield f"alpha {alpha:g}", _run(probe, batch, at_visual(lambda tokens, alpha=alpha: alpha * tokens))
     yield TEXT_NORM, _run(probe, batch, at_visual(lambda tokens: text_norm * F.normalize(tokens, dim=-1)))
-    blank = _run(probe, probe.prepare([question._replace(image=Image.new("RGB", question.image.size, GREY))]))
+    blank = _run(probe, probe.prepare([sample._replace(image=Image.new("RGB", sample.image.size, GREY))]))
     yield BLANK, blank
-    yield TEXT_ONLY, _run(probe, probe.prepare([question._replace(image=None)]))
+    yield TEXT_ONLY, _run(probe, probe.prepare([sample._replace(image=None)]))
     visual = probe.groups(batch)[0] == VISUAL
     for name, which in SWAPS.items():
         yield name, _run(probe, batch, change=_taking(blank, visual, *which))
@@ -162,7 +162,7 @@ def _run(probe: Probe, batch: Batch, edit: Edit | None = None, change: Change | 
 
 
 def compare(untouched: _Run, other: _Run) -> Outcome:
-    """The outcome of `other` beside the run of the same question that nothing touched."""
+    """The outcome of `other` beside the run of the same sample that nothing touched."""
     expected, found = untouched.log_probs, other.log_probs
     kl = (expected.exp() * (expected - found)).sum().item()
     chosen = expected.argmax()
@@ -179,7 +179,7 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def table_row(model: str, name: str, outcomes: list[Outcome]) -> dict[str, Any]:
-    """Means over the questions; KL also as median, since a few answers may carry the mean."""
+    """Means over the samples; KL also as median, since a few answers may carry the mean."""
     kl, rank = _stream([one.kl for one in outcomes]), _stream([one.rank for one in outcomes])
     pictured = outcomes[0].keys is not None
     return {

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from llava.analysis import loading, theory_model
+from llava.analysis import inputs, loading, theory_model
 from llava.analysis import theory_checks as turning
 from llava.analysis import theory_formulas as formulas
 from llava.analysis import theory_spectrum as attention
 from llava.analysis.models import required_models
 from llava.analysis.output import COLOURS, figure, write_result
-from llava.analysis.questions import add_question_arguments, read_questions
 from llava.analysis.theory_checks import Check
 
 CHECKS: tuple[Callable[[np.random.Generator, int], Check], ...] = (
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, default=28, help="layers in the figure")
     loading.add_arguments(parser)
-    add_question_arguments(parser, samples=40)
+    inputs.add_arguments(parser, samples=40)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,10 +80,10 @@ def verdict(check: Check) -> str:
 
 def measure_models(args: argparse.Namespace) -> None:
     """Prints and writes how far the assumptions hold in every model (`theory-model`), with a figure over its layers."""
-    questions, rows = read_questions(args), []
+    samples, rows = inputs.choose(args), []
     for model in required_models(args.models):
         probe = loading.load(model, args)
-        rows += theory_model.measure(probe, questions)
+        rows += theory_model.measure(probe, samples)
         del probe  # before the next one is loaded
     own = [[row for row in rows if row["model"] == model.name] for model in args.models]
     write_result(args, [line for one in own for line in theory_model.summary(one)], rows, name="theory-model")

@@ -8,6 +8,7 @@ Shapes: N tokens of one modality, D LLM hidden size.
 
 import argparse
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,59 +16,73 @@ import torch
 from tqdm import tqdm
 
 from llava.analysis import theory_formulas as formulas
+from llava.analysis.inputs import Sample
 from llava.analysis.models import NamedModel
 from llava.analysis.output import TEXT, VISUAL, figure
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
 from llava.analysis.probe import VISUAL as VISUAL_GROUP
-from llava.analysis.questions import Question
 from llava.analysis.statistics import Stream
 
 SINK_FACTOR = 10.0
 MODALITIES = {"visual": (VISUAL_GROUP,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
 QUANTITIES = ("norm", "C", "phi", "w")
+# Means over pairs of a visual and a text token of one sample.
+PAIRS = ("cos before", "cos predicted", "cos measured", "rotations' product")
 
 
 class LayerTally:
-    """One layer's sums: streams of |h|, C, phi and w per modality, and the mean direction of the rotations."""
+    """One layer's streams: |h|, C, phi and w per modality, the prediction of w, and what Theorem 1 says of pairs."""
 
     def __init__(self) -> None:
-        self.streams = {name: {quantity: Stream() for quantity in QUANTITIES} for name in MODALITIES}
-        self.direction: dict[str, torch.Tensor] = {}
+        names = (*QUANTITIES, "w predicted", "error")
+        self.streams = {name: {quantity: Stream() for quantity in names} for name in MODALITIES}
         self.sinks = dict.fromkeys(MODALITIES, 0)
-        self.predicted = {name: Stream() for name in MODALITIES}
-        self.error = {name: Stream() for name in MODALITIES}
+        self.turns: dict[str, torch.Tensor] = {}
+        self.pairs = {name: Stream() for name in PAIRS}
 
     def add(self, states: torch.Tensor, after: torch.Tensor, groups: torch.Tensor) -> None:
         """Adds one sample: what enters the layer, and the next one [S, D], and the groups [S]."""
-        states, after = states.double(), after.double()
+        states, after = states.double().cpu(), after.double().cpu()
         norms = states.norm(dim=-1)
-        members = {
-            name: torch.isin(groups, torch.tensor(ids, dtype=groups.dtype, device=groups.device))
-            for name, ids in MODALITIES.items()
-        }
-        keep = torch.zeros_like(norms, dtype=torch.bool)
-        for name, inside in members.items():
-            sinks = inside & (norms > SINK_FACTOR * norms[inside].median())
-            self.sinks[name] += int(sinks.sum())
-            keep |= inside & ~sinks
-        update = after - states
-        units = states / norms[:, None]
+        members = self._members(norms, groups.cpu())
+        update, units = after - states, states / norms[:, None]
         along = (update * units).sum(dim=-1)
         across = update - along[:, None] * units
         length, turn = update.norm(dim=-1), across.norm(dim=-1)
+        turns = across / turn.clamp(min=1e-30)[:, None]
         phi, w = torch.atan2(turn, along), torch.atan2(turn, norms + along)
         # The paper's assumption: one C and one phi for all tokens of the layer, here their means.
+        keep = members["visual"] | members["text"]
         shared = length[keep].mean().item(), phi[keep].mean().item()
-        for name in MODALITIES:
-            inside = members[name] & keep
-            for quantity, values in zip(QUANTITIES, (norms, length, phi, w), strict=True):
-                self.streams[name][quantity].add(values[inside])
-            predicted = formulas.angular_velocity(norms[inside].cpu().numpy(), *shared)
-            self.predicted[name].add(predicted)
-            self.error[name].add(np.abs(predicted - w[inside].cpu().numpy()))
-            turned = inside & (turn > 0)
-            total = (across[turned] / turn[turned, None]).sum(dim=0).cpu()
-            self.direction[name] = self.direction.get(name, torch.zeros_like(total)) + total
+        for name, inside in members.items():
+            streams = self.streams[name]
+            predicted = torch.from_numpy(formulas.angular_velocity(norms[inside].numpy(), *shared))
+            values = (norms[inside], length[inside], phi[inside], w[inside], predicted, (predicted - w[inside]).abs())
+            for stream, found in zip(streams.values(), values, strict=True):
+                stream.add(found)
+            self.turns[name] = self.turns.get(name, 0) + turns[inside].sum(dim=0)
+        # Means over all pairs of a visual and a text token are products of the modalities' means.
+        visual, text = members["visual"], members["text"]
+
+        def pairs(vectors: torch.Tensor) -> float:
+            return (vectors[visual].mean(dim=0) @ vectors[text].mean(dim=0)).item()
+
+        before = pairs(units)
+        rho = (w[visual].cos().mean() * w[text].cos().mean()).item()
+        found = (before, rho * before, pairs(after / after.norm(dim=-1, keepdim=True)), pairs(turns))
+        for stream, value in zip(self.pairs.values(), found, strict=True):
+            stream.add(value)
+
+    def _members(self, norms: torch.Tensor, groups: torch.Tensor) -> dict[str, torch.Tensor]:
+        # The tokens of each modality [S] without its sinks, which are counted.
+        members = {}
+        for name, ids in MODALITIES.items():
+            inside = torch.isin(groups, torch.tensor(ids, dtype=groups.dtype))
+            if not inside.any():
+                raise ValueError(f"a sample has no {name} tokens; the theory is about pairs of both")
+            members[name] = inside & (norms <= SINK_FACTOR * norms[inside].median())
+            self.sinks[name] += int(inside.sum() - members[name].sum())
+        return members
 
     def row(self) -> dict[str, Any]:
         """The layer's numbers; angles in degrees."""
@@ -75,29 +90,26 @@ class LayerTally:
         for name in MODALITIES:
             streams = self.streams[name]
             row |= {f"{name} |h|": streams["norm"].mean, f"{name} C": streams["C"].mean}
-            row |= {f"{name} phi": math.degrees(streams["phi"].mean), f"{name} w": math.degrees(streams["w"].mean)}
-            row[f"{name} w predicted"] = math.degrees(self.predicted[name].mean)
-            row[f"{name} error"] = math.degrees(self.error[name].mean)
+            for quantity in ("phi", "w", "w predicted", "error"):
+                row[f"{name} {quantity}"] = math.degrees(streams[quantity].mean)
             row[f"{name} phi std"] = math.degrees(streams["phi"].std)
-            row[f"{name} C spread"] = streams["C"].std / streams["C"].mean if streams["C"].mean else math.nan
-            count = max(streams["w"].count, 1)
-            row[f"{name} drift"] = self.direction[name].norm().item() / count
+            row[f"{name} C spread"] = streams["C"].std / streams["C"].mean
+            count = streams["w"].count
+            row[f"{name} drift"] = self.turns[name].norm().item() / count
             row[f"{name} drift if symmetric"] = 1 / math.sqrt(count)
             row[f"{name} sinks"] = self.sinks[name]
-        visual, text = (self.direction[name] / max(self.streams[name]["w"].count, 1) for name in MODALITIES)
-        row["common push"] = (visual @ text).item()
-        return row
+        return row | {name: stream.mean for name, stream in self.pairs.items()}
 
 
 @torch.no_grad()
-def measure(probe: Probe, questions: list[Question]) -> list[dict[str, Any]]:
-    """One row per layer, over all questions."""
+def measure(probe: Probe, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """One row per layer, over all samples."""
     tallies = [LayerTally() for _ in probe.parts.layers]
-    for question in tqdm(questions, desc=f"assumptions, {probe.name}"):
-        seen = probe.run(probe.prepare([question]))
+    for sample in tqdm(samples, desc=f"assumptions, {probe.name}"):
+        seen = probe.run(probe.prepare([sample]))
         groups = seen.groups[0]
         for tally, states, after in zip(tallies, seen.hidden_states[:-1], seen.hidden_states[1:], strict=True):
-            tally.add(states[0], after[0], groups.to(states.device))
+            tally.add(states[0], after[0], groups)
     return [{"model": probe.name, "layer": index} | tally.row() for index, tally in enumerate(tallies)]
 
 
@@ -117,7 +129,11 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         "drift of text rotations over chance (assumed 1)": [
             row["text drift"] / row["text drift if symmetric"] for row in rows
         ],
-        "mean product of a visual and a text rotation (assumed 0)": [row["common push"] for row in rows],
+        "product of a visual and a text rotation (assumed 0)": [row["rotations' product"] for row in rows],
+        "cosine of a visual and a text token, change by a layer": [
+            row["cos measured"] - row["cos before"] for row in rows
+        ],
+        "the same, predicted (Theorem 1)": [row["cos predicted"] - row["cos before"] for row in rows],
         "w, text over visual, measured": [row["text w"] / row["visual w"] for row in rows],
         "w, text over visual, predicted (eq. 8)": [row["text w predicted"] / row["visual w predicted"] for row in rows],
     }
