@@ -6,15 +6,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import vision_language_models as models
 from PIL import Image
 from torch.nn import functional as F
 
 from llava.analysis import attention, interventions, loading, output, theory_model
 from llava.analysis.__main__ import main, parser
 from llava.analysis.attention_watch import watched
+from llava.analysis.families import family_of, find_parts
 from llava.analysis.inputs import Sample
 from llava.analysis.models import NamedModel
-from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL
+from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
 from llava.analysis.visual_grid import visual_grid
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 
@@ -22,9 +24,19 @@ QUESTION = "Is there a warm colour?"
 
 
 @pytest.fixture(scope="module")
-def probe(trained):
+def checkpoint(tiny, tmp_path_factory):
+    return models.our_checkpoint(tiny, tmp_path_factory.mktemp("checkpoint"), "gwc_layernorm")
+
+
+@pytest.fixture(scope="module")
+def probe(checkpoint):
     args = parser("attention").parse_args(["attention", "--device", "cpu"])
-    return loading.load(NamedModel("tiny", str(trained("gwc_layernorm"))), args)
+    loaded = loading.load(NamedModel("tiny", checkpoint), args)
+    with torch.no_grad():  # untrained weights hardly decide anything
+        for name, weight in loaded.model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")):
+                weight.mul_(30)
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +67,24 @@ def test_watched_weights_equal_the_librarys_and_the_model_is_left_as_it_was(prob
     with pytest.raises(RuntimeError), watched(probe.parts.layers):
         raise RuntimeError
     assert probe.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", models.CASES, ids=lambda case: case.__name__)
+@torch.no_grad()
+def test_every_familys_attention_is_watched(family):
+    case = family()
+    probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
+    batch = probe.batch_from_inputs(**case.inputs)
+    case.model.set_attn_implementation("eager")
+    expected = probe.run(batch, output_attentions=True)
+    case.model.set_attn_implementation("sdpa")
+    weights = []
+    with watched(probe.parts.layers, see=lambda index, found, key, value: weights.append(found.clone())):
+        logits = probe.run(batch).logits
+    assert torch.allclose(logits, expected.logits, atol=1e-5)
+    assert len(weights) == len(probe.parts.layers)
+    for found, layer in zip(weights, expected.outputs.attentions, strict=True):
+        assert torch.allclose(found, layer[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("layers, heads", [("all", "all"), ("1", "0,2-3")])
@@ -233,13 +263,12 @@ def test_one_shared_update_is_predicted_exactly():
     assert row["visual w"] == pytest.approx(np.degrees(np.arctan(0.5 / 7)))
 
 
-def test_the_commands_write_their_files(trained, tiny, tmp_path, capsys, monkeypatch):
+def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(output.STYLE, "savefig.dpi", 50)
-    path = trained("gwc_layernorm")
-    shared = ["--model", f"one={path}", "--model", f"two={path}", "--device", "cpu"]
-    shared += ["--data", str(tiny / "data/colours.json"), "--samples", "2", "--output-dir", str(tmp_path)]
+    shared = ["--model", f"one={checkpoint}", "--model", f"two={checkpoint}", "--device", "cpu"]
+    shared += ["--data", str(tiny / "data/finetune.json"), "--samples", "2", "--output-dir", str(tmp_path)]
     shared += ["--image-folder", str(tiny / "data/images")]
-    assert main(["attention", *shared, "--query", "warm"]) == 0
+    assert main(["attention", *shared, "--query", "colour"]) == 0
     assert main(["interventions", *shared, "--alphas", "0.5", "2"]) == 0
     assert main(["theory", *shared, "--draws", "2000"]) == 0
     names = ["attention-heatmaps", "attention-rollout", "attention-profiles", "interventions", "theory", "theory-model"]
