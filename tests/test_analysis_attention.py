@@ -204,6 +204,22 @@ def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question,
     assert outcomes["text norm"] == target
 
 
+def made_run(probabilities, keys):
+    keys = [torch.tensor(keys)[None]]
+    return interventions._Run(torch.tensor(probabilities).double().log(), 0.25, keys, keys, torch.ones(2))
+
+
+def test_an_outcome_equals_its_definition():
+    untouched = made_run([0.7, 0.2, 0.1], [[1.0, 0.0], [0.0, 2.0]])
+    other = made_run([0.1, 0.6, 0.3], [[3.0, 0.0], [5.0, 0.0]])
+    found = interventions.compare(untouched, other)
+    assert found.kl == pytest.approx(0.7 * np.log(7) + 0.2 * np.log(1 / 3) + 0.1 * np.log(1 / 3), rel=1e-6)
+    assert (found.rank, found.visual_share) == (3, 0.25)
+    assert found.keys == pytest.approx(0.5) and found.values == pytest.approx(0.5)
+    text_only = interventions.compare(untouched, other._replace(keys=[torch.zeros(1, 0, 2)], values=[]))
+    assert text_only.keys is None and text_only.values is None
+
+
 def outcome(kl, cosine=0.5):
     return [interventions.Outcome(kl, 1 + (kl > 0.3), 0.1, np.array([0.9]), np.array([cosine]))]
 
