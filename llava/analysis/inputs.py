@@ -99,7 +99,7 @@ def default_data() -> str:
     found = [path for path in PLAYGROUND if Path(path).is_file()]
     if not found:
         raise ValueError(
-            f"--data: none given, and {' or '.join(PLAYGROUND)} is not there; prepare them by python -m playground scenes"
+            f"--data: none given, and {' or '.join(PLAYGROUND)} is not there; run python -m playground scenes"
         )
     return found[0]
 
@@ -143,7 +143,7 @@ def _records(path: Path, folder: Path) -> tuple[int, Any, Sequence[int]]:
 
 def first_turns(conversations: list[dict[str, str]]) -> tuple[str, str | None]:
     """The first question, without its placeholder, and the answer to it."""
-    turns = [turn for turn in conversations if turn["from"] not in ("system",)]
+    turns = [turn for turn in conversations if turn["from"] != "system"]
     answer = turns[1]["value"] if len(turns) > 1 else None
     return turns[0]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip(), answer
 
@@ -171,17 +171,18 @@ def _parquet(paths: list[Path]) -> tuple[int, Any, Sequence[int]]:
 
 
 def _rows_with_picture(tables: list[pq.ParquetFile]) -> list[int]:
-    """Rows whose `image` is not null, by the column's statistics-free nulls of its first leaf."""
+    """Rows whose picture is not null; reads the short `path` beside the pictures' bytes where there is one."""
     found, start = [], 0
     for table in tables:
         names = table.schema_arrow.names
         column = next((name for name in ("image", "images") if name in names), None)
         if column is None:
-            raise ValueError(f"Parquet without a column image or images; it has {', '.join(names)}")
-        for batch in table.iter_batches(columns=[column], batch_size=256):
-            valid = batch.column(0).is_valid().to_pylist()
-            found += [start + index for index, ok in enumerate(valid) if ok]
-            start += len(valid)
+            raise ValueError(f"--data: Parquet without a column image or images; it has {', '.join(names)}")
+        leaves = [table.schema.column(i).path for i in range(len(table.schema))]
+        column = f"{column}.path" if f"{column}.path" in leaves else column
+        for batch in table.iter_batches(columns=[column]):
+            found += [start + index for index, ok in enumerate(batch.column(0).is_valid().to_pylist()) if ok]
+            start += len(batch)
     return found
 
 

@@ -52,7 +52,7 @@ def load(model: NamedModel, args: argparse.Namespace, **options: Any) -> Probe:
     if is_ours(fields):
         return _load_ours(model, args, options)
     family = family_of(model_type, layers=args.layers_path, projector=args.projector_path, vision=args.vision_path)
-    if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or model_type in FAMILIES or args.projector_path:
+    if sees(fields, args):
         return _load_library(model, family, args, options)
     return _load_language_model(model, family, args, options)
 
@@ -75,6 +75,12 @@ def is_ours(fields: dict[str, Any]) -> bool:
     return fields.get("model_type") in OUR_TYPES or "mm_vision_tower" in fields
 
 
+def sees(fields: dict[str, Any], args: argparse.Namespace) -> bool:
+    """Whether a config is of a vision-language model; an unknown one is, if its projector is named."""
+    known = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *FAMILIES}
+    return is_ours(fields) or fields.get("model_type") in known or bool(args.projector_path)
+
+
 def special_ids(tokenizer: Any) -> set[int]:
     """Ids of all special tokens, also of those that no role names (`<|vision_start|>`)."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -91,7 +97,8 @@ def placement(args: argparse.Namespace) -> dict[str, Any]:
 # --- our checkpoints --------------------------------------------------------------------------------------------------
 
 
-def _load_ours(named: NamedModel, args: argparse.Namespace, options: dict[str, Any]) -> Probe:
+def load_ours(named: NamedModel, args: argparse.Namespace, **options: Any) -> tuple[Any, Any, Any]:
+    """Tokenizer, model and image processor of one of our checkpoints; batches are padded on the right."""
     where = placement(args)
     tokenizer, model, image_processor, _ = load_pretrained_model(
         named.path,
@@ -103,6 +110,11 @@ def _load_ours(named: NamedModel, args: argparse.Namespace, options: dict[str, A
         **options,
     )
     model.config.tokenizer_padding_side = "right"
+    return tokenizer, model, image_processor
+
+
+def _load_ours(named: NamedModel, args: argparse.Namespace, options: dict[str, Any]) -> Probe:
+    tokenizer, model, image_processor = load_ours(named, args, **options)
     template = choose_template(model.config, named.path, args.conv_mode)
     parts = find_parts(model, Family(), IMAGE_TOKEN_INDEX)
 

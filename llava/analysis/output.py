@@ -54,8 +54,10 @@ def with_paper(row: Row, paper: Row | None) -> dict[str, Any]:
     return result
 
 
-def write_result(args: argparse.Namespace, rows: Sequence[Row], details: Any = None, name: str | None = None) -> None:
-    """Prints `rows` and writes them to `--output-dir` as `<name>.json` and `<name>.csv`.
+def write_result(
+    args: argparse.Namespace, rows: Sequence[Row], details: Any = None, name: str | None = None, show: bool = True
+) -> None:
+    """Prints `rows` (if `show`) and writes them to `--output-dir` as `<name>.json` and `<name>.csv`.
 
     Args:
         args: the parsed command line; gives folder, models, data, seed and command.
@@ -67,7 +69,8 @@ def write_result(args: argparse.Namespace, rows: Sequence[Row], details: Any = N
     origin = provenance(args)
     columns = column_names(rows)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    print(format_table(rows))
+    if show:
+        print(format_table(rows))
     document = finite({"command": name, "provenance": origin, "rows": list(rows), "details": details})
     json_file, csv_file = args.output_dir / f"{name}.json", args.output_dir / f"{name}.csv"
     json_file.write_text(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
