@@ -233,16 +233,18 @@ def test_the_verdict_measures_scaling_by_the_blank_picture(blank, scaled, word):
     text = interventions.verdict("m", {"outcomes": found, "visual norm": 6.0, "text norm": 3.0})
     assert word in text and "2.00 times" in text
     assert word == "NOT DECIDED" or "values turn (cos 0.500) more than keys (cos 0.900)" in text
+    aligned = interventions.verdict("m", {"outcomes": found, "visual norm": 3.1, "text norm": 3.0})
+    assert ("ALIGNED ALREADY" in aligned) == (word != "NOT DECIDED")
 
 
 def test_the_tally_of_a_layer_equals_plain_geometry():
     random = torch.Generator().manual_seed(0)
     states, after = (torch.randn(40, 6, generator=random) for _ in range(2))
     states[:20] *= 5
-    states[39] *= 1000  # a sink
+    sinks = torch.arange(40) == 39
     groups = torch.tensor([VISUAL] * 20 + [TEXT_AFTER] * 20, dtype=torch.uint8)
     tally = theory_model.LayerTally()
-    tally.add(states, after, groups)
+    tally.add(states, after, groups, sinks)
     row = tally.row()
     update = (after - states).double().numpy()
     h = states.double().numpy()
@@ -273,7 +275,7 @@ def test_one_shared_update_is_predicted_exactly():
     turns = torch.tensor([[0, 1.0, 0], [0, 0, 1.0], [1.0, 0, 0]])
     groups = torch.tensor([TEXT_BEFORE, TEXT_AFTER, VISUAL], dtype=torch.uint8)
     tally = theory_model.LayerTally()
-    tally.add(states, states + 0.5 * turns, groups)
+    tally.add(states, states + 0.5 * turns, groups, torch.zeros(3, dtype=torch.bool))
     row = tally.row()
     assert row["visual error"] == pytest.approx(0, abs=1e-9) and row["text error"] == pytest.approx(0, abs=1e-9)
     assert row["visual w"] == pytest.approx(np.degrees(np.arctan(0.5 / 7)))

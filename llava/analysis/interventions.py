@@ -28,6 +28,8 @@ SWAPS = {"blank's keys": (True, False), "blank's values": (False, True), "blank'
 GREY = (127, 127, 127)
 # Of the change that a blank picture makes: below the first, scaling is called harmless, above the second, breaking.
 HARMLESS, BREAKING = 0.1, 0.5
+ALIGNED = 1.25
+"""Ratio to the text norm, either way, up to which there is nothing to set."""
 SEES_PICTURES = 0.01
 """Mean KL in nats to the blank picture's output, below which a model is said not to look at its pictures."""
 
@@ -224,6 +226,8 @@ def verdict(model: str, found: dict[str, Any]) -> str:
         )
     share = scaled["KL (nats)"] / blank["KL (nats)"]
     word = "HARMLESS" if share < HARMLESS else "WEAKENS" if share < BREAKING else "BREAKS"
+    if 1 / ALIGNED < ratio < ALIGNED:
+        word = "ALIGNED ALREADY"
     turned = [1 - scaled[f"cos of {part}"] for part in ("values", "keys")]
     more = "more than" if turned[0] > turned[1] else "no more than"
     return start + (

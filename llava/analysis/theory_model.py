@@ -1,7 +1,7 @@
 """How far the assumptions behind the paper's theory hold in a real model, layer by layer.
 
-Measured where the theory speaks of it: the update between the input of a layer and that of the next. Tokens whose norm
-exceeds `SINK_FACTOR` times the median of their modality, layer and sample (attention sinks) are counted and left out.
+Measured where the theory speaks of it: the update between the input of a layer and that of the next. Attention sinks
+(see `measure`) are counted and left out.
 
 Shapes: N tokens of one modality, D LLM hidden size.
 """
@@ -17,13 +17,13 @@ from tqdm import tqdm
 
 from llava.analysis import theory_formulas as formulas
 from llava.analysis.inputs import Sample
+from llava.analysis.measure import SINK_RATIO, norm_ratios
 from llava.analysis.models import NamedModel
 from llava.analysis.output import TEXT, VISUAL, figure
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
 from llava.analysis.probe import VISUAL as VISUAL_GROUP
 from llava.analysis.statistics import Stream
 
-SINK_FACTOR = 10.0
 MODALITIES = {"visual": (VISUAL_GROUP,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
 QUANTITIES = ("norm", "C", "phi", "w")
 # Means over pairs of a visual and a text token of one sample.
@@ -40,11 +40,11 @@ class LayerTally:
         self.turns: dict[str, torch.Tensor] = {}
         self.pairs = {name: Stream() for name in PAIRS}
 
-    def add(self, states: torch.Tensor, after: torch.Tensor, groups: torch.Tensor) -> None:
-        """Adds one sample: what enters the layer, and the next one [S, D], and the groups [S]."""
+    def add(self, states: torch.Tensor, after: torch.Tensor, groups: torch.Tensor, sinks: torch.Tensor) -> None:
+        """Adds one sample: what enters the layer and the next one [S, D], groups, and which tokens are sinks [S]."""
         states, after = states.double().cpu(), after.double().cpu()
         norms = states.norm(dim=-1)
-        members = self._members(norms, groups.cpu())
+        members = self._members(groups, sinks)
         update, units = after - states, states / norms[:, None]
         along = (update * units).sum(dim=-1)
         across = update - along[:, None] * units
@@ -73,15 +73,15 @@ class LayerTally:
         for stream, value in zip(self.pairs.values(), found, strict=True):
             stream.add(value)
 
-    def _members(self, norms: torch.Tensor, groups: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _members(self, groups: torch.Tensor, sinks: torch.Tensor) -> dict[str, torch.Tensor]:
         # The tokens of each modality [S] without its sinks, which are counted.
         members = {}
         for name, ids in MODALITIES.items():
             inside = torch.isin(groups, torch.tensor(ids, dtype=groups.dtype))
-            if not inside.any():
-                raise ValueError(f"a sample has no {name} tokens; the theory is about pairs of both")
-            members[name] = inside & (norms <= SINK_FACTOR * norms[inside].median())
-            self.sinks[name] += int(inside.sum() - members[name].sum())
+            members[name] = inside & ~sinks
+            self.sinks[name] += int((inside & sinks).sum())
+            if not members[name].any():
+                raise ValueError(f"a sample has no {name} tokens beside sinks; the theory is about pairs of both")
         return members
 
     def row(self) -> dict[str, Any]:
@@ -107,9 +107,11 @@ def measure(probe: Probe, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     tallies = [LayerTally() for _ in probe.parts.layers]
     for sample in tqdm(samples, desc=f"assumptions, {probe.name}"):
         seen = probe.run(probe.prepare([sample]))
-        groups = seen.groups[0]
+        groups = seen.groups.cpu()
+        norms = np.stack([states.float().norm(dim=-1).cpu().numpy() for states in seen.hidden_states])
+        sinks = torch.from_numpy((norm_ratios(norms, groups.numpy()) > SINK_RATIO).any(axis=0))
         for tally, states, after in zip(tallies, seen.hidden_states[:-1], seen.hidden_states[1:], strict=True):
-            tally.add(states[0], after[0], groups)
+            tally.add(states[0], after[0], groups[0], sinks[0])
     return [{"model": probe.name, "layer": index} | tally.row() for index, tally in enumerate(tallies)]
 
 
