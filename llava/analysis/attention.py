@@ -8,18 +8,21 @@ Shapes: H heads, S sequence, Q query tokens, V visual tokens.
 
 import argparse
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from llava.analysis import inputs, loading
 from llava.analysis.attention_watch import watched
+from llava.analysis.inputs import Sample
 from llava.analysis.models import required_models
 from llava.analysis.output import COLOURS, figure, write_result
-from llava.analysis.questions import Question, add_question_arguments, read_questions
+from llava.analysis.probe import TEXT_AFTER, VISUAL, Probe
 from llava.analysis.statistics import Stream
-from llava.analysis.subject import Prepared, Subject
+from llava.analysis.visual_grid import visual_grid
 
 SHOWN = 5
 METHODS = ("mean", "rollout")
@@ -29,7 +32,8 @@ class Picture(NamedTuple):
     """What one sample's attention says.
 
     Attributes:
-        maps: per method, the picture's attention over its tokens [rows, columns], summing to 1.
+        maps: per method, the picture's attention over its tokens [rows, columns], summing to 1; empty where the tokens
+            form no grid.
         share: per layer, the visual tokens' share of the attention.
         entropy: per layer, of the distribution over the visual tokens, in units of ln V (1 is uniform).
         top: per layer, the most seen visual token's share of the picture's attention; large where it serves as sink.
@@ -44,7 +48,8 @@ class Picture(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_question_arguments(parser, samples=40)
+    loading.add_arguments(parser)
+    inputs.add_arguments(parser, samples=40)
     parser.add_argument(
         "--query",
         default="question",
@@ -57,44 +62,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the table, heatmaps by both methods, and the profiles' figure."""
-    questions = read_questions(args)
+    samples = inputs.choose(args)
     results = {}
     for model in required_models(args.models):
-        subject = Subject(model, args.device)
-        results[model.name] = [look(subject, one, args) for one in tqdm(questions, desc=f"attention, {model.name}")]
-        del subject
+        probe = loading.load(model, args)
+        results[model.name] = [look(probe, one, args) for one in tqdm(samples, desc=f"attention, {model.name}")]
+        del probe  # before the next one is loaded
     rows = [table_row(name, pictures) for name, pictures in results.items()]
     write_result(args, rows, {name: curves(pictures) for name, pictures in results.items()})
-    for method in METHODS:
-        draw_heatmaps(args, questions, results, method)
+    gridded = {name: pictures for name, pictures in results.items() if all(one.maps for one in pictures)}
+    if len(gridded) < len(results):
+        print(f"no heatmap, visual tokens form no single grid: {', '.join(results.keys() - gridded.keys())}")
+    for method in METHODS if gridded else ():
+        draw_heatmaps(args, samples[:SHOWN], gridded, method)
     draw_profiles(args, results)
 
 
-def look(subject: Subject, question: Question, args: argparse.Namespace) -> Picture:
-    """Runs one question and reduces its attention, layer by layer."""
-    prepared = subject.prepare(question.text, question.picture)
-    if prepared.grid is None:
-        raise ValueError(f"{subject.name}: its visual tokens form no grid, so there is no heatmap to draw")
-    asking = query_positions(prepared, args.query, question.name)
-    layers = chosen(args.layers, len(subject.layers), "--layers")
-    state = _Reducer(prepared, asking, layers, args.heads)
-    with watched(subject.layers, see=state.see):
-        subject.logits(prepared)
-    return state.result()
+def look(probe: Probe, sample: Sample, args: argparse.Namespace) -> Picture:
+    """Runs one sample and reduces its attention, layer by layer."""
+    batch = probe.prepare([sample])
+    groups = probe.groups(batch)
+    texts = [probe.token_text(token) if token >= 0 else "" for token in batch.input_ids[0].tolist()]
+    asking = query_positions(groups[0].cpu(), texts, args.query, sample.name)
+    layers = chosen(args.layers, len(probe.parts.layers), "--layers")
+    state = _Reducer(groups[0].cpu() == VISUAL, asking, layers, args.heads)
+    with watched(probe.parts.layers, see=state.see):
+        probe.run(batch)
+    return state.result(visual_grid(probe.model, batch, groups))
 
 
 class _Reducer:
     # Sums what is needed while the layers pass; only the roll-out's product [S, S] is kept between them.
-    def __init__(self, prepared: Prepared, asking: torch.Tensor, layers: set[int], heads: str) -> None:
-        self.prepared, self.asking, self.layers, self.heads = prepared, asking, layers, heads
-        self.mean = torch.zeros(int(prepared.visual.sum()), dtype=torch.float64)
+    def __init__(self, visual: torch.Tensor, asking: torch.Tensor, layers: set[int], heads: str) -> None:
+        self.visual, self.asking, self.layers, self.heads = visual, asking, layers, heads
+        self.mean = torch.zeros(int(visual.sum()), dtype=torch.float64)
         self.rollout: torch.Tensor | None = None
         self.per_layer: list[tuple[float, float, float]] = []
 
     def see(self, index: int, weights: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         heads = sorted(chosen(self.heads, len(weights), "--heads"))
         weights = weights[heads].double().cpu()
-        looks = weights[:, self.asking][:, :, self.prepared.visual].mean(dim=1)  # [H, V]
+        looks = weights[:, self.asking][:, :, self.visual].mean(dim=1)  # [H, V]
         share = looks.sum(dim=1)
         within = looks / share.clamp(min=1e-30)[:, None]
         entropy = -(within * within.clamp(min=1e-30).log()).sum(dim=1) / math.log(max(within.shape[1], 2))
@@ -105,14 +113,14 @@ class _Reducer:
         step = (weights.mean(dim=0) + torch.eye(weights.shape[-1], dtype=torch.float64)) / 2
         self.rollout = step if self.rollout is None else step @ self.rollout
 
-    def result(self) -> Picture:
-        rolled = self.rollout[self.asking][:, self.prepared.visual].mean(dim=0)
+    def result(self, grid: tuple[int, int] | None) -> Picture:
+        rolled = self.rollout[self.asking][:, self.visual].mean(dim=0)
         maps = {"mean": self.mean / self.mean.sum(), "rollout": rolled / rolled.sum()}
         positions = self.asking.nonzero().flatten()
-        before = torch.cumsum(self.prepared.visual, 0)[positions].double()
+        before = torch.cumsum(self.visual, 0)[positions].double()
         share, entropy, top = np.array(self.per_layer).T
         return Picture(
-            {method: one.reshape(self.prepared.grid).numpy() for method, one in maps.items()},
+            {method: one.reshape(grid).numpy() for method, one in maps.items()} if grid else {},
             share,
             entropy,
             top,
@@ -120,20 +128,24 @@ class _Reducer:
         )
 
 
-def query_positions(prepared: Prepared, query: str, name: str = "sample") -> torch.Tensor:
-    """True at the tokens that look [S]: text after the picture only, which alone can see it.
+def query_positions(groups: torch.Tensor, token_texts: list[str], query: str, name: str = "sample") -> torch.Tensor:
+    """True at the tokens that look [S]: text after the picture, which alone can see it.
+
+    Args:
+        groups: of one sample [S], see `Probe.groups`.
+        query: `question`, `last` or words.
 
     Raises:
         ValueError: the words do not occur there.
     """
-    after = prepared.after_picture
+    after = groups == TEXT_AFTER
     if query == "question":
         return after
     positions = after.nonzero().flatten().tolist()
     if query == "last":
-        wanted = positions[-1:]
+        wanted = [len(groups) - 1]
     else:
-        texts = [prepared.token_texts[position] for position in positions]
+        texts = [token_texts[position] for position in positions]
         start = "".join(texts).lower().find(query.lower())
         if start < 0:
             raise ValueError(f"--query {query!r}: {name} does not have it after its picture: {''.join(texts)!r}")
@@ -164,16 +176,15 @@ def chosen(selection: str, count: int, flag: str) -> set[int]:
 
 
 def table_row(name: str, pictures: list[Picture]) -> dict[str, Any]:
-    """Means over samples and layers; thirds of the picture by the mean map."""
-    profile = np.mean([row_profile(one.maps["mean"]) for one in pictures], axis=0)
+    """Means over samples and layers; the picture's upper half by the mean map."""
+    halves = [upper_half(row_profile(one.maps["mean"])) for one in pictures if one.maps]
     return {
         "model": name,
         "samples": len(pictures),
         "visual share of attention": float(np.mean([one.share for one in pictures])),
         "of tokens": float(np.mean([one.token_share for one in pictures])),
         "entropy / ln V": float(np.mean([one.entropy for one in pictures])),
-        "upper half": float(_half(profile, upper=True)),
-        "lower half": float(_half(profile, upper=False)),
+        "upper half of picture": float(np.mean(halves)) if halves else None,
         "most seen token": float(np.mean([one.top for one in pictures])),
     }
 
@@ -183,10 +194,9 @@ def row_profile(heatmap: np.ndarray) -> np.ndarray:
     return heatmap.sum(axis=1)
 
 
-def _half(profile: np.ndarray, upper: bool) -> float:
-    # A middle row counts half to each side.
-    weights = np.clip(len(profile) / 2 - np.arange(len(profile)), 0, 1)
-    return (profile * (weights if upper else 1 - weights)).sum()
+def upper_half(profile: np.ndarray) -> float:
+    """What the upper half of the rows has of a profile; a middle row counts half."""
+    return float((profile * np.clip(len(profile) / 2 - np.arange(len(profile)), 0, 1)).sum())
 
 
 def curves(pictures: list[Picture]) -> dict[str, Any]:
@@ -198,9 +208,10 @@ def curves(pictures: list[Picture]) -> dict[str, Any]:
         ("most seen token per layer", [one.top for one in pictures]),
     ):
         result[name] = _moments(values)
-    for method in METHODS:
-        if len({one.maps[method].shape for one in pictures}) == 1:
-            result[f"share per row, {method}"] = _moments([row_profile(one.maps[method]) for one in pictures])
+    maps = [one.maps for one in pictures if one.maps]
+    if len({one["mean"].shape for one in maps}) == 1:  # pictures of different sizes have no common rows
+        for method in METHODS:
+            result[f"share per row, {method}"] = _moments([row_profile(one[method]) for one in maps])
     result["visual share of tokens"] = float(np.mean([one.token_share for one in pictures]))
     return result
 
@@ -214,18 +225,18 @@ def _moments(values: list[np.ndarray]) -> dict[str, list[float]]:
 
 
 def draw_heatmaps(
-    args: argparse.Namespace, questions: list[Question], results: dict[str, list[Picture]], method: str
+    args: argparse.Namespace, samples: Sequence[Sample], results: dict[str, list[Picture]], method: str
 ) -> None:
-    """One column per question: the picture, then one row per model in the given order; one colour scale per column."""
-    shown = range(min(SHOWN, len(questions)))
+    """One column per sample: the picture, then one row per model in the given order; one colour scale per column."""
+    shown = range(len(samples))
     size = (2.3 * len(shown) + 0.8, 2.2 * len(results) + 2.6)
     name = f"{args.command}-heatmaps" if method == "mean" else f"{args.command}-{method}"
     with figure(args, 1 + len(results), len(shown), figsize=size, squeeze=False, name=name) as (drawn, axes):
         for column in shown:
-            picture = questions[column].picture.convert("RGB")
+            picture = samples[column].image.convert("RGB")
             extent = (0, picture.width, picture.height, 0)
             axes[0, column].imshow(picture, extent=extent)
-            axes[0, column].set_title(_wrapped(questions[column].text), fontsize=9)
+            axes[0, column].set_title(_wrapped(samples[column].prompt), fontsize=9)
             top = max(pictures[column].maps[method].max() for pictures in results.values())
             for row, (model, pictures) in enumerate(results.items(), 1):
                 axis = axes[row, column]

@@ -7,7 +7,7 @@ Shapes: H heads, K key/value heads, S sequence, C channels per head.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _callbacks: list[tuple[See | None, Change | None]] = []
 
 
 @contextlib.contextmanager
-def watched(layers: nn.ModuleList, see: See | None = None, change: Change | None = None) -> Iterator[None]:
+def watched(layers: Iterable[nn.Module], see: See | None = None, change: Change | None = None) -> Iterator[None]:
     """Within the block, runs of one sample (batch size 1, no cache) call `change`, then `see`, in every layer.
 
     Raises:

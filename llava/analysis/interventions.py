@@ -5,7 +5,7 @@ picture of the same size, no picture, and the visual part of the KV cache (keys,
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,18 +14,22 @@ from PIL import Image
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from llava.analysis import inputs, loading
 from llava.analysis.attention_watch import Change, watched
+from llava.analysis.inputs import Sample
 from llava.analysis.models import required_models
 from llava.analysis.output import COLOURS, figure, write_result
-from llava.analysis.questions import Question, add_question_arguments, read_questions
+from llava.analysis.probe import VISUAL, Batch, Edit, Probe
 from llava.analysis.statistics import Stream
-from llava.analysis.subject import Prepared, Subject, changed_input
+from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 
 TEXT_NORM, BLANK, TEXT_ONLY = "text norm", "blank picture", "no picture"
 SWAPS = {"blank's keys": (True, False), "blank's values": (False, True), "blank's keys and values": (True, True)}
 GREY = (127, 127, 127)
 # Of the change that a blank picture makes: below the first, scaling is called harmless, above the second, breaking.
 HARMLESS, BREAKING = 0.1, 0.5
+ALIGNED = 1.25
+"""Ratio to the text norm, either way, up to which there is nothing to set."""
 SEES_PICTURES = 0.01
 """Mean KL in nats to the blank picture's output, below which a model is said not to look at its pictures."""
 
@@ -49,15 +53,18 @@ class Outcome(NamedTuple):
 
 
 class _Run(NamedTuple):
-    # Log probabilities [C], attention share, and keys and values of visual tokens per layer [K, V, channels].
+    # Log probabilities [C], attention share, keys and values of visual tokens per layer [K, V, channels], their norms
+    # [V] where they enter the first layer.
     log_probs: torch.Tensor
     visual_share: float
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    visual_norms: torch.Tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_question_arguments(parser, samples=16)
+    loading.add_arguments(parser)
+    inputs.add_arguments(parser, samples=16)
     parser.add_argument(
         "--alphas", type=float, nargs="+", default=[0.03, 0.1, 0.3, 0.6, 2, 5], help="factors of the sweep"
     )
@@ -67,11 +74,11 @@ def run(args: argparse.Namespace) -> None:
     """Writes one row per model and intervention, the figure, and prints one verdict per model."""
     if min(args.alphas) <= 0:
         raise ValueError("--alphas: expected positive factors; no picture at all is always among the controls")
-    questions = read_questions(args)
+    samples = inputs.choose(args)
     rows, details, verdicts = [], {}, []
     for model in required_models(args.models):
-        subject = Subject(model, args.device)
-        found = measure(subject, questions, sorted(args.alphas))
+        probe = loading.load(model, args)
+        found = measure(probe, samples, sorted(args.alphas))
         rows += [table_row(model.name, name, outcomes) for name, outcomes in found["outcomes"].items()]
         verdicts.append(verdict(model.name, found))
         details[model.name] = {
@@ -80,61 +87,68 @@ def run(args: argparse.Namespace) -> None:
             "verdict": verdicts[-1],
             "per layer": {name: _per_layer(outcomes) for name, outcomes in found["outcomes"].items()},
         }
-        del subject
+        del probe  # before the next one is loaded
     write_result(args, rows, details)
     draw(args, rows, details)
     print("\n" + "\n".join(verdicts))
 
 
-def measure(subject: Subject, questions: list[Question], alphas: list[float]) -> dict[str, Any]:
-    """Every intervention's outcomes over all questions, and the norms of visual tokens and text."""
+def measure(probe: Probe, samples: Sequence[Sample], alphas: list[float]) -> dict[str, Any]:
+    """Every intervention's outcomes over all samples, and the norms of visual tokens and text."""
     outcomes: dict[str, list[Outcome]] = {}
-    norms = Stream()
-    for question in tqdm(questions, desc=f"interventions, {subject.name}"):
-        prepared = subject.prepare(question.text, question.picture)
-        untouched = _run(subject, prepared)
-        norms.add(subject.visual_norm(prepared))
-        for name, other in interventions(subject, question, prepared, alphas):
+    norms, text_norm = Stream(), mean_text_embedding_norm(probe.embedding_weight)
+    for sample in tqdm(samples, desc=f"interventions, {probe.name}"):
+        batch = probe.prepare([sample])
+        untouched = _run(probe, batch)
+        norms.add(untouched.visual_norms)
+        for name, other in interventions(probe, sample, batch, alphas, text_norm):
             outcomes.setdefault(name, []).append(compare(untouched, other))
-    return {"outcomes": outcomes, "visual norm": norms.mean, "text norm": subject.text_norm}
+    return {"outcomes": outcomes, "visual norm": norms.mean, "text norm": text_norm}
 
 
 def interventions(
-    subject: Subject, question: Question, prepared: Prepared, alphas: list[float]
+    probe: Probe, sample: Sample, batch: Batch, alphas: list[float], text_norm: float
 ) -> Iterator[tuple[str, _Run]]:
     """Runs each one after the other: name and run."""
     for alpha in alphas:
-        with changed_input(subject, prepared, lambda visual, alpha=alpha: alpha * visual):
-            yield f"alpha {alpha:g}", _run(subject, prepared)
-    with changed_input(subject, prepared, lambda visual: subject.text_norm * F.normalize(visual, dim=-1)):
-        yield TEXT_NORM, _run(subject, prepared)
-    blank = subject.prepare(question.text, Image.new("RGB", question.picture.size, GREY))
-    blank_run = _run(subject, blank)
-    yield BLANK, blank_run
-    yield TEXT_ONLY, _run(subject, subject.prepare(question.text, None))
+        yield f"alpha {alpha:g}", _run(probe, batch, at_visual(lambda tokens, alpha=alpha: alpha * tokens))
+    yield TEXT_NORM, _run(probe, batch, at_visual(lambda tokens: text_norm * F.normalize(tokens, dim=-1)))
+    blank = _run(probe, probe.prepare([sample._replace(image=Image.new("RGB", sample.image.size, GREY))]))
+    yield BLANK, blank
+    yield TEXT_ONLY, _run(probe, probe.prepare([sample._replace(image=None)]))
+    visual = probe.groups(batch)[0] == VISUAL
     for name, which in SWAPS.items():
-        yield name, _run(subject, prepared, _taking(blank_run, prepared, *which))
+        yield name, _run(probe, batch, change=_taking(blank, visual, *which))
 
 
-def _taking(source: _Run, prepared: Prepared, keys: bool, values: bool) -> Change:
+def at_visual(change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
+    """The edit that puts `change` of the visual tokens [N, D] in their place."""
+
+    def edit(states: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        states, visual = states.clone(), (groups == VISUAL).to(states.device)
+        states[visual] = change(states[visual])
+        return states
+
+    return edit
+
+
+def _taking(source: _Run, visual: torch.Tensor, keys: bool, values: bool) -> Change:
     # Every layer uses the source's keys or values at visual tokens: what follows sees a cache with that part swapped.
-    where = prepared.visual.nonzero().flatten()
-
     def change(index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         swapped = []
         for tensor, chosen, stored in ((key, keys, source.keys), (value, values, source.values)):
             if chosen:
                 tensor = tensor.clone()
-                tensor[:, where.to(tensor.device)] = stored[index].to(tensor)
+                tensor[:, visual.to(tensor.device)] = stored[index].to(tensor)
             swapped.append(tensor)
         return swapped[0], swapped[1]
 
     return change
 
 
-def _run(subject: Subject, prepared: Prepared, change: Change | None = None) -> _Run:
+def _run(probe: Probe, batch: Batch, edit: Edit | None = None, change: Change | None = None) -> _Run:
     shares, keys, values = [], [], []
-    visual = prepared.visual
+    visual = probe.groups(batch)[0] == VISUAL
 
     def see(index: int, weights: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         at = visual.to(key.device)
@@ -142,13 +156,15 @@ def _run(subject: Subject, prepared: Prepared, change: Change | None = None) -> 
         keys.append(key[:, at].clone())
         values.append(value[:, at].clone())
 
-    with watched(subject.layers, see=see, change=change):
-        logits = subject.logits(prepared)
-    return _Run(logits.double().log_softmax(dim=-1), float(np.mean(shares)), keys, values)
+    with watched(probe.parts.layers, see=see, change=change):
+        seen = probe.run(batch, edit)
+    log_probs = seen.logits[0, -1].double().log_softmax(dim=-1)
+    norms = seen.hidden_states[0][0, visual.to(seen.hidden_states[0].device)].float().norm(dim=-1)
+    return _Run(log_probs, float(np.mean(shares)), keys, values, norms)
 
 
 def compare(untouched: _Run, other: _Run) -> Outcome:
-    """The outcome of `other` beside the run of the same question that nothing touched."""
+    """The outcome of `other` beside the run of the same sample that nothing touched."""
     expected, found = untouched.log_probs, other.log_probs
     kl = (expected.exp() * (expected - found)).sum().item()
     chosen = expected.argmax()
@@ -165,7 +181,7 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def table_row(model: str, name: str, outcomes: list[Outcome]) -> dict[str, Any]:
-    """Means over the questions; KL also as median, since a few answers may carry the mean."""
+    """Means over the samples; KL also as median, since a few answers may carry the mean."""
     kl, rank = _stream([one.kl for one in outcomes]), _stream([one.rank for one in outcomes])
     pictured = outcomes[0].keys is not None
     return {
@@ -210,6 +226,8 @@ def verdict(model: str, found: dict[str, Any]) -> str:
         )
     share = scaled["KL (nats)"] / blank["KL (nats)"]
     word = "HARMLESS" if share < HARMLESS else "WEAKENS" if share < BREAKING else "BREAKS"
+    if 1 / ALIGNED < ratio < ALIGNED:
+        word = "ALIGNED ALREADY"
     turned = [1 - scaled[f"cos of {part}"] for part in ("values", "keys")]
     more = "more than" if turned[0] > turned[1] else "no more than"
     return start + (

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from llava.analysis import inputs, loading, theory_model
 from llava.analysis import theory_checks as turning
 from llava.analysis import theory_formulas as formulas
 from llava.analysis import theory_spectrum as attention
+from llava.analysis.models import required_models
 from llava.analysis.output import COLOURS, figure, write_result
 from llava.analysis.theory_checks import Check
 
@@ -36,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--norm-ratios", type=float, nargs="+", default=[2, 5, 15, 40], help="visual over text norm, in the figure"
     )
     parser.add_argument("--layers", type=int, default=28, help="layers in the figure")
+    loading.add_arguments(parser)
+    inputs.add_arguments(parser, samples=40)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         if check.condition:
             print(f"  holds where: {check.condition}")
     draw(args)
+    if args.models:
+        measure_models(args)
     refuted = [check.statement for check in checks if not check.confirmed]
     print(
         f"\n{len(checks) - len(refuted)} of {len(checks)} statements confirmed"
@@ -70,6 +76,18 @@ def verdict(check: Check) -> str:
     if not check.confirmed:
         return "REFUTED"
     return "confirmed, under a condition" if check.condition else "confirmed"
+
+
+def measure_models(args: argparse.Namespace) -> None:
+    """Prints and writes how far the assumptions hold in every model (`theory-model`), with a figure over its layers."""
+    samples, rows = inputs.choose(args), []
+    for model in required_models(args.models):
+        probe = loading.load(model, args)
+        rows += theory_model.measure(probe, samples)
+        del probe  # before the next one is loaded
+    own = [[row for row in rows if row["model"] == model.name] for model in args.models]
+    write_result(args, [line for one in own for line in theory_model.summary(one)], rows, name="theory-model")
+    theory_model.draw(args, args.models, rows)
 
 
 def table_row(check: Check) -> dict[str, Any]:
