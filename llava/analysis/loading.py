@@ -193,7 +193,9 @@ def library_inputs(processor: Any, device: Any) -> Callable[[Sequence[Any]], Bat
     def prepare(samples: Sequence[Any]) -> Batch:
         texts = [processor.apply_chat_template(chat(sample), add_generation_prompt=True) for sample in samples]
         pictures = [[sample.image] for sample in samples if sample.image is not None]
-        options = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
+        bos = processor.tokenizer.bos_token  # a template that writes it must not get a second one
+        options = {"add_special_tokens": not (bos and texts[0].startswith(bos))}
+        options |= {"padding": True, "padding_side": "right", "return_tensors": "pt"}
         if all(sample.image is None for sample in samples):
             inputs = processor(text=texts, **options)
         elif len(pictures) == len(texts):
