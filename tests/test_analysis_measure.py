@@ -352,3 +352,21 @@ def test_gap_is_the_ratio_of_median_angles():
         found.streams["turn", TEXT[1], layer, False].add([text] * 2)
     assert gap(found).tolist() == pytest.approx([4, 1], rel=3e-3)
     assert "by 2.00 times the angle" in verdict("x", found) and "slower in 1 of 2 layers" in verdict("x", found)
+
+
+def test_a_cosines_quantiles_are_those_of_the_cosines_and_rows_count_the_sinks():
+    from llava.analysis.curves import curve, layer_rows
+
+    found, degrees = Measurement(), np.linspace(1, 40, 79)
+    found.layers = 1
+    for what, values in (("turn", degrees), ("cosine", np.cos(np.deg2rad(degrees)))):
+        found.streams[what, VISUAL, 0, False].add(values)
+    found.streams["cosine", VISUAL, 0, True].add([1.0])
+    one = curve(found, "cosine", VISUAL)
+    cosines = np.cos(np.deg2rad(degrees))
+    quantiles = np.percentile(cosines, [25, 50, 75])
+    assert [one.low[0], one.median[0], one.high[0]] == pytest.approx(quantiles, abs=1e-3)
+    (row,) = layer_rows({"x": found}, ("cosine",))
+    assert (row["count with sinks"], row["sinks"]) == (80, 1)
+    assert row["cosine mean"] == pytest.approx(cosines.mean())
+    assert row["cosine mean with sinks"] == pytest.approx((cosines.sum() + 1) / 80)
