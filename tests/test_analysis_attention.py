@@ -87,6 +87,24 @@ def test_every_familys_attention_is_watched(family):
         assert torch.allclose(found, layer[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("family", models.CASES, ids=lambda case: case.__name__)
+@torch.no_grad()
+def test_every_familys_visual_cache_can_be_swapped(family):
+    case = family()
+    torch.manual_seed(3)
+    for parameter in case.model.parameters():  # so that the picture matters; Gemma's projection starts with zeros
+        parameter.mul_(3) if parameter.any() else parameter.normal_()
+    probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
+    batch = probe.batch_from_inputs(**case.inputs)
+    pixels = torch.full_like(case.inputs["pixel_values"], 0.1)  # some families take zeros for padding
+    blank = interventions._run(probe, probe.batch_from_inputs(**case.inputs | {"pixel_values": pixels}))
+    visual = probe.groups(batch)[0] == VISUAL
+    swapped = interventions._run(probe, batch, change=interventions._taking(blank, visual, True, True))
+    picture = interventions._run(probe, batch)
+    assert torch.allclose(swapped.log_probs, blank.log_probs, atol=1e-4)
+    assert not torch.allclose(picture.log_probs, blank.log_probs, atol=1e-3)
+
+
 @pytest.mark.parametrize("layers, heads", [("all", "all"), ("1", "0,2-3")])
 def test_maps_shares_and_entropy_equal_plain_sums_over_the_librarys_weights(probe, question, eager, layers, heads):
     found = attention.look(probe, question, flags(layers=layers, heads=heads))
