@@ -158,6 +158,12 @@ def test_the_upper_half_counts_a_middle_row_half():
     assert attention.upper_half(np.array([0.1, 0.6, 0.3])) == pytest.approx(0.4)
 
 
+def test_a_map_without_its_most_seen_token_sums_to_one():
+    rest = attention.without_most_seen(np.array([[0.6, 0.1], [0.2, 0.1]]))
+    assert rest == pytest.approx(np.array([[0, 0.25], [0.5, 0.25]]))
+    assert attention.without_most_seen(np.full((2, 2), 0.25)) == pytest.approx(0.25)  # nothing stands out
+
+
 @pytest.mark.parametrize(
     "positions, patches, expected",
     [([1, 2, 3, 4], None, (2, 2)), ([1, 2, 3, 4, 5, 6], [[1, 4, 6]], (2, 3)), ([1, 2, 3], None, None)]
