@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llava.analysis import inputs
-from llava.analysis.measure import SINK_RATIO, STATE_METRICS, TEXT, Measurement, measure
+from llava.analysis.measure import (
+    ONLY_SINKS,
+    SINK_RATIO,
+    STATE_METRICS,
+    TEXT,
+    WITH_SINKS,
+    WITHOUT_SINKS,
+    Measurement,
+    measure,
+)
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.output import SPECIAL as SPECIAL_COLOUR
@@ -21,6 +30,7 @@ from llava.analysis.output import figure, write_result
 from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
 
 SHOWN_SINKS = 12
+SUFFIX = {WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
 # Groups as a figure draws them: colour, line style, whether with a band.
 LINES = {
     VISUAL: (VISUAL_COLOUR, "-", True),
@@ -88,14 +98,14 @@ def expand(folder: Path, models: list[NamedModel]) -> Run:
     return Run(name, [step for step, _ in dict(steps).items()], [model.name for model in named])
 
 
-def curve(measurement: Measurement, what: str, groups: Any, sinks: bool = False) -> Curve:
-    """One value's statistics over the layers, without the sinks or with them.
+def curve(measurement: Measurement, what: str, groups: Any, part: tuple[bool, ...] = WITHOUT_SINKS) -> Curve:
+    """One value's statistics over the layers, see `Measurement.stream`.
 
     The cosine's quantiles are those of the angle, which stay apart where cosines are all near 1.
     """
     layers = range(measurement.layers + (what in STATE_METRICS))
-    streams = [measurement.stream(what, groups, layer, sinks) for layer in layers]
-    quantiles = [measurement.stream("turn" if what == "cosine" else what, groups, layer, sinks) for layer in layers]
+    streams = [measurement.stream(what, groups, layer, part) for layer in layers]
+    quantiles = [measurement.stream("turn" if what == "cosine" else what, groups, layer, part) for layer in layers]
     columns = [np.array([stream.percentile(p) for stream in quantiles]) for p in (50, 25, 75)]
     if what == "cosine":
         columns = [np.cos(np.deg2rad(column)) for column in columns]
@@ -109,18 +119,15 @@ def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list
     rows = []
     for model, measurement in measured.items():
         for group, label in GROUPS.items():
-            curves = {(n, s): curve(measurement, n, group, s) for n in names for s in (False, True)}
-            for layer in range(len(curves[names[0], True].mean)):
-                if not curves[names[0], True].count[layer]:
-                    continue
-                row = {"model": model, "tokens": label, "layer": layer}
-                for (name, sinks), one in curves.items():
+            found = {(name, part): curve(measurement, name, group, part) for name in names for part in SUFFIX}
+            everything = found[names[0], WITH_SINKS].count
+            for layer in range(len(everything)) if everything.any() else ():
+                row = {"model": model, "tokens": label, "layer": layer, "count with sinks": int(everything[layer])}
+                row["sinks"] = row["count with sinks"] - int(found[names[0], WITHOUT_SINKS].count[layer])
+                for (name, part), one in found.items():
                     if layer < len(one.mean):
-                        suffix = " with sinks" if sinks else ""
-                        row[f"{name} mean{suffix}"] = float(one.mean[layer])
-                        row[f"{name} median{suffix}"] = float(one.median[layer])
-                row["tokens with sinks"] = int(curves[names[0], True].count[layer])
-                row["sinks"] = row["tokens with sinks"] - int(curves[names[0], False].count[layer])
+                        row[f"{name} mean{SUFFIX[part]}"] = float(one.mean[layer])
+                        row[f"{name} median{SUFFIX[part]}"] = float(one.median[layer])
                 rows.append(row)
     return rows
 
@@ -167,8 +174,8 @@ def panels(args: argparse.Namespace, measured: dict[str, Measurement], rows: int
         f.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 3))
 
 
-def draw_groups(axis: Any, measurement: Measurement, what: str, with_sinks: bool = False) -> None:
-    """Median per group, with the middle half as a band; with `with_sinks` also the mean of all tokens, dotted."""
+def draw_groups(axis: Any, measurement: Measurement, what: str) -> None:
+    """Median per group without the sinks, with the middle half as a band."""
     for group, (colour, style, band) in LINES.items():
         one = curve(measurement, what, group)
         if not one.count.any():
@@ -177,10 +184,32 @@ def draw_groups(axis: Any, measurement: Measurement, what: str, with_sinks: bool
         axis.plot(layers, one.median, style, color=colour, label=LABELS[group], linewidth=2.2 if band else 1.3)
         if band:
             axis.fill_between(layers, one.low, one.high, color=colour, alpha=0.2, linewidth=0)
-        if band and with_sinks:
-            mean = curve(measurement, what, group, sinks=True).mean
-            axis.plot(layers, mean, (0, (1, 2)), color=colour, linewidth=1, label=f"mean with sinks, {LABELS[group]}")
     axis.margins(x=0.01)
+
+
+def draw_sinks(axis: Any, measurement: Measurement, what: str) -> None:
+    """Median of all sinks, where there are any."""
+    one = curve(measurement, what, tuple(GROUPS), ONLY_SINKS)
+    if one.count.any():
+        axis.plot(one.median, "-.", color="black", linewidth=1, label="sinks")
+
+
+def cosine_scale(axis: Any) -> None:
+    """Spreads cosines near 1, where nearly all are, by the logarithm of their distance from it."""
+
+    def spread(cosine: Any) -> np.ndarray:
+        return -np.log10(np.clip(1 - np.asarray(cosine), 1e-6, None))
+
+    def back(value: Any) -> np.ndarray:
+        return 1 - 10 ** -np.asarray(value)
+
+    shown = [other.dataLim for other in axis.get_shared_y_axes().get_siblings(axis)]
+    low, high = spread(min(box.y0 for box in shown)), spread(max(box.y1 for box in shown))
+    low, high = back(low - 0.05 * (high - low)), back(high + 0.05 * (high - low))
+    axis.set_yscale("function", functions=(spread, back))
+    ticks = [t for t in (-0.5, 0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999) if low < t < high]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_ylim(low, high)
 
 
 def draw_runs(args: argparse.Namespace, measured: dict[str, Measurement], runs: list[Run]) -> None:
@@ -202,4 +231,6 @@ def draw_runs(args: argparse.Namespace, measured: dict[str, Measurement], runs: 
                 axes[row, 0].set_ylabel(f"cosine of successive\nlayers, {label}")
             axes[0, column].set_title(run.name)
             axes[1, column].set_xlabel("layer")
+        for axis in axes.flat:
+            cosine_scale(axis)
         drawn.colorbar(scale, ax=axes, label="optimizer step", shrink=0.7)

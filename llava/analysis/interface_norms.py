@@ -15,7 +15,7 @@ from llava.analysis.embedding_norms import measure as embedding_norms
 from llava.analysis.embedding_norms import paper_of
 from llava.analysis.encoders import MODEL_TYPES, load_encoder
 from llava.analysis.families import family_of
-from llava.analysis.measure import TEXT
+from llava.analysis.measure import TEXT, WITH_SINKS
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import SPECIAL as GREY
 from llava.analysis.output import TEXT as TEXT_COLOUR
@@ -85,8 +85,8 @@ def interface(model: NamedModel, args: argparse.Namespace) -> Interface:
         measured = measure.measure(model, inputs.choose(args), args)
         streams[FEATURES] = measured.stream("vision features")
         streams[PROJECTED] = measured.stream("projector output")
-        streams[ENTERING] = measured.stream("norm", VISUAL, 0, sinks=True)
-        streams[TEXT_IN] = measured.stream("norm", TEXT, 0, sinks=True)
+        streams[ENTERING] = measured.stream("norm", VISUAL, 0, WITH_SINKS)
+        streams[TEXT_IN] = measured.stream("norm", TEXT, 0, WITH_SINKS)
     norms = embedding_norms(NamedModel(model.name, text_source(model, args))).norms
     streams[TABLE] = stream_of(norms[norms > 0])
     vocabulary = family_of(model_type).vocabulary

@@ -7,7 +7,7 @@ import argparse
 from typing import Any
 
 from llava.analysis import curves, measure
-from llava.analysis.measure import Measurement
+from llava.analysis.measure import WITH_SINKS, WITHOUT_SINKS, Measurement
 from llava.analysis.output import write_result
 from llava.analysis.probe import GROUPS
 
@@ -25,7 +25,8 @@ def run(args: argparse.Namespace) -> None:
     curves.write_sinks(args, measured)
     with curves.panels(args, measured, 1) as axes:
         for axis, measurement in zip(axes[0], measured.values(), strict=True):
-            curves.draw_groups(axis, measurement, "norm", with_sinks=True)
+            curves.draw_groups(axis, measurement, "norm")
+            curves.draw_sinks(axis, measurement, "norm")
             axis.set(yscale="log", xlabel="layer")
         axes[0, 0].set_ylabel("L2 norm of the hidden state\n(median, middle half)")
 
@@ -36,11 +37,11 @@ def summary(measured: dict[str, Measurement]) -> list[dict[str, Any]]:
     for model, measurement in measured.items():
         last = measurement.layers
         for group, label in GROUPS.items():
-            for sinks in (False, True):
-                found = [measurement.stream("norm", group, layer, sinks) for layer in (0, last // 2, last)]
-                if not found[0].count or (sinks and found[0].count == rows[-1]["count"]):
+            for part in (WITHOUT_SINKS, WITH_SINKS):
+                found = [measurement.stream("norm", group, layer, part) for layer in (0, last // 2, last)]
+                if not found[0].count or (part == WITH_SINKS and found[0].count == rows[-1]["count"]):
                     continue  # no tokens, or no sinks among them
-                row = {"model": model, "tokens": label + (" with sinks" if sinks else ""), "count": found[0].count}
+                row = {"model": model, "tokens": label + curves.SUFFIX[part], "count": found[0].count}
                 for layer, stream in zip(("input", f"layer {last // 2}", "end"), found, strict=True):
                     row |= {f"{layer} mean": stream.mean, f"{layer} median": stream.median}
                 rows.append(row)

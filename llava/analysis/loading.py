@@ -63,11 +63,14 @@ def config_fields(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: there is none.
     """
+    message = "it names no model_type"
     try:
-        return PretrainedConfig.get_config_dict(path, trust_remote_code=trust_remote_code)[0]
+        fields = PretrainedConfig.get_config_dict(path, trust_remote_code=trust_remote_code)[0]
     except OSError as error:
-        message = str(error).splitlines()[0]
-        raise ValueError(f"--model {path}: no config.json found ({message}); expected a folder or hub id") from error
+        fields, message = {}, str(error).splitlines()[0]
+    if "model_type" not in fields:
+        raise ValueError(f"--model {path}: no usable config.json ({message}); expected a model's folder or hub id")
+    return fields
 
 
 def is_ours(fields: dict[str, Any]) -> bool:
@@ -190,7 +193,9 @@ def library_inputs(processor: Any, device: Any) -> Callable[[Sequence[Any]], Bat
     def prepare(samples: Sequence[Any]) -> Batch:
         texts = [processor.apply_chat_template(chat(sample), add_generation_prompt=True) for sample in samples]
         pictures = [[sample.image] for sample in samples if sample.image is not None]
-        options = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
+        bos = processor.tokenizer.bos_token  # a template that writes it must not get a second one
+        options = {"add_special_tokens": not (bos and texts[0].startswith(bos))}
+        options |= {"padding": True, "padding_side": "right", "return_tensors": "pt"}
         if all(sample.image is None for sample in samples):
             inputs = processor(text=texts, **options)
         elif len(pictures) == len(texts):

@@ -38,6 +38,7 @@ from llava.analysis.statistics import Stream
 SINK_RATIO = 10.0
 STATE_METRICS, STEP_METRICS = ("norm", "drift"), ("cosine", "turn", "update")
 TEXT = (TEXT_BEFORE, TEXT_AFTER)
+WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
 FOLDER = "measurements"
 _FORMAT = 1  # of the saved state; to be raised when a measured value changes its meaning
 _SAVE_SECONDS = 30
@@ -68,11 +69,13 @@ class Measurement:
         self.done = 0
         self.layers = 0
 
-    def stream(self, what: str, groups: int | Sequence[int] = VISUAL, layer: int = 0, sinks: bool = False) -> Stream:
-        """All values of `groups` in one layer, without the sinks or with them."""
+    def stream(
+        self, what: str, groups: int | Sequence[int] = VISUAL, layer: int = 0, part: tuple[bool, ...] = WITHOUT_SINKS
+    ) -> Stream:
+        """All values of `groups` in one layer, of the tokens that are no sinks, of the sinks, or of both."""
         merged = Stream()
         for group in [groups] if isinstance(groups, int) else groups:
-            for of_sinks in (False, True) if sinks else (False,):
+            for of_sinks in part:
                 merged.merge(self.streams.get((what, group, layer, of_sinks), Stream()))
         return merged
 
@@ -107,9 +110,12 @@ def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace
         return measurement
     if measurement.done:
         print(f"{named.name}: continues after {measurement.done} of {len(samples)} samples ({file})")
+    if not loading.sees(loading.config_fields(named.path, args.trust_remote_code), args):
+        raise ValueError(
+            f"--model {named.path}: a language model without a vision encoder has no visual tokens; a vision-language "
+            "model that transformers does not know needs --projector-path"
+        )
     probe = loading.load(named, args)
-    if probe.parts.projector is None:
-        raise ValueError(f"--model {named.path}: a language model without a vision encoder has no visual tokens")
     saved = time.monotonic()
     with tqdm(total=len(samples), initial=measurement.done, desc=named.name, unit="sample") as bar:
         for group in inputs.batches(samples, args.batch_size, measurement.done):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llava.analysis import curves, measure
-from llava.analysis.measure import TEXT, Measurement
+from llava.analysis.measure import TEXT, WITH_SINKS, WITHOUT_SINKS, Measurement
 from llava.analysis.output import COLOURS, figure, write_result
 from llava.analysis.probe import GROUPS, VISUAL
 
@@ -46,12 +46,12 @@ def summary(measured: dict[str, Measurement]) -> list[dict[str, Any]]:
     rows = []
     for model, measurement in measured.items():
         for group, label in GROUPS.items():
-            for sinks in (False, True):
-                found = {what: curves.curve(measurement, what, group, sinks) for what in ("cosine", "update", "drift")}
+            for part in (WITHOUT_SINKS, WITH_SINKS):
+                found = {what: curves.curve(measurement, what, group, part) for what in ("cosine", "update", "drift")}
                 count = int(found["cosine"].count[0])
-                if not count or (sinks and count == rows[-1]["count"]):
+                if not count or (part == WITH_SINKS and count == rows[-1]["count"]):
                     continue  # no tokens, or no sinks among them
-                row = {"model": model, "tokens": label + (" with sinks" if sinks else ""), "count": count}
+                row = {"model": model, "tokens": label + curves.SUFFIX[part], "count": count}
                 for what in ("cosine", "update"):
                     row[f"{what} mean"] = float(np.nanmean(found[what].mean))
                     row[f"{what} median"] = float(np.nanmean(found[what].median))
@@ -84,10 +84,11 @@ def draw_values(args: argparse.Namespace, measured: dict[str, Measurement]) -> N
             for row, what in enumerate(VALUES):
                 curves.draw_groups(axes[row, column], measurement, what)
             axes[-1, column].set_xlabel("layer")
-        for row, (what, label) in enumerate(VALUES.items()):
+        for row, label in enumerate(VALUES.values()):
             axes[row, 0].set_ylabel(label)
-            if what == "update":
-                axes[row, 0].set_yscale("log")
+        for column in range(len(measured)):  # a shared axis shares limits, not the scale
+            curves.cosine_scale(axes[0, column])
+            axes[1, column].set_yscale("log")
 
 
 def draw_gap(args: argparse.Namespace, measured: dict[str, Measurement]) -> None:
@@ -97,7 +98,11 @@ def draw_gap(args: argparse.Namespace, measured: dict[str, Measurement]) -> None
             axis.plot(gap(measurement), color=COLOURS[index % len(COLOURS)], label=model)
         axis.axhline(1, color="black", linewidth=1, linestyle="--")
         low, high = axis.get_ylim()
-        axis.set(xlabel="layer", yscale="log", ylim=(min(low, 0.7), max(high, 1.5)))
+        low, high = min(low, 0.7), max(high, 1.5)
+        axis.set(xlabel="layer", yscale="log", ylim=(low, high))
+        ticks = [tick for tick in (0.1, 0.2, 0.5, 0.7, 1, 1.4, 2, 3, 5, 10, 20, 50, 100) if low <= tick <= high]
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
         axis.set_ylabel("angle text turns by over\nangle visual tokens turn by")
         axis.text(0.99, 0.97, "visual tokens slower", transform=axis.transAxes, ha="right", va="top", color="#555555")
         axis.text(
