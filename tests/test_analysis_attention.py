@@ -324,6 +324,9 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
     assert len(json.loads((tmp_path / "theory-model.json").read_text())["details"]) == 4
     assert "two: visual tokens enter with" in capsys.readouterr().out
     assert main(["interventions", *shared, "--alphas", "-1"]) == 2
+    for command in ("attention", "interventions", "theory"):
+        assert main([command, *shared[4:], "--model", str(tiny / "llama")]) == 2
+        assert "a language model without a vision encoder" in capsys.readouterr().err
     assert main(["attention", *shared, "--query", "elephant"]) == 2
     assert main(["attention", *shared, "--data", "nothing.json"]) == 2
     assert "nothing.json: no such file" in capsys.readouterr().err

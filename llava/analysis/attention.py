@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     samples = inputs.choose(args)
     results = {}
     for model in required_models(args.models):
-        probe = loading.load(model, args)
+        probe = loading.load_with_vision(model, args)
         results[model.name] = [look(probe, one, args) for one in tqdm(samples, desc=f"attention, {model.name}")]
         del probe  # before the next one is loaded
     rows = [table_row(name, pictures) for name, pictures in results.items()]
