@@ -87,6 +87,24 @@ def test_every_familys_attention_is_watched(family):
         assert torch.allclose(found, layer[0], atol=1e-6)
 
 
+@pytest.mark.parametrize("family", models.CASES, ids=lambda case: case.__name__)
+@torch.no_grad()
+def test_every_familys_visual_cache_can_be_swapped(family):
+    case = family()
+    torch.manual_seed(3)
+    for parameter in case.model.parameters():  # so that the picture matters; Gemma's projection starts with zeros
+        parameter.mul_(3) if parameter.any() else parameter.normal_()
+    probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
+    batch = probe.batch_from_inputs(**case.inputs)
+    pixels = torch.full_like(case.inputs["pixel_values"], 0.1)  # some families take zeros for padding
+    blank = interventions._run(probe, probe.batch_from_inputs(**case.inputs | {"pixel_values": pixels}))
+    visual = probe.groups(batch)[0] == VISUAL
+    swapped = interventions._run(probe, batch, change=interventions._taking(blank, visual, True, True))
+    picture = interventions._run(probe, batch)
+    assert torch.allclose(swapped.log_probs, blank.log_probs, atol=1e-4)
+    assert not torch.allclose(picture.log_probs, blank.log_probs, atol=1e-3)
+
+
 @pytest.mark.parametrize("layers, heads", [("all", "all"), ("1", "0,2-3")])
 def test_maps_shares_and_entropy_equal_plain_sums_over_the_librarys_weights(probe, question, eager, layers, heads):
     found = attention.look(probe, question, flags(layers=layers, heads=heads))
@@ -138,6 +156,12 @@ def test_selections_name_layers_that_exist():
 def test_the_upper_half_counts_a_middle_row_half():
     assert attention.upper_half(np.array([0.1, 0.2, 0.3, 0.4])) == pytest.approx(0.3)
     assert attention.upper_half(np.array([0.1, 0.6, 0.3])) == pytest.approx(0.4)
+
+
+def test_a_map_without_its_most_seen_token_sums_to_one():
+    rest = attention.without_most_seen(np.array([[0.6, 0.1], [0.2, 0.1]]))
+    assert rest == pytest.approx(np.array([[0, 0.25], [0.5, 0.25]]))
+    assert attention.without_most_seen(np.full((2, 2), 0.25)) == pytest.approx(0.25)  # nothing stands out
 
 
 @pytest.mark.parametrize(
@@ -300,6 +324,9 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
     assert len(json.loads((tmp_path / "theory-model.json").read_text())["details"]) == 4
     assert "two: visual tokens enter with" in capsys.readouterr().out
     assert main(["interventions", *shared, "--alphas", "-1"]) == 2
+    for command in ("attention", "interventions", "theory"):
+        assert main([command, *shared[4:], "--model", str(tiny / "llama")]) == 2
+        assert "a language model without a vision encoder" in capsys.readouterr().err
     assert main(["attention", *shared, "--query", "elephant"]) == 2
     assert main(["attention", *shared, "--data", "nothing.json"]) == 2
     assert "nothing.json: no such file" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     samples = inputs.choose(args)
     results = {}
     for model in required_models(args.models):
-        probe = loading.load(model, args)
+        probe = loading.load_with_vision(model, args)
         results[model.name] = [look(probe, one, args) for one in tqdm(samples, desc=f"attention, {model.name}")]
         del probe  # before the next one is loaded
     rows = [table_row(name, pictures) for name, pictures in results.items()]
@@ -177,14 +177,15 @@ def chosen(selection: str, count: int, flag: str) -> set[int]:
 
 def table_row(name: str, pictures: list[Picture]) -> dict[str, Any]:
     """Means over samples and layers; the picture's upper half by the mean map."""
-    halves = [upper_half(row_profile(one.maps["mean"])) for one in pictures if one.maps]
+    maps = [one.maps["mean"] for one in pictures if one.maps]
     return {
         "model": name,
         "samples": len(pictures),
         "visual share of attention": float(np.mean([one.share for one in pictures])),
         "of tokens": float(np.mean([one.token_share for one in pictures])),
         "entropy / ln V": float(np.mean([one.entropy for one in pictures])),
-        "upper half of picture": float(np.mean(halves)) if halves else None,
+        "upper half": _mean([upper_half(row_profile(one)) for one in maps]),
+        "upper half without the most seen": _mean([upper_half(row_profile(without_most_seen(one))) for one in maps]),
         "most seen token": float(np.mean([one.top for one in pictures])),
     }
 
@@ -192,6 +193,16 @@ def table_row(name: str, pictures: list[Picture]) -> dict[str, Any]:
 def row_profile(heatmap: np.ndarray) -> np.ndarray:
     """Share of the picture's attention per row of tokens, from the top."""
     return heatmap.sum(axis=1)
+
+
+def without_most_seen(heatmap: np.ndarray) -> np.ndarray:
+    """The map without its largest token, which may be an attention sink, summing to 1 again."""
+    rest = np.where(heatmap == heatmap.max(), 0.0, heatmap)
+    return rest / rest.sum() if rest.any() else heatmap
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def upper_half(profile: np.ndarray) -> float:

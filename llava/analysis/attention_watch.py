@@ -3,7 +3,7 @@
 Works on any model whose layers ask transformers' attention interface for their attention, by a function registered
 there: plain eager attention with a callback. Weights exist for one layer at a time.
 
-Shapes: H heads, K key/value heads, S sequence, C channels per head.
+Shapes: B samples, H heads, K key/value heads, S sequence, C channels per head.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _callbacks: list[tuple[See | None, Change | None]] = []
 
 @contextlib.contextmanager
 def watched(layers: Iterable[nn.Module], see: See | None = None, change: Change | None = None) -> Iterator[None]:
-    """Within the block, runs of one sample (batch size 1, no cache) call `change`, then `see`, in every layer.
+    """Within the block, runs without a cache call `change`, then `see`, in every layer, for the batch's first sample.
 
     Raises:
         ValueError: the layers do not use transformers' attention interface.
@@ -67,17 +67,17 @@ def watched_attention(
     """Attention in plain steps, with the block's callbacks; one of transformers' attention functions.
 
     Args:
-        query: [1, H, S, C].
-        key, value: [1, K, S, C].
+        query: [B, H, S, C].
+        key, value: [B, K, S, C].
         attention_mask: additive, or None for a causal one.
 
     Returns:
-        [1, S, H, C] and the weights [1, H, S, S].
+        [B, S, H, C] and the weights [B, H, S, S].
     """
     see, change = _callbacks[-1]
     if change is not None:
         changed = change(module.layer_idx, key[0], value[0])
-        key, value = (tensor[None] for tensor in changed)
+        key, value = (torch.cat([new[None], old[1:]]) for new, old in zip(changed, (key, value), strict=True))
     groups = query.shape[1] // key.shape[1]
     keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query.float() @ keys.float().transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     samples = inputs.choose(args)
     rows, details, verdicts = [], {}, []
     for model in required_models(args.models):
-        probe = loading.load(model, args)
+        probe = loading.load_with_vision(model, args)
         found = measure(probe, samples, sorted(args.alphas))
         rows += [table_row(model.name, name, outcomes) for name, outcomes in found["outcomes"].items()]
         verdicts.append(verdict(model.name, found))

@@ -57,6 +57,20 @@ def load(model: NamedModel, args: argparse.Namespace, **options: Any) -> Probe:
     return _load_language_model(model, family, args, options)
 
 
+def load_with_vision(model: NamedModel, args: argparse.Namespace) -> Probe:
+    """The probe of a model that sees pictures.
+
+    Raises:
+        ValueError, OSError: see `load`; a plain language model.
+    """
+    if not sees(config_fields(model.path, args.trust_remote_code), args):
+        raise ValueError(
+            f"--model {model.path}: a language model without a vision encoder has no visual tokens; a vision-language "
+            "model that transformers does not know needs --projector-path"
+        )
+    return load(model, args)
+
+
 def config_fields(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """The fields of a model's config.json.
 

@@ -110,12 +110,7 @@ def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace
         return measurement
     if measurement.done:
         print(f"{named.name}: continues after {measurement.done} of {len(samples)} samples ({file})")
-    if not loading.sees(loading.config_fields(named.path, args.trust_remote_code), args):
-        raise ValueError(
-            f"--model {named.path}: a language model without a vision encoder has no visual tokens; a vision-language "
-            "model that transformers does not know needs --projector-path"
-        )
-    probe = loading.load(named, args)
+    probe = loading.load_with_vision(named, args)
     saved = time.monotonic()
     with tqdm(total=len(samples), initial=measurement.done, desc=named.name, unit="sample") as bar:
         for group in inputs.batches(samples, args.batch_size, measurement.done):

@@ -82,7 +82,7 @@ def measure_models(args: argparse.Namespace) -> None:
     """Prints and writes how far the assumptions hold in every model (`theory-model`), with a figure over its layers."""
     samples, rows = inputs.choose(args), []
     for model in required_models(args.models):
-        probe = loading.load(model, args)
+        probe = loading.load_with_vision(model, args)
         rows += theory_model.measure(probe, samples)
         del probe  # before the next one is loaded
     own = [[row for row in rows if row["model"] == model.name] for model in args.models]
