@@ -112,7 +112,11 @@ def test_a_stage_1_folder_with_its_base_and_an_edit_of_the_llms_input(tiny, tmp_
     adapter = {f"model.mm_projector.{k}": v for k, v in whole.model.model.mm_projector.state_dict().items()}
     torch.save(adapter, tmp_path / "m/mm_projector.bin")
     (tmp_path / "m/model.safetensors").unlink()
-    stage_1 = loading.load(NamedModel("one", path), arguments("--model-base", tiny / "llama"))
+    with pytest.raises(ValueError, match="holds a projector alone; name its language model by --model-base"):
+        loading.load(NamedModel("one", path), arguments())
+    based = arguments("--model-base", tiny / "llama")
+    stage_1 = loading.load(NamedModel("one", path), based)
+    assert loading.base_of(our_checkpoint(tiny, tmp_path / "whole"), based) is None  # beside a stage-1 folder
     batch = whole.prepare([SimpleNamespace(image=Image.new("RGB", (16, 16)), prompt="What?")])
     assert torch.allclose(whole.run(batch).logits, stage_1.run(batch).logits, atol=1e-5)
 

@@ -87,17 +87,12 @@ def interface(model: NamedModel, args: argparse.Namespace) -> Interface:
         streams[PROJECTED] = measured.stream("projector output")
         streams[ENTERING] = measured.stream("norm", VISUAL, 0, WITH_SINKS)
         streams[TEXT_IN] = measured.stream("norm", TEXT, 0, WITH_SINKS)
-    norms = embedding_norms(NamedModel(model.name, text_source(model, args))).norms
+    norms = embedding_norms(NamedModel(model.name, loading.base_of(model.path, args) or model.path)).norms
     streams[TABLE] = stream_of(norms[norms > 0])
     vocabulary = family_of(model_type).vocabulary
     if vocabulary:
         streams[VOCABULARY] = stream_of(vocabulary_norms(model.path, vocabulary))
     return Interface(model.name, model.path, {name: stream for name, stream in streams.items() if stream.count})
-
-
-def text_source(model: NamedModel, args: argparse.Namespace) -> str:
-    """The folder with the text embeddings: the base model's, where the model is a stage-1 or LoRA folder."""
-    return args.model_base or model.path
 
 
 def encoder_norms(model: NamedModel, args: argparse.Namespace) -> Stream:

@@ -1,6 +1,7 @@
 """Loads what `--model` names as a probe: our checkpoints, vision-language models of transformers, plain LLMs."""
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from llava.data.preprocess import generation_ids
 from llava.eval.ask import choose_template, is_captioner
 from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
 from llava.model.builder import load_pretrained_model
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 
 OUR_TYPES = ("llava_llama", "llava_qwen")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that say how models are loaded, and where their parts are if the rules do not find them."""
-    parser.add_argument("--model-base", help="language model of a stage-1 or LoRA folder")
+    parser.add_argument("--model-base", help="language model of the stage-1 or LoRA folders among the models")
     parser.add_argument("--conv-mode", metavar="TEMPLATE", help="conversation template of our checkpoints")
     parser.add_argument("--chat-template", type=Path, help="Jinja file, for a processor that brings no chat template")
     parser.add_argument("--device", help="such as cuda or cpu (default: an accelerator if there is one)")
@@ -98,6 +100,23 @@ def sees(fields: dict[str, Any], args: argparse.Namespace) -> bool:
     return is_ours(fields) or fields.get("model_type") in known or bool(args.projector_path)
 
 
+def base_of(path: str, args: argparse.Namespace) -> str | None:
+    """The language model that a stage-1 or LoRA folder needs beside it; None for a whole checkpoint.
+
+    Raises:
+        ValueError: the folder holds a projector alone, and no `--model-base` is given.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return None
+    lora = folder / "adapter_config.json"
+    if args.model_base is None and lora.is_file():
+        return json.loads(lora.read_text())["base_model_name_or_path"]
+    if args.model_base is None and (folder / ADAPTER_FILE).is_file():
+        raise ValueError(f"--model {path}: holds a projector alone; name its language model by --model-base")
+    return args.model_base
+
+
 def special_ids(tokenizer: Any) -> set[int]:
     """Ids of all special tokens, also of those that no role names (`<|vision_start|>`)."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -119,7 +138,7 @@ def load_ours(named: NamedModel, args: argparse.Namespace, **options: Any) -> tu
     where = placement(args)
     tokenizer, model, image_processor, _ = load_pretrained_model(
         named.path,
-        args.model_base,
+        base_of(named.path, args),
         named.name,
         device_map=where["device_map"],
         device=where["device_map"][""],
