@@ -15,7 +15,9 @@ from vision_language_models import our_checkpoint
 
 from llava.analysis import encoders, inputs, loading, measure
 from llava.analysis.__main__ import main, parser
+from llava.analysis.embedding_norms import measure as embedding_norms
 from llava.analysis.families import family_of, find_parts
+from llava.analysis.interface_norms import vocabulary_norms
 from llava.analysis.measure import ONLY_SINKS, TEXT, WITH_SINKS, Measurement
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, VISUAL, Observation, Probe
@@ -255,6 +257,18 @@ def test_siglip_2s_padding_is_left_out():
     assert torch.equal(tokens, torch.cat([states[0], states[1, :4]]))
     with pytest.raises(ValueError, match="--vision-layer 9: the encoder has 4 states"):
         encoders.patch_tokens(model, batch, 9)
+
+
+def test_ovis_visual_vocabulary_is_read_beside_its_text_embeddings(tmp_path):
+    model = models.ovis2().model
+    model.save_pretrained(tmp_path)
+    norms = vocabulary_norms(str(tmp_path), family_of("ovis2").vocabulary)
+    expected = model.model.visual_embeddings_table.weight.detach().double().norm(dim=1)
+    assert norms.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    text = embedding_norms(NamedModel("x", str(tmp_path))).norms
+    assert text.tolist() == pytest.approx(model.get_input_embeddings().weight.detach().norm(dim=1).tolist(), rel=1e-6)
+    with pytest.raises(ValueError, match="expected one tensor that ends in nothing.weight, found none"):
+        vocabulary_norms(str(tmp_path), "model.nothing")
 
 
 def test_a_plain_llm_and_a_folder_without_config_are_refused_where_pictures_are_needed(tiny, data, tmp_path, capsys):

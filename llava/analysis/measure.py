@@ -18,6 +18,7 @@ Shapes: B samples, S sequence with visual tokens, D LLM hidden size, L decoder l
 import argparse
 import gzip
 import hashlib
+import inspect
 import json
 import os
 import time
@@ -111,11 +112,13 @@ def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace
     if measurement.done:
         print(f"{named.name}: continues after {measurement.done} of {len(samples)} samples ({file})")
     probe = loading.load_with_vision(named, args)
+    takes_rows = "logits_to_keep" in inspect.signature(probe.model.forward).parameters
+    options = {"logits_to_keep": 1} if takes_rows else {}  # all logits of a large vocabulary would outgrow the states
     saved = time.monotonic()
     with tqdm(total=len(samples), initial=measurement.done, desc=named.name, unit="sample") as bar:
         for group in inputs.batches(samples, args.batch_size, measurement.done):
             batch = probe.prepare(group)
-            observe(measurement, probe.run(batch), batch, probe)
+            observe(measurement, probe.run(batch, **options), batch, probe)
             measurement.done += len(group)
             bar.update(len(group))
             if time.monotonic() - saved > _SAVE_SECONDS:
