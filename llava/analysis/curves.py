@@ -98,6 +98,12 @@ def expand(folder: Path, models: list[NamedModel]) -> Run:
     return Run(name, [step for step, _ in dict(steps).items()], [model.name for model in named])
 
 
+def without_earlier(measured: dict[str, Measurement], runs: list[Run]) -> dict[str, Measurement]:
+    """What a figure with a panel per model shows: of a run only its last checkpoint."""
+    earlier = {name for run in runs for name in run.models[:-1]}
+    return {name: measurement for name, measurement in measured.items() if name not in earlier}
+
+
 def curve(measurement: Measurement, what: str, groups: Any, part: tuple[bool, ...] = WITHOUT_SINKS) -> Curve:
     """One value's statistics over the layers, see `Measurement.stream`.
 

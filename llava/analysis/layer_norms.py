@@ -19,12 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes a summary, every layer (`layer-norms-layers`), the sinks (`layer-norms-sinks`) and the figure."""
-    measured, _ = curves.measure_all(args)
+    measured, runs = curves.measure_all(args)
     write_result(args, summary(measured))
     write_result(args, curves.layer_rows(measured, ("norm",)), name="layer-norms-layers", show=False)
     curves.write_sinks(args, measured)
-    with curves.panels(args, measured, 1) as axes:
-        for axis, measurement in zip(axes[0], measured.values(), strict=True):
+    shown = curves.without_earlier(measured, runs)
+    with curves.panels(args, shown, 1) as axes:
+        for axis, measurement in zip(axes[0], shown.values(), strict=True):
             curves.draw_groups(axis, measurement, "norm")
             curves.draw_sinks(axis, measurement, "norm")
             axis.set(yscale="log", xlabel="layer")

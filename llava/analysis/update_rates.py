@@ -33,8 +33,7 @@ def run(args: argparse.Namespace) -> None:
     curves.write_sinks(args, measured)
     for model, measurement in measured.items():
         print(verdict(model, measurement))
-    of_runs = {name for one in runs for name in one.models[:-1]}  # a run's last checkpoint stands for it
-    shown = {name: measurement for name, measurement in measured.items() if name not in of_runs}
+    shown = curves.without_earlier(measured, runs)
     draw_values(args, shown)
     draw_gap(args, shown)
     if runs:
