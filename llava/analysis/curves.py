@@ -1,0 +1,242 @@
+"""Curves over the LLM's layers, as tables and figures: what `layer-norms` and `update-rates` share."""
+
+import argparse
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llava.analysis import inputs
+from llava.analysis.measure import (
+    ONLY_SINKS,
+    SINK_RATIO,
+    STATE_METRICS,
+    TEXT,
+    WITH_SINKS,
+    WITHOUT_SINKS,
+    Measurement,
+    measure,
+)
+from llava.analysis.models import NamedModel, required_models
+from llava.analysis.norm_params import checkpoints, step_of
+from llava.analysis.output import SPECIAL as SPECIAL_COLOUR
+from llava.analysis.output import TEXT as TEXT_COLOUR
+from llava.analysis.output import TEXT_BEFORE as BEFORE_COLOUR
+from llava.analysis.output import VISUAL as VISUAL_COLOUR
+from llava.analysis.output import figure, write_result
+from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
+
+SHOWN_SINKS = 12
+SUFFIX = {WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
+# Groups as a figure draws them: colour, line style, whether with a band.
+LINES = {
+    VISUAL: (VISUAL_COLOUR, "-", True),
+    TEXT_AFTER: (TEXT_COLOUR, "-", True),
+    TEXT_BEFORE: (BEFORE_COLOUR, "--", False),
+    SPECIAL: (SPECIAL_COLOUR, ":", False),
+}
+LABELS = {
+    VISUAL: "visual tokens",
+    TEXT_AFTER: "text after the image",
+    TEXT_BEFORE: "text before it",
+    SPECIAL: "special tokens",
+}
+
+
+class Curve(NamedTuple):
+    """Statistics per layer or state, each [L] or [L + 1]; NaN where no token was seen."""
+
+    mean: np.ndarray
+    median: np.ndarray
+    low: np.ndarray  # 25 %
+    high: np.ndarray  # 75 %
+    count: np.ndarray
+
+
+class Run(NamedTuple):
+    """The checkpoints of one training run, by optimizer step."""
+
+    name: str
+    steps: list[int]
+    models: list[str]
+
+
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a run's folder: all its checkpoint-N and its final model, over the steps; may be given several times",
+    )
+
+
+def measure_all(args: argparse.Namespace) -> tuple[dict[str, Measurement], list[Run]]:
+    """Every model of the command line by name, those of `--checkpoints` among them."""
+    runs = [expand(folder, args.models) for folder in args.checkpoints]
+    samples = inputs.choose(args)
+    return {model.name: measure(model, samples, args) for model in required_models(args.models)}, runs
+
+
+def expand(folder: Path, models: list[NamedModel]) -> Run:
+    """Adds a run's checkpoints to `models`.
+
+    Raises:
+        ValueError: the folder has none whose step is known.
+    """
+    name = "/".join([part for part in folder.parts if part != "/"][-2:])
+    found = [(step_of(path), path) for path in checkpoints(str(folder))]
+    steps = sorted((step, path) for step, path in found if step is not None)
+    if not steps:
+        raise ValueError(f"--checkpoints {folder}: no checkpoint-N in it, and no trainer_state.json")
+    named = [NamedModel(f"{name}, step {step}", path) for step, path in dict(steps).items()]
+    models += [model for model in named if model not in models]
+    return Run(name, [step for step, _ in dict(steps).items()], [model.name for model in named])
+
+
+def without_earlier(measured: dict[str, Measurement], runs: list[Run]) -> dict[str, Measurement]:
+    """What a figure with a panel per model shows: of a run only its last checkpoint."""
+    earlier = {name for run in runs for name in run.models[:-1]}
+    return {name: measurement for name, measurement in measured.items() if name not in earlier}
+
+
+def curve(measurement: Measurement, what: str, groups: Any, part: tuple[bool, ...] = WITHOUT_SINKS) -> Curve:
+    """One value's statistics over the layers, see `Measurement.stream`.
+
+    The cosine's quantiles are those of the angle, which stay apart where cosines are all near 1.
+    """
+    layers = range(measurement.layers + (what in STATE_METRICS))
+    streams = [measurement.stream(what, groups, layer, part) for layer in layers]
+    quantiles = [measurement.stream("turn" if what == "cosine" else what, groups, layer, part) for layer in layers]
+    columns = [np.array([stream.percentile(p) for stream in quantiles]) for p in (50, 25, 75)]
+    if what == "cosine":
+        columns = [np.cos(np.deg2rad(column)) for column in columns]
+        columns = [columns[0], columns[2], columns[1]]  # the larger angle has the smaller cosine
+    mean = np.array([stream.mean if stream.count else math.nan for stream in streams])
+    return Curve(mean, *columns, np.array([stream.count for stream in streams]))
+
+
+def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Every model's every group in every layer: mean and median of `names`, without the sinks and with them."""
+    rows = []
+    for model, measurement in measured.items():
+        for group, label in GROUPS.items():
+            found = {(name, part): curve(measurement, name, group, part) for name in names for part in SUFFIX}
+            everything = found[names[0], WITH_SINKS].count
+            for layer in range(len(everything)) if everything.any() else ():
+                row = {"model": model, "tokens": label, "layer": layer, "count with sinks": int(everything[layer])}
+                row["sinks"] = row["count with sinks"] - int(found[names[0], WITHOUT_SINKS].count[layer])
+                for (name, part), one in found.items():
+                    if layer < len(one.mean):
+                        row[f"{name} mean{SUFFIX[part]}"] = float(one.mean[layer])
+                        row[f"{name} median{SUFFIX[part]}"] = float(one.median[layer])
+                rows.append(row)
+    return rows
+
+
+def write_sinks(args: argparse.Namespace, measured: dict[str, Measurement]) -> None:
+    """Names every model's sinks, the most frequent first, as `<command>-sinks`."""
+    rows = []
+    for model, measurement in measured.items():
+        found = sorted(measurement.sinks.items(), key=lambda item: (-item[1]["samples"], -item[1]["ratio"]))
+        for (group, position, token), sink in found[:SHOWN_SINKS]:
+            rows.append(
+                {
+                    "model": model,
+                    "tokens": GROUPS[group],
+                    "position": position,
+                    "token": repr(token) if token else "",
+                    "samples": f"{sink['samples']} of {measurement.done}",
+                    "states": f"{sink['first']} to {sink['last']}",
+                    "largest norm": sink["norm"],
+                    "over the median": sink["ratio"],
+                }
+            )
+        if len(found) > SHOWN_SINKS:
+            print(f"{model}: {len(found) - SHOWN_SINKS} rarer sinks are not listed")
+    if rows:
+        print(f"\nsinks (norm over {SINK_RATIO:.0f} times the median of the sample's tokens of the same kind):")
+        write_result(args, rows, name=f"{args.command}-sinks")
+    else:
+        print(f"no sinks: no token's norm exceeds {SINK_RATIO:.0f} times the median of its kind in its sample")
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def panels(args: argparse.Namespace, measured: dict[str, Measurement], rows: int, **options: Any) -> Iterator[Any]:
+    """Axes [rows, models] that share each row's scale, with the groups' legend below."""
+    size = (max(3.4 * len(measured), 5.5), 2.9 * rows + 0.6)
+    with figure(args, rows, len(measured), figsize=size, sharey="row", sharex=True, squeeze=False, **options) as (f, a):
+        yield a
+        for axis, name in zip(a[0], measured, strict=True):
+            axis.set_title(name)
+        handles = dict(zip(*reversed(a[0, 0].get_legend_handles_labels()), strict=True))
+        f.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 3))
+
+
+def draw_groups(axis: Any, measurement: Measurement, what: str) -> None:
+    """Median per group without the sinks, with the middle half as a band."""
+    for group, (colour, style, band) in LINES.items():
+        one = curve(measurement, what, group)
+        if not one.count.any():
+            continue
+        layers = np.arange(len(one.median))
+        axis.plot(layers, one.median, style, color=colour, label=LABELS[group], linewidth=2.2 if band else 1.3)
+        if band:
+            axis.fill_between(layers, one.low, one.high, color=colour, alpha=0.2, linewidth=0)
+    axis.margins(x=0.01)
+
+
+def draw_sinks(axis: Any, measurement: Measurement, what: str) -> None:
+    """Median of all sinks, where there are any."""
+    one = curve(measurement, what, tuple(GROUPS), ONLY_SINKS)
+    if one.count.any():
+        axis.plot(one.median, "-.", color="black", linewidth=1, label="sinks")
+
+
+def cosine_scale(axis: Any) -> None:
+    """Spreads cosines near 1, where nearly all are, by the logarithm of their distance from it."""
+
+    def spread(cosine: Any) -> np.ndarray:
+        return -np.log10(np.clip(1 - np.asarray(cosine), 1e-6, None))
+
+    def back(value: Any) -> np.ndarray:
+        return 1 - 10 ** -np.asarray(value)
+
+    shown = [other.dataLim for other in axis.get_shared_y_axes().get_siblings(axis)]
+    low, high = spread(min(box.y0 for box in shown)), spread(max(box.y1 for box in shown))
+    low, high = back(low - 0.05 * (high - low)), back(high + 0.05 * (high - low))
+    axis.set_yscale("function", functions=(spread, back))
+    ticks = [t for t in (-0.5, 0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999) if low < t < high]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_ylim(low, high)
+
+
+def draw_runs(args: argparse.Namespace, measured: dict[str, Measurement], runs: list[Run]) -> None:
+    """The cosine's mean per layer over a run's checkpoints (Figure 5): a column per run, visual above, text below."""
+    size = (max(3.8 * len(runs), 5.5), 5.8)
+    name = f"{args.command}-checkpoints"
+    with figure(args, 2, len(runs), name=name, figsize=size, sharex=True, sharey=True, squeeze=False) as (drawn, axes):
+        from matplotlib import colormaps
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
+
+        last = max(max(run.steps) for run in runs)
+        scale = ScalarMappable(Normalize(0, last), colormaps["viridis_r"])
+        for column, run in enumerate(runs):
+            for row, (groups, label) in enumerate(((VISUAL, "visual tokens"), (TEXT, "text tokens"))):
+                for step, model in zip(run.steps, run.models, strict=True):
+                    mean = curve(measured[model], "cosine", groups).mean
+                    axes[row, column].plot(mean, color=scale.to_rgba(step), linewidth=1.6)
+                axes[row, 0].set_ylabel(f"cosine of successive\nlayers, {label}")
+            axes[0, column].set_title(run.name)
+            axes[1, column].set_xlabel("layer")
+        for axis in axes.flat:
+            cosine_scale(axis)
+        drawn.colorbar(scale, ax=axes, label="optimizer step", shrink=0.7)

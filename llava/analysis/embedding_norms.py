@@ -1,0 +1,159 @@
+"""Norms of the text embeddings, read from the weight files alone: a base model and its descendants side by side.
+
+Paper tables 6 (mean and standard deviation), 7 and 8 (tokens of the largest norm).
+"""
+
+import argparse
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from llava.analysis.models import NamedModel, required_models
+from llava.analysis.output import COLOURS, figure, with_paper, write_result
+from llava.analysis.weights import WeightFiles
+from llava.mm_utils import load_tokenizer
+
+# Table 6 where it has the model, else Table 1; the key is found in the last part of the path.
+PAPER_NORMS = {
+    r"qwen2-vl-7b": {"mean": 0.6820, "std": 0.1588},
+    r"qwen2-7b": {"mean": 0.6908, "std": 0.1610},
+    r"qwen2\.5-vl-7b": {"mean": 0.8965, "std": 0.1821},
+    r"qwen2\.5-7b": {"mean": 0.8031, "std": 0.1801},
+    r"qwen3-8b": {"mean": 1.38},
+    r"llama-?3\.2-3b": {"mean": 1.09},
+}
+# Tables 7 and 8.
+PAPER_TOKENS = {
+    r"qwen2-vl-7b": {"<|vision_start|>": 2.46, "<|vision_end|>": 2.33},
+    r"qwen2\.5-vl-7b": {"<|vision_start|>": 1.40, "<|vision_end|>": 2.15},
+}
+
+
+class EmbeddingNorms(NamedTuple):
+    """L2 norms of all embedding rows [rows] (fp64, each computed in fp32), and what the rows stand for."""
+
+    name: str
+    tensor: str
+    hidden_size: int
+    norms: np.ndarray
+    tokens: list[str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--top", type=int, default=10, help="tokens of largest norm to name, per model")
+    parser.add_argument("--embedding-name", help="the tensor to read (default: found by the families' names)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the norms' table, the tokens' table (`embedding-norms-tokens`) and the figure."""
+    if args.top < 1:
+        raise ValueError(f"--top {args.top}: expected at least 1")
+    models = [measure(model, args.embedding_name) for model in required_models(args.models)]
+    rows = [with_paper(table_row(one), paper_of(PAPER_NORMS, m)) for one, m in zip(models, args.models, strict=True)]
+    write_result(args, rows)
+    papers = [paper_of(PAPER_TOKENS, model) for model in args.models]
+    write_result(args, token_rows(models, args.top, papers), name="embedding-norms-tokens")
+    draw(args, models)
+
+
+def measure(model: NamedModel, embedding_name: str | None = None) -> EmbeddingNorms:
+    """Reads the embedding matrix of `model` chunk by chunk.
+
+    Raises:
+        FileNotFoundError, ValueError: see `WeightFiles`; a matrix of integers (quantised) or with NaN.
+    """
+    files = WeightFiles(model.path)
+    name = files.embedding_name(embedding_name)
+    norms, hidden_size = [], 0
+    for chunk in files.rows(name):
+        if not chunk.is_floating_point() or chunk.ndim != 2:
+            raise ValueError(
+                f"{model.path}: {name} is {chunk.dtype} with {chunk.ndim} dimensions, expected a matrix of floats"
+            )
+        hidden_size = chunk.shape[1]
+        norms.append(torch.linalg.vector_norm(chunk.float(), dim=-1).double())
+    found = torch.cat(norms).numpy()
+    if not np.isfinite(found).all():
+        raise ValueError(f"{model.path}: {int((~np.isfinite(found)).sum())} rows of {name} are NaN or infinite")
+    return EmbeddingNorms(model.name, name, hidden_size, found, token_names(model.path, len(found)))
+
+
+def token_names(path: str, rows: int) -> list[str]:
+    """The text of every row, in quotes where its ends are blank; a row that no token uses says so."""
+    try:
+        tokenizer = load_tokenizer(path)
+    except (OSError, ValueError) as error:
+        print(f"{path}: no tokenizer that loads, tokens are shown by number ({str(error).splitlines()[0]})")
+        return [f"#{index}" for index in range(rows)]
+    return [_token_name(tokenizer, index) for index in range(rows)]
+
+
+def _token_name(tokenizer: Any, index: int) -> str:
+    if index >= len(tokenizer):
+        return "(unused row)"
+    text = tokenizer.decode([index])
+    if "\ufffd" in text or not text:  # a part of a character
+        return str(tokenizer.convert_ids_to_tokens(index))
+    return text if text == text.strip() and text.isprintable() else repr(text)
+
+
+def table_row(model: EmbeddingNorms) -> dict[str, Any]:
+    """Table 6's columns, and those that tell what is in the mean."""
+    norms, used = model.norms, model.norms[model.norms > 0]
+    return {
+        "model": model.name,
+        "tensor": model.tensor,
+        "rows": len(norms),
+        "D": model.hidden_size,
+        "mean": float(norms.mean()),
+        "std": float(norms.std()),
+        "median": float(np.median(norms)),
+        "min": float(norms.min()),
+        "max": float(norms.max()),
+        "zero rows": len(norms) - len(used),
+        "mean without zero rows": float(used.mean()) if len(used) else math.nan,
+    }
+
+
+def token_rows(models: list[EmbeddingNorms], top: int, papers: list[dict[str, float] | None]) -> list[dict[str, Any]]:
+    """The `top` tokens of each model (Tables 7, 8), with the same token's norm in the other models."""
+    rows = []
+    for model, paper in zip(models, papers, strict=True):
+        for rank, index in enumerate(np.argsort(-model.norms, kind="stable")[:top], 1):
+            token = model.tokens[index]
+            row = {"model": model.name, "rank": rank, "id": int(index), "token": token, "norm": model.norms[index]}
+            row = with_paper(row, {"norm": paper[token]} if paper and token in paper else None)
+            for other in models:
+                if other is not model:
+                    known = index < len(other.norms) and other.tokens[index] == token
+                    row[f"norm in {other.name}"] = float(other.norms[index]) if known else None
+            rows.append(row | {"norm": float(row["norm"])})
+    return rows
+
+
+def paper_of(table: dict[str, Any], model: NamedModel) -> Any:
+    """The paper's entry for the model, by the last part of its path."""
+    base = Path(model.path).name.lower()
+    return next((entry for key, entry in table.items() if re.search(key, base)), None)
+
+
+def draw(args: argparse.Namespace, models: list[EmbeddingNorms]) -> None:
+    """One curve per model: the share of its tokens at each norm, its mean, and its token of largest norm."""
+    largest = max(float(np.percentile(model.norms, 99.9)) for model in models) * 1.1
+    edges = np.linspace(0, largest, 121)
+    with figure(args, figsize=(7, 4)) as (_, axis):
+        for index, model in enumerate(models):
+            colour = COLOURS[index % len(COLOURS)]
+            share = 100 * np.histogram(np.clip(model.norms, 0, largest), edges)[0] / len(model.norms)
+            mean = model.norms.mean()
+            axis.stairs(share, edges, color=colour, fill=len(models) == 1, alpha=0.9, linewidth=4 / (1 + index))
+            axis.axvline(mean, color=colour, linestyle="--", linewidth=1.2)
+            axis.plot(
+                [], [], color=colour, label=f"{model.name}: mean {mean:.3f} (dashed), std {model.norms.std():.3f}"
+            )
+        axis.set(xlabel="L2 norm of a token's embedding", ylabel="share of the vocabulary (%)", xlim=(0, largest))
+        axis.legend(loc="upper right")

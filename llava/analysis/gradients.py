@@ -1,0 +1,162 @@
+"""Gradients above and below the projector's norm: what a small gain takes away, and what compensation gives back.
+
+Paper section 5.1. One of our checkpoints trains on one batch with its projector ending in nothing, in the plain and in
+the compensated LayerNorm, with the same weights in all other parts. Gradients are L2 norms over the whole batch.
+
+Shapes: B samples, S sequence, N pictures, V visual tokens per picture, D LLM hidden size.
+"""
+
+import argparse
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from llava.analysis import inputs, loading
+from llava.analysis.models import NamedModel, required_models
+from llava.analysis.output import COLOURS, figure, write_result
+from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX
+from llava.data.preprocess import preprocess
+from llava.eval.ask import choose_template, is_captioner
+from llava.mm_utils import process_images
+from llava.model.multimodal_projector.norm import end_with_norm, mean_text_embedding_norm, projector_norm
+
+ARMS = ("none", "layernorm", "gwc_layernorm")
+INPUT, BEFORE, FEATURES = "LLM input", "before the norm", "vision features"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    inputs.add_arguments(parser, samples=16)
+    loading.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes a row per point of the backward pass with a column per arm, and the figure."""
+    samples = inputs.choose(args)[:]
+    found = {model.name: measure(model, samples, args) for model in required_models(args.models)}
+    write_result(args, [row for model, arms in found.items() for row in rows(model, arms)])
+    for model, arms in found.items():
+        print(verdict(model, arms))
+    draw(args, found)
+
+
+def measure(named: NamedModel, samples: Sequence[inputs.Sample], args: argparse.Namespace) -> dict[str, Any]:
+    """Each arm's gradient norms by point, from the LLM's input down to the tower's first layer.
+
+    Raises:
+        ValueError: not one of our checkpoints, or the samples have no answers.
+    """
+    if not loading.is_ours(loading.config_fields(named.path)):
+        raise ValueError(f"--model {named.path}: gradients need one of our checkpoints (llava_llama, llava_qwen)")
+    tokenizer, model, image_processor = loading.load_ours(named, args)
+    model.requires_grad_(False).train()
+    template = choose_template(model.config, named.path, args.conv_mode)
+    batch = training_batch(samples, tokenizer, image_processor, model, template)
+    decoder = model.get_model()
+    bare, trained = split(decoder.mm_projector)
+    found = {}
+    for arm in ARMS:
+        decoder.mm_projector = arm_projector(arm, bare, trained, model)
+        found[arm] = gradient_norms(model, batch)
+    return found
+
+
+def training_batch(
+    samples: Sequence[inputs.Sample], tokenizer: Any, image_processor: Any, model: Any, template: Any
+) -> dict[str, torch.Tensor]:
+    """The samples with their answers as the model's forward takes them in training."""
+    ids, labels = [], []
+    for sample in samples:
+        if sample.answer is None:
+            raise ValueError(f"--data {sample.name}: gradients need an answer to learn, and this data has none")
+        question = DEFAULT_IMAGE_TOKEN if is_captioner(template) else f"{DEFAULT_IMAGE_TOKEN}\n{sample.prompt}"
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": sample.answer}]
+        one = preprocess(turns, tokenizer, template)
+        ids.append(one.input_ids)
+        labels.append(one.labels)
+    padded, mask = loading.padded(ids)
+    targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
+    pixels = process_images([sample.image for sample in samples], image_processor, model.config)
+    batch = {"input_ids": padded, "attention_mask": mask, "labels": targets, "images": pixels}
+    return {name: tensor.to(model.device) for name, tensor in batch.items()}
+
+
+def split(projector: nn.Module) -> tuple[nn.Module, nn.Module | None]:
+    """The projector without its norm, and the norm, if it has one."""
+    norm = projector_norm(projector)
+    return (projector, None) if norm is None else (projector[:-1], norm)
+
+
+def arm_projector(arm: str, bare: nn.Module, trained: nn.Module | None, model: Any) -> nn.Module:
+    """`bare` ending in the norm `arm`, with the gain and bias of `trained`, or else aligned to the text embeddings."""
+    config = copy.deepcopy(model.config)
+    config.mm_projector_norm = arm
+    if trained is None:
+        config.mm_projector_norm_target = mean_text_embedding_norm(model.get_model().embed_tokens.weight)
+    projector = end_with_norm(bare, config).to(model.device, model.dtype).train()
+    if arm != "none" and trained is not None:
+        projector_norm(projector).load_state_dict(trained.state_dict())
+    return projector
+
+
+def gradient_norms(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+    """L2 norm of the loss's gradient at each point, from the LLM's input down to the tower's first layer."""
+    decoder, tower = model.get_model(), model.get_vision_tower()
+    norm = projector_norm(decoder.mm_projector)
+    places = [(INPUT, decoder.mm_projector, "output"), (FEATURES, decoder.mm_projector, "input")]
+    places += [] if norm is None else [(BEFORE, norm, "input")]
+    places += [(f"tower layer {index}", layer, "output") for index, layer in enumerate(tower.layers)]
+    points: dict[str, torch.Tensor] = {}
+
+    def keeper(name: str, side: str) -> Any:
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            points[name] = args[0] if side == "input" else output if torch.is_tensor(output) else output[0]
+            points[name].retain_grad()
+
+        return hook
+
+    handles = [module.register_forward_hook(keeper(name, side)) for name, module, side in places]
+    tower.vision_model.embeddings.requires_grad_(True)  # the graph begins where the tower does
+    try:
+        model(**batch).loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    points.setdefault(BEFORE, points[INPUT])
+    order = [INPUT, BEFORE, FEATURES, *(f"tower layer {index}" for index in reversed(range(len(tower.layers))))]
+    found = {name: points[name].grad.float().norm().item() for name in order}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def rows(model: str, arms: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """A row per point: each arm's gradient, and what share of its gradient at the LLM's input that is."""
+    table = []
+    for point in arms[ARMS[0]]:
+        row = {"model": model, "gradient at": point}
+        row |= {arm: values[point] for arm, values in arms.items()}
+        row |= {f"{arm} / {INPUT}": values[point] / values[INPUT] for arm, values in arms.items()}
+        table.append(row)
+    return table
+
+
+def verdict(model: str, arms: dict[str, dict[str, float]]) -> str:
+    """One sentence: the share of the gradient that each norm lets through."""
+    shares = [f"{arm} {arms[arm][BEFORE] / arms[arm][INPUT]:.3g}" for arm in ARMS[1:]]
+    return f"{model}: of the gradient at the LLM's input, before the norm remains {', '.join(shares)} (none: 1)"
+
+
+def draw(args: argparse.Namespace, found: dict[str, dict[str, dict[str, float]]]) -> None:
+    """A panel per model: the gradient on its way down, a line per arm."""
+    size = (max(4.2 * len(found), 6), 4)
+    with figure(args, 1, len(found), figsize=size, sharey=True, squeeze=False) as (drawn, axes):
+        for axis, (model, arms) in zip(axes[0], found.items(), strict=True):
+            for arm, colour in zip(ARMS, COLOURS, strict=False):
+                values = arms[arm]
+                axis.plot(range(len(values)), list(values.values()), "o-", color=colour, markersize=4, label=arm)
+            axis.set_xticks(range(len(values)), list(values), rotation=40, ha="right")
+            axis.set(title=model, yscale="log")
+        axes[0, 0].set_ylabel("L2 norm of the gradient")
+        drawn.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ARMS))

@@ -1,0 +1,167 @@
+"""Norms where vision meets language: encoder tokens, visual tokens after the projector, text, and embedding tables.
+
+Paper tables 1 (encoders and LLMs on their own), 2 (before and after the projector) and 3 (Ovis' visual vocabulary).
+"""
+
+import argparse
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from llava.analysis import inputs, loading, measure
+from llava.analysis.embedding_norms import measure as embedding_norms
+from llava.analysis.embedding_norms import paper_of
+from llava.analysis.encoders import MODEL_TYPES, load_encoder
+from llava.analysis.families import family_of
+from llava.analysis.measure import TEXT, WITH_SINKS
+from llava.analysis.models import NamedModel, required_models
+from llava.analysis.output import SPECIAL as GREY
+from llava.analysis.output import TEXT as TEXT_COLOUR
+from llava.analysis.output import TEXT_BEFORE, figure, with_paper, write_result
+from llava.analysis.output import VISUAL as VISUAL_COLOUR
+from llava.analysis.probe import VISUAL
+from llava.analysis.statistics import Stream
+from llava.analysis.weights import WeightFiles
+
+FEATURES, PROJECTED = "encoder tokens", "visual tokens after the projector"
+ENTERING, TEXT_IN = "visual tokens entering the LLM", "text tokens entering the LLM"
+TABLE, VOCABULARY = "text embedding matrix", "visual vocabulary"
+COLOURS = {FEATURES: GREY, ENTERING: VISUAL_COLOUR, VOCABULARY: VISUAL_COLOUR, TABLE: TEXT_COLOUR, TEXT_IN: TEXT_BEFORE}
+
+# Tables 1 to 3; the key is found in the last part of the model's path.
+PAPER = {
+    r"clip-vit-large-patch14": {FEATURES: (29.30, 17.12)},
+    r"siglip-so400m-patch14-384": {FEATURES: (71.78, 13.95)},
+    r"siglip2-so400m-patch14-384": {FEATURES: (59.37, 106.08)},
+    r"moonvit-so-400m": {FEATURES: (72.17, 7.13)},
+    r"qwen2\.5-7b": {TABLE: (0.80, None)},
+    r"qwen3-8b": {TABLE: (1.38, None)},
+    r"llama-?3\.2-3b": {TABLE: (1.09, None)},
+    r"llava-(v?1\.5)": {FEATURES: (28.71, 16.87), PROJECTED: (39.96, 45.58), TABLE: (1.08, None)},
+    r"qwen2\.5-vl": {FEATURES: (3484.24, 3882.82), PROJECTED: (56.88, 25.73), TABLE: (0.86, None)},
+    r"kimi-?vl": {FEATURES: (137.93, 34.43), PROJECTED: (4.78, 2.21), TABLE: (0.85, None)},
+    r"glm-4\.1v": {FEATURES: (47.44, 4.58), PROJECTED: (4.58, 2.03), TABLE: (0.80, None)},
+    r"ovis2\.5": {VOCABULARY: (64.00, 0.71), TABLE: (1.38, 0.32)},
+}
+
+
+class Interface(NamedTuple):
+    """One model's streams of norms by what they are of, and its text embeddings' mean norm."""
+
+    name: str
+    path: str
+    streams: dict[str, Stream]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    measure.add_arguments(parser)
+    parser.add_argument(
+        "--vision-layer", type=int, default=-2, help="of an encoder on its own: the state to take, -2 as LLaVA does"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the table and the figure."""
+    found = [interface(model, args) for model in required_models(args.models)]
+    rows = [row for one in found for row in table_rows(one)]
+    write_result(args, rows)
+    for one in found:
+        if ENTERING in one.streams:
+            ratio = one.streams[ENTERING].mean / one.streams[TABLE].mean
+            print(f"{one.name}: visual tokens enter the LLM with {ratio:.2f} times the mean norm of a text embedding")
+    draw(args, found)
+
+
+def interface(model: NamedModel, args: argparse.Namespace) -> Interface:
+    """All norms that the model has: of an encoder its tokens, of a plain LLM its embeddings."""
+    fields = loading.config_fields(model.path, args.trust_remote_code)
+    model_type = fields.get("model_type", "")
+    if model_type in MODEL_TYPES:
+        return Interface(model.name, model.path, {FEATURES: encoder_norms(model, args)})
+    streams = {}
+    if loading.sees(fields, args):
+        measured = measure.measure(model, inputs.choose(args), args)
+        streams[FEATURES] = measured.stream("vision features")
+        streams[PROJECTED] = measured.stream("projector output")
+        streams[ENTERING] = measured.stream("norm", VISUAL, 0, WITH_SINKS)
+        streams[TEXT_IN] = measured.stream("norm", TEXT, 0, WITH_SINKS)
+    norms = embedding_norms(NamedModel(model.name, loading.base_of(model.path, args) or model.path)).norms
+    streams[TABLE] = stream_of(norms[norms > 0])
+    vocabulary = family_of(model_type).vocabulary
+    if vocabulary:
+        streams[VOCABULARY] = stream_of(vocabulary_norms(model.path, vocabulary))
+    return Interface(model.name, model.path, {name: stream for name, stream in streams.items() if stream.count})
+
+
+def encoder_norms(model: NamedModel, args: argparse.Namespace) -> Stream:
+    """Norms of an encoder's tokens over the samples."""
+    samples, encode, stream = inputs.choose(args), load_encoder(model, args), Stream()
+    with tqdm(total=len(samples), desc=model.name, unit="sample") as bar:
+        for group in inputs.batches(samples, args.batch_size):
+            stream.add(encode(group).float().norm(dim=-1))
+            bar.update(len(group))
+    return stream
+
+
+def vocabulary_norms(path: str, module: str) -> np.ndarray:
+    """Norms of a visual vocabulary's rows, read from the files.
+
+    Raises:
+        ValueError: not exactly one tensor has its name.
+    """
+    files, ending = WeightFiles(path), module.rsplit(".", 1)[-1] + ".weight"
+    found = [name for name in files.names if f".{name}".endswith("." + ending)]
+    if len(found) != 1:
+        raise ValueError(f"{path}: expected one tensor that ends in {ending}, found {', '.join(found) or 'none'}")
+    return np.concatenate([chunk.float().norm(dim=-1).double().numpy() for chunk in files.rows(found[0])])
+
+
+def stream_of(values: np.ndarray) -> Stream:
+    stream = Stream()
+    stream.add(values)
+    return stream
+
+
+def table_rows(one: Interface) -> list[dict[str, Any]]:
+    """A row per kind of token, with the paper's mean and standard deviation where it has them."""
+    paper = paper_of(PAPER, NamedModel(one.name, one.path)) or {}
+    rows = []
+    for what, stream in one.streams.items():
+        mean, std = paper.get(what, (None, None))
+        numbers = {name: value for name, value in (("mean", mean), ("std", std)) if value is not None}
+        rows.append(with_paper({"model": one.name, "norms of": what} | stream.summary(), numbers))
+    return rows
+
+
+def draw(args: argparse.Namespace, found: list[Interface]) -> None:
+    """A row per model, one above the other on a common logarithmic axis: how its tokens' norms are distributed."""
+    shown = [(what, s) for one in found for what, s in one.streams.items() if what in COLOURS]
+    low = min(stream.percentile(1) for _, stream in shown) / 1.5
+    high = max(stream.percentile(99) for _, stream in shown) * 1.5
+    edges = np.geomspace(max(low, high / 1e6), high, 120)
+    size = (7.5, 1.75 * len(found) + 1.2)
+    with figure(args, len(found), 1, figsize=size, sharex=True, squeeze=False) as (drawn, axes):
+        for axis, one in zip(axes[:, 0], found, strict=True):
+            for what, colour in COLOURS.items():
+                stream = one.streams.get(what)
+                if stream is None:
+                    continue
+                share = 100 * stream.histogram(edges) / stream.count
+                outline = what == TEXT_IN
+                axis.stairs(share, edges, color=colour, fill=not outline, alpha=1 if outline else 0.55, label=what)
+                axis.axvline(stream.mean, color=colour, linewidth=1.2, linestyle=":" if outline else "--")
+            axis.set(xscale="log", yticks=[], ylabel="share of tokens", title=heading(one))
+            axis.spines["left"].set_visible(False)
+        axes[-1, 0].set_xlabel("L2 norm (dashed: mean)")
+        handles = {label: h for axis in axes[:, 0] for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
+
+
+def heading(one: Interface) -> str:
+    """The model's name, with how far apart visual and text tokens are."""
+    if ENTERING not in one.streams or TABLE not in one.streams:
+        return one.name
+    ratio = one.streams[ENTERING].mean / one.streams[TABLE].mean
+    return f"{one.name}: visual / text = {ratio:.3g}" if math.isfinite(ratio) else one.name

@@ -1,0 +1,280 @@
+"""Loads what `--model` names as a probe: our checkpoints, vision-language models of transformers, plain LLMs."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoProcessor, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from llava.analysis.families import FAMILIES, Family, Parts, decoder_layers, family_of, find_parts, text_embedding
+from llava.analysis.models import NamedModel
+from llava.analysis.probe import Batch, Probe
+from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+from llava.conversation import get_template
+from llava.data.preprocess import generation_ids
+from llava.eval.ask import choose_template, is_captioner
+from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
+from llava.model.builder import load_pretrained_model
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+
+OUR_TYPES = ("llava_llama", "llava_qwen")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say how models are loaded, and where their parts are if the rules do not find them."""
+    parser.add_argument("--model-base", help="language model of the stage-1 or LoRA folders among the models")
+    parser.add_argument("--conv-mode", metavar="TEMPLATE", help="conversation template of our checkpoints")
+    parser.add_argument("--chat-template", type=Path, help="Jinja file, for a processor that brings no chat template")
+    parser.add_argument("--device", help="such as cuda or cpu (default: an accelerator if there is one)")
+    parser.add_argument("--dtype", help="of the weights (default: the checkpoint's, on CPU float32)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model repository's own code")
+    parser.add_argument("--layers-path", help="module path of the LLM's list of layers")
+    parser.add_argument("--projector-path", help="module path of the projector")
+    parser.add_argument("--vision-path", help="module path of the vision encoder")
+    parser.add_argument("--image-token-id", type=int, help="token id at visual positions")
+
+
+def load(model: NamedModel, args: argparse.Namespace, **options: Any) -> Probe:
+    """The probe of `model`, in eval mode.
+
+    Args:
+        args: with the flags of `add_arguments`.
+        options: of `from_pretrained`, such as `attn_implementation="eager"`.
+
+    Raises:
+        ValueError, OSError: no such model, or a part of it is not found; says how to name it.
+    """
+    fields = config_fields(model.path, args.trust_remote_code)
+    model_type = fields.get("model_type", "")
+    if is_ours(fields):
+        return _load_ours(model, args, options)
+    family = family_of(model_type, layers=args.layers_path, projector=args.projector_path, vision=args.vision_path)
+    if sees(fields, args):
+        return _load_library(model, family, args, options)
+    return _load_language_model(model, family, args, options)
+
+
+def load_with_vision(model: NamedModel, args: argparse.Namespace) -> Probe:
+    """The probe of a model that sees pictures.
+
+    Raises:
+        ValueError, OSError: see `load`; a plain language model.
+    """
+    if not sees(config_fields(model.path, args.trust_remote_code), args):
+        raise ValueError(
+            f"--model {model.path}: a language model without a vision encoder has no visual tokens; a vision-language "
+            "model that transformers does not know needs --projector-path"
+        )
+    return load(model, args)
+
+
+def config_fields(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
+    """The fields of a model's config.json.
+
+    Raises:
+        ValueError: there is none.
+    """
+    message = "it names no model_type"
+    try:
+        fields = PretrainedConfig.get_config_dict(path, trust_remote_code=trust_remote_code)[0]
+    except OSError as error:
+        fields, message = {}, str(error).splitlines()[0]
+    if "model_type" not in fields:
+        raise ValueError(f"--model {path}: no usable config.json ({message}); expected a model's folder or hub id")
+    return fields
+
+
+def is_ours(fields: dict[str, Any]) -> bool:
+    """Whether a config is of a LLaVA checkpoint in LLaVA's own format, which this tree's classes load."""
+    return fields.get("model_type") in OUR_TYPES or "mm_vision_tower" in fields
+
+
+def sees(fields: dict[str, Any], args: argparse.Namespace) -> bool:
+    """Whether a config is of a vision-language model; an unknown one is, if its projector is named."""
+    known = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *FAMILIES}
+    return is_ours(fields) or fields.get("model_type") in known or bool(args.projector_path)
+
+
+def base_of(path: str, args: argparse.Namespace) -> str | None:
+    """The language model that a stage-1 or LoRA folder needs beside it; None for a whole checkpoint.
+
+    Raises:
+        ValueError: the folder holds a projector alone, and no `--model-base` is given.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return None
+    lora = folder / "adapter_config.json"
+    if args.model_base is None and lora.is_file():
+        return json.loads(lora.read_text())["base_model_name_or_path"]
+    if args.model_base is None and (folder / ADAPTER_FILE).is_file():
+        raise ValueError(f"--model {path}: holds a projector alone; name its language model by --model-base")
+    return args.model_base
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Ids of all special tokens, also of those that no role names (`<|vision_start|>`)."""
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def placement(args: argparse.Namespace) -> dict[str, Any]:
+    """`device_map` and `dtype` for `from_pretrained`."""
+    device = args.device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+    on_cpu = str(device).startswith("cpu")
+    return {"device_map": {"": str(device)}, "dtype": args.dtype or ("float32" if on_cpu else "auto")}
+
+
+# --- our checkpoints --------------------------------------------------------------------------------------------------
+
+
+def load_ours(named: NamedModel, args: argparse.Namespace, **options: Any) -> tuple[Any, Any, Any]:
+    """Tokenizer, model and image processor of one of our checkpoints; batches are padded on the right."""
+    where = placement(args)
+    tokenizer, model, image_processor, _ = load_pretrained_model(
+        named.path,
+        base_of(named.path, args),
+        named.name,
+        device_map=where["device_map"],
+        device=where["device_map"][""],
+        torch_dtype=where["dtype"],
+        **options,
+    )
+    model.config.tokenizer_padding_side = "right"
+    return tokenizer, model, image_processor
+
+
+def _load_ours(named: NamedModel, args: argparse.Namespace, options: dict[str, Any]) -> Probe:
+    tokenizer, model, image_processor = load_ours(named, args, **options)
+    template = choose_template(model.config, named.path, args.conv_mode)
+    parts = find_parts(model, Family(), IMAGE_TOKEN_INDEX)
+
+    def prepare(samples: Sequence[Any]) -> Batch:
+        prompts = [our_prompt(sample, tokenizer, template, model.config) for sample in samples]
+        pictures = [sample.image for sample in samples if sample.image is not None]
+        pixels = process_images(pictures, image_processor, model.config) if pictures else None
+        return our_batch(model, prompts, pixels)
+
+    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: tokenizer.decode([i]))
+
+
+def our_prompt(sample: Any, tokenizer: Any, template: Any, config: Any) -> torch.Tensor:
+    """`input_ids` [S] of a question about a picture, with one placeholder for it; a captioner reads the prompt."""
+    template = get_template(template) if isinstance(template, str) else template
+    if is_captioner(template):
+        start = DEFAULT_IMAGE_TOKEN if sample.image is not None else ""
+        return tokenizer_image_token(start + sample.prompt, tokenizer, return_tensors="pt")
+    text = f"{DEFAULT_IMAGE_TOKEN}\n{sample.prompt}" if sample.image is not None else sample.prompt
+    tags = getattr(config, "mm_use_im_start_end", False)
+    return generation_ids([{"from": "human", "value": text}], tokenizer, template, mm_use_im_start_end=tags)
+
+
+def our_batch(model: Any, prompts: list[torch.Tensor], pixels: torch.Tensor | None) -> Batch:
+    """A batch of prompts with placeholders, and the ids that stand where the model's splicing puts each token.
+
+    Args:
+        pixels: [N, 3, H, W], one picture per placeholder in reading order, or None.
+    """
+    device = model.device
+    num_visual = model.get_vision_tower().num_tokens
+    longest = getattr(model.config, "tokenizer_model_max_length", None)
+    expanded = [
+        ids.repeat_interleave(torch.where(ids == IMAGE_TOKEN_INDEX, num_visual, 1))[:longest] for ids in prompts
+    ]
+    ids, mask = padded(prompts)
+    inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+    inputs["images"] = None if pixels is None else pixels.to(device)
+    spliced, spliced_mask = padded(expanded)
+    return Batch(inputs, spliced.to(device), spliced_mask.to(device))
+
+
+def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of different length as [B, S] with zeros on the right, and where they are [B, S] bool."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(rows, batch_first=True), pad([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
+
+
+# --- any model of transformers ----------------------------------------------------------------------------------------
+
+
+def _load_library(named: NamedModel, family: Family, args: argparse.Namespace, options: dict[str, Any]) -> Probe:
+    trust = {"trust_remote_code": args.trust_remote_code}
+    model = getattr(transformers, family.auto_class).from_pretrained(named.path, **trust, **placement(args), **options)
+    parts = find_parts(model.eval(), family, args.image_token_id)
+    if family.own_inputs:
+        tokenizer = model.text_tokenizer if hasattr(model, "text_tokenizer") else load_tokenizer(named.path)
+        prepare = _own_inputs(model)
+    else:
+        processor = AutoProcessor.from_pretrained(named.path, **trust)
+        if args.chat_template:
+            processor.chat_template = args.chat_template.read_text()
+        if not getattr(processor, "chat_template", None):
+            raise ValueError(f"{named.path}: its processor has no chat template; give a Jinja file by --chat-template")
+        tokenizer = processor.tokenizer
+        prepare = library_inputs(processor, model.device)
+    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: tokenizer.decode([i]))
+
+
+def library_inputs(processor: Any, device: Any) -> Callable[[Sequence[Any]], Batch]:
+    """What makes batches with a transformers processor and its chat template."""
+
+    def prepare(samples: Sequence[Any]) -> Batch:
+        texts = [processor.apply_chat_template(chat(sample), add_generation_prompt=True) for sample in samples]
+        pictures = [[sample.image] for sample in samples if sample.image is not None]
+        bos = processor.tokenizer.bos_token  # a template that writes it must not get a second one
+        options = {"add_special_tokens": not (bos and texts[0].startswith(bos))}
+        options |= {"padding": True, "padding_side": "right", "return_tensors": "pt"}
+        if all(sample.image is None for sample in samples):
+            inputs = processor(text=texts, **options)
+        elif len(pictures) == len(texts):
+            inputs = processor(images=pictures, text=texts, **options)
+        else:
+            raise ValueError("a batch needs a picture in every sample or in none")
+        inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool())
+
+    return prepare
+
+
+def chat(sample: Any) -> list[dict[str, Any]]:
+    """The sample as the one-turn conversation that processors take, with the picture first."""
+    content = [{"type": "text", "text": sample.prompt}]
+    if sample.image is not None:
+        content.insert(0, {"type": "image", "image": sample.image})
+    return [{"role": "user", "content": content}]
+
+
+def _own_inputs(model: Any) -> Callable[[Sequence[Any]], Batch]:
+    def prepare(samples: Sequence[Any]) -> Batch:
+        if len(samples) > 1:
+            raise ValueError(f"{type(model).__name__} makes its inputs one by one; use --batch-size 1")
+        ids, pixels, grids = model.preprocess_inputs(messages=chat(samples[0]), add_generation_prompt=True)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "grid_thws": grids}
+        inputs = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool())
+
+    return prepare
+
+
+def _load_language_model(named: NamedModel, family: Family, args: argparse.Namespace, options: dict[str, Any]) -> Probe:
+    """A plain LLM: text embedding and layers only."""
+    from transformers import AutoModelForCausalLM
+
+    trust = {"trust_remote_code": args.trust_remote_code}
+    model = AutoModelForCausalLM.from_pretrained(named.path, **trust, **placement(args), **options).eval()
+    embedding = text_embedding(model)
+    layers = decoder_layers(model, embedding, family.layers)
+    parts = Parts(embedding, layers, None, None, None, None, IMAGE_TOKEN_INDEX)
+    tokenizer = load_tokenizer(named.path)
+
+    def prepare(samples: Sequence[Any]) -> Batch:
+        ids, mask = padded([torch.tensor(tokenizer(sample.prompt)["input_ids"]) for sample in samples])
+        inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.long().to(model.device)}
+        return Batch(inputs, inputs["input_ids"], mask.to(model.device))
+
+    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: tokenizer.decode([i]))

@@ -1,0 +1,230 @@
+"""Measures one model over many samples: norms at the interface, and how fast tokens turn in each layer of the LLM.
+
+One pass serves `interface-norms`, `layer-norms` and `update-rates`. Only one batch's hidden states are held; everything
+else is a stream. The state is saved while it runs, continued after an interruption, and taken as it is when complete.
+
+States: state l (0 to L) is what enters layer l, state L what leaves the last one. Per token:
+    norm        |h_l|
+    cosine      cos(h_l, h_{l+1}); its quantiles come from `turn`, the angle in degrees (paper Figures 3 to 5)
+    update      |h_{l+1} - h_l| / |h_l|
+    drift       angle between h_l and h_0 in degrees
+A **sink** is a token whose norm exceeds `SINK_RATIO` times the median of its sample's tokens of its kind (visual, or
+text with special tokens) in any state: massive activations, which turn hardly at all and swamp a mean. A sink's values
+are kept apart in every state.
+
+Shapes: B samples, S sequence with visual tokens, D LLM hidden size, L decoder layers.
+"""
+
+import argparse
+import gzip
+import hashlib
+import inspect
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from llava.analysis import inputs, loading
+from llava.analysis.models import NamedModel, revision
+from llava.analysis.probe import GROUPS, TEXT_AFTER, TEXT_BEFORE, VISUAL, Batch, Observation, Probe
+from llava.analysis.statistics import Stream
+
+SINK_RATIO = 10.0
+STATE_METRICS, STEP_METRICS = ("norm", "drift"), ("cosine", "turn", "update")
+TEXT = (TEXT_BEFORE, TEXT_AFTER)
+WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
+FOLDER = "measurements"
+_FORMAT = 1  # of the saved state; to be raised when a measured value changes its meaning
+_SAVE_SECONDS = 30
+_LOADING_FLAGS = ("model_base", "conv_mode", "chat_template", "dtype", "layers_path", "projector_path", "vision_path")
+
+
+def add_arguments(parser: argparse.ArgumentParser, samples: int = 40) -> None:
+    """The flags of every command that runs models over samples."""
+    inputs.add_arguments(parser, samples)
+    parser.add_argument("--batch-size", type=int, default=4, help="samples at a time; decides no result")
+    parser.add_argument("--fresh", action="store_true", help="measure again what --output-dir already has")
+    loading.add_arguments(parser)
+
+
+class Measurement:
+    """Streams of one model's values, and its sinks.
+
+    Attributes:
+        streams: by (what, group, layer, whether of sinks).
+        sinks: by (group, position, token): samples it was found in, first and last layer, largest norm and ratio.
+        done: samples measured.
+        layers: L.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[tuple, Stream] = defaultdict(Stream)
+        self.sinks: dict[tuple, dict[str, float]] = {}
+        self.done = 0
+        self.layers = 0
+
+    def stream(
+        self, what: str, groups: int | Sequence[int] = VISUAL, layer: int = 0, part: tuple[bool, ...] = WITHOUT_SINKS
+    ) -> Stream:
+        """All values of `groups` in one layer, of the tokens that are no sinks, of the sinks, or of both."""
+        merged = Stream()
+        for group in [groups] if isinstance(groups, int) else groups:
+            for of_sinks in part:
+                merged.merge(self.streams.get((what, group, layer, of_sinks), Stream()))
+        return merged
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as what JSON can hold."""
+        streams = [[*key, stream.to_dict()] for key, stream in self.streams.items()]
+        sinks = [[*key, sink] for key, sink in self.sinks.items()]
+        return {"done": self.done, "layers": self.layers, "streams": streams, "sinks": sinks}
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> "Measurement":
+        measurement = cls()
+        measurement.done, measurement.layers = state["done"], state["layers"]
+        for *key, stream in state["streams"]:
+            measurement.streams[tuple(key)] = Stream.from_dict(stream)
+        measurement.sinks = {tuple(key): sink for *key, sink in state["sinks"]}
+        return measurement
+
+
+def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> Measurement:
+    """The model's statistics over `samples`, from `--output-dir` as far as they are there.
+
+    Raises:
+        ValueError: see `load`; no sample has visual positions.
+    """
+    file = state_file(named, samples, args)
+    measurement = Measurement()
+    if file.is_file() and not args.fresh:
+        measurement = Measurement.from_dict(json.loads(gzip.decompress(file.read_bytes())))
+    if measurement.done == len(samples):
+        print(f"{named.name}: {measurement.done} samples are measured already ({file}; --fresh measures them again)")
+        return measurement
+    if measurement.done:
+        print(f"{named.name}: continues after {measurement.done} of {len(samples)} samples ({file})")
+    probe = loading.load_with_vision(named, args)
+    takes_rows = "logits_to_keep" in inspect.signature(probe.model.forward).parameters
+    options = {"logits_to_keep": 1} if takes_rows else {}  # all logits of a large vocabulary would outgrow the states
+    saved = time.monotonic()
+    with tqdm(total=len(samples), initial=measurement.done, desc=named.name, unit="sample") as bar:
+        for group in inputs.batches(samples, args.batch_size, measurement.done):
+            batch = probe.prepare(group)
+            observe(measurement, probe.run(batch, **options), batch, probe)
+            measurement.done += len(group)
+            bar.update(len(group))
+            if time.monotonic() - saved > _SAVE_SECONDS:
+                save(measurement, file)
+                saved = time.monotonic()
+    save(measurement, file)
+    return measurement
+
+
+def state_file(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> Path:
+    """Where the state is kept: a name that says model, samples and every setting that decides a result."""
+    settings = {
+        "format": _FORMAT,
+        "model": [named.path, revision(named.path)],
+        "data": [samples.key, [revision(part.strip()) for part in args.data.split(",")], len(samples), args.seed],
+        "flags": {name: str(getattr(args, name)) for name in (*_LOADING_FLAGS, "image_token_id")},
+    }
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    return args.output_dir / FOLDER / f"{digest}.json.gz"
+
+
+def save(measurement: Measurement, file: Path) -> None:
+    """Writes the state so that an interruption leaves the old or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+    unfinished.write_bytes(gzip.compress(json.dumps(measurement.to_dict()).encode(), 1))
+    os.replace(unfinished, file)
+
+
+# --- one batch --------------------------------------------------------------------------------------------------------
+
+
+def observe(measurement: Measurement, seen: Observation, batch: Batch, probe: Probe) -> None:
+    """Adds one batch."""
+    if not bool(seen.visual.any()):
+        raise ValueError(f"{probe.name}: no visual positions in a batch of {len(seen.groups)} samples")
+    measurement.layers = len(seen.hidden_states) - 1
+    for what, tensor in (("vision features", seen.vision_features), ("projector output", seen.projector_output)):
+        measurement.streams[(what, VISUAL, 0, False)].add(tensor.float().norm(dim=-1))
+    values = token_values(seen.hidden_states)
+    groups = seen.groups.cpu().numpy()
+    ratios = norm_ratios(values["norm"], groups)
+    sinks = (ratios > SINK_RATIO).any(axis=0)
+    for group in GROUPS:
+        for of_sinks in (False, True):
+            chosen = (groups == group) & (sinks == of_sinks)
+            for what, layers in values.items():
+                for layer in range(len(layers)) if chosen.any() else ():
+                    measurement.streams[(what, group, layer, of_sinks)].add(layers[layer][chosen])
+    for sample, position in np.argwhere(sinks & (groups > 0)):
+        where = int((groups[sample, :position] == VISUAL).sum()) if groups[sample, position] == VISUAL else position
+        token = "" if groups[sample, position] == VISUAL else probe.token_text(int(batch.input_ids[sample, position]))
+        key = (int(groups[sample, position]), int(where), token)
+        add_sink(measurement.sinks, key, values["norm"][:, sample, position], ratios[:, sample, position])
+
+
+def token_values(states: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
+    """The values of every token, [L + 1, B, S] of states (`STATE_METRICS`) and [L, B, S] of steps (`STEP_METRICS`)."""
+    found: dict[str, list[np.ndarray]] = {name: [] for name in (*STATE_METRICS, *STEP_METRICS)}
+    first = before = None
+    for state in states:
+        state = state.float()
+        norm = state.norm(dim=-1)
+        unit = state / norm.clamp(min=1e-30)[..., None]
+        first = unit if first is None else first
+        found["norm"].append(_array(norm))
+        found["drift"].append(_array(angle(first, unit)))
+        if before is not None:
+            old_state, old_norm, old_unit = before
+            found["cosine"].append(_array(1 - (unit - old_unit).square().sum(-1) / 2))
+            found["turn"].append(_array(angle(old_unit, unit)))
+            found["update"].append(_array((state - old_state).norm(dim=-1) / old_norm.clamp(min=1e-30)))
+        before = state, norm, unit
+    return {name: np.stack(layers) for name, layers in found.items()}
+
+
+def angle(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    """Degrees between unit vectors [..., D]; exact for small angles, where the arc cosine is not."""
+    return torch.rad2deg(2 * torch.atan2((one - two).norm(dim=-1), (one + two).norm(dim=-1)))
+
+
+def norm_ratios(norms: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Each token's norm over the median of its sample's tokens of its kind, [L + 1, B, S]; 0 at padding."""
+    ratios = np.zeros_like(norms)
+    for sample in range(groups.shape[0]):
+        visual = groups[sample] == VISUAL
+        for kind in (visual, (groups[sample] > 0) & ~visual):
+            if kind.any():
+                chosen = norms[:, sample, kind]
+                median = np.median(chosen, axis=1, keepdims=True)
+                ratios[:, sample, kind] = chosen / np.maximum(median, 1e-30)
+    return ratios
+
+
+def add_sink(sinks: dict[tuple, dict[str, float]], key: tuple, norms: np.ndarray, ratios: np.ndarray) -> None:
+    """Counts one sink with the layers where it is one."""
+    layers = np.flatnonzero(ratios > SINK_RATIO)
+    old = sinks.get(key, {"samples": 0, "first": int(layers[0]), "last": 0, "norm": 0.0, "ratio": 0.0})
+    sinks[key] = {
+        "samples": old["samples"] + 1,
+        "first": min(old["first"], int(layers[0])),
+        "last": max(old["last"], int(layers[-1])),
+        "norm": max(old["norm"], float(norms.max())),
+        "ratio": max(old["ratio"], float(ratios.max())),
+    }
+
+
+def _array(values: torch.Tensor) -> np.ndarray:
+    return values.double().cpu().numpy()

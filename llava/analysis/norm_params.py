@@ -1,0 +1,145 @@
+"""Gain and bias of the norm that ends the projector, over the checkpoints of a run, read from the files alone.
+
+Paper table 5.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from llava.analysis.models import NamedModel, required_models
+from llava.analysis.output import COLOURS, figure, write_result
+from llava.analysis.weights import WeightFiles
+
+PAPER_ROWS = (
+    {"model": "paper, default init", "D": 3072, "gain L2": 53.2500, "gain mean |.|": 0.9609}
+    | {"gain std |.|": 0.0005, "bias mean |.|": 0.0175},
+    {"model": "paper, aligned init", "D": 3072, "gain L2": 2.2812, "gain mean |.|": 0.0400}
+    | {"gain std |.|": 0.0001, "bias mean |.|": 0.0152},
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--norm-name",
+        help="parameter prefix of the norm, such as model.mm_projector.3 (default: the projector's last vector gain)",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the table, ending with the paper's rows, and the figure over the steps.
+
+    Raises:
+        ValueError: none of the models has a norm.
+    """
+    rows, without = [], []
+    folders = [(model, folder) for model in required_models(args.models) for folder in checkpoints(model.path)]
+    for model, folder in tqdm(folders, desc="checkpoints", disable=len(folders) < 5):
+        row = table_row(model, folder, args.norm_name)
+        if row is None:
+            without.append(folder)
+        else:
+            rows.append(row)
+    if without:
+        print(f"no norm after the projector, so no row: {', '.join(without)}")
+    if not rows:
+        raise ValueError("none of the given models has a norm after its projector; if it has another name: --norm-name")
+    write_result(args, rows + list(PAPER_ROWS), {"without norm": without})
+    draw(args, rows)
+
+
+def checkpoints(path: str) -> list[str]:
+    """The run's `checkpoint-N` folders by step, then the folder itself where it holds weights; else just `path`."""
+    numbered = {folder: int(folder.name.split("-")[1]) for folder in Path(path).glob("checkpoint-*[0-9]")}
+    folders = [str(folder) for folder in sorted(numbered, key=numbered.get)]
+    has_weights = any(Path(path).glob("*.safetensors*")) or any(Path(path).glob("*.bin"))
+    return [*folders, path] if has_weights or not folders else folders
+
+
+def table_row(model: NamedModel, folder: str, norm_name: str | None = None) -> dict[str, Any] | None:
+    """Table 5's numbers of one checkpoint, in fp64; None where its projector ends without a norm.
+
+    Raises:
+        FileNotFoundError: no weights, or DeepSpeed's partitioned ones only; see `WeightFiles`.
+        ValueError: `norm_name` is given and not there.
+    """
+    files = WeightFiles(folder)
+    prefix = norm_name or find_norm(files)
+    if prefix is None:
+        return None
+    if f"{prefix}.weight" not in files.names:
+        raise ValueError(f"--norm-name {prefix}: {folder} has no tensor {prefix}.weight")
+    gain = files.read(f"{prefix}.weight").double()
+    bias = files.read(f"{prefix}.bias").double() if f"{prefix}.bias" in files.names else None
+    config = _read_json(Path(folder, "config.json"))
+    return {
+        "model": model.name,
+        "step": step_of(folder),
+        "D": len(gain),
+        "init": str(config.get("mm_projector_norm_init", "")),
+        "target norm": config.get("mm_projector_norm_target"),
+        "gain L2": gain.norm().item(),
+        "gain mean |.|": gain.abs().mean().item(),
+        "gain std |.|": gain.abs().std(correction=0).item(),
+        "bias mean |.|": None if bias is None else bias.abs().mean().item(),
+        "bias std |.|": None if bias is None else bias.abs().std(correction=0).item(),
+    }
+
+
+def find_norm(files: WeightFiles) -> str | None:
+    """The prefix of the norm that ends `mm_projector`: its last element, where that has a vector for a weight."""
+    numbers = {}
+    for name in files.names:
+        match = re.fullmatch(r"(.*mm_projector)\.(\d+)\.weight", name)
+        if match:
+            numbers[int(match[2])] = f"{match[1]}.{match[2]}"
+    if not numbers:
+        return None
+    last = numbers[max(numbers)]
+    return last if files.read(f"{last}.weight").ndim == 1 else None
+
+
+def step_of(folder: str) -> int | None:
+    """The optimizer step of a checkpoint: from its folder's name, else from `trainer_state.json`; None if unknown."""
+    match = re.fullmatch(r"checkpoint-(\d+)", Path(folder).name)
+    return int(match[1]) if match else _read_json(Path(folder, "trainer_state.json")).get("global_step")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def draw(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Gain and bias over the optimizer steps, one colour per run; the gain's band is one standard deviation."""
+    with figure(args, 1, 3, figsize=(11, 3.6)) as (drawn, axes):
+        titles = ("gain, L2 norm", "gain, mean of |g| with std", "bias, mean of |b| with std")
+        for axis, title in zip(axes, titles, strict=True):
+            axis.set(title=title, xlabel="optimizer step")
+            axis.margins(x=0.1)
+        names = list(dict.fromkeys(row["model"] for row in rows))
+        for name, colour in zip(names, COLOURS * (1 + len(names) // len(COLOURS)), strict=False):
+            points = sorted((row for row in rows if row["model"] == name), key=lambda row: row["step"] or 0)
+            _draw_run(axes, name, colour, points)
+        for axis in axes:
+            axis.set_xlim(left=0)
+        drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(names) + 1, 4))
+
+
+def _draw_run(axes: Any, name: str, colour: str, points: list[dict[str, Any]]) -> None:
+    steps = [row["step"] or 0 for row in points]
+    axes[0].plot(steps, [row["gain L2"] for row in points], "o-", color=colour, label=name, markersize=4)
+    target = points[-1]["target norm"]
+    if target is not None:
+        axes[0].axhline(target, color=colour, linestyle=":", linewidth=1.2, label=f"{name}: initial value")
+        axes[1].axhline(target / points[-1]["D"] ** 0.5, color=colour, linestyle=":", linewidth=1.2)
+    for axis, kind in ((axes[1], "gain"), (axes[2], "bias")):
+        shown = [(step, row) for step, row in zip(steps, points, strict=True) if row[f"{kind} mean |.|"] is not None]
+        if not shown:
+            continue
+        at, means = [step for step, _ in shown], [row[f"{kind} mean |.|"] for _, row in shown]
+        spread = [row[f"{kind} std |.|"] for _, row in shown]
+        axis.errorbar(at, means, spread, fmt="o-", color=colour, markersize=4, capsize=3)

@@ -1,0 +1,200 @@
+"""How every command writes its result: a printed table, `<command>.json` and `.csv` with provenance, figures."""
+
+import argparse
+import contextlib
+import csv
+import importlib.metadata
+import json
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llava.analysis.models import revision
+
+PAPER = " (paper)"
+"""Ends the name of a column with the paper's number; the measured one has the same name without it."""
+PACKAGES = ("torch", "transformers", "safetensors", "numpy", "matplotlib")
+
+# Okabe and Ito's colours, which the colour-blind can tell apart; a modality has the same one in every figure.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+VISUAL, TEXT, TEXT_BEFORE, SPECIAL = "#D55E00", "#0072B2", "#56B4E9", "#999999"
+STYLE = {
+    "figure.dpi": 100,
+    "savefig.dpi": 200,
+    "savefig.bbox": "tight",
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "axes.labelsize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.8,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "svg.fonttype": "none",  # text stays text, which can be searched and edited
+    "svg.hashsalt": "llava",  # the same figure gives the same file
+}
+Row = Mapping[str, Any]
+
+
+def with_paper(row: Row, paper: Row | None) -> dict[str, Any]:
+    """`row` with the paper's number beside each one that it has, in a column `<name> (paper)`."""
+    result = {}
+    for name, value in row.items():
+        result[name] = value
+        if paper and name in paper:
+            result[name + PAPER] = paper[name]
+    return result
+
+
+def write_result(
+    args: argparse.Namespace, rows: Sequence[Row], details: Any = None, name: str | None = None, show: bool = True
+) -> None:
+    """Prints `rows` (if `show`) and writes them to `--output-dir` as `<name>.json` and `<name>.csv`.
+
+    Args:
+        args: the parsed command line; gives folder, models, data, seed and command.
+        rows: the table; a column that only some rows have stays empty in the others. Values are numbers, text or None.
+        details: what is too long for the table (curves, settings); goes to the JSON only.
+        name: of the files; the command's where None.
+    """
+    name = name or args.command
+    origin = provenance(args)
+    columns = column_names(rows)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    if show:
+        print(format_table(rows))
+    document = finite({"command": name, "provenance": origin, "rows": list(rows), "details": details})
+    json_file, csv_file = args.output_dir / f"{name}.json", args.output_dir / f"{name}.csv"
+    json_file.write_text(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    with open(csv_file, "w", newline="") as stream:
+        for key, value in origin.items():
+            stream.write(f"# {key}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n")
+        writer = csv.DictWriter(stream, columns)
+        writer.writeheader()
+        writer.writerows(finite(list(rows)))
+    print(f"written: {json_file}, {csv_file}")
+
+
+def column_names(rows: Sequence[Row]) -> list[str]:
+    """Every column of `rows` in the order of first sight, a paper's column right after the measured one."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    order = {name: index for index, name in enumerate(names)}
+    return sorted(names, key=lambda name: (order.get(name.removesuffix(PAPER), order[name]), name.endswith(PAPER)))
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """`rows` as aligned text: numbers to the right with four significant digits, text to the left."""
+    columns = column_names(rows)
+    cells = [columns] + [[_cell(row.get(name)) for name in columns] for row in rows]
+    numeric = [all(isinstance(row.get(n), int | float | None) for row in rows) for n in columns]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = []
+    for line in cells:
+        parts = [c.rjust(w) if right else c.ljust(w) for c, w, right in zip(line, widths, numeric, strict=True)]
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, float):
+        return str(value)
+    if value and math.isfinite(value) and not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.3e}"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+def finite(value: Any) -> Any:
+    """`value` with None in place of every NaN or infinity, which JSON cannot hold and a CSV reader misreads."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def provenance(args: argparse.Namespace) -> dict[str, Any]:
+    """Where a result comes from: models and data with their revisions, seed, versions, command, commit."""
+    data = getattr(args, "data", None)
+    return {
+        "command": shlex.join(["python", "-m", "llava.analysis", *args.argv]),
+        "models": [{"name": m.name, "path": m.path, "revision": revision(m.path)} for m in args.models],
+        "data": data and {"path": str(data), "revision": revision(str(data))},
+        "seed": args.seed,
+        "versions": {"python": sys.version.split()[0]} | {name: _version(name) for name in PACKAGES},
+        "git_commit": git_commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """The commit of this tree, with `+changes` where tracked files differ from it; None outside a git checkout."""
+
+    def git(*arguments: str) -> str:
+        root = Path(__file__).resolve().parents[2]
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+@contextlib.contextmanager
+def figure(args: argparse.Namespace, *grid: int, name: str | None = None, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes in the house style, written as PNG and SVG to `--output-dir` when the block ends.
+
+    Args:
+        grid, options: of `matplotlib.pyplot.subplots`.
+        name: of the files; the command's where None.
+
+    Raises:
+        ImportError: Matplotlib is not installed.
+    """
+    pyplot = import_pyplot()
+    name = name or args.command
+    with pyplot.rc_context(STYLE):
+        drawn, axes = pyplot.subplots(*grid, **({"layout": "constrained"} | options))
+        try:
+            yield drawn, axes
+            args.output_dir.mkdir(parents=True, exist_ok=True)
+            files = [args.output_dir / f"{name}.{kind}" for kind in ("png", "svg")]
+            drawn.savefig(files[0], metadata={"Software": None})
+            drawn.savefig(files[1], metadata={"Date": None})
+            print(f"written: {files[0]}, {files[1]}")
+        finally:
+            pyplot.close(drawn)
+
+
+def import_pyplot() -> Any:
+    """`matplotlib.pyplot` with a backend that needs no display.
+
+    Raises:
+        ImportError: Matplotlib is not installed; says which extra brings it.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("figures need Matplotlib: pip install 'llava[analysis]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -1,0 +1,235 @@
+"""One look into a vision-language model: runs a batch of pictures and prompts and shows what passes between the parts.
+
+Shapes: B samples, S sequence with visual tokens, D LLM hidden size, E vision hidden size, L decoder layers, C
+vocabulary, N tokens of all samples.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from llava.analysis.families import Parts
+
+# What a position of the LLM's input holds.
+PADDING, VISUAL, TEXT_BEFORE, TEXT_AFTER, SPECIAL = range(5)
+GROUPS = {VISUAL: "visual", TEXT_BEFORE: "text before", TEXT_AFTER: "text after", SPECIAL: "special"}
+
+Edit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Batch:
+    """Prepared inputs, padded on the right.
+
+    Attributes:
+        inputs: keyword arguments of the model's forward.
+        input_ids: [B, S] as the LLM sees them, with the image token's id at every visual position.
+        mask: [B, S] bool, False at padding.
+    """
+
+    inputs: dict[str, Any]
+    input_ids: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass
+class Observation:
+    """What passed through the model for one batch.
+
+    Attributes:
+        groups: [B, S] uint8, a key of `GROUPS` or PADDING.
+        hidden_states: L + 1 tensors [B, S, D]: what enters each decoder layer, and what leaves the last one before the
+            final norm. The first is the LLM's input.
+        vision_features: [N, E] tokens of the vision encoder; None where it did not run.
+        projector_input: [N, input width] as the projector got it (Ovis: the weights of visual words).
+        projector_output: [N, D], before a model leaves out or adds tokens (LLaVA-NeXT's line ends).
+        logits: [B, S, C].
+        outputs: everything that the model returned (attentions, cache).
+    """
+
+    groups: torch.Tensor
+    hidden_states: list[torch.Tensor]
+    vision_features: torch.Tensor | None
+    projector_input: torch.Tensor | None
+    projector_output: torch.Tensor | None
+    logits: torch.Tensor
+    outputs: Any = field(repr=False)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return self.groups != PADDING
+
+    @property
+    def visual(self) -> torch.Tensor:
+        """[B, S] bool."""
+        return self.groups == VISUAL
+
+
+class Probe:
+    """A loaded model with its parts.
+
+    Args:
+        name: in tables and figures.
+        model: in eval mode.
+        parts: see `find_parts`; a plain LLM has only `embedding` and `layers`.
+        prepare: makes a `Batch` of samples; None where the caller makes its own.
+        special_ids: ids of the tokenizer's special tokens.
+        token_text: the text of a token id.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        parts: Parts,
+        prepare: Callable[[Sequence[Any]], Batch] | None = None,
+        special_ids: Sequence[int] = (),
+        token_text: Callable[[int], str] = str,
+    ):
+        self.name, self.model, self.parts = name, model, parts
+        self._prepare = prepare
+        self.special_ids = torch.tensor(sorted(special_ids), dtype=torch.long)
+        self.token_text = token_text
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts.embedding.weight.device
+
+    @property
+    def embedding_weight(self) -> torch.Tensor:
+        """Text embedding matrix [rows, D]."""
+        return self.parts.embedding.weight.detach()
+
+    @property
+    def vision_width(self) -> int | None:
+        """E, from the config."""
+        config = getattr(self.model.config, "vision_config", None)
+        # Qwen2-VL calls the encoder's width embed_dim, and the LLM's hidden_size.
+        return getattr(config, "embed_dim", None) or getattr(config, "hidden_size", None)
+
+    def prepare(self, samples: Sequence[Any]) -> Batch:
+        """Inputs of samples, each with `image` (a picture or None) and `prompt`."""
+        if self._prepare is None:
+            raise ValueError(f"{self.name}: has no processor that makes inputs of pictures and prompts")
+        return self._prepare(samples)
+
+    def batch_from_inputs(self, **inputs: Any) -> Batch:
+        """A batch of inputs that are already what the model's forward takes."""
+        ids = inputs["input_ids"]
+        mask = inputs.get("attention_mask")
+        return Batch(inputs, ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool())
+
+    def groups(self, batch: Batch) -> torch.Tensor:
+        """What each position of `batch` holds [B, S]: without a picture all text stands before it."""
+        visual = (batch.input_ids == self.parts.image_token_id) & batch.mask
+        groups = torch.where(visual.cumsum(1) > 0, TEXT_AFTER, TEXT_BEFORE)
+        groups[torch.isin(batch.input_ids, self.special_ids.to(groups.device))] = SPECIAL
+        groups[batch.input_ids < 0] = SPECIAL  # a model's own markers, as Ovis 2.5's picture begin and end
+        groups[visual] = VISUAL
+        groups[~batch.mask] = PADDING
+        return groups.to(torch.uint8)
+
+    @torch.no_grad()
+    def run(self, batch: Batch, edit: Edit | None = None, **options: Any) -> Observation:
+        """Runs the model on `batch` and returns what passed through it.
+
+        Args:
+            edit: called with the LLM's input [B, S, D] and the groups [B, S]; the LLM continues with what it returns.
+            options: of the model's forward, such as `output_attentions=True` or `use_cache=True`.
+
+        Raises:
+            ValueError: the batch has pictures, but no position holds the image token.
+        """
+        groups = self.groups(batch)
+        with self.recording(groups, edit) as seen:
+            outputs = self.model(**({"use_cache": False} | batch.inputs | options))
+        self._check(seen, groups)
+        return Observation(
+            groups,
+            seen["states"],
+            self._vision_features(seen),
+            _rows(seen["projector_input"]),
+            _rows(seen["projector_output"]),
+            outputs.logits,
+            outputs,
+        )
+
+    @contextlib.contextmanager
+    def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[torch.Tensor]]]:
+        """While the context is open, a forward fills the dict with lists of tensors: `states`, `projector_input` ..."""
+        seen: dict[str, list[torch.Tensor]] = defaultdict(list)
+        parts = self.parts
+        handles = []
+
+        def enter(index: int) -> Callable:
+            def hook(_: nn.Module, args: tuple, kwargs: dict) -> Any:
+                states = args[0] if args else kwargs["hidden_states"]
+                if index == 0 and edit is not None:
+                    states = edit(states, groups)
+                    args, kwargs = ((states, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": states})
+                seen["states"].append(states)
+                return args, kwargs
+
+            return hook
+
+        def leave(_: nn.Module, args: tuple, output: Any) -> None:
+            seen["states"].append(_tensor(output))
+
+        def project(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            if _first(args, kwargs).is_floating_point():  # Ovis also looks its picture markers up in the table
+                seen["projector_input"].append(_first(args, kwargs))
+                seen["projector_output"].append(_tensor(output))
+
+        def features(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            seen["features"].append(_first(args, kwargs) if parts.features[0] == "input" else _tensor(output))
+
+        for index, layer in enumerate(parts.layers):
+            handles.append(layer.register_forward_pre_hook(enter(index), with_kwargs=True))
+        handles.append(parts.layers[-1].register_forward_hook(leave))
+        if parts.projector is not None:
+            handles.append(parts.projector.register_forward_hook(project, with_kwargs=True))
+            if parts.features[1] is not parts.projector:
+                handles.append(parts.features[1].register_forward_hook(features, with_kwargs=True))
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _vision_features(self, seen: dict[str, list[torch.Tensor]]) -> torch.Tensor | None:
+        found = _rows(seen["features"] or seen["projector_input"])
+        width = self.vision_width
+        if found is None or not width or found.shape[-1] % width:
+            return found
+        return found.reshape(-1, width)  # neighbouring patches that were put side by side, each whole
+
+    def _check(self, seen: dict[str, list[torch.Tensor]], groups: torch.Tensor) -> None:
+        shape = tuple(seen["states"][0].shape[:2])
+        if len(seen["states"]) != len(self.parts.layers) + 1 or shape != tuple(groups.shape):
+            raise ValueError(
+                f"{self.name}: expected {len(self.parts.layers) + 1} hidden states of {tuple(groups.shape)} positions, "
+                f"found {len(seen['states'])} of {shape}; is --layers-path the list of decoder layers?"
+            )
+        if seen["projector_output"] and not bool((groups == VISUAL).any()):
+            raise ValueError(
+                f"{self.name}: the projector ran, but no position of the input holds the image token "
+                f"{self.parts.image_token_id}; name its id by --image-token-id"
+            )
+
+
+def _tensor(output: Any) -> torch.Tensor:
+    """The tensor of a module's result: itself, or the first of a tuple or model output."""
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def _first(args: tuple, kwargs: dict) -> torch.Tensor:
+    return args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+
+
+def _rows(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    return torch.cat([tensor.flatten(0, -2) for tensor in tensors]) if tensors else None

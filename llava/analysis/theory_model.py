@@ -1,0 +1,172 @@
+"""How far the assumptions behind the paper's theory hold in a real model, layer by layer.
+
+Measured where the theory speaks of it: the update between the input of a layer and that of the next. Attention sinks
+(see `measure`) are counted and left out.
+
+Shapes: N tokens of one modality, D LLM hidden size.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from llava.analysis import theory_formulas as formulas
+from llava.analysis.inputs import Sample
+from llava.analysis.measure import SINK_RATIO, norm_ratios
+from llava.analysis.models import NamedModel
+from llava.analysis.output import TEXT, VISUAL, figure
+from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
+from llava.analysis.probe import VISUAL as VISUAL_GROUP
+from llava.analysis.statistics import Stream
+
+MODALITIES = {"visual": (VISUAL_GROUP,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
+QUANTITIES = ("norm", "C", "phi", "w")
+# Means over pairs of a visual and a text token of one sample.
+PAIRS = ("cos before", "cos predicted", "cos measured", "rotations' product")
+
+
+class LayerTally:
+    """One layer's streams: |h|, C, phi and w per modality, the prediction of w, and what Theorem 1 says of pairs."""
+
+    def __init__(self) -> None:
+        names = (*QUANTITIES, "w predicted", "error")
+        self.streams = {name: {quantity: Stream() for quantity in names} for name in MODALITIES}
+        self.sinks = dict.fromkeys(MODALITIES, 0)
+        self.turns: dict[str, torch.Tensor] = {}
+        self.pairs = {name: Stream() for name in PAIRS}
+
+    def add(self, states: torch.Tensor, after: torch.Tensor, groups: torch.Tensor, sinks: torch.Tensor) -> None:
+        """Adds one sample: what enters the layer and the next one [S, D], groups, and which tokens are sinks [S]."""
+        states, after = states.double().cpu(), after.double().cpu()
+        norms = states.norm(dim=-1)
+        members = self._members(groups, sinks)
+        update, units = after - states, states / norms[:, None]
+        along = (update * units).sum(dim=-1)
+        across = update - along[:, None] * units
+        length, turn = update.norm(dim=-1), across.norm(dim=-1)
+        turns = across / turn.clamp(min=1e-30)[:, None]
+        phi, w = torch.atan2(turn, along), torch.atan2(turn, norms + along)
+        # The paper's assumption: one C and one phi for all tokens of the layer, here their means.
+        keep = members["visual"] | members["text"]
+        shared = length[keep].mean().item(), phi[keep].mean().item()
+        for name, inside in members.items():
+            streams = self.streams[name]
+            predicted = torch.from_numpy(formulas.angular_velocity(norms[inside].numpy(), *shared))
+            values = (norms[inside], length[inside], phi[inside], w[inside], predicted, (predicted - w[inside]).abs())
+            for stream, found in zip(streams.values(), values, strict=True):
+                stream.add(found)
+            self.turns[name] = self.turns.get(name, 0) + turns[inside].sum(dim=0)
+        # Means over all pairs of a visual and a text token are products of the modalities' means.
+        visual, text = members["visual"], members["text"]
+
+        def pairs(vectors: torch.Tensor) -> float:
+            return (vectors[visual].mean(dim=0) @ vectors[text].mean(dim=0)).item()
+
+        before = pairs(units)
+        rho = (w[visual].cos().mean() * w[text].cos().mean()).item()
+        found = (before, rho * before, pairs(after / after.norm(dim=-1, keepdim=True)), pairs(turns))
+        for stream, value in zip(self.pairs.values(), found, strict=True):
+            stream.add(value)
+
+    def _members(self, groups: torch.Tensor, sinks: torch.Tensor) -> dict[str, torch.Tensor]:
+        # The tokens of each modality [S] without its sinks, which are counted.
+        members = {}
+        for name, ids in MODALITIES.items():
+            inside = torch.isin(groups, torch.tensor(ids, dtype=groups.dtype))
+            members[name] = inside & ~sinks
+            self.sinks[name] += int((inside & sinks).sum())
+            if not members[name].any():
+                raise ValueError(f"a sample has no {name} tokens beside sinks; the theory is about pairs of both")
+        return members
+
+    def row(self) -> dict[str, Any]:
+        """The layer's numbers; angles in degrees."""
+        row: dict[str, Any] = {}
+        for name in MODALITIES:
+            streams = self.streams[name]
+            row |= {f"{name} |h|": streams["norm"].mean, f"{name} C": streams["C"].mean}
+            for quantity in ("phi", "w", "w predicted", "error"):
+                row[f"{name} {quantity}"] = math.degrees(streams[quantity].mean)
+            row[f"{name} phi std"] = math.degrees(streams["phi"].std)
+            row[f"{name} C spread"] = streams["C"].std / streams["C"].mean
+            count = streams["w"].count
+            row[f"{name} drift"] = self.turns[name].norm().item() / count
+            row[f"{name} drift if symmetric"] = 1 / math.sqrt(count)
+            row[f"{name} sinks"] = self.sinks[name]
+        return row | {name: stream.mean for name, stream in self.pairs.items()}
+
+
+@torch.no_grad()
+def measure(probe: Probe, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """One row per layer, over all samples."""
+    tallies = [LayerTally() for _ in probe.parts.layers]
+    for sample in tqdm(samples, desc=f"assumptions, {probe.name}"):
+        seen = probe.run(probe.prepare([sample]))
+        groups = seen.groups.cpu()
+        norms = np.stack([states.float().norm(dim=-1).cpu().numpy() for states in seen.hidden_states])
+        sinks = torch.from_numpy((norm_ratios(norms, groups.numpy()) > SINK_RATIO).any(axis=0))
+        for tally, states, after in zip(tallies, seen.hidden_states[:-1], seen.hidden_states[1:], strict=True):
+            tally.add(states[0], after[0], groups[0], sinks[0])
+    return [{"model": probe.name, "layer": index} | tally.row() for index, tally in enumerate(tallies)]
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each assumption's measure over the layers: median, and the range of the middle 80 % of them."""
+    ratios = {
+        "norm, visual over text": [row["visual |h|"] / row["text |h|"] for row in rows],
+        "C, visual over text (assumed 1)": [row["visual C"] / row["text C"] for row in rows],
+        "C, std over mean within visual (assumed 0)": [row["visual C spread"] for row in rows],
+        "C, std over mean within text (assumed 0)": [row["text C spread"] for row in rows],
+        "phi, visual minus text, degrees (assumed 0)": [row["visual phi"] - row["text phi"] for row in rows],
+        "phi, std within visual, degrees (assumed 0)": [row["visual phi std"] for row in rows],
+        "phi, std within text, degrees (assumed 0)": [row["text phi std"] for row in rows],
+        "drift of visual rotations over chance (assumed 1)": [
+            row["visual drift"] / row["visual drift if symmetric"] for row in rows
+        ],
+        "drift of text rotations over chance (assumed 1)": [
+            row["text drift"] / row["text drift if symmetric"] for row in rows
+        ],
+        "product of a visual and a text rotation (assumed 0)": [row["rotations' product"] for row in rows],
+        "cosine of a visual and a text token, change by a layer": [
+            row["cos measured"] - row["cos before"] for row in rows
+        ],
+        "the same, predicted (Theorem 1)": [row["cos predicted"] - row["cos before"] for row in rows],
+        "w, text over visual, measured": [row["text w"] / row["visual w"] for row in rows],
+        "w, text over visual, predicted (eq. 8)": [row["text w predicted"] / row["visual w predicted"] for row in rows],
+    }
+    found = []
+    for name, values in ratios.items():
+        low, middle, high = np.percentile(values, (10, 50, 90))
+        cells = {"median layer": float(middle), "10 % of layers below": float(low), "90 % below": float(high)}
+        found.append({"model": rows[0]["model"], "assumption": name} | cells)
+    return found
+
+
+def draw(args: argparse.Namespace, models: list[NamedModel], rows: list[dict[str, Any]]) -> None:
+    """Per model: update length, phi, and angular velocity measured against predicted, over the layers."""
+    with figure(args, len(models), 3, figsize=(12, 3.2 * len(models) + 0.6), squeeze=False, name="theory-model") as (
+        drawn,
+        axes,
+    ):
+        for model, (left, middle, right) in zip(models, axes, strict=True):
+            own = [row for row in rows if row["model"] == model.name]
+            layers = [row["layer"] for row in own]
+            for name, colour in (("visual", VISUAL), ("text", TEXT)):
+                left.plot(layers, [row[f"{name} C"] for row in own], color=colour, label=name)
+                left.plot(layers, [row[f"{name} |h|"] for row in own], color=colour, linestyle=":")
+                phi, spread = (np.array([row[f"{name} {key}"] for row in own]) for key in ("phi", "phi std"))
+                middle.plot(layers, phi, color=colour)
+                middle.fill_between(layers, phi - spread, phi + spread, color=colour, alpha=0.15, linewidth=0)
+                right.plot(layers, [row[f"{name} w"] for row in own], color=colour)
+                right.plot(layers, [row[f"{name} w predicted"] for row in own], color=colour, linestyle="--")
+            left.set(yscale="log", ylabel=model.name, title="update C (solid), norm |h| (dotted)")
+            middle.set(title="phi, with std (degrees)")
+            right.set(yscale="log", title="w (degrees): measured, predicted (dashed)")
+            for axis in (left, middle, right):
+                axis.set_xlabel("layer")
+        drawn.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)

@@ -1,0 +1,157 @@
+"""Reads single tensors from a checkpoint's files, without building a model or loading the other tensors."""
+
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import safe_open
+from transformers.utils import cached_file
+
+from llava.model.lora import NON_LORA_FILE
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+
+# A whole model is in the first of these that exists; stage 1 and LoRA runs write the projector to one of the others.
+MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
+PROJECTOR_FILES = (ADAPTER_FILE, NON_LORA_FILE)
+EMBEDDING_NAMES = (
+    "embed_tokens.weight",  # Llama, Qwen, Gemma, ... alone or under language_model, llm, text_model
+    "tok_embeddings.weight",  # InternLM 2
+    "wte.weight",  # GPT-2, Qwen 1
+    "word_embeddings.weight",  # GLM, BLOOM
+    "embed_in.weight",  # GPT-NeoX
+)
+_VISION = ("vis", "vte", "audio", "image", "talker", "decoder_input")
+
+
+class WeightFiles:
+    """The tensors of a checkpoint folder or hub model, by name.
+
+    Args:
+        path: folder or hub id; of a hub model only the shards that are read are downloaded.
+
+    Raises:
+        FileNotFoundError: no weights there.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file_of: dict[str, str] = {}
+        self._pickled: dict[str, dict[str, torch.Tensor]] = {}
+        if not Path(path).is_dir():
+            try:
+                validate_repo_id(path)
+            except HFValidationError:
+                raise FileNotFoundError(self._nothing_found()) from None
+        for file_name in MODEL_FILES:
+            if self._add(file_name):
+                break
+        for file_name in PROJECTOR_FILES:
+            self._add(file_name)
+        if not self._file_of:
+            raise FileNotFoundError(self._nothing_found())
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor in its stored dtype."""
+        return torch.cat(list(self.rows(name, None)))
+
+    def rows(self, name: str, chunk_rows: int | None = 16384) -> Iterator[torch.Tensor]:
+        """The tensor in its stored dtype, `chunk_rows` of its first dimension at a time (None: in one piece)."""
+        file_name = self._file_of[name]
+        file = self._locate(file_name)
+        if file_name.endswith(".bin"):
+            tensor = self._pickle(file_name)[name]
+            yield from tensor.split(chunk_rows or max(len(tensor), 1))
+            return
+        with safe_open(file, framework="pt") as opened:
+            piece = opened.get_slice(name)
+            length = piece.get_shape()[0]
+            step = chunk_rows or max(length, 1)
+            for start in range(0, length, step):
+                yield piece[start : start + step]
+
+    def embedding_name(self, wanted: str | None = None) -> str:
+        """The name of the text embedding matrix; where the files hold only a tied output matrix, that one's.
+
+        Args:
+            wanted: `--embedding-name`, which is taken as it is.
+
+        Raises:
+            ValueError: none or several candidates, or `wanted` is not there; the message says how to name it.
+        """
+        if wanted is not None:
+            if wanted not in self._file_of:
+                raise ValueError(f"--embedding-name {wanted}: {self.path} has no such tensor; it has {self._sample()}")
+            return wanted
+        found = [
+            name
+            for name in self._file_of
+            if f".{name}".endswith(tuple(f".{end}" for end in EMBEDDING_NAMES))
+            and not any(part.startswith(_VISION) for part in name.split("."))
+        ]
+        if not found and self._ties_embeddings():
+            found = [name for name in self._file_of if f".{name}".endswith(".lm_head.weight")]
+        if len(found) != 1:
+            raise ValueError(
+                f"{self.path}: expected one text embedding matrix, found {', '.join(found) or 'none'}; name it by "
+                f"--embedding-name. The tensors are {self._sample()}"
+            )
+        return found[0]
+
+    def _add(self, file_name: str) -> bool:
+        index_file = self._locate(f"{file_name}.index.json")
+        if index_file:
+            for name, shard in json.loads(Path(index_file).read_text())["weight_map"].items():
+                self._file_of.setdefault(name, shard)
+            return True
+        file = self._locate(file_name)
+        if file is None:
+            return False
+        if file_name.endswith(".bin"):
+            names = list(self._pickle(file_name))
+        else:
+            with safe_open(file, framework="pt") as opened:
+                names = list(opened.keys())
+        for name in names:
+            self._file_of.setdefault(name, file_name)
+        return True
+
+    def _locate(self, file_name: str) -> str | None:
+        silent = ("missing_entries", "gated_repo", "connection_errors")
+        return cached_file(self.path, file_name, **{f"_raise_exceptions_for_{case}": False for case in silent})
+
+    def _pickle(self, file_name: str) -> dict[str, torch.Tensor]:
+        if file_name not in self._pickled:
+            file = self._locate(file_name)
+            mapped = zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be mapped
+            self._pickled[file_name] = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        return self._pickled[file_name]
+
+    def _ties_embeddings(self) -> bool:
+        config_file = self._locate("config.json")
+        config = json.loads(Path(config_file).read_text()) if config_file else {}
+        text = config.get("text_config") or config.get("llm_config") or {}
+        return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+
+    def _sample(self) -> str:
+        names = self.names
+        return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+    def _nothing_found(self) -> str:
+        folder = Path(self.path)
+        expected = f"expected {', '.join((*MODEL_FILES, *PROJECTOR_FILES))} (or shards with an index)"
+        if any(folder.glob("global_step*")):
+            return (
+                f"{self.path}: holds only DeepSpeed's partitioned state ({next(folder.glob('global_step*')).name}); "
+                f"{expected}. Gather it first: python {folder / 'zero_to_fp32.py'} {folder} {folder}"
+            )
+        if folder.is_dir():
+            return f"{self.path}: no weights there; {expected}"
+        return f"{self.path}: no such folder, and no hub model that could be reached; {expected}"

@@ -1,0 +1,332 @@
+"""`attention`, `interventions`, `theory --model` on tiny models, against the library's own attention and cache."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import vision_language_models as models
+from PIL import Image
+from torch.nn import functional as F
+
+from llava.analysis import attention, interventions, loading, output, theory_model
+from llava.analysis.__main__ import main, parser
+from llava.analysis.attention_watch import watched
+from llava.analysis.families import family_of, find_parts
+from llava.analysis.inputs import Sample
+from llava.analysis.models import NamedModel
+from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
+from llava.analysis.visual_grid import visual_grid
+from llava.model.multimodal_projector.norm import mean_text_embedding_norm
+
+QUESTION = "Is there a warm colour?"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, tmp_path_factory):
+    return models.our_checkpoint(tiny, tmp_path_factory.mktemp("checkpoint"), "gwc_layernorm")
+
+
+@pytest.fixture(scope="module")
+def probe(checkpoint):
+    args = parser("attention").parse_args(["attention", "--device", "cpu"])
+    loaded = loading.load(NamedModel("tiny", checkpoint), args)
+    with torch.no_grad():  # untrained weights hardly decide anything
+        for name, weight in loaded.model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")):
+                weight.mul_(30)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def question():
+    return Sample("first", Image.new("RGB", (20, 16), (200, 40, 90)), QUESTION)
+
+
+@pytest.fixture(scope="module")
+def eager(probe, question):
+    """Attention weights [L, H, S, S] and logits [C] by transformers' own eager attention."""
+    probe.model.set_attn_implementation("eager")
+    seen = probe.run(probe.prepare([question]), output_attentions=True)
+    probe.model.set_attn_implementation("sdpa")
+    return torch.cat(seen.outputs.attentions), seen.logits[0, -1]
+
+
+def flags(**changes):
+    return SimpleNamespace(**({"query": "question", "layers": "all", "heads": "all"} | changes))
+
+
+def test_watched_weights_equal_the_librarys_and_the_model_is_left_as_it_was(probe, question, eager):
+    weights = []
+    with watched(probe.parts.layers, see=lambda index, found, key, value: weights.append(found.clone())):
+        logits = probe.run(probe.prepare([question])).logits[0, -1]
+    assert torch.allclose(torch.stack(weights), eager[0], atol=1e-6)
+    assert torch.allclose(logits, eager[1], atol=1e-5)
+    assert probe.model.config._attn_implementation == "sdpa"
+    with pytest.raises(RuntimeError), watched(probe.parts.layers):
+        raise RuntimeError
+    assert probe.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", models.CASES, ids=lambda case: case.__name__)
+@torch.no_grad()
+def test_every_familys_attention_is_watched(family):
+    case = family()
+    probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
+    batch = probe.batch_from_inputs(**case.inputs)
+    case.model.set_attn_implementation("eager")
+    expected = probe.run(batch, output_attentions=True)
+    case.model.set_attn_implementation("sdpa")
+    weights = []
+    with watched(probe.parts.layers, see=lambda index, found, key, value: weights.append(found.clone())):
+        logits = probe.run(batch).logits
+    assert torch.allclose(logits, expected.logits, atol=1e-5)
+    assert len(weights) == len(probe.parts.layers)
+    for found, layer in zip(weights, expected.outputs.attentions, strict=True):
+        assert torch.allclose(found, layer[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("family", models.CASES, ids=lambda case: case.__name__)
+@torch.no_grad()
+def test_every_familys_visual_cache_can_be_swapped(family):
+    case = family()
+    torch.manual_seed(3)
+    for parameter in case.model.parameters():  # so that the picture matters; Gemma's projection starts with zeros
+        parameter.mul_(3) if parameter.any() else parameter.normal_()
+    probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
+    batch = probe.batch_from_inputs(**case.inputs)
+    pixels = torch.full_like(case.inputs["pixel_values"], 0.1)  # some families take zeros for padding
+    blank = interventions._run(probe, probe.batch_from_inputs(**case.inputs | {"pixel_values": pixels}))
+    visual = probe.groups(batch)[0] == VISUAL
+    swapped = interventions._run(probe, batch, change=interventions._taking(blank, visual, True, True))
+    picture = interventions._run(probe, batch)
+    assert torch.allclose(swapped.log_probs, blank.log_probs, atol=1e-4)
+    assert not torch.allclose(picture.log_probs, blank.log_probs, atol=1e-3)
+
+
+@pytest.mark.parametrize("layers, heads", [("all", "all"), ("1", "0,2-3")])
+def test_maps_shares_and_entropy_equal_plain_sums_over_the_librarys_weights(probe, question, eager, layers, heads):
+    found = attention.look(probe, question, flags(layers=layers, heads=heads))
+    groups = probe.groups(probe.prepare([question]))[0]
+    use_layers = range(2) if layers == "all" else [1]
+    use_heads = range(4) if heads == "all" else [0, 2, 3]
+    weights, visual = eager[0].double().numpy(), (groups == VISUAL).numpy()
+    rows = np.flatnonzero(groups == TEXT_AFTER)
+    expected = np.zeros(visual.sum())
+    for layer in range(2):
+        share, entropy, top = [], [], []
+        for head in use_heads:
+            looks = weights[layer, head][rows][:, visual].mean(axis=0)
+            expected += looks * (layer in use_layers)
+            share.append(looks.sum())
+            p = looks / looks.sum()
+            entropy.append(-(p * np.log(p)).sum() / np.log(len(p)))
+            top.append(p.max())
+        assert found.share[layer] == pytest.approx(np.mean(share), rel=1e-5)
+        assert found.entropy[layer] == pytest.approx(np.mean(entropy), rel=1e-5)
+        assert found.top[layer] == pytest.approx(np.mean(top), rel=1e-5)
+    assert found.maps["mean"].ravel() == pytest.approx(expected / expected.sum(), rel=1e-5)
+    rolled = np.eye(len(visual))
+    for layer in range(2):
+        rolled = (weights[layer, list(use_heads)].mean(axis=0) / 2 + np.eye(len(visual)) / 2) @ rolled
+    rolled = rolled[rows][:, visual].mean(axis=0)
+    assert found.maps["rollout"].ravel() == pytest.approx(rolled / rolled.sum(), rel=1e-5)
+    assert found.maps["mean"].shape == (2, 2)
+
+
+def test_the_query_is_the_tokens_that_hold_its_words():
+    groups = torch.tensor([TEXT_BEFORE, VISUAL, VISUAL, *[TEXT_AFTER] * 4])
+    texts = ["before", "", "", "a", " red", "dish", " car"]
+    assert attention.query_positions(groups, texts, "Reddish").nonzero().flatten().tolist() == [4, 5]
+    assert attention.query_positions(groups, texts, "car").nonzero().flatten().tolist() == [6]
+    assert attention.query_positions(groups, texts, "last").nonzero().flatten().tolist() == [6]
+    assert attention.query_positions(groups, texts, "question").sum() == 4
+    with pytest.raises(ValueError, match="--query 'before': s7 does not have it after its picture"):
+        attention.query_positions(groups, texts, "before", "s7")
+
+
+def test_selections_name_layers_that_exist():
+    assert attention.chosen("4-6,9", 12, "--layers") == {4, 5, 6, 9}
+    for wrong in ("", "a", "3-12", "5-4"):
+        with pytest.raises(ValueError, match="--layers"):
+            attention.chosen(wrong, 12, "--layers")
+
+
+def test_the_upper_half_counts_a_middle_row_half():
+    assert attention.upper_half(np.array([0.1, 0.2, 0.3, 0.4])) == pytest.approx(0.3)
+    assert attention.upper_half(np.array([0.1, 0.6, 0.3])) == pytest.approx(0.4)
+
+
+def test_a_map_without_its_most_seen_token_sums_to_one():
+    rest = attention.without_most_seen(np.array([[0.6, 0.1], [0.2, 0.1]]))
+    assert rest == pytest.approx(np.array([[0, 0.25], [0.5, 0.25]]))
+    assert attention.without_most_seen(np.full((2, 2), 0.25)) == pytest.approx(0.25)  # nothing stands out
+
+
+@pytest.mark.parametrize(
+    "positions, patches, expected",
+    [([1, 2, 3, 4], None, (2, 2)), ([1, 2, 3, 4, 5, 6], [[1, 4, 6]], (2, 3)), ([1, 2, 3], None, None)]
+    + [([1, 2, 4, 5], None, None), ([], None, None), ([1, 2, 3, 4], [[1, 2, 4], [1, 2, 4]], None)],
+)
+def test_the_grid_comes_from_the_processor_or_an_unbroken_square(positions, patches, expected):
+    groups = torch.full((1, 8), TEXT_AFTER)
+    groups[0, positions] = VISUAL
+    inputs = {} if patches is None else {"image_grid_thw": torch.tensor(patches)}
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
+    assert visual_grid(model, SimpleNamespace(inputs=inputs), groups) == expected
+
+
+@pytest.fixture(scope="module")
+def outcomes(probe, question):
+    return interventions.measure(probe, [question], [0.5, 1.0, 2.0])
+
+
+def test_alpha_one_and_the_whole_swap_are_exact_controls(probe, question, outcomes):
+    same = outcomes["outcomes"]["alpha 1"][0]
+    assert same.kl == pytest.approx(0, abs=1e-9) and same.rank == 1
+    assert same.keys == pytest.approx(1) and same.values == pytest.approx(1)
+    swapped = outcomes["outcomes"]["blank's keys and values"][0]
+    blank = outcomes["outcomes"][interventions.BLANK][0]
+    assert swapped.kl == pytest.approx(blank.kl, rel=1e-4, abs=1e-9) and blank.kl > 1e-6
+    assert swapped.keys == pytest.approx(blank.keys, abs=1e-6)
+    part = outcomes["outcomes"]["blank's keys"][0]
+    assert part.keys == pytest.approx(blank.keys, abs=1e-5) and not np.allclose(part.values, blank.values)
+    assert outcomes["outcomes"][interventions.TEXT_ONLY][0].visual_share == 0
+
+
+def plain_run(probe, question, scale):
+    """Log probabilities of the next token, and keys and values of visual tokens, by the model's own cache."""
+    batch = probe.prepare([question])
+    embeds = probe.model.prepare_inputs_labels_for_multimodal(
+        batch.inputs["input_ids"], None, None, None, None, batch.inputs["images"]
+    )[4]
+    visual = probe.groups(batch)[0] == VISUAL
+    embeds[0, visual] = scale(embeds[0, visual])
+    output = probe.model(inputs_embeds=embeds, use_cache=True)
+    cache = [(layer.keys[0][:, visual], layer.values[0][:, visual]) for layer in output.past_key_values.layers]
+    return output.logits[0, -1].double().log_softmax(-1), cache, embeds[0, visual]
+
+
+@pytest.mark.parametrize("name", ["alpha 2", "alpha 0.5", interventions.TEXT_NORM])
+def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question, outcomes, name):
+    target = mean_text_embedding_norm(probe.embedding_weight)
+    with torch.no_grad():
+        expected, cache, tokens = plain_run(probe, question, lambda tokens: tokens)
+        if name == interventions.TEXT_NORM:
+            found, other, _ = plain_run(probe, question, lambda x: x / x.norm(dim=-1, keepdim=True) * target)
+        else:
+            found, other, _ = plain_run(probe, question, lambda x: x * float(name.split()[1]))
+    outcome = outcomes["outcomes"][name][0]
+    assert outcome.kl == pytest.approx(F.kl_div(found, expected, log_target=True, reduction="sum").item(), rel=1e-3)
+    assert outcome.rank == 1 + int((found > found[expected.argmax()]).sum())
+    for layer in range(2):
+        for measured, which in ((outcome.keys, 0), (outcome.values, 1)):
+            cosine = F.cosine_similarity(cache[layer][which], other[layer][which], dim=-1).mean().item()
+            assert measured[layer] == pytest.approx(cosine, abs=1e-5)
+    assert outcomes["visual norm"] == pytest.approx(tokens.norm(dim=-1).mean().item(), rel=1e-5)
+    assert outcomes["text norm"] == target
+
+
+def made_run(probabilities, keys):
+    keys = [torch.tensor(keys)[None]]
+    return interventions._Run(torch.tensor(probabilities).double().log(), 0.25, keys, keys, torch.ones(2))
+
+
+def test_an_outcome_equals_its_definition():
+    untouched = made_run([0.7, 0.2, 0.1], [[1.0, 0.0], [0.0, 2.0]])
+    other = made_run([0.1, 0.6, 0.3], [[3.0, 0.0], [5.0, 0.0]])
+    found = interventions.compare(untouched, other)
+    assert found.kl == pytest.approx(0.7 * np.log(7) + 0.2 * np.log(1 / 3) + 0.1 * np.log(1 / 3), rel=1e-6)
+    assert (found.rank, found.visual_share) == (3, 0.25)
+    assert found.keys == pytest.approx(0.5) and found.values == pytest.approx(0.5)
+    text_only = interventions.compare(untouched, other._replace(keys=[torch.zeros(1, 0, 2)], values=[]))
+    assert text_only.keys is None and text_only.values is None
+
+
+def outcome(kl, cosine=0.5):
+    return [interventions.Outcome(kl, 1 + (kl > 0.3), 0.1, np.array([0.9]), np.array([cosine]))]
+
+
+@pytest.mark.parametrize(
+    "blank, scaled, word",
+    [(1.0, 0.01, "HARMLESS"), (1.0, 0.3, "WEAKENS"), (1.0, 0.9, "BREAKS"), (0.001, 5.0, "NOT DECIDED")],
+)
+def test_the_verdict_measures_scaling_by_the_blank_picture(blank, scaled, word):
+    found = {interventions.BLANK: outcome(blank), interventions.TEXT_NORM: outcome(scaled)}
+    text = interventions.verdict("m", {"outcomes": found, "visual norm": 6.0, "text norm": 3.0})
+    assert word in text and "2.00 times" in text
+    assert word == "NOT DECIDED" or "values turn (cos 0.500) more than keys (cos 0.900)" in text
+    aligned = interventions.verdict("m", {"outcomes": found, "visual norm": 3.1, "text norm": 3.0})
+    assert ("ALIGNED ALREADY" in aligned) == (word != "NOT DECIDED")
+
+
+def test_the_tally_of_a_layer_equals_plain_geometry():
+    random = torch.Generator().manual_seed(0)
+    states, after = (torch.randn(40, 6, generator=random) for _ in range(2))
+    states[:20] *= 5
+    sinks = torch.arange(40) == 39
+    groups = torch.tensor([VISUAL] * 20 + [TEXT_AFTER] * 20, dtype=torch.uint8)
+    tally = theory_model.LayerTally()
+    tally.add(states, after, groups, sinks)
+    row = tally.row()
+    update = (after - states).double().numpy()
+    h = states.double().numpy()
+    degrees = np.degrees([_angle(a, b) for a, b in zip(h, after.double().numpy(), strict=True)])
+    phi = np.degrees([_angle(a, b) for a, b in zip(h, update, strict=True)])
+    for name, part in (("visual", slice(0, 20)), ("text", slice(20, 39))):
+        assert row[f"{name} w"] == pytest.approx(degrees[part].mean(), rel=1e-6)
+        assert row[f"{name} phi"] == pytest.approx(phi[part].mean(), rel=1e-6)
+        assert row[f"{name} C"] == pytest.approx(np.linalg.norm(update[part], axis=1).mean(), rel=1e-6)
+    assert (row["visual sinks"], row["text sinks"]) == (0, 1)
+    unit, unit_after = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (h, after.double().numpy()))
+    assert row["cos before"] == pytest.approx((unit[:20] @ unit[20:39].T).mean(), rel=1e-9)
+    assert row["cos measured"] == pytest.approx((unit_after[:20] @ unit_after[20:39].T).mean(), rel=1e-9)
+    rho = np.cos(np.radians(degrees[:20])).mean() * np.cos(np.radians(degrees[20:39])).mean()
+    assert row["cos predicted"] == pytest.approx(rho * row["cos before"], rel=1e-6)
+    turns = update - (update * unit).sum(axis=1, keepdims=True) * unit
+    turns /= np.linalg.norm(turns, axis=1, keepdims=True)
+    assert row["rotations' product"] == pytest.approx((turns[:20] @ turns[20:39].T).mean(), rel=1e-6)
+    assert row["text drift"] == pytest.approx(np.linalg.norm(turns[20:39].mean(axis=0)), rel=1e-6)
+
+
+def _angle(a, b):
+    return np.arccos(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def test_one_shared_update_is_predicted_exactly():
+    states = torch.tensor([[1.0, 0, 0], [0, 2.0, 0], [0, 0, 7.0]])
+    turns = torch.tensor([[0, 1.0, 0], [0, 0, 1.0], [1.0, 0, 0]])
+    groups = torch.tensor([TEXT_BEFORE, TEXT_AFTER, VISUAL], dtype=torch.uint8)
+    tally = theory_model.LayerTally()
+    tally.add(states, states + 0.5 * turns, groups, torch.zeros(3, dtype=torch.bool))
+    row = tally.row()
+    assert row["visual error"] == pytest.approx(0, abs=1e-9) and row["text error"] == pytest.approx(0, abs=1e-9)
+    assert row["visual w"] == pytest.approx(np.degrees(np.arctan(0.5 / 7)))
+
+
+def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(output.STYLE, "savefig.dpi", 50)
+    shared = ["--model", f"one={checkpoint}", "--model", f"two={checkpoint}", "--device", "cpu"]
+    shared += ["--data", str(tiny / "data/finetune.json"), "--samples", "2", "--output-dir", str(tmp_path)]
+    shared += ["--image-folder", str(tiny / "data/images")]
+    assert main(["attention", *shared, "--query", "colour"]) == 0
+    assert main(["interventions", *shared, "--alphas", "0.5", "2"]) == 0
+    assert main(["theory", *shared, "--draws", "2000"]) == 0
+    names = ["attention-heatmaps", "attention-rollout", "attention-profiles", "interventions", "theory", "theory-model"]
+    for name in names:
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000, name
+    rows = json.loads((tmp_path / "interventions.json").read_text())["rows"]
+    assert [row["intervention"] for row in rows if row["model"] == "two"] == [
+        *("alpha 0.5", "alpha 2", "text norm", "blank picture", "no picture"),
+        *("blank's keys", "blank's values", "blank's keys and values"),
+    ]
+    assert len(json.loads((tmp_path / "theory-model.json").read_text())["details"]) == 4
+    assert "two: visual tokens enter with" in capsys.readouterr().out
+    assert main(["interventions", *shared, "--alphas", "-1"]) == 2
+    for command in ("attention", "interventions", "theory"):
+        assert main([command, *shared[4:], "--model", str(tiny / "llama")]) == 2
+        assert "a language model without a vision encoder" in capsys.readouterr().err
+    assert main(["attention", *shared, "--query", "elephant"]) == 2
+    assert main(["attention", *shared, "--data", "nothing.json"]) == 2
+    assert "nothing.json: no such file" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""The analysis' statistics, command line and files, against NumPy and what the files must hold."""
+
+import csv
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llava.analysis import __main__ as command_line
+from llava.analysis import output
+from llava.analysis.models import NamedModel, fingerprint, named_model, required_models
+from llava.analysis.statistics import PERCENTILES, RELATIVE_ERROR, Stream
+
+
+def stream_of(*batches) -> Stream:
+    stream = Stream()
+    for batch in batches:
+        stream.add(batch)
+    return stream
+
+
+def lower_percentile(values, percent):
+    return np.percentile(values, percent, method="lower")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=80), st.lists(st.integers(0, 80)))
+def test_moments_and_quantiles_equal_numpys_for_any_split(values, cuts):
+    parts = np.split(np.array(values), sorted(min(c, len(values)) for c in cuts))
+    stream = stream_of(*parts)
+    scale = max(abs(v) for v in values) + 1e-30
+    assert stream.count == len(values)
+    assert stream.mean == pytest.approx(np.mean(values), abs=1e-12 * scale)
+    assert stream.std == pytest.approx(np.std(values), rel=1e-9, abs=1e-9 * scale)
+    assert (stream.min, stream.max) == (min(values), max(values))
+    for percent in (0, *PERCENTILES, 100):
+        expected = lower_percentile(values, percent)
+        assert stream.percentile(percent) == pytest.approx(expected, rel=1.01 * RELATIVE_ERROR, abs=1e-12)
+
+
+def test_quantiles_do_not_depend_on_the_split_by_a_single_bit():
+    values = np.random.default_rng(0).lognormal(3, 2, 5000)
+    whole, parts = stream_of(values), stream_of(*np.split(values[::-1], 50))
+    assert [whole.percentile(p) for p in PERCENTILES] == [parts.percentile(p) for p in PERCENTILES]
+
+
+def test_welford_keeps_the_spread_of_values_far_from_zero():
+    values = 1e8 + np.random.default_rng(0).normal(size=10_000)
+    assert stream_of(*np.split(values, 100)).std == pytest.approx(np.std(values), rel=1e-6)
+
+
+def test_merged_streams_equal_one_stream_and_survive_json():
+    values = np.random.default_rng(1).normal(size=900) * 7
+    one, two = stream_of(values[:400]), stream_of(values[400:])
+    one.merge(two)
+    restored = Stream.from_dict(json.loads(json.dumps(one.to_dict())))
+    restored.merge(Stream.from_dict(json.loads(json.dumps(Stream().to_dict()))))
+    for stream in (one, restored):
+        assert stream.summary() == pytest.approx(stream_of(values).summary(), rel=1e-12)
+    edges = np.linspace(-30, 30, 13)
+    assert np.abs(restored.histogram(edges) - np.histogram(values, edges)[0]).sum() <= 8  # those at an edge
+    assert restored.histogram(edges).sum() == 900
+
+
+def test_a_stream_takes_tensors_and_refuses_nan():
+    stream = stream_of(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
+    assert (stream.count, stream.mean) == (4, 2.5)
+    with pytest.raises(ValueError, match="1 of 2 measured values are NaN"):
+        stream.add([1.0, float("nan")])
+    assert stream.count == 4
+
+
+def test_models_on_the_command_line(tmp_path):
+    assert named_model("aligned=a/b/c") == NamedModel("aligned", "a/b/c")
+    assert named_model("Qwen/Qwen2-7B") == NamedModel("Qwen/Qwen2-7B", "Qwen/Qwen2-7B")
+    folder = tmp_path / "arm" / "finetune"
+    folder.mkdir(parents=True)
+    assert named_model(str(folder)).name == "arm/finetune"
+    with pytest.raises(ValueError, match="a stands for two models"):
+        required_models([NamedModel("a", "x"), NamedModel("a", "y")])
+    with pytest.raises(ValueError, match="--model: give at least 1"):
+        required_models([])
+
+
+def test_fingerprint_follows_the_weights(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    (tmp_path / "notes.txt").write_text("a")
+    first = fingerprint(tmp_path)
+    (tmp_path / "notes.txt").write_text("b")
+    assert fingerprint(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    assert fingerprint(tmp_path) != first
+
+
+def arguments(folder, **others):
+    defaults = {"command": "demo", "argv": ["demo", "--seed", "3"], "output_dir": folder, "models": [], "seed": 3}
+    return SimpleNamespace(**(defaults | {"data": None} | others))
+
+
+def test_a_result_is_written_with_its_provenance_and_the_papers_numbers(tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    rows = [
+        output.with_paper({"model": "ours", "mean": 3.2, "n": 7}, {"mean": 1.5}),
+        {"model": "other", "mean": float("nan"), "n": 1},
+    ]
+    args = arguments(tmp_path / "out", models=[NamedModel("ours", str(model))])
+    output.write_result(args, rows, {"curve": [1.0, float("inf")]})
+    document = json.loads((tmp_path / "out/demo.json").read_text())
+    assert document["rows"][0] == {"model": "ours", "mean": 3.2, "mean (paper)": 1.5, "n": 7}
+    assert document["rows"][1]["mean"] is None and document["details"] == {"curve": [1.0, None]}
+    origin = document["provenance"]
+    assert origin["command"] == "python -m llava.analysis demo --seed 3" and origin["seed"] == 3
+    assert origin["models"] == [{"name": "ours", "path": str(model), "revision": fingerprint(model)}]
+    assert origin["versions"]["torch"].startswith("2.")
+    lines = (tmp_path / "out/demo.csv").read_text().splitlines()
+    assert f"# command: {origin['command']}" in lines
+    table = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    assert list(table[0]) == ["model", "mean", "mean (paper)", "n"]
+    assert table[1]["mean"] == table[1]["mean (paper)"] == ""
+    printed = capsys.readouterr().out
+    assert "mean (paper)" in printed and "1.5000" in printed
+
+
+def test_a_figure_is_written_twice_and_the_same_each_time(tmp_path):
+    for folder in ("one", "two"):
+        with output.figure(arguments(tmp_path / folder), 1, 2) as (_, axes):
+            axes[0].plot([1, 2], label="visual")
+    for kind in ("png", "svg"):
+        assert (tmp_path / f"one/demo.{kind}").read_bytes() == (tmp_path / f"two/demo.{kind}").read_bytes()
+
+
+def test_without_matplotlib_the_message_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"llava\[analysis\]"):
+        output.import_pyplot()
+
+
+def test_commands_return_their_status_and_refuse_in_one_line(monkeypatch, capsys):
+    def run(args):
+        if args.seed == 0:
+            raise ValueError("--seed 0: not today")
+        return args.seed
+
+    module = SimpleNamespace(__doc__="Demo.", add_arguments=lambda parser: None, run=run)
+    monkeypatch.setattr(command_line.importlib, "import_module", lambda name: module)
+    assert command_line.main(["theory", "--seed", "1"]) == 1
+    assert command_line.main(["theory", "--seed", "0"]) == 2
+    assert capsys.readouterr().err == "llava.analysis theory: --seed 0: not today\n"
+    for wrong in ([], ["nothing"], ["theory", "--sed"], ["theory", "--model", "=x"]):
+        with pytest.raises(SystemExit) as stop:
+            command_line.main(wrong)
+        assert stop.value.code == 2

@@ -1,0 +1,204 @@
+"""The probe on every family against the same model run part by part, and what it says of models it does not know."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vision_language_models as models
+from PIL import Image
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from vision_language_models import our_checkpoint
+
+from llava.analysis import loading
+from llava.analysis.families import Family, family_of, find_parts
+from llava.analysis.models import NamedModel
+from llava.analysis.probe import PADDING, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
+from llava.model.multimodal_projector.norm import NORM_TYPES
+
+
+def arguments(*flags) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    loading.add_arguments(parser)
+    return parser.parse_args(["--device", "cpu", *map(str, flags)])
+
+
+def same_rows(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two matrices have the same rows, in any order."""
+    nearest = torch.cdist(found.double(), expected.double()).argmin(dim=1)
+    return (
+        found.shape == expected.shape
+        and sorted(nearest.tolist()) == list(range(len(found)))
+        and torch.allclose(found, expected[nearest], atol=1e-6)
+    )
+
+
+def final_norm(model: nn.Module) -> nn.Module:
+    decoder = next(m for m in model.modules() if any(c is model.get_input_embeddings() for c in m.children()))
+    return decoder.norm
+
+
+@pytest.mark.parametrize("family", models.CASES, ids=lambda case: case.__name__)
+@torch.no_grad()
+def test_what_the_probe_sees_equals_the_model_run_part_by_part(family):
+    case = family()
+    model, ids = case.model, case.inputs["input_ids"]
+    probe = Probe("x", model, find_parts(model, family_of(model.config.model_type)), special_ids=[5])
+    seen = probe.run(probe.batch_from_inputs(**case.inputs))
+
+    assert same_rows(seen.vision_features, case.features)
+    assert torch.allclose(seen.projector_output, case.projected, atol=1e-6)
+    assert torch.allclose(seen.hidden_states[0][seen.visual], case.inserted, atol=1e-6)
+    assert torch.equal(seen.visual, ids == models.IMAGE)
+    text = seen.mask & ~seen.visual
+    weight = model.state_dict()[next(n for n in model.state_dict() if n.endswith("embed_tokens.weight"))]
+    assert torch.equal(probe.embedding_weight, weight)
+    assert torch.allclose(seen.hidden_states[0][text], weight[ids[text]] * case.scale, atol=1e-5)
+
+    plain = model(**case.inputs, output_hidden_states=True, use_cache=False)
+    assert torch.allclose(seen.logits, plain.logits, atol=1e-5)
+    assert len(seen.hidden_states) == len(plain.hidden_states) == 4
+    for layer, (found, expected) in enumerate(zip(seen.hidden_states[:-1], plain.hidden_states, strict=False)):
+        if layer == 0 or model.config.model_type != "qwen3_vl":
+            assert torch.allclose(found[seen.mask], expected[seen.mask], atol=1e-5)
+    last = final_norm(model)(seen.hidden_states[-1])
+    assert torch.allclose(last[seen.mask], plain.hidden_states[-1][seen.mask], atol=1e-5)
+
+
+def test_every_position_has_its_group():
+    probe = SimpleNamespace(parts=SimpleNamespace(image_token_id=9), special_ids=torch.tensor([1, 2]))
+    ids = torch.tensor([[1, 5, 2, 9, 9, 2, 6, 7], [1, 9, 5, 9, 6, 0, 0, 0]])
+    mask = torch.arange(8) < torch.tensor([[8], [5]])
+    found = Probe.groups(probe, SimpleNamespace(input_ids=ids, mask=mask))
+    after, before = TEXT_AFTER, TEXT_BEFORE
+    assert found.tolist() == [
+        [SPECIAL, before, SPECIAL, VISUAL, VISUAL, SPECIAL, after, after],
+        [SPECIAL, VISUAL, after, VISUAL, after, PADDING, PADDING, PADDING],
+    ]
+
+
+@pytest.mark.parametrize("language_model", ["llama", "qwen"])
+@pytest.mark.parametrize("norm", NORM_TYPES)
+@torch.no_grad()
+def test_our_checkpoints_of_every_norm(tiny, tmp_path, norm, language_model):
+    path = our_checkpoint(tiny, tmp_path / "m", norm, language_model)
+    probe = loading.load(NamedModel("ours", path), arguments())
+    pictures = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
+    samples = [SimpleNamespace(image=pictures[0], prompt="Which one is it?"), SimpleNamespace(image=None, prompt="No")]
+    samples.append(SimpleNamespace(image=pictures[1], prompt="What?"))
+    batch = probe.prepare(samples)
+    seen = probe.run(batch)
+
+    model = probe.model
+    features = model.get_vision_tower()(batch.inputs["images"])
+    visual = model.get_model().mm_projector(features).flatten(0, 1)
+    assert torch.equal(seen.vision_features, features.flatten(0, 1)) and torch.equal(seen.projector_output, visual)
+    assert torch.equal(seen.hidden_states[0][seen.visual], visual) and seen.visual.sum() == 8
+    assert seen.visual.sum(1).tolist() == [4, 0, 4]
+    text = seen.mask & ~seen.visual
+    assert torch.equal(seen.hidden_states[0][text], probe.embedding_weight[batch.input_ids[text]])
+    for index, sample in enumerate(samples):  # alone, without padding
+        alone = probe.run(probe.prepare([sample]))
+        mask = seen.mask[index]
+        assert torch.equal(alone.groups[0], seen.groups[index][mask])
+        for one, several in zip(alone.hidden_states, seen.hidden_states, strict=True):
+            assert torch.allclose(one[0], several[index][mask], atol=1e-5)
+
+
+def test_a_stage_1_folder_with_its_base_and_an_edit_of_the_llms_input(tiny, tmp_path):
+    path = our_checkpoint(tiny, tmp_path / "m", "gwc_layernorm")
+    whole = loading.load(NamedModel("whole", path), arguments())
+    adapter = {f"model.mm_projector.{k}": v for k, v in whole.model.model.mm_projector.state_dict().items()}
+    torch.save(adapter, tmp_path / "m/mm_projector.bin")
+    (tmp_path / "m/model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds a projector alone; name its language model by --model-base"):
+        loading.load(NamedModel("one", path), arguments())
+    based = arguments("--model-base", tiny / "llama")
+    stage_1 = loading.load(NamedModel("one", path), based)
+    assert loading.base_of(our_checkpoint(tiny, tmp_path / "whole"), based) is None  # beside a stage-1 folder
+    batch = whole.prepare([SimpleNamespace(image=Image.new("RGB", (16, 16)), prompt="What?")])
+    assert torch.allclose(whole.run(batch).logits, stage_1.run(batch).logits, atol=1e-5)
+
+    doubled = whole.run(batch, edit=lambda states, groups: torch.where((groups == VISUAL)[..., None], 2, 1) * states)
+    plain = whole.run(batch)
+    ratio = doubled.hidden_states[0].norm(dim=-1) / plain.hidden_states[0].norm(dim=-1)
+    assert torch.allclose(ratio[plain.visual], torch.tensor(2.0)) and torch.allclose(
+        ratio[~plain.visual], torch.tensor(1.0)
+    )
+    embeds = plain.hidden_states[0] * ratio[..., None]
+    assert torch.allclose(doubled.logits, whole.model(inputs_embeds=embeds).logits, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_plain_llm_has_text_alone(tiny):
+    probe = loading.load(NamedModel("llm", str(tiny / "llama")), arguments())
+    samples = [SimpleNamespace(image=None, prompt="one two"), SimpleNamespace(image=None, prompt="three")]
+    seen = probe.run(probe.prepare(samples))
+    assert len(seen.hidden_states) == 3 and seen.vision_features is None
+    assert not seen.visual.any() and seen.mask.sum(1).tolist() == [7, 5]
+
+
+class Odd(nn.Module):
+    """A model whose parts have names of their own."""
+
+    def __init__(self, layers: bool = True, projectors: int = 1, image_token_id: int | None = None):
+        super().__init__()
+        llm = LlamaForCausalLM(LlamaConfig(**models.TEXT))
+        self.words, self.steps = llm.model.embed_tokens, llm.model.layers
+        self.stack = nn.Module()
+        self.stack.towers = self.steps
+        if not layers:
+            del self.steps
+        self.eye = nn.Linear(2, 2)
+        for index in range(projectors):
+            setattr(self, f"part{index}", nn.ModuleDict({"mm_projector": nn.Linear(2, 32)}))
+        self.config = SimpleNamespace(model_type="odd")
+        if image_token_id is not None:
+            self.config.image_token_id = image_token_id
+
+    def get_input_embeddings(self):
+        return self.words
+
+
+def test_an_unknown_model_says_what_to_name_and_how():
+    for model, named, message in (
+        (Odd(layers=False), {}, "no decoder layers .* by --layers-path. Lists of modules: stack.towers"),
+        (Odd(), {"layers": "nowhere"}, "--layers-path nowhere: Odd .* has no such module. Modules: words"),
+        (Odd(projectors=0), {}, "found none. Name it by --projector-path. Modules: words"),
+        (Odd(projectors=2), {}, "found part0.mm_projector, part1.mm_projector. Name it by --projector-path"),
+        (Odd(), {}, "found none. Name it by --vision-path"),
+        (Odd(), {"vision": "eye"}, "visual positions are unknown; .* by --image-token-id"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_parts(model, family_of("odd", **named))
+    parts = find_parts(Odd(projectors=2), Family("stack.towers", "part1.mm_projector", "eye"), image_token_id=7)
+    assert len(parts.layers) == 3 and parts.image_token_id == 7
+
+
+def test_a_wrong_image_token_and_a_wrong_list_of_layers_are_noticed():
+    case = models.llava()
+    parts = find_parts(case.model, Family(), image_token_id=310)
+    with pytest.raises(ValueError, match="no position of the input holds the image token 310"):
+        probe = Probe("x", case.model, parts)
+        probe.run(probe.batch_from_inputs(**case.inputs))
+    layers = "model.vision_tower.encoder.layers"
+    parts = find_parts(case.model, Family(layers=layers))
+    with pytest.raises(ValueError, match="is --layers-path the list of decoder layers"):
+        probe = Probe("x", case.model, parts)
+        probe.run(probe.batch_from_inputs(**case.inputs))
+
+
+def test_remote_families_are_found_by_their_override():
+    model = nn.Module()
+    model.config = SimpleNamespace(model_type="ovis2_5")
+    model.llm, model.vte, model.visual_tokenizer = nn.Module(), nn.Embedding(9, 4), nn.Module()
+    model.llm.model = LlamaForCausalLM(LlamaConfig(**models.TEXT)).model
+    model.visual_tokenizer.vit, model.visual_tokenizer.head = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.get_input_embeddings = lambda: model.llm.model.embed_tokens
+    parts = find_parts(model, family_of("ovis2_5"))
+    assert parts.image_token_id == -300 and parts.vocabulary is model.vte and len(parts.layers) == 3
+    assert parts.features == (
+        "input",
+        model.visual_tokenizer.head,
+    )
