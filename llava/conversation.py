@@ -94,9 +94,8 @@ class Conversation:
         if self.sep_style in (SeparatorStyle.PLAIN, SeparatorStyle.GEMMA):
             raise ValueError(f"a template of style {self.sep_style.name} has no place for a system turn")
         other = self.copy()
-        if self.sep_style in (SeparatorStyle.MPT, SeparatorStyle.CHATML, SeparatorStyle.QWEN):
-            text = (self.system[: self.system.find("\n") + 1] or _CHATML_SYSTEM_HEADER) + text
-        other.system = text
+        marked = self.sep_style in (SeparatorStyle.MPT, SeparatorStyle.CHATML, SeparatorStyle.QWEN)
+        other.system = self.system[: self.system.find("\n") + 1] + text if marked else text
         return other
 
     def parts(self, keep_empty: bool = False) -> list[Part]:
@@ -201,9 +200,9 @@ _ORCA_SYSTEM = (
     "You are MistralOrca, a large language model trained by Alignment Lab AI. Write out your reasoning step-by-step to "
     "be sure you get the right answers!"
 )
-_CHATML_SYSTEM_HEADER = "<|im_start|>system\n"
 _QWEN_SYSTEM = "You are a helpful assistant."
 _QWEN_2_5_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+_SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 def _plain() -> Conversation:
@@ -231,7 +230,7 @@ def _llama_3(system: str) -> Conversation:
 
 def _mpt(system: str) -> Conversation:
     roles = ("<|im_start|>user\n", "<|im_start|>assistant\n")
-    return Conversation(_CHATML_SYSTEM_HEADER + system, roles, SeparatorStyle.MPT, "<|im_end|>", version="mpt")
+    return Conversation("<|im_start|>system\n" + system, roles, SeparatorStyle.MPT, "<|im_end|>", version="mpt")
 
 
 def _zephyr() -> Conversation:
@@ -241,8 +240,7 @@ def _zephyr() -> Conversation:
 
 def _chatml(system: str, version: str) -> Conversation:
     roles = ("<|im_start|>user", "<|im_start|>assistant")
-    system = _CHATML_SYSTEM_HEADER + system if system else ""
-    return Conversation(system, roles, SeparatorStyle.CHATML, "<|im_end|>", version=version)
+    return Conversation("<|im_start|>system\n" + system, roles, SeparatorStyle.CHATML, "<|im_end|>", version=version)
 
 
 def _gemma() -> Conversation:
@@ -276,7 +274,7 @@ conv_templates: dict[str, Conversation] = {
     "qwen_1_5": _chatml(_QWEN_SYSTEM, "qwen"),
     "qwen_2": _chatml(_QWEN_SYSTEM, "qwen"),
     "qwen_2_5": _chatml(_QWEN_2_5_SYSTEM, "qwen"),
-    "chatml": _chatml("", "chatml"),
+    "chatml": _chatml(_SMOLLM2_SYSTEM, "chatml"),
     "gemma_instruct": _gemma(),
 }
 """Templates by the name that `--version` takes. Shared by all callers: work on a copy."""

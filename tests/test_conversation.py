@@ -52,10 +52,12 @@ def test_llama_3_opens_an_answer_only_when_asked_to():
     assert filled("llava_llama_3", SCENARIOS["one_round"]).get_prompt() == opened + "A cat.<|eot_id|>"
 
 
-def test_chatml_has_no_system_turn_of_its_own():
-    """The demo's pictures come sooner: SmolLM2's default system prompt would be a third of its tokens."""
+def test_chatml_has_the_default_system_prompt_of_smollm2():
     prompt = filled("chatml", ["Hi", None]).get_prompt()
-    assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_the_names_that_scripts_and_clients_use_exist():
@@ -84,7 +86,6 @@ def test_an_unknown_name_is_an_error_that_lists_the_names():
         ("v1", ""),
         ("llama_2", "[INST] <<SYS>>\n"),
         ("qwen_1_5", "<|im_start|>system\n"),
-        ("chatml", "<|im_start|>system\n"),
         ("mpt", "<|im_start|>system\n"),
         ("mistral_zephyr", "<|system|>\n"),
         ("llava_llama_3", "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"),
