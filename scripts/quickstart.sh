@@ -75,6 +75,9 @@ cat <<END
   training logs      $OUTPUT_ROOT/<arm>/<stage>/train_log.jsonl  (tensorboard --logdir $OUTPUT_ROOT)
   inputs             playground/data
 
+=== measure both arms: every table and figure of the paper (docs/analysis.md)
+  bash scripts/analyze.sh
+
 === talk to a model (about 256 tokens long; docs/evaluate.md)
   $PYTHON_BIN -m llava.serve.cli --model-path $OUTPUT_ROOT/${ARMS##* }/finetune \\
     --image-file playground/data/scenes/images/heldout_00000.png
