@@ -105,6 +105,27 @@ def test_every_familys_visual_cache_can_be_swapped(family):
     assert not torch.allclose(picture.log_probs, blank.log_probs, atol=1e-3)
 
 
+def test_shares_and_entropy_are_also_given_without_sinks(probe, question, eager, monkeypatch):
+    groups = probe.groups(probe.prepare([question]))[0]
+    visual = (groups == VISUAL).nonzero().flatten().tolist()
+    mask = torch.zeros(1, len(groups), dtype=torch.bool)
+    mask[0, visual[1]] = mask[0, 0] = True  # the second visual token, and a text token, which plays no part
+    monkeypatch.setattr(attention, "sink_mask", lambda seen: mask)
+    found = attention.look(probe, question, flags())
+    rows, kept = np.flatnonzero(groups == TEXT_AFTER), [visual[0], *visual[2:]]
+    for layer, weights in enumerate(eager[0].double().numpy()):
+        looks = weights[:, rows][:, :, kept].mean(axis=1)
+        p = looks / looks.sum(axis=1, keepdims=True)
+        entropy = -(p * np.log(p)).sum(axis=1) / np.log(len(kept))
+        assert found.share_without_sinks[layer] == pytest.approx(looks.sum(axis=1).mean(), rel=1e-5)
+        assert found.entropy_without_sinks[layer] == pytest.approx(entropy.mean(), rel=1e-5)
+    assert found.sinks == [1]
+    assert attention.curves([found, found])["visual sinks: pictures by place"] == {1: 2}
+    row = attention.table_row("m", [found])
+    assert row["visual share without sinks"] == pytest.approx(found.share_without_sinks.mean())
+    assert row["entropy without sinks, median"] == pytest.approx(np.median(found.entropy_without_sinks))
+
+
 @pytest.mark.parametrize("layers, heads", [("all", "all"), ("1", "0,2-3")])
 def test_maps_shares_and_entropy_equal_plain_sums_over_the_librarys_weights(probe, question, eager, layers, heads):
     found = attention.look(probe, question, flags(layers=layers, heads=heads))
@@ -290,6 +311,23 @@ def test_the_tally_of_a_layer_equals_plain_geometry():
     assert row["text drift"] == pytest.approx(np.linalg.norm(turns[20:39].mean(axis=0)), rel=1e-6)
 
 
+def test_assumptions_are_measured_without_and_with_sinks(probe, question, monkeypatch):
+    seen = probe.run(probe.prepare([question]))
+    sink = seen.visual & (seen.visual.cumsum(1) == 2)
+    monkeypatch.setattr(theory_model, "sink_mask", lambda seen: sink)
+    rows = theory_model.measure(probe, [question])
+    assert [(row["layer"], row["tokens"], row["visual sinks"]) for row in rows] == [
+        (0, "without sinks", 1), (1, "without sinks", 1), (0, "with sinks", 0), (1, "with sinks", 0)
+    ]  # fmt: skip
+    for row, chosen in ((rows[0], seen.visual & ~sink), (rows[2], seen.visual)):
+        assert row["visual |h|"] == pytest.approx(seen.hidden_states[0][chosen].norm(dim=-1).mean().item(), rel=1e-5)
+    line = theory_model.summary(rows)[0]
+    assert line["median layer"] == pytest.approx(np.median([r["visual |h|"] / r["text |h|"] for r in rows[:2]]))
+    assert line["median layer with sinks"] == pytest.approx(
+        np.median([r["visual |h|"] / r["text |h|"] for r in rows[2:]])
+    )
+
+
 def _angle(a, b):
     return np.arccos(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
@@ -321,7 +359,9 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
         *("alpha 0.5", "alpha 2", "text norm", "blank picture", "no picture"),
         *("blank's keys", "blank's values", "blank's keys and values"),
     ]
-    assert len(json.loads((tmp_path / "theory-model.json").read_text())["details"]) == 4
+    assert (
+        len(json.loads((tmp_path / "theory-model.json").read_text())["details"]) == 2 * 2 * 2
+    )  # models, layers, sinks
     assert "two: visual tokens enter with" in capsys.readouterr().out
     assert main(["interventions", *shared, "--alphas", "-1"]) == 2
     for command in ("attention", "interventions", "theory"):

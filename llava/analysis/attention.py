@@ -8,7 +8,7 @@ Shapes: H heads, S sequence, Q query tokens, V visual tokens.
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +16,12 @@ import torch
 from tqdm import tqdm
 
 from llava.analysis import inputs, loading
+from llava.analysis.attention_figures import draw_heatmaps, draw_profiles
 from llava.analysis.attention_watch import watched
 from llava.analysis.inputs import Sample
+from llava.analysis.measure import sink_mask
 from llava.analysis.models import required_models
-from llava.analysis.output import COLOURS, figure, write_result
+from llava.analysis.output import write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Probe
 from llava.analysis.statistics import Stream
 from llava.analysis.visual_grid import visual_grid
@@ -37,6 +39,8 @@ class Picture(NamedTuple):
         share: per layer, the visual tokens' share of the attention.
         entropy: per layer, of the distribution over the visual tokens, in units of ln V (1 is uniform).
         top: per layer, the most seen visual token's share of the picture's attention; large where it serves as sink.
+        share_without_sinks, entropy_without_sinks: the same of the visual tokens that are no sinks (see `measure`).
+        sinks: which visual tokens are sinks, by their place in the picture.
         token_share: the visual tokens' share of the tokens that a query token may look at.
     """
 
@@ -44,6 +48,9 @@ class Picture(NamedTuple):
     share: np.ndarray
     entropy: np.ndarray
     top: np.ndarray
+    share_without_sinks: np.ndarray
+    entropy_without_sinks: np.ndarray
+    sinks: list[int]
     token_share: float
 
 
@@ -69,13 +76,15 @@ def run(args: argparse.Namespace) -> None:
         results[model.name] = [look(probe, one, args) for one in tqdm(samples, desc=f"attention, {model.name}")]
         del probe  # before the next one is loaded
     rows = [table_row(name, pictures) for name, pictures in results.items()]
-    write_result(args, rows, {name: curves(pictures) for name, pictures in results.items()})
+    profiles = {name: curves(pictures) for name, pictures in results.items()}
+    write_result(args, rows, profiles)
     gridded = {name: pictures for name, pictures in results.items() if all(one.maps for one in pictures)}
     if len(gridded) < len(results):
         print(f"no heatmap, visual tokens form no single grid: {', '.join(results.keys() - gridded.keys())}")
     for method in METHODS if gridded else ():
-        draw_heatmaps(args, samples[:SHOWN], gridded, method)
-    draw_profiles(args, results)
+        maps = {name: [one.maps[method] for one in pictures] for name, pictures in gridded.items()}
+        draw_heatmaps(args, samples[:SHOWN], maps, method)
+    draw_profiles(args, profiles)
 
 
 def look(probe: Probe, sample: Sample, args: argparse.Namespace) -> Picture:
@@ -87,8 +96,8 @@ def look(probe: Probe, sample: Sample, args: argparse.Namespace) -> Picture:
     layers = chosen(args.layers, len(probe.parts.layers), "--layers")
     state = _Reducer(groups[0].cpu() == VISUAL, asking, layers, args.heads)
     with watched(probe.parts.layers, see=state.see):
-        probe.run(batch)
-    return state.result(visual_grid(probe.model, batch, groups))
+        seen = probe.run(batch)
+    return state.result(visual_grid(probe.model, batch, groups), sink_mask(seen)[0])
 
 
 class _Reducer:
@@ -97,35 +106,44 @@ class _Reducer:
         self.visual, self.asking, self.layers, self.heads = visual, asking, layers, heads
         self.mean = torch.zeros(int(visual.sum()), dtype=torch.float64)
         self.rollout: torch.Tensor | None = None
-        self.per_layer: list[tuple[float, float, float]] = []
+        self.looks: list[torch.Tensor] = []  # per layer the query's attention to the visual tokens [H, V]
 
     def see(self, index: int, weights: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         heads = sorted(chosen(self.heads, len(weights), "--heads"))
         weights = weights[heads].double().cpu()
         looks = weights[:, self.asking][:, :, self.visual].mean(dim=1)  # [H, V]
-        share = looks.sum(dim=1)
-        within = looks / share.clamp(min=1e-30)[:, None]
-        entropy = -(within * within.clamp(min=1e-30).log()).sum(dim=1) / math.log(max(within.shape[1], 2))
-        self.per_layer.append((share.mean().item(), entropy.mean().item(), within.amax(dim=1).mean().item()))
+        self.looks.append(looks)
         if index in self.layers:
             self.mean += looks.mean(dim=0)
         # Half of each layer's output is the residual stream, which keeps a token at its place.
         step = (weights.mean(dim=0) + torch.eye(weights.shape[-1], dtype=torch.float64)) / 2
         self.rollout = step if self.rollout is None else step @ self.rollout
 
-    def result(self, grid: tuple[int, int] | None) -> Picture:
+    def result(self, grid: tuple[int, int] | None, sinks: torch.Tensor) -> Picture:
         rolled = self.rollout[self.asking][:, self.visual].mean(dim=0)
         maps = {"mean": self.mean / self.mean.sum(), "rollout": rolled / rolled.sum()}
         positions = self.asking.nonzero().flatten()
         before = torch.cumsum(self.visual, 0)[positions].double()
-        share, entropy, top = np.array(self.per_layer).T
+        sinks = sinks[self.visual]
         return Picture(
             {method: one.reshape(grid).numpy() for method, one in maps.items()} if grid else {},
-            share,
-            entropy,
-            top,
+            *per_layer(self.looks),
+            *per_layer([looks[:, ~sinks] for looks in self.looks])[:2],
+            sinks.nonzero().flatten().tolist(),
             (before / (positions + 1)).mean().item(),
         )
+
+
+def per_layer(looks: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per layer, from looks [H, V], means over heads: share of the attention, entropy / ln V, largest share."""
+    found = []
+    for one in looks:
+        share = one.sum(dim=1)
+        within = one / share.clamp(min=1e-30)[:, None]
+        entropy = -(within * within.clamp(min=1e-30).log()).sum(dim=1) / math.log(max(one.shape[1], 2))
+        largest = within.amax(dim=1) if one.shape[1] else share
+        found.append((share.mean().item(), entropy.mean().item(), largest.mean().item()))
+    return tuple(np.array(found).T)
 
 
 def query_positions(groups: torch.Tensor, token_texts: list[str], query: str, name: str = "sample") -> torch.Tensor:
@@ -176,18 +194,25 @@ def chosen(selection: str, count: int, flag: str) -> set[int]:
 
 
 def table_row(name: str, pictures: list[Picture]) -> dict[str, Any]:
-    """Means over samples and layers; the picture's upper half by the mean map."""
+    """Means and medians over samples and layers; the picture's upper half by the mean map."""
     maps = [one.maps["mean"] for one in pictures if one.maps]
     return {
         "model": name,
         "samples": len(pictures),
-        "visual share of attention": float(np.mean([one.share for one in pictures])),
+        **_mean_and_median("visual share of attention", [one.share for one in pictures]),
+        **_mean_and_median("visual share without sinks", [one.share_without_sinks for one in pictures]),
         "of tokens": float(np.mean([one.token_share for one in pictures])),
-        "entropy / ln V": float(np.mean([one.entropy for one in pictures])),
+        **_mean_and_median("entropy / ln V", [one.entropy for one in pictures]),
+        **_mean_and_median("entropy without sinks", [one.entropy_without_sinks for one in pictures]),
         "upper half": _mean([upper_half(row_profile(one)) for one in maps]),
         "upper half without the most seen": _mean([upper_half(row_profile(without_most_seen(one))) for one in maps]),
         "most seen token": float(np.mean([one.top for one in pictures])),
+        "visual sinks a picture": float(np.mean([len(one.sinks) for one in pictures])),
     }
+
+
+def _mean_and_median(name: str, values: list[np.ndarray]) -> dict[str, float]:
+    return {name: float(np.mean(values)), f"{name}, median": float(np.median(values))}
 
 
 def row_profile(heatmap: np.ndarray) -> np.ndarray:
@@ -211,11 +236,14 @@ def upper_half(profile: np.ndarray) -> float:
 
 
 def curves(pictures: list[Picture]) -> dict[str, Any]:
-    """Means and standard deviations over the samples of what the profiles' figure shows."""
-    result: dict[str, Any] = {}
+    """Over the samples, mean, standard deviation and median of each layer's values, and where sinks were."""
+    places = Counter(place for one in pictures for place in one.sinks)
+    result: dict[str, Any] = {"visual sinks: pictures by place": dict(sorted(places.items()))}
     for name, values in (
         ("share per layer", [one.share for one in pictures]),
         ("entropy per layer", [one.entropy for one in pictures]),
+        ("share per layer without sinks", [one.share_without_sinks for one in pictures]),
+        ("entropy per layer without sinks", [one.entropy_without_sinks for one in pictures]),
         ("most seen token per layer", [one.top for one in pictures]),
     ):
         result[name] = _moments(values)
@@ -232,66 +260,5 @@ def _moments(values: list[np.ndarray]) -> dict[str, list[float]]:
     for row in values:
         for stream, value in zip(streams, row, strict=True):
             stream.add(value)
-    return {"mean": [stream.mean for stream in streams], "std": [stream.std for stream in streams]}
-
-
-def draw_heatmaps(
-    args: argparse.Namespace, samples: Sequence[Sample], results: dict[str, list[Picture]], method: str
-) -> None:
-    """One column per sample: the picture, then one row per model in the given order; one colour scale per column."""
-    shown = range(len(samples))
-    size = (2.3 * len(shown) + 0.8, 2.2 * len(results) + 2.6)
-    name = f"{args.command}-heatmaps" if method == "mean" else f"{args.command}-{method}"
-    with figure(args, 1 + len(results), len(shown), figsize=size, squeeze=False, name=name) as (drawn, axes):
-        for column in shown:
-            picture = samples[column].image.convert("RGB")
-            extent = (0, picture.width, picture.height, 0)
-            axes[0, column].imshow(picture, extent=extent)
-            axes[0, column].set_title(_wrapped(samples[column].prompt), fontsize=9)
-            top = max(pictures[column].maps[method].max() for pictures in results.values())
-            for row, (model, pictures) in enumerate(results.items(), 1):
-                axis = axes[row, column]
-                axis.imshow(picture.convert("L"), cmap="gray", extent=extent, vmin=-200, vmax=300)
-                image = axis.imshow(
-                    pictures[column].maps[method], cmap="inferno", alpha=0.65, extent=extent, vmin=0, vmax=top
-                )
-                axis.set_ylabel(model if column == 0 else "")
-            for axis in axes[:, column]:
-                axis.set(xticks=[], yticks=[])
-                axis.grid(False)
-        bar = drawn.colorbar(image, ax=axes[1:], shrink=0.8, ticks=[0, top])
-        bar.ax.set_yticklabels(["0", "most"])
-        bar.set_label("share of the picture's attention")
-
-
-def _wrapped(text: str, width: int = 26, lines: int = 2) -> str:
-    import textwrap
-
-    found = textwrap.wrap(text, width)
-    return "\n".join(found[:lines]) + ("..." if len(found) > lines else "")
-
-
-def draw_profiles(args: argparse.Namespace, results: dict[str, list[Picture]]) -> None:
-    """Share of attention per image row, visual share per layer, entropy per layer; bands are one std over samples."""
-    with figure(args, 1, 3, figsize=(12, 3.8), name=f"{args.command}-profiles") as (drawn, axes):
-        for (name, pictures), colour in zip(results.items(), COLOURS * len(results), strict=False):
-            found = curves(pictures)
-            panels = ("share per row, mean", "share per layer", "entropy per layer")
-            for axis, key in zip(axes, panels, strict=True):
-                if key not in found:
-                    continue
-                mean, std = np.array(found[key]["mean"]), np.array(found[key]["std"])
-                at = np.arange(len(mean)) + (1 if axis is axes[0] else 0)
-                axis.plot(at, mean, "o-", markersize=3, color=colour, label=name)
-                axis.fill_between(at, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-            axes[1].axhline(found["visual share of tokens"], color=colour, linestyle=":", linewidth=1)
-            if panels[0] in found:
-                rows = len(found[panels[0]]["mean"])
-                axes[0].xaxis.get_major_locator().set_params(integer=True)
-                axes[0].axhline(1 / rows, color="black", linestyle=":", linewidth=1)
-        axes[0].set(xlabel="row of visual tokens, from the top", ylabel="share of the picture's attention")
-        axes[0].set_title("Raster position (dotted: uniform)")
-        axes[1].set(xlabel="layer", ylabel="share of the query's attention", ylim=(0, None))
-        axes[1].set_title("Attention to visual tokens\n(dotted: their share of the tokens)")
-        axes[2].set(xlabel="layer", ylabel="entropy / ln V", title="Entropy over the picture (1: uniform)")
-        drawn.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    median = np.median(values, axis=0).tolist()
+    return {"mean": [stream.mean for stream in streams], "std": [stream.std for stream in streams], "median": median}

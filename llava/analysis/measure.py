@@ -213,6 +213,12 @@ def norm_ratios(norms: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return ratios
 
 
+def sink_mask(seen: Observation) -> torch.Tensor:
+    """Which tokens are sinks [B, S] bool, on the CPU."""
+    norms = np.stack([_array(states.float().norm(dim=-1)) for states in seen.hidden_states])
+    return torch.from_numpy((norm_ratios(norms, seen.groups.cpu().numpy()) > SINK_RATIO).any(axis=0))
+
+
 def add_sink(sinks: dict[tuple, dict[str, float]], key: tuple, norms: np.ndarray, ratios: np.ndarray) -> None:
     """Counts one sink with the layers where it is one."""
     layers = np.flatnonzero(ratios > SINK_RATIO)

@@ -1,7 +1,7 @@
 """How far the assumptions behind the paper's theory hold in a real model, layer by layer.
 
 Measured where the theory speaks of it: the update between the input of a layer and that of the next. Attention sinks
-(see `measure`) are counted and left out.
+(see `measure`) are counted and left out; the table also has the values with them.
 
 Shapes: N tokens of one modality, D LLM hidden size.
 """
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from llava.analysis import theory_formulas as formulas
 from llava.analysis.inputs import Sample
-from llava.analysis.measure import SINK_RATIO, norm_ratios
+from llava.analysis.measure import sink_mask
 from llava.analysis.models import NamedModel
 from llava.analysis.output import TEXT, VISUAL, figure
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
@@ -26,6 +26,7 @@ from llava.analysis.statistics import Stream
 
 MODALITIES = {"visual": (VISUAL_GROUP,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
 QUANTITIES = ("norm", "C", "phi", "w")
+PARTS = WITHOUT_SINKS, WITH_SINKS = "without sinks", "with sinks"
 # Means over pairs of a visual and a text token of one sample.
 PAIRS = ("cos before", "cos predicted", "cos measured", "rotations' product")
 
@@ -103,21 +104,44 @@ class LayerTally:
 
 @torch.no_grad()
 def measure(probe: Probe, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """One row per layer, over all samples."""
-    tallies = [LayerTally() for _ in probe.parts.layers]
+    """Two rows per layer, over all samples: without attention sinks, and with them."""
+    parts = {
+        WITHOUT_SINKS: [LayerTally() for _ in probe.parts.layers],
+        WITH_SINKS: [LayerTally() for _ in probe.parts.layers],
+    }
     for sample in tqdm(samples, desc=f"assumptions, {probe.name}"):
         seen = probe.run(probe.prepare([sample]))
-        groups = seen.groups.cpu()
-        norms = np.stack([states.float().norm(dim=-1).cpu().numpy() for states in seen.hidden_states])
-        sinks = torch.from_numpy((norm_ratios(norms, groups.numpy()) > SINK_RATIO).any(axis=0))
-        for tally, states, after in zip(tallies, seen.hidden_states[:-1], seen.hidden_states[1:], strict=True):
-            tally.add(states[0], after[0], groups[0], sinks[0])
-    return [{"model": probe.name, "layer": index} | tally.row() for index, tally in enumerate(tallies)]
+        groups, sinks = seen.groups.cpu()[0], sink_mask(seen)[0]
+        for part, tallies in parts.items():
+            left_out = sinks if part == WITHOUT_SINKS else torch.zeros_like(sinks)
+            for tally, states, after in zip(tallies, seen.hidden_states[:-1], seen.hidden_states[1:], strict=True):
+                tally.add(states[0], after[0], groups, left_out)
+    return [
+        {"model": probe.name, "layer": index, "tokens": part} | tally.row()
+        for part, tallies in parts.items()
+        for index, tally in enumerate(tallies)
+    ]
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each assumption's measure over the layers: median, and the range of the middle 80 % of them."""
-    ratios = {
+    """Each assumption's measure over one model's layers: median, mean, and the range of the middle 80 % of them.
+
+    Sinks are left out; the last column is the median with them.
+    """
+    without, with_sinks = (_assumptions([row for row in rows if row["tokens"] == part]) for part in PARTS)
+    found = []
+    for name, values in without.items():
+        low, middle, high = np.percentile(values, (10, 50, 90))
+        cells = {"median layer": float(middle), "mean": float(np.mean(values))}
+        cells |= {"10 % of layers below": float(low), "90 % below": float(high)}
+        cells["median layer with sinks"] = float(np.median(with_sinks[name]))
+        found.append({"model": rows[0]["model"], "assumption": name} | cells)
+    return found
+
+
+def _assumptions(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    # Each assumption's measure in every layer.
+    return {
         "norm, visual over text": [row["visual |h|"] / row["text |h|"] for row in rows],
         "C, visual over text (assumed 1)": [row["visual C"] / row["text C"] for row in rows],
         "C, std over mean within visual (assumed 0)": [row["visual C spread"] for row in rows],
@@ -139,12 +163,6 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         "w, text over visual, measured": [row["text w"] / row["visual w"] for row in rows],
         "w, text over visual, predicted (eq. 8)": [row["text w predicted"] / row["visual w predicted"] for row in rows],
     }
-    found = []
-    for name, values in ratios.items():
-        low, middle, high = np.percentile(values, (10, 50, 90))
-        cells = {"median layer": float(middle), "10 % of layers below": float(low), "90 % below": float(high)}
-        found.append({"model": rows[0]["model"], "assumption": name} | cells)
-    return found
 
 
 def draw(args: argparse.Namespace, models: list[NamedModel], rows: list[dict[str, Any]]) -> None:
@@ -154,7 +172,7 @@ def draw(args: argparse.Namespace, models: list[NamedModel], rows: list[dict[str
         axes,
     ):
         for model, (left, middle, right) in zip(models, axes, strict=True):
-            own = [row for row in rows if row["model"] == model.name]
+            own = [row for row in rows if row["model"] == model.name and row["tokens"] == WITHOUT_SINKS]
             layers = [row["layer"] for row in own]
             for name, colour in (("visual", VISUAL), ("text", TEXT)):
                 left.plot(layers, [row[f"{name} C"] for row in own], color=colour, label=name)

@@ -1,0 +1,77 @@
+"""The figures of `attention`: heatmaps over the pictures, and profiles over image rows and layers."""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from llava.analysis.inputs import Sample
+from llava.analysis.output import COLOURS, figure
+
+
+def draw_heatmaps(
+    args: argparse.Namespace, samples: Sequence[Sample], results: dict[str, list[np.ndarray]], method: str
+) -> None:
+    """One column per sample: the picture, then a row per model in the given order; one colour scale per column.
+
+    Args:
+        results: per model the attention over each picture's tokens [rows, columns].
+        method: `mean` or `rollout`.
+    """
+    shown = range(len(samples))
+    size = (2.3 * len(shown) + 0.8, 2.2 * len(results) + 2.6)
+    name = f"{args.command}-heatmaps" if method == "mean" else f"{args.command}-{method}"
+    with figure(args, 1 + len(results), len(shown), figsize=size, squeeze=False, name=name) as (drawn, axes):
+        for column in shown:
+            picture = samples[column].image.convert("RGB")
+            extent = (0, picture.width, picture.height, 0)
+            axes[0, column].imshow(picture, extent=extent)
+            axes[0, column].set_title(_wrapped(samples[column].prompt), fontsize=9)
+            top = max(maps[column].max() for maps in results.values())
+            for row, (model, maps) in enumerate(results.items(), 1):
+                axis = axes[row, column]
+                axis.imshow(picture.convert("L"), cmap="gray", extent=extent, vmin=-200, vmax=300)
+                image = axis.imshow(maps[column], cmap="inferno", alpha=0.65, extent=extent, vmin=0, vmax=top)
+                axis.set_ylabel(model if column == 0 else "")
+            for axis in axes[:, column]:
+                axis.set(xticks=[], yticks=[])
+                axis.grid(False)
+        bar = drawn.colorbar(image, ax=axes[1:], shrink=0.8, ticks=[0, top])
+        bar.ax.set_yticklabels(["0", "most"])
+        bar.set_label("share of the picture's attention")
+
+
+def _wrapped(text: str, width: int = 26, lines: int = 2) -> str:
+    found = textwrap.wrap(text, width)
+    return "\n".join(found[:lines]) + ("..." if len(found) > lines else "")
+
+
+def draw_profiles(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
+    """Share of attention per image row, visual share per layer, entropy per layer; bands are one std over samples.
+
+    Args:
+        results: per model what `attention.curves` returns.
+    """
+    with figure(args, 1, 3, figsize=(12, 3.8), name=f"{args.command}-profiles") as (drawn, axes):
+        for (name, found), colour in zip(results.items(), COLOURS * len(results), strict=False):
+            panels = ("share per row, mean", "share per layer", "entropy per layer")
+            for axis, key in zip(axes, panels, strict=True):
+                if key not in found:
+                    continue
+                mean, std = np.array(found[key]["mean"]), np.array(found[key]["std"])
+                at = np.arange(len(mean)) + (1 if axis is axes[0] else 0)
+                axis.plot(at, mean, "o-", markersize=3, color=colour, label=name)
+                axis.fill_between(at, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
+            axes[1].axhline(found["visual share of tokens"], color=colour, linestyle=":", linewidth=1)
+            if panels[0] in found:
+                rows = len(found[panels[0]]["mean"])
+                axes[0].xaxis.get_major_locator().set_params(integer=True)
+                axes[0].axhline(1 / rows, color="black", linestyle=":", linewidth=1)
+        axes[0].set(xlabel="row of visual tokens, from the top", ylabel="share of the picture's attention")
+        axes[0].set_title("Raster position (dotted: uniform)")
+        axes[1].set(xlabel="layer", ylabel="share of the query's attention", ylim=(0, None))
+        axes[1].set_title("Attention to visual tokens\n(dotted: their share of the tokens)")
+        axes[2].set(xlabel="layer", ylabel="entropy / ln V", title="Entropy over the picture (1: uniform)")
+        drawn.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
