@@ -113,7 +113,7 @@ def optimizer_for(model: "SiglipModel", learning_rate: float) -> torch.optim.Ada
         {"params": towers, "top_lr": learning_rate, "weight_decay": WEIGHT_DECAY},
         {"params": scalars, "top_lr": SCALE_AND_BIAS_SPEED * learning_rate, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, fused=True)  # unfused it is 0.4 of a step on a CPU
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, fused=True)
 
 
 def train_step(

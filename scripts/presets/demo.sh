@@ -2,8 +2,8 @@
 # SmolLM2-135M and a small SigLIP on drawn scenes: both stages in minutes on two CPU cores.
 : "${MODEL_PATH:=playground/data/smollm2-135m-instruct}" "${VISION_TOWER:=playground/data/siglip-scenes}"
 : "${DATA_PATH:=playground/data/scenes/$STAGE.json}" "${IMAGE_FOLDER:=playground/data/scenes/images}"
-# chatml begins with SmolLM2's system prompt. Without it training is a third faster, but aligned visual tokens, standing
-# at the very beginning, become attention sinks, and the model hardly learns colours (30 % instead of 66 %).
+# chatml begins with SmolLM2's system prompt. Without it a sample would have a third fewer tokens, but aligned visual
+# tokens, standing at the very beginning, become attention sinks, and colours are hardly learnt (docs/analysis.md).
 : "${PROMPT_VERSION:=chatml}" "${LABEL_MASKING:=assistant}" "${MODEL_MAX_LENGTH:=256}"
 : "${GLOBAL_BATCH:=8}" "${PER_DEVICE_BATCH:=auto}" # auto: the device's whole share at once, no accumulation
 : "${DEEPSPEED_CONFIG=}" "${NUM_WORKERS:=0}" "${SAVE_STRATEGY:=no}"
