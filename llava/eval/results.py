@@ -29,7 +29,7 @@ PAPER_COLUMNS = {
     "HellaSwag": "hellaswag",
     "MMLU": "mmlu",
 }
-"""Columns of the paper's Table 4 in its order, and their tasks. All are percent: OCRBench's points of 1000 are divided by 10."""
+"""Columns of the paper's Table 4 in its order, and their tasks. All are percent, OCRBench's 0 to 1000 divided by 10."""
 
 
 @dataclass(frozen=True)
