@@ -4,7 +4,8 @@
 
     {"format": 1, "checkpoint": str, "fingerprint": str, "command": str, "versions": {package: version or null},
      "settings": {name: value}, "created": ISO 8601 time,
-     "tasks": {task: {"metric": str, "score": 0..100, "chance": 0..100 or null, "seconds": float, "key": str,
+     "tasks": {task: {"metric": str, "score": 0..100, "chance": 0..100 or null, "seconds": float,
+                      "data": str or null,
                       "samples": [{"id": str, "score": 0..1, "answer": str, "target": str, "group": str or null}]}}}
 """
 
@@ -60,8 +61,8 @@ class TaskResult:
         score: in percent, as the harness computed it; for some tasks not the mean of the samples' scores.
         samples: every question, in the order of the data set.
         chance: percent that guessing reaches, or None where that is not known.
-        seconds: from the harness's start to its end.
-        key: hash of everything the result depends on; another key means that it must be made again.
+        seconds: from the harness's start to its end; tasks that shared a process share its time equally.
+        data: fingerprint of the local data set, or None where it came from the hub.
     """
 
     metric: str
@@ -69,7 +70,7 @@ class TaskResult:
     samples: list[Sample]
     chance: float | None
     seconds: float
-    key: str
+    data: str | None = None
 
     def by_group(self) -> dict[str, float]:
         """Mean score of each kind of question in percent, in order of first sight; empty where there are no kinds."""
@@ -88,8 +89,8 @@ class Results:
         checkpoint: its folder or hub id.
         fingerprint: hash that changes with the checkpoint's weights and configuration.
         command: the command line of the newest call that wrote the file.
-        versions: of the packages and the commit that the scores depend on.
-        settings: number of samples, few-shot examples and so on of the newest call.
+        versions: of the packages that the scores depend on, and the tree's commit.
+        settings: template, limit, few-shot examples, batch size and devices of the newest call.
         created: time of the newest change, ISO 8601 in UTC.
     """
 
