@@ -9,8 +9,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 export EXTRAS="${EXTRAS:-eval,playground}"
 ensure_environment
 for argument in "$@"; do
-  if [[ ",${argument#*=}," =~ ,(scenes|stamps), ]]; then
-    "$PYTHON_BIN" -m playground heldout # their data sets, from the pictures that were prepared
+  # Their data sets are made from the pictures that the playground prepared.
+  if [[ ",${argument#*=}," =~ ,(scenes|stamps), ]] && [ -d "playground/data/${BASH_REMATCH[1]}" ]; then
+    "$PYTHON_BIN" -m playground heldout
+    break
   fi
 done
 exec "$PYTHON_BIN" -m llava.eval.evaluate "$@"

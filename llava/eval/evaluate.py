@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--data-dir", type=Path, help="folder of <org>/<name> data sets; then nothing comes from the hub")
     top.add_argument("--conv-template", help="template for a checkpoint that does not say its own (LLaVA-1.5: v1)")
     top.add_argument("--limit", type=_positive, help="ask only the first N samples of every task; not for real scores")
-    top.add_argument("--mmlu-fewshot", type=int, default=0, metavar="N", help="solved examples before (default: 0)")
+    top.add_argument("--mmlu-fewshot", type=int, default=5, metavar="N", help="solved examples before each question (default: 5)")
     top.add_argument("--batch-size", type=_positive, default=1, help="samples at a time on each device (default: 1)")
     top.add_argument("--num-gpus", type=int, help="data parallel over so many; 0: CPU (default: all there are)")
     top.add_argument("--allow-empty", action="store_true", help="count empty answers as wrong instead of failing")
@@ -89,7 +89,7 @@ def evaluate(args: argparse.Namespace) -> None:
     for task in [task for task in tasks if task not in missing]:
         print(f"{task.name}: finished before, {results.tasks[task.name].score:.2f} (--force evaluates again)")
     failures = []
-    for group in process_groups(missing, places, args.together):
+    for group in process_groups(missing, places, args.together, args.mmlu_fewshot):
         try:
             for name, result in run_group(group, places[group[0].name], args, results.settings).items():
                 results.tasks[name] = result
@@ -203,11 +203,12 @@ def is_finished(task: Task, results: Results, places: dict[str, Path | None]) ->
     return task.name in results.tasks and results.tasks[task.name].data == data_fingerprint(task, places[task.name])
 
 
-def process_groups(tasks: list[Task], places: dict[str, Path | None], together: bool) -> list[list[Task]]:
+def process_groups(tasks: list[Task], places: dict[str, Path | None], together: bool, mmlu_fewshot: int) -> list[list[Task]]:
     """Which tasks share a process: none, or all that have harness and data folder in common."""
     groups: dict[Any, list[Task]] = {}
     for task in tasks:
-        key = (task.harness, places[task.name], task.harness == "lm_eval" and task.name) if together else task.name
+        few_shot = task.name == "mmlu" and mmlu_fewshot  # one number for all tasks of a process
+        key = (task.harness, places[task.name], few_shot) if together else task.name
         groups.setdefault(key, []).append(task)
     return list(groups.values())
 
@@ -258,7 +259,7 @@ def harness_command(
     else:
         model = "hf"
         model_args |= {"dtype": "auto" if args.num_gpus else "float32"}
-        extra = ["--num_fewshot", str(args.mmlu_fewshot)] if tasks[0].name == "mmlu" else []
+        extra = ["--num_fewshot", str(args.mmlu_fewshot)] if "mmlu" in [task.name for task in tasks] else []
     return [
         *(sys.executable, *launcher, "llava.eval.launch", harness, "--model", model),
         *("--model_args", ",".join(f"{key}={value}" for key, value in model_args.items())),
