@@ -1,7 +1,7 @@
-"""The benchmarks' data sets in small: Parquet files in the real schemas, and the prompts that the stock tasks make of them.
+"""The benchmarks in small: Parquet files in the real schemas, and the prompts that the stock tasks make of them.
 
-Every picture has one colour. A checkpoint that says A to warm colours and B to cold ones (Yes and No to POPE, nothing at
-all to black) has a known score on each.
+Every picture has one colour. A checkpoint that says A to warm colours and B to cold ones (Yes and No to POPE, nothing
+at all to black) has a known score on each.
 """
 
 from pathlib import Path
@@ -31,7 +31,9 @@ PROMPTS = {
     "scenes": "What is it?",
 }
 TEXT_PROMPT = f"No picture?{OPTIONS}{LETTER}"
-HELLASWAG = [(f"Task {i}", f"A man goes {i}.", "he", ["runs.", "waits for long.", "sings a.", "is off"]) for i in range(4)]
+HELLASWAG = [
+    (f"Task {i}", f"A man goes {i}.", "he", ["runs.", "waits for long.", "sings a.", "is off"]) for i in range(4)
+]
 MMLU = [(f"Which is {i}?", ["warm", "cold", "red", "blue"]) for i in range(2)]
 
 
@@ -85,7 +87,9 @@ def write_all(root: Path) -> None:
     write(root / "doolayer/SEED-Bench-2-Plus", {"default": {"test": seedbench()}})
     science = scienceqa()
     pictures = [row for row in science if row["image"] is not None]
-    write(root / "lmms-lab-encoder/ScienceQA", {"ScienceQA-FULL": {"test": science}, "ScienceQA-IMG": {"test": pictures}})
+    write(
+        root / "lmms-lab-encoder/ScienceQA", {"ScienceQA-FULL": {"test": science}, "ScienceQA-IMG": {"test": pictures}}
+    )
     write(root / "lmms-lab-encoder/ai2d", {"default": {"test": ai2d()}})
     write(root / "lmms-lab-encoder/POPE", {"default": {"test": pope(POPE)}})
 
@@ -178,7 +182,12 @@ def scienceqa() -> list[dict]:
 
 def ai2d() -> list[dict]:
     return [
-        {"question": "Diagram?", "options": ["warm", "cold"], "answer": str("AB".index(target)), "image": picture(colour)}
+        {
+            "question": "Diagram?",
+            "options": ["warm", "cold"],
+            "answer": str("AB".index(target)),
+            "image": picture(colour),
+        }
         for colour, target in PLAN
     ]
 

@@ -138,7 +138,7 @@ def test_results_read_as_they_were_written_and_damage_is_named(tmp_path):
 
 @pytest.fixture
 def harness(tmp_path, monkeypatch):
-    """A checkpoint folder, data of `pope` and `mmstar`, and a harness that answers all `pope`; `.ran` lists its starts."""
+    """A checkpoint, data of `pope` and `mmstar`, and a harness that fails on `mmstar`; `.ran` lists its starts."""
     checkpoint = tmp_path / "arm/finetune"
     checkpoint.mkdir(parents=True)
     config = {"model_type": "llava_qwen", "mm_conv_version": "qwen_1_5"}

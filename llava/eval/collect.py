@@ -1,8 +1,8 @@
 """Turns what a harness left in its output folder into a task's result, or says which samples failed.
 
-lmms-eval writes `<model>/<time>_results.json` and `<model>/<time>_samples_<task>.jsonl`, lm-eval `<model>/results_<time>.json`
-and `<model>/samples_<task>_<time>.jsonl`. Neither says that something went wrong: a failure may be an empty answer, an
-answer that is an error text, a missing sample, or a missing file.
+lmms-eval writes `<model>/<time>_results.json` and `<model>/<time>_samples_<task>.jsonl`, lm-eval
+`<model>/results_<time>.json` and `<model>/samples_<task>_<time>.jsonl`. Neither says that something went wrong: a
+failure may be an empty answer, an answer that is an error text, a missing sample, or a missing file.
 """
 
 import json
@@ -16,7 +16,8 @@ from llava.eval.results import TaskResult
 from llava.eval.tasks import Task, answer_of, doc_id
 
 ERROR_TEXTS = re.compile(
-    r"^(failed to obtain answer via api|error(?: code)?:|traceback \(most recent call last\)|\[lmms[-_]eval)", re.IGNORECASE
+    r"^(failed to obtain answer via api|error(?: code)?:|traceback \(most recent call last\)|\[lmms[-_]eval)",
+    re.IGNORECASE,
 )
 FAILED_AT = "llava.eval.launch: failed at "
 """Starts the line in the log that names the samples at which a harness stopped."""
@@ -50,8 +51,8 @@ def collect(task: Task, folder: Path, seconds: float, data: str | None = None, a
         raise EvaluationError(
             task.name,
             [
-                f"the harness's {task.metric} is {value}, which is not the samples' score of {score:.4f} %; this version "
-                "of the harness may compute it in another way"
+                f"the harness's {task.metric} is {value}, which is not the samples' score of {score:.4f} %; this "
+                "version of the harness may compute it in another way"
             ],
         )
     chance = task.chance(records) if callable(task.chance) else task.chance

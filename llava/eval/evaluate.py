@@ -8,13 +8,11 @@ import argparse
 import datetime
 import importlib.metadata
 import importlib.util
-import json
 import os
 import shlex
 import shutil
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--data-dir", type=Path, help="folder of <org>/<name> data sets; then nothing comes from the hub")
     top.add_argument("--conv-template", help="template for a checkpoint that does not say its own (LLaVA-1.5: v1)")
     top.add_argument("--limit", type=_positive, help="ask only the first N samples of every task; not for real scores")
-    top.add_argument("--mmlu-fewshot", type=int, default=5, metavar="N", help="solved examples before each question (default: 5)")
+    top.add_argument(
+        "--mmlu-fewshot", type=int, default=5, metavar="N", help="solved examples before each question (default: 5)"
+    )
     top.add_argument("--batch-size", type=_positive, default=1, help="samples at a time on each device (default: 1)")
     top.add_argument("--num-gpus", type=int, help="data parallel over so many; 0: CPU (default: all there are)")
     top.add_argument("--allow-empty", action="store_true", help="count empty answers as wrong instead of failing")
@@ -126,11 +126,13 @@ def data_place(task: Task, data_dir: Path | None) -> Path | None:
         if (folder / task.dataset / "README.md").is_file():
             return folder.resolve()
     if task.own:
-        raise ValueError(f"--tasks {task.name}: {OWN_DATA / task.dataset} is missing; run: python -m playground heldout")
+        raise ValueError(
+            f"--tasks {task.name}: {OWN_DATA / task.dataset} is missing; run: python -m playground heldout"
+        )
     if data_dir is not None:
         raise ValueError(
-            f"--tasks {task.name}: {data_dir / task.dataset}/README.md is missing; --data-dir needs the data set there, "
-            "as docs/evaluate.md describes"
+            f"--tasks {task.name}: {data_dir / task.dataset}/README.md is missing; --data-dir needs the data set "
+            "there, as docs/evaluate.md describes"
         )
     return None
 
@@ -185,7 +187,9 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     config = read_config(args.checkpoint)
     template = choose_template(config, args.checkpoint, args.conv_template)
     if is_captioner(template):
-        raise ValueError(f"{args.checkpoint}: template 'plain' (stage 1) knows no questions; evaluate a stage-2 checkpoint")
+        raise ValueError(
+            f"{args.checkpoint}: template 'plain' (stage 1) knows no questions; evaluate a stage-2 checkpoint"
+        )
     name = args.conv_template or config.mm_conv_version
     chosen = {"conv_template": name, "limit": args.limit, "mmlu_fewshot": args.mmlu_fewshot}
     return chosen | {"batch_size": args.batch_size, "num_gpus": args.num_gpus}
@@ -203,7 +207,9 @@ def is_finished(task: Task, results: Results, places: dict[str, Path | None]) ->
     return task.name in results.tasks and results.tasks[task.name].data == data_fingerprint(task, places[task.name])
 
 
-def process_groups(tasks: list[Task], places: dict[str, Path | None], together: bool, mmlu_fewshot: int) -> list[list[Task]]:
+def process_groups(
+    tasks: list[Task], places: dict[str, Path | None], together: bool, mmlu_fewshot: int
+) -> list[list[Task]]:
     """Which tasks share a process: none, or all that have harness and data folder in common."""
     groups: dict[Any, list[Task]] = {}
     for task in tasks:
@@ -222,7 +228,7 @@ def run_group(
         EvaluationError: the process or one of its tasks failed.
     """
     title = ",".join(task.name for task in tasks)
-    folder = (args.output_dir / (tasks[0].name if len(tasks) == 1 else "together")).resolve()
+    folder = (args.output_dir / (tasks[0].name + "+" * (len(tasks) > 1))).resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     log = folder / "log.txt"
@@ -238,9 +244,7 @@ def run_group(
     }
 
 
-def harness_command(
-    tasks: list[Task], folder: Path, args: argparse.Namespace, settings: dict[str, Any]
-) -> list[str]:
+def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, settings: dict[str, Any]) -> list[str]:
     """The command line of one harness process."""
     harness = tasks[0].harness
     path = Path(args.checkpoint)

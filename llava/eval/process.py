@@ -47,7 +47,11 @@ def _watch(process: subprocess.Popen, log: Path, title: str) -> None:
         last = time.monotonic()
         line = progress(log)
         if line and line != shown:
-            print(f"\r  {title}: {line} " if terminal else f"  {title}: {line}", end="" if terminal else "\n", file=sys.stderr)
+            print(
+                f"\r  {title}: {line} " if terminal else f"  {title}: {line}",
+                end="" if terminal else "\n",
+                file=sys.stderr,
+            )
             sys.stderr.flush()
             shown = line
     if terminal and shown:
@@ -55,7 +59,7 @@ def _watch(process: subprocess.Popen, log: Path, title: str) -> None:
 
 
 def progress(log: Path, tail: int = 20_000) -> str:
-    """The newest progress bar in the last bytes of a log, as `Model Responding 12% 108/900 [00:10<01:13]`, or nothing."""
+    """The newest progress bar in the last bytes of a log, as `Model Responding 12% 108/900 [00:10<01:13]`, or ''."""
     with open(log, "rb") as stream:
         stream.seek(max(0, log.stat().st_size - tail))
         found = BAR.findall(stream.read().decode("utf-8", errors="replace"))

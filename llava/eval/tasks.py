@@ -155,7 +155,9 @@ def _seed_score(record: Record) -> bool:
 
 
 def _seed_kind(record: Record) -> str:
-    return next(key for key in record if key.startswith("seedbench_2_plus_") and not key.endswith("_all")).split("_")[-1]
+    return next(key for key in record if key.startswith("seedbench_2_plus_") and not key.endswith("_all")).split("_")[
+        -1
+    ]
 
 
 _SCIENCE = each(lambda record: record["exact_match"])
