@@ -15,7 +15,7 @@ STAGES = ("pretrain.json", "finetune.json")
 
 @dataclass
 class Settings:
-    """`python -m playground mixed` has no settings: everything is decided by the two sets."""
+    """`python -m playground mixed` has nothing to choose: it follows the two sets."""
 
 
 def prepare(settings: Settings, root: Path, force: bool = False) -> Path:

@@ -60,6 +60,7 @@ if [ "$PRESET" = demo ]; then
   # A quarter of the records are stamps: half as many steps again leave the scenes what the quickstart gives them.
   export MAX_STEPS="${MAX_STEPS:-120}" IMAGE_FOLDER="${IMAGE_FOLDER:-playground/data}"
   : "${TASKS:=scenes,stamps}"
+  [ -n "$EVALUATE_FLAGS" ] || EVALUATE_FLAGS=--allow-empty # so small a model may have nothing to say about a photo
 fi
 export EXTRAS="${EXTRAS:-train,playground,eval,analysis}" REPORT_TO="${REPORT_TO:-tensorboard}"
 
@@ -120,7 +121,7 @@ comparison() { # check | report, more flags
 mkdir -p "$OUTPUT"
 # A training that outlived this script keeps the lock: two would write into one folder.
 exec 8>"$OUTPUT/.lock"
-flock -w 60 8 || die "$OUTPUT is in use by another comparison or by a training that it left; wait for its end"
+flock -w "${LOCK_SECONDS:-60}" 8 || die "$OUTPUT is in use by another comparison or by a training that it left; wait for its end"
 
 step "set up .venv" ensure_environment
 for name in "${PREPARE[@]}"; do step "prepare $name" "$PYTHON_BIN" -m playground "$name"; done
@@ -136,4 +137,4 @@ for command in $ANALYSIS; do step "analysis, $command" analyze "$command"; done
 step "report" comparison report
 show_times
 echo
-echo "page: $OUTPUT/report.html   tables: $OUTPUT/report.md $OUTPUT/report.csv"
+echo "page: $OUTPUT/report.html   tables: $OUTPUT/report.md $OUTPUT/report-*.csv"

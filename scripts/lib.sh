@@ -80,7 +80,7 @@ train_stage() { # stage folder log NAME=VALUE...
 watch_training() { # pid jsonl
   local line pattern='.*"step": ([0-9]+), "loss": ([0-9.]+).*"samples_per_second": ([0-9.]+).*'
   while kill -0 "$1" 2>/dev/null; do
-    sleep 3
+    sleep "${WATCH_SECONDS:-3}"
     line=$(tail -n 1 "$2" 2>/dev/null || true)
     [[ ! "$line" =~ $pattern ]] ||
       printf '\r  step %4d  loss %.3f  %4.1f samples/s ' "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}" "${BASH_REMATCH[3]}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
 
 from llava.eval import paper
 from llava.eval.compare import STAGES, Run, arm_differences
@@ -101,11 +102,11 @@ def results_table(stats: Statistics, llm: str | None) -> Rows:
             row |= {"verdict": found.verdict if found else "baseline"}
             row |= {"won": found and found.won, "lost": found and found.lost, "p": found and float(f"{found.p:.2g}")}
             row |= {f"seed {seed}": round(score, 2) for seed, score in zip(stats.seeds, scores, strict=True)}
-            published = paper_score(llm, arm, task)
-            base = paper_score(llm, stats.baseline, task)
-            row |= {"paper": published, "paper delta": published and base and arm != stats.baseline and round(published - base, 2) or None}
+            row |= {"paper": paper_score(llm, arm, task), "paper delta": paper_delta(llm, arm, stats.baseline, task)}
             if task != MEAN:
                 one = stats.first(task)
+                samples = [sample for seed in stats.seeds for sample in stats.by_run[arm, seed][task].samples]
+                row |= {"empty answers": sum(not sample.answer.strip() for sample in samples)}
                 row |= {"chance": one.chance and round(one.chance, 1), "questions": len(one.samples), "metric": one.metric}
             rows.append(row)
     return rows
@@ -116,6 +117,12 @@ def paper_score(llm: str | None, arm: str, task: str) -> float | None:
     if llm is None:
         return None
     return paper.MEANS[llm].get(arm) if task == MEAN else paper.TABLE_4[llm].get(arm, {}).get(task)
+
+
+def paper_delta(llm: str | None, arm: str, baseline: str, task: str) -> float | None:
+    """The paper's difference between two arms, or None."""
+    ours, base = paper_score(llm, arm, task), paper_score(llm, baseline, task)
+    return None if ours is None or base is None or arm == baseline else round(ours - base, 2)
 
 
 def kinds_table(stats: Statistics) -> Rows:
@@ -178,7 +185,7 @@ def settings_table(runs: Sequence[Run]) -> Rows:
     rows = []
     for stage in STAGES:
         first, *others = [run.configuration(stage) for run in runs]
-        shared = {name: value for name, value in first.items() if all(o.get(name, other) == value for o in others for other in [...])}
+        shared = {name: value for name, value in first.items() if all(o.get(name, ...) == value for o in others)}
         rows += [{"stage": stage, "field": name, "value": json.dumps(value)} for name, value in sorted(shared.items())]
     return rows
 
@@ -249,9 +256,8 @@ def headline_table(stats: Statistics, llm: str | None) -> dict[str, Any]:
     for arm, name in paper.ARMS.items() if llm and any(task in TITLES for task in stats.tasks) else ():
         cells = []
         for task in columns:
-            score, base = paper_score(llm, arm, task), paper_score(llm, stats.baseline, task)
-            delta = score - base if score is not None and arm != stats.baseline else None
-            cells.append({"score": score, "found": None, "delta": delta})
+            delta = paper_delta(llm, arm, stats.baseline, task)
+            cells.append({"score": paper_score(llm, arm, task), "found": None, "delta": delta})
         rows.append({"name": f"paper: {llm}, {name}", "kind": "paper", "cells": cells})
     return {"columns": [TITLES.get(task, task) for task in columns], "rows": rows}
 
@@ -329,6 +335,8 @@ def shown(value: Any) -> str:
 
 def markdown_text(value: Any) -> str:
     """`value` so that Markdown shows it as it is, inside a table too."""
+    if isinstance(value, Markup):  # a table that is escaped already
+        return value
     text = re.sub(r"\s+", " ", shown(value))
     return re.sub(r"([\\`*_{}\[\]<>|&#~])", r"\\\1", text)
 
