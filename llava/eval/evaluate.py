@@ -97,17 +97,19 @@ def run_missing(tasks: list[Task], places: dict[str, Path | None], args: argpars
     missing = [task for task in tasks if args.force or not is_finished(task, results, places)]
     for task in [task for task in tasks if task not in missing]:
         print(f"{task.name}: finished before, {results.tasks[task.name].score:.2f} (--force evaluates again)")
+    if [task.name for task in missing if results.tasks.pop(task.name, None)]:
+        write_results(results, args.output_dir)  # a stale score must not outlive a failure
     failed = []
     for group in process_groups(missing, places, args.together, args.mmlu_fewshot):
-        try:
-            for name, result in run_group(group, places[group[0].name], args, results.settings).items():
-                results.tasks[name] = result
-                results.created = now()
-                write_results(results, args.output_dir)
-                print(f"{name}: {result.score:.2f} % ({result.metric}, {len(result.samples)} samples)", flush=True)
-        except EvaluationError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            failed += [task.name for task in group]
+        for task, result in run_group(group, places[group[0].name], args, results.settings):
+            if isinstance(result, EvaluationError):
+                print(f"error: {result}", file=sys.stderr, flush=True)
+                failed.append(task.name)
+                continue
+            results.tasks[task.name] = result
+            results.created = now()
+            write_results(results, args.output_dir)
+            print(f"{task.name}: {result.score:.2f} % ({result.metric}, {len(result.samples)} samples)", flush=True)
     rows = [
         {"task": name, "score, %": result.score, "chance, %": result.chance, "samples": len(result.samples)}
         for name, result in results.tasks.items()

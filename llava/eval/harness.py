@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,8 @@ def process_groups(
 
 def run_group(
     tasks: list[Task], place: Path | None, args: argparse.Namespace, settings: dict[str, Any]
-) -> dict[str, TaskResult]:
-    """Runs one harness process and collects the results of its tasks, by name.
-
-    Raises:
-        EvaluationError: the process or one of its tasks failed.
-    """
+) -> Iterator[tuple[Task, TaskResult | EvaluationError]]:
+    """Runs one harness process and gives what came of each of its tasks."""
     title = ",".join(task.name for task in tasks)
     folder = (args.output_dir / (tasks[0].name + "+" * (len(tasks) > 1))).resolve()
     shutil.rmtree(folder, ignore_errors=True)
@@ -81,12 +78,14 @@ def run_group(
     start = time.monotonic()
     command = harness_command(tasks, folder, args, settings)
     status = run_logged(command, log, cwd=place or folder, env=environment(args, place), title=title)
-    if status:
-        raise EvaluationError(title, crash_problems(status, log))
     seconds = (time.monotonic() - start) / len(tasks)
-    return {
-        task.name: collect(task, folder, seconds, data_fingerprint(task, place), args.allow_empty) for task in tasks
-    }
+    for task in tasks:
+        try:
+            if status:
+                raise EvaluationError(task.name, crash_problems(status, log))
+            yield task, collect(task, folder, seconds, data_fingerprint(task, place), args.allow_empty)
+        except EvaluationError as error:
+            yield task, error
 
 
 def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, settings: dict[str, Any]) -> list[str]:
@@ -94,19 +93,13 @@ def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, s
     harness = tasks[0].harness
     path = Path(args.checkpoint)
     pretrained = str(path.resolve()) if path.exists() else args.checkpoint
+    if "," in pretrained or "=" in pretrained:
+        raise ValueError(f"{pretrained}: the harnesses cannot take a path with a comma or an equals sign; link it")
     launcher = ["-m"]
     if args.num_gpus > 1:
         launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(args.num_gpus), "--num_machines", "1"]
-        launcher += [
-            "--main_process_port",
-            "0",
-            "--multi_gpu",
-            "--mixed_precision",
-            "no",
-            "--dynamo_backend",
-            "no",
-            "-m",
-        ]
+        launcher += ["--main_process_port", "0", "--multi_gpu", "--mixed_precision", "no"]
+        launcher += ["--dynamo_backend", "no", "-m"]
     device = "cuda" if args.num_gpus else "cpu"
     model_args = {"pretrained": pretrained}
     if harness == "lmms_eval":
