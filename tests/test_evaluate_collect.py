@@ -31,7 +31,7 @@ def leave(folder, answers=ANSWERS, score=None, doc_ids=None, expected=None):
     ]
     (folder / "now_samples_pope.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     value = sum(hits) / len(hits) if score is None else score
-    counts = {"pope": {"original": 9000, "effective": expected or len(answers)}}
+    counts = {"pope": {"original": 9000, "effective": float(expected or len(answers))}}  # so with --limit
     scores = {"results": {"pope": {"pope_accuracy,none": value}}, "n-samples": counts}
     (folder / "now_results.json").write_text(json.dumps(scores))
 

@@ -107,10 +107,10 @@ def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) ->
     return records
 
 
-def count_problems(name: str, records: list[dict[str, Any]], expected: int) -> list[str]:
+def count_problems(name: str, records: list[dict[str, Any]], expected: float) -> list[str]:
     """What is wrong with the number of samples; the harness numbers them from 0."""
     seen = Counter(record["doc_id"] for record in records)
-    missing = [str(index) for index in range(expected) if index not in seen]
+    missing = [str(index) for index in range(int(expected)) if index not in seen]
     doubled = [str(index) for index, count in seen.items() if count > 1]
     problems = []
     if missing:

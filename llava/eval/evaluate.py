@@ -39,6 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     except EvaluationError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nstopped; the same command does what is missing", file=sys.stderr)
+        return 130
 
 
 def parser() -> argparse.ArgumentParser:

@@ -82,7 +82,8 @@ def run_group(
     for task in tasks:
         try:
             if status:
-                raise EvaluationError(task.name, crash_problems(status, log))
+                hint = [] if place else [f"{task.dataset} comes from the hub; without a network give --data-dir"]
+                raise EvaluationError(task.name, crash_problems(status, log) + hint)
             yield task, collect(task, folder, seconds, data_fingerprint(task, place), args.allow_empty)
         except EvaluationError as error:
             yield task, error
