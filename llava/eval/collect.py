@@ -100,17 +100,17 @@ def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) ->
         found = sorted((json.loads(line) for line in lines), key=lambda record: record["doc_id"])
         if name != task.name:
             found = [record | {"subtask": name.removeprefix(task.name + "_")} for record in found]
-        problems += count_problems(name, found, count["effective"])
+        problems += count_problems(name, found, int(count["effective"]))  # with --limit it may be 8.0
         records += found
     if problems or not records:
         raise EvaluationError(task.name, problems or [f"{folder}: the harness wrote no samples"])
     return records
 
 
-def count_problems(name: str, records: list[dict[str, Any]], expected: float) -> list[str]:
+def count_problems(name: str, records: list[dict[str, Any]], expected: int) -> list[str]:
     """What is wrong with the number of samples; the harness numbers them from 0."""
     seen = Counter(record["doc_id"] for record in records)
-    missing = [str(index) for index in range(int(expected)) if index not in seen]
+    missing = [str(index) for index in range(expected) if index not in seen]
     doubled = [str(index) for index, count in seen.items() if count > 1]
     problems = []
     if missing:
