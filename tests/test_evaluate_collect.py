@@ -203,6 +203,10 @@ def test_missing_data_captioners_and_a_folder_in_use_are_refused_before_anything
     harness.output.mkdir()
     with FileLock(harness.output / ".lock"):
         assert "another evaluate.sh writes there" in refusal("pope")
+    (harness.output / "pope").mkdir()
+    (harness.output / "pope/mine.txt").touch()
+    assert "no log.txt of an earlier evaluation" in refusal("pope")
+    assert (harness.output / "pope/mine.txt").exists()
     config = {"model_type": "llava_qwen", "mm_conv_version": "plain"}
     (harness.checkpoint / "config.json").write_text(json.dumps(config))
     assert "stage-2 checkpoint" in refusal("pope")

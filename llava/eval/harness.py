@@ -68,12 +68,18 @@ def process_groups(
 def run_group(
     tasks: list[Task], place: Path | None, args: argparse.Namespace, settings: dict[str, Any]
 ) -> Iterator[tuple[Task, TaskResult | EvaluationError]]:
-    """Runs one harness process and gives what came of each of its tasks."""
+    """Runs one harness process and gives what came of each of its tasks.
+
+    Raises:
+        ValueError: the folder for the harness's files is somebody else's.
+    """
     title = ",".join(task.name for task in tasks)
     folder = (args.output_dir / (tasks[0].name + "+" * (len(tasks) > 1))).resolve()
+    log = folder / "log.txt"
+    if folder.exists() and not log.exists():
+        raise ValueError(f"{folder} is there and has no log.txt of an earlier evaluation; give another --output-dir")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    log = folder / "log.txt"
     print(f"{title}: running, log in {log}", flush=True)
     start = time.monotonic()
     command = harness_command(tasks, folder, args, settings)
