@@ -76,7 +76,7 @@ def run_group(
     title = ",".join(task.name for task in tasks)
     folder = (args.output_dir / (tasks[0].name + "+" * (len(tasks) > 1))).resolve()
     log = folder / "log.txt"
-    if folder.exists() and not log.exists():
+    if folder.exists() and not log.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is there and has no log.txt of an earlier evaluation; give another --output-dir")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
