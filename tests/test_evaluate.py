@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from benchmark_data import HELLASWAG, KINDS, MMLU, PLAN, POPE, answer, picture
 from test_train import flags
 
 from llava.eval.ask import load_assistant
+from llava.eval.evaluate import main
 from llava.eval.results import read_results
 from llava.train.train import train
 from playground import heldout
@@ -30,6 +32,7 @@ TASKS = (
     "ai2d",
     "pope",
 )
+ALL = (*TASKS, "scenes", "hellaswag", "mmlu")
 HITS = [answer("ai2d", colour) == target for colour, target in PLAN]
 EXPECTED = dict.fromkeys(TASKS, 5 / 7) | {
     "mmbench_en_dev_static": 4 / 7,  # one question is right in one order of its options only
@@ -109,32 +112,34 @@ def mmlu_subjects() -> list[str]:
     return sorted(file.stem.removeprefix("mmlu_") for file in folder.glob("mmlu_*.yaml"))
 
 
-def write_scenes(root: Path) -> None:
-    """Held-out pictures as the playground leaves them, made a data set by its own command."""
-    (root / "scenes/images").mkdir(parents=True)
+def write_heldout(root: Path, name: str, plan: list[tuple[str, str]]) -> None:
+    """Held-out pictures and questions as the playground leaves them."""
+    (root / name / "images").mkdir(parents=True)
     records = []
-    for index, (colour, target) in enumerate(PLAN):
-        picture(colour).save(root / f"scenes/images/{index}.png")
+    for index, (colour, target) in enumerate(plan):
+        picture(colour).save(root / name / f"images/{index}.png")
         turns = [("human", f"<image>\n{benchmark_data.PROMPTS['scenes']}"), ("gpt", target.lower() + ".")]
         records.append(
             {
-                "id": f"scene {index}",
+                "id": f"{name} {index}",
                 "image": f"{index}.png",
                 "conversations": [{"from": who, "value": text} for who, text in turns],
                 "kind": KINDS[index],
                 "choices": ["a", "b"] if KINDS[index] == "one" else ["a", "b", "c", "d"],
             }
         )
-    (root / "scenes/heldout.json").write_text(json.dumps(records))
-    heldout.prepare(heldout.Settings(), root)
+    (root / name / "heldout.json").write_text(json.dumps(records))
 
 
 @pytest.fixture(scope="module")
 def runs(checkpoint, assistant, tmp_path_factory):
-    """What two calls of evaluate.sh printed and left: all tasks, and data on which the checkpoint fails."""
+    """What two calls of evaluate.sh printed and left: on all tasks, `stamps` with pictures to which the checkpoint says
+    nothing, and on data at which it raises."""
     root = tmp_path_factory.mktemp("evaluate")
     hub, bad = root / heldout.FOLDER, root / "bad"
-    write_scenes(root)
+    write_heldout(root, "scenes", PLAN)
+    write_heldout(root, "stamps", [(("black", "A") if index in (2, 5) else item) for index, item in enumerate(PLAN)])
+    heldout.prepare(heldout.Settings(), root)
     benchmark_data.write_all(hub)
     chosen = hellaswag_choices(assistant)
     labels = [chosen[0], chosen[1], (chosen[2] + 1) % 4, chosen[3]]
@@ -143,23 +148,23 @@ def runs(checkpoint, assistant, tmp_path_factory):
     rows = benchmark_data.mmlu([0, 2])
     splits = {"test": rows, "validation": rows, "dev": rows}
     benchmark_data.write(hub / "cais/mmlu", dict.fromkeys(mmlu_subjects(), splits))
-    plan = [(("black", "A") if index in (2, 5) else item) for index, item in enumerate(PLAN)]
-    benchmark_data.write(bad / "Lin-Chen/MMStar", {"val": {"val": benchmark_data.mmstar(plan)}})
     rows = benchmark_data.pope(POPE[:4])
     rows[2]["question"] = "Is <image> warmer than <image>?"  # one picture for two places: `generate` raises
     benchmark_data.write(bad / "lmms-lab-encoder/POPE", {"default": {"test": rows}})
-    every = ["--tasks", ",".join([*TASKS, "scenes", "hellaswag", "mmlu"]), "--mmlu-fewshot", "0", "--together"]
+    every = ["--tasks", ",".join([*ALL, "stamps"]), "--mmlu-fewshot", "0", "--together"]
     with ThreadPoolExecutor() as pool:
         all_tasks = pool.submit(evaluate, checkpoint, hub, root / "out", *every, "--batch-size", "3")
-        failing = pool.submit(evaluate, checkpoint, bad, root / "failed", "--tasks", "mmstar,pope")
-        return {"all": (all_tasks.result(), root / "out"), "bad": (failing.result(), root / "failed")}
+        failing = pool.submit(evaluate, checkpoint, bad, root / "failed", "--tasks", "pope")
+        return {"all": (all_tasks.result(), hub, root / "out"), "bad": (failing.result(), bad, root / "failed")}
 
 
 @pytest.fixture(scope="module")
 def results(runs):
-    process, output = runs["all"]
-    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-6000:]
-    return read_results(output)
+    process, _, output = runs["all"]
+    assert process.returncode == 1, process.stdout[-3000:] + process.stderr[-6000:]
+    found = read_results(output)
+    assert set(found.tasks) == set(ALL), process.stdout[-3000:] + process.stderr[-6000:]
+    return found
 
 
 @pytest.mark.parametrize("task", EXPECTED)
@@ -204,7 +209,7 @@ def test_likelihood_tasks_choose_as_the_model_does_one_by_one(assistant, results
 
 def test_own_tasks_report_kinds_and_chance(results):
     scenes = results.tasks["scenes"]
-    assert scenes.samples[0].id == "scene 0"
+    assert scenes.samples[0].id == "scenes 0"
     assert scenes.by_group() == pytest.approx({"one": 60, "two": 100})
     assert scenes.chance == pytest.approx(100 * (5 / 2 + 2 / 4) / 7)
 
@@ -216,10 +221,23 @@ def test_the_result_file_says_what_made_it(checkpoint, results):
     assert results.command.startswith(f"bash scripts/evaluate.sh {checkpoint}")
 
 
-def test_empty_answers_and_errors_fail_and_name_the_samples(runs):
-    process, output = runs["bad"]
+def test_empty_answers_fail_their_task_and_name_the_samples(runs):
+    process, _, _ = runs["all"]
+    assert re.findall(r"doc (\d+): empty answer", process.stderr) == ["2", "5"]
+    assert "error: 1 of 12 tasks failed:\n  stamps" in process.stderr
+
+
+def test_an_error_of_the_model_fails_and_names_the_sample(runs):
+    process, _, output = runs["bad"]
     assert process.returncode == 1
-    for line in ("doc 2: empty answer", "doc 5: empty answer", "stopped at pope: doc 2: ValueError"):
-        assert line in process.stderr
-    assert "doc 3" not in process.stderr
+    assert re.findall(r"stopped at (pope: doc \d+: ValueError)", process.stderr) == ["pope: doc 2: ValueError"]
     assert not (output / "results.json").exists()
+
+
+def test_a_second_call_finds_everything_done(checkpoint, runs, results, capsys):
+    _, hub, output = runs["all"]
+    places = ["--data-dir", str(hub), "--output-dir", str(output), "--num-gpus", "0"]
+    assert main([str(checkpoint), *places, "--tasks", ",".join(ALL), "--mmlu-fewshot", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("finished before") == len(ALL) and "running" not in printed
+    assert read_results(output).tasks == results.tasks

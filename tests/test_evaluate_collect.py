@@ -4,11 +4,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
 
 from llava.eval import evaluate as evaluate_module
+from llava.eval import harness as harness_module
 from llava.eval import results as results_module
 from llava.eval.collect import FAILED_AT, EvaluationError, collect, crash_problems
-from llava.eval.evaluate import evaluate, main, parser
+from llava.eval.evaluate import main, parser
 from llava.eval.launch import failed_at
 from llava.eval.process import progress, run_logged
 from llava.eval.results import Results, Sample, TaskResult, read_results, write_results
@@ -29,7 +31,7 @@ def leave(folder, answers=ANSWERS, score=None, doc_ids=None, expected=None):
     ]
     (folder / "now_samples_pope.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     value = sum(hits) / len(hits) if score is None else score
-    counts = {"pope": {"original": 9000, "effective": expected or len(answers)}}
+    counts = {"pope": {"original": 9000, "effective": float(expected or len(answers))}}  # so with --limit
     scores = {"results": {"pope": {"pope_accuracy,none": value}}, "n-samples": counts}
     (folder / "now_results.json").write_text(json.dumps(scores))
 
@@ -155,50 +157,74 @@ def harness(tmp_path, monkeypatch):
             leave(log.parent)
         return 0 if title == "pope" else 3
 
-    monkeypatch.setattr(evaluate_module, "run_logged", run)
     monkeypatch.setattr(evaluate_module, "require_harnesses", lambda tasks: None)
-    monkeypatch.setattr(evaluate_module, "OWN_DATA", tmp_path / "no playground")
+    monkeypatch.setattr(harness_module, "run_logged", run)
+    monkeypatch.setattr(harness_module, "OWN_DATA", tmp_path / "no playground")
     return SimpleNamespace(checkpoint=checkpoint, hub=tmp_path / "hub", output=tmp_path / "out", ran=ran)
 
 
-def call(harness, *arguments):
+def call(harness, *arguments) -> int:
     argv = [str(harness.checkpoint), "--data-dir", str(harness.hub), "--output-dir", str(harness.output)]
-    evaluate(parser().parse_args([*argv, "--num-gpus", "0", *arguments]))
+    return main([*argv, "--num-gpus", "0", *arguments])
 
 
-def test_a_finished_task_is_kept_and_a_failed_one_runs_again(harness):
+def test_a_finished_task_is_kept_and_a_failed_one_runs_again(harness, capsys):
     for _ in range(2):
-        with pytest.raises(EvaluationError, match="exit status 3"):
-            call(harness, "--tasks", "mmstar,pope")
+        assert call(harness, "--tasks", "mmstar,pope") == 1
+        error = capsys.readouterr().err
+        assert "exit status 3" in error and "1 of 2 tasks failed:\n  mmstar" in error
     assert harness.ran == ["mmstar", "pope", "mmstar"]
     assert list(read_results(harness.output).tasks) == ["pope"]
 
 
 @pytest.mark.parametrize("change", ["checkpoint", "data", "limit", "force"])
 def test_a_finished_task_runs_again_when_anything_it_depends_on_changed(harness, change, capsys):
-    call(harness, "--tasks", "pope")
+    assert call(harness, "--tasks", "pope") == 0
     if change == "checkpoint":
         (harness.checkpoint / "config.json").write_text((harness.checkpoint / "config.json").read_text() + " ")
     if change == "data":
         (harness.hub / "lmms-lab-encoder/POPE/README.md").write_text("---\nmore: 1\n---\n")
     extra = {"limit": ["--limit", "4"], "force": ["--force"]}.get(change, [])
-    call(harness, "--tasks", "pope", *extra, "--batch-size", "2")
+    assert call(harness, "--tasks", "pope", *extra, "--batch-size", "2") == 0
     assert harness.ran == ["pope", "pope"]
-    kept = list(harness.output.glob("results.*Z.json")) + list(harness.output.glob("results.2*.json"))
+    kept = list(harness.output.glob("results.2*.json"))
     assert bool(kept) == (change in ("checkpoint", "limit"))
     if kept:
         assert f"made with other {change}" in capsys.readouterr().out
 
 
-def test_missing_data_and_captioners_are_refused_before_anything_runs(harness):
-    for tasks, message in (("ai2d", "lmms-lab-encoder/ai2d/README.md is missing"), ("stamps", "playground heldout")):
-        with pytest.raises(ValueError, match=message):
-            call(harness, "--tasks", tasks)
+def test_missing_data_captioners_and_a_folder_in_use_are_refused_before_anything_runs(harness, capsys):
+    def refusal(tasks):
+        assert call(harness, "--tasks", tasks) == 2
+        return capsys.readouterr().err
+
+    assert "lmms-lab-encoder/ai2d/README.md is missing" in refusal("ai2d")
+    assert "run: python -m playground heldout" in refusal("stamps")
+    harness.output.mkdir()
+    with FileLock(harness.output / ".lock"):
+        assert "another evaluate.sh writes there" in refusal("pope")
+    (harness.output / "pope").mkdir()
+    (harness.output / "pope/mine.txt").touch()
+    assert "no log.txt of an earlier evaluation" in refusal("pope")
+    assert (harness.output / "pope/mine.txt").exists()
     config = {"model_type": "llava_qwen", "mm_conv_version": "plain"}
     (harness.checkpoint / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="stage-2 checkpoint"):
-        call(harness, "--tasks", "pope")
+    assert "stage-2 checkpoint" in refusal("pope")
     assert not harness.ran
+
+
+def test_several_gpus_are_one_process_each_and_a_cpu_is_asked_for_by_name(tmp_path):
+    settings = {"conv_template": "qwen_1_5"}
+    on_eight = parser().parse_args(["org/model", "--num-gpus", "8", "--batch-size", "4", "--limit", "3"])
+    command = harness_module.harness_command([POPE, TASKS["scenes"]], tmp_path, on_eight, settings)
+    text = " ".join(command)
+    assert "-m accelerate.commands.launch --num_processes 8 " in text and " -m llava.eval.launch lmms_eval " in text
+    assert "--tasks pope,scenes --batch_size 4 --device cuda " in text and text.endswith("playground/tasks --limit 3")
+    on_cpu = parser().parse_args(["org/model", "--num-gpus", "0"])
+    text = " ".join(harness_module.harness_command([TASKS["mmlu"]], tmp_path, on_cpu, settings))
+    assert "accelerate" not in text and "dtype=float32" in text and text.endswith("--num_fewshot 5")
+    text = " ".join(harness_module.harness_command([TASKS["hellaswag"]], tmp_path, on_cpu, settings))
+    assert "--num_fewshot" not in text and "--device cpu" in text
 
 
 def test_a_long_command_is_logged_and_its_progress_read(tmp_path):

@@ -100,7 +100,7 @@ def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) ->
         found = sorted((json.loads(line) for line in lines), key=lambda record: record["doc_id"])
         if name != task.name:
             found = [record | {"subtask": name.removeprefix(task.name + "_")} for record in found]
-        problems += count_problems(name, found, count["effective"])
+        problems += count_problems(name, found, int(count["effective"]))  # with --limit it may be 8.0
         records += found
     if problems or not records:
         raise EvaluationError(task.name, problems or [f"{folder}: the harness wrote no samples"])

@@ -7,22 +7,22 @@ Every task runs in a process of its own, so that a call that was stopped loses o
 import argparse
 import datetime
 import importlib.metadata
-import importlib.util
-import os
 import shlex
-import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from llava.analysis.models import fingerprint, named_model, revision
+import torch
+from filelock import FileLock, Timeout
+
+from llava.analysis.models import named_model, revision
 from llava.analysis.output import format_table, git_commit
-from llava.eval.ask import exit_status, is_captioner
-from llava.eval.collect import EvaluationError, collect, crash_problems
-from llava.eval.process import run_logged
-from llava.eval.results import RESULTS_FILE, Results, TaskResult, read_results, write_results
-from llava.eval.tasks import OWN_DATA, OWN_TASKS, ROOT, Task, choose
+from llava.eval.ask import choose_template, exit_status, is_captioner
+from llava.eval.collect import EvaluationError
+from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
+from llava.eval.results import RESULTS_FILE, Results, read_results, write_results
+from llava.eval.tasks import ROOT, Task, choose
+from llava.model.builder import read_config
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "lmms-eval", "lm-eval")
 CODE = "llava (git commit)"
@@ -33,11 +33,15 @@ IDENTITY = ("conv_template", "limit", "mmlu_fewshot")
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; 0, 2 for refused arguments, 1 where a task failed."""
     args = parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
     try:
         return exit_status(evaluate, args)
     except EvaluationError as error:
-        print(f"\nerror: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nstopped; the same command does what is missing", file=sys.stderr)
+        return 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,82 +74,56 @@ def _positive(text: str) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Runs what is missing, task by task, and prints the scores.
+    """Runs what is missing, task by task, and prints the scores; what fails is reported and the others go on.
 
     Raises:
-        ValueError: refused arguments.
-        EvaluationError: a task failed, after all others had their turn.
+        ValueError: refused arguments, or another call writes to the same folder.
+        EvaluationError: a task failed.
     """
     tasks = choose(args.tasks)
     require_harnesses(tasks)
     if args.num_gpus is None:
-        import torch
-
         args.num_gpus = torch.cuda.device_count()
     places = {task.name: data_place(task, args.data_dir) for task in tasks}
     args.output_dir = args.output_dir or ROOT / "outputs/eval" / named_model(args.checkpoint).name
-    results = start_results(args)
+    settings = settings_of(args)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(args.output_dir / ".lock", timeout=0):
+            run_missing(tasks, places, args, start_results(args, settings))
+    except Timeout:
+        raise ValueError(f"{args.output_dir}: another evaluate.sh writes there; give another --output-dir") from None
+
+
+def run_missing(tasks: list[Task], places: dict[str, Path | None], args: argparse.Namespace, results: Results) -> None:
+    """Runs the tasks that `results` lacks, writing it after each."""
     missing = [task for task in tasks if args.force or not is_finished(task, results, places)]
     for task in [task for task in tasks if task not in missing]:
         print(f"{task.name}: finished before, {results.tasks[task.name].score:.2f} (--force evaluates again)")
-    failures = []
+    if [task.name for task in missing if results.tasks.pop(task.name, None)]:
+        write_results(results, args.output_dir)  # a stale score must not outlive a failure
+    failed = []
     for group in process_groups(missing, places, args.together, args.mmlu_fewshot):
-        try:
-            for name, result in run_group(group, places[group[0].name], args, results.settings).items():
-                results.tasks[name] = result
-                results.created = now()
-                write_results(results, args.output_dir)
-                print(f"{name}: {result.score:.2f} % ({result.metric}, {len(result.samples)} samples)", flush=True)
-        except EvaluationError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            failures.append(error)
+        for task, result in run_group(group, places[group[0].name], args, results.settings):
+            if isinstance(result, EvaluationError):
+                print(f"error: {result}", file=sys.stderr, flush=True)
+                failed.append(task.name)
+                continue
+            results.tasks[task.name] = result
+            results.created = now()
+            write_results(results, args.output_dir)
+            print(f"{task.name}: {result.score:.2f} % ({result.metric}, {len(result.samples)} samples)", flush=True)
     rows = [
         {"task": name, "score, %": result.score, "chance, %": result.chance, "samples": len(result.samples)}
         for name, result in results.tasks.items()
     ]
     if rows:
         print(f"\n{format_table(rows)}\nwritten: {args.output_dir / RESULTS_FILE}")
-    if failures:
-        raise EvaluationError(f"{len(failures)} of {len(tasks)} tasks", [line for e in failures for line in e.problems])
+    if failed:
+        raise EvaluationError(f"{len(failed)} of {len(tasks)} tasks", [f"{name} (above)" for name in failed])
 
 
-def require_harnesses(tasks: list[Task]) -> None:
-    """Raises ValueError unless the harnesses of `tasks` are installed."""
-    for name in dict.fromkeys(task.harness for task in tasks):
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"{name} is not installed; run: EXTRAS=eval bash scripts/setup.sh")
-
-
-def data_place(task: Task, data_dir: Path | None) -> Path | None:
-    """The folder that holds the task's data set as `<org>/<name>`, or None where it comes from the hub.
-
-    Raises:
-        ValueError: it should be local and is not there.
-    """
-    for folder in [data_dir] * (data_dir is not None) + [OWN_DATA] * task.own:
-        if (folder / task.dataset / "README.md").is_file():
-            return folder.resolve()
-    if task.own:
-        raise ValueError(
-            f"--tasks {task.name}: {OWN_DATA / task.dataset} is missing; run: python -m playground heldout"
-        )
-    if data_dir is not None:
-        raise ValueError(
-            f"--tasks {task.name}: {data_dir / task.dataset}/README.md is missing; --data-dir needs the data set "
-            "there, as docs/evaluate.md describes"
-        )
-    return None
-
-
-def data_fingerprint(task: Task, place: Path | None) -> str | None:
-    """Changes with the task's local data files; None where they come from the hub."""
-    if place is None:
-        return None
-    folders = [place / task.dataset, *sorted(f for f in (place / task.dataset).rglob("*") if f.is_dir())]
-    return "-".join(fingerprint(folder) for folder in folders)
-
-
-def start_results(args: argparse.Namespace) -> Results:
+def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results:
     """The results in the output folder if the same checkpoint, settings and versions made them, else empty ones.
 
     Others are kept under a name with their time, so that no file mixes two checkpoints or settings.
@@ -156,9 +134,9 @@ def start_results(args: argparse.Namespace) -> Results:
     results = Results(
         checkpoint=args.checkpoint,
         fingerprint=found,
-        command=shlex.join(["bash", "scripts/evaluate.sh", *(args.argv if hasattr(args, "argv") else sys.argv[1:])]),
+        command=shlex.join(["bash", "scripts/evaluate.sh", *args.argv]),
         versions={name: _version(name) for name in PACKAGES} | {CODE: git_commit()},
-        settings=settings_of(args),
+        settings=settings,
         created=now(),
     )
     path = args.output_dir / RESULTS_FILE
@@ -181,9 +159,6 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: the template is not known, or has no questions.
     """
-    from llava.eval.ask import choose_template
-    from llava.model.builder import read_config
-
     config = read_config(args.checkpoint)
     template = choose_template(config, args.checkpoint, args.conv_template)
     if is_captioner(template):
@@ -205,82 +180,6 @@ def differences(before: Results, now: Results) -> list[str]:
 def is_finished(task: Task, results: Results, places: dict[str, Path | None]) -> bool:
     """Whether the task's result is there and was made from the same data."""
     return task.name in results.tasks and results.tasks[task.name].data == data_fingerprint(task, places[task.name])
-
-
-def process_groups(
-    tasks: list[Task], places: dict[str, Path | None], together: bool, mmlu_fewshot: int
-) -> list[list[Task]]:
-    """Which tasks share a process: none, or all that have harness and data folder in common."""
-    groups: dict[Any, list[Task]] = {}
-    for task in tasks:
-        few_shot = task.name == "mmlu" and mmlu_fewshot  # one number for all tasks of a process
-        key = (task.harness, places[task.name], few_shot) if together else task.name
-        groups.setdefault(key, []).append(task)
-    return list(groups.values())
-
-
-def run_group(
-    tasks: list[Task], place: Path | None, args: argparse.Namespace, settings: dict[str, Any]
-) -> dict[str, TaskResult]:
-    """Runs one harness process and collects the results of its tasks, by name.
-
-    Raises:
-        EvaluationError: the process or one of its tasks failed.
-    """
-    title = ",".join(task.name for task in tasks)
-    folder = (args.output_dir / (tasks[0].name + "+" * (len(tasks) > 1))).resolve()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    log = folder / "log.txt"
-    print(f"{title}: running, log in {log}", flush=True)
-    start = time.monotonic()
-    command = harness_command(tasks, folder, args, settings)
-    status = run_logged(command, log, cwd=place or folder, env=environment(args, place), title=title)
-    if status:
-        raise EvaluationError(title, crash_problems(status, log))
-    seconds = (time.monotonic() - start) / len(tasks)
-    return {
-        task.name: collect(task, folder, seconds, data_fingerprint(task, place), args.allow_empty) for task in tasks
-    }
-
-
-def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, settings: dict[str, Any]) -> list[str]:
-    """The command line of one harness process."""
-    harness = tasks[0].harness
-    path = Path(args.checkpoint)
-    pretrained = str(path.resolve()) if path.exists() else args.checkpoint
-    launcher = ["-m"]
-    if args.num_gpus > 1:
-        launcher = ["-m", "accelerate.commands.launch", "--num_processes", str(args.num_gpus), "--num_machines", "1"]
-        launcher += ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
-    device = "cuda" if args.num_gpus else "cpu"
-    model_args = {"pretrained": pretrained}
-    if harness == "lmms_eval":
-        model = "llava"
-        model_args |= {"conv_template": settings["conv_template"], "device_map": "auto"}
-        # Without DEBUG lmms-eval catches what went wrong and ends with status 0.
-        extra = ["--verbosity", "DEBUG"] + ["--include_path", str(OWN_TASKS)] * any(task.own for task in tasks)
-    else:
-        model = "hf"
-        model_args |= {"dtype": "auto" if args.num_gpus else "float32"}
-        extra = ["--num_fewshot", str(args.mmlu_fewshot)] if "mmlu" in [task.name for task in tasks] else []
-    return [
-        *(sys.executable, *launcher, "llava.eval.launch", harness, "--model", model),
-        *("--model_args", ",".join(f"{key}={value}" for key, value in model_args.items())),
-        *("--tasks", ",".join(task.name for task in tasks), "--batch_size", str(args.batch_size)),
-        *("--device", device, "--output_path", str(folder), "--log_samples", *extra),
-        *(["--limit", str(args.limit)] if args.limit else []),
-    ]
-
-
-def environment(args: argparse.Namespace, place: Path | None) -> dict[str, str]:
-    """The harness's environment: this tree importable, no device but those asked for, no hub beside local data."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
-    if place is not None:
-        env["HF_HUB_OFFLINE"] = "1"
-    if args.num_gpus == 0:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    return env
 
 
 def now() -> str:
