@@ -19,7 +19,7 @@ class Settings:
 
 
 def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
-    """Return the folder `<root>/mixed` with both stages' records; their pictures are named from `root`, where they stay."""
+    """Return the folder `<root>/mixed` with both stages' records; pictures stay where they are, named from `root`."""
     manifests = {name: read_manifest(root / name) for name in SETS}
     for name, manifest in manifests.items():
         if manifest is None:
@@ -30,7 +30,9 @@ def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
             write_json(folder / stage, [record for name in SETS for record in records_from(root, name, stage)])
         return {"sets": list(SETS)}
 
-    return build(root / FOLDER, "mixed", {name: manifest["settings"] for name, manifest in manifests.items()}, write, force)
+    return build(
+        root / FOLDER, "mixed", {name: manifest["settings"] for name, manifest in manifests.items()}, write, force
+    )
 
 
 def records_from(root: Path, name: str, stage: str) -> list[dict[str, Any]]:

@@ -118,7 +118,7 @@ comparison() { # check | report, more flags
   "$PYTHON_BIN" -m llava.eval.compare "$1" --output-dir "$OUTPUT" --arms "$ARMS" --seeds "$SEEDS" "${@:2}"
 }
 
-mkdir -p "$OUTPUT"
+mkdir -p "$OUTPUT/analysis"
 # A training that outlived this script keeps the lock: two would write into one folder.
 exec 8>"$OUTPUT/.lock"
 flock -w "${LOCK_SECONDS:-60}" 8 || die "$OUTPUT is in use by another comparison or by a training that it left; wait for its end"

@@ -30,14 +30,22 @@ def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
         model = {"model_name_or_path": options.get("model", "smollm2"), "mm_projector_norm": norm}
         model["mm_projector_norm_init"] = "default" if norm != arm else "text_norm"
         model["pretrain_mm_mlp_adapter"] = str(run.folder("pretrain")) if stage == "finetune" else None
-        training = {"seed": seed, "learning_rate": 1e-3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+        training = {
+            "seed": seed,
+            "learning_rate": 1e-3,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 1,
+        }
         start = {
             "model": model,
             "data": {"data_path": f"{stage}.json", "records": "abc"},
             "training": training,
             "adapter": adapter_digest(model["pretrain_mm_mlp_adapter"]),
             "order": f"order-{seed}",
-            "initial_weights": {"mm_language_model": "x", "mm_mlp_adapter": f"{seed} {arm if stage == 'finetune' else ''}"},
+            "initial_weights": {
+                "mm_language_model": "x",
+                "mm_mlp_adapter": f"{seed} {arm if stage == 'finetune' else ''}",
+            },
             "code": {"digest": "d", "commit": "c0ffee"},
             "versions": {"torch": "2.13.0"},
             "devices": {"ranks": 1, "kind": "cpu"},
@@ -54,14 +62,15 @@ def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
 
 
 def write_scores(run: Run, right: float, answer: str, tasks: dict[str, int]) -> None:
-    """`eval/results.json`: every arm's luck is drawn from the same numbers, so that questions are easy or hard for all."""
+    """`eval/results.json`: questions are easy or hard for all arms of a seed, up to a little luck of each arm's own."""
     made = {}
     for task, count in tasks.items():
         easy = np.random.default_rng([run.seed, count]).random(count)
         own = np.random.default_rng([run.seed, count, len(run.arm)]).random(count)
         hit = 0.8 * easy + 0.2 * own < right
         samples = [
-            Sample(f"{task}-{i}", float(h), "right" if h else answer, "right", ("color", "shape")[i % 2]) for i, h in enumerate(hit)
+            Sample(f"{task}-{i}", float(h), "right" if h else answer, "right", ("color", "shape")[i % 2])
+            for i, h in enumerate(hit)
         ]
         made[task] = TaskResult("accuracy", 100 * float(hit.mean()), samples, CHANCE.get(task), 1.0, "data")
     fingerprint = revision(str(run.folder("finetune")))

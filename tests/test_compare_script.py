@@ -18,7 +18,8 @@ case "$*" in
     done
     echo "train $words${2#$OUT/}" >>"$CALLS"
     [ "$words" != "$HANGS " ] || sleep 60
-    mkdir -p "$2" && echo '{"model_type": "llava_llama"}' >"$2/config.json" && touch "$2"/{model.safetensors,mm_projector.bin} ;;
+    mkdir -p "$2" && touch "$2"/{model.safetensors,mm_projector.bin}
+    echo '{"model_type": "llava_llama"}' >"$2/config.json" ;;
   *llava.eval.evaluate*) echo "evaluate ${3#$OUT/}" >>"$CALLS" ;;
   *llava.analysis*) echo "analyze $3 $(grep -o 'model' <<<"$*" | wc -l)" >>"$CALLS" ;;
   *llava.eval.compare*) echo "$3 ${*: -1}" >>"$CALLS"; [ "$3" != "$FAILING" ] || exit 2 ;;
@@ -35,8 +36,21 @@ def compare(tmp_path):
     python.chmod(0o755)
     data = tmp_path / "data.json"
     data.touch()
-    env = {"LLAVA_PYTHON": python, "CALLS": calls, "OUT": out, "DATA_PATH": data, "IMAGE_FOLDER": tmp_path, "DATA": data}
-    env |= {"MODEL_PATH": tmp_path, "VISION_TOWER": tmp_path, "NUM_GPUS": 1, "DEEPSPEED_CONFIG": "", "LAUNCHER": "python"}
+    env = {
+        "LLAVA_PYTHON": python,
+        "CALLS": calls,
+        "OUT": out,
+        "DATA_PATH": data,
+        "IMAGE_FOLDER": tmp_path,
+        "DATA": data,
+    }
+    env |= {
+        "MODEL_PATH": tmp_path,
+        "VISION_TOWER": tmp_path,
+        "NUM_GPUS": 1,
+        "DEEPSPEED_CONFIG": "",
+        "LAUNCHER": "python",
+    }
     env |= {"WATCH_SECONDS": "0.1", "ANALYSIS": "theory", "BF16": "False"}
 
     def run(*flags, start=False, **extra):
@@ -44,7 +58,9 @@ def compare(tmp_path):
         if not start:
             return bash(*words, **env, **extra)
         variables = {k: str(v) for k, v in (env | extra).items()} | {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-        return subprocess.Popen(["bash", *words], cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(
+            ["bash", *words], cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, start_new_session=True
+        )
 
     def seen():
         lines = calls.read_text().splitlines() if calls.exists() else []
@@ -96,7 +112,9 @@ def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
             break
     assert lines[-1] == "train layernorm 42 seed-42/layernorm/pretrain"
     if sent is signal.SIGINT:
-        os.killpg(process.pid, sent)  # Ctrl-C reaches the group, in which bash lets what runs in the background ignore it
+        os.killpg(
+            process.pid, sent
+        )  # Ctrl-C reaches the group, in which bash lets what runs in the background ignore it
     else:
         process.send_signal(sent)
     process.wait(timeout=20)

@@ -53,7 +53,9 @@ def test_interval_is_the_normal_one_where_that_holds():
     result = one(d)
     error = 100 * d.std() / math.sqrt(len(d))
     assert result.delta == pytest.approx(100 * d.mean())
-    assert (result.low, result.high) == pytest.approx((result.delta - 1.96 * error, result.delta + 1.96 * error), abs=0.1)
+    assert (result.low, result.high) == pytest.approx(
+        (result.delta - 1.96 * error, result.delta + 1.96 * error), abs=0.1
+    )
 
 
 def test_difference_between_seeds_widens_the_interval_and_one_seed_says_nothing_about_it():

@@ -60,7 +60,9 @@ def test_tables_say_what_the_samples_say(report):
     assert float(row["score"]) == pytest.approx(sum(found) / 2, abs=0.01)
     assert float(row["delta"]) == pytest.approx((sum(found) - sum(base)) / 2, abs=0.01)
     assert [float(row["seed 1"]), float(row["seed 2"])] == pytest.approx(found, abs=0.01)
-    verdicts = {arm: rows[arm, "mean"]["verdict"] for arm in ("none", "gwc_layernorm", "layernorm_default", "layernorm")}
+    verdicts = {
+        arm: rows[arm, "mean"]["verdict"] for arm in ("none", "gwc_layernorm", "layernorm_default", "layernorm")
+    }
     assert list(verdicts.values()) == ["baseline", "improved", "worse", "unchanged"]
     assert rows["layernorm", "POPE"]["paper delta"] == "0.74"
     assert rows["layernorm_default", "POPE"]["paper"] == ""
@@ -118,7 +120,7 @@ def test_papers_last_column_is_the_mean_of_its_nine():
     assert paper.language_model_of("meta-llama/Llama-3.2-3B-Instruct") == "Llama-3.2-3B"
 
 
-# --- in a browser -------------------------------------------------------------------------------------------------------
+# --- in a browser -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +132,20 @@ def browse(tmp_path_factory):
     profile = tmp_path_factory.mktemp("browser")
 
     def run(page, *flags, width=1200):
-        command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={profile}"]
-        command += [f"--window-size={width},900", "--virtual-time-budget=5000", *(flags or ["--dump-dom"]), page.as_uri()]
+        command = [
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--enable-logging=stderr",
+            f"--user-data-dir={profile}",
+        ]
+        command += [
+            f"--window-size={width},900",
+            "--virtual-time-budget=5000",
+            *(flags or ["--dump-dom"]),
+            page.as_uri(),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -149,9 +163,10 @@ def test_page_renders_without_a_message_and_sorts_its_tables(report, browse, tmp
     probe = """<script>
       var table = Array.from(document.querySelectorAll("details"))
         .find(function (d) { return d.textContent.startsWith("layer-norms"); }).querySelector("table"), seen = [];
-      function column(i) { return Array.from(table.tBodies[0].rows).map(function (r) { return r.cells[i].textContent; }).join(); }
+      function column(i) { return Array.from(table.tBodies[0].rows, function (r) { return r.cells[i].textContent; }).join(); }
       [2, 2, 1].forEach(function (i) { table.querySelectorAll("th button")[i].click(); seen.push(column(1)); });
-      var broken = Array.from(document.images).filter(function (i) { return i.loading !== "lazy" && !i.naturalWidth; }).length;
+      var loaded = function (i) { return i.loading === "lazy" || i.naturalWidth; };
+      var broken = Array.from(document.images).filter(function (i) { return !loaded(i); }).length;
       window.dispatchEvent(new Event("beforeprint"));
       var closed = document.querySelectorAll("details:not([open])").length;
       document.title = JSON.stringify([seen, broken, closed, document.title === "hacked"]);

@@ -8,7 +8,6 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from llava.analysis.models import revision

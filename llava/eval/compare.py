@@ -63,8 +63,10 @@ class Run:
         first, *later = [dict(flattened(start["configuration"])) for start in self.starts(stage)]
         for again in later:
             if changed := differences(first, again):
-                raise ValueError(f"{self.name}, {stage}: continued with another configuration than it was started with"
-                                 f"{listed(changed, ('at first', 'later'))}\n{TRAIN_AGAIN.format(self.folder(stage))}")
+                raise ValueError(
+                    f"{self.name}, {stage}: continued with another configuration than it was started with"
+                    f"{listed(changed, ('at first', 'later'))}\n{TRAIN_AGAIN.format(self.folder(stage))}"
+                )
         config = json.loads((self.folder(stage) / "config.json").read_text())
         steps = max((int(line["step"]) for line in self.log(stage)), default=0)
         return first | dict(flattened(config, "config.")) | {"steps": steps}
@@ -108,7 +110,11 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
     first = runs[0]
     for run in runs[1:]:
         # Another arm is compared with its seed's baseline, another seed's baseline with the first one.
-        other = first if run.arm == first.arm else next((r for r in runs if (r.seed, r.arm) == (run.seed, first.arm)), first)
+        other = (
+            first
+            if run.arm == first.arm
+            else next((r for r in runs if (r.seed, r.arm) == (run.seed, first.arm)), first)
+        )
         allowed = ARM_FIELDS if run.arm != other.arm else ()
         allowed += SEED_FIELDS if run.seed != other.seed else ()
         allowed += OWN_STAGE_1 if stage == "finetune" else ()
@@ -116,7 +122,9 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
         refused = {name: pair for name, pair in found.items() if not name.startswith(allowed)}
         if refused:
             again = TRAIN_AGAIN.format(run.folder(stage))
-            raise ValueError(f"{stage}: runs that shall be compared differ{listed(refused, (other.name, run.name))}\n{again}")
+            raise ValueError(
+                f"{stage}: runs that shall be compared differ{listed(refused, (other.name, run.name))}\n{again}"
+            )
 
 
 def check_arm(run: Run, stage: str) -> None:
@@ -130,7 +138,9 @@ def check_arm(run: Run, stage: str) -> None:
         wanted["adapter"] = hashlib.sha256((run.folder("pretrain") / "mm_projector.bin").read_bytes()).hexdigest()
     changed = {name: (value, found.get(name)) for name, value in wanted.items() if found.get(name) != value}
     if changed:
-        raise ValueError(f"{run.folder(stage)}: not the run that its place says{listed(changed, ('expected', 'found'))}")
+        raise ValueError(
+            f"{run.folder(stage)}: not the run that its place says{listed(changed, ('expected', 'found'))}"
+        )
 
 
 def check_results(runs: Sequence[Run]) -> None:
@@ -142,8 +152,10 @@ def check_results(runs: Sequence[Run]) -> None:
         found = run.results
         now = revision(str(run.folder("finetune")))
         if found.fingerprint != now:
-            raise ValueError(f"{run.folder('eval')}: of other weights ({found.fingerprint}) than {run.folder('finetune')} "
-                             f"has ({now}); evaluate again")
+            raise ValueError(
+                f"{run.folder('eval')}: of other weights ({found.fingerprint}) than {run.folder('finetune')} "
+                f"has ({now}); evaluate again"
+            )
         changed = differences(asked(first), asked(found))
         if changed:
             raise ValueError(f"evaluation: runs were asked differently{listed(changed, (runs[0].name, run.name))}")
@@ -151,7 +163,9 @@ def check_results(runs: Sequence[Run]) -> None:
             ids = [[sample.id for sample in results.tasks[task].samples] for results in (first, found)]
             if sorted(ids[0]) != sorted(ids[1]):
                 only = sorted(set(ids[0]) ^ set(ids[1]))[:5]
-                raise ValueError(f"{task}: {runs[0].name} and {run.name} have other samples, such as {only}; evaluate again")
+                raise ValueError(
+                    f"{task}: {runs[0].name} and {run.name} have other samples, such as {only}; evaluate again"
+                )
 
 
 def asked(results: Results) -> dict[str, Any]:
@@ -175,10 +189,15 @@ def arm_differences(runs: Sequence[Run]) -> list[dict[str, str]]:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m llava.eval.compare", description=__doc__.splitlines()[0])
     commands = top.add_subparsers(dest="command", required=True)
-    for name, summary in (("check", "refuse runs that differ in more than the arm"), ("report", "check, and write the page")):
+    for name, summary in (
+        ("check", "refuse runs that differ in more than the arm"),
+        ("report", "check, and write the page"),
+    ):
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("--output-dir", type=Path, required=True, help="folder with seed-<seed>/<arm>/<stage>")
-        command.add_argument("--arms", type=lambda text: text.split(","), required=True, help="joined by commas; first: none")
+        command.add_argument(
+            "--arms", type=lambda text: text.split(","), required=True, help="joined by commas; first: none"
+        )
         command.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",") if s], required=True)
         if name == "check":
             command.add_argument("--stage", choices=STAGES, required=True, help="only runs that have it are compared")

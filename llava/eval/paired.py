@@ -1,13 +1,13 @@
-"""Whether an arm beats the baseline on the same questions: paired bootstrap intervals, questions won and lost, verdicts.
+"""Whether an arm beats the baseline on the same questions: paired intervals, questions won and lost, verdicts.
 
 An arm and the baseline answer the same N questions after training with the same S seeds. `d[s, i]` is the difference of
 their scores for seed s and question i. Two things vary: the questions, which stand for others of their kind, and the
 training run. The bootstrap draws both, B times:
 
-    D* = sum_i w*_i mean_s d[s, i]  +  sqrt(S / (S - 1)) * sum_s (v*_s - 1/S) mean_i d[s, i]
+    D* = sum_i w*_i mean_s d[s, i] + sqrt(S / (S - 1)) * sum_s (v*_s - 1/S) mean_i d[s, i]
 
-with w* the shares of N questions drawn with replacement and v* those of S seeds. The root undoes that S drawn seeds vary
-by (S - 1) / S of what seeds do, which for two seeds is half. With one seed the second term is left out.
+with w* the shares of N questions drawn with replacement and v* those of S seeds. The root undoes that S drawn seeds
+vary by (S - 1) / S of what seeds do, which for two seeds is half. With one seed the second term is left out.
 
 To each set of questions one that is won and one that is lost by the full score is added (Bonett and Price, 2012).
 Without them four questions won and none lost of 400 would be an interval above zero, while a sign test gives p = 0.125.

@@ -46,7 +46,10 @@ class Statistics:
         self.baseline = self.arms[0]
         self.tasks = sorted(runs[0].results.tasks, key=lambda t: ([*PAPER_COLUMNS.values(), t].index(t), t))
         self.by_run = {(run.arm, run.seed): run.results.tasks for run in runs}
-        self.scores = {arm: {task: [self.by_run[arm, s][task].score for s in self.seeds] for task in self.tasks} for arm in self.arms}
+        self.scores = {
+            arm: {task: [self.by_run[arm, s][task].score for s in self.seeds] for task in self.tasks}
+            for arm in self.arms
+        }
         for scores in self.scores.values():
             scores[MEAN] = np.mean([scores[task] for task in self.tasks], axis=0).tolist()
         samples = {arm: [self._samples(arm, task) for task in self.tasks] for arm in self.arms}  # each [S, N]
@@ -78,7 +81,9 @@ class Statistics:
         means = 100 * np.mean([group.mean(axis=1) for group in groups], axis=0)
         recorded = np.array(self.scores[arm][task])
         if np.abs(means - recorded).max() > TOLERANCE:
-            raise ValueError(f"{task}, {arm}: score {recorded.tolist()}, but its samples give {means.tolist()}; evaluate again")
+            raise ValueError(
+                f"{task}, {arm}: score {recorded.tolist()}, but its samples give {means.tolist()}; evaluate again"
+            )
 
     def _strata(self, task: str) -> np.ndarray | None:
         """The kind of each question where the benchmark's score is the mean over kinds."""
@@ -87,7 +92,7 @@ class Statistics:
         return None
 
 
-# --- tables: lists of rows, the same in HTML, Markdown and CSV ----------------------------------------------------------
+# --- tables: lists of rows, the same in HTML, Markdown and CSV --------------------------------------------------------
 
 
 def results_table(stats: Statistics, llm: str | None) -> Rows:
@@ -107,7 +112,11 @@ def results_table(stats: Statistics, llm: str | None) -> Rows:
                 one = stats.first(task)
                 samples = [sample for seed in stats.seeds for sample in stats.by_run[arm, seed][task].samples]
                 row |= {"empty answers": sum(not sample.answer.strip() for sample in samples)}
-                row |= {"chance": one.chance and round(one.chance, 1), "questions": len(one.samples), "metric": one.metric}
+                row |= {
+                    "chance": one.chance and round(one.chance, 1),
+                    "questions": len(one.samples),
+                    "metric": one.metric,
+                }
             rows.append(row)
     return rows
 
@@ -144,17 +153,30 @@ def cost_table(runs: Sequence[Run]) -> Rows:
     for run in runs:
         for stage in STAGES:
             c, log = run.configuration(stage), run.log(stage)
-            batch = c["training.per_device_train_batch_size"] * c["training.gradient_accumulation_steps"] * c["devices.ranks"]
+            batch = (
+                c["training.per_device_train_batch_size"]
+                * c["training.gradient_accumulation_steps"]
+                * c["devices.ranks"]
+            )
             before = [0, *(line["step"] for line in log[:-1])]
-            seconds = [(line["step"] - b) * batch / line["samples_per_second"] for line, b in zip(log, before, strict=True)]
+            seconds = [
+                (line["step"] - b) * batch / line["samples_per_second"] for line, b in zip(log, before, strict=True)
+            ]
             tokens = sum(t * line["tokens_per_second"] for t, line in zip(seconds, log, strict=True))
-            row = {"arm": run.arm, "seed": run.seed, "step": stage, "devices": f"{c['devices.ranks']} x {c['devices.kind']}"}
+            row = {
+                "arm": run.arm,
+                "seed": run.seed,
+                "step": stage,
+                "devices": f"{c['devices.ranks']} x {c['devices.kind']}",
+            }
             row |= {"device hours": round(sum(seconds) * c["devices.ranks"] / 3600, 3), "optimizer steps": c["steps"]}
             row |= {"tokens": round(tokens), "tokens/s": round(tokens / sum(seconds)) if seconds else None}
             rows.append(row | {"peak memory, GiB": round(max((line["peak_memory_gib"] for line in log), default=0), 2)})
         devices = max(1, run.results.settings.get("num_gpus") or 1)
         seconds = sum(task.seconds for task in run.results.tasks.values())
-        rows.append({"arm": run.arm, "seed": run.seed, "step": "evaluation", "device hours": round(seconds * devices / 3600, 3)})
+        rows.append(
+            {"arm": run.arm, "seed": run.seed, "step": "evaluation", "device hours": round(seconds * devices / 3600, 3)}
+        )
     return rows
 
 
@@ -168,7 +190,14 @@ def provenance_table(runs: Sequence[Run]) -> Rows:
                 rows.append({"run": run.name, "step": stage, "time": start["provenance"]["started"], "commit": commit})
                 rows[-1] |= {"command": start["provenance"]["command"], "weights": None}
         found = run.results
-        rows.append({"run": run.name, "step": "evaluation", "time": found.created, "commit": found.versions.get("llava (git commit)")})
+        rows.append(
+            {
+                "run": run.name,
+                "step": "evaluation",
+                "time": found.created,
+                "commit": found.versions.get("llava (git commit)"),
+            }
+        )
         rows[-1] |= {"command": found.command, "weights": found.fingerprint}
     return rows
 
@@ -176,7 +205,10 @@ def provenance_table(runs: Sequence[Run]) -> Rows:
 def versions_table(runs: Sequence[Run]) -> Rows:
     """Packages of training and of evaluation, which the check found equal in all runs."""
     training = runs[0].starts("finetune")[-1]["configuration"]["versions"]
-    both = {name: (training.get(name), runs[0].results.versions.get(name)) for name in {**training, **runs[0].results.versions}}
+    both = {
+        name: (training.get(name), runs[0].results.versions.get(name))
+        for name in {**training, **runs[0].results.versions}
+    }
     return [{"package": name, "training": t, "evaluation": e} for name, (t, e) in sorted(both.items())]
 
 
@@ -202,14 +234,21 @@ def examples_table(stats: Statistics) -> Rows:
             for outcome, chosen in (("won", won), ("lost", lost)):
                 for ours, theirs in chosen:
                     row = {"arm": arm, "benchmark": TITLES.get(task, task), "outcome": outcome, "question": ours.id}
-                    rows.append(row | {"expected": ours.target, "answer": ours.answer, "baseline's answer": theirs.answer})
+                    rows.append(
+                        row | {"expected": ours.target, "answer": ours.answer, "baseline's answer": theirs.answer}
+                    )
     return rows
 
 
 def paper_table() -> Rows:
     """The paper's Table 4."""
     return [
-        {"LLM": llm, "arm": name, **{TITLES[t]: score for t, score in paper.TABLE_4[llm][arm].items()}, MEAN: paper.MEANS[llm][arm]}
+        {
+            "LLM": llm,
+            "arm": name,
+            **{TITLES[t]: score for t, score in paper.TABLE_4[llm][arm].items()},
+            MEAN: paper.MEANS[llm][arm],
+        }
         for llm in paper.TABLE_4
         for arm, name in paper.ARMS.items()
     ]
@@ -218,10 +257,12 @@ def paper_table() -> Rows:
 def analysis_tables(folder: Path) -> dict[str, Rows]:
     """The tables that `scripts/analyze.sh` wrote, by name."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    return {name: content["rows"] for name, content in found.items() if isinstance(content, dict) and content.get("rows")}
+    return {
+        name: content["rows"] for name, content in found.items() if isinstance(content, dict) and content.get("rows")
+    }
 
 
-# --- what is said ---------------------------------------------------------------------------------------------------------
+# --- what is said -----------------------------------------------------------------------------------------------------
 
 
 def sentence(found: Difference) -> str:
@@ -232,10 +273,16 @@ def sentence(found: Difference) -> str:
 def caveats(stats: Statistics, runs: Sequence[Run]) -> list[str]:
     """What limits the verdicts of this comparison."""
     count = len(stats.results) * (len(stats.tasks) + 1)
-    said = [f"“{UNCHANGED}” means that the interval contains zero: no difference is shown, and one within the interval is not excluded."]
-    said.append(f"Of {count} verdicts at 95 % about {count / 20:.1f} would be other than “{UNCHANGED}” by chance alone if no arm differed.")
+    said = [
+        f"“{UNCHANGED}” means that the interval contains zero: no difference is shown; one within it is not excluded."
+    ]
+    said.append(
+        f"Of {count} verdicts at 95 % about {count / 20:.1f} would not be “{UNCHANGED}” by chance if no arm differed."
+    )
     if len(stats.seeds) == 1:
-        said.append("One seed: the intervals cover the choice of questions, not what another training run would have given.")
+        said.append(
+            "One seed: the intervals cover the choice of questions, not what another training run would have given."
+        )
     elif len(stats.seeds) < 5:
         said.append(f"{len(stats.seeds)} seeds: how much training runs vary is only roughly known.")
     if limit := runs[0].results.settings.get("limit"):
@@ -262,7 +309,7 @@ def headline_table(stats: Statistics, llm: str | None) -> dict[str, Any]:
     return {"columns": [TITLES.get(task, task) for task in columns], "rows": rows}
 
 
-# --- writing --------------------------------------------------------------------------------------------------------------
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -285,7 +332,12 @@ def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     if upstream.is_file():
         arms = json.loads(upstream.read_text())["arms"]
         tables["upstream"] = [
-            {"arm": arm, "stage": stage, "steps": len(one["ours"]), "largest difference of the loss": one["largest_loss_difference"]}
+            {
+                "arm": arm,
+                "stage": stage,
+                "steps": len(one["ours"]),
+                "largest difference of the loss": one["largest_loss_difference"],
+            }
             for arm, stages in arms.items()
             for stage, one in stages.items()
         ]
@@ -345,7 +397,10 @@ def render(template: str, **context: Any) -> str:
     """A template of `llava/eval/templates`, escaped for what it writes."""
     html = template.endswith(".html.jinja")
     environment = Environment(
-        loader=PackageLoader("llava.eval"), autoescape=html, trim_blocks=True, lstrip_blocks=True,
+        loader=PackageLoader("llava.eval"),
+        autoescape=html,
+        trim_blocks=True,
+        lstrip_blocks=True,
         finalize=None if html else markdown_text,
     )
     environment.globals |= {"columns_of": columns_of, "shown": shown, "script_hash": script_hash}

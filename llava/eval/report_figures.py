@@ -65,7 +65,9 @@ def intervals(results: Mapping[str, Mapping[str, Difference]], arms: Sequence[st
             for index, (arm, found) in enumerate(results.items()):
                 y, colour, one = row + 0.8 * (index + 0.5) / len(results), colour_of(arms, arm), found[name]
                 axes.plot((one.low, one.high), (y, y), color=colour, linewidth=3, solid_capstyle="butt", alpha=0.5)
-                axes.plot(one.delta, y, "|", color=colour, markersize=12, markeredgewidth=2.5, label="_" if row else arm)
+                axes.plot(
+                    one.delta, y, "|", color=colour, markersize=12, markeredgewidth=2.5, label="_" if row else arm
+                )
                 axes.plot(one.by_seed, [y] * len(one.by_seed), "o", color=colour, fillstyle="none", markersize=5)
         axes.axvline(0, color="black", linewidth=0.8)
         axes.set_yticks([row + 0.4 for row in range(len(names))], names)

@@ -1,6 +1,6 @@
 """What a run was made from, written to `run.json` before its first step, so that two runs can be compared.
 
-`{"format": 1, "starts": [{"configuration": {...}, "provenance": {...}}, ...]}`: one start, and one more for every time the
+`{"format": 1, "starts": [{"configuration": {...}, "provenance": {...}}, ...]}`: one start, and one more each time the
 run was continued from a checkpoint. `configuration` has everything that decides the trained weights: flags, data, order
 of samples, initial weights, adapter, code, versions, devices. `provenance` says when, where and by which command.
 """
