@@ -21,6 +21,7 @@ from llava.provenance import RUN_FILE, read_starts
 STAGES = ("pretrain", "finetune")
 BASELINE = "none"
 LOG_FILE = "train_log.jsonl"
+DONE = "done"  # `scripts/lib.sh` leaves it in the folder of a finished stage
 # Beginnings of the names of fields in which runs may differ, and nothing else.
 ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")
 SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")
@@ -43,8 +44,8 @@ class Run:
     def folder(self, part: str) -> Path:
         return self.root / f"seed-{self.seed}" / self.arm / part
 
-    def has(self, stage: str) -> bool:
-        return (self.folder(stage) / RUN_FILE).is_file()
+    def has_finished(self, stage: str) -> bool:
+        return (self.folder(stage) / DONE).is_file()
 
     def starts(self, stage: str) -> list[dict[str, Any]]:
         return read_starts(self.folder(stage) / RUN_FILE)
@@ -200,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",") if s], required=True)
         if name == "check":
-            command.add_argument("--stage", choices=STAGES, required=True, help="only runs that have it are compared")
+            command.add_argument("--stage", choices=STAGES, required=True, help="runs that have finished it are compared")
     return top
 
 
@@ -210,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = [Run(args.output_dir, seed, arm) for seed in args.seeds for arm in args.arms]
     try:
         if args.command == "check":
-            finished = [run for run in runs if run.has(args.stage)]
+            finished = [run for run in runs if run.has_finished(args.stage)]
             if finished:
                 check_runs(finished, args.stage)
             print(f"{args.stage}: {len(finished)} run(s), equal in everything but the arm")
