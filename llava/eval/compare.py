@@ -8,6 +8,7 @@ the page. An arm is a value of `--mm_projector_norm`, with `_default` behind it 
 import argparse
 import hashlib
 import json
+import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llava.eval.results import Results, read_results
-from llava.provenance import RUN_FILE, read_starts
+from llava.provenance import RUN_FILE, code_digest, git_commit, read_starts, version_of
 
 STAGES = ("pretrain", "finetune")
 BASELINE = "none"
@@ -128,6 +129,21 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
             )
 
 
+def check_present(runs: Sequence[Run]) -> None:
+    """Raises ValueError if code or packages have changed since the finished stages were trained."""
+    present = {"code.digest": code_digest(), "code.commit": git_commit(), "versions.python": platform.python_version()}
+    for run, stage in [(run, stage) for run in runs for stage in STAGES if run.has_finished(stage)]:
+        found = run.configuration(stage)
+        recorded = {name: found[name] for name in found if name.startswith(("code.", "versions."))}
+        now = {name: present.get(name, version_of(name.removeprefix("versions."))) for name in recorded}
+        if changed := differences(recorded, now):
+            names = (run.name, "now")
+            raise ValueError(
+                f"what is trained now would not be comparable{listed(changed, names)}\n"
+                f"Go back to that state, or remove {run.root} and train every run again."
+            )
+
+
 def check_arm(run: Run, stage: str) -> None:
     """Raises ValueError unless the run is what its folder says, and its stage 2 goes on from its own stage 1."""
     found = run.configuration(stage)
@@ -192,6 +208,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     for name, summary in (
         ("check", "refuse runs that differ in more than the arm"),
+        ("present", "refuse to train more with other code or packages than the finished runs had"),
         ("report", "check, and write the page"),
     ):
         command = commands.add_parser(name, help=summary, description=summary)
@@ -215,6 +232,8 @@ def main(argv: list[str] | None = None) -> int:
             if finished:
                 check_runs(finished, args.stage)
             print(f"{args.stage}: {len(finished)} run(s), equal in everything but the arm")
+        elif args.command == "present":
+            check_present(runs)
         else:
             from llava.eval.report import write_report
 
