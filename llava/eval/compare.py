@@ -208,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     for name, summary in (
         ("check", "refuse runs that differ in more than the arm"),
-        ("present", "refuse to train more with other code or packages than the finished runs had"),
+        ("present", "refuse other code or packages than the finished runs had"),
         ("report", "check, and write the page"),
     ):
         command = commands.add_parser(name, help=summary, description=summary)
@@ -218,7 +218,9 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",") if s], required=True)
         if name == "check":
-            command.add_argument("--stage", choices=STAGES, required=True, help="runs that have finished it are compared")
+            command.add_argument(
+                "--stage", choices=STAGES, required=True, help="runs that have finished it are compared"
+            )
     return top
 
 
