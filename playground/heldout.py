@@ -1,0 +1,90 @@
+"""Held-out questions of the prepared pictures as data sets for lmms-eval: Parquet files with a README."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from playground.records import IMAGE_TOKEN
+from playground.store import PlaygroundError, build, read_manifest
+
+FOLDER = "harness"  # below it lie data sets as <org>/<name>, which is how a task names them
+ORGANISATION = "heldout"
+SETS = ("scenes", "stamps")
+FORMAT = 1  # raise it when the same pictures and questions give other files
+README = """---
+configs:
+- config_name: default
+  data_files:
+  - split: test
+    path: data/test-*
+---
+"""
+# The types by which `datasets` reads the columns; it takes them from the file's own metadata.
+TEXT, NUMBER = ({"dtype": name, "_type": "Value"} for name in ("string", "float64"))
+FEATURES = {
+    "id": TEXT,
+    "kind": TEXT,
+    "question": TEXT,
+    "answer": TEXT,
+    "chance": NUMBER,
+    "image": {"_type": "Image"},
+}
+
+
+@dataclass
+class Settings:
+    """What `python -m playground heldout` makes: nothing to choose, it follows the prepared sets."""
+
+
+def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
+    """Return the folder `<root>/harness` with one data set for each prepared set, made unless it is complete."""
+    found = [name for name in SETS if (root / name / "heldout.json").is_file()]
+    if not found:
+        raise PlaygroundError(f"{root}: no prepared pictures; run `python -m playground scenes` or `stamps` first")
+    for name in SETS:
+        if name not in found:
+            print(f"heldout: {name} are not prepared in {root}, skipped")
+            continue
+        manifest = read_manifest(root / name)
+        source = {"source": manifest and manifest["settings"], "format": FORMAT}
+
+        def write(folder: Path, name: str = name) -> dict[str, Any]:
+            return write_set(root / name, folder)
+
+        build(root / FOLDER / ORGANISATION / name, "heldout", source, write, force)
+    return root / FOLDER
+
+
+def write_set(source: Path, folder: Path) -> dict[str, Any]:
+    """Write the data set of one prepared set to `folder`; return the facts for the manifest."""
+    records = json.loads((source / "heldout.json").read_text(encoding="utf-8"))
+    rows = [row(record, source / "images") for record in records]
+    image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    types = {"chance": pyarrow.float64(), "image": image}
+    schema = pyarrow.schema(
+        [(name, types.get(name, pyarrow.string())) for name in FEATURES],
+        metadata={"huggingface": json.dumps({"info": {"features": FEATURES}})},
+    )
+    (folder / "data").mkdir()
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows, schema=schema), folder / "data/test-00000-of-00001.parquet"
+    )
+    (folder / "README.md").write_text(README, encoding="utf-8")
+    return {"questions": len(rows)}
+
+
+def row(record: dict[str, Any], images: Path) -> dict[str, Any]:
+    """Return one row of the data set; `chance` is the share that guessing among the choices gets right."""
+    question, answer = (message["value"] for message in record["conversations"][:2])
+    return {
+        "id": record["id"],
+        "kind": record["kind"],
+        "question": question.removeprefix(f"{IMAGE_TOKEN}\n"),
+        "answer": answer,
+        "chance": 1 / len(record["choices"]),
+        "image": {"bytes": (images / record["image"]).read_bytes(), "path": record["image"]},
+    }

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Scores a checkpoint on the paper's nine benchmarks, or on others by --tasks, with stock lmms-eval and lm-eval. See docs/evaluate.md.
+#   bash scripts/evaluate.sh CKPT [--tasks pope,mmstar] [--output-dir DIR] [--data-dir DIR] [--limit N] ...    (--help lists all)
+# Finished tasks are kept; a second call does only what is missing. Exit status 1: a task failed, and its samples are named.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+export EXTRAS="${EXTRAS:-eval,playground}"
+ensure_environment
+for argument in "$@"; do
+  # Their data sets are made from the pictures that the playground prepared.
+  if [[ ",${argument#*=}," =~ ,(scenes|stamps), ]] && [ -d "playground/data/${BASH_REMATCH[1]}" ]; then
+    "$PYTHON_BIN" -m playground heldout
+    break
+  fi
+done
+exec "$PYTHON_BIN" -m llava.eval.evaluate "$@"

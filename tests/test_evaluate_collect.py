@@ -1,0 +1,234 @@
+"""What evaluate.sh accepts, refuses and resumes, on files as the harnesses leave them."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from filelock import FileLock
+
+from llava.eval import evaluate as evaluate_module
+from llava.eval import harness as harness_module
+from llava.eval import results as results_module
+from llava.eval.collect import FAILED_AT, EvaluationError, collect, crash_problems
+from llava.eval.evaluate import main, parser
+from llava.eval.launch import failed_at
+from llava.eval.process import progress, run_logged
+from llava.eval.results import Results, Sample, TaskResult, read_results, write_results
+from llava.eval.tasks import TASKS, choose
+
+POPE = TASKS["pope"]
+ANSWERS = ["yes", "no", "yes", "no"]
+
+
+def leave(folder, answers=ANSWERS, score=None, doc_ids=None, expected=None):
+    """The files of lmms-eval's `pope` with these answers, all questions having the answer yes."""
+    folder = folder / "org__model"
+    folder.mkdir(parents=True)
+    hits = [float(answer == "yes") for answer in answers]
+    records = [
+        {"doc_id": i, "target": "yes", "filtered_resps": answer, "pope_accuracy": {"score": hit}}
+        for i, answer, hit in zip(doc_ids or range(len(answers)), answers, hits, strict=True)
+    ]
+    (folder / "now_samples_pope.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    value = sum(hits) / len(hits) if score is None else score
+    counts = {"pope": {"original": 9000, "effective": float(expected or len(answers))}}  # so with --limit
+    scores = {"results": {"pope": {"pope_accuracy,none": value}}, "n-samples": counts}
+    (folder / "now_results.json").write_text(json.dumps(scores))
+
+
+def test_a_whole_run_becomes_a_result(tmp_path):
+    leave(tmp_path)
+    result = collect(POPE, tmp_path, seconds=3)
+    assert result.score == 50 and result.chance == 50 and result.metric == "pope_accuracy,none"
+    assert result.samples[1] == Sample("1", 0, "no", "yes")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"answers": ["yes", "", "no", "  "]}, "doc 1: empty answer.*doc 3: empty answer"),
+        ({"answers": ["yes", "Failed to obtain answer via API"]}, "doc 1: an error text"),
+        ({"answers": ["Error: CUDA out of memory", "no"]}, "doc 0: an error text"),
+        ({"doc_ids": [0, 1, 3, 4], "expected": 5}, "1 of 5 samples are missing: doc 2"),
+        ({"doc_ids": [0, 1, 1, 2], "expected": 3}, "more than once: doc 1"),
+        ({"score": 0.75}, "0.75, which is not the samples' score of 50"),
+        ({"score": "nan?"}, "expected a number pope_accuracy,none"),
+    ],
+)
+def test_what_went_wrong_is_found_and_the_samples_are_named(tmp_path, fault, message):
+    leave(tmp_path, **fault)
+    with pytest.raises(EvaluationError, match=f"(?s)pope.*{message}"):
+        collect(POPE, tmp_path, seconds=1)
+
+
+def test_empty_answers_may_be_allowed_but_error_texts_not(tmp_path):
+    leave(tmp_path / "empty", ["yes", ""])
+    assert collect(POPE, tmp_path / "empty", 1, allow_empty=True).score == 50
+    leave(tmp_path / "error", ["yes", "Error: no"])
+    with pytest.raises(EvaluationError, match="doc 1"):
+        collect(POPE, tmp_path / "error", 1, allow_empty=True)
+
+
+def test_a_harness_that_ends_well_without_results_failed(tmp_path):
+    with pytest.raises(EvaluationError, match="without writing results"):
+        collect(POPE, tmp_path, 1)
+    leave(tmp_path)
+    next(tmp_path.rglob("*.jsonl")).unlink()
+    with pytest.raises(EvaluationError, match="4 of 4 samples are missing"):
+        collect(POPE, tmp_path, 1)
+
+
+def test_ocrbench_is_in_percent_of_the_samples_asked():
+    assert TASKS["ocrbench"].percent(0.407, 1000) == pytest.approx(40.7)
+    assert TASKS["ocrbench"].percent(0.005, 10) == pytest.approx(50)
+
+
+def test_samples_at_which_a_harness_raised_are_read_from_its_frames(tmp_path):
+    def model():
+        doc_id = None  # noqa: F841  our own names must not hide the harness's
+        raise RuntimeError("out of memory")
+
+    def generate_until():
+        task, doc_id = "pope", (4, 5)  # noqa: F841
+        model()
+
+    with pytest.raises(RuntimeError) as caught:
+        generate_until()
+    assert failed_at(caught.value.__traceback__) == ["pope: doc 4", "pope: doc 5"]
+    log = tmp_path / "log.txt"
+    log.write_text(f"start\n{FAILED_AT}pope: doc 4: RuntimeError: out of memory\nlast words\n")
+    assert crash_problems(1, log)[0] == "stopped at pope: doc 4: RuntimeError: out of memory"
+    assert crash_problems(1, log)[-1] == "last words"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("mmbench_en_dev", "judges its answers; run mmbench_en_dev_static"),
+        ("pope,mmvet", "run mmstar"),
+        ("pop", "known: mmbench_en_dev_static, mmstar"),
+        (",", "names no task"),
+    ],
+)
+def test_tasks_that_need_a_judge_or_do_not_exist_are_refused(names, message, capsys):
+    assert main(["anything", "--tasks", names]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_names_the_tasks_are_the_papers_table():
+    assert [task.name for task in choose(None)] == list(results_module.PAPER_COLUMNS.values())
+
+
+def test_results_read_as_they_were_written_and_damage_is_named(tmp_path):
+    task = TaskResult("acc,none", 50.0, [Sample("a/0", 1.0, "A", "A", "a"), Sample("b/0", 0.0, "A", "B", "b")], 25, 1.5)
+    results = Results("ckpt", "f", "bash", {"torch": "2"}, {"limit": None}, "2026-01-01T00:00:00+00:00", {"mmlu": task})
+    assert read_results(write_results(results, tmp_path)) == results == read_results(tmp_path)
+    assert task.by_group() == {"a": 100, "b": 0}
+    file = tmp_path / "results.json"
+    for text, message in (
+        ("{", "not JSON"),
+        ('{"format": 2}', "format 2, expected 1"),
+        ('{"format": 1, "tasks": {"pope": {}}}', "not a result file"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_results(file)
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def harness(tmp_path, monkeypatch):
+    """A checkpoint, data of `pope` and `mmstar`, and a harness that fails on `mmstar`; `.ran` lists its starts."""
+    checkpoint = tmp_path / "arm/finetune"
+    checkpoint.mkdir(parents=True)
+    config = {"model_type": "llava_qwen", "mm_conv_version": "qwen_1_5"}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    for name in ("lmms-lab-encoder/POPE", "Lin-Chen/MMStar"):
+        (tmp_path / "hub" / name).mkdir(parents=True)
+        (tmp_path / "hub" / name / "README.md").write_text("---\n---\n")
+    ran = []
+
+    def run(command, log, cwd, env, title):
+        ran.append(title)
+        log.write_text("")
+        if title == "pope":
+            leave(log.parent)
+        return 0 if title == "pope" else 3
+
+    monkeypatch.setattr(evaluate_module, "require_harnesses", lambda tasks: None)
+    monkeypatch.setattr(harness_module, "run_logged", run)
+    monkeypatch.setattr(harness_module, "OWN_DATA", tmp_path / "no playground")
+    return SimpleNamespace(checkpoint=checkpoint, hub=tmp_path / "hub", output=tmp_path / "out", ran=ran)
+
+
+def call(harness, *arguments) -> int:
+    argv = [str(harness.checkpoint), "--data-dir", str(harness.hub), "--output-dir", str(harness.output)]
+    return main([*argv, "--num-gpus", "0", *arguments])
+
+
+def test_a_finished_task_is_kept_and_a_failed_one_runs_again(harness, capsys):
+    for _ in range(2):
+        assert call(harness, "--tasks", "mmstar,pope") == 1
+        error = capsys.readouterr().err
+        assert "exit status 3" in error and "1 of 2 tasks failed:\n  mmstar" in error
+    assert harness.ran == ["mmstar", "pope", "mmstar"]
+    assert list(read_results(harness.output).tasks) == ["pope"]
+
+
+@pytest.mark.parametrize("change", ["checkpoint", "data", "limit", "force"])
+def test_a_finished_task_runs_again_when_anything_it_depends_on_changed(harness, change, capsys):
+    assert call(harness, "--tasks", "pope") == 0
+    if change == "checkpoint":
+        (harness.checkpoint / "config.json").write_text((harness.checkpoint / "config.json").read_text() + " ")
+    if change == "data":
+        (harness.hub / "lmms-lab-encoder/POPE/README.md").write_text("---\nmore: 1\n---\n")
+    extra = {"limit": ["--limit", "4"], "force": ["--force"]}.get(change, [])
+    assert call(harness, "--tasks", "pope", *extra, "--batch-size", "2") == 0
+    assert harness.ran == ["pope", "pope"]
+    kept = list(harness.output.glob("results.2*.json"))
+    assert bool(kept) == (change in ("checkpoint", "limit"))
+    if kept:
+        assert f"made with other {change}" in capsys.readouterr().out
+
+
+def test_missing_data_captioners_and_a_folder_in_use_are_refused_before_anything_runs(harness, capsys):
+    def refusal(tasks):
+        assert call(harness, "--tasks", tasks) == 2
+        return capsys.readouterr().err
+
+    assert "lmms-lab-encoder/ai2d/README.md is missing" in refusal("ai2d")
+    assert "run: python -m playground heldout" in refusal("stamps")
+    harness.output.mkdir()
+    with FileLock(harness.output / ".lock"):
+        assert "another evaluate.sh writes there" in refusal("pope")
+    (harness.output / "pope").mkdir()
+    (harness.output / "pope/mine.txt").touch()
+    assert "no log.txt of an earlier evaluation" in refusal("pope")
+    assert (harness.output / "pope/mine.txt").exists()
+    config = {"model_type": "llava_qwen", "mm_conv_version": "plain"}
+    (harness.checkpoint / "config.json").write_text(json.dumps(config))
+    assert "stage-2 checkpoint" in refusal("pope")
+    assert not harness.ran
+
+
+def test_several_gpus_are_one_process_each_and_a_cpu_is_asked_for_by_name(tmp_path):
+    settings = {"conv_template": "qwen_1_5"}
+    on_eight = parser().parse_args(["org/model", "--num-gpus", "8", "--batch-size", "4", "--limit", "3"])
+    command = harness_module.harness_command([POPE, TASKS["scenes"]], tmp_path, on_eight, settings)
+    text = " ".join(command)
+    assert "-m accelerate.commands.launch --num_processes 8 " in text and " -m llava.eval.launch lmms_eval " in text
+    assert "--tasks pope,scenes --batch_size 4 --device cuda " in text and text.endswith("playground/tasks --limit 3")
+    on_cpu = parser().parse_args(["org/model", "--num-gpus", "0"])
+    text = " ".join(harness_module.harness_command([TASKS["mmlu"]], tmp_path, on_cpu, settings))
+    assert "accelerate" not in text and "dtype=float32" in text and text.endswith("--num_fewshot 5")
+    text = " ".join(harness_module.harness_command([TASKS["hellaswag"]], tmp_path, on_cpu, settings))
+    assert "--num_fewshot" not in text and "--device cpu" in text
+
+
+def test_a_long_command_is_logged_and_its_progress_read(tmp_path):
+    log = tmp_path / "log"
+    code = "import sys; print('Model Responding:  12%|# | 108/900 [00:10<01:13, 9.9it/s]'); sys.exit(3)"
+    assert run_logged(["python3", "-c", code], log, tmp_path, {"PATH": "/usr/bin:/bin"}, "pope") == 3
+    assert progress(log) == "Model Responding 12% 108/900 [00:10<01:13, 9.9it/s]"
