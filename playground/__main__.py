@@ -4,11 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from playground import compare, heldout, scenes, smollm2, stamps, tower
+from playground import compare, heldout, mixed, scenes, smollm2, stamps, tower
 from playground.options import add_options, settings_from
 from playground.store import PlaygroundError
 
-COMMANDS = {"smollm2": smollm2, "scenes": scenes, "stamps": stamps, "tower": tower, "heldout": heldout}
+COMMANDS = {"smollm2": smollm2, "scenes": scenes, "stamps": stamps, "mixed": mixed, "tower": tower, "heldout": heldout}
 QUICKSTART = ("smollm2", "scenes", "tower")
 DEFAULT_ROOT = Path(__file__).resolve().parent / "data"
 

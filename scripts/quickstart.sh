@@ -8,42 +8,10 @@ set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 : "${ARMS:=none gwc_layernorm}" "${OUTPUT_ROOT:=outputs/quickstart}"
-TIMES=()
 
-# Runs one step, shows what it prints, and remembers its time.
-step() { # title command...
-  local title="$1" start=$SECONDS
-  shift
-  printf '\n=== %s\n' "$title"
-  "$@"
-  TIMES+=("$(printf '%-44s %5d s' "$title" $((SECONDS - start)))")
-}
-
-# One stage of one arm, skipped when its final folder is complete. Training's own messages go to a file.
 train() { # stage arm
-  local folder="$OUTPUT_ROOT/$2/$1" log="$OUTPUT_ROOT/$2-$1.log"
-  if [ -f "$folder/model.safetensors" ] && [ -f "$folder/done" ]; then
-    echo "$folder is complete, skipped (remove it to train again)"
-    return
-  fi
-  echo "log: $log"
-  PRESET=demo NORM="$2" OUTPUT_DIR="$folder" PRETRAIN_ADAPTER="$OUTPUT_ROOT/$2/pretrain/mm_projector.bin" \
-    REPORT_TO="${REPORT_TO:-tensorboard}" bash "scripts/$1.sh" >"$log" 2>&1 &
-  watch_training $! "$folder/train_log.jsonl" || { tail -n 30 "$log" >&2; die "$1 of $2 failed, see $log"; }
-  touch "$folder/done"
-}
-
-# Shows the newest optimizer step every few seconds until the process ends; returns its exit status.
-watch_training() { # pid jsonl
-  local line pattern='.*"step": ([0-9]+), "loss": ([0-9.]+).*"samples_per_second": ([0-9.]+).*'
-  while kill -0 "$1" 2>/dev/null; do
-    sleep 3
-    line=$(tail -n 1 "$2" 2>/dev/null || true)
-    [[ ! "$line" =~ $pattern ]] ||
-      printf '\r  step %4d  loss %.3f  %4.1f samples/s ' "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}" "${BASH_REMATCH[3]}"
-  done
-  echo
-  wait "$1"
+  train_stage "$1" "$OUTPUT_ROOT/$2/$1" "$OUTPUT_ROOT/$2-$1.log" PRESET=demo NORM="$2" \
+    PRETRAIN_ADAPTER="$OUTPUT_ROOT/$2/pretrain/mm_projector.bin" REPORT_TO="${REPORT_TO:-tensorboard}"
 }
 
 compare() {
@@ -63,9 +31,7 @@ for arm in $ARMS; do
 done
 step "answers to held-out questions" compare
 
-printf '\n=== time of each step\n'
-printf '%s\n' "${TIMES[@]}"
-printf '%-44s %5d s\n' "all" "$SECONDS"
+show_times
 cat <<END
 
 === where everything is

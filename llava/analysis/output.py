@@ -3,17 +3,15 @@
 import argparse
 import contextlib
 import csv
-import importlib.metadata
 import json
 import math
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from llava.analysis.models import revision
+from llava.provenance import git_commit, version_of
 
 PAPER = " (paper)"
 """Ends the name of a column with the paper's number; the measured one has the same name without it."""
@@ -132,30 +130,9 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
         "models": [{"name": m.name, "path": m.path, "revision": revision(m.path)} for m in args.models],
         "data": data and {"path": str(data), "revision": revision(str(data))},
         "seed": args.seed,
-        "versions": {"python": sys.version.split()[0]} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": sys.version.split()[0]} | {name: version_of(name) for name in PACKAGES},
         "git_commit": git_commit(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def git_commit() -> str | None:
-    """The commit of this tree, with `+changes` where tracked files differ from it; None outside a git checkout."""
-
-    def git(*arguments: str) -> str:
-        root = Path(__file__).resolve().parents[2]
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 @contextlib.contextmanager

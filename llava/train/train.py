@@ -29,6 +29,7 @@ from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loa
 from llava.train.memory import set_up_checkpointing
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
 from llava.train.preflight import check_flags, check_images
+from llava.train.run_record import write_run_record
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +60,9 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
     set_seed(training_args.seed)
     model = build_model(model_args, data_args, training_args)
     trainer = build_trainer(model, records, model_args, data_args, training_args)
-    trainer.train(
-        resume_from_checkpoint=find_checkpoint(training_args.output_dir, training_args.resume_from_checkpoint)
-    )
+    checkpoint = find_checkpoint(training_args.output_dir, training_args.resume_from_checkpoint)
+    write_run_record(trainer, model_args, data_args, training_args, resumed=checkpoint is not None)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_state()
     model.config.use_cache = True
     trainer.save_model()

@@ -1,0 +1,92 @@
+"""Made-up runs of a comparison, in the files that training and evaluation write."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from llava.analysis.models import revision
+from llava.eval.compare import STAGES, Run
+from llava.eval.results import Results, Sample, TaskResult, write_results
+from llava.provenance import RUN_FILE
+from llava.train.run_record import adapter_digest
+
+CHANCE = {"scenes": 25.0, "pope": 50.0}
+
+
+def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
+    """A finished run whose answers are right with probability `right`.
+
+    Args:
+        options: `answer` (text of wrong answers), `tasks` (number of questions by name), `model` (path of the LLM).
+    """
+    run = Run(root, seed, arm)
+    norm = arm.removesuffix("_default")
+    for stage in STAGES:
+        folder = run.folder(stage)
+        folder.mkdir(parents=True)
+        (folder / "mm_projector.bin").write_text(f"{seed} {arm} {stage}")
+        (folder / "config.json").write_text(json.dumps({"hidden_size": 8, "mm_projector_norm": norm}))
+        model = {"model_name_or_path": options.get("model", "smollm2"), "mm_projector_norm": norm}
+        model["mm_projector_norm_init"] = "default" if norm != arm else "text_norm"
+        model["pretrain_mm_mlp_adapter"] = str(run.folder("pretrain")) if stage == "finetune" else None
+        training = {
+            "seed": seed,
+            "learning_rate": 1e-3,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 1,
+        }
+        start = {
+            "model": model,
+            "data": {"data_path": f"{stage}.json", "records": "abc"},
+            "training": training,
+            "adapter": adapter_digest(model["pretrain_mm_mlp_adapter"]),
+            "order": f"order-{seed}",
+            "initial_weights": {
+                "mm_language_model": "x",
+                "mm_mlp_adapter": f"{seed} {arm if stage == 'finetune' else ''}",
+            },
+            "code": {"digest": "d", "commit": "c0ffee"},
+            "versions": {"torch": "2.13.0"},
+            "devices": {"ranks": 1, "kind": "cpu"},
+        }
+        provenance = {"started": "2026-01-01T00:00:00+00:00", "command": "train", "folder": "/"}
+        record = {"format": 1, "starts": [{"configuration": start, "provenance": provenance}]}
+        (folder / RUN_FILE).write_text(json.dumps(record))
+        step = {"samples_per_second": 4.0, "tokens_per_second": 400.0, "peak_memory_gib": 2.0}
+        norms = {"norm/llm_input": 3.0, "norm/text_embeddings": 3.0, "grad_norm": 1.0, "grad_norm/llm_input": 0.1}
+        lines = [{"step": i, "loss": 3 / i} | step | norms for i in range(1, 6)]
+        (folder / "train_log.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    write_scores(run, right, options.get("answer", "wrong"), options.get("tasks", {"scenes": 240}))
+    return run
+
+
+def write_scores(run: Run, right: float, answer: str, tasks: dict[str, int]) -> None:
+    """`eval/results.json`: questions are easy or hard for all arms of a seed, up to a little luck of each arm's own."""
+    made = {}
+    for task, count in tasks.items():
+        easy = np.random.default_rng([run.seed, count]).random(count)
+        own = np.random.default_rng([run.seed, count, len(run.arm)]).random(count)
+        hit = 0.8 * easy + 0.2 * own < right
+        samples = [
+            Sample(f"{task}-{i}", float(h), "right" if h else answer, "right", ("color", "shape")[i % 2])
+            for i, h in enumerate(hit)
+        ]
+        made[task] = TaskResult("accuracy", 100 * float(hit.mean()), samples, CHANCE.get(task), 1.0, "data")
+    fingerprint = revision(str(run.folder("finetune")))
+    settings = {"conv_template": "chatml", "limit": None, "num_gpus": 0}
+    versions = {"torch": "2.13.0"}
+    results = Results(str(run.folder("finetune")), fingerprint, "evaluate", versions, settings, "2026-01-01", made)
+    write_results(results, run.folder("eval"))
+
+
+def change(run: Run, stage: str, field: str, value: object) -> None:
+    """Sets one dotted field of what a stage recorded."""
+    path = run.folder(stage) / RUN_FILE
+    content = json.loads(path.read_text())
+    *parents, last = field.split(".")
+    place = content["starts"][-1]["configuration"]
+    for name in parents:
+        place = place[name]
+    place[last] = value
+    path.write_text(json.dumps(content))

@@ -1,0 +1,120 @@
+"""A comparison refuses runs that differ in more than the arm, naming the field and both values."""
+
+import json
+
+import pytest
+from comparison_runs import change, write_run, write_scores
+
+from llava.eval.compare import arm_differences, check_results, check_runs, main
+from llava.provenance import RUN_FILE
+
+ARMS = ("none", "layernorm", "layernorm_default")
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return [write_run(tmp_path, seed, arm, 0.5) for seed in (1, 2) for arm in ARMS]
+
+
+def command(runs, name, *flags):
+    return main([name, "--output-dir", str(runs[0].root), "--arms", ",".join(ARMS), "--seeds", "1,2", *flags])
+
+
+def test_runs_that_differ_in_arm_and_seed_alone_are_accepted(runs):
+    for stage in ("pretrain", "finetune"):
+        check_runs(runs, stage)
+    check_results(runs)
+    fields = {row["field"] for row in arm_differences(runs) if row["stage"] == "pretrain"}
+    assert fields == {"model.mm_projector_norm", "model.mm_projector_norm_init", "config.mm_projector_norm"} | {
+        "training.seed",
+        "order",
+        "initial_weights.mm_mlp_adapter",
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "before"),
+    [
+        ("training.learning_rate", 2e-3, 1e-3),
+        ("training.new_flag", 1, "(absent)"),
+        ("order", "order-9", "order-1"),
+        ("data.records", "abd", "abc"),
+        ("initial_weights.mm_language_model", "y", "x"),
+        ("initial_weights.mm_mlp_adapter", "z", "1 "),
+        ("code.commit", "badcafe", "c0ffee"),
+        ("code.digest", "e", "d"),
+        ("versions.torch", "2.14.0", "2.13.0"),
+        ("devices.kind", "H200", "cpu"),
+    ],
+)
+def test_any_other_difference_is_refused_with_field_and_both_values(runs, capsys, field, value, before):
+    change(runs[1], "pretrain", field, value)
+    assert command(runs, "check", "--stage", "pretrain") == 2
+    message = capsys.readouterr().err
+    assert f"{field}: {before!r} (none, seed 1), {value!r} (layernorm, seed 1)" in message
+    assert str(runs[1].folder("pretrain")) in message
+
+
+def test_budget_counts_the_steps_that_were_taken(runs):
+    log = runs[4].folder("finetune") / "train_log.jsonl"
+    log.write_text("\n".join(log.read_text().splitlines()[:-1]))
+    with pytest.raises(ValueError, match=r"steps: 5 \(none, seed 2\), 4 \(layernorm, seed 2\)"):
+        check_runs(runs, "finetune")
+
+
+def test_a_setting_that_only_the_checkpoint_knows_is_compared_too(runs):
+    config = runs[1].folder("finetune") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 7}))
+    with pytest.raises(ValueError, match=r"config.rope_theta: '\(absent\)' .*, 7"):
+        check_runs(runs, "finetune")
+
+
+def test_seeds_may_not_differ_in_more_than_the_seed(runs):
+    for run in runs[3:]:
+        change(run, "pretrain", "training.learning_rate", 2e-3)
+    with pytest.raises(ValueError, match=r"learning_rate: 0.001 \(none, seed 1\), 0.002 \(none, seed 2\)"):
+        check_runs(runs, "pretrain")
+
+
+def test_folder_must_hold_the_arm_and_seed_of_its_name_and_stage_2_its_own_stage_1(runs):
+    change(runs[2], "pretrain", "model.mm_projector_norm_init", "text_norm")
+    with pytest.raises(ValueError, match=r"layernorm_default.*\n.*norm_init: 'default' \(expected\), 'text_norm'"):
+        check_runs(runs, "pretrain")
+    (runs[1].folder("pretrain") / "mm_projector.bin").write_text("trained again")
+    with pytest.raises(ValueError, match="adapter"):
+        check_runs(runs, "finetune")
+    change(runs[0], "pretrain", "training.seed", 3)
+    with pytest.raises(ValueError, match=r"training.seed: 1 \(expected\), 3 \(found\)"):
+        check_runs(runs[:1], "pretrain")
+
+
+def test_a_run_continued_with_another_configuration_is_refused(runs):
+    path = runs[1].folder("pretrain") / RUN_FILE
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"starts": content["starts"] * 2}))
+    check_runs(runs, "pretrain")
+    change(runs[1], "pretrain", "training.learning_rate", 5e-3)
+    with pytest.raises(ValueError, match=r"continued.*\n.*learning_rate: 0.001 \(at first\), 0.005 \(later\)"):
+        check_runs(runs, "pretrain")
+
+
+def test_scores_of_other_questions_settings_or_weights_are_refused(runs):
+    write_scores(runs[1], 0.5, "wrong", {"scenes": 239})
+    with pytest.raises(ValueError, match="scenes-239"):
+        check_results(runs)
+    del runs[1].__dict__["results"]
+    write_scores(runs[1], 0.5, "wrong", {"scenes": 240, "pope": 4})
+    with pytest.raises(ValueError, match="tasks.pope"):
+        check_results(runs)
+    (runs[0].folder("finetune") / "mm_projector.bin").write_text("trained again")
+    with pytest.raises(ValueError, match="other weights"):
+        check_results(runs)
+
+
+def test_check_looks_at_what_is_there_and_says_how_much(runs, capsys):
+    for run in runs[3:]:
+        (run.folder("finetune") / RUN_FILE).unlink()
+    assert command(runs, "check", "--stage", "finetune") == 0
+    assert "3 run(s)" in capsys.readouterr().out
+    assert command(runs, "report") == 2
+    assert RUN_FILE in capsys.readouterr().err

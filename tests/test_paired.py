@@ -1,0 +1,110 @@
+"""The statistics of a comparison against closed forms and plain resampling."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from llava.eval.paired import IMPROVED, UNCHANGED, WORSE, compare_benchmarks, resampled_mean, seed_part, sign_test
+
+RNG = np.random.default_rng(1)
+
+
+def one(differences, kinds=None, **options):
+    """The result for one benchmark, from a list per seed."""
+    return compare_benchmarks([np.atleast_2d(differences).astype(float)], [kinds], **options)[0][0]
+
+
+def answers(won, lost, total):
+    return [1] * won + [-1] * lost + [0] * (total - won - lost)
+
+
+def test_sign_test_equals_the_sum_over_all_outcomes():
+    for won, lost in itertools.product(range(7), repeat=2):
+        total = won + lost
+        sides = [sum(outcome) for outcome in itertools.product((0, 1), repeat=total)]
+        as_uneven = sum(abs(2 * heads - total) >= abs(won - lost) for heads in sides)
+        assert sign_test(won, lost) == pytest.approx(as_uneven / 2**total)
+    assert 0 < sign_test(5200, 4800) < 1e-4  # exact whole numbers, where floats would overflow
+
+
+def test_resampling_distinct_values_is_resampling_the_values():
+    values = RNG.choice([-1, 0, 0.5, 1], size=50)
+    population = np.append(values, (1, -1))
+    plain = RNG.choice(population, size=(40_000, len(population))).mean(axis=1)
+    fast = resampled_mean(values, np.random.default_rng(2), 40_000)
+    assert fast.mean() == pytest.approx(population.mean(), abs=4 * plain.std() / 200)
+    assert np.quantile(fast, [0.025, 0.5, 0.975]) == pytest.approx(np.quantile(plain, [0.025, 0.5, 0.975]), abs=0.02)
+    assert fast.std() == pytest.approx(population.std() / math.sqrt(len(population)), rel=0.02)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_seeds_vary_by_the_unbiased_standard_error(seeds):
+    by_seed = RNG.normal(size=seeds)
+    shares = np.random.default_rng(3).multinomial(seeds, [1 / seeds] * seeds, size=200_000) / seeds
+    drawn = seed_part(by_seed, shares)
+    assert drawn.std() == pytest.approx(by_seed.std(ddof=1) / math.sqrt(seeds), rel=0.02)
+    assert drawn.mean() == pytest.approx(0, abs=0.01)
+
+
+def test_interval_is_the_normal_one_where_that_holds():
+    d = RNG.choice([-1, 0, 1], p=[0.1, 0.6, 0.3], size=5000)
+    result = one(d)
+    error = 100 * d.std() / math.sqrt(len(d))
+    assert result.delta == pytest.approx(100 * d.mean())
+    assert (result.low, result.high) == pytest.approx(
+        (result.delta - 1.96 * error, result.delta + 1.96 * error), abs=0.1
+    )
+
+
+def test_difference_between_seeds_widens_the_interval_and_one_seed_says_nothing_about_it():
+    up, same = answers(30, 10, 400), answers(10, 10, 400)
+    assert one(up).verdict == IMPROVED
+    noisy, quiet = one([up, same]), one([up, up])
+    assert noisy.high - noisy.low > 1.5 * (quiet.high - quiet.low)
+    assert noisy.verdict == UNCHANGED and noisy.by_seed == (5.0, 0.0)
+
+
+def test_verdict_can_say_no_in_both_directions():
+    assert one(answers(10, 40, 200)).verdict == WORSE
+    assert one(answers(40, 10, 200)).verdict == IMPROVED
+    assert one(answers(25, 20, 200)).verdict == UNCHANGED
+    assert one(answers(0, 0, 200)).verdict == UNCHANGED
+    assert one(answers(1, 0, 1)).verdict == UNCHANGED
+
+
+def test_verdict_on_few_decided_questions_agrees_with_the_sign_test():
+    for lost in range(4):
+        for won in range(lost, lost + 16):
+            p, verdict = sign_test(won, lost), one(answers(won, lost, 400)).verdict
+            if p > 0.12:
+                assert verdict == UNCHANGED, (won, lost, p)
+            if p < 0.02:
+                assert verdict == IMPROVED, (won, lost, p)
+
+
+def test_between_equal_arms_a_verdict_is_as_rare_as_promised():
+    rng, wrong = np.random.default_rng(5), 0
+    for trial in range(300):
+        d = rng.choice([-1, 0, 1], p=[0.15, 0.7, 0.15], size=240)
+        wrong += one(d, seed=trial, resamples=2000).verdict != UNCHANGED
+    assert wrong / 300 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
+
+
+def test_mean_over_kinds_weighs_kinds_and_not_questions():
+    kinds = np.array(["a"] * 90 + ["b"] * 10)
+    d = np.array([0] * 90 + [1] * 10)
+    assert one(d).delta == pytest.approx(10) and one(d, kinds).delta == pytest.approx(50)
+
+
+def test_mean_over_benchmarks_shares_the_seeds_and_not_the_questions():
+    rng = np.random.default_rng(6)
+    d = [rng.choice([-1, 0, 1], size=(1, 1000)) for _ in range(4)]
+    each, mean = compare_benchmarks(d, [None] * 4)
+    assert mean.delta == pytest.approx(np.mean([r.delta for r in each]))
+    assert mean.high - mean.low == pytest.approx((each[0].high - each[0].low) / 2, rel=0.1)
+    seeds = [np.concatenate([np.full((1, 1000), 0.1), np.full((1, 1000), -0.1)])] * 4
+    each, mean = compare_benchmarks(seeds, [None] * 4)
+    assert mean.high - mean.low == pytest.approx(each[0].high - each[0].low, rel=0.1)  # what seeds do stays
+    assert (mean.won, mean.lost) == (0, 0)

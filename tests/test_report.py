@@ -1,0 +1,192 @@
+"""The comparison's page: verdicts as computed, everything escaped, and how a browser shows it."""
+
+import csv
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from comparison_runs import write_run
+
+from llava.eval import paper
+from llava.eval.compare import main
+from llava.eval.report import Statistics, markdown_text
+from llava.eval.results import PAPER_COLUMNS
+
+HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+
+
+def compare(root, arms, seeds="1,2"):
+    assert main(["report", "--output-dir", str(root), "--arms", ",".join(arms), "--seeds", seeds]) == 0
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """A folder with the report on four arms: one clearly better, one worse, one hardly different from the baseline."""
+    root = tmp_path_factory.mktemp("report")
+    rights = {"none": 0.5, "layernorm": 0.5, "gwc_layernorm": 0.75, "layernorm_default": 0.2}
+    tasks = {"scenes": 240, "pope": 300}
+    runs = [
+        write_run(root, seed, arm, right, answer=HOSTILE, tasks=tasks, model="/models/<b>Llama-3.2-3B</b>")
+        for seed in (1, 2)
+        for arm, right in rights.items()
+    ]
+    (root / "analysis").mkdir()
+    rows = [{"model": HOSTILE, "layer": i, "norm": 10.0 - i} for i in range(11)]
+    (root / "analysis/layer-norms.json").write_text(json.dumps({"rows": rows}))
+    (root / "analysis/layer-norms.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"/>')
+    (root / "upstream").mkdir()
+    stage = {"ours": [1.0, 2.0], "upstream": [1.0, 2.0], "largest_loss_difference": 1.25e-6}
+    (root / "upstream/comparison.json").write_text(json.dumps({"arms": {"none": {"pretrain": stage}}}))
+    compare(root, rights)
+    return root, runs
+
+
+def read_csv(root, name):
+    with open(root / f"report-{name}.csv", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_tables_say_what_the_samples_say(report):
+    root, runs = report
+    rows = {(row["arm"], row["benchmark"]): row for row in read_csv(root, "results")}
+    found = [run.results.tasks["scenes"].score for run in runs if run.arm == "gwc_layernorm"]
+    base = [run.results.tasks["scenes"].score for run in runs if run.arm == "none"]
+    row = rows["gwc_layernorm", "scenes"]
+    assert float(row["score"]) == pytest.approx(sum(found) / 2, abs=0.01)
+    assert float(row["delta"]) == pytest.approx((sum(found) - sum(base)) / 2, abs=0.01)
+    assert [float(row["seed 1"]), float(row["seed 2"])] == pytest.approx(found, abs=0.01)
+    verdicts = {
+        arm: rows[arm, "mean"]["verdict"] for arm in ("none", "gwc_layernorm", "layernorm_default", "layernorm")
+    }
+    assert list(verdicts.values()) == ["baseline", "improved", "worse", "unchanged"]
+    assert rows["layernorm", "POPE"]["paper delta"] == "0.74"
+    assert rows["layernorm_default", "POPE"]["paper"] == ""
+
+
+def test_only_what_leaves_out_zero_is_bold(report):
+    text = (report[0] / "report.md").read_text()
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ") and " to " in line}
+    assert "**" not in lines["layernorm"]
+    assert lines["gwc\\_layernorm"].count("**+") == 3 and lines["layernorm\\_default"].count("**-") == 3
+    page = (report[0] / "report.html").read_text()
+    assert page.count('<strong class="improved">') == 3 and page.count('<strong class="worse">') == 3
+
+
+def test_cost_counts_each_step_once(report):
+    row = read_csv(report[0], "cost")[0]
+    assert float(row["device hours"]) == pytest.approx(5 * 8 / 4 / 3600, abs=5e-4)
+    assert (row["tokens"], row["peak memory, GiB"], row["optimizer steps"]) == ("4000", "2.0", "5")
+
+
+def test_page_needs_no_network_and_escapes_what_comes_from_data(report):
+    page = (report[0] / "report.html").read_text()
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page)
+    assert "https:" not in page.replace("https://www.w3.org", "") and "<script>document.title" not in page
+    assert html.escape("<script>document.title=", quote=False) in page
+    assert "<img src=x" not in page and "<b>Llama" not in page
+    markdown = (report[0] / "report.md").read_text()
+    assert not re.search(r"(?<!\\)<", markdown)
+    assert markdown_text("a|b\n<i>*") == "a\\|b \\<i\\>\\*"
+
+
+def test_score_that_its_samples_do_not_give_is_refused(tmp_path, capsys):
+    runs = [write_run(tmp_path, 1, arm, 0.5) for arm in ("none", "layernorm")]
+    path = runs[1].folder("eval") / "results.json"
+    content = json.loads(path.read_text())
+    content["tasks"]["scenes"]["score"] += 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="scenes, layernorm: score"):
+        Statistics(runs)
+
+
+def test_one_seed_says_what_its_interval_leaves_out_and_other_models_get_no_paper_numbers(tmp_path):
+    for arm in ("none", "layernorm"):
+        write_run(tmp_path, 1, arm, 0.5)
+    compare(tmp_path, ("none", "layernorm"), "1")
+    assert "One seed" in (tmp_path / "report.html").read_text()
+    assert {row["paper"] for row in read_csv(tmp_path, "results")} == {""}
+
+
+def test_papers_last_column_is_the_mean_of_its_nine():
+    for llm, arms in paper.TABLE_4.items():
+        for arm, scores in arms.items():
+            assert list(scores) == list(PAPER_COLUMNS.values())
+            assert sum(scores.values()) / 9 == pytest.approx(paper.MEANS[llm][arm], abs=0.006)
+    assert paper.language_model_of("meta-llama/Llama-3.2-3B-Instruct") == "Llama-3.2-3B"
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browse(tmp_path_factory):
+    """A function from a page and a window's width to its DOM after loading and what the console said."""
+    program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip(f"no Chromium: none of {', '.join(BROWSERS)} on PATH (Debian: apt-get install {BROWSERS[0]})")
+    profile = tmp_path_factory.mktemp("browser")
+
+    def run(page, *flags, width=1200):
+        command = [
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--enable-logging=stderr",
+            f"--user-data-dir={profile}",
+        ]
+        command += [
+            f"--window-size={width},900",
+            "--virtual-time-budget=5000",
+            *(flags or ["--dump-dom"]),
+            page.as_uri(),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    return run
+
+
+def test_page_renders_without_a_message_and_sorts_its_tables(report, browse, tmp_path):
+    dom, console = browse(report[0] / "report.html")
+    assert not console
+    assert "<title>hacked" not in dom and "Inside the models" in dom
+
+    # What a reader would do, without the policy that keeps any other script from running.
+    page = re.sub(r"<meta http-equiv=.*?>", "", (report[0] / "report.html").read_text())
+    probe = """<script>
+      var table = Array.from(document.querySelectorAll("details"))
+        .find(function (d) { return d.textContent.startsWith("layer-norms"); }).querySelector("table"), seen = [];
+      function column(i) { return Array.from(table.tBodies[0].rows, function (r) { return r.cells[i].textContent; }).join(); }
+      [2, 2, 1].forEach(function (i) { table.querySelectorAll("th button")[i].click(); seen.push(column(1)); });
+      var loaded = function (i) { return i.loading === "lazy" || i.naturalWidth; };
+      var broken = Array.from(document.images).filter(function (i) { return !loaded(i); }).length;
+      window.dispatchEvent(new Event("beforeprint"));
+      var closed = document.querySelectorAll("details:not([open])").length;
+      document.title = JSON.stringify([seen, broken, closed, document.title === "hacked"]);
+    </script></body>"""
+    (tmp_path / "probe.html").write_text(page.replace("</body>", probe))
+    dom, console = browse(tmp_path / "probe.html")
+    assert not console
+    seen, broken, closed, hacked = json.loads(html.unescape(re.search("<title>(.*?)</title>", dom)[1]))
+    rising, falling = ",".join(map(str, range(11))), ",".join(map(str, range(10, -1, -1)))
+    assert seen == [falling, rising, rising]  # norms fall as layers rise; the third click sorts numbers, not text
+    assert (broken, closed, hacked) == (0, 0, False)
+
+
+def test_page_fits_a_phone_and_paper(report, browse, tmp_path):
+    page = re.sub(r"<meta http-equiv=.*?>", "", (report[0] / "report.html").read_text())
+    probe = """<script>window.dispatchEvent(new Event("beforeprint"));
+      document.title = [innerWidth, document.documentElement.scrollWidth].join();</script></body>"""
+    (tmp_path / "probe.html").write_text(page.replace("</body>", probe))
+    dom, _ = browse(tmp_path / "probe.html", width=390)
+    window, content = map(int, re.search("<title>(.*?)</title>", dom)[1].split(","))
+    assert content <= window <= 390
+    browse(report[0] / "report.html", f"--print-to-pdf={tmp_path / 'page.pdf'}")
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
