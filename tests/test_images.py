@@ -169,7 +169,9 @@ def test_members_of_a_zip_file_lead_nowhere(folder):
         archive.writestr("/etc/passwd", b"not read from the disk")
     store = ImageStore(folder / "evil.zip")
     assert np.array_equal(np.asarray(store.open("../outside.png")), np.asarray(noise(seed=5)))
-    assert kind_of(store, "/etc/passwd") == "image_unreadable" and kind_of(store, "outside.png") == "image_missing"
+    assert kind_of(store, "/etc/passwd") == "image_unreadable"
+    missing = store.check("outside.png")
+    assert missing.kind == "image_missing" and "a member of the zip file is '../outside.png'" in missing.message
 
 
 # --- files that are no pictures ---------------------------------------------------------------------------------------

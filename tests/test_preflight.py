@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import random
 import re
 import sys
@@ -26,6 +27,7 @@ from llava.data.checks import LONGEST_RECORD, RowImage
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
 from llava.data.manifest import Rules, preflight, usable_records
+from llava.data.parallel import in_processes
 from llava.data.records import RecordTable, load_records
 from llava.train import train as train_module
 
@@ -386,6 +388,17 @@ def test_texts_are_read_without_the_images_bytes(tmp_path, monkeypatch):
     load_records(str(path))
     assert asked and "image.bytes" not in asked and "image" not in asked
     assert parquet_files.largest_image_group(path) > 1_000_000
+
+
+def _ends_at_3(_: None, piece: int) -> int:
+    if piece == 3:
+        os._exit(9)
+    return piece
+
+
+def test_a_process_that_is_killed_is_said_with_what_it_was_at():
+    with pytest.raises(RuntimeError, match="a process that worked at [0-3] or shortly behind it was killed"):
+        list(in_processes(_ends_at_3, None, range(8)))
 
 
 # --- any record -------------------------------------------------------------------------------------------------------

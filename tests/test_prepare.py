@@ -28,6 +28,8 @@ def pretrain_layout(folder: Path, extracted: bool = False) -> Path:
             archive.writestr(name, encoded(noise(seed=i), "JPEG"))
         if extracted:
             archive.extractall(folder / "images")
+    if extracted:
+        (folder / "images.zip").unlink()
     return folder
 
 

@@ -41,11 +41,14 @@ class ImageStore:
         follow_links: whether links below the folder may lead out of it.
 
     Raises:
+        FileNotFoundError: there is no such folder.
         ValueError, OSError: as `ZipMembers`.
     """
 
     def __init__(self, image_folder: str | Path | None, cache_dir: str | None = None, follow_links: bool = False):
         self.root = Path(image_folder or "")
+        if not self.root.exists():
+            raise FileNotFoundError(f"--image_folder {self.root}: no such folder or zip file")
         self.follow_links = follow_links
         self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
         self._real_root = os.path.realpath(self.root)
@@ -133,8 +136,10 @@ class ImageStore:
         return str(image) if isinstance(image, RowImage) else f"{os.path.join(self.root, image)!s:.500}"
 
     def _missing(self, image: str | RowImage) -> ImageError:
+        example = f" (a member of the zip file is {self.archive.example()!r})" if self.archive else ""
         return ImageError(
-            "image_missing", f"image {self._name(image)} does not exist; check --image_folder and the record"
+            "image_missing",
+            f"image {self._name(image)} does not exist; check --image_folder and the record{example}",
         )
 
     def _outside(self, name: str, found: str) -> ImageError:

@@ -88,7 +88,7 @@ def preflight(
         table: as loaded with `check=False`, whole.
         images: where its images are.
         rules: what to check for. A manifest that was made with `full_decode` serves without it too.
-        show_progress: whether this process shows a bar.
+        show_progress: whether the process that checks shows a bar.
 
     Raises:
         OSError: no cache folder can be written.

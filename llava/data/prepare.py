@@ -31,7 +31,7 @@ class Layout:
 
     Args:
         data: matches the records' files.
-        images: the first of these that is there holds the images; empty where rows hold them.
+        images: the first of these that is there holds the images; none where rows hold them.
         rows: how many there must be, where files tell without being read.
     """
 
@@ -56,7 +56,7 @@ SOURCES = {
     "llava-558k": Source(
         "liuhaotian/LLaVA-Pretrain",
         ("blip_laion_cc_sbu_558k.json", "images.zip"),
-        (Layout("blip_laion_cc_sbu_558k.json", ("images", "images.zip")),),
+        (Layout("blip_laion_cc_sbu_558k.json", ("images.zip", "images")),),
         "playground/data/LLaVA-Pretrain",
         "pretrain",
         "plain",
@@ -150,7 +150,7 @@ def missing(layout: Layout, folder: Path) -> list[str]:
         return [layout.data]
     lacking = _missing_shards(files)
     if layout.images and not _images(layout, folder):
-        lacking.append(layout.images[-1])
+        lacking.append(layout.images[0])
     if layout.rows and not lacking:
         rows = sum(_rows(file) for file in files)
         if rows != layout.rows:

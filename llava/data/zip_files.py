@@ -91,6 +91,15 @@ class ZipMembers:
             raise OSError("damaged in the zip file: its checksum is another")
         return data
 
+    def example(self) -> str:
+        """The name of the first member; empty where it cannot be read."""
+        offset = int(self.members[_FIELDS.index("offset")].min())
+        try:
+            header = self._bytes(offset, _LOCAL_HEADER.size)
+            return self._bytes(offset + len(header), _LOCAL_HEADER.unpack(header)[-2]).decode("utf-8", "replace")
+        except OSError:
+            return ""
+
     def _place(self, name: str) -> int | None:
         key = np.uint64(_name_hash(name))
         place = int(self.members[0].searchsorted(key))

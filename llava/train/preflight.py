@@ -82,7 +82,7 @@ def checked_records(model_args: Any, data_args: Any, training_args: Any) -> Reco
     is_first = training_args.process_index == 0
     table = load_records(data_args.data_path, data_args.data_cache_dir, check=False, show_progress=is_first)
     rules = Rules(get_template(model_args.version), data_args.label_masking, data_args.full_decode)
-    manifest, path = preflight(table, image_store(data_args), rules, show_progress=is_first)
+    manifest, path = preflight(table, image_store(data_args), rules)
     records = usable_records(table, manifest, data_args.on_bad_record, _preflight_command(model_args, data_args))
     _refuse_different_records(records.key)
     for kind, found in manifest.warnings.items():
