@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from llava.data import cache, images, parquet_files
+from llava.data import cache, images, row_images
 from llava.data.checks import RowImage
 from llava.data.images import ImageError, ImageStore
-from llava.data.parquet_files import RowReader
+from llava.data.row_images import RowReader
 from llava.data.zip_files import ZipMembers
 from llava.mm_utils import to_rgb
 
@@ -107,7 +107,7 @@ def test_rows_in_order_are_read_in_one_go_and_only_some_are_held(everywhere, mon
     monkeypatch.setattr(
         pq.ParquetFile, "iter_batches", lambda *a, **k: started.append(k["row_groups"]) or real(*a, **k)
     )
-    monkeypatch.setattr(parquet_files, "_IMAGES", 2)
+    monkeypatch.setattr(row_images, "_IMAGES", 2)
     reader = RowReader()
     for index in range(len(names)):
         reader.read(RowImage(str(root / "rows.parquet"), index))
@@ -121,7 +121,7 @@ def test_open_shards_are_few(tmp_path, everywhere):
     for number in range(12):
         (tmp_path / f"{number}.parquet").write_bytes((root / "rows.parquet").read_bytes())
         reader.read(RowImage(str(tmp_path / f"{number}.parquet"), 39))
-    assert len(reader._shards) == parquet_files._OPEN_SHARDS
+    assert len(reader._shards) == row_images._OPEN_SHARDS
 
 
 # --- names that lead elsewhere ----------------------------------------------------------------------------------------

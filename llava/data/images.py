@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from llava.data.checks import Problem, RowImage
-from llava.data.parquet_files import RowReader
+from llava.data.row_images import RowReader
 from llava.data.zip_files import ZipMembers
 
 LARGEST_FILE = 1 << 29
