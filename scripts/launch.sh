@@ -322,6 +322,18 @@ check_file() { # what path what-to-do
   if [ -e "$2" ]; then report found "$1" "$2"; else report MISSING "$1" "$2" "$3"; fi
 }
 
+check_data() { # files, folders or patterns, separated by commas; what-to-do
+  local parts part
+  IFS=, read -ra parts <<<"$1"
+  for part in "${parts[@]}"; do
+    if [ ! -e "$part" ] && compgen -G "$part" >/dev/null; then
+      report found data "$part"
+    else
+      check_file data "$part" "$2"
+    fi
+  done
+}
+
 # A name like "owner/model" that is neither here nor under a folder that is here belongs to the model hub.
 check_model() { # what name what-to-do
   if [ ! -e "$2" ] && [ ! -d "${2%%/*}" ] && [[ "$2" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$ ]]; then
@@ -335,7 +347,7 @@ check_inputs() {
   echo "inputs"
   check_model model "$(value_of --model_name_or_path)" "${INPUT_HINT:-set MODEL_PATH to a model folder or a hub name}"
   check_model "vision tower" "$(value_of --vision_tower)" "${INPUT_HINT:-set VISION_TOWER to a model folder or a hub name}"
-  check_file data "$(value_of --data_path)" "${INPUT_HINT:-$DATA_SOURCE, or set DATA_PATH}"
+  check_data "$(value_of --data_path)" "${INPUT_HINT:-$DATA_SOURCE, or set DATA_PATH}"
   check_file images "$(value_of --image_folder)" "${INPUT_HINT:-$DATA_SOURCE, or set IMAGE_FOLDER}"
   check_file adapter "$(value_of --pretrain_mm_mlp_adapter)" \
     "run scripts/pretrain.sh with the same PRESET and NORM first, or set PRETRAIN_ADAPTER"

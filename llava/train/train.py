@@ -14,7 +14,7 @@ from transformers import set_seed
 
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
-from llava.data.records import RecordTable, load_records
+from llava.data.records import RecordTable
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
@@ -28,7 +28,7 @@ from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
 from llava.train.memory import set_up_checkpointing
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
-from llava.train.preflight import check_flags, check_images
+from llava.train.preflight import check_flags, checked_records, image_store, report_left_out
 from llava.train.run_record import write_run_record
 
 logger = logging.getLogger(__name__)
@@ -54,8 +54,7 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
     model_args.attn_implementation = model_args.attn_implementation or attn_implementation
     set_up_logging(training_args)
     check_flags(model_args, data_args, training_args)
-    records = load_records(data_args.data_path, data_args.data_cache_dir)
-    check_images(records, data_args.image_folder)
+    records = checked_records(model_args, data_args, training_args)
 
     set_seed(training_args.seed)
     model = build_model(model_args, data_args, training_args)
@@ -66,6 +65,7 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
     trainer.save_state()
     model.config.use_cache = True
     trainer.save_model()
+    report_left_out(records, training_args.output_dir)
     leave_process_group()
 
 
@@ -164,7 +164,7 @@ def build_trainer(
         tokenizer,
         version=model_args.version,
         image_processor=image_processor,
-        image_folder=data_args.image_folder,
+        image_folder=image_store(data_args),
         image_aspect_ratio=data_args.image_aspect_ratio,
         num_visual_tokens=tower.num_tokens,
         model_max_length=training_args.model_max_length,
