@@ -173,7 +173,8 @@ resolve_launch() {
     torchrun)
       LAUNCH+=("$PYTHON_BIN" -m torch.distributed.run) # what the torchrun program runs
       if [ "$NNODES" -eq 1 ]; then
-        LAUNCH+=(--standalone --nproc_per_node "$RANKS" --max_restarts "$MAX_RESTARTS")
+        LAUNCH+=(--standalone --nproc_per_node "$RANKS")
+        [ "$MAX_RESTARTS" -eq 0 ] || LAUNCH+=(--max_restarts "$MAX_RESTARTS")
       elif [ "$MAX_RESTARTS" -gt 0 ]; then # nodes find each other again after a restart, whatever their numbers were
         : "${MASTER_PORT:=29500}"
         LAUNCH+=(--nnodes "$NNODES" --nproc_per_node "$RANKS" --max_restarts "$MAX_RESTARTS" --rdzv_backend c10d

@@ -24,7 +24,7 @@ class DataCollatorForSupervisedDataset:
         self.pad_token_id = pad_token_id
 
     def __call__(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """`input_ids`, `labels`, `attention_mask` [B, S], `images` [N, 3, H, W] and `indices` [B] if samples have them."""
+        """`input_ids`, `labels`, `attention_mask` [B, S]; `images` [N, 3, H, W], `indices` [B] if samples have them."""
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         batch = {
             "input_ids": pad_sequence(

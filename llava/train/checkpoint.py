@@ -3,8 +3,8 @@
 Final folder of both stages: the whole model, tokenizer, image processor; stage 1 adds LLaVA's `mm_projector.bin`.
 `checkpoint-N` of stage 1: `mm_projector.bin` and `config.json` beside the optimizer's state; nothing else changes.
 
-Both are written below `.saving` in the output folder. A checkpoint gets its name when every rank's files are on disk and
-stand in `manifest.json` with size and SHA-256; one that does not match its manifest is never loaded.
+Both are written below `.saving` in the output folder. A checkpoint gets its name when every rank's files are on disk
+and stand in `manifest.json` with size and SHA-256; one that does not match its manifest is never loaded.
 """
 
 import contextlib

@@ -120,7 +120,9 @@ class LLaVATrainer(Trainer):
             model.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient
             self.optimizer._is_overflow = True  # so that the learning rate stays as well
         elif not self.optimizer.step_was_skipped:
-            raise RuntimeError("DeepSpeed applied a step whose gradient is not finite; it needs version 0.19.8 or later")
+            raise RuntimeError(
+                "DeepSpeed applied a step whose gradient is not finite; it needs version 0.19.8 or later"
+            )
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -160,7 +162,8 @@ class LLaVATrainer(Trainer):
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if global_batch_size(self.args) != self.resumed["step_size"]:
             schedule.last_epoch = self.state.global_step
-            schedule._last_lr = [r * f(schedule.last_epoch) for r, f in zip(schedule.base_lrs, schedule.lr_lambdas)]
+            shares = [share(schedule.last_epoch) for share in schedule.lr_lambdas]
+            schedule._last_lr = [rate * share for rate, share in zip(schedule.base_lrs, shares, strict=True)]
         rates = schedule.get_last_lr()
         for group, own, rate in zip(self.optimizer.param_groups, self.group_settings, rates, strict=True):
             group.update(own | {"initial_lr": own["lr"], "lr": rate})

@@ -8,7 +8,6 @@ them. Neither learning rate nor optimizer state moves, only the data goes on. Un
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 

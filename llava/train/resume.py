@@ -23,15 +23,19 @@ IDENTITY = "resume.json"
 
 # Flags that decide where and how a run works, never what it computes.
 _IRRELEVANT_PREFIXES = ("logging_", "log_", "save_", "eval_", "hub_", "push_to", "dataloader_", "resume_", "trackio_")
-_IRRELEVANT = frozenset(
-    "output_dir run_name project report_to local_rank deepspeed_plugin disable_tqdm ddp_timeout hang_timeout "
-    "max_nonfinite_steps telemetry_steps peak_tflops cache_dir data_cache_dir data_path image_folder activation_checkpointing "
-    "activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs lazy_preprocess is_multimodal "
-    "evaluation_strategy do_train do_eval do_predict skip_memory_metrics include_num_input_tokens_seen use_cache "
-    "per_device_eval_batch_size batch_eval_metrics load_best_model_at_end metric_for_best_model greater_is_better "
-    "torch_empty_cache_steps trial_save ignore_data_skip enable_jit_checkpoint restore_callback_states_from_checkpoint "
-    "ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters debug use_cpu on_bad_record".split()
-)
+# fmt: off
+_IRRELEVANT = frozenset({
+    "output_dir", "run_name", "project", "report_to", "local_rank", "deepspeed_plugin", "disable_tqdm", "ddp_timeout",
+    "hang_timeout", "max_nonfinite_steps", "telemetry_steps", "peak_tflops", "cache_dir", "data_cache_dir",
+    "data_path", "image_folder", "activation_checkpointing", "activation_checkpointing_kwargs",
+    "gradient_checkpointing", "gradient_checkpointing_kwargs", "lazy_preprocess", "is_multimodal",
+    "evaluation_strategy", "do_train", "do_eval", "do_predict", "skip_memory_metrics",
+    "include_num_input_tokens_seen", "use_cache", "per_device_eval_batch_size", "batch_eval_metrics",
+    "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "torch_empty_cache_steps", "trial_save",
+    "ignore_data_skip", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint", "ddp_backend",
+    "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "debug", "use_cpu", "on_bad_record",
+})
+# fmt: on
 # Differences that a run can be continued with, and why.
 ALLOWED = {
     "world_size": "samples stay in order; DeepSpeed's states are converted to a universal checkpoint",
@@ -125,7 +129,9 @@ def check_identity(folder: Path, settings: dict[str, Any], allowed: str, step_si
     different = sorted(k for k in before.keys() | settings.keys() if before.get(k) != settings.get(k))
     lines = [f"  {k}: checkpoint {before.get(k)!r}, now {settings.get(k)!r}" for k in different]
     if refused := [k for k in different if k not in accepted]:
-        hint = f"accept with --resume_allow_changes {','.join(different)}, or " if set(different) <= ALLOWED.keys() else ""
+        hint = (
+            f"accept with --resume_allow_changes {','.join(different)}, or " if set(different) <= ALLOWED.keys() else ""
+        )
         raise ResumeError(
             f"{folder} was written by a run with other settings:\n" + "\n".join(lines) + "\n"
             f"{', '.join(refused)} would change the run in its middle: {hint}set them back, or start anew in another "
@@ -133,8 +139,9 @@ def check_identity(folder: Path, settings: dict[str, Any], allowed: str, step_si
         )
     if step_size != saved["step_size"] and settings.get("group_by_modality_length"):
         raise ResumeError(
-            f"{folder}: a step had {saved['step_size']} samples and now has {step_size}; with --group_by_modality_length "
-            "True that is another order of the data. Keep the global batch (--gradient_accumulation_steps)"
+            f"{folder}: a step had {saved['step_size']} samples and now has {step_size}; with "
+            "--group_by_modality_length True that is another order of the data. Keep the global batch "
+            "(--gradient_accumulation_steps)"
         )
     for line in lines:
         logger.warning("accepted change:%s", line.removeprefix(" "))

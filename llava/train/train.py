@@ -234,6 +234,7 @@ def build_trainer(
 ) -> LLaVATrainer:
     """The trainer over `records`; `options` are the trainer's own."""
     tokenizer = tokenizer or training_tokenizer(model_args, training_args)
+    options.setdefault("identity", run_identity(model_args, data_args, training_args, records, tokenizer))
     tower = model.get_vision_tower()
     image_processor = load_image_processor(model_args.vision_tower or model_args.model_name_or_path, tower)
     dataset = LazySupervisedDataset(

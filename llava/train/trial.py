@@ -1,4 +1,4 @@
-"""Before the first step: the final folder is written and read back once, and the disk must hold what the run will write.
+"""Before the first step the final folder is written and read back once, and the disk must have room for the run.
 
 Up to `FULL_TRIAL` bytes of weights the folder is written as at the end, under ZeRO-3 too, loaded from the disk and
 compared. Larger models write all but the weights' values: every name with one number, config, tokenizer, image
@@ -75,8 +75,8 @@ def check_gathering(trainer: Any) -> None:
     zero = trainer.args.hf_deepspeed_config.config.get("zero_optimization", {}) if trainer.args.deepspeed else {}
     if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
         raise ValueError(
-            f"--deepspeed {trainer.args.deepspeed}: stage3_gather_16bit_weights_on_model_save must be true under ZeRO-3, "
-            "or the final folder would hold no weights"
+            f"--deepspeed {trainer.args.deepspeed}: stage3_gather_16bit_weights_on_model_save must be true under "
+            "ZeRO-3, or the final folder would hold no weights"
         )
 
 
