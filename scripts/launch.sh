@@ -4,7 +4,7 @@
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-readonly ENTRY=llava/train/train_mem.py
+ENTRY=llava/train/train_mem.py
 readonly NORMS="none layernorm gwc_layernorm rmsnorm gwc_rmsnorm"
 ARGS=()        # the trainer's flags
 LAUNCH=()      # what starts the trainer: environment, launcher and the launcher's options
@@ -369,6 +369,7 @@ run_stage() {
     return
   fi
   [ "$MISSING" -eq 0 ] || die "$MISSING input(s) are MISSING, see the list above"
+  if is_on "${CHECK:-}"; then ENTRY=llava/train/launch_check.py; fi # the launch alone: nodes, links, paths
   ensure_environment
   mkdir -p "$OUTPUT_DIR"
   if [ "${NODE_RANK:-0}" = 0 ]; then
@@ -418,7 +419,7 @@ stop_ranks() { # launcher's process id
   fi
 }
 
-# Reports sort by progress, then by whether a rank only lost its peers, then by time (llava/train/watchdog.py).
+# Reports sort by progress, then by whether a rank only lost its peers, then by time (llava/train/failures.py).
 show_first_error() {
   local reports=("$OUTPUT_DIR"/errors/*.txt) file rank
   [ -e "${reports[0]}" ] || reports=()

@@ -15,14 +15,14 @@ from test_train import flags
 from transformers import TrainerCallback
 
 from llava.train import train as train_module
-from llava.train import trial, watchdog
+from llava.train import failures, trial
 from llava.train.checkpoint import MANIFEST, STAGING, SaveError, checkpoint_faults, find_checkpoint
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.nonfinite import NonFiniteError, poisoned
 from llava.train.resume import ALLOWED, ResumeError, moved_step
 from llava.train.stop_signal import REQUEUE_EXIT_CODE
 from llava.train.telemetry import LOG_FILE
-from llava.train.watchdog import PHASES, Watchdog
+from llava.train.failures import PHASES, Watchdog
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
@@ -313,7 +313,7 @@ def test_reports_sort_by_progress_then_cause_then_time(tmp_path):
     late.report_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
     lost.report_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
     cause.report_exception(ValueError("record 7: image x.png cannot be decoded"))
-    reports = [f.read_text() for f in sorted((tmp_path / watchdog.FOLDER).iterdir())]
+    reports = [f.read_text() for f in sorted((tmp_path / failures.FOLDER).iterdir())]
     assert [text.split(" on ")[0] for text in reports] == ["rank 2", "rank 1", "rank 0"]
     assert "reading data after 6 finished steps" in reports[0] and "record 7" in reports[0]
     assert PHASES.index("saving") < PHASES.index("reading data") < PHASES.index("computing")
@@ -321,7 +321,7 @@ def test_reports_sort_by_progress_then_cause_then_time(tmp_path):
 
 def test_rank_without_progress_says_where_it_hangs_and_ends(tmp_path, monkeypatch, capfd):
     ends: list[int] = []
-    monkeypatch.setattr(watchdog.os, "_exit", ends.append)
+    monkeypatch.setattr(failures.os, "_exit", ends.append)
     watch = Watchdog(str(tmp_path), 1, timeout=0.2)
     watch.enter("computing", 3)
     watch.start()
@@ -331,9 +331,9 @@ def test_rank_without_progress_says_where_it_hangs_and_ends(tmp_path, monkeypatc
         assert not ends
     time.sleep(0.6)
     watch.stop()
-    assert ends and ends[0] == watchdog.HANG_EXIT_CODE
+    assert ends and ends[0] == failures.HANG_EXIT_CODE
     assert "test_rank_without_progress" in capfd.readouterr().err
-    assert "no progress" in sorted((tmp_path / watchdog.FOLDER).iterdir())[0].read_text()
+    assert "no progress" in sorted((tmp_path / failures.FOLDER).iterdir())[0].read_text()
 
 
 def test_every_change_that_can_be_accepted_says_why():

@@ -27,7 +27,7 @@ from llava.train.resume import moved_step, write_identity
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput, measures_step
 from llava.train.trial import check_disk, try_save
-from llava.train.watchdog import Watchdog
+from llava.train.failures import Watchdog
 
 
 class LLaVATrainer(Trainer):
@@ -157,8 +157,12 @@ class LLaVATrainer(Trainer):
     def _restore_groups(self) -> None:
         """Puts every parameter group's own settings back, and the schedule where the data stands.
 
-        A universal checkpoint gives all groups the first one's; another number of samples per step moves the schedule.
+        A universal checkpoint gives all groups the first one's settings, and one counter of steps, which each of them
+        would count up; another number of samples per step moves the schedule.
         """
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(step := state.get("step")):
+                state["step"] = step.clone()
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if global_batch_size(self.args) != self.resumed["step_size"]:
             schedule.last_epoch = self.state.global_step

@@ -26,6 +26,7 @@ from llava.train.arguments import DataArguments, ModelArguments, TrainingArgumen
 from llava.train.batches import fit_micro_batches, global_batch_size, largest_micro_batch
 from llava.train.checkpoint import clear_staging, find_checkpoint
 from llava.train.compilation import compile_layers
+from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.liger import apply_liger
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
@@ -35,7 +36,7 @@ from llava.train.preflight import check_flags, check_images
 from llava.train.ranks import joined
 from llava.train.resume import check_identity, run_identity, use_universal_checkpoint
 from llava.train.stop_signal import StopSignal
-from llava.train.watchdog import Watchdog, clear_reports
+from llava.train.failures import Watchdog, clear_reports
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,10 @@ def run(
 ) -> None:
     """Trains from the newest complete checkpoint, or anew, and writes the final folder unless a signal ended it."""
     check_flags(model_args, data_args, training_args)
+    if spans_nodes():
+        inputs = (model_args.model_name_or_path, model_args.vision_tower, data_args.image_folder)
+        inputs += (*data_args.data_path.split(","), model_args.pretrain_mm_mlp_adapter)
+        check_launch(inputs, training_args.output_dir, training_args.device)
     records = load_records(data_args.data_path, data_args.data_cache_dir)
     check_images(records, data_args.image_folder)
     tokenizer = training_tokenizer(model_args, training_args)

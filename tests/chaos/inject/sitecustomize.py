@@ -1,12 +1,14 @@
 """Python imports this before the program when the folder is on PYTHONPATH: makes a training rank fail as CHAOS says.
 
-CHAOS is JSON: `what` (kill, kill_in_save, raise, hang, signal, nan, fill_disk), `step` (number of finished steps when
+CHAOS is JSON: `what` (kill, kill_in_save, raise, hang, signal, nan, cut_link,
+fill_disk), `step` (number of finished steps when
 it happens), `ranks`, and what else the fault needs. Only the trainer's own processes are touched, never a launcher.
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,6 +33,8 @@ def strike(chaos: dict, batches: list) -> None:
         os.kill(int(Path(chaos["pid_file"]).read_text()), getattr(signal, chaos["signal"]))
     elif chaos["what"] == "nan":
         batches[0]["images"].fill_(float("nan"))
+    elif chaos["what"] == "cut_link":
+        subprocess.run(["ip", "link", "set", chaos["link"], "down"], check=True)
     elif chaos["what"] == "fill_disk":
         folder = Path(chaos["folder"])
         with (folder / "filler").open("wb") as file:
