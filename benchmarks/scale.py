@@ -60,9 +60,7 @@ def build(name: str, stage: int) -> Any:
     }[preset.family]
     vision = {"mm_vision_tower": "siglip", "mm_vision_config": SO400M | {"model_type": "siglip_vision_model"}}
     tied = preset.family == "llama"
-    config = config_class(
-        **preset.language_model, **vision, tie_word_embeddings=tied, mm_projector_type="mlp2x_gelu"
-    )
+    config = config_class(**preset.language_model, **vision, tie_word_embeddings=tied, mm_projector_type="mlp2x_gelu")
     with torch.device("meta"):
         model = model_class(config).bfloat16()
     if tied:
@@ -74,7 +72,10 @@ def build(name: str, stage: int) -> Any:
 
 def arguments(stage: int, ranks: int, offload: bool = False) -> SimpleNamespace:
     """What the estimate reads of the training arguments."""
-    zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}} if offload else {})}
+    zero = {
+        "stage": stage,
+        **({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}} if offload else {}),
+    }
     config = SimpleNamespace(config={"zero_optimization": zero})
     options = {"optim": "adamw_torch", "bf16": True, "fp16": False, "use_liger_kernel": False, "deepspeed": "zero.json"}
     return SimpleNamespace(device=torch.device("cuda"), hf_deepspeed_config=config, world_size=ranks, **options)
@@ -116,7 +117,9 @@ def step_work(name: str, stage: int, gpus: int) -> tuple[Work, int]:
     tokens = VISUAL_TOKENS + text
     micro_batches = max(1, -(-int(samples * tokens) // CAPS[name][stage]))
     pairs = tokens * (tokens + 1) / 2
-    return Work(samples, samples * tokens, samples * tokens, samples * pairs, samples, samples * TARGETS[stage]), micro_batches
+    return Work(
+        samples, samples * tokens, samples * tokens, samples * pairs, samples, samples * TARGETS[stage]
+    ), micro_batches
 
 
 def throughput_rows(stage: int, bandwidth: float, args: argparse.Namespace) -> Iterator[list[str]]:
@@ -135,7 +138,7 @@ def step_cell(
     name: str, stage: int, layout: Layout, gpus: int, bandwidth: float, costs: Any, elements: int, trained: int,
     layers: int, args: argparse.Namespace,
 ) -> str:  # fmt: skip
-    """Samples per second, and `n`etwork or `l`atency where that and not arithmetic decides; `-` where no sample is left."""
+    """Samples per second, marked where network or latency decides and not arithmetic; `-` where no sample is left."""
     if gpus > GLOBAL_BATCH[stage]:
         return "-"
     work, micro_batches = step_work(name, stage, gpus)
@@ -179,37 +182,51 @@ Printed by `python -m benchmarks.scale`. Everything here is arithmetic; nothing 
 
 ## Memory per GPU
 
-In GiB, for micro-batches as large as the preset's cap. `states` are weights, gradients and optimizer states by the tree's
-estimate, the table that a run prints before its first step; `total` adds activations and the loss head, without and with
-recomputation of every layer. DeepSpeed's estimator (`estimate_zero{2,3}_model_states_mem_needs`) knows neither frozen weights
-nor activations: in stage 1 it counts optimizer states that do not exist. In stage 2 the two differ by what ZeRO-3 gathers at
+In GiB, for micro-batches as large as the preset's cap. `states` are weights, gradients and optimizer states by
+the tree's
+estimate, the table that a run prints before its first step; `total` adds activations and the loss head, without
+and with
+recomputation of every layer. DeepSpeed's estimator (`estimate_zero{2,3}_model_states_mem_needs`) knows neither
+frozen weights
+nor activations: in stage 1 it counts optimizer states that do not exist. In stage 2 the two differ by what
+ZeRO-3 gathers at
 a time: DeepSpeed's estimator counts the largest layer, ours up to 10^9 weights (`stage3_max_live_parameters`).
+`zero3_hpz.json` and `zeropp.json` take the 16-bit weights over 8 GPUs on top of ZeRO-3's rows.
 """
 THROUGHPUT = """
 ## Throughput
 
-Samples per second over all GPUs, nodes of 8. `n`: the network decides, `l`: latency does, `-`: fewer samples than GPUs.
+Samples per second over all GPUs, nodes of 8. `n`: the network decides, `l`: latency does, `-`: fewer samples
+than GPUs.
 Assumptions:
 
 - A GPU alone reaches {mfu:g} of {peak:g} TFLOP/s (H100 or H200; never measured for this tree).
 - A sample has {visual} visual tokens, and {text[1]} of text in stage 1, {text[2]} in stage 2; all GPUs get the same.
-- Communication and arithmetic overlap fully; inside a node communication costs nothing; a node's network cards work together.
-- ZeRO-3 gathers all weights forward and again backward, frozen ones too, and reduces the trained ones' gradients, in every
+- Communication and arithmetic overlap fully; inside a node communication costs nothing; a node's network cards
+  work together.
+- ZeRO-3 gathers all weights forward and again backward, frozen ones too, and reduces the trained ones'
+  gradients, in every
   micro-batch. `zero3_hpz` gathers backward inside the node; `zeropp` sends weights in 8 bits and gradients in 4.
 - A collective takes {hop:g} microseconds per GPU in the ring; ZeRO-3 has three per layer and micro-batch.
 - Reading data keeps up."""
 BREAKS = """
 ## What breaks first
 
-1. **The batch.** The recipes' global batches are 256 and 128: with more GPUs than samples some would have nothing to do, and
-   scripts/launch.sh refuses it. Stage 2 ends at 128 GPUs, stage 1 at 256. More needs another batch, so another learning rate.
-2. **Work per GPU.** Long before, a GPU has one or two samples per step, while ZeRO-3 moves all weights for them. On a slow network
+1. **The batch.** The recipes' global batches are 256 and 128: with more GPUs than samples some would have
+   nothing to do, and
+   scripts/launch.sh refuses it. Stage 2 ends at 128 GPUs, stage 1 at 256. More needs another batch, so another
+   learning rate.
+2. **Work per GPU.** Long before, a GPU has one or two samples per step, while ZeRO-3 moves all weights for
+   them. On a slow network
    that is so from the second node on: use `zero2.json` where the weights fit, else `zero3_hpz.json` or `zeropp.json`.
-3. **Uneven samples.** One micro-batch of one sample per GPU takes as long as the longest of them; `--length_group_window` helps
+3. **Uneven samples.** One micro-batch of one sample per GPU takes as long as the longest of them;
+   `--length_group_window` helps
    ([data.md](data.md#even-work-for-all-ranks)).
 4. **Latency.** A ring over hundreds of GPUs costs milliseconds per collective, whatever it carries.
-5. **Checkpoints.** Rank 0 alone writes the gathered 16-bit weights (15 GiB for 7B); optimizer states are written by all ranks.
-6. **Failures.** Their rate grows with the number of nodes; what a run does then is in [launch.md](launch.md#faults)."""
+5. **Checkpoints.** Rank 0 alone writes the gathered 16-bit weights (15 GiB for 7B); optimizer states are
+   written by all ranks.
+6. **Failures.** Their rate grows with the number of nodes; what a run does then is in
+   [launch.md](launch.md#faults)."""
 
 
 if __name__ == "__main__":

@@ -96,3 +96,12 @@ def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch):
     result = startup.started(tmp_path / "a.json", "", workers=1, repeating=0)
     assert result["first_batch_s"] >= result["records_s"] + result["lengths_s"] - 0.02 and result["worker_mib"] > 0
     assert list((tmp_path / ".llava_cache").glob("*.npy"))
+
+
+def test_estimated_states_of_scale_equal_deepspeeds_where_everything_is_trained():
+    scale = pytest.importorskip("benchmarks.scale")
+    model = scale.build("llama-3.2-3b", 2)
+    model.get_vision_tower().requires_grad_(True)  # DeepSpeed's estimator knows no frozen weight
+    estimate = scale.estimate_memory(model, scale.arguments(2, 8), 1024)
+    states = (estimate.parameters + estimate.gradients + estimate.optimizer) / scale.GIB
+    assert states == pytest.approx(scale.deepspeed_estimate(model, 2, 8, False), rel=1e-3)

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from test_train import flags
 from transformers import TrainerCallback
 
-from llava.train import train as train_module
 from llava.train import failures, trial
+from llava.train import train as train_module
 from llava.train.checkpoint import MANIFEST, STAGING, SaveError, checkpoint_faults, find_checkpoint
+from llava.train.failures import PHASES, Watchdog
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.nonfinite import NonFiniteError, poisoned
 from llava.train.resume import ALLOWED, ResumeError, moved_step
 from llava.train.stop_signal import REQUEUE_EXIT_CODE
 from llava.train.telemetry import LOG_FILE
-from llava.train.failures import PHASES, Watchdog
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 

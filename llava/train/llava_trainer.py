@@ -21,13 +21,13 @@ from llava.train.checkpoint import (
     save_adapter,
     trains_adapter_only,
 )
+from llava.train.failures import Watchdog
 from llava.train.nonfinite import NonFiniteGuard, poisoned
 from llava.train.optim import optimizer_groups
 from llava.train.resume import moved_step, write_identity
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput, measures_step
 from llava.train.trial import check_disk, try_save
-from llava.train.failures import Watchdog
 
 
 class LLaVATrainer(Trainer):

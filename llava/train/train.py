@@ -26,6 +26,7 @@ from llava.train.arguments import DataArguments, ModelArguments, TrainingArgumen
 from llava.train.batches import fit_micro_batches, global_batch_size, largest_micro_batch
 from llava.train.checkpoint import clear_staging, find_checkpoint
 from llava.train.compilation import compile_layers
+from llava.train.failures import Watchdog, clear_reports
 from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.liger import apply_liger
 from llava.train.llava_trainer import LLaVATrainer
@@ -36,7 +37,6 @@ from llava.train.preflight import check_flags, check_images
 from llava.train.ranks import joined
 from llava.train.resume import check_identity, run_identity, use_universal_checkpoint
 from llava.train.stop_signal import StopSignal
-from llava.train.failures import Watchdog, clear_reports
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from chaos.faults import COMMON, ROOT, WORK, Run, same_weights, settings, steps_finished
 from conftest import write_tiny
 from safetensors.torch import load_file
+
+from chaos.faults import COMMON, ROOT, WORK, Run, same_weights, settings, steps_finished
 
 BOUND = 90.0  # seconds from the cut to the end of both hosts; the limit without progress is 15
 
