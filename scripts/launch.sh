@@ -142,9 +142,6 @@ resolve_launch() {
       die "$DEVICES CPU ranks need DeepSpeed; set DEEPSPEED_CONFIG to one of: $(echo deepspeed_configs/*.json), or CPU_RANKS=1"
     local threads=$(($(nproc) / RANKS))
     environment+=("CUDA_VISIBLE_DEVICES=" "DS_ACCELERATOR=cpu" "OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}")
-    # Threads wait for each other many thousand times a step. Waiting awake, as GCC's OpenMP does by itself, slows training
-    # far more than its share as soon as another program wants a core; waiting asleep costs little when alone.
-    environment+=("GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-100}")
   elif [ "$LAUNCHER" = python ]; then
     local visible="${CUDA_VISIBLE_DEVICES:-0}"
     environment+=("CUDA_VISIBLE_DEVICES=${visible%%,*}") # with more in sight the Trainer would use DataParallel

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A real two-stage MLLM on two CPU cores: prepares a language model, a vision tower and pictures, trains the baseline and
-# the aligned, compensated norm through both stages, and compares them on held-out pictures. 15 to 20 minutes.
+# the aligned, compensated norm through both stages, and compares them on held-out pictures. About 16 minutes.
 #   ARMS="none layernorm gwc_layernorm"   which arms to train (default: none gwc_layernorm)
 #   OUTPUT_ROOT=folder                    where everything goes (default: outputs/quickstart)
 # Finished steps are kept; a second call does only what is missing. Variables of scripts/pretrain.sh apply as well.

@@ -34,8 +34,8 @@ def probe(checkpoint):
     loaded = loading.load(NamedModel("tiny", checkpoint), args)
     with torch.no_grad():  # untrained weights hardly decide anything
         for name, weight in loaded.model.named_parameters():
-            if name.endswith(("q_proj.weight", "k_proj.weight", "lm_head.weight")):
-                weight.mul_(30)
+            if ".layers." in name and name.endswith("_proj.weight") or name == "lm_head.weight":
+                weight.mul_(10)
     return loaded
 
 
@@ -200,20 +200,21 @@ def test_the_grid_comes_from_the_processor_or_an_unbroken_square(positions, patc
 
 @pytest.fixture(scope="module")
 def outcomes(probe, question):
-    return interventions.measure(probe, [question], [0.5, 1.0, 2.0])
+    target = mean_text_embedding_norm(probe.embedding_weight)
+    return {one.name: one for one in interventions.outcomes_of(probe, question, [0.5, 1.0, 2.0], target)}
 
 
 def test_alpha_one_and_the_whole_swap_are_exact_controls(probe, question, outcomes):
-    same = outcomes["outcomes"]["alpha 1"][0]
+    same = outcomes["alpha 1"]
     assert same.kl == pytest.approx(0, abs=1e-9) and same.rank == 1
     assert same.keys == pytest.approx(1) and same.values == pytest.approx(1)
-    swapped = outcomes["outcomes"]["blank's keys and values"][0]
-    blank = outcomes["outcomes"][interventions.BLANK][0]
+    swapped = outcomes["blank's keys and values"]
+    blank = outcomes[interventions.BLANK]
     assert swapped.kl == pytest.approx(blank.kl, rel=1e-4, abs=1e-9) and blank.kl > 1e-6
     assert swapped.keys == pytest.approx(blank.keys, abs=1e-6)
-    part = outcomes["outcomes"]["blank's keys"][0]
+    part = outcomes["blank's keys"]
     assert part.keys == pytest.approx(blank.keys, abs=1e-5) and not np.allclose(part.values, blank.values)
-    assert outcomes["outcomes"][interventions.TEXT_ONLY][0].visual_share == 0
+    assert outcomes[interventions.TEXT_ONLY].visual_share == 0
 
 
 def plain_run(probe, question, scale):
@@ -238,35 +239,48 @@ def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question,
             found, other, _ = plain_run(probe, question, lambda x: x / x.norm(dim=-1, keepdim=True) * target)
         else:
             found, other, _ = plain_run(probe, question, lambda x: x * float(name.split()[1]))
-    outcome = outcomes["outcomes"][name][0]
+    outcome = outcomes[name]
     assert outcome.kl == pytest.approx(F.kl_div(found, expected, log_target=True, reduction="sum").item(), rel=1e-3)
     assert outcome.rank == 1 + int((found > found[expected.argmax()]).sum())
     for layer in range(2):
         for measured, which in ((outcome.keys, 0), (outcome.values, 1)):
             cosine = F.cosine_similarity(cache[layer][which], other[layer][which], dim=-1).mean().item()
             assert measured[layer] == pytest.approx(cosine, abs=1e-5)
-    assert outcomes["visual norm"] == pytest.approx(tokens.norm(dim=-1).mean().item(), rel=1e-5)
-    assert outcomes["text norm"] == target
+    assert outcomes[interventions.UNTOUCHED].visual_norm == pytest.approx(tokens.norm(dim=-1).mean().item(), rel=1e-5)
+    assert outcome.visual_norm == pytest.approx(
+        target if name == interventions.TEXT_NORM else float(name.split()[1]) * tokens.norm(dim=-1).mean().item(),
+        rel=1e-5,
+    )
 
 
 def made_run(probabilities, keys):
     keys = [torch.tensor(keys)[None]]
-    return interventions._Run(torch.tensor(probabilities).double().log(), 0.25, keys, keys, torch.ones(2))
+    sinks = torch.tensor([False, True])
+    shares, norms = torch.tensor([0.2, 0.05], dtype=torch.float64), torch.tensor([1.0, 30.0])
+    return interventions._Run(torch.tensor(probabilities).double().log(), shares, keys, keys, norms, sinks)
 
 
 def test_an_outcome_equals_its_definition():
     untouched = made_run([0.7, 0.2, 0.1], [[1.0, 0.0], [0.0, 2.0]])
     other = made_run([0.1, 0.6, 0.3], [[3.0, 0.0], [5.0, 0.0]])
-    found = interventions.compare(untouched, other)
+    found = interventions.compare("x", untouched, other)
     assert found.kl == pytest.approx(0.7 * np.log(7) + 0.2 * np.log(1 / 3) + 0.1 * np.log(1 / 3), rel=1e-6)
-    assert (found.rank, found.visual_share) == (3, 0.25)
+    assert (found.rank, found.visual_share, found.visual_norm, found.sinks) == (3, 0.25, 15.5, 1)
     assert found.keys == pytest.approx(0.5) and found.values == pytest.approx(0.5)
-    text_only = interventions.compare(untouched, other._replace(keys=[torch.zeros(1, 0, 2)], values=[]))
-    assert text_only.keys is None and text_only.values is None
+    # The second visual token is a sink.
+    assert (found.visual_share_without_sinks, found.visual_norm_without_sinks) == (0.2, 1)
+    assert found.keys_without_sinks == pytest.approx(1) and found.values_without_sinks == pytest.approx(1)
+    none = torch.zeros(0)
+    text_only = other._replace(keys=[torch.zeros(1, 0, 2)], norms=none, shares=none, sinks=none.bool())
+    found = interventions.compare("x", untouched, text_only)
+    assert found.keys is None and found.values is None and found.visual_norm is None
+    row = interventions.table_row("m", [found])
+    assert row["cos of keys"] is None and row["visual attention without sinks"] == 0
 
 
 def outcome(kl, cosine=0.5):
-    return [interventions.Outcome(kl, 1 + (kl > 0.3), 0.1, np.array([0.9]), np.array([cosine]))]
+    layers = np.array([0.9]), np.array([cosine])
+    return [interventions.Outcome("x", kl, 1 + (kl > 0.3), 1.0, 0.1, *layers, 0, 1.0, 0.1, *layers)]
 
 
 @pytest.mark.parametrize(
@@ -315,7 +329,12 @@ def test_assumptions_are_measured_without_and_with_sinks(probe, question, monkey
     seen = probe.run(probe.prepare([question]))
     sink = seen.visual & (seen.visual.cumsum(1) == 2)
     monkeypatch.setattr(theory_model, "sink_mask", lambda seen: sink)
-    rows = theory_model.measure(probe, [question])
+    tallies = theory_model.Tallies()
+    tallies.add(probe, question)
+    rows = tallies.rows("m")
+    again = theory_model.Tallies()
+    again.restore(json.loads(json.dumps(tallies.to_dict())))
+    assert again.rows("m") == rows
     assert [(row["layer"], row["tokens"], row["visual sinks"]) for row in rows] == [
         (0, "without sinks", 1), (1, "without sinks", 1), (0, "with sinks", 0), (1, "with sinks", 0)
     ]  # fmt: skip
@@ -356,13 +375,26 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000, name
     rows = json.loads((tmp_path / "interventions.json").read_text())["rows"]
     assert [row["intervention"] for row in rows if row["model"] == "two"] == [
-        *("alpha 0.5", "alpha 2", "text norm", "blank picture", "no picture"),
+        *("untouched", "alpha 0.5", "alpha 2", "text norm", "blank picture", "no picture"),
         *("blank's keys", "blank's values", "blank's keys and values"),
     ]
     assert (
         len(json.loads((tmp_path / "theory-model.json").read_text())["details"]) == 2 * 2 * 2
     )  # models, layers, sinks
     assert "two: visual tokens enter with" in capsys.readouterr().out
+    with monkeypatch.context() as patch:  # what is measured is taken as it is
+        patch.setattr(loading, "load", lambda *args: pytest.fail("measured again"))
+        for command, *more in (
+            ["attention", "--query", "colour"],
+            ["interventions", "--alphas", "2", "0.5"],
+            ["theory"],
+        ):
+            before = json.loads((tmp_path / f"{command}.json").read_text())
+            assert main([command, *shared, *more, *(["--draws", "2000"] if command == "theory" else [])]) == 0
+            after = json.loads((tmp_path / f"{command}.json").read_text())
+            assert (after["rows"], after["details"]) == (before["rows"], before["details"])
+        with pytest.raises(pytest.fail.Exception):
+            main(["interventions", *shared, "--alphas", "3"])
     assert main(["interventions", *shared, "--alphas", "-1"]) == 2
     for command in ("attention", "interventions", "theory"):
         assert main([command, *shared[4:], "--model", str(tiny / "llama")]) == 2

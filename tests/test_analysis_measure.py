@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import CLIPVisionModel, Siglip2VisionConfig, Siglip2VisionModel
 from vision_language_models import our_checkpoint
 
-from llava.analysis import encoders, inputs, loading, measure
+from llava.analysis import encoders, inputs, interface_norms, loading, measure, resume
 from llava.analysis.__main__ import main, parser
 from llava.analysis.embedding_norms import measure as embedding_norms
 from llava.analysis.families import family_of, find_parts
@@ -149,7 +149,7 @@ def test_an_interrupted_measurement_continues_and_a_finished_one_is_taken(
             raise KeyboardInterrupt
         observe(*args)
 
-    monkeypatch.setattr(measure, "_SAVE_SECONDS", -1)
+    monkeypatch.setattr(resume, "_SAVE_SECONDS", -1)
     monkeypatch.setattr(measure, "observe", stop_after_two)
     with pytest.raises(KeyboardInterrupt):
         measured(checkpoint, data, tmp_path / "cut", *flags)
@@ -230,7 +230,7 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one(text, adds):
 
 
 @pytest.mark.parametrize("tower", ["clip", "siglip"])
-def test_a_lone_encoders_tokens_are_those_of_the_tower(tiny, data, tmp_path, tower):
+def test_a_lone_encoders_tokens_are_those_of_the_tower(tiny, data, tmp_path, tower, monkeypatch):
     if tower == "clip":
         from transformers import CLIPImageProcessorPil
 
@@ -243,6 +243,10 @@ def test_a_lone_encoders_tokens_are_those_of_the_tower(tiny, data, tmp_path, tow
     expected = run(tmp_path / "out2", "interface-norms", *flags[:4], "--model", f"ours={ours}")["rows"][0]
     assert row["count"] == expected["count"] == 5 * 4
     assert (row["mean"], row["std"]) == pytest.approx((expected["mean"], expected["std"]), rel=1e-4)
+    monkeypatch.setattr(interface_norms, "load_encoder", lambda *args: pytest.fail("measured again"))
+    assert run(tmp_path / "out", "interface-norms", *flags)["rows"] == [row]
+    with pytest.raises(pytest.fail.Exception):
+        run(tmp_path / "out", "interface-norms", *flags, "--vision-layer", -1)
 
 
 @torch.no_grad()

@@ -9,20 +9,21 @@ Shapes: H heads, S sequence, Q query tokens, V visual tokens.
 import argparse
 import math
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from llava.analysis import inputs, loading
+from llava.analysis import inputs, loading, resume
 from llava.analysis.attention_figures import draw_heatmaps, draw_profiles
 from llava.analysis.attention_watch import watched
 from llava.analysis.inputs import Sample
 from llava.analysis.measure import sink_mask
-from llava.analysis.models import required_models
+from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Probe
+from llava.analysis.resume import Rows, resumed, state_file
 from llava.analysis.statistics import Stream
 from llava.analysis.visual_grid import visual_grid
 
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", default="all", help="of the mean: `all`, or as in 4-11,20 (the first is 0)")
     parser.add_argument("--heads", default="all", help="of mean and roll-out, as --layers")
+    resume.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -72,9 +74,7 @@ def run(args: argparse.Namespace) -> None:
     samples = inputs.choose(args)
     results = {}
     for model in required_models(args.models):
-        probe = loading.load_with_vision(model, args)
-        results[model.name] = [look(probe, one, args) for one in tqdm(samples, desc=f"attention, {model.name}")]
-        del probe  # before the next one is loaded
+        results[model.name] = measure(model, samples, args)
     rows = [table_row(name, pictures) for name, pictures in results.items()]
     profiles = {name: curves(pictures) for name, pictures in results.items()}
     write_result(args, rows, profiles)
@@ -85,6 +85,17 @@ def run(args: argparse.Namespace) -> None:
         maps = {name: [one.maps[method] for one in pictures] for name, pictures in gridded.items()}
         draw_heatmaps(args, samples[:SHOWN], maps, method)
     draw_profiles(args, profiles)
+
+
+def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> list[Picture]:
+    """What each sample's attention says, from `--output-dir` as far as it is there."""
+
+    def start() -> Callable[[Rows, Sequence[Sample]], None]:
+        probe = loading.load_with_vision(named, args)
+        return lambda state, some: state.rows.extend(look(probe, sample, args) for sample in some)
+
+    file = state_file("attention", named, samples, args, ("query", "layers", "heads"))
+    return resumed(Rows(Picture), file, samples, start, args, name=named.name).rows
 
 
 def look(probe: Probe, sample: Sample, args: argparse.Namespace) -> Picture:

@@ -1,23 +1,28 @@
 """Gradients above and below the projector's norm: what a small gain takes away, and what compensation gives back.
 
 Paper section 5.1. One of our checkpoints trains on one batch with its projector ending in nothing, in the plain and in
-the compensated LayerNorm, with the same weights in all other parts. Gradients are L2 norms over the whole batch.
+the compensated LayerNorm, with the same weights in all other parts. Gradients are L2 norms over the whole batch; where
+each visual token has its own, also over those that are no sinks (see `measure`) in that arm.
 
 Shapes: B samples, S sequence, N pictures, V visual tokens per picture, D LLM hidden size.
 """
 
 import argparse
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from llava.analysis import inputs, loading
+from llava.analysis import inputs, loading, resume
+from llava.analysis.families import Family, find_parts
+from llava.analysis.measure import sink_mask
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import COLOURS, figure, write_result
-from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX
+from llava.analysis.probe import Batch, Probe
+from llava.analysis.resume import Rows, resumed, state_file
+from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.preprocess import preprocess
 from llava.eval.ask import choose_template, is_captioner
 from llava.mm_utils import process_images
@@ -27,46 +32,72 @@ ARMS = ("none", "layernorm", "gwc_layernorm")
 INPUT, BEFORE, FEATURES = "LLM input", "before the norm", "vision features"
 
 
+class Arm(NamedTuple):
+    """One arm's gradient norms by point, from the LLM's input down to the tower's first layer.
+
+    Attributes:
+        name: of `ARMS`.
+        norms: over all tokens.
+        without_sinks: over the visual tokens that are no sinks, where tokens are still apart: above the tower.
+        sinks: how many visual tokens of the batch are sinks.
+    """
+
+    name: str
+    norms: dict[str, float]
+    without_sinks: dict[str, float]
+    sinks: int
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_arguments(parser, samples=16)
+    resume.add_arguments(parser)
     loading.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes a row per point of the backward pass with a column per arm, and the figure."""
-    samples = inputs.choose(args)[:]
+    samples = inputs.choose(args)
     found = {model.name: measure(model, samples, args) for model in required_models(args.models)}
-    write_result(args, [row for model, arms in found.items() for row in rows(model, arms)])
+    sinks = {model: {name: arm.sinks for name, arm in arms.items()} for model, arms in found.items()}
+    table = [row for model, arms in found.items() for row in rows(model, arms)]
+    write_result(args, table, {"visual sinks in the batch": sinks})
     for model, arms in found.items():
         print(verdict(model, arms))
     draw(args, found)
 
 
-def measure(named: NamedModel, samples: Sequence[inputs.Sample], args: argparse.Namespace) -> dict[str, Any]:
-    """Each arm's gradient norms by point, from the LLM's input down to the tower's first layer.
+def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> dict[str, Arm]:
+    """Every arm's gradients, from `--output-dir` as far as they are there.
 
     Raises:
         ValueError: not one of our checkpoints, or the samples have no answers.
     """
     if not loading.is_ours(loading.config_fields(named.path)):
         raise ValueError(f"--model {named.path}: gradients need one of our checkpoints (llava_llama, llava_qwen)")
-    tokenizer, model, image_processor = loading.load_ours(named, args)
-    model.requires_grad_(False).train()
-    template = choose_template(model.config, named.path, args.conv_mode)
-    batch = training_batch(samples, tokenizer, image_processor, model, template)
-    decoder = model.get_model()
-    bare, trained = split(decoder.mm_projector)
-    found = {}
-    for arm in ARMS:
-        decoder.mm_projector = arm_projector(arm, bare, trained, model)
-        found[arm] = gradient_norms(model, batch)
-    return found
+
+    def start() -> Callable[[Rows, Sequence[str]], None]:
+        tokenizer, model, image_processor = loading.load_ours(named, args)
+        model.requires_grad_(False).train()
+        template = choose_template(model.config, named.path, args.conv_mode)
+        batch, labels = training_batch(samples[:], tokenizer, image_processor, model, template)
+        bare, trained = split(model.get_model().mm_projector)
+
+        def add(state: Rows, arms: Sequence[str]) -> None:
+            for arm in arms:
+                model.get_model().mm_projector = arm_projector(arm, bare, trained, model)
+                state.rows.append(gradient_norms(arm, model, batch, labels))
+
+        return add
+
+    file = state_file("gradients", named, samples, args)
+    state = resumed(Rows(Arm), file, ARMS, start, args, name=named.name, unit="arm")
+    return {arm.name: arm for arm in state.rows}
 
 
 def training_batch(
     samples: Sequence[inputs.Sample], tokenizer: Any, image_processor: Any, model: Any, template: Any
-) -> dict[str, torch.Tensor]:
-    """The samples with their answers as the model's forward takes them in training."""
+) -> tuple[Batch, torch.Tensor]:
+    """The samples with their answers as the model takes them in training, and labels [B, text tokens]."""
     ids, labels = [], []
     for sample in samples:
         if sample.answer is None:
@@ -76,11 +107,22 @@ def training_batch(
         one = preprocess(turns, tokenizer, template)
         ids.append(one.input_ids)
         labels.append(one.labels)
-    padded, mask = loading.padded(ids)
     targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
     pixels = process_images([sample.image for sample in samples], image_processor, model.config)
-    batch = {"input_ids": padded, "attention_mask": mask, "labels": targets, "images": pixels}
-    return {name: tensor.to(model.device) for name, tensor in batch.items()}
+    return loading.our_batch(model, ids, pixels), targets.to(model.device)
+
+
+def visual_sinks(model: Any, batch: Batch) -> torch.Tensor:
+    """Which of the projector's tokens [N * V] are sinks.
+
+    Raises:
+        ValueError: a sample is so long that its picture was cut.
+    """
+    seen = Probe("gradients", model, find_parts(model, Family(), IMAGE_TOKEN_INDEX)).run(batch)
+    visual = seen.visual.cpu()
+    if int(visual.sum()) != len(seen.projector_output):
+        raise ValueError("--data: a sample is longer than the model's tokenizer_model_max_length, which cuts a picture")
+    return sink_mask(seen)[visual]
 
 
 def split(projector: nn.Module) -> tuple[nn.Module, nn.Module | None]:
@@ -101,8 +143,8 @@ def arm_projector(arm: str, bare: nn.Module, trained: nn.Module | None, model: A
     return projector
 
 
-def gradient_norms(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-    """L2 norm of the loss's gradient at each point, from the LLM's input down to the tower's first layer."""
+def gradient_norms(arm: str, model: Any, batch: Batch, labels: torch.Tensor) -> Arm:
+    """L2 norms of the loss's gradient at each point."""
     decoder, tower = model.get_model(), model.get_vision_tower()
     norm = projector_norm(decoder.mm_projector)
     places = [(INPUT, decoder.mm_projector, "output"), (FEATURES, decoder.mm_projector, "input")]
@@ -117,44 +159,53 @@ def gradient_norms(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, floa
 
         return hook
 
+    sinks = visual_sinks(model, batch)
     handles = [module.register_forward_hook(keeper(name, side)) for name, module, side in places]
     tower.vision_model.embeddings.requires_grad_(True)  # the graph begins where the tower does
     try:
-        model(**batch).loss.backward()
+        model(**batch.inputs, labels=labels).loss.backward()
     finally:
         for handle in handles:
             handle.remove()
     points.setdefault(BEFORE, points[INPUT])
-    order = [INPUT, BEFORE, FEATURES, *(f"tower layer {index}" for index in reversed(range(len(tower.layers))))]
-    found = {name: points[name].grad.float().norm().item() for name in order}
+    above = [INPUT, BEFORE, FEATURES]
+    gradients = {name: points[name].grad.float().flatten(0, -2).cpu() for name in above}
+    order = [*above, *(f"tower layer {index}" for index in reversed(range(len(tower.layers))))]
+    norms = {name: points[name].grad.float().norm().item() for name in order}
+    without = {name: gradient[~sinks].norm().item() for name, gradient in gradients.items()}
     model.zero_grad(set_to_none=True)
-    return found
+    return Arm(arm, norms, without, int(sinks.sum()))
 
 
-def rows(model: str, arms: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """A row per point: each arm's gradient, and what share of its gradient at the LLM's input that is."""
+def rows(model: str, arms: dict[str, Arm]) -> list[dict[str, Any]]:
+    """A row per point: each arm's gradient, its share of that at the LLM's input, and the gradient without sinks."""
     table = []
-    for point in arms[ARMS[0]]:
+    for point in arms[ARMS[0]].norms:
         row = {"model": model, "gradient at": point}
-        row |= {arm: values[point] for arm, values in arms.items()}
-        row |= {f"{arm} / {INPUT}": values[point] / values[INPUT] for arm, values in arms.items()}
+        row |= {name: arm.norms[point] for name, arm in arms.items()}
+        row |= {f"{name} / {INPUT}": arm.norms[point] / arm.norms[INPUT] for name, arm in arms.items()}
+        row |= {f"{name} without sinks": arm.without_sinks.get(point) for name, arm in arms.items()}
         table.append(row)
     return table
 
 
-def verdict(model: str, arms: dict[str, dict[str, float]]) -> str:
-    """One sentence: the share of the gradient that each norm lets through."""
-    shares = [f"{arm} {arms[arm][BEFORE] / arms[arm][INPUT]:.3g}" for arm in ARMS[1:]]
-    return f"{model}: of the gradient at the LLM's input, before the norm remains {', '.join(shares)} (none: 1)"
+def verdict(model: str, arms: dict[str, Arm]) -> str:
+    """One sentence: the share of the gradient that each norm lets through, and how many sinks there are."""
+    shares = [f"{name} {arms[name].norms[BEFORE] / arms[name].norms[INPUT]:.3g}" for name in ARMS[1:]]
+    sinks = ", ".join(f"{name} {arm.sinks}" for name, arm in arms.items())
+    return (
+        f"{model}: of the gradient at the LLM's input, before the norm remains {', '.join(shares)} (none: 1); "
+        f"visual sinks in the batch: {sinks}"
+    )
 
 
-def draw(args: argparse.Namespace, found: dict[str, dict[str, dict[str, float]]]) -> None:
+def draw(args: argparse.Namespace, found: dict[str, dict[str, Arm]]) -> None:
     """A panel per model: the gradient on its way down, a line per arm."""
     size = (max(4.2 * len(found), 6), 4)
     with figure(args, 1, len(found), figsize=size, sharey=True, squeeze=False) as (drawn, axes):
         for axis, (model, arms) in zip(axes[0], found.items(), strict=True):
             for arm, colour in zip(ARMS, COLOURS, strict=False):
-                values = arms[arm]
+                values = arms[arm].norms
                 axis.plot(range(len(values)), list(values.values()), "o-", color=colour, markersize=4, label=arm)
             axis.set_xticks(range(len(values)), list(values), rotation=40, ha="right")
             axis.set(title=model, yscale="log")

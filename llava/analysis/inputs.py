@@ -9,7 +9,7 @@ What `--data` may be, found by what is there:
 import argparse
 import io
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,9 +219,3 @@ def open_picture(source: Any, name: str) -> Image.Image:
             return to_rgb(image.copy())
     except (OSError, UnidentifiedImageError) as error:
         raise ValueError(f"--data {name}: the picture cannot be read ({error})") from error
-
-
-def batches(samples: Sequence[Sample], size: int, start: int = 0) -> Iterator[list[Sample]]:
-    """Consecutive samples from `start`, `size` at a time."""
-    for first in range(start, len(samples), size):
-        yield samples[first : first + size]

@@ -5,10 +5,10 @@ Paper tables 1 (encoders and LLMs on their own), 2 (before and after the project
 
 import argparse
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from llava.analysis import inputs, loading, measure
 from llava.analysis.embedding_norms import measure as embedding_norms
@@ -22,6 +22,7 @@ from llava.analysis.output import TEXT as TEXT_COLOUR
 from llava.analysis.output import TEXT_BEFORE, figure, with_paper, write_result
 from llava.analysis.output import VISUAL as VISUAL_COLOUR
 from llava.analysis.probe import VISUAL
+from llava.analysis.resume import resumed, state_file
 from llava.analysis.statistics import Stream
 from llava.analysis.weights import WeightFiles
 
@@ -95,14 +96,30 @@ def interface(model: NamedModel, args: argparse.Namespace) -> Interface:
     return Interface(model.name, model.path, {name: stream for name, stream in streams.items() if stream.count})
 
 
+class EncoderNorms:
+    """Norms of an encoder's tokens over the samples (a `resume.State`)."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.stream = Stream()
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.stream.to_dict()
+
+    def restore(self, found: dict[str, Any]) -> None:
+        self.stream = Stream.from_dict(found)
+
+
 def encoder_norms(model: NamedModel, args: argparse.Namespace) -> Stream:
     """Norms of an encoder's tokens over the samples."""
-    samples, encode, stream = inputs.choose(args), load_encoder(model, args), Stream()
-    with tqdm(total=len(samples), desc=model.name, unit="sample") as bar:
-        for group in inputs.batches(samples, args.batch_size):
-            stream.add(encode(group).float().norm(dim=-1))
-            bar.update(len(group))
-    return stream
+    samples = inputs.choose(args)
+
+    def start() -> Callable[[EncoderNorms, Sequence[inputs.Sample]], None]:
+        encode = load_encoder(model, args)
+        return lambda state, group: state.stream.add(encode(group).float().norm(dim=-1))
+
+    file = state_file("encoder", model, samples, args, ("vision_layer",))
+    return resumed(EncoderNorms(), file, samples, start, args, name=model.name, size=args.batch_size).stream
 
 
 def vocabulary_norms(path: str, module: str) -> np.ndarray:

@@ -12,18 +12,19 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.nn import functional as F
-from tqdm import tqdm
 
-from llava.analysis import inputs, loading
+from llava.analysis import inputs, loading, resume
 from llava.analysis.attention_watch import Change, watched
-from llava.analysis.inputs import Sample
-from llava.analysis.models import required_models
+from llava.analysis.inputs import Sample, Samples
+from llava.analysis.measure import sink_mask
+from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import COLOURS, figure, write_result
 from llava.analysis.probe import VISUAL, Batch, Edit, Probe
+from llava.analysis.resume import Rows, resumed, state_file
 from llava.analysis.statistics import Stream
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 
-TEXT_NORM, BLANK, TEXT_ONLY = "text norm", "blank picture", "no picture"
+UNTOUCHED, TEXT_NORM, BLANK, TEXT_ONLY = "untouched", "text norm", "blank picture", "no picture"
 SWAPS = {"blank's keys": (True, False), "blank's values": (False, True), "blank's keys and values": (True, True)}
 GREY = (127, 127, 127)
 # Of the change that a blank picture makes: below the first, scaling is called harmless, above the second, breaking.
@@ -35,31 +36,44 @@ SEES_PICTURES = 0.01
 
 
 class Outcome(NamedTuple):
-    """One run beside the untouched one.
+    """One run of one sample beside the untouched run.
 
     Attributes:
+        name: of the intervention.
         kl: of the output distribution after the prompt, in nats, from the untouched one.
         rank: of the token that the untouched run chose, from 1.
+        visual_norm: of the visual tokens where they enter the first layer, mean; None without a picture.
         visual_share: visual tokens' share of the last token's attention, mean over layers and heads.
         keys, values: cosine of the visual tokens' keys and values with the untouched ones, mean per layer; None
             without a picture.
+        sinks: how many visual tokens are sinks (see `measure`) in this run.
+        visual_norm_without_sinks, visual_share_without_sinks: of the visual tokens that are no sinks in this run.
+        keys_without_sinks, values_without_sinks: of those that are none in the untouched one.
     """
 
+    name: str
     kl: float
     rank: int
+    visual_norm: float | None
     visual_share: float
     keys: np.ndarray | None
     values: np.ndarray | None
+    sinks: int
+    visual_norm_without_sinks: float | None
+    visual_share_without_sinks: float
+    keys_without_sinks: np.ndarray | None
+    values_without_sinks: np.ndarray | None
 
 
 class _Run(NamedTuple):
-    # Log probabilities [C], attention share, keys and values of visual tokens per layer [K, V, channels], their norms
-    # [V] where they enter the first layer.
+    # Log probabilities [C]; of the V visual tokens: attention share [V], mean over layers and heads; keys and values
+    # per layer [K, V, channels]; norms where they enter the first layer [V]; which are sinks [V].
     log_probs: torch.Tensor
-    visual_share: float
+    shares: torch.Tensor
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    visual_norms: torch.Tensor
+    norms: torch.Tensor
+    sinks: torch.Tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,42 +82,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alphas", type=float, nargs="+", default=[0.03, 0.1, 0.3, 0.6, 2, 5], help="factors of the sweep"
     )
+    resume.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes one row per model and intervention, the figure, and prints one verdict per model."""
     if min(args.alphas) <= 0:
         raise ValueError("--alphas: expected positive factors; no picture at all is always among the controls")
+    args.alphas = sorted(args.alphas)
     samples = inputs.choose(args)
     rows, details, verdicts = [], {}, []
     for model in required_models(args.models):
-        probe = loading.load_with_vision(model, args)
-        found = measure(probe, samples, sorted(args.alphas))
-        rows += [table_row(model.name, name, outcomes) for name, outcomes in found["outcomes"].items()]
+        found = measure(model, samples, args)
+        rows += [table_row(model.name, outcomes) for outcomes in found["outcomes"].values()]
         verdicts.append(verdict(model.name, found))
         details[model.name] = {
             "visual norm": found["visual norm"],
+            "visual norm without sinks": found["visual norm without sinks"],
             "text norm": found["text norm"],
             "verdict": verdicts[-1],
             "per layer": {name: _per_layer(outcomes) for name, outcomes in found["outcomes"].items()},
         }
-        del probe  # before the next one is loaded
     write_result(args, rows, details)
     draw(args, rows, details)
     print("\n" + "\n".join(verdicts))
 
 
-def measure(probe: Probe, samples: Sequence[Sample], alphas: list[float]) -> dict[str, Any]:
-    """Every intervention's outcomes over all samples, and the norms of visual tokens and text."""
+def measure(named: NamedModel, samples: Samples, args: argparse.Namespace) -> dict[str, Any]:
+    """Every intervention's outcomes over all samples, and the norms of visual tokens and text.
+
+    What `--output-dir` has is not measured again.
+    """
+
+    def start() -> Callable[[Rows, Sequence[Sample]], None]:
+        probe = loading.load_with_vision(named, args)
+        text_norm = mean_text_embedding_norm(probe.embedding_weight)
+
+        def add(state: Rows, some: Sequence[Sample]) -> None:
+            state.about["text norm"] = text_norm
+            for sample in some:
+                state.rows += outcomes_of(probe, sample, args.alphas, text_norm)
+
+        return add
+
+    file = state_file("interventions", named, samples, args, ("alphas",))
+    state = resumed(Rows(Outcome), file, samples, start, args, name=named.name)
     outcomes: dict[str, list[Outcome]] = {}
-    norms, text_norm = Stream(), mean_text_embedding_norm(probe.embedding_weight)
-    for sample in tqdm(samples, desc=f"interventions, {probe.name}"):
-        batch = probe.prepare([sample])
-        untouched = _run(probe, batch)
-        norms.add(untouched.visual_norms)
-        for name, other in interventions(probe, sample, batch, alphas, text_norm):
-            outcomes.setdefault(name, []).append(compare(untouched, other))
-    return {"outcomes": outcomes, "visual norm": norms.mean, "text norm": text_norm}
+    for outcome in state.rows:
+        outcomes.setdefault(outcome.name, []).append(outcome)
+    return {
+        "outcomes": outcomes,
+        "visual norm": float(np.mean([one.visual_norm for one in outcomes[UNTOUCHED]])),
+        "visual norm without sinks": float(np.mean([one.visual_norm_without_sinks for one in outcomes[UNTOUCHED]])),
+        "text norm": state.about["text norm"],
+    }
+
+
+def outcomes_of(probe: Probe, sample: Sample, alphas: list[float], text_norm: float) -> Iterator[Outcome]:
+    """Every intervention's outcome for one sample, the untouched run's first."""
+    batch = probe.prepare([sample])
+    untouched = _run(probe, batch)
+    yield compare(UNTOUCHED, untouched, untouched)
+    for name, other in interventions(probe, sample, batch, alphas, text_norm):
+        yield compare(name, untouched, other)
 
 
 def interventions(
@@ -148,74 +189,97 @@ def _taking(source: _Run, visual: torch.Tensor, keys: bool, values: bool) -> Cha
 
 def _run(probe: Probe, batch: Batch, edit: Edit | None = None, change: Change | None = None) -> _Run:
     shares, keys, values = [], [], []
-    visual = probe.groups(batch)[0] == VISUAL
+    visual = probe.groups(batch)[0].cpu() == VISUAL
 
     def see(index: int, weights: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         at = visual.to(key.device)
-        shares.append(weights[:, -1, at].sum(dim=-1).mean().item())
+        shares.append(weights[:, -1, at].mean(dim=0).double().cpu())
         keys.append(key[:, at].clone())
         values.append(value[:, at].clone())
 
     with watched(probe.parts.layers, see=see, change=change):
         seen = probe.run(batch, edit)
     log_probs = seen.logits[0, -1].double().log_softmax(dim=-1)
-    norms = seen.hidden_states[0][0, visual.to(seen.hidden_states[0].device)].float().norm(dim=-1)
-    return _Run(log_probs, float(np.mean(shares)), keys, values, norms)
+    norms = seen.hidden_states[0][0].float().norm(dim=-1).cpu()[visual]
+    return _Run(log_probs, torch.stack(shares).mean(dim=0), keys, values, norms, sink_mask(seen)[0][visual])
 
 
-def compare(untouched: _Run, other: _Run) -> Outcome:
+def compare(name: str, untouched: _Run, other: _Run) -> Outcome:
     """The outcome of `other` beside the run of the same sample that nothing touched."""
     expected, found = untouched.log_probs, other.log_probs
     kl = (expected.exp() * (expected - found)).sum().item()
-    chosen = expected.argmax()
-    rank = int((found > found[chosen]).sum()) + 1
-    keys = values = None
-    if other.keys[0].shape == untouched.keys[0].shape:
-        keys = np.array([_cosine(a, b) for a, b in zip(untouched.keys, other.keys, strict=True)])
-        values = np.array([_cosine(a, b) for a, b in zip(untouched.values, other.values, strict=True)])
-    return Outcome(max(kl, 0.0), rank, other.visual_share, keys, values)
+    rank = int((found > found[expected.argmax()]).sum()) + 1
+    everything = torch.ones_like(untouched.sinks)
+    return Outcome(
+        name,
+        max(kl, 0.0),
+        rank,
+        *_of_tokens(other, torch.ones_like(other.sinks)),
+        *_cosines(untouched, other, everything),
+        int(other.sinks.sum()),
+        *_of_tokens(other, ~other.sinks),
+        *_cosines(untouched, other, everything & ~untouched.sinks),
+    )
 
 
-def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    return F.cosine_similarity(a.float(), b.float(), dim=-1).mean().item()
+def _of_tokens(run: _Run, chosen: torch.Tensor) -> tuple[float | None, float]:
+    # Mean norm, and share of the attention.
+    return (run.norms[chosen].mean().item() if chosen.any() else None), run.shares[chosen].sum().item()
 
 
-def table_row(model: str, name: str, outcomes: list[Outcome]) -> dict[str, Any]:
+def _cosines(untouched: _Run, other: _Run, chosen: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray | None]:
+    # Per layer, of the chosen visual tokens' keys and values; None where there are none to compare.
+    if other.norms.shape != untouched.norms.shape or not chosen.any():
+        return None, None
+    pairs = zip((untouched.keys, untouched.values), (other.keys, other.values), strict=True)
+    return tuple(np.array([_cosine(a, b, chosen) for a, b in zip(*both, strict=True)]) for both in pairs)
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor, chosen: torch.Tensor) -> float:
+    at = chosen.to(a.device)
+    return F.cosine_similarity(a[:, at].float(), b[:, at].float(), dim=-1).mean().item()
+
+
+def table_row(model: str, outcomes: list[Outcome]) -> dict[str, Any]:
     """Means over the samples; KL also as median, since a few answers may carry the mean."""
-    kl, rank = _stream([one.kl for one in outcomes]), _stream([one.rank for one in outcomes])
-    pictured = outcomes[0].keys is not None
+    kl = Stream()
+    kl.add([one.kl for one in outcomes])
     return {
         "model": model,
-        "intervention": name,
+        "intervention": outcomes[0].name,
         "KL (nats)": kl.mean,
         "KL median": kl.median,
         "KL std": kl.std,
-        "rank of chosen": rank.mean,
+        "rank of chosen": float(np.mean([one.rank for one in outcomes])),
         "answer changes (%)": 100 * float(np.mean([one.rank > 1 for one in outcomes])),
-        "visual attention": float(np.mean([one.visual_share for one in outcomes])),
-        "cos of keys": float(np.mean([one.keys for one in outcomes])) if pictured else None,
-        "cos of values": float(np.mean([one.values for one in outcomes])) if pictured else None,
+        "visual attention": _mean([one.visual_share for one in outcomes]),
+        "cos of keys": _mean([one.keys for one in outcomes]),
+        "cos of values": _mean([one.values for one in outcomes]),
+        "visual sinks a picture": _mean([one.sinks for one in outcomes]),
+        "visual attention without sinks": _mean([one.visual_share_without_sinks for one in outcomes]),
+        "cos of keys without sinks": _mean([one.keys_without_sinks for one in outcomes]),
+        "cos of values without sinks": _mean([one.values_without_sinks for one in outcomes]),
     }
 
 
-def _stream(values: list[float]) -> Stream:
-    stream = Stream()
-    stream.add(values)
-    return stream
+def _mean(values: list[Any]) -> float | None:
+    there = [value for value in values if value is not None]
+    return float(np.mean(there)) if there else None
 
 
 def _per_layer(outcomes: list[Outcome]) -> dict[str, list[float]] | None:
-    if outcomes[0].keys is None:
+    pictured = [one for one in outcomes if one.keys is not None]
+    if not pictured:
         return None
     return {
-        "cos of keys": np.mean([one.keys for one in outcomes], axis=0).tolist(),
-        "cos of values": np.mean([one.values for one in outcomes], axis=0).tolist(),
+        "cos of keys": np.mean([one.keys for one in pictured], axis=0).tolist(),
+        "cos of values": np.mean([one.values for one in pictured], axis=0).tolist(),
     }
 
 
 def verdict(model: str, found: dict[str, Any]) -> str:
     """What the dispute comes to for one model, in one sentence with its numbers."""
-    rows = {name: table_row(model, name, outcomes) for name, outcomes in found["outcomes"].items()}
+    rows = {name: table_row(model, outcomes) for name, outcomes in found["outcomes"].items()}
     ratio = found["visual norm"] / found["text norm"]
     start = f"{model}: visual tokens enter with {ratio:.2f} times the text norm. "
     blank, scaled = rows[BLANK], rows[TEXT_NORM]
@@ -243,7 +307,7 @@ def draw(args: argparse.Namespace, rows: list[dict[str, Any]], details: dict[str
         for index, (model, colour) in enumerate(zip(details, COLOURS * len(details), strict=False)):
             own = {row["intervention"]: row for row in rows if row["model"] == model}
             sweep = {float(name.split()[1]): row for name, row in own.items() if name.startswith("alpha")}
-            sweep[1.0] = {"KL (nats)": 0.0, "cos of keys": 1.0, "cos of values": 1.0}
+            sweep[1.0] = own[UNTOUCHED]
             alphas = sorted(sweep)
             left.plot(alphas, [sweep[a]["KL (nats)"] for a in alphas], "o-", color=colour, label=model, markersize=4)
             left.axhline(own[BLANK]["KL (nats)"], color=colour, linestyle=":", linewidth=1.2)

@@ -1,7 +1,7 @@
 """Measures one model over many samples: norms at the interface, and how fast tokens turn in each layer of the LLM.
 
 One pass serves `interface-norms`, `layer-norms` and `update-rates`. Only one batch's hidden states are held; everything
-else is a stream. The state is saved while it runs, continued after an interruption, and taken as it is when complete.
+else is a stream.
 
 States: state l (0 to L) is what enters layer l, state L what leaves the last one. Per token:
     norm        |h_l|
@@ -16,23 +16,16 @@ Shapes: B samples, S sequence with visual tokens, D LLM hidden size, L decoder l
 """
 
 import argparse
-import gzip
-import hashlib
 import inspect
-import json
-import os
-import time
 from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from llava.analysis import inputs, loading
-from llava.analysis.models import NamedModel, revision
+from llava.analysis import inputs, loading, resume
+from llava.analysis.models import NamedModel
 from llava.analysis.probe import GROUPS, TEXT_AFTER, TEXT_BEFORE, VISUAL, Batch, Observation, Probe
 from llava.analysis.statistics import Stream
 
@@ -40,22 +33,18 @@ SINK_RATIO = 10.0
 STATE_METRICS, STEP_METRICS = ("norm", "drift"), ("cosine", "turn", "update")
 TEXT = (TEXT_BEFORE, TEXT_AFTER)
 WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
-FOLDER = "measurements"
-_FORMAT = 1  # of the saved state; to be raised when a measured value changes its meaning
-_SAVE_SECONDS = 30
-_LOADING_FLAGS = ("model_base", "conv_mode", "chat_template", "dtype", "layers_path", "projector_path", "vision_path")
 
 
 def add_arguments(parser: argparse.ArgumentParser, samples: int = 40) -> None:
     """The flags of every command that runs models over samples."""
     inputs.add_arguments(parser, samples)
     parser.add_argument("--batch-size", type=int, default=4, help="samples at a time; decides no result")
-    parser.add_argument("--fresh", action="store_true", help="measure again what --output-dir already has")
+    resume.add_arguments(parser)
     loading.add_arguments(parser)
 
 
 class Measurement:
-    """Streams of one model's values, and its sinks.
+    """Streams of one model's values, and its sinks (a `resume.State`).
 
     Attributes:
         streams: by (what, group, layer, whether of sinks).
@@ -84,16 +73,13 @@ class Measurement:
         """Everything, as what JSON can hold."""
         streams = [[*key, stream.to_dict()] for key, stream in self.streams.items()]
         sinks = [[*key, sink] for key, sink in self.sinks.items()]
-        return {"done": self.done, "layers": self.layers, "streams": streams, "sinks": sinks}
+        return {"layers": self.layers, "streams": streams, "sinks": sinks}
 
-    @classmethod
-    def from_dict(cls, state: dict[str, Any]) -> "Measurement":
-        measurement = cls()
-        measurement.done, measurement.layers = state["done"], state["layers"]
-        for *key, stream in state["streams"]:
-            measurement.streams[tuple(key)] = Stream.from_dict(stream)
-        measurement.sinks = {tuple(key): sink for *key, sink in state["sinks"]}
-        return measurement
+    def restore(self, found: dict[str, Any]) -> None:
+        self.layers = found["layers"]
+        for *key, stream in found["streams"]:
+            self.streams[tuple(key)] = Stream.from_dict(stream)
+        self.sinks = {tuple(key): sink for *key, sink in found["sinks"]}
 
 
 def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> Measurement:
@@ -102,50 +88,20 @@ def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace
     Raises:
         ValueError: see `load`; no sample has visual positions.
     """
-    file = state_file(named, samples, args)
-    measurement = Measurement()
-    if file.is_file() and not args.fresh:
-        measurement = Measurement.from_dict(json.loads(gzip.decompress(file.read_bytes())))
-    if measurement.done == len(samples):
-        print(f"{named.name}: {measurement.done} samples are measured already ({file}; --fresh measures them again)")
-        return measurement
-    if measurement.done:
-        print(f"{named.name}: continues after {measurement.done} of {len(samples)} samples ({file})")
-    probe = loading.load_with_vision(named, args)
-    takes_rows = "logits_to_keep" in inspect.signature(probe.model.forward).parameters
-    options = {"logits_to_keep": 1} if takes_rows else {}  # all logits of a large vocabulary would outgrow the states
-    saved = time.monotonic()
-    with tqdm(total=len(samples), initial=measurement.done, desc=named.name, unit="sample") as bar:
-        for group in inputs.batches(samples, args.batch_size, measurement.done):
+
+    def start() -> Callable[[Measurement, Sequence[inputs.Sample]], None]:
+        probe = loading.load_with_vision(named, args)
+        takes_rows = "logits_to_keep" in inspect.signature(probe.model.forward).parameters
+        options = {"logits_to_keep": 1} if takes_rows else {}  # all logits of a large vocabulary outgrow the states
+
+        def add(measurement: Measurement, group: Sequence[inputs.Sample]) -> None:
             batch = probe.prepare(group)
             observe(measurement, probe.run(batch, **options), batch, probe)
-            measurement.done += len(group)
-            bar.update(len(group))
-            if time.monotonic() - saved > _SAVE_SECONDS:
-                save(measurement, file)
-                saved = time.monotonic()
-    save(measurement, file)
-    return measurement
 
+        return add
 
-def state_file(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> Path:
-    """Where the state is kept: a name that says model, samples and every setting that decides a result."""
-    settings = {
-        "format": _FORMAT,
-        "model": [named.path, revision(named.path)],
-        "data": [samples.key, [revision(part.strip()) for part in args.data.split(",")], len(samples), args.seed],
-        "flags": {name: str(getattr(args, name)) for name in (*_LOADING_FLAGS, "image_token_id")},
-    }
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    return args.output_dir / FOLDER / f"{digest}.json.gz"
-
-
-def save(measurement: Measurement, file: Path) -> None:
-    """Writes the state so that an interruption leaves the old or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
-    unfinished.write_bytes(gzip.compress(json.dumps(measurement.to_dict()).encode(), 1))
-    os.replace(unfinished, file)
+    file = resume.state_file("layers", named, samples, args)
+    return resume.resumed(Measurement(), file, samples, start, args, name=named.name, size=args.batch_size)
 
 
 # --- one batch --------------------------------------------------------------------------------------------------------

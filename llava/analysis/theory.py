@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from llava.analysis import inputs, loading, theory_model
+from llava.analysis import inputs, loading, resume, theory_model
 from llava.analysis import theory_checks as turning
 from llava.analysis import theory_formulas as formulas
 from llava.analysis import theory_spectrum as attention
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=28, help="layers in the figure")
     loading.add_arguments(parser)
     inputs.add_arguments(parser, samples=40)
+    resume.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,9 +83,7 @@ def measure_models(args: argparse.Namespace) -> None:
     """Prints and writes how far the assumptions hold in every model (`theory-model`), with a figure over its layers."""
     samples, rows = inputs.choose(args), []
     for model in required_models(args.models):
-        probe = loading.load_with_vision(model, args)
-        rows += theory_model.measure(probe, samples)
-        del probe  # before the next one is loaded
+        rows += theory_model.measure(model, samples, args)
     own = [[row for row in rows if row["model"] == model.name] for model in args.models]
     write_result(args, [line for one in own for line in theory_model.summary(one)], rows, name="theory-model")
     theory_model.draw(args, args.models, rows)

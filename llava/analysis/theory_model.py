@@ -8,20 +8,21 @@ Shapes: N tokens of one modality, D LLM hidden size.
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
+from llava.analysis import loading
 from llava.analysis import theory_formulas as formulas
-from llava.analysis.inputs import Sample
+from llava.analysis.inputs import Sample, Samples
 from llava.analysis.measure import sink_mask
 from llava.analysis.models import NamedModel
 from llava.analysis.output import TEXT, VISUAL, figure
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
 from llava.analysis.probe import VISUAL as VISUAL_GROUP
+from llava.analysis.resume import resumed, state_file
 from llava.analysis.statistics import Stream
 
 MODALITIES = {"visual": (VISUAL_GROUP,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
@@ -85,6 +86,24 @@ class LayerTally:
                 raise ValueError(f"a sample has no {name} tokens beside sinks; the theory is about pairs of both")
         return members
 
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as what JSON can hold."""
+        return {
+            "streams": {name: _saved(streams) for name, streams in self.streams.items()},
+            "pairs": _saved(self.pairs),
+            "sinks": self.sinks,
+            "turns": {name: turns.tolist() for name, turns in self.turns.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> "LayerTally":
+        """The tally that `to_dict` described."""
+        tally = cls()
+        tally.streams = {name: _restored(streams) for name, streams in found["streams"].items()}
+        tally.pairs, tally.sinks = _restored(found["pairs"]), found["sinks"]
+        tally.turns = {name: torch.tensor(turns, dtype=torch.float64) for name, turns in found["turns"].items()}
+        return tally
+
     def row(self) -> dict[str, Any]:
         """The layer's numbers; angles in degrees."""
         row: dict[str, Any] = {}
@@ -102,25 +121,56 @@ class LayerTally:
         return row | {name: stream.mean for name, stream in self.pairs.items()}
 
 
-@torch.no_grad()
-def measure(probe: Probe, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Two rows per layer, over all samples: without attention sinks, and with them."""
-    parts = {
-        WITHOUT_SINKS: [LayerTally() for _ in probe.parts.layers],
-        WITH_SINKS: [LayerTally() for _ in probe.parts.layers],
-    }
-    for sample in tqdm(samples, desc=f"assumptions, {probe.name}"):
+def _saved(streams: dict[str, Stream]) -> dict[str, Any]:
+    return {name: stream.to_dict() for name, stream in streams.items()}
+
+
+def _restored(streams: dict[str, Any]) -> dict[str, Stream]:
+    return {name: Stream.from_dict(stream) for name, stream in streams.items()}
+
+
+class Tallies:
+    """Every layer's tally, without sinks and with them (a `resume.State`)."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.parts: dict[str, list[LayerTally]] = {part: [] for part in PARTS}
+
+    @torch.no_grad()
+    def add(self, probe: Probe, sample: Sample) -> None:
+        """Runs one sample through the model."""
         seen = probe.run(probe.prepare([sample]))
         groups, sinks = seen.groups.cpu()[0], sink_mask(seen)[0]
-        for part, tallies in parts.items():
+        for part, tallies in self.parts.items():
+            tallies += [LayerTally() for _ in probe.parts.layers[len(tallies) :]]
             left_out = sinks if part == WITHOUT_SINKS else torch.zeros_like(sinks)
             for tally, states, after in zip(tallies, seen.hidden_states[:-1], seen.hidden_states[1:], strict=True):
                 tally.add(states[0], after[0], groups, left_out)
-    return [
-        {"model": probe.name, "layer": index, "tokens": part} | tally.row()
-        for part, tallies in parts.items()
-        for index, tally in enumerate(tallies)
-    ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {part: [tally.to_dict() for tally in tallies] for part, tallies in self.parts.items()}
+
+    def restore(self, found: dict[str, Any]) -> None:
+        self.parts = {part: [LayerTally.from_dict(tally) for tally in tallies] for part, tallies in found.items()}
+
+    def rows(self, model: str) -> list[dict[str, Any]]:
+        """Two rows per layer: without attention sinks, and with them."""
+        return [
+            {"model": model, "layer": index, "tokens": part} | tally.row()
+            for part, tallies in self.parts.items()
+            for index, tally in enumerate(tallies)
+        ]
+
+
+def measure(named: NamedModel, samples: Samples, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """`Tallies.rows` over all samples, from `--output-dir` as far as they are there."""
+
+    def start() -> Callable[[Tallies, Sequence[Sample]], None]:
+        probe = loading.load_with_vision(named, args)
+        return lambda state, some: [state.add(probe, sample) for sample in some]
+
+    file = state_file("theory", named, samples, args)
+    return resumed(Tallies(), file, samples, start, args, name=named.name).rows(named.name)
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

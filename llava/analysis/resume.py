@@ -1,0 +1,137 @@
+"""Keeps what was measured, so that an interrupted command goes on, and a finished measurement is taken as it is.
+
+The state of one measurement of one model is a file below `--output-dir`, saved every half a minute; its name says
+model, data and every setting that decides a result.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from llava.analysis.inputs import Samples
+from llava.analysis.models import NamedModel, revision
+
+FOLDER = "measurements"
+_FORMAT = 2  # of the saved states; to be raised when a measured value changes its meaning
+_SAVE_SECONDS = 30
+_LOADING_FLAGS = ("model_base", "conv_mode", "chat_template", "dtype", "layers_path", "projector_path", "vision_path")
+
+
+class State(Protocol):
+    """What a measurement has found so far, of its first `done` items."""
+
+    done: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but `done`, as what JSON can hold, and arrays."""
+
+    def restore(self, found: dict[str, Any]) -> None:
+        """Takes over what `to_dict` of another state gave."""
+
+
+AnyState = TypeVar("AnyState", bound=State)
+
+
+class Rows:
+    """A state that lists what was found, as named tuples of `kind`, and says what is known of the model (`about`)."""
+
+    def __init__(self, kind: type):
+        self.done = 0
+        self.kind = kind
+        self.rows: list[Any] = []
+        self.about: dict[str, Any] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rows": [row._asdict() for row in self.rows], "about": self.about}
+
+    def restore(self, found: dict[str, Any]) -> None:
+        self.rows, self.about = [self.kind(**row) for row in found["rows"]], found["about"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--fresh", action="store_true", help="measure again what --output-dir already has")
+
+
+def state_file(
+    command: str, named: NamedModel, samples: Samples, args: argparse.Namespace, flags: Sequence[str] = ()
+) -> Path:
+    """Where the state of `command` for one model is kept; `flags` are those of the command that decide a result."""
+    settings = {
+        "format": _FORMAT,
+        "command": command,
+        "model": [named.path, revision(named.path)],
+        "data": [samples.key, [revision(part.strip()) for part in args.data.split(",")], len(samples), args.seed],
+        "flags": {name: str(getattr(args, name)) for name in (*_LOADING_FLAGS, "image_token_id", *flags)},
+    }
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    return args.output_dir / FOLDER / f"{command}-{digest}.json.gz"
+
+
+def resumed(
+    state: AnyState,
+    file: Path,
+    items: Sequence[Any],
+    start: Callable[[], Callable[[AnyState, Sequence[Any]], None]],
+    args: argparse.Namespace,
+    *,
+    name: str,
+    size: int = 1,
+    unit: str = "sample",
+) -> AnyState:
+    """The state after all of `items`, from `file` as far as it is there.
+
+    Args:
+        state: a new one, which takes over what is saved.
+        start: loads the model; called only when there is something to measure. Returns what adds items to a state.
+        name: of the model, in messages and the progress bar.
+        size: items that are added at a time.
+    """
+    if file.is_file() and not args.fresh:
+        saved = json.loads(gzip.decompress(file.read_bytes()), object_hook=_decode)
+        state.restore(saved["found"])
+        state.done = saved["done"]
+    if state.done == len(items):
+        print(f"{name}: {state.done} {unit}s are measured already ({file}; --fresh measures them again)")
+        return state
+    if state.done:
+        print(f"{name}: continues after {state.done} of {len(items)} {unit}s ({file})")
+    add, saved_at = start(), time.monotonic()
+    with tqdm(total=len(items), initial=state.done, desc=f"{args.command}, {name}", unit=unit) as bar:
+        for first in range(state.done, len(items), size):
+            some = items[first : first + size]
+            add(state, some)
+            state.done += len(some)
+            bar.update(len(some))
+            if time.monotonic() - saved_at > _SAVE_SECONDS:
+                _save(state, file)
+                saved_at = time.monotonic()
+    _save(state, file)
+    return state
+
+
+def _save(state: State, file: Path) -> None:
+    # An interruption leaves the old or the new one.
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+    content = {"done": state.done, "found": state.to_dict()}
+    unfinished.write_bytes(gzip.compress(json.dumps(content, default=_encode).encode(), 1))
+    os.replace(unfinished, file)
+
+
+def _encode(value: Any) -> dict[str, Any]:
+    if isinstance(value, np.ndarray):
+        return {"ndarray": value.tolist()}
+    raise TypeError(f"{type(value).__name__} cannot be saved")
+
+
+def _decode(value: dict[str, Any]) -> Any:
+    return np.array(value["ndarray"]) if value.keys() == {"ndarray"} else value
