@@ -106,3 +106,12 @@ def test_preparing_and_preflighting_is_timed_with_the_memory_of_all_processes(tm
     assert [row["records"] for row in rows] == [60] * 4 + [90] * 2
     assert all(row["peak_mib"] > 10 for row in rows) and rows[0]["records_per_s_headers"] > 0
     assert rows[0].keys() == rows[2].keys() and rows[1]["index_s"] < rows[0]["index_s"] + 0.1
+
+
+def test_estimated_states_of_scale_equal_deepspeeds_where_everything_is_trained():
+    scale = pytest.importorskip("benchmarks.scale")
+    model = scale.build("llama-3.2-3b", 2)
+    model.get_vision_tower().requires_grad_(True)  # DeepSpeed's estimator knows no frozen weight
+    estimate = scale.estimate_memory(model, scale.arguments(2, 8), 1024)
+    states = (estimate.parameters + estimate.gradients + estimate.optimizer) / scale.GIB
+    assert states == pytest.approx(scale.deepspeed_estimate(model, 2, 8, False), rel=1e-3)

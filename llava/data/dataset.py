@@ -74,7 +74,7 @@ class LazySupervisedDataset(Dataset):
         return self.__dict__ | {"_lengths": None}  # the order is decided elsewhere; workers need no lengths
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """`input_ids` [S], `labels` [S] and, if the record has images, `images` [n, 3, H, W].
+        """`input_ids` [S], `labels` [S], `index`, and, if the record has images, `images` [n, 3, H, W].
 
         A negative index `~i` gives sample i without targets, for ranks that have no sample left.
 
@@ -83,10 +83,10 @@ class LazySupervisedDataset(Dataset):
         """
         if index < 0:
             item = self[~index]
-            return item | {"labels": torch.full_like(item["labels"], IGNORE_INDEX)}
+            return item | {"labels": torch.full_like(item["labels"], IGNORE_INDEX), "index": index}
         record = self.records[index]
         sample = self._cut(self._tokenize(record, index), index)
-        item = {"input_ids": sample.input_ids, "labels": sample.labels}
+        item = {"input_ids": sample.input_ids, "labels": sample.labels, "index": index}
         # A cut may remove placeholders: their images go with them.
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:

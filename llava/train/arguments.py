@@ -249,6 +249,31 @@ class TrainingArguments(transformers.TrainingArguments):
         },
     )
 
+    max_nonfinite_steps: int = field(
+        default=10,
+        metadata={
+            "help": "Stop after so many steps in a row whose loss or gradient was infinite or not a number; none of "
+            "them is applied."
+        },
+    )
+    hang_timeout: float = field(
+        default=1800.0,
+        metadata={
+            "help": "Seconds without progress after which a rank says where it hangs and ends, and the run with it; 0 "
+            "never."
+        },
+    )
+    trial_save: bool = field(
+        default=True, metadata={"help": "Write the final folder and read it back once before the first step."}
+    )
+    resume_allow_changes: str = field(
+        default="",
+        metadata={
+            "help": "Settings in which a checkpoint to continue from may differ, comma-separated, such as world_size "
+            "or max_steps; a refusal lists them."
+        },
+    )
+
     activation_checkpointing: str | None = field(
         default=None,
         metadata={
