@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from test_train import flags
 from transformers import TrainerCallback
 
+from llava.data.records import load_records
 from llava.train import failures, trial
 from llava.train import train as train_module
 from llava.train.checkpoint import MANIFEST, STAGING, SaveError, checkpoint_faults, find_checkpoint
@@ -129,7 +130,7 @@ def test_too_small_a_disk_is_refused_before_the_first_step(tiny, tmp_path, monke
 
 def test_estimated_size_of_a_checkpoint_is_near_the_real_one(tiny, whole):
     parsed = train_module.parse_arguments(flags(tiny, whole, 2, **SAVING))
-    records = train_module.load_records(parsed[1].data_path)
+    records = load_records(parsed[1].data_path)
     trainer = train_module.build_trainer(train_module.build_model(*parsed), records, *parsed)
     tensors = ("model.safetensors", "optimizer.pt")
     real = sum((whole / "checkpoint-4" / name).stat().st_size for name in tensors)
