@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = "run.json"
 """Beside `train_log.jsonl`: what a run was made from. `llava.train.run_record` writes it and describes its content."""
 RUN_FORMAT = 1
+TRAINING = ("data", "model", "train")  # folders of the package
 
 
 def git_commit() -> str | None:
@@ -35,9 +36,10 @@ def version_of(package: str) -> str | None:
 
 
 def code_digest() -> str:
-    """SHA-256 of the package's source files, which also tells uncommitted changes apart."""
+    """SHA-256 of the source files that training may run, which also tells uncommitted changes apart."""
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "llava").rglob("*.py")):
+    files = [*(ROOT / "llava").glob("*.py"), *(f for name in TRAINING for f in (ROOT / "llava" / name).rglob("*.py"))]
+    for path in sorted(files):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

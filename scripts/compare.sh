@@ -41,6 +41,7 @@ if [[ "$SEEDS" != *,* ]]; then
   require_number SEEDS 1
   SEEDS=$(seq -s, "$FIRST_SEED" $((FIRST_SEED + SEEDS - 1)))
 fi
+SEEDS=${SEEDS%,}
 : "${OUTPUT:=outputs/compare-$PRESET}"
 IFS=, read -ra arms <<<"$ARMS"
 IFS=, read -ra seeds <<<"$SEEDS"

@@ -17,7 +17,7 @@ case "$*" in
       shift
     done
     echo "train $words${2#$OUT/}" >>"$CALLS"
-    [ "$words" != "$HANGS " ] || sleep 60
+    [ "$words" != "$HANGS " ] || exec sleep 60
     mkdir -p "$2" && touch "$2"/{model.safetensors,mm_projector.bin}
     echo '{"model_type": "llava_llama"}' >"$2/config.json" ;;
   *llava.eval.evaluate*) echo "evaluate ${3#$OUT/}" >>"$CALLS" ;;

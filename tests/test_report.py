@@ -163,9 +163,8 @@ def test_page_renders_without_a_message_and_sorts_its_tables(report, browse, tmp
     probe = """<script>
       var table = Array.from(document.querySelectorAll("details"))
         .find(function (d) { return d.textContent.startsWith("layer-norms"); }).querySelector("table"), seen = [];
-      function column(i) {
-        return Array.from(table.tBodies[0].rows, function (r) { return r.cells[i].textContent; }).join();
-      }
+      function cell(r, i) { return r.cells[i].textContent; }
+      function column(i) { return Array.from(table.tBodies[0].rows, function (r) { return cell(r, i); }).join(); }
       [2, 2, 1].forEach(function (i) { table.querySelectorAll("th button")[i].click(); seen.push(column(1)); });
       var loaded = function (i) { return i.loading === "lazy" || i.naturalWidth; };
       var broken = Array.from(document.images).filter(function (i) { return !loaded(i); }).length;
