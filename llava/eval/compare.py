@@ -145,7 +145,7 @@ def check_arm(run: Run, stage: str) -> None:
 
 def check_results(runs: Sequence[Run]) -> None:
     """Raises ValueError unless all runs were asked the same questions in the same way, and by their present weights."""
-    from llava.analysis.models import revision
+    from llava.provenance import revision
 
     first = runs[0].results
     for run in runs:
