@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llava.eval.compare import STAGES, Run
 from llava.eval.results import Results, Sample, TaskResult, write_results
+from llava.eval.runs import DONE, STAGES, Run
 from llava.provenance import RUN_FILE, revision
 from llava.train.run_record import adapter_digest
 
@@ -52,6 +52,7 @@ def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
         provenance = {"started": "2026-01-01T00:00:00+00:00", "command": "train", "folder": "/"}
         record = {"format": 1, "starts": [{"configuration": start, "provenance": provenance}]}
         (folder / RUN_FILE).write_text(json.dumps(record))
+        (folder / DONE).touch()
         step = {"samples_per_second": 4.0, "tokens_per_second": 400.0, "peak_memory_gib": 2.0}
         norms = {"norm/llm_input": 3.0, "norm/text_embeddings": 3.0, "grad_norm": 1.0, "grad_norm/llm_input": 0.1}
         lines = [{"step": i, "loss": 3 / i} | step | norms for i in range(1, 6)]
