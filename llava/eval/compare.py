@@ -1,4 +1,4 @@
-"""Compares the runs of scripts/compare.sh: `check` compares what they recorded so far, `report` also writes the page."""
+"""Compares the runs of scripts/compare.sh: refuses those that are no fair comparison, and writes the page of the others."""
 
 import argparse
 import sys
