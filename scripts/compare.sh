@@ -77,6 +77,7 @@ train() { # stage seed arm
   settings+=(PRETRAIN_ADAPTER="$folder/pretrain/mm_projector.bin")
   [ "$PRESET" != demo ] || settings+=(DATA_PATH="playground/data/mixed/$1.json")
   mkdir -p "$folder"
+  [ -f "$folder/$1/done" ] || comparison present
   train_stage "$1" "$folder/$1" "$folder/$1.log" "${settings[@]}"
   comparison check --stage "$1"
 }
@@ -115,7 +116,7 @@ upstream() {
   touch "$OUTPUT/upstream/done"
 }
 
-comparison() { # check | report, more flags
+comparison() { # check | present | report, more flags
   "$PYTHON_BIN" -m llava.eval.compare "$1" --output-dir "$OUTPUT" --arms "$ARMS" --seeds "$SEEDS" "${@:2}"
 }
 

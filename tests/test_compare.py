@@ -7,7 +7,7 @@ from comparison_runs import change, write_run, write_scores
 
 from llava.eval.compare import main
 from llava.eval.runs import DONE, arm_differences, check_results, check_runs
-from llava.provenance import RUN_FILE
+from llava.provenance import RUN_FILE, code_digest, git_commit, version_of
 
 ARMS = ("none", "layernorm", "layernorm_default")
 
@@ -120,3 +120,14 @@ def test_check_looks_at_what_is_there_and_says_how_much(runs, capsys):
     assert "3 run(s)" in capsys.readouterr().out
     assert command(runs, "report") == 2
     assert "config.json" in capsys.readouterr().err
+
+
+def test_other_code_or_packages_are_refused_before_more_is_trained(runs, capsys):
+    assert command(runs, "present") == 2
+    message = capsys.readouterr().err
+    assert "code.commit: 'c0ffee' (none, seed 1)" in message and "versions.torch: '2.13.0' (none, seed 1)" in message
+    for run in runs:
+        for stage in ("pretrain", "finetune"):
+            change(run, stage, "code", {"digest": code_digest(), "commit": git_commit()})
+            change(run, stage, "versions", {"torch": version_of("torch"), "not-installed": None})
+    assert command(runs, "present") == 0

@@ -1,11 +1,11 @@
-"""Compares the runs of scripts/compare.sh: refuses those that are no fair comparison, and writes the page of the others."""
+"""Compares the runs of scripts/compare.sh: refuses those that are no fair pair, and writes the page of the others."""
 
 import argparse
 import sys
 from pathlib import Path
 
 from llava.eval.report import write_report
-from llava.eval.runs import STAGES, Run, check_results, check_runs
+from llava.eval.runs import STAGES, Run, check_present, check_results, check_runs
 
 
 def parser() -> argparse.ArgumentParser:
@@ -13,6 +13,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     for name, summary in (
         ("check", "refuse runs that differ in more than the arm"),
+        ("present", "refuse other code or packages than the finished runs had"),
         ("report", "check, and write the page"),
     ):
         command = commands.add_parser(name, help=summary, description=summary)
@@ -22,7 +23,9 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",") if s], required=True)
         if name == "check":
-            command.add_argument("--stage", choices=STAGES, required=True, help="of runs that finished it")
+            command.add_argument(
+                "--stage", choices=STAGES, required=True, help="runs that have finished it are compared"
+            )
     return top
 
 
@@ -36,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
             if finished:
                 check_runs(finished, args.stage)
             print(f"{args.stage}: {len(finished)} run(s), equal in everything but the arm")
+        elif args.command == "present":
+            check_present(runs)
         else:
             for stage in STAGES:
                 check_runs(runs, stage)

@@ -1,11 +1,12 @@
 """The runs of a comparison: what each recorded, and the refusal of those that differ in more than the arm.
 
-`scripts/compare.sh` trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetune,eval}`. An arm is a
-value of `--mm_projector_norm`, with `_default` behind it where the gain starts at 1.
+`scripts/compare.sh` trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetune,eval}`. An arm is a value of
+`--mm_projector_norm`, with `_default` behind it where the gain starts at 1.
 """
 
 import hashlib
 import json
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llava.eval.results import Results, read_results
-from llava.provenance import RUN_FILE, read_starts, revision
+from llava.provenance import RUN_FILE, code_digest, git_commit, read_starts, revision, version_of
 
 STAGES = ("pretrain", "finetune")
 BASELINE = "none"
@@ -122,6 +123,21 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
             again = TRAIN_AGAIN.format(run.folder(stage))
             raise ValueError(
                 f"{stage}: runs that shall be compared differ{listed(refused, (other.name, run.name))}\n{again}"
+            )
+
+
+def check_present(runs: Sequence[Run]) -> None:
+    """Raises ValueError if code or packages have changed since the finished stages were trained."""
+    present = {"code.digest": code_digest(), "code.commit": git_commit(), "versions.python": platform.python_version()}
+    for run, stage in [(run, stage) for run in runs for stage in STAGES if run.has_finished(stage)]:
+        found = run.configuration(stage)
+        recorded = {name: found[name] for name in found if name.startswith(("code.", "versions."))}
+        now = {name: present.get(name, version_of(name.removeprefix("versions."))) for name in recorded}
+        if changed := differences(recorded, now):
+            names = (run.name, "now")
+            raise ValueError(
+                f"what is trained now would not be comparable{listed(changed, names)}\n"
+                f"Go back to that state, or remove {run.root} and train every run again."
             )
 
 
