@@ -253,6 +253,11 @@ def test_a_broken_zip_file_is_named(tmp_path):
     (tmp_path / "a.zip").write_bytes(b"PK not really")
     with pytest.raises(ValueError, match="--image_folder .*a.zip: neither a folder nor a readable zip file"):
         ImageStore(tmp_path / "a.zip")
+    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
+        archive.writestr("x", b"")
+    (tmp_path / "c.zip").write_bytes((tmp_path / "c.zip").read_bytes().replace(b"\x01\0\0\0\0\0\0\0\0\0", bytes(10)))
+    with pytest.raises(ValueError, match="c.zip: "):
+        ImageStore(tmp_path / "c.zip")
     with zipfile.ZipFile(tmp_path / "b.zip", "w"):
         pass
     with pytest.raises(ValueError, match="b.zip: the zip file holds no files"):
