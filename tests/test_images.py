@@ -253,6 +253,17 @@ def test_a_broken_zip_file_is_named(tmp_path):
     (tmp_path / "a.zip").write_bytes(b"PK not really")
     with pytest.raises(ValueError, match="--image_folder .*a.zip: neither a folder nor a readable zip file"):
         ImageStore(tmp_path / "a.zip")
+    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
+        archive.writestr("x", b"")
+    data = bytearray((tmp_path / "c.zip").read_bytes())
+    listed = data.index(b"PK\x01\x02")
+    data[listed + 28], data[listed + 30] = (
+        0,
+        1,
+    )  # the name's only byte counts as an extra field: a member without a name
+    (tmp_path / "c.zip").write_bytes(data)
+    with pytest.raises(ValueError, match="c.zip: neither"):
+        ImageStore(tmp_path / "c.zip")
     with zipfile.ZipFile(tmp_path / "b.zip", "w"):
         pass
     with pytest.raises(ValueError, match="b.zip: the zip file holds no files"):

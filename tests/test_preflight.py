@@ -385,7 +385,7 @@ def test_texts_are_read_without_the_images_bytes(tmp_path, monkeypatch):
     asked = []
     real = pq.ParquetFile.iter_batches
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *a, **k: asked.extend(k["columns"]) or real(*a, **k))
-    load_records(str(path))
+    assert len(list(parquet_files.read_rows(path))) == 21
     assert asked and "image.bytes" not in asked and "image" not in asked
     assert parquet_files.largest_image_group(path) > 1_000_000
 
@@ -397,7 +397,7 @@ def _ends_at_3(_: None, piece: int) -> int:
 
 
 def test_a_process_that_is_killed_is_said_with_what_it_was_at():
-    with pytest.raises(RuntimeError, match="a process that worked at [0-3] or shortly behind it was killed"):
+    with pytest.raises(ChildProcessError, match="a process that worked at [0-3] or shortly behind it was killed"):
         list(in_processes(_ends_at_3, None, range(8)))
 
 
@@ -456,3 +456,10 @@ def test_the_fuzz_target_finds_nothing_in_its_first_cases(tmp_path):
 
     cases, outcomes = fuzz_data.run(tmp_path, seed=1, seconds=60, cases=60)
     assert cases == 60 and outcomes["samples"] and outcomes["refused"] and outcomes["faults"]
+
+
+def test_a_shard_that_ends_the_process_that_reads_it_is_named(tmp_path, monkeypatch):
+    path = shard(tmp_path / "a.parquet", None, 2)
+    monkeypatch.setattr("llava.data.records.parquet_digest", lambda _: os._exit(134))
+    with pytest.raises(ChildProcessError, match="a.parquet"):
+        load_records(str(path))

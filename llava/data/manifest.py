@@ -92,7 +92,7 @@ def preflight(
 
     Raises:
         OSError: no cache folder can be written.
-        RuntimeError: as `in_processes`.
+        ChildProcessError: as `in_processes`.
     """
     names = {full: _manifest_name(table, images, rules, full) for full in (True, rules.full_decode)}
     found = (cached_file(name, table.folders, _is_whole) for name in names.values())

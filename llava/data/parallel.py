@@ -23,21 +23,21 @@ def in_processes(
         worth: whether there is enough work to start processes for; else it is done here.
 
     Raises:
-        RuntimeError: a process was killed; names the first piece that is missing.
+        ChildProcessError: a process was killed, or a library ended it; names the first piece that is missing.
         Exception: whatever `function` raises.
     """
     if not worth:
         yield from (function(state, piece) for piece in pieces)
         return
-    with ProcessPoolExecutor(cores(), initializer=_set_up, initargs=(function, state)) as pool:
+    with ProcessPoolExecutor(min(cores(), len(pieces)) or 1, initializer=_set_up, initargs=(function, state)) as pool:
         results = pool.map(_call, pieces)
         for piece in pieces:
             try:
                 result = next(results)
             except BrokenProcessPool:
-                raise RuntimeError(
+                raise ChildProcessError(
                     f"a process that worked at {piece} or shortly behind it was killed; the system does that when "
-                    "memory runs out, and a fault in a decoder ends a process too"
+                    "memory runs out, and damaged data may end a process too"
                 ) from None
             yield result
 

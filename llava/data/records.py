@@ -145,12 +145,14 @@ def load_records(
     Raises:
         FileNotFoundError: a file does not exist.
         ValueError: a file cannot be read, or records are malformed; the message names file, record and fault.
-        OSError: no cache folder can be written.
+        OSError: no cache folder can be written, or a damaged file ended the process that read it.
     """
     sources = data_files(data_path)
     ready = {source: found for source in sources if (found := _ready(source, cache_folders(source, cache_dir)))}
     waiting = sorted({source for source in sources if source not in ready})
-    made = in_processes(_converted, cache_dir, waiting, worth=len(waiting) >= _WORTH_PROCESSES)
+    # Parquet in other processes always: a damaged footer can end the process that reads it.
+    apart = len(waiting) >= _WORTH_PROCESSES or any(source.suffix == ".parquet" for source in waiting)
+    made = in_processes(_converted, cache_dir, waiting, worth=apart)
     hidden = not show_progress or len(waiting) < _WORTH_PROCESSES
     ready |= zip(waiting, tqdm(made, "reading records", len(waiting), disable=hidden), strict=True)
     paths, hashes = zip(*(ready[source] for source in sources), strict=True)

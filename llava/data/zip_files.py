@@ -12,7 +12,6 @@ from functools import partial
 from hashlib import blake2b, sha256
 from pathlib import Path
 from struct import Struct
-from struct import error as StructError
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,7 @@ def _write_list(path: Path, target: Path) -> None:
             for name, info in files.items()
         ]
         members = np.array(rows, np.uint64).T
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, OverflowError, StructError) as error:
+    except Exception as error:  # zipfile raises whatever a damaged list leads it to
         raise ValueError(f"--image_folder {path}: neither a folder nor a readable zip file ({error})") from error
     if not files:
         raise ValueError(f"--image_folder {path}: the zip file holds no files")
