@@ -18,7 +18,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it also 
 from benchmarks.common import RESULTS, ROOT
 
 PAGE = ROOT / "docs/performance.md"
-BENCHMARKS = ("norm_layer", "loss_head", "train_step", "vs_upstream", "data_pipeline", "startup", "scaling")
+BENCHMARKS = (
+    "norm_layer",
+    "loss_head",
+    "train_step",
+    "vs_upstream",
+    "data_pipeline",
+    "data_preflight",
+    "startup",
+    "scaling",
+)
 GPU_RESULT = "train_step_h200"  # python -m benchmarks.train_step --suffix _h200, on that machine
 
 
@@ -112,6 +121,10 @@ TARGETS = (
            value_of("first_batch_s", records=779_289, cache="warm"), " s"),
     Target("memory of a further worker, any number of records", 150.0, False, "startup",
            largest("further_worker_mib", lambda row: "further_worker_mib" in row), " MiB"),
+    Target("index of 779k Parquet rows, files in the page cache", 120.0, False, "data_preflight",
+           value_of("index_s", input="parquet, index only", cache="cold"), " s"),
+    Target("memory of preparing and preflighting 100k records, all processes", 1000.0, False, "data_preflight",
+           largest("peak_mib", lambda row: row["records"] == 100_000), " MiB"),
     Target("slowest rank over mean, tokens per step, 64 ranks, 779K lengths", 1.02, False, "scaling",
            least("slowest_over_mean", lambda row: row.get("data") == "779K" and row.get("ranks") == 64
                  and "upstream" not in row["sampler"])),

@@ -85,21 +85,24 @@ def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -
     """One start: seconds of its parts, and memory behind `_BATCHES` batches."""
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+    from llava.conversation import get_template
     from llava.data import lengths
     from llava.data.collate import DataCollatorForSupervisedDataset
     from llava.data.dataset import LazySupervisedDataset
+    from llava.data.images import ImageStore
+    from llava.data.manifest import Rules, preflight
     from llava.data.records import load_records
     from llava.mm_utils import load_tokenizer
     from llava.train.batches import balanced_dataloader, sample_order
-    from llava.train.preflight import check_images
 
     tokenizer = load_tokenizer(tokenizer_folder, model_max_length=4096)
     processor = SiglipImageProcessorPil(size={"height": 384, "width": 384})
     if repeating:
         fill_in_lengths(lengths, repeating)
     begin = time.perf_counter()
-    records = load_records(str(source))
-    check_images(records, str(source.parent))
+    records = load_records(str(source), check=False)
+    rules = Rules(get_template("qwen_1_5"), "upstream")
+    preflight(records, ImageStore(source.parent), rules, show_progress=False)
     loaded = time.perf_counter()
     options = {"label_masking": "upstream", "show_progress": False}
     dataset = LazySupervisedDataset(

@@ -13,9 +13,9 @@ if is_on "${LORA:-}"; then # before the preset, whose learning rates are for ful
 fi
 load_preset
 
-: "${DATA_PATH:=playground/data/LLaVA-NeXT-Data/llava_next_raw_format/llava_next_raw_format_processed.json}"
-: "${IMAGE_FOLDER:=playground/data/LLaVA-NeXT-Data/llava_next_raw_format}"
-DATA_SOURCE="get llava_next_raw_format/ of hub dataset lmms-lab/LLaVA-NeXT-Data and unpack its archives there"
+: "${DATA_PATH:=playground/data/LLaVA-NeXT-Data/data}"
+: "${IMAGE_FOLDER=}" # the rows of the Parquet shards hold their images
+DATA_SOURCE="run python -m llava.data.prepare llava-next"
 : "${PRETRAIN_ADAPTER=checkpoints/$PRESET-$NORM-pretrain/mm_projector.bin}" # empty: MODEL_PATH brings its projector
 : "${GLOBAL_BATCH:=128}" "${PER_DEVICE_BATCH:=1}"
 : "${LEARNING_RATE:=1e-5}" "${VISION_TOWER_LR=2e-6}" "${PROJECTOR_LR=}" # empty: LEARNING_RATE

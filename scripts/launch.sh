@@ -4,7 +4,7 @@
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-readonly ENTRY=llava/train/train_mem.py
+ENTRY=llava/train/train_mem.py
 readonly NORMS="none layernorm gwc_layernorm rmsnorm gwc_rmsnorm"
 ARGS=()        # the trainer's flags
 LAUNCH=()      # what starts the trainer: environment, launcher and the launcher's options
@@ -66,7 +66,8 @@ read_hostfile() {
 
 resolve_devices() {
   [ -z "${HOSTFILE:-}" ] || read_hostfile
-  : "${NNODES:=1}" "${NUM_GPUS:=$(count_gpus)}" "${CPU_RANKS:=1}"
+  : "${NNODES:=1}" "${NUM_GPUS:=$(count_gpus)}" "${CPU_RANKS:=1}" "${MAX_RESTARTS:=0}"
+  require_number MAX_RESTARTS 0
   require_number NNODES 1
   require_number NUM_GPUS 0
   require_number CPU_RANKS 1
@@ -170,6 +171,11 @@ resolve_launch() {
       LAUNCH+=("$PYTHON_BIN" -m torch.distributed.run) # what the torchrun program runs
       if [ "$NNODES" -eq 1 ]; then
         LAUNCH+=(--standalone --nproc_per_node "$RANKS")
+        [ "$MAX_RESTARTS" -eq 0 ] || LAUNCH+=(--max_restarts "$MAX_RESTARTS")
+      elif [ "$MAX_RESTARTS" -gt 0 ]; then # nodes find each other again after a restart, whatever their numbers were
+        : "${MASTER_PORT:=29500}"
+        LAUNCH+=(--nnodes "$NNODES" --nproc_per_node "$RANKS" --max_restarts "$MAX_RESTARTS" --rdzv_backend c10d
+          --rdzv_id "${RDZV_ID:-${SLURM_JOB_ID:-$RUN_NAME}}" --rdzv_endpoint "${MASTER_ADDR:-MASTER_ADDR}:$MASTER_PORT")
       else
         : "${NODE_RANK:=${SLURM_NODEID:-}}" "${MASTER_PORT:=29500}"
         LAUNCH+=(--nnodes "$NNODES" --node_rank "${NODE_RANK:-NODE_RANK}" --nproc_per_node "$RANKS"
@@ -322,6 +328,18 @@ check_file() { # what path what-to-do
   if [ -e "$2" ]; then report found "$1" "$2"; else report MISSING "$1" "$2" "$3"; fi
 }
 
+check_data() { # files, folders or patterns, separated by commas; what-to-do
+  local parts part
+  IFS=, read -ra parts <<<"$1"
+  for part in "${parts[@]}"; do
+    if [ ! -e "$part" ] && compgen -G "$part" >/dev/null; then
+      report found data "$part"
+    else
+      check_file data "$part" "$2"
+    fi
+  done
+}
+
 # A name like "owner/model" that is neither here nor under a folder that is here belongs to the model hub.
 check_model() { # what name what-to-do
   if [ ! -e "$2" ] && [ ! -d "${2%%/*}" ] && [[ "$2" =~ ^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$ ]]; then
@@ -335,7 +353,7 @@ check_inputs() {
   echo "inputs"
   check_model model "$(value_of --model_name_or_path)" "${INPUT_HINT:-set MODEL_PATH to a model folder or a hub name}"
   check_model "vision tower" "$(value_of --vision_tower)" "${INPUT_HINT:-set VISION_TOWER to a model folder or a hub name}"
-  check_file data "$(value_of --data_path)" "${INPUT_HINT:-$DATA_SOURCE, or set DATA_PATH}"
+  check_data "$(value_of --data_path)" "${INPUT_HINT:-$DATA_SOURCE, or set DATA_PATH}"
   check_file images "$(value_of --image_folder)" "${INPUT_HINT:-$DATA_SOURCE, or set IMAGE_FOLDER}"
   check_file adapter "$(value_of --pretrain_mm_mlp_adapter)" \
     "run scripts/pretrain.sh with the same PRESET and NORM first, or set PRETRAIN_ADAPTER"
@@ -343,7 +361,7 @@ check_inputs() {
   check_file hostfile "${HOSTFILE:-}" "write lines 'host slots=8'"
   if [ "$LAUNCHER" = torchrun ] && [ "$NNODES" -gt 1 ]; then
     [ -n "${MASTER_ADDR:-}" ] || report MISSING MASTER_ADDR "not set" "set it to the first node's address, the same on every node"
-    [ -n "${NODE_RANK:-}" ] || report MISSING NODE_RANK "not set" "set it to 0 on the first node, 1 on the next, ..."
+    [ -n "${NODE_RANK:-}" ] || [ "$MAX_RESTARTS" -gt 0 ] || report MISSING NODE_RANK "not set" "set it to 0 on the first node, 1 on the next, ..."
   fi
 }
 
@@ -360,10 +378,68 @@ run_stage() {
     return
   fi
   [ "$MISSING" -eq 0 ] || die "$MISSING input(s) are MISSING, see the list above"
+  if is_on "${CHECK:-}"; then ENTRY=llava/train/launch_check.py; fi # the launch alone: nodes, links, paths
   ensure_environment
   mkdir -p "$OUTPUT_DIR"
   if [ "${NODE_RANK:-0}" = 0 ]; then
     { printf '#!/usr/bin/env bash\ncd %q || exit\n' "$ROOT" && print_command; } >"$OUTPUT_DIR/command.sh"
   fi
-  exec "${LAUNCH[@]}" "$ENTRY" "${ARGS[@]}"
+  run_trainer
+}
+
+# ---- the run itself: signals go to the ranks, and the first error is shown last ----------------------------------------
+
+# Exits with the launcher's code, or with 85 where a signal ended the run after a save: start it again.
+run_trainer() {
+  local code=0 launcher
+  LLAVA_RUN_DIR=$(mktemp -d) # the ranks of this node write their process ids there
+  export LLAVA_RUN_DIR
+  [ "${NODE_RANK:-0}" != 0 ] || rm -rf "$OUTPUT_DIR/errors"
+  # A process group of its own, so that a signal to this script reaches the launcher only through the traps. Launchers
+  # end all ranks on SIGTERM and die of SIGUSR1; the ranks themselves save first.
+  set -m
+  (trap '' USR1 && exec "${LAUNCH[@]}" "$ENTRY" "${ARGS[@]}") &
+  launcher=$!
+  set +m
+  trap 'stop_ranks "$launcher"' TERM USR1
+  trap 'kill -INT -- "-$launcher"' INT
+  wait "$launcher" || code=$?
+  while kill -0 "$launcher" 2>/dev/null; do # a trap ended the wait
+    code=0
+    wait "$launcher" || code=$?
+  done
+  trap - TERM USR1 INT
+  if [ -e "$LLAVA_RUN_DIR/requeue" ]; then code=85; fi
+  case $code in 0 | 85) ;; *) show_first_error ;; esac
+  rm -rf "$LLAVA_RUN_DIR"
+  exit "$code"
+}
+
+stop_ranks() { # launcher's process id
+  local file found=""
+  for file in "$LLAVA_RUN_DIR"/*.pid; do
+    if [ -e "$file" ] && kill -USR1 "$(<"$file")" 2>/dev/null; then found=1; fi
+  done
+  if [ -n "$found" ]; then
+    echo "signal received: the ranks save after the current step and stop" >&2
+  else # nothing is trained yet
+    touch "$LLAVA_RUN_DIR/requeue"
+    kill -TERM -- "-$1"
+  fi
+}
+
+# Reports sort by progress, then by whether a rank only lost its peers, then by time (llava/train/failures.py).
+show_first_error() {
+  local reports=("$OUTPUT_DIR"/errors/*.txt) file rank
+  [ -e "${reports[0]}" ] || reports=()
+  if [ ${#reports[@]} -eq 0 ] || [[ "${reports[0]##*/}" =~ ^[0-9]+-[0-9]+-1- ]]; then
+    for file in "$LLAVA_RUN_DIR"/*.pid; do
+      rank=$(basename "$file" .pid)
+      if [ -e "$file" ] && ! compgen -G "$OUTPUT_DIR/errors/*-rank$rank.txt" >/dev/null; then
+        echo "rank $rank on $(hostname), process $(<"$file"), ended without a message: it was killed, by hand or for want of memory" >&2
+        return
+      fi
+    done
+  fi
+  [ ${#reports[@]} -eq 0 ] || { echo "the first error, of ${#reports[@]} in $OUTPUT_DIR/errors:" && cat "${reports[0]}"; } >&2
 }

@@ -10,8 +10,8 @@ load_preset
 
 : "${PROMPT_VERSION:=plain}"
 : "${DATA_PATH:=playground/data/LLaVA-Pretrain/blip_laion_cc_sbu_558k.json}"
-: "${IMAGE_FOLDER:=playground/data/LLaVA-Pretrain/images}"
-DATA_SOURCE="get hub dataset liuhaotian/LLaVA-Pretrain and unzip images.zip into images/"
+: "${IMAGE_FOLDER=playground/data/LLaVA-Pretrain/images.zip}" # or the folder it was extracted to
+DATA_SOURCE="run python -m llava.data.prepare llava-558k"
 : "${GLOBAL_BATCH:=256}" "${PER_DEVICE_BATCH:=2}" "${LEARNING_RATE:=1e-3}"
 : "${MODEL_MAX_LENGTH:=2048}" # 729 visual tokens and a caption
 set_common_defaults

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llava.analysis.models import revision
-from llava.eval.compare import DONE, STAGES, Run
 from llava.eval.results import Results, Sample, TaskResult, write_results
-from llava.provenance import RUN_FILE
+from llava.eval.runs import DONE, STAGES, Run
+from llava.provenance import RUN_FILE, revision
 from llava.train.run_record import adapter_digest
 
 CHANCE = {"scenes": 25.0, "pope": 50.0}

@@ -50,7 +50,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """A folder with `llama`, `qwen`, `qwen_tied` (with tokenizers), `siglip`, `clip`, and `data/` (records, images)."""
-    root = tmp_path_factory.mktemp("tiny")
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def write_tiny(root):
+    """What the fixture `tiny` gives, in `root`."""
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from llava.analysis import __main__ as command_line
 from llava.analysis import output
-from llava.analysis.models import NamedModel, fingerprint, named_model, required_models
+from llava.analysis.models import NamedModel, named_model, required_models
 from llava.analysis.statistics import PERCENTILES, RELATIVE_ERROR, Stream
+from llava.provenance import fingerprint
 
 
 def stream_of(*batches) -> Stream:

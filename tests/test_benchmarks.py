@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks import common, inputs, scaling, startup
+from benchmarks import common, data_preflight, inputs, scaling, startup
 from llava.data.records import load_records
 
 
@@ -81,7 +81,7 @@ def test_synthetic_records_are_repeatable_and_pass_every_check(tmp_path):
     assert 0 < sum("image" in record for record in table) < 50
 
 
-@pytest.mark.parametrize("name", ["data_pipeline", "startup", "scaling"])
+@pytest.mark.parametrize("name", ["data_pipeline", "data_preflight", "startup", "scaling"])
 def test_each_benchmark_explains_itself(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit, match="0"):
@@ -96,3 +96,22 @@ def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch):
     result = startup.started(tmp_path / "a.json", "", workers=1, repeating=0)
     assert result["first_batch_s"] >= result["records_s"] + result["lengths_s"] - 0.02 and result["worker_mib"] > 0
     assert list((tmp_path / ".llava_cache").glob("*.npy"))
+
+
+def test_preparing_and_preflighting_is_timed_with_the_memory_of_all_processes(tmp_path):
+    rows = data_preflight.measured(tmp_path, records=60, rows=90, distinct=7)
+    assert [(row["input"], row["cache"]) for row in rows[::2]] == [
+        ("json and zip", "cold"), ("parquet", "cold"), ("parquet, index only", "cold")
+    ]  # fmt: skip
+    assert [row["records"] for row in rows] == [60] * 4 + [90] * 2
+    assert all(row["peak_mib"] > 10 for row in rows) and rows[0]["records_per_s_headers"] > 0
+    assert rows[0].keys() == rows[2].keys() and rows[1]["index_s"] < rows[0]["index_s"] + 0.1
+
+
+def test_estimated_states_of_scale_equal_deepspeeds_where_everything_is_trained():
+    scale = pytest.importorskip("benchmarks.scale")
+    model = scale.build("llama-3.2-3b", 2)
+    model.get_vision_tower().requires_grad_(True)  # DeepSpeed's estimator knows no frozen weight
+    estimate = scale.estimate_memory(model, scale.arguments(2, 8), 1024)
+    states = (estimate.parameters + estimate.gradients + estimate.optimizer) / scale.GIB
+    assert states == pytest.approx(scale.deepspeed_estimate(model, 2, 8, False), rel=1e-3)

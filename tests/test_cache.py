@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import llava.data.json_files as json_files
 import llava.data.records as records_module
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.data import cache, lengths
@@ -64,7 +65,7 @@ RECORDS = [
 @pytest.mark.parametrize("options", [{}, {"indent": 2}, {"separators": (",", ":")}], ids=["plain", "indented", "dense"])
 @pytest.mark.parametrize("piece", [1, 7, 1 << 22])
 def test_table_equals_the_json_for_any_reading_size(tmp_path, monkeypatch, options, piece):
-    monkeypatch.setattr(records_module, "_PIECE", piece)
+    monkeypatch.setattr(json_files, "_PIECE", piece)
     monkeypatch.setattr(records_module, "_ROWS", 3)
     path = write(tmp_path / "a.json", RECORDS, **options)
     table = load_records(str(path))
@@ -87,13 +88,13 @@ def test_any_text_is_read_as_the_json_library_reads_it(tmp_path_factory, text, p
         expected = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError:
         expected = "error"
-    whole, records_module._PIECE = records_module._PIECE, piece
+    whole, json_files._PIECE = json_files._PIECE, piece
     try:
-        found = [element for element, _ in records_module._read_json(path)]
+        found = [element for element, _ in json_files.read_json(path)]
     except ValueError:
         found = "error"
     finally:
-        records_module._PIECE = whole
+        json_files._PIECE = whole
     assert repr(found) == repr(expected)
 
 
@@ -162,13 +163,13 @@ def test_a_damaged_cache_is_said_and_made_again(tmp_path, tokenizer, caplog, dam
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_interrupted_conversion_leaves_nothing_half(tmp_path, monkeypatch, error):
     path = write(tmp_path / "a.json", RECORDS)
-    checked = records_module.checked_texts
+    read = records_module.read_elements
 
     def stops(*arguments):
-        yield next(checked(*arguments))
+        yield next(read(*arguments))
         raise error("stop")
 
-    monkeypatch.setattr(records_module, "checked_texts", stops)
+    monkeypatch.setattr(records_module, "read_elements", stops)
     with pytest.raises(error):
         load_records(str(path))
     left = {file.suffix for file in (tmp_path / ".llava_cache").iterdir()}
@@ -231,7 +232,7 @@ def test_of_two_processes_one_converts_and_the_other_waits(tmp_path):
 
 
 def test_conversion_holds_a_piece_of_the_file_not_all_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(records_module, "_PIECE", 1 << 16)
+    monkeypatch.setattr(json_files, "_PIECE", 1 << 16)
     monkeypatch.setattr(records_module, "_ROWS", 64)
     path = write(tmp_path / "a.json", [record(i, "word " * 200) for i in range(10_000)])
     assert path.stat().st_size > 10_000_000

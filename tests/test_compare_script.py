@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 from test_scripts import ROOT, bash
 
@@ -112,6 +113,7 @@ def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
         if any("layernorm" in line for line in lines):
             break
     assert lines[-1] == "train layernorm 42 seed-42/layernorm/pretrain"
+    family = psutil.Process(process.pid).children(recursive=True)
     if sent is signal.SIGINT:
         os.killpg(
             process.pid, sent
@@ -122,7 +124,8 @@ def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
     if sent is signal.SIGKILL:  # the training outlived the script and still writes into the folder
         locked = run("--arms", "none,layernorm", LOCK_SECONDS=1)
         assert locked.returncode == 2 and "in use" in locked.stderr and not seen()
-        os.killpg(process.pid, signal.SIGKILL)
+        for survivor in psutil.wait_procs(family, timeout=0)[1]:
+            survivor.kill()
     done = run("--arms", "none,layernorm", LOCK_SECONDS=5)
     assert done.returncode == 0, done.stdout + done.stderr
     trained = [line for line in seen() if line.startswith("train")]

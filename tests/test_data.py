@@ -11,7 +11,6 @@ from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import load_records
 from llava.data.sampler import ModalityLengthGroupedSampler
-from llava.train.preflight import check_images
 
 V = 4
 
@@ -71,7 +70,7 @@ def test_malformed_record_is_named(tmp_path, record, message):
 )
 def test_unreadable_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"--data_path .*{name}.*{message}"):
+    with pytest.raises(ValueError, match=f"(?s)--data_path .*{name}.*{message}"):
         load_records(str(tmp_path / name))
 
 
@@ -112,8 +111,6 @@ def test_missing_and_broken_pictures_name_the_record(tiny, tokenizer, tmp_path):
     missing = {"id": "gone", "image": "nowhere.png", "conversations": turns("<image>")}
     with pytest.raises(FileNotFoundError, match="id 'gone'.*nowhere.png.*--image_folder"):
         dataset(tiny, tokenizer, [missing])[0]
-    with pytest.raises(FileNotFoundError, match="id 'gone'.*1 of 1 checked images are missing"):
-        check_images([missing], str(tiny / "data/images"))
     (tiny / "data/images/broken.png").write_bytes(b"not a picture")
     broken = {"id": "bad", "image": "broken.png", "conversations": turns("<image>")}
     with pytest.raises(ValueError, match="id 'bad'.*broken.png cannot be decoded"):

@@ -14,6 +14,7 @@ from test_train import STAGE_2, flags
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from llava.constants import IMAGE_TOKEN_INDEX
+from llava.data.records import load_records
 from llava.model import merge_lora
 from llava.model.builder import load_pretrained_model
 from llava.model.lora import NON_LORA_FILE
@@ -34,7 +35,7 @@ def build(argv: list[str]):
     train_module.check_flags(*parsed)
     train_module.set_seed(parsed[2].seed)
     model = train_module.build_model(*parsed)
-    return model, train_module.build_trainer(model, train_module.load_records(parsed[1].data_path), *parsed)
+    return model, train_module.build_trainer(model, load_records(parsed[1].data_path), *parsed)
 
 
 def fit(argv: list[str]):

@@ -40,7 +40,8 @@ def test_another_seed_changes_order_and_projector_and_not_the_language_model(run
 
 
 def test_a_resumed_run_adds_a_start_and_a_new_one_replaces_them(tiny, runs, tmp_path):
-    train(flags(tiny, runs / "norm", 1, max_steps=3, save_strategy="steps", save_steps=1))
+    more = {"max_steps": 3, "resume_allow_changes": "max_steps", "save_strategy": "steps", "save_steps": 1}
+    train(flags(tiny, runs / "norm", 1, **more))
     starts = read_starts(runs / "norm" / RUN_FILE)
     assert [start["configuration"]["training"]["max_steps"] for start in starts] == [2, 3]
     train(flags(tiny, runs / "norm", 1, max_steps=1, resume_from_checkpoint="False"))

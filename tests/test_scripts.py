@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -334,6 +335,73 @@ def test_slurm_job_starts_one_torchrun_per_node(stage, nodes, global_batch, tool
     assert "#SBATCH --ntasks-per-node=1\n" in header
 
 
+@pytest.mark.parametrize(("code", "requeued"), [(85, True), (1, False)])
+def test_slurm_job_is_requeued_when_a_signal_ended_it_after_a_save(code, requeued, tool_path, tmp_path):
+    record = f'case $1 in show) echo node-7 ;; *) echo "$@" >"{tmp_path}/scontrol" ;; esac'
+    tool_path("scontrol", record)
+    path = tool_path("srun", f"exit {code}")
+    slurm = {"SLURM_SUBMIT_DIR": ROOT, "SLURM_JOB_ID": 123456, "SLURM_JOB_NODELIST": "node-7"}
+    slurm |= {"SLURM_JOB_NUM_NODES": 1, "SLURM_GPUS_ON_NODE": 8, "LLAVA_PYTHON": "bash"}
+    run = bash("scripts/slurm/pretrain.sbatch", path=path, **slurm)
+    assert run.returncode == code
+    record = tmp_path / "scontrol"
+    assert record.exists() == requeued
+    assert not requeued or record.read_text() == "requeue 123456\n"
+    for stage in ("pretrain", "finetune"):
+        header = (ROOT / f"scripts/slurm/{stage}.sbatch").read_text()
+        assert "#SBATCH --signal=USR1@" in header and "#SBATCH --requeue\n" in header
+
+
+def test_restarts_over_nodes_meet_again_without_node_numbers():
+    run = DryRun("pretrain", NUM_GPUS=8, NNODES=2, MAX_RESTARTS=3, MASTER_ADDR="node-1", MASTER_PORT=1234, RDZV_ID="a")
+    assert "--max_restarts 3 --rdzv_backend c10d --rdzv_id a --rdzv_endpoint node-1:1234" in run.launcher
+    assert "--node_rank" not in run.launcher and "NODE_RANK" not in run.inputs
+
+
+STAND_IN_TRAINER = """#!/usr/bin/env bash
+# In place of Python: a rank that saves on SIGUSR1, as the trainer does, or fails with reports of two ranks.
+if [ "$BEHAVIOUR" = fails ]; then
+  mkdir -p "$ERRORS"
+  echo "rank 0: connection closed by peer" >"$ERRORS/00000005-3-1-100-rank0.txt"
+  echo "rank 1: the real error" >"$ERRORS/00000005-2-0-200-rank1.txt"
+  exit 3
+fi
+exec "$REAL_PYTHON" -c '
+import os, pathlib, signal, time
+folder = pathlib.Path(os.environ["LLAVA_RUN_DIR"])
+signal.signal(signal.SIGUSR1, lambda *_: (folder / "requeue").touch() or os._exit(0))
+(folder / "0.pid").write_text(str(os.getpid()))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(20)
+'
+"""
+
+
+@pytest.fixture
+def stand_in_run(tmp_path):
+    """A function that runs stage 1 with a stand-in for Python, which behaves as it is told."""
+    python = tmp_path / "python"
+    python.write_text(STAND_IN_TRAINER)
+    python.chmod(0o755)
+    inputs = dict.fromkeys(("MODEL_PATH", "VISION_TOWER", "DATA_PATH", "IMAGE_FOLDER"), tmp_path)
+    output = tmp_path / "out"
+    env = {"PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": python, "OUTPUT_DIR": output, "ERRORS": output / "errors"}
+    env["REAL_PYTHON"] = sys.executable
+    return lambda behaviour: bash("scripts/pretrain.sh", BEHAVIOUR=behaviour, **env, **inputs)
+
+
+def test_a_signal_to_the_script_reaches_the_ranks_and_asks_for_another_start(stand_in_run):
+    run = stand_in_run("saves")
+    assert run.returncode == 85, run.stderr
+    assert "signal received: the ranks save after the current step and stop" in run.stderr
+
+
+def test_the_error_of_the_rank_that_failed_first_is_shown_last(stand_in_run):
+    run = stand_in_run("fails")
+    assert run.returncode == 3
+    assert run.stderr.endswith("rank 1: the real error\n")
+
+
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
@@ -390,7 +458,9 @@ def test_real_run_starts_what_it_shows_and_records_it(tmp_path, tool_path):
 # --- DeepSpeed configurations -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "stage"), [("zero2", 2), ("zero3", 3), ("zero3_offload", 3)])
+@pytest.mark.parametrize(
+    ("name", "stage"), [("zero2", 2), ("zero3", 3), ("zero3_offload", 3), ("zero3_hpz", 3), ("zeropp", 3)]
+)
 def test_deepspeed_config_leaves_to_the_trainer_what_the_trainer_knows(name, stage):
     config = json.loads((ROOT / f"deepspeed_configs/{name}.json").read_text())
     for key in (

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llava.analysis.models import revision
-from llava.provenance import git_commit, version_of
+from llava.provenance import git_commit, revision, version_of
 
 PAPER = " (paper)"
 """Ends the name of a column with the paper's number; the measured one has the same name without it."""

@@ -18,7 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from llava.analysis.inputs import Samples
-from llava.analysis.models import NamedModel, revision
+from llava.analysis.models import NamedModel
+from llava.provenance import revision
 
 FOLDER = "measurements"
 _FORMAT = 2  # of the saved states; to be raised when a measured value changes its meaning

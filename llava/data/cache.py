@@ -46,9 +46,8 @@ def made_once(name: str, folders: list[Path], make: Callable[[Path], None], is_w
     Raises:
         OSError: no folder can be written.
     """
-    for folder in folders:
-        if _usable(folder / name, is_whole):
-            return folder / name
+    if found := cached_file(name, folders, is_whole):
+        return found
     folder = _writable(folders)
     target = folder / name
     with _Waiting(folder / f"{name}.lock"):
@@ -61,6 +60,11 @@ def made_once(name: str, folders: list[Path], make: Callable[[Path], None], is_w
             finally:
                 temporary.unlink(missing_ok=True)
     return target
+
+
+def cached_file(name: str, folders: list[Path], is_whole: Callable[[Path], bool]) -> Path | None:
+    """The undamaged file `name` in the first of `folders` that has it."""
+    return next((folder / name for folder in folders if _usable(folder / name, is_whole)), None)
 
 
 def _usable(path: Path, is_whole: Callable[[Path], bool]) -> bool:
@@ -105,28 +109,60 @@ def file_stamp(path: Path) -> list[int]:
     return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def content_hash(source: Path, folders: list[Path]) -> str:
+def stamped_name(source: Path) -> str:
+    """Of a file made from `source` that is too large to be read at every start: of its place and its stamp.
+
+    Returns only when a later change would have another time stamp.
+    """
+    while (age := time.time() - file_stamp(source)[-1] / 1e9) <= _CLOCK_STEP:
+        time.sleep(min(_CLOCK_STEP, max(_CLOCK_STEP - age, 0.01)))
+    stamp = json.dumps([str(source.absolute()), *file_stamp(source)])
+    return f"{source.name}.{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
+
+
+def known_hash(source: Path, folders: list[Path]) -> str | None:
+    """What `content_hash` found when the file had the stamp that it has now; None if it has another."""
+    stamp = file_stamp(source)
+    for folder in folders:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            saved = json.loads((folder / _stamp_file(source)).read_text())
+            if saved["stamp"] == stamp:
+                return str(saved["sha256"])
+    return None
+
+
+def content_hash(source: Path, folders: list[Path], digest: Callable[[Path], str] | None = None) -> str:
     """SHA-256 of a file, read again only if its stamp is not the one it had when it was last read.
 
     The stamp has the time of last change, which programs cannot set: a copy that keeps size and modification time has
     another. It is trusted, as git does it, only if the file was not written in the clock's step in which it was read.
+
+    Args:
+        source: the file.
+        folders: from `cache_folders`; hash and stamp are kept there.
+        digest: gives the hash; default that of all bytes.
     """
-    place = hashlib.sha256(str(source.absolute()).encode()).hexdigest()[:8]
-    name = f"{source.name}.{place}.stamp"
+    if known := known_hash(source, folders):
+        return known
     stamp, started = file_stamp(source), time.time()
-    for folder in folders:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            saved = json.loads((folder / name).read_text())
-            if saved["stamp"] == stamp:
-                return str(saved["sha256"])
+    found = (digest or bytes_digest)(source)
+    if started - stamp[-1] / 1e9 > _CLOCK_STEP and file_stamp(source) == stamp:
+        with suppress(OSError):  # it only saves time
+            folder, name = _writable(folders), _stamp_file(source)
+            temporary = folder / f"{name}.{platform.node()}.{os.getpid()}.tmp"
+            temporary.write_text(json.dumps({"stamp": stamp, "sha256": found}))
+            os.replace(temporary, folder / name)
+    return found
+
+
+def _stamp_file(source: Path) -> str:
+    return f"{source.name}.{hashlib.sha256(str(source.absolute()).encode()).hexdigest()[:8]}.stamp"
+
+
+def bytes_digest(source: Path) -> str:
+    """SHA-256 of all bytes of a file."""
     digest = hashlib.sha256()
     with source.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
-    if started - stamp[-1] / 1e9 > _CLOCK_STEP and file_stamp(source) == stamp:
-        with suppress(OSError):  # it only saves time
-            folder = _writable(folders)
-            temporary = folder / f"{name}.{platform.node()}.{os.getpid()}.tmp"
-            temporary.write_text(json.dumps({"stamp": stamp, "sha256": digest.hexdigest()}))
-            os.replace(temporary, folder / name)
     return digest.hexdigest()

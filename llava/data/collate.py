@@ -24,7 +24,7 @@ class DataCollatorForSupervisedDataset:
         self.pad_token_id = pad_token_id
 
     def __call__(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """`input_ids`, `labels`, `attention_mask` [B, S] and, if any sample has one, `images` [N, 3, H, W]."""
+        """`input_ids`, `labels`, `attention_mask` [B, S]; `images` [N, 3, H, W], `indices` [B] if samples have them."""
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         batch = {
             "input_ids": pad_sequence(
@@ -36,4 +36,6 @@ class DataCollatorForSupervisedDataset:
         images = [sample["images"] for sample in samples if "images" in sample]
         if images:
             batch["images"] = torch.cat(images)
+        if "index" in samples[0]:
+            batch["indices"] = torch.tensor([sample["index"] for sample in samples])
         return batch

@@ -5,7 +5,6 @@ Shapes: S tokens of the sample (an image placeholder counts one), n images of th
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,13 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava.conversation import SeparatorStyle, get_template
-from llava.data.lengths import lengths_from_counts, token_counts
+from llava.conversation import get_template
+from llava.data.checks import RowImage
+from llava.data.images import ImageError, ImageStore
+from llava.data.lengths import lengths_from_counts, token_counts, whole_lengths
 from llava.data.preprocess import Sample, preprocess
 from llava.data.records import Record, record_images, record_name
+from llava.data.turns import check_has_image
 from llava.mm_utils import process_images
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ class LazySupervisedDataset(Dataset):
         tokenizer: the LLM's fast tokenizer.
         version: name of the conversation template.
         image_processor: of the vision tower; None for text-only data.
-        image_folder: images are looked up below it.
+        image_folder: images are looked up below it; a folder, a zip file, or a store of images.
         image_aspect_ratio: `pad` or `square` (plain resize), as `--image_aspect_ratio`.
         num_visual_tokens: V, what one placeholder expands to.
         model_max_length: samples are cut there, counted after expansion.
@@ -45,7 +47,7 @@ class LazySupervisedDataset(Dataset):
         tokenizer: Any,
         version: str,
         image_processor: Any,
-        image_folder: str | None,
+        image_folder: str | ImageStore | None,
         image_aspect_ratio: str,
         num_visual_tokens: int,
         model_max_length: int,
@@ -56,7 +58,7 @@ class LazySupervisedDataset(Dataset):
         self.tokenizer = tokenizer
         self.template = get_template(version)
         self.image_processor = image_processor
-        self.image_folder = Path(image_folder or "")
+        self.images = image_folder if isinstance(image_folder, ImageStore) else ImageStore(image_folder)
         self.image_config = _ImageConfig(image_aspect_ratio)
         self.num_visual_tokens = num_visual_tokens
         self.model_max_length = model_max_length
@@ -72,7 +74,7 @@ class LazySupervisedDataset(Dataset):
         return self.__dict__ | {"_lengths": None}  # the order is decided elsewhere; workers need no lengths
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """`input_ids` [S], `labels` [S] and, if the record has images, `images` [n, 3, H, W].
+        """`input_ids` [S], `labels` [S], `index`, and, if the record has images, `images` [n, 3, H, W].
 
         A negative index `~i` gives sample i without targets, for ranks that have no sample left.
 
@@ -81,10 +83,10 @@ class LazySupervisedDataset(Dataset):
         """
         if index < 0:
             item = self[~index]
-            return item | {"labels": torch.full_like(item["labels"], IGNORE_INDEX)}
+            return item | {"labels": torch.full_like(item["labels"], IGNORE_INDEX), "index": index}
         record = self.records[index]
         sample = self._cut(self._tokenize(record, index), index)
-        item = {"input_ids": sample.input_ids, "labels": sample.labels}
+        item = {"input_ids": sample.input_ids, "labels": sample.labels, "index": index}
         # A cut may remove placeholders: their images go with them.
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:
@@ -93,6 +95,10 @@ class LazySupervisedDataset(Dataset):
             item["images"] = pixels if isinstance(pixels, torch.Tensor) else torch.stack(pixels)
         return item
 
+    def _name(self, record: Record, index: int) -> str:
+        kept = getattr(self.records, "kept", None)
+        return record_name(record, index if kept is None else int(kept[index]))
+
     def tokenize(self, index: int) -> Sample:
         """Token ids and labels of one record, not yet cut."""
         return self._tokenize(self.records[index], index)
@@ -100,8 +106,7 @@ class LazySupervisedDataset(Dataset):
     def _tokenize(self, record: Record, index: int) -> Sample:
         has_image = bool(record_images(record))
         try:
-            if not has_image and self.template.sep_style is SeparatorStyle.PLAIN:
-                raise ValueError("the plain template needs an image, found none under 'image'")
+            check_has_image(self.template, has_image)
             return preprocess(
                 record["conversations"],
                 self.tokenizer,
@@ -110,7 +115,7 @@ class LazySupervisedDataset(Dataset):
                 has_image=has_image,
             )
         except ValueError as error:
-            raise ValueError(f"{record_name(record, index)}: {error}") from error
+            raise ValueError(f"{self._name(record, index)}: {error}") from error
 
     def _cut(self, sample: Sample, index: int) -> Sample:
         is_image = sample.input_ids == IMAGE_TOKEN_INDEX
@@ -121,30 +126,32 @@ class LazySupervisedDataset(Dataset):
             self._truncation_reported = True
             logger.warning(
                 "%s has %d tokens and is cut to --model_max_length %d; further cuts are not reported by this process",
-                record_name(self.records[index], index),
+                self._name(self.records[index], index),
                 int(widths.sum()),
                 self.model_max_length,
             )
         starts_inside = widths.cumsum(0) - widths < self.model_max_length
         return Sample(sample.input_ids[starts_inside], sample.labels[starts_inside])
 
-    def _open_image(self, name: str, record: Record, index: int) -> Image.Image:
-        path = self.image_folder / name
+    def _open_image(self, image: str | RowImage, record: Record, index: int) -> Image.Image:
         try:
-            with Image.open(path) as image:
-                image.load()
-                return image
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"{record_name(record, index)}: image {path} does not exist; check --image_folder and the record"
-            ) from None
-        except OSError as error:
-            raise ValueError(f"{record_name(record, index)}: image {path} cannot be decoded ({error})") from error
+            return self.images.open(image)
+        except ImageError as error:
+            kind = FileNotFoundError if error.problem.kind == "image_missing" else ValueError
+            raise kind(f"{self._name(record, index)}: {error}") from error
 
     def modality_lengths(self) -> np.ndarray:
         """True length [N] of every sample after expansion and cut; negative for text-only ones (LLaVA's convention)."""
         if self._lengths is None:
-            self._lengths = lengths_from_counts(token_counts(self), self.num_visual_tokens, self.model_max_length)
+            counts = token_counts(self)
+            self._lengths = lengths_from_counts(counts, self.num_visual_tokens, self.model_max_length)
+            whole = whole_lengths(counts, self.num_visual_tokens)
+            if (whole > self.model_max_length).any():
+                too_long = int((whole > self.model_max_length).sum())
+                logger.info(
+                    "%d of %d samples are cut to --model_max_length %d; the longest has %d tokens",
+                    too_long, len(whole), self.model_max_length, whole.max(),
+                )  # fmt: skip
         return self._lengths
 
 

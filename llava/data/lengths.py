@@ -7,10 +7,7 @@ that turns text into ids, do.
 Shapes: N samples, V visual tokens per image.
 """
 
-import os
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -22,14 +19,16 @@ from tqdm import tqdm
 
 import llava.conversation
 import llava.data.preprocess
+import llava.data.turns
 import llava.mm_utils
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.data.cache import made_once
+from llava.data.parallel import in_processes
 from llava.data.records import RecordTable
 
 _PIECE = 256  # records that a process counts at a time
 _WORTH_PROCESSES = 4096  # records
-_CODE = (llava.conversation, llava.data.preprocess, llava.mm_utils)
+_CODE = (llava.conversation, llava.data.preprocess, llava.data.turns, llava.mm_utils)
 
 
 def lengths_from_counts(counts: np.ndarray, num_visual_tokens: int, model_max_length: int) -> np.ndarray:
@@ -43,6 +42,11 @@ def lengths_from_counts(counts: np.ndarray, num_visual_tokens: int, model_max_le
     text, images, before_image = counts.astype(np.int64).T
     lengths = np.minimum(text + images * num_visual_tokens, model_max_length)
     return np.where((images > 0) & (before_image < model_max_length), lengths, -lengths)
+
+
+def whole_lengths(counts: np.ndarray, num_visual_tokens: int) -> np.ndarray:
+    """Length [N] of every sample after expansion, not cut."""
+    return counts[:, 0].astype(np.int64) + counts[:, 1].astype(np.int64) * num_visual_tokens
 
 
 def token_counts(dataset: Any) -> np.ndarray:
@@ -95,19 +99,9 @@ def _counted(dataset: Any) -> Iterator[np.ndarray]:
     """The counts, piece by piece, in order; by all cores that this process may use, where that is worth starting."""
     starts = range(0, len(dataset), _PIECE)
     with tqdm(total=len(dataset), desc="measuring lengths", disable=not dataset.show_progress, mininterval=2) as bar:
-        for rows in _in_processes(dataset, starts) if len(dataset) >= _WORTH_PROCESSES else _here(dataset, starts):
+        for rows in in_processes(_count, dataset, starts, worth=len(dataset) >= _WORTH_PROCESSES):
             yield rows
             bar.update(len(rows))
-
-
-def _here(dataset: Any, starts: range) -> Iterator[np.ndarray]:
-    return (_count(dataset, start) for start in starts)
-
-
-def _in_processes(dataset: Any, starts: range) -> Iterator[np.ndarray]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ProcessPoolExecutor(cores, initializer=_set_up_process, initargs=(dataset,)) as pool:
-        yield from pool.map(_count_here, starts)
 
 
 def _count(dataset: Any, start: int) -> np.ndarray:
@@ -118,16 +112,3 @@ def _count(dataset: Any, start: int) -> np.ndarray:
 def _count_sample(ids: np.ndarray) -> tuple[int, int, int]:
     placeholders = np.flatnonzero(ids == IMAGE_TOKEN_INDEX)
     return len(ids) - len(placeholders), len(placeholders), int(placeholders[0]) if len(placeholders) else 0
-
-
-_process_dataset: Any = None  # of a counting process
-
-
-def _set_up_process(dataset: Any) -> None:
-    global _process_dataset
-    _process_dataset = dataset
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its processes
-
-
-def _count_here(start: int) -> np.ndarray:
-    return _count(_process_dataset, start)

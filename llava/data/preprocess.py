@@ -13,31 +13,28 @@ Shapes: S sequence (an image placeholder counts one).
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from llava.constants import (
-    DEFAULT_IM_END_TOKEN,
-    DEFAULT_IM_START_TOKEN,
-    DEFAULT_IMAGE_TOKEN,
-    IGNORE_INDEX,
-    IMAGE_TOKEN_INDEX,
-)
+from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, Part, SeparatorStyle, get_template
+from llava.data.turns import (
+    CHATML_STYLES,
+    LABEL_MASKINGS,
+    ROLE_TAGGED,
+    LabelMasking,
+    Turn,
+    check_order,
+    normalize_image_tokens,
+    parse_turns,
+    training_turns,
+)
 from llava.mm_utils import encode_chunk, leading_ids
 
-LABEL_MASKINGS = ("assistant", "upstream")
-LabelMasking = Literal["assistant", "upstream"]
-Turn = tuple[str, str]
-"""Speaker ("human", "gpt" or "system") and text."""
-
-_SPEAKERS = ("human", "gpt", "system")
-_CHATML = (SeparatorStyle.CHATML, SeparatorStyle.QWEN)
-_ROLE_TAGGED = (*_CHATML, SeparatorStyle.LLAMA_3)
 _UPSTREAM_STYLES = (
-    SeparatorStyle.PLAIN, SeparatorStyle.TWO, SeparatorStyle.LLAMA_2, SeparatorStyle.MPT, *_ROLE_TAGGED
+    SeparatorStyle.PLAIN, SeparatorStyle.TWO, SeparatorStyle.LLAMA_2, SeparatorStyle.MPT, *ROLE_TAGGED
 )  # fmt: skip
 
 
@@ -85,10 +82,10 @@ def preprocess(
     _check_arguments(tokenizer, template, label_masking)
     upstream = label_masking == "upstream"
     has_image = has_image or template.sep_style is SeparatorStyle.PLAIN
-    turns = _training_turns(parse_turns(conversations), template, upstream, has_image)
+    turns = training_turns(conversations, template, label_masking, has_image)
     if has_image:
         turns = normalize_image_tokens(turns, template, label_masking, mm_use_im_start_end)
-    parts = write_parts(turns, template, keep_empty=not upstream or template.sep_style in _ROLE_TAGGED)
+    parts = write_parts(turns, template, keep_empty=not upstream or template.sep_style in ROLE_TAGGED)
     tokens = _tokenize(parts, _is_target(template, upstream), tokenizer, has_image)
     targets = _upstream_targets(tokens, parts, template, tokenizer) if upstream else tokens.marked
     labels = np.where(targets & (tokens.ids != IMAGE_TOKEN_INDEX), tokens.ids, IGNORE_INDEX)
@@ -114,71 +111,10 @@ def generation_ids(
     turns = parse_turns(conversations)
     if turns[-1][0] != "human":
         raise ValueError(f"expected the last turn to be 'human', found {turns[-1][0]!r}")
-    _check_order(turns, template, complete=False)
+    check_order(turns, template, complete=False)
     turns = normalize_image_tokens(turns, template, "assistant", mm_use_im_start_end)
     parts = write_parts(turns, template, keep_empty=True, open_answer=True)
     return torch.from_numpy(_tokenize(parts, _is_target(template, False), tokenizer, True).ids)
-
-
-# --- turns ------------------------------------------------------------------------------------------------------------
-
-
-def parse_turns(conversations: Any) -> list[Turn]:
-    """The turns as (speaker, text).
-
-    Raises:
-        ValueError: not a list of `{"from", "value"}` with known speakers, empty, or a system turn after the first.
-    """
-    if not isinstance(conversations, list) or not conversations:
-        found = "an empty list" if conversations == [] else type(conversations).__name__
-        raise ValueError(f"'conversations': expected a non-empty list of turns, found {found}")
-    return [_parse_turn(index, turn) for index, turn in enumerate(conversations)]
-
-
-def _parse_turn(index: int, turn: Any) -> Turn:
-    if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
-        found = f"the keys {sorted(map(str, turn))}" if isinstance(turn, dict) else type(turn).__name__
-        raise ValueError(f"turn {index}: expected {{'from': ..., 'value': ...}}, found {found}")
-    speaker, text = turn["from"], turn["value"]
-    if speaker not in _SPEAKERS:
-        raise ValueError(f"turn {index}: 'from' is {speaker!r}, expected one of {', '.join(_SPEAKERS)}")
-    if not isinstance(text, str):
-        raise ValueError(f"turn {index}: 'value' is {type(text).__name__}, expected a string")
-    if speaker == "system" and index > 0:
-        raise ValueError(f"turn {index}: a system turn must be the first")
-    return speaker, text
-
-
-def _training_turns(turns: list[Turn], template: Conversation, upstream: bool, has_image: bool) -> list[Turn]:
-    if upstream:
-        turns = _drop_leading_answer(turns, template, has_image)
-    _check_order(turns, template)
-    if not upstream and not any(speaker == "gpt" for speaker, _ in turns):
-        raise ValueError("expected at least one 'gpt' turn, found none: there is nothing to learn")
-    return turns
-
-
-def _check_order(turns: list[Turn], template: Conversation, complete: bool = True) -> None:
-    style, speakers = template.sep_style, [speaker for speaker, _ in turns]
-    if style is SeparatorStyle.PLAIN:
-        expected = ["human", "gpt"] if complete else ["human"]
-        if speakers != expected or DEFAULT_IMAGE_TOKEN not in turns[0][1]:
-            raise ValueError(
-                f"template plain: expected the turns {expected}, the first with {DEFAULT_IMAGE_TOKEN}, found {speakers}"
-            )
-        return
-    spoken = [speaker for speaker in speakers if speaker != "system"]
-    if not spoken:
-        raise ValueError("expected a human or gpt turn after the system turn, found none")
-    if style is SeparatorStyle.LLAMA_2 and spoken[0] != "human":
-        raise ValueError("template llama_2: expected the human to speak first, found 'gpt'")
-    if style not in (*_ROLE_TAGGED, SeparatorStyle.GEMMA):
-        for index in range(1, len(spoken)):
-            if spoken[index] == spoken[index - 1]:
-                raise ValueError(
-                    f"two {spoken[index]!r} turns in a row: templates of style {style.name} "
-                    "need human and gpt to take turns"
-                )
 
 
 def _check_arguments(tokenizer: Any, template: Conversation, label_masking: str) -> None:
@@ -190,40 +126,6 @@ def _check_arguments(tokenizer: Any, template: Conversation, label_masking: str)
         raise ValueError(
             f"{type(tokenizer).__name__}: labels by spans need a fast tokenizer (one with character offsets)"
         )
-
-
-def normalize_image_tokens(
-    turns: list[Turn], template: Conversation, label_masking: LabelMasking, mm_use_im_start_end: bool = False
-) -> list[Turn]:
-    """The turns with their `<image>` where and how the template wants them.
-
-    `assistant` leaves any number of images at any place. `upstream` does as LLaVA-NeXT: the only image of a turn moves
-    to its front, on a line of its own. Both give `mmtag` templates their tags, and `mm_use_im_start_end` its tokens.
-    """
-    image = DEFAULT_IMAGE_TOKEN
-    if mm_use_im_start_end and template.sep_style is not SeparatorStyle.PLAIN:
-        image = DEFAULT_IM_START_TOKEN + image + DEFAULT_IM_END_TOKEN
-    if "mmtag" in template.version:
-        image = f"<Image>{image}</Image>"
-    if label_masking == "upstream":
-        turns = [(speaker, _image_first(text)) for speaker, text in turns]
-    return [(speaker, text.replace(DEFAULT_IMAGE_TOKEN, image)) for speaker, text in turns]
-
-
-def _image_first(text: str) -> str:
-    text = text.replace("QA_GT_caption_based_noisy", "")  # a tag of LLaVA-NeXT's data that it takes out of the text
-    if text.count(DEFAULT_IMAGE_TOKEN) != 1 or text.startswith(DEFAULT_IMAGE_TOKEN):
-        return text
-    rest = text.replace(DEFAULT_IMAGE_TOKEN, "").strip()
-    return f"{DEFAULT_IMAGE_TOKEN}\n{rest}".strip()
-
-
-def _drop_leading_answer(turns: list[Turn], template: Conversation, has_image: bool) -> list[Turn]:
-    if turns[0][0] != "gpt" or template.sep_style is SeparatorStyle.PLAIN or len(turns) == 1:
-        return turns
-    if has_image and DEFAULT_IMAGE_TOKEN in turns[0][1]:
-        raise ValueError("label_masking upstream drops a leading 'gpt' turn, but this one holds an image")
-    return turns[1:]
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -254,7 +156,7 @@ def _write_plain(turns: list[Turn], template: Conversation) -> list[Part]:
 def _is_target(template: Conversation, upstream: bool) -> Callable[[Part], bool]:
     """A function that says whether a piece is to be learnt."""
     kinds = ("body", "end")
-    if upstream and template.sep_style in _ROLE_TAGGED:
+    if upstream and template.sep_style in ROLE_TAGGED:
         kinds = ("header", "body", "end", "tail")
     return lambda part: part.speaker == "assistant" and part.kind in kinds
 
@@ -303,7 +205,7 @@ def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: Any, origin: int) 
 
 
 def _upstream_targets(tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: Any) -> np.ndarray:
-    if template.sep_style in _ROLE_TAGGED:
+    if template.sep_style in ROLE_TAGGED:
         return tokens.marked | np.isin(tokens.ids, _always_learnt(template, tokenizer))
     if template.sep_style in (SeparatorStyle.TWO, SeparatorStyle.LLAMA_2) and _is_ignored(
         tokens, parts, template, tokenizer
@@ -314,7 +216,7 @@ def _upstream_targets(tokens: _Tokens, parts: list[Part], template: Conversation
 
 def _always_learnt(template: Conversation, tokenizer: Any) -> list[int]:
     """The ids that LLaVA-NeXT makes targets in every turn, the user's too."""
-    if template.sep_style in _CHATML:
+    if template.sep_style in CHATML_STYLES:
         newline = 198  # by its id in the Qwen vocabularies, whatever it is in others
         return [newline, *tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])]
     markers = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

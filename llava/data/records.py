@@ -1,36 +1,38 @@
-"""Reads LLaVA-format records from JSON or JSONL, checks every one before training starts, and shares them.
+"""Reads LLaVA-format records from JSON, JSONL or Parquet, and shares them between processes.
 
-A record is `{"id", "image": str | [str], "conversations": [{"from", "value"}, ...]}`; `image` is absent for text only.
-Further fields are kept.
-
-A file is converted once to an Arrow file beside it that holds each record's JSON text. Every process maps that file
-into memory, so that ranks and workers share one copy, and parses a record when it is asked for. Cost: reading, checking
-and writing once; then nothing that grows with the number of records.
+`llava.data.checks` says what a record is. A file is converted once to an Arrow file beside it that holds each record's
+JSON text and what is wrong with it; images stay where they are. Every process maps that file into memory, so that ranks
+and workers share one copy, and parses a record when it is asked for. Cost: reading, checking and writing once; then
+nothing that grows with the number of records.
 """
 
 import json
-import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from glob import glob
 from hashlib import sha256
-from itertools import islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from tqdm import tqdm
 
-from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.data.cache import cache_folders, content_hash, file_stamp, made_once
+from llava.data.cache import bytes_digest, cache_folders, cached_file, content_hash, file_stamp, known_hash, made_once
+from llava.data.checks import Problem, Record, RowImage, record_images, record_name
+from llava.data.json_files import Element, read_elements
+from llava.data.parallel import in_processes
+from llava.data.parquet_files import parquet_digest, read_rows
 
-Record = dict[str, Any]
+__all__ = ["Record", "RecordTable", "load_records", "record_images", "record_name"]
+
 _SHOWN_PROBLEMS = 10
-_FORMAT = (
-    1  # of the Arrow file; to be raised when `record_problem` finds more, since converted files are not checked again
-)
-_SCHEMA = pa.schema([("record", pa.binary())])
-_ROWS = 1024
-_PIECE = 1 << 22  # characters of a .json file that are read at a time
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_SPACE = re.compile(r"[ \t\n\r]*")
+_FORMAT = 2  # of the Arrow file; to be raised when the checks find more, since converted files are not checked again
+_SCHEMA = pa.schema([("record", pa.binary()), ("row", pa.int64()), ("kind", pa.string()), ("problem", pa.string())])
+_ROWS, _CHARACTERS = 1024, 1 << 26  # of a piece of the Arrow file
+_SUFFIXES = (".json", ".jsonl", ".parquet")
+_WORTH_PROCESSES = 4  # files
 
 
 class RecordTable(Sequence[Record]):
@@ -39,202 +41,230 @@ class RecordTable(Sequence[Record]):
     Pickling it takes the paths along, not the records.
 
     Args:
+        sources: the files that were converted.
         paths: converted files.
         key: says the content of all of them.
         folders: where files made from these records are cached.
+        kept: the records that are used, rising; default all.
     """
 
-    def __init__(self, paths: list[Path], key: str, folders: list[Path]):
-        self.paths, self.key, self.folders = paths, key, folders
-        self._texts: pa.ChunkedArray | None = None
+    def __init__(
+        self, sources: list[Path], paths: list[Path], key: str, folders: list[Path], kept: np.ndarray | None = None
+    ):
+        self.sources, self.paths, self.key, self.folders, self.kept = sources, paths, key, folders, kept
+        self._columns: dict[str, pa.ChunkedArray] = {}
+        self._starts: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_texts": None}
+        return self.__dict__ | {"_columns": {}}
 
     @property
-    def texts(self) -> pa.ChunkedArray:
-        """The JSON text of every record, mapped from the files."""
-        if self._texts is None:
-            chunks = [chunk for path in self.paths for chunk in _map_texts(path).chunks]
-            self._texts = pa.chunked_array(chunks, pa.binary())
-        return self._texts
+    def columns(self) -> dict[str, pa.ChunkedArray]:
+        """Every record's JSON text and what is known about it, kept or not, mapped from the files."""
+        if not self._columns:
+            tables = [_map_rows(path) for path in self.paths]
+            self._starts = list(accumulate(map(len, tables), initial=0))
+            whole = pa.concat_tables(tables)
+            self._columns = dict(zip(whole.column_names, whole.columns, strict=True))
+        return self._columns
+
+    @property
+    def total(self) -> int:
+        """How many records the files have, kept or not."""
+        return len(self.columns["record"])
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return self.total if self.kept is None else len(self.kept)
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return json.loads(self.texts[range(len(self))[index]].as_py())
+        index = range(len(self))[index]
+        index = index if self.kept is None else int(self.kept[index])
+        record = json.loads(self.columns["record"][index].as_py())
+        row = self.columns["row"][index].as_py()
+        if row is not None:
+            record["image"] = RowImage(str(self.source(index)[0]), row)
+        return record
+
+    def source(self, index: int) -> tuple[Path, int]:
+        """The file of a record of all, kept or not, and its place there."""
+        assert 0 <= index < self.total
+        number = bisect_right(self._starts, index) - 1
+        return self.sources[number], index - self._starts[number]
+
+    def text(self, index: int) -> str:
+        """The JSON text of a record of all, kept or not; bytes that are not UTF-8 are replaced."""
+        return self.columns["record"][index].as_py().decode("utf-8", "replace")
+
+    def problem(self, index: int) -> Problem | None:
+        """What is wrong with a record of all by itself, as far as conversion checks it."""
+        kind = self.columns["kind"][index].as_py()
+        return None if kind is None else Problem(kind, self.columns["problem"][index].as_py())
+
+    def named(self, index: int) -> str:
+        """How messages call a record of all: by its file, its place there, and its id."""
+        source, place = self.source(index)
+        try:
+            record = json.loads(self.text(index))
+        except (ValueError, RecursionError):
+            record = None
+        return f"{source}: {record_name(record, place)}"
+
+    def malformed(self) -> np.ndarray:
+        """The indices, of all records, that `problem` finds something in."""
+        kinds = self.columns["kind"]
+        return np.flatnonzero(kinds.is_valid().to_numpy()) if kinds.null_count < self.total else np.zeros(0, np.int64)
+
+    def without(self, indices: Sequence[int]) -> "RecordTable":
+        """The same table without some records; its key tells it from the whole one."""
+        if not len(indices):
+            return self
+        kept = np.delete(np.arange(self.total), indices)
+        key = sha256(f"{self.key} {len(kept)}".encode() + kept.tobytes()).hexdigest()
+        return RecordTable(self.sources, self.paths, key, self.folders, kept)
+
+    @property
+    def left_out(self) -> int:
+        """How many records of the files are not used."""
+        return self.total - len(self)
 
 
-def load_records(data_path: str, cache_dir: str | None = None) -> RecordTable:
-    """All records of one file, or of several separated by commas, in order, checked.
+def load_records(
+    data_path: str, cache_dir: str | None = None, check: bool = True, show_progress: bool = False
+) -> RecordTable:
+    """All records of the files that `data_path` names, in order.
 
     Args:
-        data_path: `.json` (a list) or `.jsonl` (one record per line).
+        data_path: `.json` (a list), `.jsonl` (one record per line) or `.parquet` files: one, several separated by
+            commas, a pattern, or a folder of Parquet shards.
         cache_dir: where converted files are kept; default `.llava_cache` beside each file.
+        check: refuse malformed records; False keeps them, with their problems.
+        show_progress: a bar where there are many files to convert.
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: a file is not JSON/JSONL, or records are malformed; the message names file, record and fault.
-        OSError: no cache folder can be written.
+        ValueError: a file cannot be read, or records are malformed; the message names file, record and fault.
+        OSError: no cache folder can be written, or a damaged file ended the process that read it.
     """
-    paths, hashes, folders = [], [], []
-    for name in data_path.split(","):
-        source = Path(name.strip())
-        if not source.is_file():
-            raise FileNotFoundError(f"--data_path {source}: no such file; expected LLaVA-format .json or .jsonl")
-        folders.append(cache_folders(source, cache_dir))
-        path, content = _converted(source, folders[-1])
-        paths.append(path)
-        hashes.append(content)
-    return RecordTable(paths, sha256(" ".join(hashes).encode()).hexdigest(), folders[0])
+    sources = data_files(data_path)
+    ready = {source: found for source in sources if (found := _ready(source, cache_folders(source, cache_dir)))}
+    waiting = sorted({source for source in sources if source not in ready})
+    # Parquet in other processes always: a damaged footer can end the process that reads it.
+    apart = len(waiting) >= _WORTH_PROCESSES or any(source.suffix == ".parquet" for source in waiting)
+    made = in_processes(_converted, cache_dir, waiting, worth=apart)
+    hidden = not show_progress or len(waiting) < _WORTH_PROCESSES
+    ready |= zip(waiting, tqdm(made, "reading records", len(waiting), disable=hidden), strict=True)
+    paths, hashes = zip(*(ready[source] for source in sources), strict=True)
+    key = sha256(" ".join(hashes).encode()).hexdigest()
+    table = RecordTable(sources, list(paths), key, cache_folders(sources[0], cache_dir))
+    if check and len(found := table.malformed()):
+        shown = "\n  ".join(f"{table.named(i)}: {table.problem(i).message}" for i in found[:_SHOWN_PROBLEMS].tolist())
+        raise ValueError(f"--data_path {data_path}: {len(found)} of {len(table)} records are malformed:\n  {shown}")
+    return table
 
 
-def _converted(source: Path, folders: list[Path]) -> tuple[Path, str]:
+def data_files(data_path: str) -> list[Path]:
+    """The files that `--data_path` names, in order; those of a folder or pattern by name.
+
+    Raises:
+        FileNotFoundError: there is none; the message says of which name.
+        ValueError: a file is of another kind.
+    """
+    files: list[Path] = []
+    for name in filter(None, (part.strip() for part in data_path.split(","))):
+        matches = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))
+        found = [file for match in matches for file in (_shards(match) if match.is_dir() else [match])]
+        if not found:
+            raise FileNotFoundError(
+                f"--data_path {name}: no such file; expected {', '.join(_SUFFIXES)}, or a folder of *.parquet"
+            )
+        if wrong := next((file for file in found if file.suffix not in _SUFFIXES or not file.is_file()), None):
+            raise ValueError(f"--data_path {wrong}: expected a file that ends in {', '.join(_SUFFIXES)}")
+        files += found
+    if not files:
+        raise FileNotFoundError("--data_path is empty: no such file")
+    return files
+
+
+def _shards(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*.parquet") if not file.name.startswith("."))
+
+
+# --- conversion -------------------------------------------------------------------------------------------------------
+
+
+def _ready(source: Path, folders: list[Path]) -> tuple[Path, str] | None:
+    """The Arrow file of `source` and the hash of its content, if both are known."""
+    content = known_hash(source, folders)
+    path = content and cached_file(_arrow_name(source, content), folders, _is_whole)
+    return (path, content) if path else None
+
+
+def _converted(cache_dir: str | None, source: Path) -> tuple[Path, str]:
     """The Arrow file of `source` and the hash of its content."""
+    folders = cache_folders(source, cache_dir)
     stamp = file_stamp(source)
-    content = content_hash(source, folders)
+    content = content_hash(source, folders, parquet_digest if source.suffix == ".parquet" else bytes_digest)
 
     def convert(target: Path) -> None:
         _convert(source, target)
         if file_stamp(source) != stamp:
             raise ValueError(f"--data_path {source}: changed while it was read; start again when it is complete")
 
-    return made_once(f"{source.name}.{content[:16]}.records{_FORMAT}.arrow", folders, convert, _is_whole), content
+    return made_once(_arrow_name(source, content), folders, convert, _is_whole), content
+
+
+def _arrow_name(source: Path, content: str) -> str:
+    return f"{source.name}.{content[:16]}.records{_FORMAT}.arrow"
 
 
 def _convert(source: Path, target: Path) -> None:
-    read = _read_jsonl if source.suffix == ".jsonl" else _read_json
-    texts = checked_texts(read(source), str(source))
+    elements = read_rows(source) if source.suffix == ".parquet" else read_elements(source)
+    count = 0
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
-        while rows := list(islice(texts, _ROWS)):
-            writer.write_batch(pa.record_batch([pa.array(rows, pa.binary())], schema=_SCHEMA))
+        for piece in _pieces(elements):
+            writer.write_batch(_batch(piece))
+            count += len(piece)
+    if not count:
+        raise ValueError(f"--data_path {source}: holds no records")
 
 
-def _map_texts(path: Path) -> pa.ChunkedArray:
+def _pieces(elements: Iterator[Element]) -> Iterator[list[Element]]:
+    """Lists of at most `_ROWS` elements that together are not much longer than `_CHARACTERS`."""
+    piece: list[Element] = []
+    characters = 0
+    for element in elements:
+        piece.append(element)
+        characters += len(element.text)
+        if len(piece) == _ROWS or characters > _CHARACTERS:
+            yield piece
+            piece, characters = [], 0
+    if piece:
+        yield piece
+
+
+def _batch(elements: list[Element]) -> pa.RecordBatch:
+    problems = [element.problem or (None, None) for element in elements]
+    columns = [
+        [element.text.encode("utf-8", "surrogateescape") for element in elements],
+        [element.row for element in elements],
+        [kind for kind, _ in problems],
+        [message and message.encode("utf-8", "replace").decode() for _, message in problems],
+    ]
+    return pa.record_batch(
+        [pa.array(values, field.type) for values, field in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
+    )
+
+
+def _map_rows(path: Path) -> pa.Table:
     with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
-        return reader.read_all().column("record")
+        return reader.read_all()
 
 
 def _is_whole(path: Path) -> bool:
     try:
-        return len(_map_texts(path)) > 0
+        table = _map_rows(path)
+        return table.schema == _SCHEMA and len(table) > 0
     except (pa.ArrowInvalid, OSError):  # the list of batches stands at the end: a cut file has none
         return False
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
-def _read_json(path: Path) -> Iterator[tuple[Any, str]]:
-    """The elements of a JSON list, each with its text, from a piece of the file at a time."""
-    parse = json.JSONDecoder().raw_decode
-    with path.open(encoding="utf-8") as file:
-        text, position = file.read(_PIECE).lstrip(), 1
-        if not text.startswith("["):
-            return _explain_json(path)
-        separator = None
-        while separator != "]":
-            begin = _SPACE.match(text, position).end()
-            try:
-                element, end = parse(text, begin)
-                behind = _SPACE.match(text, end).end()
-                separator = text[behind : behind + 1]
-            except json.JSONDecodeError:
-                separator = ""
-            if separator in (",", "]"):
-                yield element, text[begin:end]
-                position = behind + 1
-            elif piece := file.read(max(_PIECE, len(text) - position)):  # an element that goes on behind the piece
-                text, position = text[position:] + piece, 0
-            else:
-                return _explain_json(path)
-        if (text[position:] + file.read()).strip():
-            return _explain_json(path)
-
-
-def _explain_json(path: Path) -> None:
-    """Raises what is wrong with a file that is not a list of elements; returns if the list is empty."""
-    with path.open(encoding="utf-8") as file:
-        try:
-            loaded = json.load(file)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"--data_path {path}: not valid JSON ({error}); one record per line needs .jsonl"
-            ) from error
-    if loaded != []:
-        raise ValueError(f"--data_path {path}: expected a JSON list of records, found {type(loaded).__name__}")
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line), line.strip()
-            except json.JSONDecodeError as error:
-                raise ValueError(f"--data_path {path}, line {number}: not valid JSON ({error})") from error
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def checked_texts(records: Iterator[tuple[Any, str]], source: str) -> Iterator[bytes]:
-    """The texts of the well-formed records of `source`.
-
-    Raises:
-        ValueError: at the end, if records are malformed or there are none; lists the first ones and says how many.
-    """
-    problems: list[str] = []
-    malformed = count = 0
-    for index, (record, text) in enumerate(records):
-        count += 1
-        if problem := record_problem(record):
-            malformed += 1
-            if len(problems) < _SHOWN_PROBLEMS:
-                problems.append(f"{record_name(record, index)}: {problem}")
-        elif not malformed:
-            yield text.encode()
-    if not count:
-        raise ValueError(f"--data_path {source}: holds no records")
-    if malformed:
-        shown = "\n  ".join(problems)
-        raise ValueError(f"{source}: {malformed} of {count} records are malformed:\n  {shown}")
-
-
-def record_name(record: Any, index: int) -> str:
-    """How messages call a record."""
-    identifier = record.get("id") if isinstance(record, dict) else None
-    return f"record {index}" + (f" (id {identifier!r})" if identifier is not None else "")
-
-
-def record_images(record: Record) -> list[str]:
-    """The record's image paths, in the order of its placeholders."""
-    image = record.get("image")
-    if image is None:
-        return []
-    return [image] if isinstance(image, str) else image
-
-
-def record_problem(record: Any) -> str | None:
-    """What is wrong with a record, or None."""
-    if not isinstance(record, dict):
-        return f"expected an object, found {type(record).__name__}"
-    conversations = record.get("conversations")
-    if not isinstance(conversations, list) or not conversations:
-        return "expected a non-empty list under 'conversations'"
-    for number, turn in enumerate(conversations):
-        if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
-            return f"turn {number}: expected {{'from': str, 'value': str}}, found {turn!r:.80}"
-        if not turn["value"].isascii() and _SURROGATE.search(turn["value"]):
-            return f"turn {number}: half of a surrogate pair in {turn['value']!r:.80}, which no tokenizer takes"
-    images = record_images(record)
-    if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
-        return f"'image': expected a path or a list of paths, found {record['image']!r:.80}"
-    placeholders = sum(turn["value"].count(DEFAULT_IMAGE_TOKEN) for turn in conversations)
-    if images and placeholders != len(images):  # without an image the placeholder is a word like any other
-        return f"{placeholders} {DEFAULT_IMAGE_TOKEN} placeholders but {len(images)} images"
-    return None

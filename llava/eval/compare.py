@@ -1,210 +1,15 @@
-"""Reads the runs of a comparison and refuses those that differ in more than the arm.
-
-`scripts/compare.sh` trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetune,eval}`;
-`python -m llava.eval.compare check` compares what the runs recorded so far, `report` also reads the scores and writes
-the page. An arm is a value of `--mm_projector_norm`, with `_default` behind it where the gain starts at 1.
-"""
+"""Compares the runs of scripts/compare.sh: refuses those that are no fair pair, and writes the page of the others."""
 
 import argparse
-import hashlib
-import json
-import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from llava.eval.results import Results, read_results
-from llava.provenance import RUN_FILE, code_digest, git_commit, read_starts, version_of
-
-STAGES = ("pretrain", "finetune")
-BASELINE = "none"
-LOG_FILE = "train_log.jsonl"
-DONE = "done"  # `scripts/lib.sh` leaves it in the folder of a finished stage
-# Beginnings of the names of fields in which runs may differ, and nothing else.
-ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")
-SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")
-# Stage 2 starts from stage 1 of its own arm, which `check_arm` demands.
-OWN_STAGE_1 = ("model.pretrain_mm_mlp_adapter", "adapter", "initial_weights.mm_mlp_adapter", "config._name_or_path")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One arm trained with one seed."""
-
-    root: Path
-    seed: int
-    arm: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm}, seed {self.seed}"
-
-    def folder(self, part: str) -> Path:
-        return self.root / f"seed-{self.seed}" / self.arm / part
-
-    def has_finished(self, stage: str) -> bool:
-        return (self.folder(stage) / DONE).is_file()
-
-    def starts(self, stage: str) -> list[dict[str, Any]]:
-        return read_starts(self.folder(stage) / RUN_FILE)
-
-    def log(self, stage: str) -> list[dict[str, float]]:
-        """The optimizer steps that the stage logged."""
-        lines = map(json.loads, (self.folder(stage) / LOG_FILE).read_text().splitlines())
-        return [line for line in lines if "loss" in line]
-
-    def configuration(self, stage: str) -> dict[str, Any]:
-        """Everything that must be equal, by dotted name: what the run recorded, its config.json, the steps it took.
-
-        Raises:
-            ValueError: the run was continued with another configuration than it was started with.
-        """
-        first, *later = [dict(flattened(start["configuration"])) for start in self.starts(stage)]
-        for again in later:
-            if changed := differences(first, again):
-                raise ValueError(
-                    f"{self.name}, {stage}: continued with another configuration than it was started with"
-                    f"{listed(changed, ('at first', 'later'))}\n{TRAIN_AGAIN.format(self.folder(stage))}"
-                )
-        config = json.loads((self.folder(stage) / "config.json").read_text())
-        steps = max((int(line["step"]) for line in self.log(stage)), default=0)
-        return first | dict(flattened(config, "config.")) | {"steps": steps}
-
-    @cached_property
-    def results(self) -> Results:
-        return read_results(self.folder("eval"))
-
-
-TRAIN_AGAIN = "Runs may differ in the arm alone. Remove {} and run the comparison again."
-
-
-def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings with their dotted names."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from flattened(item, f"{name}{key}" if name.endswith(".") or not name else f"{name}.{key}")
-    else:
-        yield name, value
-
-
-def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Fields with both values where those differ; a field that one of them lacks counts as `(absent)`."""
-    pairs = {name: (first.get(name, "(absent)"), second.get(name, "(absent)")) for name in {**first, **second}}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def listed(changed: Mapping[str, tuple[Any, Any]], names: tuple[str, str]) -> str:
-    """Fields and both values, a line each."""
-    return "".join(f"\n  {field}: {a!r} ({names[0]}), {b!r} ({names[1]})" for field, (a, b) in sorted(changed.items()))
-
-
-def check_runs(runs: Sequence[Run], stage: str) -> None:
-    """Compares every run of a stage with the baseline of its seed, and the baselines with the first seed's.
-
-    Raises:
-        ValueError: a field that must be equal is not; the message has the field and both values.
-    """
-    for run in runs:
-        check_arm(run, stage)
-    first = runs[0]
-    for run in runs[1:]:
-        # Another arm is compared with its seed's baseline, another seed's baseline with the first one.
-        other = (
-            first
-            if run.arm == first.arm
-            else next((r for r in runs if (r.seed, r.arm) == (run.seed, first.arm)), first)
-        )
-        allowed = ARM_FIELDS if run.arm != other.arm else ()
-        allowed += SEED_FIELDS if run.seed != other.seed else ()
-        allowed += OWN_STAGE_1 if stage == "finetune" else ()
-        found = differences(other.configuration(stage), run.configuration(stage))
-        refused = {name: pair for name, pair in found.items() if not name.startswith(allowed)}
-        if refused:
-            again = TRAIN_AGAIN.format(run.folder(stage))
-            raise ValueError(
-                f"{stage}: runs that shall be compared differ{listed(refused, (other.name, run.name))}\n{again}"
-            )
-
-
-def check_present(runs: Sequence[Run]) -> None:
-    """Raises ValueError if code or packages have changed since the finished stages were trained."""
-    present = {"code.digest": code_digest(), "code.commit": git_commit(), "versions.python": platform.python_version()}
-    for run, stage in [(run, stage) for run in runs for stage in STAGES if run.has_finished(stage)]:
-        found = run.configuration(stage)
-        recorded = {name: found[name] for name in found if name.startswith(("code.", "versions."))}
-        now = {name: present.get(name, version_of(name.removeprefix("versions."))) for name in recorded}
-        if changed := differences(recorded, now):
-            names = (run.name, "now")
-            raise ValueError(
-                f"what is trained now would not be comparable{listed(changed, names)}\n"
-                f"Go back to that state, or remove {run.root} and train every run again."
-            )
-
-
-def check_arm(run: Run, stage: str) -> None:
-    """Raises ValueError unless the run is what its folder says, and its stage 2 goes on from its own stage 1."""
-    found = run.configuration(stage)
-    norm = run.arm.removesuffix("_default")
-    wanted = {"training.seed": run.seed, "model.mm_projector_norm": norm}
-    if norm != BASELINE:
-        wanted["model.mm_projector_norm_init"] = "default" if run.arm != norm else "text_norm"
-    if stage == "finetune":
-        wanted["adapter"] = hashlib.sha256((run.folder("pretrain") / "mm_projector.bin").read_bytes()).hexdigest()
-    changed = {name: (value, found.get(name)) for name, value in wanted.items() if found.get(name) != value}
-    if changed:
-        raise ValueError(
-            f"{run.folder(stage)}: not the run that its place says{listed(changed, ('expected', 'found'))}"
-        )
-
-
-def check_results(runs: Sequence[Run]) -> None:
-    """Raises ValueError unless all runs were asked the same questions in the same way, and by their present weights."""
-    from llava.analysis.models import revision
-
-    first = runs[0].results
-    for run in runs:
-        found = run.results
-        now = revision(str(run.folder("finetune")))
-        if found.fingerprint != now:
-            raise ValueError(
-                f"{run.folder('eval')}: of other weights ({found.fingerprint}) than {run.folder('finetune')} "
-                f"has ({now}); evaluate again"
-            )
-        changed = differences(asked(first), asked(found))
-        if changed:
-            raise ValueError(f"evaluation: runs were asked differently{listed(changed, (runs[0].name, run.name))}")
-        for task in first.tasks:
-            ids = [[sample.id for sample in results.tasks[task].samples] for results in (first, found)]
-            if sorted(ids[0]) != sorted(ids[1]):
-                only = sorted(set(ids[0]) ^ set(ids[1]))[:5]
-                raise ValueError(
-                    f"{task}: {runs[0].name} and {run.name} have other samples, such as {only}; evaluate again"
-                )
-
-
-def asked(results: Results) -> dict[str, Any]:
-    """What decides the questions and how answers are counted, by dotted name."""
-    tasks = {name: {"data": task.data, "metric": task.metric} for name, task in results.tasks.items()}
-    return dict(flattened({"settings": results.settings, "versions": results.versions, "tasks": tasks}))
-
-
-def arm_differences(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Every field in which the runs do differ, with each run's value, for the report."""
-    rows = []
-    for stage in STAGES:
-        found = {run.name: run.configuration(stage) for run in runs}
-        for name in sorted({field for values in found.values() for field in values}):
-            values = [str(values.get(name, "(absent)")) for values in found.values()]
-            if len(set(values)) > 1:
-                rows.append({"stage": stage, "field": name, **dict(zip(found, values, strict=True))})
-    return rows
+from llava.eval.report import write_report
+from llava.eval.runs import STAGES, Run, check_present, check_results, check_runs
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m llava.eval.compare", description=__doc__.splitlines()[0])
+    top = argparse.ArgumentParser(prog="python -m llava.eval.compare", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     for name, summary in (
         ("check", "refuse runs that differ in more than the arm"),
@@ -237,8 +42,6 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "present":
             check_present(runs)
         else:
-            from llava.eval.report import write_report
-
             for stage in STAGES:
                 check_runs(runs, stage)
             check_results(runs)

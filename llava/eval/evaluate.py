@@ -6,7 +6,6 @@ Every task runs in a process of its own, so that a call that was stopped loses o
 
 import argparse
 import datetime
-import importlib.metadata
 import shlex
 import sys
 from pathlib import Path
@@ -15,14 +14,15 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from llava.analysis.models import named_model, revision
-from llava.analysis.output import format_table, git_commit
+from llava.analysis.models import named_model
+from llava.analysis.output import format_table
 from llava.eval.ask import choose_template, exit_status, is_captioner
 from llava.eval.collect import EvaluationError
 from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
 from llava.eval.results import RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import ROOT, Task, choose
 from llava.model.builder import read_config
+from llava.provenance import git_commit, revision, version_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "lmms-eval", "lm-eval")
 CODE = "llava (git commit)"
@@ -135,7 +135,7 @@ def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results
         checkpoint=args.checkpoint,
         fingerprint=found,
         command=shlex.join(["bash", "scripts/evaluate.sh", *args.argv]),
-        versions={name: _version(name) for name in PACKAGES} | {CODE: git_commit()},
+        versions={name: version_of(name) for name in PACKAGES} | {CODE: git_commit()},
         settings=settings,
         created=now(),
     )
@@ -184,13 +184,6 @@ def is_finished(task: Task, results: Results, places: dict[str, Path | None]) ->
 
 def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llava.analysis.models import fingerprint
 from llava.eval.collect import EvaluationError, collect, crash_problems
 from llava.eval.process import run_logged
 from llava.eval.results import TaskResult
 from llava.eval.tasks import OWN_DATA, OWN_TASKS, ROOT, Task
+from llava.provenance import fingerprint
 
 
 def require_harnesses(tasks: list[Task]) -> None:

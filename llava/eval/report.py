@@ -17,10 +17,10 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from llava.eval import paper
-from llava.eval.compare import STAGES, Run, arm_differences
 from llava.eval.paired import UNCHANGED, Difference, compare_benchmarks
 from llava.eval.report_figures import analysis_figures, colour_of, intervals, training_curves
 from llava.eval.results import PAPER_COLUMNS, TaskResult
+from llava.eval.runs import STAGES, Run, arm_differences
 from llava.eval.tasks import TASKS, mean_of_groups
 from llava.provenance import git_commit
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from llava.model.multimodal_projector.adapter import read_tensors
 from llava.model.zero3 import full_state_dict, gathered
 
 NON_LORA_FILE = "non_lora_trainables.bin"
@@ -109,7 +110,7 @@ def read_non_lora(folder_or_id: str) -> dict[str, torch.Tensor]:
             f"{folder_or_id}: has adapter_config.json but no {NON_LORA_FILE}, which holds the projector; expected a "
             "folder that LoRA training of LLaVA wrote"
         )
-    tensors = torch.load(path, map_location="cpu", weights_only=True)
+    tensors = read_tensors(path)
     return {name.removeprefix(_PREFIX).replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
 
 

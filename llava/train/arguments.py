@@ -98,16 +98,37 @@ class DataArguments:
 
     data_path: str | None = field(
         default=None,
-        metadata={"help": "LLaVA-format records: one .json or .jsonl file, or several separated by commas."},
+        metadata={
+            "help": "LLaVA-format records: a .json, .jsonl or .parquet file, several separated by commas, a pattern, "
+            "or a folder of Parquet shards."
+        },
     )
     image_folder: str | None = field(
-        default=None, metadata={"help": "Folder that the records' image paths start from."}
+        default=None,
+        metadata={
+            "help": "Folder or zip file that the records' image paths start from; none is needed for Parquet rows that "
+            "hold their images."
+        },
+    )
+    follow_image_links: bool = field(
+        default=False, metadata={"help": "Links in --image_folder may lead out of it; else such images are faults."}
+    )
+    on_bad_record: Literal["error", "skip"] = field(
+        default="error",
+        metadata={
+            "help": "Records that cannot be used, found before the first step: error refuses to train, skip leaves "
+            "them out and writes them to quarantine.jsonl in --output_dir. Nothing is put in their place."
+        },
+    )
+    full_decode: bool = field(
+        default=False,
+        metadata={"help": "Before the first step decode every image in full, where else its header is read."},
     )
     data_cache_dir: str | None = field(
         default=None,
         metadata={
-            "help": "Where converted records and measured lengths are kept; default .llava_cache beside the data, or "
-            "~/.cache/llava/data where that cannot be written."
+            "help": "Where converted records, what was checked, and measured lengths are kept; default .llava_cache "
+            "beside the data, or ~/.cache/llava/data where that cannot be written."
         },
     )
     image_aspect_ratio: Literal["square", "pad"] = field(
@@ -225,6 +246,31 @@ class TrainingArguments(transformers.TrainingArguments):
         default=None,
         metadata={
             "help": "Gradient norms and token norms are measured every so many steps; default --logging_steps, 0 never."
+        },
+    )
+
+    max_nonfinite_steps: int = field(
+        default=10,
+        metadata={
+            "help": "Stop after so many steps in a row whose loss or gradient was infinite or not a number; none of "
+            "them is applied."
+        },
+    )
+    hang_timeout: float = field(
+        default=1800.0,
+        metadata={
+            "help": "Seconds without progress after which a rank says where it hangs and ends, and the run with it; 0 "
+            "never."
+        },
+    )
+    trial_save: bool = field(
+        default=True, metadata={"help": "Write the final folder and read it back once before the first step."}
+    )
+    resume_allow_changes: str = field(
+        default="",
+        metadata={
+            "help": "Settings in which a checkpoint to continue from may differ, comma-separated, such as world_size "
+            "or max_steps; a refusal lists them."
         },
     )
 

@@ -2,20 +2,42 @@
 
 Final folder of both stages: the whole model, tokenizer, image processor; stage 1 adds LLaVA's `mm_projector.bin`.
 `checkpoint-N` of stage 1: `mm_projector.bin` and `config.json` beside the optimizer's state; nothing else changes.
+
+Both are written below `.saving` in the output folder. A checkpoint gets its name when every rank's files are on disk
+and stand in `manifest.json` with size and SHA-256; one that does not match its manifest is never loaded.
 """
 
+import contextlib
+import json
 import logging
 import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict
 from llava.train.optim import ADAPTER, part_of
+from llava.train.ranks import barrier, from_all, from_first
 
 logger = logging.getLogger(__name__)
+
+STAGING = ".saving"
+MANIFEST = "manifest.json"
+_OWNER = re.compile(r"(?:zero_pp_rank|rng_state)_(\d+)")  # which rank wrote a file; the others are rank 0's
+_WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # a full disk as Python, torch.save and safetensors report it
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; the ones before it are untouched."""
 
 
 def trains_adapter_only(model: nn.Module) -> bool:
@@ -32,35 +54,176 @@ def save_adapter(model: Any, output_dir: str, is_main_process: bool) -> None:
         model.config.save_pretrained(output_dir)
 
 
-def find_checkpoint(output_dir: str, requested: str | None) -> str | None:
-    """The checkpoint to continue from.
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def named_save_errors(target: Path) -> Iterator[None]:
+    """Turns what fails while `target` is written into a SaveError that says what is left.
+
+    Raises:
+        SaveError: instead of the original error, which it names.
+    """
+    try:
+        yield
+    except _WRITE_ERRORS as error:
+        raise SaveError(
+            f"{target} could not be written: {error} ({free_gib(target.parent):.2f} GiB are free there). "
+            f"{what_is_left(target.parent)}. Make room and start the same command again"
+        ) from error
+
+
+def what_is_left(output_dir: Path) -> str:
+    """The newest finished checkpoint, in words."""
+    newest = next((f for f in checkpoints(output_dir) if (f / MANIFEST).is_file()), None)
+    return f"{newest} is complete and untouched" if newest else "No earlier checkpoint exists"
+
+
+def free_gib(folder: Path) -> float:
+    """Free space of the file system that `folder`, or its first existing parent, lies on."""
+    existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
+    return shutil.disk_usage(existing).free / 2**30
+
+
+def commit(staged: Path, target: Path, rank: int = 0, world_size: int = 1) -> None:
+    """Gives a checkpoint that all ranks have written its manifest and its name. Every rank must call.
+
+    Each rank reads what it wrote itself, so that the time does not grow with their number.
+    """
+    start = time.perf_counter()
+    barrier()  # all ranks' files exist
+    with named_save_errors(target), ThreadPoolExecutor(4) as pool:  # hashing releases the interpreter
+        written = _own_files(staged, rank, world_size)
+        own = {str(f.relative_to(staged)): e for f, e in zip(written, pool.map(_measure, written), strict=True)}
+    files = {name: entry for part in from_all(own) for name, entry in part.items()}
+    if rank == 0:
+        with named_save_errors(target):
+            _write_synced(staged / MANIFEST, json.dumps({"files": files}, indent=1, sort_keys=True))
+            replaced = staged.with_name(f"replaced-{target.name}")
+            if target.exists():
+                target.rename(replaced)
+            staged.rename(target)
+            shutil.rmtree(replaced, ignore_errors=True)
+            _sync(target.parent)
+        size = sum(entry["size"] for entry in files.values()) / 2**30
+        logger.info("%s: %d files, %.2f GiB, named in %.1f s", target, len(files), size, time.perf_counter() - start)
+    barrier()
+
+
+def move_files(staged: Path, target: Path) -> None:
+    """Moves finished files of the final folder to their place, one atomic step each."""
+    for file in sorted(staged.iterdir()):
+        _sync(file)
+        os.replace(file, target / file.name)
+    staged.rmdir()
+
+
+def clear_staging(output_dir: str, is_main_process: bool) -> None:
+    """Removes what a killed run left half written."""
+    folder = Path(output_dir, STAGING)
+    if is_main_process and folder.exists():
+        logger.warning("%s: removing what an interrupted run left half written", folder)
+        shutil.rmtree(folder)
+
+
+def _own_files(folder: Path, rank: int, world_size: int) -> list[Path]:
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and f.name != MANIFEST)
+    return [f for f in files if _owner(f.name) % world_size == rank]
+
+
+def _owner(name: str) -> int:
+    match = _OWNER.search(name)
+    return int(match.group(1)) if match else 0
+
+
+def _measure(file: Path) -> dict[str, Any]:
+    """Size and checksum of a file, which is on the disk itself afterwards."""
+    entry = {"size": file.stat().st_size, "sha256": file_hash(file)}
+    _sync(file)
+    return entry
+
+
+def file_hash(file: Path) -> str:
+    """SHA-256 of a file's content."""
+    digest = sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_synced(file: Path, text: str) -> None:
+    file.write_text(text)
+    _sync(file)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """The folders `checkpoint-N`, newest first."""
+    return sorted((f for f in Path(output_dir).glob("checkpoint-*") if _step(f) >= 0), key=_step, reverse=True)
+
+
+def find_checkpoint(output_dir: str, requested: str | None, rank: int = 0, world_size: int = 1) -> str | None:
+    """The checkpoint to continue from, the same on every rank. Every rank must call.
 
     Args:
         output_dir: searched for the newest complete `checkpoint-N` where nothing is requested, as LLaVA does.
         requested: `--resume_from_checkpoint`: a folder, `True` (the newest must exist) or `False` (start anew).
 
     Raises:
-        FileNotFoundError: the requested checkpoint does not exist or is incomplete.
+        FileNotFoundError: the requested checkpoint does not exist or is damaged.
     """
     if requested in ("False", "false", False):
         return None
     if requested not in (None, "True", "true", True):
-        if not _is_complete(Path(requested)):
-            raise FileNotFoundError(f"--resume_from_checkpoint {requested}: no complete checkpoint there")
+        if faults := faults_on_any_rank(Path(requested), rank, world_size):
+            raise FileNotFoundError(f"--resume_from_checkpoint {requested}: no complete checkpoint: {faults[0]}")
         return str(requested)
-    folders = sorted(Path(output_dir).glob("checkpoint-*"), key=_step, reverse=True)
-    for folder in folders:
-        if _is_complete(folder):
+    for folder in from_first(checkpoints(output_dir)):
+        faults = faults_on_any_rank(folder, rank, world_size)
+        if not faults:
             logger.info("resuming from %s", folder)
             return str(folder)
-        logger.warning("%s is incomplete (no trainer_state.json) and is skipped", folder)
+        if rank == 0:
+            logger.warning("%s is incomplete or damaged and is skipped: %s", folder, "; ".join(faults[:3]))
     if requested is not None:
         raise FileNotFoundError(f"--resume_from_checkpoint {requested}: no complete checkpoint in {output_dir}")
     return None
 
 
-def _is_complete(folder: Path) -> bool:
-    return (folder / "trainer_state.json").is_file()  # the Trainer writes it last
+def faults_on_any_rank(folder: Path, rank: int, world_size: int) -> list[str]:
+    """What is wrong with a checkpoint; each rank reads its share of the files. Every rank must call."""
+    return [fault for faults in from_all(checkpoint_faults(folder, rank, world_size)) for fault in faults]
+
+
+def checkpoint_faults(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
+    """What differs between a checkpoint and its manifest, as far as it is this rank's share."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError):
+        return [f"no readable {MANIFEST}, which is written last"] if rank == 0 else []
+    own = [name for i, name in enumerate(sorted(files)) if i % world_size == rank]
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda name: _file_fault(folder / name, files[name]), own)
+        return [f"{name}: {fault}" for name, fault in zip(own, found, strict=True) if fault]
+
+
+def _file_fault(file: Path, expected: dict[str, Any]) -> str | None:
+    if not file.is_file():
+        return "missing"
+    if (size := file.stat().st_size) != expected["size"]:
+        return f"{size} bytes, {expected['size']} were written"
+    return None if file_hash(file) == expected["sha256"] else "its content is not what was written (SHA-256 differs)"
 
 
 def _step(folder: Path) -> int:

@@ -6,15 +6,28 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
 
 from llava.mm_utils import save_tokenizer
 from llava.model.lora import has_lora, load_adapters, load_non_lora, lora_state_dict, read_non_lora, save_non_lora
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
-from llava.train.batches import balanced_dataloader, sample_order
-from llava.train.checkpoint import save_adapter, trains_adapter_only
+from llava.train.batches import balanced_dataloader, global_batch_size, sample_order
+from llava.train.checkpoint import (
+    STAGING,
+    commit,
+    move_files,
+    named_save_errors,
+    save_adapter,
+    trains_adapter_only,
+)
+from llava.train.failures import Watchdog
+from llava.train.nonfinite import NonFiniteGuard, poisoned
 from llava.train.optim import optimizer_groups
+from llava.train.resume import moved_step, write_identity
+from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput, measures_step
+from llava.train.trial import check_disk, try_save
 
 
 class LLaVATrainer(Trainer):
@@ -22,11 +35,31 @@ class LLaVATrainer(Trainer):
 
     Args:
         image_processor: saved with every checkpoint.
+        identity: settings that a checkpoint's continuation must share (`llava.train.resume.run_identity`).
+        resumed: what `resume.json` of the checkpoint says that the run continues from.
+        watchdog: told of every phase of a step.
+        stop_signal: ends the run early.
         kwargs: those of the Hugging Face Trainer.
     """
 
-    def __init__(self, *args: Any, image_processor: Any = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        image_processor: Any = None,
+        identity: dict[str, Any] | None = None,
+        resumed: dict[str, Any] | None = None,
+        watchdog: Watchdog | None = None,
+        stop_signal: StopSignal | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
+        self.identity, self.resumed = identity or {}, resumed
+        self.watchdog = watchdog or Watchdog(None, self.args.process_index)
+        self.stop_signal = stop_signal or StopSignal()
+        self.guard = NonFiniteGuard(self.train_dataset.records, self.args.max_nonfinite_steps)
+        self.add_callback(self.stop_signal)
+        self.staging: Path | None = None
+        self.saved_step = -1
         self.args.use_liger_kernel = False  # done already, on the decoder; the library would look for the model type
         self.image_processor = image_processor
         if self.args.loss_reduction == "micro_batch_mean":
@@ -49,6 +82,7 @@ class LLaVATrainer(Trainer):
         model = self.model if model is None else model
         if self.optimizer is None:
             groups = optimizer_groups(model, set(self.get_decay_parameter_names(model)), self.args)
+            self.group_settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             self.optimizer = optimizer_class(groups, **options)
         return self.optimizer
@@ -57,19 +91,118 @@ class LLaVATrainer(Trainer):
         norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ProjectorNorm)}
         return [name for name in super().get_decay_parameter_names(model) if name not in norms]
 
+    # --- one step ---
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
+        self.watchdog.enter("reading data", self.state.global_step)
         start = time.perf_counter()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.throughput.add(batches, time.perf_counter() - start)
+        self.guard.start_step([batch.pop("indices").tolist() for batch in batches])
         return batches, num_items
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.watchdog.enter("computing", self.state.global_step)
+        return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        if isinstance(loss, torch.Tensor) and torch.is_grad_enabled():
+            self.guard.add_loss(loss.detach())
+            loss = poisoned(loss)
+        return loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if self.args.fp16 or self.guard.is_applicable(grad_norm, self.state.global_step + 1):
+            self.optimizer._is_overflow = False
+        elif not self.is_deepspeed_enabled:
+            model.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient
+            self.optimizer._is_overflow = True  # so that the learning rate stays as well
+        elif not self.optimizer.step_was_skipped:
+            raise RuntimeError(
+                "DeepSpeed applied a step whose gradient is not finite; it needs version 0.19.8 or later"
+            )
+        return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
+            if self.guard.total:
+                logs["nonfinite_steps"] = self.guard.total
             logs |= self.throughput.metrics(self.accelerator)
             if measures_step(self.args, self.state, self.state.global_step):
                 logs |= self.probe.metrics(self.accelerator)
             logs = {k: float(f"{v:.6g}") if k != "loss" and isinstance(v, float) else v for k, v in logs.items()}
         super().log(logs, start_time)
+
+    # --- checkpoints ---
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self.resumed is not None:
+            self._restore_groups()
+        check_disk(self, max_steps)
+        if self.args.trial_save:
+            try_save(self)
+        return prepared
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial):
+        position = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
+        if self.resumed is None:
+            return position
+        self.state.global_step = moved_step(self.state.global_step, self.resumed, global_batch_size(self.args))
+        epochs, steps = divmod(self.state.global_step, num_update_steps_per_epoch)
+        return epochs, steps * self.args.gradient_accumulation_steps
+
+    def _restore_groups(self) -> None:
+        """Puts every parameter group's own settings back, and the schedule where the data stands.
+
+        A universal checkpoint gives all groups the first one's settings, and one counter of steps, which each of them
+        would count up; another number of samples per step moves the schedule.
+        """
+        for state in self.optimizer.state.values():
+            if torch.is_tensor(step := state.get("step")):
+                state["step"] = step.clone()
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        if global_batch_size(self.args) != self.resumed["step_size"]:
+            schedule.last_epoch = self.state.global_step
+            shares = [share(schedule.last_epoch) for share in schedule.lr_lambdas]
+            schedule._last_lr = [rate * share for rate, share in zip(schedule.base_lrs, shares, strict=True)]
+        rates = schedule.get_last_lr()
+        for group, own, rate in zip(self.optimizer.param_groups, self.group_settings, rates, strict=True):
+            group.update(own | {"initial_lr": own["lr"], "lr": rate})
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self.staging is None else str(self.staging)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """Writes `checkpoint-N` of all ranks below `.saving`, and names it when it is complete."""
+        step = self.state.global_step
+        if step == self.saved_step:  # the end of an epoch may ask again
+            return
+        self.watchdog.enter("saving", step)
+        name = f"checkpoint-{step}"
+        target = Path(self.args.output_dir, name)
+        self.staging = Path(self.args.output_dir, STAGING)
+        with named_save_errors(target):
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save:
+                step_size, samples = global_batch_size(self.args), len(self.train_dataset)
+                write_identity(self.staging / name, self.identity, step_size, samples)
+        commit(self.staging / name, target, self.args.process_index, self.args.world_size)
+        if self.args.should_save:
+            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, use_mtime=True)
+        self.staging, self.saved_step = None, step
+
+    def save_final(self) -> None:
+        """Writes the final folder: first below `.saving`, then each file to its place. Every rank must call."""
+        self.watchdog.enter("saving", self.state.global_step)
+        staged, target = Path(self.args.output_dir, STAGING, "final"), Path(self.args.output_dir)
+        with named_save_errors(target):
+            self.save_model(str(staged))
+            if self.args.should_save:
+                move_files(staged, target)
+                staged.parent.rmdir()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a self-contained folder, or a LoRA folder; intermediate stage-1 ones hold adapter and config only."""

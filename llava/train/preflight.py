@@ -1,18 +1,24 @@
-"""Checks that fail in the first second instead of after an hour: flags, paths, and a sample of the images."""
+"""Checks that fail before the first step instead of after an hour: flags, paths, and every record with its images."""
 
-from collections.abc import Sequence
+import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from llava.conversation import get_template
-from llava.data.records import Record, record_images, record_name
+from llava.data.images import ImageStore
+from llava.data.manifest import WARNINGS, Rules, preflight, usable_records, write_quarantine
+from llava.data.records import RecordTable, load_records
 from llava.train.liger import check_liger
 from llava.train.lora import check_lora_flags
 from llava.train.optim import tunable_parts
 
-_IMAGES_CHECKED = 100
+logger = logging.getLogger(__name__)
+
+QUARANTINE = "quarantine.jsonl"
 
 
 def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
@@ -21,9 +27,9 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
     tunable_parts(model_args)
     check_lora_flags(model_args, training_args)
     if not data_args.data_path:
-        raise ValueError("--data_path is missing: pass a LLaVA-format .json or .jsonl file")
-    if data_args.image_folder and not Path(data_args.image_folder).is_dir():
-        raise FileNotFoundError(f"--image_folder {data_args.image_folder}: no such folder")
+        raise ValueError("--data_path is missing: pass LLaVA-format .json, .jsonl or .parquet files")
+    if data_args.image_folder and not Path(data_args.image_folder).exists():
+        raise FileNotFoundError(f"--image_folder {data_args.image_folder}: no such folder or zip file")
     for flag in ("mm_use_im_start_end", "mm_use_im_patch_token"):
         if getattr(model_args, flag):
             raise ValueError(f"--{flag} must be False: no published recipe of today adds these tokens")
@@ -61,18 +67,56 @@ def check_kernels(training_args: Any) -> None:
         )
 
 
-def check_images(records: Sequence[Record], image_folder: str | None) -> None:
-    """Opens nothing, but makes sure that evenly chosen records' images exist below `image_folder`.
+def image_store(data_args: Any) -> ImageStore:
+    """Where the records' images are, as the flags say."""
+    return ImageStore(data_args.image_folder, data_args.data_cache_dir, data_args.follow_image_links)
+
+
+def checked_records(model_args: Any, data_args: Any, training_args: Any) -> RecordTable:
+    """The records that can be used, the same on every rank; what is left out is written to `quarantine.jsonl`.
 
     Raises:
-        FileNotFoundError: names the first missing image's record and how many of the checked ones are missing.
+        ValueError: records have faults and are not to be skipped, or ranks read different data.
+        FileNotFoundError, OSError: as `load_records` and `preflight`.
     """
-    step = max(1, len(records) // _IMAGES_CHECKED)
-    checked = [(i, name) for i in range(0, len(records), step) for name in record_images(records[i])]
-    missing = [(i, name) for i, name in checked if not Path(image_folder or "", name).is_file()]
-    if missing:
-        index, name = missing[0]
-        raise FileNotFoundError(
-            f"{record_name(records[index], index)}: image {Path(image_folder or '', name)} does not exist "
-            f"({len(missing)} of {len(checked)} checked images are missing); check --image_folder {image_folder}"
+    is_first = training_args.process_index == 0
+    table = load_records(data_args.data_path, data_args.data_cache_dir, check=False, show_progress=is_first)
+    rules = Rules(get_template(model_args.version), data_args.label_masking, data_args.full_decode)
+    manifest, path = preflight(table, image_store(data_args), rules)
+    records = usable_records(table, manifest, data_args.on_bad_record, _preflight_command(model_args, data_args))
+    _refuse_different_records(records.key)
+    for kind, found in manifest.warnings.items():
+        logger.info("%d records: %s (%s)", found["count"], WARNINGS[kind], path)
+    if records.left_out and is_first:
+        write_quarantine(table, manifest, Path(training_args.output_dir, QUARANTINE))
+    return records
+
+
+def report_left_out(records: RecordTable, output_dir: str) -> None:
+    """Says at the end how many records were not used."""
+    if records.left_out:
+        logger.warning(
+            "%d of %d records were left out; they and their faults are in %s",
+            records.left_out, records.total, Path(output_dir, QUARANTINE),
+        )  # fmt: skip
+
+
+def _preflight_command(model_args: Any, data_args: Any) -> str:
+    options = {name: getattr(data_args, name) for name in ("data_path", "image_folder", "data_cache_dir")}
+    options |= {"version": model_args.version, "label_masking": data_args.label_masking}
+    words = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
+    words += [f"--{name}" for name in ("full_decode", "follow_image_links") if getattr(data_args, name)]
+    return shlex.join(["python", "-m", "llava.data.preflight", *words])
+
+
+def _refuse_different_records(key: str) -> None:
+    """Ranks on other nodes may read copies of the data, and find other faults in them."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    keys: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(keys, key)
+    if other := [rank for rank, found in enumerate(keys) if found != keys[0]]:
+        raise ValueError(
+            f"--data_path: ranks {other} have other usable records than rank 0; data and images must be the same on "
+            "every node (compare the manifests in .llava_cache)"
         )

@@ -5,7 +5,10 @@ scripts/finetune.sh. `--help` documents every flag.
 """
 
 import logging
+import os
 import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,22 +17,27 @@ from transformers import set_seed
 
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
-from llava.data.records import RecordTable, load_records
+from llava.data.records import RecordTable
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.batches import fit_micro_batches, largest_micro_batch
-from llava.train.checkpoint import find_checkpoint
+from llava.train.batches import fit_micro_batches, global_batch_size, largest_micro_batch
+from llava.train.checkpoint import clear_staging, find_checkpoint
 from llava.train.compilation import compile_layers
+from llava.train.failures import Watchdog, clear_reports
+from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.liger import apply_liger
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
 from llava.train.memory import set_up_checkpointing
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
-from llava.train.preflight import check_flags, check_images
+from llava.train.preflight import check_flags, checked_records, image_store, report_left_out
+from llava.train.ranks import joined
+from llava.train.resume import check_identity, run_identity, use_universal_checkpoint
 from llava.train.run_record import write_run_record
+from llava.train.stop_signal import StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +58,92 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
         argv: the flags; default those of the process.
         attn_implementation: default for `--attn_implementation`.
     """
-    model_args, data_args, training_args = parse_arguments(sys.argv[1:] if argv is None else argv)
+    parsed = parse_arguments(sys.argv[1:] if argv is None else argv)
+    model_args, _, training_args = parsed
     model_args.attn_implementation = model_args.attn_implementation or attn_implementation
     set_up_logging(training_args)
+    stop_signal = StopSignal().install()
+    watchdog = Watchdog(training_args.output_dir, training_args.process_index, training_args.hang_timeout)
+    try:
+        run(*parsed, watchdog, stop_signal)
+    except Exception as error:
+        watchdog.report_exception(error)
+        stop_signal.remove()
+        if joined():  # at exit, what other ranks must answer could wait for ever
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        raise
+    finally:
+        watchdog.stop()
+    stop_signal.remove()
+    leave_process_group()
+    if stop_signal.stopped:
+        sys.exit(stop_signal.exit_code())
+
+
+def run(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    watchdog: Watchdog,
+    stop_signal: StopSignal,
+) -> None:
+    """Trains from the newest complete checkpoint, or anew, and writes the final folder unless a signal ended it."""
     check_flags(model_args, data_args, training_args)
-    records = load_records(data_args.data_path, data_args.data_cache_dir)
-    check_images(records, data_args.image_folder)
+    if spans_nodes():
+        inputs = (model_args.model_name_or_path, model_args.vision_tower, data_args.image_folder)
+        inputs += (*data_args.data_path.split(","), model_args.pretrain_mm_mlp_adapter)
+        check_launch(inputs, training_args.output_dir, training_args.device)
+    records = checked_records(model_args, data_args, training_args)
+    tokenizer = training_tokenizer(model_args, training_args)
+    identity = run_identity(model_args, data_args, training_args, records, tokenizer)
+    checkpoint, resumed = continue_from(training_args, identity)
 
     set_seed(training_args.seed)
     model = build_model(model_args, data_args, training_args)
-    trainer = build_trainer(model, records, model_args, data_args, training_args)
-    checkpoint = find_checkpoint(training_args.output_dir, training_args.resume_from_checkpoint)
+    trainer = build_trainer(
+        model,
+        records,
+        model_args,
+        data_args,
+        training_args,
+        tokenizer=tokenizer,
+        identity=identity,
+        resumed=resumed,
+        watchdog=watchdog,
+        stop_signal=stop_signal,
+    )
     write_run_record(trainer, model_args, data_args, training_args, resumed=checkpoint is not None)
+    watchdog.start()
     trainer.train(resume_from_checkpoint=checkpoint)
+    if stop_signal.stopped:
+        return
     trainer.save_state()
     model.config.use_cache = True
-    trainer.save_model()
-    leave_process_group()
+    trainer.save_final()
+    report_left_out(records, training_args.output_dir)
+
+
+def continue_from(training_args: TrainingArguments, identity: dict[str, Any]) -> tuple[str | None, dict | None]:
+    """The checkpoint to continue and what it says of its run; it is read and compared before anything is built."""
+    main = training_args.process_index == 0
+    clear_staging(training_args.output_dir, main)
+    if main:
+        clear_reports(training_args.output_dir)
+    checkpoint = find_checkpoint(
+        training_args.output_dir,
+        training_args.resume_from_checkpoint,
+        training_args.process_index,
+        training_args.world_size,
+    )
+    if checkpoint is None:
+        return None, None
+    allowed = training_args.resume_allow_changes
+    resumed = check_identity(Path(checkpoint), identity, allowed, global_batch_size(training_args))
+    if training_args.deepspeed and resumed["settings"]["world_size"] != identity["world_size"]:
+        use_universal_checkpoint(Path(checkpoint), training_args.hf_deepspeed_config.config, main)
+    return checkpoint, resumed
 
 
 def leave_process_group() -> None:
@@ -93,6 +170,16 @@ def set_up_logging(training_args: TrainingArguments) -> None:
         transformers.utils.logging.disable_progress_bar()
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("llava").setLevel(level)
+
+
+def training_tokenizer(model_args: ModelArguments, training_args: TrainingArguments) -> Any:
+    """The language model's tokenizer."""
+    return load_tokenizer(
+        model_args.model_name_or_path,
+        cache_dir=training_args.cache_dir,
+        model_max_length=training_args.model_max_length,
+        padding_side="right",
+    )
 
 
 def build_model(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> Any:
@@ -149,14 +236,12 @@ def build_trainer(
     model_args: ModelArguments,
     data_args: DataArguments,
     training_args: TrainingArguments,
+    tokenizer: Any = None,
+    **options: Any,
 ) -> LLaVATrainer:
-    """The trainer over `records`."""
-    tokenizer = load_tokenizer(
-        model_args.model_name_or_path,
-        cache_dir=training_args.cache_dir,
-        model_max_length=training_args.model_max_length,
-        padding_side="right",
-    )
+    """The trainer over `records`; `options` are the trainer's own."""
+    tokenizer = tokenizer or training_tokenizer(model_args, training_args)
+    options.setdefault("identity", run_identity(model_args, data_args, training_args, records, tokenizer))
     tower = model.get_vision_tower()
     image_processor = load_image_processor(model_args.vision_tower or model_args.model_name_or_path, tower)
     dataset = LazySupervisedDataset(
@@ -164,7 +249,7 @@ def build_trainer(
         tokenizer,
         version=model_args.version,
         image_processor=image_processor,
-        image_folder=data_args.image_folder,
+        image_folder=image_store(data_args),
         image_aspect_ratio=data_args.image_aspect_ratio,
         num_visual_tokens=tower.num_tokens,
         model_max_length=training_args.model_max_length,
@@ -181,6 +266,7 @@ def build_trainer(
         data_collator=DataCollatorForSupervisedDataset(pad_token_id or 0),
         processing_class=tokenizer,
         image_processor=image_processor,
+        **options,
     )
 
 

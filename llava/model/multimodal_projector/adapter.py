@@ -4,6 +4,7 @@
 """
 
 import json
+import pickle
 from pathlib import Path
 
 import torch
@@ -42,10 +43,27 @@ def load_adapter(projector: nn.Module, path: str | Path, config: PretrainedConfi
         raise FileNotFoundError(
             f"--pretrain_mm_mlp_adapter {path}: no such file; expected the {ADAPTER_FILE} that stage 1 writes"
         )
-    tensors = torch.load(path, map_location="cpu", weights_only=True)
+    tensors = read_tensors(path)
     state_dict = {k.rsplit("mm_projector.", 1)[1]: v for k, v in tensors.items() if "mm_projector." in k}
     _check_match(projector, state_dict, path, config)
     load_full_state_dict(projector, state_dict)
+
+
+def read_tensors(path: Path | str) -> dict[str, torch.Tensor]:
+    """The tensors of a `.bin` file; nothing else in it is ever loaded, above all no code.
+
+    Raises:
+        ValueError: the file is damaged, or holds other objects.
+    """
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{path}: not a file of tensors, or damaged; nothing in it was executed ({str(error).splitlines()[0]})"
+        ) from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        raise ValueError(f"{path}: expected tensors by name, found {type(tensors).__name__}")
+    return tensors
 
 
 def _check_match(projector: nn.Module, adapter: dict, path: Path, config: PretrainedConfig) -> None:

@@ -1,0 +1,186 @@
+"""Preparing and preflighting records: 100,000 with pictures of a few KB, and the index of 779,289 Parquet rows.
+
+The records are conversations like LLaVA's (one in ten text only) with small JPEGs, once as JSON beside a zip file and
+once as Parquet shards whose rows hold the pictures. Each start is a process of its own. The first finds no cache: it
+reads the records into their table, lists the zip file's members, checks every record with the pictures' headers, and
+again with the pictures decoded. The second finds all of that. The files were just written, so they are in the system's
+page cache. Imports are left out.
+
+Memory is the sum over the process and those that it starts of their proportional share (PSS), seen every 50 ms.
+"""
+
+import argparse
+import io
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from benchmarks import inputs
+from benchmarks.common import write_result
+
+_SHARD = 3_118  # rows: 250 shards hold 779,289
+_PICTURES = 500  # different ones, which repeat
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=int, default=100_000)
+    parser.add_argument("--rows", type=int, default=779_289, help="rows of the Parquet index")
+    parser.add_argument("--distinct", type=int, default=2000, help="different conversations, which repeat")
+    parser.add_argument("--work", type=Path, help="folder for the inputs (3 GB); default: temporary")
+    parser.add_argument("--quick", action="store_true", help="5,000 records and 20,000 rows")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        data, images, check = args.one
+        print(json.dumps(started(data, None if images == "-" else images, check == "check")))
+        return
+    if args.quick:
+        args.records, args.rows = 5_000, 20_000
+    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        rows = measured(Path(folder), args.records, args.rows, args.distinct)
+    path = write_result("data_preflight", rows, distinct_records=args.distinct, distinct_pictures=_PICTURES)
+    print(f"written to {path}")
+
+
+def measured(folder: Path, records: int, rows: int, distinct: int) -> list[dict]:
+    """A first and a second start for each kind of input."""
+    conversations = list(inputs.conversation_records(distinct, "x.jpg", text_only=0.1))
+    pictures = [small_jpeg(seed) for seed in range(min(_PICTURES, records))]
+    cases = [
+        ("json and zip", write_json_and_zip(folder / "zip", conversations, pictures, records), True),
+        ("parquet", (write_shards(folder / "few", conversations, pictures, records), "-"), True),
+        ("parquet, index only", (write_shards(folder / "many", conversations, pictures[:1], rows), "-"), False),
+    ]
+    time.sleep(
+        2.5
+    )  # so that the files' stamps are trusted, as in every start but the one right after they were written
+    found = []
+    for (what, (data, images), check), cache in itertools.product(cases, ("cold", "warm")):
+        result = run_watched([data, images, "check" if check else "index"])
+        if check and cache == "cold":
+            prepared = result["index_s"] + result["members_s"]
+            for name in ("headers_s", "decoded_s"):
+                result[f"records_per_s_{name[:-2]}"] = round(result["records"] / (prepared + result[name]))
+        found.append({"input": what, "cache": cache} | result)
+        print(found[-1], flush=True)
+    return found
+
+
+def started(data: str, images: str | None, check: bool) -> dict:
+    """One start: seconds of its parts."""
+    from llava.conversation import get_template
+    from llava.data.images import ImageStore
+    from llava.data.manifest import Rules, preflight
+    from llava.data.records import load_records
+
+    times = [time.perf_counter()]
+    table = load_records(data, check=False)
+    times.append(time.perf_counter())
+    result = {"records": table.total, "index_s": times[1] - times[0]}
+    if check:
+        store = ImageStore(images)
+        times.append(time.perf_counter())
+        for name, full in (("headers_s", False), ("decoded_s", True)):
+            rules = Rules(get_template("qwen_1_5"), "upstream", full)
+            manifest, _ = preflight(table, store, rules, show_progress=False)
+            times.append(time.perf_counter())
+            result[name] = times[-1] - times[-2]
+            assert not manifest.faults, manifest.faults
+        result["members_s"] = times[2] - times[1]
+    return {name: round(value, 2) if isinstance(value, float) else value for name, value in result.items()}
+
+
+def run_watched(arguments: list[str | Path]) -> dict:
+    """The result of one start, with its greatest memory over all its processes, in MiB."""
+    command = [sys.executable, "-m", "benchmarks.data_preflight", "--one", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        peak, most = 0.0, 0
+        while process.poll() is None:
+            sizes = proportional_memory(process.pid)
+            peak, most = max(peak, sum(sizes)), max(most, len(sizes))
+            time.sleep(0.05)
+        lines = process.stdout.read().strip().splitlines()
+    if process.returncode or not lines:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+    return json.loads(lines[-1]) | {"processes": most, "peak_mib": round(peak)}
+
+
+def proportional_memory(pid: int) -> list[float]:
+    """PSS in MiB of a process and of those below it."""
+    sizes = []
+    try:
+        family = [psutil.Process(pid)]
+        family += family[0].children(recursive=True)
+    except psutil.Error:
+        return sizes
+    for member in family:
+        try:
+            lines = Path(f"/proc/{member.pid}/smaps_rollup").read_text().splitlines()
+            sizes.append(next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024)
+        except (OSError, StopIteration):  # it has just ended
+            continue
+    return sizes
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def small_jpeg(seed: int) -> bytes:
+    """A picture of about 4 KB."""
+    levels = np.random.default_rng(seed).integers(0, 256, (14, 16, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(levels).resize((128, 112), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()
+
+
+def write_json_and_zip(folder: Path, conversations: list[dict], pictures: list[bytes], count: int) -> tuple[Path, Path]:
+    """`data.json` and `images.zip`; a picture for each record that has one."""
+    folder.mkdir()
+    numbered = zip(range(count), itertools.cycle(conversations), strict=False)
+    texts = (
+        json.dumps(record | {"id": str(i)} | ({"image": f"{i % 100:05d}/{i}.jpg"} if "image" in record else {}))
+        for i, record in numbered
+    )
+    inputs.write_texts(folder / "data.json", texts)
+    with zipfile.ZipFile(folder / "images.zip", "w") as archive:
+        for index in range(count):
+            archive.writestr(f"{index % 100:05d}/{index}.jpg", pictures[index % len(pictures)])
+    return folder / "data.json", folder / "images.zip"
+
+
+def write_shards(folder: Path, conversations: list[dict], pictures: list[bytes], count: int) -> Path:
+    """Shards as LLaVA-NeXT's: 100 rows to a row group, `image` a struct of bytes and path, null for text only."""
+    folder.mkdir()
+    total = -(-count // _SHARD)
+    for shard, start in enumerate(range(0, count, _SHARD)):
+        rows = range(start, min(start + _SHARD, count))
+        records = [conversations[i % len(conversations)] for i in rows]
+        images = [
+            {"bytes": pictures[i % len(pictures)], "path": None} if "image" in record else None
+            for i, record in zip(rows, records, strict=True)
+        ]
+        columns = {
+            "id": [str(i) for i in rows],
+            "conversations": [record["conversations"] for record in records],
+            "data_source": ["synthetic"] * len(rows),
+            "image": pa.array(images, pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+        }
+        path = folder / f"train-{shard:05d}-of-{total:05d}.parquet"
+        pq.write_table(pa.table(columns), path, row_group_size=100)
+    return folder
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Memory per GPU and throughput of the recipes from 1 to 512 GPUs, by formula; nothing is run. Prints docs/scale.md.
+
+Memory is the tree's own estimate (llava.train.memory), with DeepSpeed's estimator beside it. A step takes the longer of
+arithmetic and communication, as if they overlapped fully, and the time that collectives take to go round:
+
+    compute = FLOPs of the step per GPU / (peak x --mfu)
+    bytes   = micro-batches x (weights gathered forward + backward + gradients reduced), received by one node
+    rounds  = micro-batches x collectives x GPUs x --hop-us
+
+    python -m benchmarks.scale > docs/scale.md
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.train_step import PRESETS, SO400M, STAGES
+from llava.model import LlavaLlamaConfig, LlavaLlamaForCausalLM, LlavaQwenConfig, LlavaQwenForCausalLM
+from llava.train.flops import Work, flop_costs, required_flops
+from llava.train.memory import CheckpointPlan, estimate_memory, plan_checkpointing
+from llava.train.optim import set_trainable
+
+NAMES = ("llama-3.2-3b", "qwen2.5-7b")
+GLOBAL_BATCH, CAPS = {1: 256, 2: 128}, {"llama-3.2-3b": {1: 16384, 2: 8192}, "qwen2.5-7b": {1: 12288, 2: 6144}}
+VISUAL_TOKENS, TEXT_TOKENS, TARGETS = 729, {1: 25, 2: 300}, {1: 20, 2: 200}  # of a sample, on average
+GPUS = (8, 16, 32, 64, 128, 256, 512)
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How weights and gradients go between GPUs; bytes per element that a node receives from others."""
+
+    name: str
+    stage: int
+    forward: float
+    backward: float
+    gradients: float
+
+
+LAYOUTS = (
+    Layout("zero2", 2, 0.0, 0.0, 2.0),
+    Layout("zero3", 3, 2.0, 2.0, 2.0),
+    Layout("zero3_hpz", 3, 2.0, 0.0, 2.0),  # backward gathers inside the node
+    Layout("zeropp", 3, 1.0, 0.0, 0.5),  # weights in 8 bits, gradients in 4
+)
+NETWORKS = {"8 x 400 Gb/s per node": 400e9, "100 Gb/s per node": 12.5e9}  # bytes per second
+
+
+def build(name: str, stage: int) -> Any:
+    """The preset's model in bf16 without memory, with `requires_grad` set."""
+    preset = PRESETS[name]
+    model_class, config_class = {
+        "llama": (LlavaLlamaForCausalLM, LlavaLlamaConfig),
+        "qwen": (LlavaQwenForCausalLM, LlavaQwenConfig),
+    }[preset.family]
+    vision = {"mm_vision_tower": "siglip", "mm_vision_config": SO400M | {"model_type": "siglip_vision_model"}}
+    tied = preset.family == "llama"
+    config = config_class(**preset.language_model, **vision, tie_word_embeddings=tied, mm_projector_type="mlp2x_gelu")
+    with torch.device("meta"):
+        model = model_class(config).bfloat16()
+    if tied:
+        model.tie_weights()
+    set_trainable(model, frozenset(STAGES[stage]))
+    model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
+    return model
+
+
+def arguments(stage: int, ranks: int, offload: bool = False) -> SimpleNamespace:
+    """What the estimate reads of the training arguments."""
+    zero = {
+        "stage": stage,
+        **({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}} if offload else {}),
+    }
+    config = SimpleNamespace(config={"zero_optimization": zero})
+    options = {"optim": "adamw_torch", "bf16": True, "fp16": False, "use_liger_kernel": False, "deepspeed": "zero.json"}
+    return SimpleNamespace(device=torch.device("cuda"), hf_deepspeed_config=config, world_size=ranks, **options)
+
+
+def deepspeed_estimate(model: Any, stage: int, ranks: int, offload: bool) -> float:
+    """GiB per GPU for model states by DeepSpeed's estimator, which takes every weight for trained."""
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
+
+    elements = sum(p.numel() for p in model.parameters())
+    largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
+    nodes = {"num_gpus_per_node": min(8, ranks), "num_nodes": -(-ranks // 8)}
+    if stage == 2:
+        return zero2(elements, cpu_offload=False, **nodes)[1] / GIB
+    return zero3(elements, largest, cpu_offload=offload, cpu_offload_params=offload, **nodes)[1] / GIB
+
+
+def memory_rows(ranks: tuple[int, ...] = (8, 64)) -> Iterator[list[str]]:
+    """Memory of every preset, stage, layout and number of GPUs."""
+    for name in NAMES:
+        for stage in STAGES:
+            model = build(name, stage)
+            for zero, offload in ((2, False), (3, False), (3, True)):
+                for n in ranks:
+                    estimate = estimate_memory(model, arguments(zero, n, offload), CAPS[name][stage])
+                    states = (estimate.parameters + estimate.gradients + estimate.optimizer) / GIB
+                    whole = estimate.total(CheckpointPlan()) / GIB
+                    recomputed = estimate.total(plan_checkpointing(True, estimate, 0)) / GIB
+                    theirs = deepspeed_estimate(model, zero, n, offload)
+                    kind = f"ZeRO-{zero}" + (", offload" if offload else "")
+                    numbers = (states, theirs, whole, recomputed)
+                    yield [name, str(stage), kind, str(n), *(f"{value:.1f}" for value in numbers)]
+
+
+def step_work(name: str, stage: int, gpus: int) -> tuple[Work, int]:
+    """A GPU's share of one optimizer step, and in how many micro-batches it comes."""
+    samples, text = GLOBAL_BATCH[stage] / gpus, TEXT_TOKENS[stage]
+    tokens = VISUAL_TOKENS + text
+    micro_batches = max(1, -(-int(samples * tokens) // CAPS[name][stage]))
+    pairs = tokens * (tokens + 1) / 2
+    return Work(
+        samples, samples * tokens, samples * tokens, samples * pairs, samples, samples * TARGETS[stage]
+    ), micro_batches
+
+
+def throughput_rows(stage: int, bandwidth: float, args: argparse.Namespace) -> Iterator[list[str]]:
+    """Samples per second of every preset and layout over numbers of GPUs; what bounds each."""
+    for name in NAMES:
+        model = build(name, stage)
+        costs, elements = flop_costs(model), sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        layers = len(model.get_model().layers) + model.get_vision_tower().num_layers_used
+        for layout in LAYOUTS:
+            cells = [step_cell(name, stage, layout, n, bandwidth, costs, elements, trained, layers, args) for n in GPUS]
+            yield [name, layout.name, *cells]
+
+
+def step_cell(
+    name: str, stage: int, layout: Layout, gpus: int, bandwidth: float, costs: Any, elements: int, trained: int,
+    layers: int, args: argparse.Namespace,
+) -> str:  # fmt: skip
+    """Samples per second, marked where network or latency decides and not arithmetic; `-` where no sample is left."""
+    if gpus > GLOBAL_BATCH[stage]:
+        return "-"
+    work, micro_batches = step_work(name, stage, gpus)
+    compute = required_flops(costs, work) / (args.peak * 1e12 * args.mfu)
+    nodes = gpus // 8
+    moved = (layout.forward + layout.backward) * elements + layout.gradients * trained
+    once = 2.0 * trained if layout.stage == 2 else 0.0  # ZeRO-2 gathers the new weights after the step
+    network = (micro_batches * moved + once) * (nodes - 1) / nodes / bandwidth
+    collectives = 1 if layout.stage == 2 else 3 * layers
+    latency = micro_batches * collectives * gpus * args.hop_us * 1e-6 if nodes > 1 else 0.0
+    seconds = max(compute, network, latency)
+    mark = "" if seconds == compute else " n" if seconds == network else " l"
+    return f"{GLOBAL_BATCH[stage] / seconds:.0f}{mark}"
+
+
+def table(header: list[str], rows: Iterator[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of a GPU, dense bf16")
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of it that a GPU alone reaches; an assumption")
+    parser.add_argument("--hop-us", type=float, default=5.0, help="time from GPU to GPU in a ring, microseconds")
+    args = parser.parse_args()
+    memory = ["preset", "stage", "layout", "GPUs", "states", "DeepSpeed's estimate", "total", "total, all recomputed"]
+    print(INTRODUCTION)
+    print(table(memory, memory_rows()))
+    print(THROUGHPUT.format(mfu=args.mfu, peak=args.peak, hop=args.hop_us, text=TEXT_TOKENS, visual=VISUAL_TOKENS))
+    for stage in STAGES:
+        for network, bandwidth in NETWORKS.items():
+            print(f"\nStage {stage}, global batch {GLOBAL_BATCH[stage]}, {network}:\n")
+            print(table(["preset", "layout", *map(str, GPUS)], throughput_rows(stage, bandwidth, args)))
+    print(BREAKS)
+
+
+INTRODUCTION = """# From 1 to 512 GPUs
+
+Printed by `python -m benchmarks.scale`. Everything here is arithmetic; nothing on this page was measured on a GPU.
+
+## Memory per GPU
+
+In GiB, for micro-batches as large as the preset's cap. `states` are weights, gradients and optimizer states by
+the tree's
+estimate, the table that a run prints before its first step; `total` adds activations and the loss head, without
+and with
+recomputation of every layer. DeepSpeed's estimator (`estimate_zero{2,3}_model_states_mem_needs`) knows neither
+frozen weights
+nor activations: in stage 1 it counts optimizer states that do not exist. In stage 2 the two differ by what
+ZeRO-3 gathers at
+a time: DeepSpeed's estimator counts the largest layer, ours up to 10^9 weights (`stage3_max_live_parameters`).
+`zero3_hpz.json` and `zeropp.json` take the 16-bit weights over 8 GPUs on top of ZeRO-3's rows.
+"""
+THROUGHPUT = """
+## Throughput
+
+Samples per second over all GPUs, nodes of 8. `n`: the network decides, `l`: latency does, `-`: fewer samples
+than GPUs.
+Assumptions:
+
+- A GPU alone reaches {mfu:g} of {peak:g} TFLOP/s (H100 or H200; never measured for this tree).
+- A sample has {visual} visual tokens, and {text[1]} of text in stage 1, {text[2]} in stage 2; all GPUs get the same.
+- Communication and arithmetic overlap fully; inside a node communication costs nothing; a node's network cards
+  work together.
+- ZeRO-3 gathers all weights forward and again backward, frozen ones too, and reduces the trained ones'
+  gradients, in every
+  micro-batch. `zero3_hpz` gathers backward inside the node; `zeropp` sends weights in 8 bits and gradients in 4.
+- A collective takes {hop:g} microseconds per GPU in the ring; ZeRO-3 has three per layer and micro-batch.
+- Reading data keeps up."""
+BREAKS = """
+## What breaks first
+
+1. **The batch.** The recipes' global batches are 256 and 128: with more GPUs than samples some would have
+   nothing to do, and
+   scripts/launch.sh refuses it. Stage 2 ends at 128 GPUs, stage 1 at 256. More needs another batch, so another
+   learning rate.
+2. **Work per GPU.** Long before, a GPU has one or two samples per step, while ZeRO-3 moves all weights for
+   them. On a slow network
+   that is so from the second node on: use `zero2.json` where the weights fit, else `zero3_hpz.json` or `zeropp.json`.
+3. **Uneven samples.** One micro-batch of one sample per GPU takes as long as the longest of them;
+   `--length_group_window` helps
+   ([data.md](data.md#even-work-for-all-ranks)).
+4. **Latency.** A ring over hundreds of GPUs costs milliseconds per collective, whatever it carries.
+5. **Checkpoints.** Rank 0 alone writes the gathered 16-bit weights (15 GiB for 7B); optimizer states are
+   written by all ranks.
+6. **Failures.** Their rate grows with the number of nodes; what a run does then is in
+   [launch.md](launch.md#faults)."""
+
+
+if __name__ == "__main__":
+    main()

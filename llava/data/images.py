@@ -1,0 +1,165 @@
+"""Opens the pictures of records: files below a folder, members of a zip file, bytes in rows of Parquet files.
+
+What records name is not trusted: a path may not lead out of the folder, by `..`, from the root, or over a link; only
+picture formats that Pillow decodes by itself are tried; and nothing is read that is too large to be a picture.
+"""
+
+import os
+import stat
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image
+
+from llava.data.checks import Problem, RowImage
+from llava.data.row_images import RowReader
+from llava.data.zip_files import ZipMembers
+
+LARGEST_FILE = 1 << 29
+"""Bytes; with Pillow's limit of pixels, more than any picture has."""
+# EPS would start another program; the others that are missing here are no pictures, or no format that data comes in.
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "MPO", "PPM", "JPEG2000", "AVIF", "ICO", "TGA")
+
+
+class ImageError(ValueError):
+    """A picture that cannot be had: `problem.kind` is `image_missing`, `image_outside` or `image_unreadable`."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.problem = Problem(kind, message)
+
+
+class ImageStore:
+    """Where the pictures that records name are.
+
+    Args:
+        image_folder: a folder, a `.zip` file, or None for the working directory.
+        cache_dir: where a zip file's list of members is kept; default `.llava_cache` beside it.
+        follow_links: whether links below the folder may lead out of it.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError, OSError: as `ZipMembers`.
+    """
+
+    def __init__(self, image_folder: str | Path | None, cache_dir: str | None = None, follow_links: bool = False):
+        self.root = Path(image_folder or "")
+        if not self.root.exists():
+            raise FileNotFoundError(f"--image_folder {self.root}: no such folder or zip file")
+        self.follow_links = follow_links
+        self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
+        self._real_root = os.path.realpath(self.root)
+        self._rows = RowReader()
+
+    def identity(self) -> str:
+        """Says where pictures come from: for a zip file its content, for a folder its path."""
+        if self.archive:
+            return f"zip {self.archive.content()}"
+        return f"folder {self._real_root} {self.follow_links}"
+
+    def open(self, image: str | RowImage) -> Image.Image:
+        """The picture, decoded; of animated ones the first frame.
+
+        Raises:
+            ImageError: it is missing, outside, or cannot be decoded; the message names it.
+        """
+        with self._header(image) as picture:
+            picture.load()
+            return picture
+
+    def check(self, image: str | RowImage, full_decode: bool = False) -> Problem | None:
+        """What is wrong with a picture, by its header or by decoding it; or that only its first frame is used."""
+        try:
+            with self._header(image) as picture:
+                if full_decode:
+                    picture.load()
+                if getattr(picture, "is_animated", False):
+                    return Problem("several_frames", f"image {self._name(image)}: only its first frame is used")
+        except ImageError as error:
+            return error.problem
+        return None
+
+    @contextmanager
+    def _header(self, image: str | RowImage) -> Iterator[Image.Image]:
+        source = self._source(image)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(source, formats=_known_formats()) as picture:
+                    yield picture
+        except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
+            raise self._unreadable(image, str(error) or type(error).__name__) from error
+
+    def _source(self, image: str | RowImage) -> str | BytesIO:
+        if isinstance(image, str) and not self.archive:
+            return self._file(image)
+        try:
+            if isinstance(image, RowImage):
+                return self._bytes(image, self._rows.read(image))
+            if (self.archive.size(image) or 0) > LARGEST_FILE:
+                raise OSError(f"{self.archive.size(image):,} bytes once unpacked; expected at most {LARGEST_FILE:,}")
+            return self._bytes(image, self.archive.read(image))
+        except FileNotFoundError:
+            raise self._missing(image) from None
+        except OSError as error:
+            raise self._unreadable(image, str(error)) from error
+
+    def _bytes(self, image: str | RowImage, data: bytes) -> BytesIO:
+        if not data:
+            raise self._unreadable(image, "it has no bytes")
+        return BytesIO(data)
+
+    def _file(self, name: str) -> str:
+        path = os.path.join(self.root, name)
+        try:
+            found = os.path.abspath(path) if self.follow_links else os.path.realpath(path)
+            root = os.path.abspath(self.root) if self.follow_links else self._real_root
+            if os.path.commonpath([root, found]) != root:
+                raise self._outside(name, found)
+            status = os.stat(path)
+        except FileNotFoundError:
+            raise self._missing(name) from None
+        except ImageError:
+            raise
+        except (OSError, ValueError) as error:  # a name that no file can have
+            raise self._unreadable(name, str(error)) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise self._unreadable(name, "not a regular file")
+        if not 0 < status.st_size <= LARGEST_FILE:
+            raise self._unreadable(name, f"{status.st_size:,} bytes; expected 1 to {LARGEST_FILE:,}")
+        return path
+
+    def _name(self, image: str | RowImage) -> str:
+        return str(image) if isinstance(image, RowImage) else f"{os.path.join(self.root, image)!s:.500}"
+
+    def _missing(self, image: str | RowImage) -> ImageError:
+        example = f" (a member of the zip file is {self.archive.example()!r})" if self.archive else ""
+        return ImageError(
+            "image_missing",
+            f"image {self._name(image)} does not exist; check --image_folder and the record{example}",
+        )
+
+    def _outside(self, name: str, found: str) -> ImageError:
+        return ImageError(
+            "image_outside",
+            f"image {self._name(name)} lies outside --image_folder {self.root} (at {found:.500}); name a folder that "
+            "holds all images, or, where links lead out of it, pass --follow_image_links True",
+        )
+
+    def _unreadable(self, image: str | RowImage, fault: str) -> ImageError:
+        return ImageError("image_unreadable", f"image {self._name(image)} cannot be decoded ({fault:.500})")
+
+
+_formats: tuple[str, ...] = ()
+
+
+def _known_formats() -> tuple[str, ...]:
+    """Those of `_FORMATS` that this Pillow was built with."""
+    global _formats
+    if not _formats:
+        Image.init()
+        _formats = tuple(name for name in _FORMATS if name in Image.OPEN)
+    return _formats

@@ -1,0 +1,61 @@
+"""Work over all records by all cores of the node, in order."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
+
+
+def in_processes(
+    function: Callable[[Any, Piece], Result], state: Any, pieces: Sequence[Piece], worth: bool = True
+) -> Iterator[Result]:
+    """`function(state, piece)` of every piece, in order.
+
+    Args:
+        function: of a module; with `worth` it runs in as many processes as this one may use cores.
+        state: given to each process once.
+        pieces: small descriptions of parts of the work.
+        worth: whether there is enough work to start processes for; else it is done here.
+
+    Raises:
+        ChildProcessError: a process was killed, or a library ended it; names the first piece that is missing.
+        Exception: whatever `function` raises.
+    """
+    if not worth:
+        yield from (function(state, piece) for piece in pieces)
+        return
+    with ProcessPoolExecutor(min(cores(), len(pieces)) or 1, initializer=_set_up, initargs=(function, state)) as pool:
+        results = pool.map(_call, pieces)
+        for piece in pieces:
+            try:
+                result = next(results)
+            except BrokenProcessPool:
+                raise ChildProcessError(
+                    f"a process that worked at {piece} or shortly behind it was killed; the system does that when "
+                    "memory runs out, and damaged data may end a process too"
+                ) from None
+            yield result
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_function: Any = None  # of a working process
+_state: Any = None
+
+
+def _set_up(function: Any, state: Any) -> None:
+    global _function, _state
+    _function, _state = function, state
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its processes
+
+
+def _call(piece: Any) -> Any:
+    return _function(_state, piece)

@@ -1,0 +1,110 @@
+"""Checks every record and picture of a training to come, and shows what was found.
+
+    python -m llava.data.preflight --data_path DATA --image_folder IMAGES --version qwen_1_5 --label_masking upstream
+
+Training does the same before its first step and reads the manifest that this leaves. Ends with 1 if there are faults.
+"""
+
+import argparse
+import sys
+
+from llava.conversation import get_template
+from llava.data.images import ImageStore
+from llava.data.manifest import FAULTS, WARNINGS, Manifest, Rules, fault_kinds, preflight, usable_records
+from llava.data.parquet_files import largest_image_group
+from llava.data.records import RecordTable, load_records
+from llava.data.turns import LABEL_MASKINGS
+
+_SHOWN = 10
+_LARGE_GROUP = 1 << 26  # bytes
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m llava.data.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data_path", required=True, help="records, as the trainer takes them")
+    parser.add_argument("--image_folder", help="folder or zip file that the records' image paths start from")
+    parser.add_argument("--version", default="v1", help="conversation template of the training to come (default v1)")
+    add_flags(parser, label_masking="assistant")
+    args = parser.parse_args(argv)
+    try:
+        return show(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
+    """The flags of `show` beside data and template, under the trainer's names."""
+    parser.add_argument(
+        "--label_masking",
+        choices=LABEL_MASKINGS,
+        default=label_masking,
+        help=f"of the training (default {label_masking})",
+    )
+    parser.add_argument("--data_cache_dir", help="where what is found is kept; default .llava_cache beside the data")
+    parser.add_argument("--full_decode", action="store_true", help="decode every picture, not only its header")
+    parser.add_argument("--follow_image_links", action="store_true", help="allow links out of the image folder")
+    parser.add_argument("--list", action="store_true", help="show every fault, not only the first of each kind")
+    parser.add_argument("--model_name_or_path", help="count the samples that are too long for this model's tokenizer")
+    parser.add_argument("--model_max_length", type=int, default=2048, help="with it: positions of a sample")
+    parser.add_argument("--num_visual_tokens", type=int, default=729, help="with it: what an image expands to")
+
+
+def show(args: argparse.Namespace) -> int:
+    """Checks the data and prints what was found; 1 if there are faults."""
+    table = load_records(args.data_path, args.data_cache_dir, check=False, show_progress=True)
+    images = ImageStore(args.image_folder, args.data_cache_dir, args.follow_image_links)
+    rules = Rules(get_template(args.version), args.label_masking, args.full_decode)
+    manifest, path = preflight(table, images, rules)
+    print(report(manifest, None if args.list else _SHOWN))
+    size = max((largest_image_group(source) for source in set(table.sources) if source.suffix == ".parquet"), default=0)
+    if size > _LARGE_GROUP:
+        print(f"shards    row groups of up to {size >> 20} MiB of images: slow to read at random, see docs/data.md")
+    if args.model_name_or_path:
+        print(length_report(args, usable_records(table, manifest, "skip", "")))
+    print(f"manifest  {path}")
+    return int(bool(manifest.faults))
+
+
+def report(manifest: Manifest, shown: int | None = _SHOWN) -> str:
+    """The manifest as text, with the first findings of each kind; all of them where `shown` is None."""
+    counts = manifest.counts
+    how = "decoded in full" if manifest.full_decode else "by their headers"
+    lines = [
+        f"records   {counts['records']:,}: {counts['with_images']:,} with images, {counts['text_only']:,} text only; "
+        f"{counts['images']:,} images, {how}",
+        f"faults    {fault_kinds(manifest) or 'none'}",
+    ]
+    for kind, found in manifest.faults.items():
+        lines += [f"  {kind}: {FAULTS[kind]}", *(f"    {text}" for _, text in found[:shown])]
+    lines.append(
+        "warnings  " + (", ".join(f"{found['count']:,} {k}" for k, found in manifest.warnings.items()) or "none")
+    )
+    for kind, found in manifest.warnings.items():
+        lines += [f"  {kind}: {WARNINGS[kind]}", *(f"    {text}" for _, text in found["first"][:shown])]
+    return "\n".join(lines)
+
+
+def length_report(args: argparse.Namespace, table: RecordTable) -> str:
+    """How many samples are longer than `--model_max_length`; counts what the cache does not know."""
+    from llava.data.dataset import LazySupervisedDataset
+    from llava.data.lengths import token_counts, whole_lengths
+    from llava.mm_utils import load_tokenizer
+
+    tokenizer = load_tokenizer(args.model_name_or_path, model_max_length=args.model_max_length, padding_side="right")
+    dataset = LazySupervisedDataset(
+        table, tokenizer, args.version, None, None, "square", args.num_visual_tokens, args.model_max_length,
+        label_masking=args.label_masking,
+    )  # fmt: skip
+    lengths = whole_lengths(token_counts(dataset), args.num_visual_tokens)
+    longer = int((lengths > args.model_max_length).sum())
+    return (
+        f"lengths   {longer:,} of {len(lengths):,} samples are longer than {args.model_max_length:,} tokens and are "
+        f"cut; the longest has {lengths.max():,}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Makes the recipes' data ready: fetches what is missing, checks that it is complete, indexes and preflights it.
+
+    python -m llava.data.prepare llava-558k       stage 1: LLaVA-558K, chat JSON and images.zip
+    python -m llava.data.prepare llava-next       stage 2: LLaVA-NeXT's 779,289 rows in 250 Parquet shards, or raw JSON
+    python -m llava.data.prepare folder --data_path DATA --image_folder IMAGES
+
+Files that are in the folder already are used as they are; the others come from the hub, and a download that was cut off
+goes on where it was. Nothing is converted or unpacked: training reads what lies there. At the end the variables for
+scripts/pretrain.sh or scripts/finetune.sh are printed. Ends with 1 if records have faults.
+"""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llava.data.preflight import add_flags, show
+
+_SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Files that together are the data, by patterns below the folder.
+
+    Args:
+        data: matches the records' files.
+        images: the first of these that is there holds the images; none where rows hold them.
+        rows: how many there must be, where files tell without being read.
+    """
+
+    data: str
+    images: tuple[str, ...] = ()
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set of the hub, and the ways in which it may lie on disk, the one that is downloaded first."""
+
+    repository: str
+    patterns: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    folder: str
+    script: str
+    version: str
+
+
+SOURCES = {
+    "llava-558k": Source(
+        "liuhaotian/LLaVA-Pretrain",
+        ("blip_laion_cc_sbu_558k.json", "images.zip"),
+        (Layout("blip_laion_cc_sbu_558k.json", ("images.zip", "images")),),
+        "playground/data/LLaVA-Pretrain",
+        "pretrain",
+        "plain",
+    ),
+    "llava-next": Source(
+        "lmms-lab/LLaVA-NeXT-Data",
+        ("data/*.parquet",),
+        (
+            Layout("data/*.parquet", rows=779_289),
+            Layout("llava_next_raw_format/llava_next_raw_format_processed.json", ("llava_next_raw_format",)),
+        ),
+        "playground/data/LLaVA-NeXT-Data",
+        "finetune",
+        "qwen_1_5",
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m llava.data.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", choices=[*SOURCES, "folder"])
+    parser.add_argument("--folder", type=Path, help="where the files are or go; default as the scripts expect it")
+    parser.add_argument("--local_only", action="store_true", help="never download; say what is missing")
+    parser.add_argument("--data_path", help="folder: records, as the trainer takes them")
+    parser.add_argument("--image_folder", help="folder: folder or zip file of the images")
+    parser.add_argument("--version", help="conversation template of the training to come; default the stage's")
+    add_flags(parser, label_masking="upstream")
+    args = parser.parse_args(argv)
+    try:
+        return prepare(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Fetches, verifies, checks, and prints the variables for the scripts; 1 if records have faults.
+
+    Raises:
+        FileNotFoundError: files are missing and are not to be downloaded.
+        ValueError: files are incomplete.
+    """
+    scripts = ["pretrain", "finetune"]
+    if args.source == "folder":
+        if not args.data_path:
+            raise ValueError("folder: --data_path is missing: the records' file, files or folder")
+        args.version = args.version or "v1"
+    else:
+        source = SOURCES[args.source]
+        folder = args.folder or Path(source.folder)
+        if args.data_path or args.image_folder:
+            raise ValueError(f"{args.source}: --data_path and --image_folder are for folder; pass --folder")
+        args.data_path, args.image_folder = located(source, folder, args.local_only)
+        args.version = args.version or source.version
+        scripts = [source.script]
+    status = show(args)
+    variables = f"DATA_PATH={shlex.quote(args.data_path)} IMAGE_FOLDER={shlex.quote(args.image_folder or '')}"
+    if args.version not in (source.version for source in SOURCES.values()):
+        variables += f" PROMPT_VERSION={args.version}"
+    for script in scripts:
+        print(f"train     {variables} PRESET=... NORM=... bash scripts/{script}.sh")
+    return status
+
+
+def located(source: Source, folder: Path, local_only: bool) -> tuple[str, str | None]:
+    """`--data_path` and `--image_folder` of a source that is complete in `folder`, or is downloaded there."""
+    for layout in source.layouts:
+        if not missing(layout, folder):
+            return _paths(layout, folder)
+    if local_only:
+        faults = "; or ".join(", ".join(missing(layout, folder)) for layout in source.layouts)
+        raise FileNotFoundError(f"--folder {folder}: missing {faults}; without --local_only they are downloaded")
+    download(source, folder)
+    if left := missing(source.layouts[0], folder):
+        raise ValueError(
+            f"--folder {folder}: after the download of {source.repository} still missing {', '.join(left)}"
+        )
+    return _paths(source.layouts[0], folder)
+
+
+def missing(layout: Layout, folder: Path) -> list[str]:
+    """What a layout lacks in `folder`: files, shards of a numbered set, images.
+
+    Raises:
+        ValueError: shards are damaged, or complete and hold another number of rows than they should.
+    """
+    files = sorted(folder.glob(layout.data))
+    if not files:
+        return [layout.data]
+    lacking = _missing_shards(files)
+    if layout.images and not _images(layout, folder):
+        lacking.append(layout.images[0])
+    if layout.rows and not lacking:
+        rows = sum(_rows(file) for file in files)
+        if rows != layout.rows:
+            raise ValueError(f"--folder {folder}: {len(files)} shards hold {rows:,} rows, expected {layout.rows:,}")
+    return lacking
+
+
+def download(source: Source, folder: Path) -> None:
+    """Downloads the files of `source` that `folder` lacks, and goes on with those that were cut off.
+
+    Raises:
+        OSError: the hub cannot be reached, or refuses.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    print(f"download  {source.repository}: {', '.join(source.patterns)} to {folder}", flush=True)
+    try:
+        snapshot_download(
+            source.repository, repo_type="dataset", allow_patterns=list(source.patterns), local_dir=folder
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise OSError(
+            f"{source.repository} cannot be downloaded to {folder}; the same command goes on with it ({error})"
+        ) from error
+
+
+def _missing_shards(files: Sequence[Path]) -> list[str]:
+    named = [match for file in files if (match := _SHARD.fullmatch(file.name))]
+    there = {(match[1], int(match[2])) for match in named}
+    sets = {(match[1], match[3]) for match in named}
+    return [
+        f"{name}-{number:0{len(count)}d}-of-{count}.parquet"
+        for name, count in sorted(sets)
+        for number in range(int(count))
+        if (name, number) not in there
+    ]
+
+
+def _rows(shard: Path) -> int:
+    try:
+        return pq.read_metadata(shard).num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{shard}: damaged ({error}); delete it and start the same command again") from error
+
+
+def _images(layout: Layout, folder: Path) -> Path | None:
+    return next((folder / name for name in layout.images if (folder / name).exists()), None)
+
+
+def _paths(layout: Layout, folder: Path) -> tuple[str, str | None]:
+    data = folder / layout.data
+    images = _images(layout, folder)
+    return str(data.parent if "*" in data.name else data), None if images is None else str(images)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

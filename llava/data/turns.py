@@ -1,0 +1,144 @@
+"""Who speaks in a conversation, in what order a template takes it, and where its images stand; no tokens yet.
+
+Free of torch, so that the preflight can ask the same rules as training in many small processes.
+"""
+
+from typing import Any, Literal
+
+from llava.constants import DEFAULT_IM_END_TOKEN, DEFAULT_IM_START_TOKEN, DEFAULT_IMAGE_TOKEN
+from llava.conversation import Conversation, SeparatorStyle
+
+LABEL_MASKINGS = ("assistant", "upstream")
+LabelMasking = Literal["assistant", "upstream"]
+Turn = tuple[str, str]
+"""Speaker ("human", "gpt" or "system") and text."""
+
+CHATML_STYLES = (SeparatorStyle.CHATML, SeparatorStyle.QWEN)
+ROLE_TAGGED = (*CHATML_STYLES, SeparatorStyle.LLAMA_3)
+_SPEAKERS = ("human", "gpt", "system")
+
+
+def parse_turns(conversations: Any) -> list[Turn]:
+    """The turns as (speaker, text).
+
+    Raises:
+        ValueError: not a list of `{"from", "value"}` with known speakers, empty, or a system turn after the first.
+    """
+    if not isinstance(conversations, list) or not conversations:
+        found = "an empty list" if conversations == [] else type(conversations).__name__
+        raise ValueError(f"'conversations': expected a non-empty list of turns, found {found}")
+    return [_parse_turn(index, turn) for index, turn in enumerate(conversations)]
+
+
+def _parse_turn(index: int, turn: Any) -> Turn:
+    if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
+        found = f"the keys {sorted(map(str, turn))}" if isinstance(turn, dict) else type(turn).__name__
+        raise ValueError(f"turn {index}: expected {{'from': ..., 'value': ...}}, found {found}")
+    speaker, text = turn["from"], turn["value"]
+    if speaker not in _SPEAKERS:
+        raise ValueError(f"turn {index}: 'from' is {speaker!r}, expected one of {', '.join(_SPEAKERS)}")
+    if not isinstance(text, str):
+        raise ValueError(f"turn {index}: 'value' is {type(text).__name__}, expected a string")
+    if speaker == "system" and index > 0:
+        raise ValueError(f"turn {index}: a system turn must be the first")
+    return speaker, text
+
+
+def training_turns(
+    conversations: Any, template: Conversation, label_masking: LabelMasking, has_image: bool
+) -> list[Turn]:
+    """The turns that are written and learnt.
+
+    Args:
+        conversations: LLaVA's list of `{"from": "human" | "gpt" | "system", "value": str}`.
+        template: its style decides which orders of speakers can be written.
+        label_masking: `upstream` drops an answer that comes before the first question, as LLaVA does.
+        has_image: whether `<image>` stands for one.
+
+    Raises:
+        ValueError: the conversation is malformed, the template cannot express it, or there is nothing to learn.
+    """
+    turns = parse_turns(conversations)
+    upstream = label_masking == "upstream"
+    if upstream:
+        turns = _drop_leading_answer(turns, template, has_image)
+    check_order(turns, template)
+    if not upstream and not any(speaker == "gpt" for speaker, _ in turns):
+        raise ValueError("expected at least one 'gpt' turn, found none: there is nothing to learn")
+    return turns
+
+
+def check_has_image(template: Conversation, has_image: bool) -> None:
+    """Raises ValueError where `template` cannot write a record without an image."""
+    if not has_image and template.sep_style is SeparatorStyle.PLAIN:
+        raise ValueError("the plain template needs an image, found none under 'image'")
+
+
+def turn_rules(template: Conversation, label_masking: LabelMasking) -> str:
+    """A name that is the same for templates and label masks that `training_turns` treats alike."""
+    style = template.sep_style
+    if style in (*ROLE_TAGGED, SeparatorStyle.GEMMA):
+        order = "any_order"
+    elif style in (SeparatorStyle.PLAIN, SeparatorStyle.LLAMA_2):
+        order = style.name.lower()
+    else:
+        order = "alternating"
+    return f"{order}.{label_masking}"
+
+
+def check_order(turns: list[Turn], template: Conversation, complete: bool = True) -> None:
+    """Raises ValueError where `template` cannot write the speakers in this order; `complete`: with the last answer."""
+    style, speakers = template.sep_style, [speaker for speaker, _ in turns]
+    if style is SeparatorStyle.PLAIN:
+        expected = ["human", "gpt"] if complete else ["human"]
+        if speakers != expected or DEFAULT_IMAGE_TOKEN not in turns[0][1]:
+            raise ValueError(
+                f"template plain: expected the turns {expected}, the first with {DEFAULT_IMAGE_TOKEN}, found {speakers}"
+            )
+        return
+    spoken = [speaker for speaker in speakers if speaker != "system"]
+    if not spoken:
+        raise ValueError("expected a human or gpt turn after the system turn, found none")
+    if style is SeparatorStyle.LLAMA_2 and spoken[0] != "human":
+        raise ValueError("template llama_2: expected the human to speak first, found 'gpt'")
+    if style not in (*ROLE_TAGGED, SeparatorStyle.GEMMA):
+        for index in range(1, len(spoken)):
+            if spoken[index] == spoken[index - 1]:
+                raise ValueError(
+                    f"two {spoken[index]!r} turns in a row: templates of style {style.name} "
+                    "need human and gpt to take turns"
+                )
+
+
+def _drop_leading_answer(turns: list[Turn], template: Conversation, has_image: bool) -> list[Turn]:
+    if turns[0][0] != "gpt" or template.sep_style is SeparatorStyle.PLAIN or len(turns) == 1:
+        return turns
+    if has_image and DEFAULT_IMAGE_TOKEN in turns[0][1]:
+        raise ValueError("label_masking upstream drops a leading 'gpt' turn, but this one holds an image")
+    return turns[1:]
+
+
+def normalize_image_tokens(
+    turns: list[Turn], template: Conversation, label_masking: LabelMasking, mm_use_im_start_end: bool = False
+) -> list[Turn]:
+    """The turns with their `<image>` where and how the template wants them.
+
+    `assistant` leaves any number of images at any place. `upstream` does as LLaVA-NeXT: the only image of a turn moves
+    to its front, on a line of its own. Both give `mmtag` templates their tags, and `mm_use_im_start_end` its tokens.
+    """
+    image = DEFAULT_IMAGE_TOKEN
+    if mm_use_im_start_end and template.sep_style is not SeparatorStyle.PLAIN:
+        image = DEFAULT_IM_START_TOKEN + image + DEFAULT_IM_END_TOKEN
+    if "mmtag" in template.version:
+        image = f"<Image>{image}</Image>"
+    if label_masking == "upstream":
+        turns = [(speaker, _image_first(text)) for speaker, text in turns]
+    return [(speaker, text.replace(DEFAULT_IMAGE_TOKEN, image)) for speaker, text in turns]
+
+
+def _image_first(text: str) -> str:
+    text = text.replace("QA_GT_caption_based_noisy", "")  # a tag of LLaVA-NeXT's data that it takes out of the text
+    if text.count(DEFAULT_IMAGE_TOKEN) != 1 or text.startswith(DEFAULT_IMAGE_TOKEN):
+        return text
+    rest = text.replace(DEFAULT_IMAGE_TOKEN, "").strip()
+    return f"{DEFAULT_IMAGE_TOKEN}\n{rest}".strip()

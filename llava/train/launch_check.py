@@ -1,0 +1,249 @@
+"""Are the nodes of a launch fit for each other? A table with the node at fault, before any model is loaded.
+
+Training over several nodes runs it by itself; `CHECK=1 bash scripts/pretrain.sh` runs it alone, on any number of ranks.
+Ranks of a node answer together. What most nodes have counts as right; the odd one out is at fault.
+"""
+
+import argparse
+import logging
+import os
+import platform
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llava.train.ranks import barrier, from_all, from_first
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "safetensors")
+_MAX_CLOCK_SECONDS = 2.0  # more confuses time stamps of files, and certificates
+_SLOW = 0.5  # of the median link: a node below it holds all others up
+_MIN_FREE_GIB = 1.0
+_MESSAGE = {"cuda": 2**28, "cpu": 2**22}  # bytes that a link carries in the measurement
+
+
+@dataclass
+class NodeFacts:
+    """What one node says of itself; gathered from its first rank."""
+
+    node: str
+    ranks: int
+    versions: dict[str, str]
+    commit: str
+    paths: dict[str, str]  # "found" or what is wrong
+    clock: float  # seconds, read behind a common barrier
+    free_gib: float
+    gib_per_second: float = 0.0  # of the best link to a neighbouring node
+    faults: list[str] = field(default_factory=list)
+
+
+def node_name() -> str:
+    """Host name and the launcher's number of this node."""
+    number = os.environ.get("GROUP_RANK", os.environ.get("CROSS_RANK", "0"))
+    return f"{number}:{platform.node()}"
+
+
+def versions() -> dict[str, str]:
+    """Of Python, packages, CUDA and the driver."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    if torch.cuda.is_available():
+        found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        found |= {"device": torch.cuda.get_device_name(), "devices": str(torch.cuda.device_count())}
+    return found
+
+
+def commit() -> str:
+    """The repository's commit, with a mark where files were changed since."""
+    root = Path(__file__).parent
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=root, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def check_paths(inputs: Sequence[str], output_dir: str) -> dict[str, str]:
+    """Whether this rank sees what rank 0 sees, and a file that rank 0 writes to the output folder. Every rank calls."""
+    sizes = {name: Path(name).stat().st_size if Path(name).is_file() else -1 for name in inputs if Path(name).exists()}
+    expected = from_first(sizes)
+    seen = {name: "found" if name in sizes else "missing here" for name in expected}
+    for name in sizes.keys() & expected.keys():
+        if sizes[name] != expected[name]:
+            seen[name] = f"{sizes[name]} bytes, rank 0 has {expected[name]}"
+    token = from_first(secrets.token_hex(8))
+    file = Path(output_dir, f".launch-check-{token}")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(token)
+    barrier()
+    seen[output_dir] = "found" if file.is_file() and file.read_text() == token else "is not shared with rank 0"
+    barrier()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        file.unlink()
+    return seen
+
+
+def link_speed(first_ranks: Sequence[int], device: torch.device) -> float:
+    """GiB/s of this rank's best link to the node before or behind it; 0 where there is none. Every rank must call."""
+    rank, best = dist.get_rank(), 0.0
+    buffer = torch.zeros(_MESSAGE[device.type] // 4, device=device)
+    pairs = list(zip(first_ranks, first_ranks[1:], strict=False))
+    for parity in (0, 1):  # links that share no node are measured at the same time
+        barrier()
+        for pair in pairs[parity::2]:
+            if rank in pair:
+                best = max(best, _transfer(pair, buffer))
+    return best
+
+
+def _transfer(pair: tuple[int, int], buffer: torch.Tensor) -> float:
+    """GiB/s of one message there and one back, after one that opens the connection."""
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        for source, target in (pair, pair[::-1]):
+            if dist.get_rank() == source:
+                dist.send(buffer, target)
+            else:
+                dist.recv(buffer, source)
+        if buffer.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    return 2 * buffer.nbytes / seconds / 2**30
+
+
+def all_reduce_speed(device: torch.device) -> float:
+    """Bus bandwidth of an all-reduce over all ranks in GiB/s, 2 (n - 1) / n times message size over time."""
+    ranks, buffer = dist.get_world_size(), torch.zeros(_MESSAGE[device.type] // 4, device=device)
+    for _ in range(2):  # the first opens the connections
+        barrier()
+        start = time.perf_counter()
+        dist.all_reduce(buffer)
+        if buffer.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    return 2 * (ranks - 1) / ranks * buffer.nbytes / seconds / 2**30
+
+
+def gather_facts(inputs: Sequence[str], output_dir: str, device: torch.device) -> list[NodeFacts]:
+    """Every node's facts, in the order of their ranks. Every rank must call."""
+    names = from_all(node_name())
+    paths = check_paths(inputs, output_dir)
+    barrier()
+    clock = time.time()
+    free = shutil.disk_usage(output_dir).free / 2**30
+    first_ranks = [names.index(name) for name in dict.fromkeys(names)]
+    speed = link_speed(first_ranks, device) if len(first_ranks) > 1 else 0.0
+    name = node_name()
+    facts = from_all(NodeFacts(name, names.count(name), versions(), commit(), paths, clock, free, speed))
+    return [facts[rank] for rank in first_ranks]
+
+
+def judge(nodes: list[NodeFacts]) -> list[NodeFacts]:
+    """Writes into every node's `faults` in what it differs from most nodes."""
+
+    def usual(values: Sequence) -> object:
+        return Counter(values).most_common(1)[0][0]
+
+    clock, speed = statistics.median(n.clock for n in nodes), statistics.median(n.gib_per_second for n in nodes)
+    for node in nodes:
+        for name in nodes[0].versions:
+            value, right = node.versions.get(name), usual([n.versions.get(name) for n in nodes])
+            if value != right:
+                node.faults.append(f"{name} {value}, others have {right}")
+        if node.commit != (right := usual([n.commit for n in nodes])):
+            node.faults.append(f"commit {node.commit}, others have {right}")
+        if node.ranks != (right := usual([n.ranks for n in nodes])):
+            node.faults.append(f"{node.ranks} ranks, others have {right}")
+        node.faults += [f"{path}: {seen}" for path, seen in node.paths.items() if seen != "found"]
+        if abs(node.clock - clock) > _MAX_CLOCK_SECONDS:
+            node.faults.append(f"clock is {node.clock - clock:+.1f} s off")
+        if node.free_gib < _MIN_FREE_GIB:
+            node.faults.append(f"only {node.free_gib:.2f} GiB free for the output")
+        if node.gib_per_second < _SLOW * speed:
+            node.faults.append(f"link {node.gib_per_second:.2f} GiB/s, the median is {speed:.2f}")
+    return nodes
+
+
+def facts_table(nodes: list[NodeFacts]) -> str:
+    """One line per node, and below it what is wrong with it."""
+    clock = statistics.median(n.clock for n in nodes)
+    lines = [f"{'node':<24} {'ranks':>5} {'commit':<20} {'clock/s':>8} {'free/GiB':>9} {'link GiB/s':>11}  verdict"]
+    for n in nodes:
+        lines.append(
+            f"{n.node:<24} {n.ranks:>5} {n.commit:<20} {n.clock - clock:>+8.2f} {n.free_gib:>9.1f} "
+            f"{n.gib_per_second:>11.2f}  {'AT FAULT' if n.faults else 'ok'}"
+        )
+        lines += [f"    {fault}" for fault in n.faults]
+    return "\n".join(lines)
+
+
+def spans_nodes() -> bool:
+    """Whether this run has more than one node. Every rank must call."""
+    return len(set(from_all(node_name()))) > 1
+
+
+def check_launch(inputs: Sequence[str], output_dir: str, device: torch.device) -> None:
+    """Prints the table on rank 0. Every rank must call.
+
+    Raises:
+        RuntimeError: on every rank, with the table, where a node is at fault.
+    """
+    nodes = judge(gather_facts([name for name in inputs if name], output_dir, device))
+    table = facts_table(nodes)
+    if bad := [n.node for n in nodes if n.faults]:
+        raise RuntimeError(f"launch check: {', '.join(bad)} at fault\n{table}")
+    logger.info("launch check: all-reduce over %d ranks %.2f GiB/s\n%s", *_over_all_ranks(device), table)
+
+
+def _over_all_ranks(device: torch.device) -> tuple[int, float]:
+    return (dist.get_world_size(), all_reduce_speed(device)) if dist.is_initialized() else (1, 0.0)
+
+
+def main() -> int:
+    """The check alone, under any launcher; it reads the trainer's paths from its flags and ignores the others."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    paths = ("--model_name_or_path", "--vision_tower", "--data_path", "--image_folder", "--pretrain_mm_mlp_adapter")
+    for name in paths:
+        parser.add_argument(name, default="")
+    parser.add_argument("--output_dir", default=".")
+    args, _ = parser.parse_known_args()
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    if int(os.environ.get("RANK", 0)) != 0:
+        logger.setLevel(logging.WARNING)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else None
+    if device:
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if device else "gloo")
+    try:
+        inputs = [path for name in paths for path in getattr(args, name[2:]).split(",")]
+        check_launch(inputs, args.output_dir, device or torch.device("cpu"))
+    except RuntimeError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(error, file=sys.stderr)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Agreement between ranks; with one process everything here returns at once."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+def joined() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def from_all(value: Any) -> list[Any]:
+    """Every rank's `value`, by rank. Every rank must call."""
+    if not joined():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_first(value: Any) -> Any:
+    """Rank 0's `value`. Every rank must call."""
+    if not joined():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def barrier() -> None:
+    """Waits for all ranks."""
+    if joined():
+        dist.barrier()

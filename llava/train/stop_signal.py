@@ -1,0 +1,102 @@
+"""SIGTERM and SIGUSR1 end a run after the current step, with a checkpoint, and ask for the job to be started again.
+
+A signal to one rank is enough. At the end of every step the ranks start to sum their flags over gloo and read the sum
+one step later, when it has long arrived: all stop at the same step, and none waits for it.
+"""
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from llava.train.ranks import joined
+
+logger = logging.getLogger(__name__)
+
+REQUEUE_EXIT_CODE = 85  # neither a shell's own code nor one that a signal gives
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+RUN_DIR = "LLAVA_RUN_DIR"  # set by scripts/launch.sh: where this node's ranks leave their process ids and the request
+
+
+class StopSignal(TrainerCallback):
+    """Saves and stops training when a signal has come; `stopped` says that it did."""
+
+    def __init__(self):
+        self.received: int | None = None
+        self.stopped = False
+        self.process = os.getpid()
+        folder = os.environ.get(RUN_DIR)
+        self._pid_file = Path(folder, f"{os.environ.get('RANK', 0)}.pid") if folder else None
+        self._before: dict[int, Any] = {}
+        self._group: Any = None
+        self._pending: tuple[Any, torch.Tensor] | None = None
+
+    def install(self) -> "StopSignal":
+        """Takes the signals over, and tells the launching script which process to send them to."""
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        if self._pid_file:
+            self._pid_file.write_text(str(self.process))
+        return self
+
+    def remove(self) -> None:
+        """Gives the signals back; a process that leaves its file behind was killed."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._pid_file:
+            self._pid_file.unlink(missing_ok=True)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        if os.getpid() == self.process:
+            self.received = number
+        elif number == signal.SIGTERM:  # a forked worker, whose parent ends it so; SIGUSR1 is not meant for it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if joined():
+            self._group = dist.new_group(backend="gloo")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps or not self._agreed():
+            return
+        self.stopped = True
+        if state.is_world_process_zero:
+            name = signal.Signals(self.received).name if self.received else "a signal to another rank"
+            logger.warning("%s: saving after step %d and stopping", name, state.global_step)
+        control.should_save = control.should_training_stop = True
+
+    def _agreed(self) -> bool:
+        """Whether any rank had the signal by the end of the last step; alone, of this one."""
+        if self._group is None:
+            return self.received is not None
+        stop = self._take_sum() > 0
+        flag = torch.tensor(int(self.received is not None))
+        self._pending = (dist.all_reduce(flag, group=self._group, async_op=True), flag)
+        return stop
+
+    def _take_sum(self) -> int:
+        if self._pending is None:
+            return 0
+        work, flag = self._pending
+        work.wait()
+        self._pending = None
+        return int(flag)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._take_sum()
+
+    def exit_code(self) -> int:
+        """What a stopped run ends with: the request for another start, or 0 where the launching script was told it.
+
+        A launcher that sees a failing rank ends the others at once, or starts them again.
+        """
+        folder = os.environ.get(RUN_DIR)
+        if not folder:
+            return REQUEUE_EXIT_CODE
+        Path(folder, "requeue").touch()
+        return 0

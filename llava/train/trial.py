@@ -1,0 +1,165 @@
+"""Before the first step the final folder is written and read back once, and the disk must have room for the run.
+
+Up to `FULL_TRIAL` bytes of weights the folder is written as at the end, under ZeRO-3 too, loaded from the disk and
+compared. Larger models write all but the weights' values: every name with one number, config, tokenizer, image
+processor; then the model is built from that config without memory, and its names must be those.
+"""
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from llava.mm_utils import load_tokenizer
+from llava.model.builder import load_language_model, read_config
+from llava.model.lora import has_lora
+from llava.model.zero3 import full_shape
+from llava.train.checkpoint import STAGING, SaveError, free_gib
+from llava.train.ranks import from_first
+
+logger = logging.getLogger(__name__)
+
+_FAILED = "the final folder could not be written and read in a trial before the first step"
+FULL_TRIAL = 2 * 2**30  # bytes of weights that are written and read in seconds
+
+
+def try_save(trainer: Any) -> None:
+    """Writes and reads the final format once. Every rank must call, when the model is ready to train.
+
+    Raises:
+        SaveError: it cannot be written, or what is read is not what was written.
+    """
+    start = time.perf_counter()
+    folder = Path(trainer.args.output_dir, STAGING, "trial")
+    full = model_bytes(trainer.model) <= FULL_TRIAL
+    fault = None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            _write(trainer, folder, full)
+            if trainer.args.should_save and not has_lora(trainer.model):  # a LoRA folder cannot load without its base
+                fault = _read_back(folder, trainer.model, full)
+    except Exception as error:  # whatever fails here would fail after the last step
+        raise SaveError(f"{_FAILED}: {type(error).__name__}: {error}") from error
+    if fault:
+        raise SaveError(f"{_FAILED}: {fault}")
+    if trainer.args.should_save:
+        shutil.rmtree(folder.parent)
+        logger.info(
+            "trial of the final folder (%s): written and read in %.1f s",
+            "whole" if full else "names and settings",
+            time.perf_counter() - start,
+        )
+
+
+def _write(trainer: Any, folder: Path, full: bool) -> None:
+    check_gathering(trainer)
+    if full:
+        trainer.save_model(str(folder))
+    elif trainer.args.should_save:
+        trainer._save(str(folder), {name: torch.zeros(1) for name in trainer.model.state_dict()})
+
+
+def check_gathering(trainer: Any) -> None:
+    """Under ZeRO-3 a normal folder needs the weights gathered.
+
+    Raises:
+        ValueError: the DeepSpeed configuration forbids it.
+    """
+    zero = trainer.args.hf_deepspeed_config.config.get("zero_optimization", {}) if trainer.args.deepspeed else {}
+    if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
+        raise ValueError(
+            f"--deepspeed {trainer.args.deepspeed}: stage3_gather_16bit_weights_on_model_save must be true under "
+            "ZeRO-3, or the final folder would hold no weights"
+        )
+
+
+def _read_back(folder: Path, model: Any, full: bool) -> str | None:
+    """What is wrong with the written folder."""
+    load_tokenizer(str(folder))
+    with without_zero3():
+        config = read_config(str(folder))
+        if full:
+            loaded = load_language_model(str(folder), config, dtype="auto", device_map={"": "cpu"}).state_dict()
+        else:
+            with torch.device("meta"):
+                loaded = type(model)(config).state_dict()
+    written = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            written |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    tied = set(model.all_tied_weights_keys or ())
+    if lost := sorted(loaded.keys() - written.keys() - tied):
+        return f"{len(lost)} tensors are missing, the first is {lost[0]}"
+    if unknown := sorted(written.keys() - loaded.keys()):
+        return f"{len(unknown)} tensors would not be read, the first is {unknown[0]}"
+    # What is trained may be stored in fp32 beside 16-bit weights, and is rounded when the folder is loaded.
+    other = [n for n, tensor in written.items() if full and not torch.equal(tensor.to(loaded[n].dtype), loaded[n])]
+    return f"{len(other)} tensors are read with other values, the first is {other[0]}" if other else None
+
+
+@contextlib.contextmanager
+def without_zero3() -> Iterator[None]:
+    """Models are built whole inside, on one rank alone, although the run itself partitions them."""
+    from transformers.integrations import deepspeed
+
+    config = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = config
+
+
+# --- room on the disk -------------------------------------------------------------------------------------------------
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, before any partitioning."""
+    return sum(full_shape(p).numel() * p.element_size() for p in model.parameters())
+
+
+def checkpoint_bytes(trainer: Any) -> int:
+    """About what one `checkpoint-N` takes: weights, and master weights and moments of what is trained."""
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    elements = sum(full_shape(p).numel() for p in trained)
+    weights = sum(full_shape(p).numel() * p.element_size() for p in trained)
+    whole = weights if trainer.adapter_only or has_lora(trainer.model) else model_bytes(trainer.model)
+    per_element = 2 if "8bit" in str(trainer.args.optim) else 8
+    if not trainer.args.deepspeed:
+        return whole + per_element * elements
+    module = 0 if trainer.args.hf_deepspeed_config.is_zero3() else model_bytes(trainer.model)
+    return whole + module + (per_element + 4) * elements
+
+
+def needed_bytes(trainer: Any, max_steps: int) -> int:
+    """What the run will write at most at any time: its checkpoints, one more while it replaces the oldest, the end."""
+    args = trainer.args
+    every = args.save_steps if str(args.save_strategy.value) == "steps" else max_steps
+    saves = 0 if str(args.save_strategy.value) == "no" else max(1, int(max_steps // max(1, every)))
+    kept = min(saves, args.save_total_limit + 1) if args.save_total_limit else saves
+    return kept * checkpoint_bytes(trainer) + model_bytes(trainer.model)
+
+
+def check_disk(trainer: Any, max_steps: int) -> None:
+    """Raises SaveError where the output folder's disk is too small, and says what would fit. Every rank must call."""
+    output_dir = Path(trainer.args.output_dir)
+    needed, present = needed_bytes(trainer, max_steps) / 2**30, folder_gib(output_dir)
+    free = from_first(free_gib(output_dir))
+    if needed > free + from_first(present):
+        raise SaveError(
+            f"--output_dir {output_dir}: the run will write about {needed:.2f} GiB "
+            f"({checkpoint_bytes(trainer) / 2**30:.2f} per checkpoint), and {free:.2f} are free; make room, lower "
+            "--save_total_limit (one more is kept while a new one is written), or choose another disk"
+        )
+
+
+def folder_gib(folder: Path) -> float:
+    """What lies in a folder already."""
+    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / 2**30 if folder.exists() else 0.0

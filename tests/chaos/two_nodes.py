@@ -1,0 +1,67 @@
+"""The run of `tests/chaos/two_nodes.sh`: started inside the first host's network namespace."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from conftest import write_tiny
+from safetensors.torch import load_file
+
+from chaos.faults import COMMON, ROOT, WORK, Run, same_weights, settings, steps_finished
+
+BOUND = 90.0  # seconds from the cut to the end of both hosts; the limit without progress is 15
+
+
+def start(folder: Path, chaos: dict | None = None) -> list[Run]:
+    """The same command on both hosts, one rank each."""
+    processes, outputs = [], [WORK / f"node{node}.txt" for node in (0, 1)]
+    began = time.monotonic()
+    for node, enter in enumerate(([], ["nsenter", "--target", os.environ["OTHER_HOST"], "--net"])):
+        nodes = {"NNODES": 2, "NODE_RANK": node, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29611}
+        env = settings(folder, 1, True, **nodes, GLOO_SOCKET_IFNAME=f"link{node}")
+        if chaos:
+            env["CHAOS"] = json.dumps({"struck": str(WORK / "struck")} | chaos)
+        words = [*enter, "bash", "scripts/finetune.sh", *COMMON]
+        with outputs[node].open("w") as output:
+            processes.append(subprocess.Popen(words, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT))
+    codes = [process.wait(timeout=300) for process in processes]
+    return [Run(code, file.read_text(), time.monotonic() - began) for code, file in zip(codes, outputs, strict=True)]
+
+
+def main() -> int:
+    """Prints what happened; 1 where it is not as promised."""
+    write_tiny(WORK / "tiny")
+    wrong: list[str] = []
+
+    def expect(holds: object, what: str, runs: list[Run]) -> None:
+        print(f"  {'ok  ' if holds else 'FAIL'} {what}", flush=True)
+        if not holds:
+            wrong.append("\n".join(f"--- node {i}\n{run.output[-4000:]}" for i, run in enumerate(runs)))
+
+    whole = start(WORK / "whole")
+    expect(all(run.code == 0 for run in whole), "two hosts train by ZeRO-3", whole)
+    expect(re.search(r"launch check: all-reduce over 2 ranks(.|\n)*1:\S+ +1 ", whole[0].output), "launch check", whole)
+    cut = start(WORK / "cut", {"what": "cut_link", "link": "link0", "step": 5, "ranks": [0]})
+    ended = time.time() - float((WORK / "struck").read_text())
+    expect(all(run.code not in (0, 85) for run in cut), f"link cut: both ended, codes {[r.code for r in cut]}", cut)
+    expect(ended < BOUND, f"{ended:.0f} s after the cut", cut)
+    expect(all("no progress for" in run.output or "Connection" in run.output for run in cut), "and said why", cut)
+    finished = steps_finished(WORK / "cut")
+    subprocess.run(["ip", "link", "set", "link0", "up"], check=True)
+    again = start(WORK / "cut")
+    resumed = re.search(r"resuming from \S*checkpoint-(\d+)", again[0].output)
+    expect(all(run.code == 0 for run in again) and resumed, "link back: the same command goes on", again)
+    if not wrong:
+        print(f"  lost steps: {finished - int(resumed[1])}")
+        reference = load_file(WORK / "whole/model.safetensors")
+        expect(same_weights(WORK / "cut", reference, 0.0), "with the uninterrupted run's weights, bit for bit", again)
+    print("\n".join(wrong), file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

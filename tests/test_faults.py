@@ -1,0 +1,341 @@
+"""What happens to a run when something breaks, in one process; tests/chaos/run.sh breaks real processes."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train import flags
+from transformers import TrainerCallback
+
+from llava.data.records import load_records
+from llava.train import failures, trial
+from llava.train import train as train_module
+from llava.train.checkpoint import MANIFEST, STAGING, SaveError, checkpoint_faults, find_checkpoint
+from llava.train.failures import PHASES, Watchdog
+from llava.train.llava_trainer import LLaVATrainer
+from llava.train.nonfinite import NonFiniteError, poisoned
+from llava.train.resume import ALLOWED, ResumeError, moved_step
+from llava.train.stop_signal import REQUEUE_EXIT_CODE
+from llava.train.telemetry import LOG_FILE
+
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def log_lines(folder: Path) -> list[dict]:
+    return [line for line in map(json.loads, (folder / LOG_FILE).read_text().splitlines()) if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """An uninterrupted stage-2 run of four steps with checkpoints 2 and 4."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train_module.train(flags(tiny, folder, 2, **SAVING))
+    return folder
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """The same run as it stood after its last checkpoint."""
+    folder = tmp_path / "copy"
+    for step in (2, 4):
+        shutil.copytree(whole / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    shutil.copy(whole / LOG_FILE, folder)
+    return folder
+
+
+def at_step(monkeypatch, step: int, do) -> None:
+    """Calls `do(trainer, batches)` when the batches of optimizer step `step` (from 1) have been read."""
+    original = LLaVATrainer.get_batch_samples
+
+    def struck(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        if self.state.global_step + 1 == step:
+            do(self, result[0])
+        return result
+
+    monkeypatch.setattr(LLaVATrainer, "get_batch_samples", struck)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_manifest_has_every_file_of_a_checkpoint_and_nothing_stays_behind(whole):
+    folder = whole / "checkpoint-4"
+    listed = json.loads((folder / MANIFEST).read_text())["files"]
+    assert listed.keys() == {f.name for f in folder.iterdir()} - {MANIFEST}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= listed.keys()
+    assert not checkpoint_faults(folder) and not (whole / STAGING).exists()
+    shares = [checkpoint_faults(folder, rank, 3) for rank in range(3)]
+    assert shares == [[], [], []]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest"])
+def test_damaged_checkpoint_is_skipped_with_a_warning_and_never_loaded(copy, caplog, damage):
+    file = copy / "checkpoint-4/optimizer.pt"
+    content = bytearray(file.read_bytes())
+    if damage == "truncated":
+        file.write_bytes(content[:-1])
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif damage == "missing":
+        file.unlink()
+    else:
+        (copy / "checkpoint-4" / MANIFEST).unlink()
+    assert find_checkpoint(str(copy), None) == str(copy / "checkpoint-2")
+    warning = next(r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert "checkpoint-4" in warning and ("manifest" if damage == "no manifest" else "optimizer.pt") in warning
+    with pytest.raises(FileNotFoundError, match="--resume_from_checkpoint .*checkpoint-4: no complete checkpoint"):
+        find_checkpoint(str(copy), str(copy / "checkpoint-4"))
+
+
+def test_disk_full_in_a_save_keeps_the_previous_checkpoint_and_the_same_command_goes_on(
+    tiny, tmp_path, whole, monkeypatch
+):
+    def full_disk(self, output_dir):
+        if self.state.global_step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(self, output_dir)
+
+    original = LLaVATrainer._save_rng_state
+    monkeypatch.setattr(LLaVATrainer, "_save_rng_state", full_disk)
+    argv = flags(tiny, tmp_path / "run", 2, save_total_limit=1, **SAVING)
+    with pytest.raises(SaveError, match="checkpoint-4 could not be written: .*No space.*checkpoint-2 is complete"):
+        train_module.train(argv)
+    assert not (tmp_path / "run/checkpoint-4").exists()
+    monkeypatch.undo()
+    train_module.train(argv)
+    ours, theirs = weights(tmp_path / "run"), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert sorted(f.name for f in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-4"]
+
+
+def test_too_small_a_disk_is_refused_before_the_first_step(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "free_gib", lambda folder: 1e-6)
+    with pytest.raises(SaveError, match="--output_dir .*per checkpoint.*--save_total_limit"):
+        train_module.train(flags(tiny, tmp_path / "run", 2, **SAVING))
+    assert not (tmp_path / "run/checkpoint-2").exists()
+
+
+def test_estimated_size_of_a_checkpoint_is_near_the_real_one(tiny, whole):
+    parsed = train_module.parse_arguments(flags(tiny, whole, 2, **SAVING))
+    records = load_records(parsed[1].data_path)
+    trainer = train_module.build_trainer(train_module.build_model(*parsed), records, *parsed)
+    tensors = ("model.safetensors", "optimizer.pt")
+    real = sum((whole / "checkpoint-4" / name).stat().st_size for name in tensors)
+    assert trial.checkpoint_bytes(trainer) == pytest.approx(real, rel=0.25)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_what_would_fail_after_the_last_step_fails_before_the_first(tiny, tmp_path, monkeypatch, full):
+    if not full:
+        monkeypatch.setattr(trial, "FULL_TRIAL", 0)
+    argv = flags(tiny, tmp_path / "run", 1, max_steps=1)
+    train_module.train(argv)  # the trial itself passes
+    assert not (tmp_path / "run" / STAGING).exists()
+    original = LLaVATrainer._save
+
+    def lossy(self, output_dir=None, state_dict=None):
+        state_dict = dict(state_dict or self.model.state_dict())
+        del state_dict["model.mm_projector.3.weight"]
+        original(self, output_dir, state_dict)
+
+    monkeypatch.setattr(LLaVATrainer, "_save", lossy)
+    with pytest.raises(SaveError, match="trial before the first step: .*mm_projector.3.weight"):
+        train_module.train(argv)
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sides"),
+    [
+        ({"learning_rate": 0.5}, "learning_rate: checkpoint 0.001, now 0.5"),
+        (
+            {"version": "qwen_1_5"},
+            "template: checkpoint '.*', now '.*'\n  version: checkpoint 'chatml', now 'qwen_1_5'",
+        ),
+        ({"data_path": "DATA/pretrain.json"}, "data: checkpoint '24 records, SHA-256 .*, now '24 records, SHA-256"),
+        ({"norm": "layernorm"}, "mm_projector_norm: checkpoint 'gwc_layernorm', now 'layernorm'"),
+    ],
+)
+def test_other_settings_are_refused_with_both_sides(tiny, copy, change, sides):
+    change = {k: str(v).replace("DATA", str(tiny / "data")) for k, v in change.items()}
+    with pytest.raises(ResumeError, match=f"(?s)checkpoint-4 was written by a run with other settings.*{sides}"):
+        train_module.train(flags(tiny, copy, 2, **SAVING, **change))
+    with pytest.raises(ResumeError, match="--resume_allow_changes: .* cannot change within a run"):
+        train_module.train(flags(tiny, copy, 2, **SAVING, **change, resume_allow_changes="learning_rate,version,data"))
+
+
+def test_sound_changes_are_accepted_by_name_only_and_moved_data_needs_none(tiny, copy, tmp_path, caplog):
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(tiny / "data", moved)
+    options = SAVING | {"max_steps": 5, "data_path": moved / "finetune.json", "image_folder": moved / "images"}
+    with pytest.raises(ResumeError, match="accept with --resume_allow_changes max_steps"):
+        train_module.train(flags(tiny, copy, 2, **options))
+    train_module.train(flags(tiny, copy, 2, **options, resume_allow_changes="max_steps"))
+    assert [line["step"] for line in log_lines(copy)] == [1, 2, 3, 4, 5]
+    assert "accepted change: max_steps: checkpoint 4, now 5" in caplog.text
+
+
+@pytest.mark.parametrize(("before", "now"), [(8, 4), (4, 8), (6, 4), (5, 5)])
+def test_position_in_the_data_is_that_of_the_samples(before, now):
+    samples = 24
+    saved = {"step_size": before, "num_samples": samples}
+    for step in range(12):
+        epoch, inside = divmod(step, -(-samples // before))
+        seen = epoch * samples + min(samples, inside * before)
+        moved = moved_step(step, saved, now)
+        epoch, inside = divmod(moved, -(-samples // now))
+        seen_now = epoch * samples + min(samples, inside * now)
+        assert seen - now < seen_now <= seen
+
+
+def test_smaller_batches_after_a_restart_see_every_sample_once(tiny, tmp_path, monkeypatch):
+    seen: list[list[int]] = []
+    original = LLaVATrainer.get_batch_samples
+
+    def recorded(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        seen.append([i for samples, _ in self.guard.micro_batches for i in samples])
+        return result
+
+    monkeypatch.setattr(LLaVATrainer, "get_batch_samples", recorded)
+    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1, "lr_scheduler_type": "constant"}
+    at_step(monkeypatch, 5, lambda *_: (_ for _ in ()).throw(KeyError("stop")))
+    with pytest.raises(KeyError):
+        train_module.train(flags(tiny, tmp_path, 2, **options, max_steps=-1))
+    monkeypatch.undo()
+    first, seen[:] = [i for step in seen[:4] for i in step], []
+    monkeypatch.setattr(LLaVATrainer, "get_batch_samples", recorded)
+    options |= {"max_steps": -1, "per_device_train_batch_size": 2}
+    accepted = "per_device_train_batch_size,max_steps"
+    train_module.train(flags(tiny, tmp_path, 2, **options, resume_allow_changes=accepted))
+    second = [i for step in seen for i in step]
+    assert sorted(first + second) == list(range(24)) and len(seen) == 4
+    assert log_lines(tmp_path)[-1]["step"] == 12
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_saves_after_the_step_and_the_same_command_ends_with_the_same_weights(
+    tiny, tmp_path, whole, monkeypatch, number
+):
+    before = signal.getsignal(number)
+    at_step(monkeypatch, 3, lambda *_: os.kill(os.getpid(), number))
+    argv = flags(tiny, tmp_path, 2, **SAVING)
+    with pytest.raises(SystemExit) as stopped:
+        train_module.train(argv)
+    assert stopped.value.code == REQUEUE_EXIT_CODE and signal.getsignal(number) == before
+    assert not checkpoint_faults(tmp_path / "checkpoint-3") and not (tmp_path / "model.safetensors").exists()
+    monkeypatch.undo()
+    train_module.train(argv)
+    ours, theirs = weights(tmp_path), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+# --- steps that are not finite ----------------------------------------------------------------------------------------
+
+
+class Trace(TrainerCallback):
+    """The trained weights' sum and the learning rate behind every step."""
+
+    def __init__(self):
+        self.sums, self.rates = [], []
+
+    def on_step_end(self, args, state, control, model=None, lr_scheduler=None, **kwargs):
+        self.sums.append(sum(float(p.detach().double().sum()) for p in model.parameters()))
+        self.rates.append(lr_scheduler.get_last_lr()[0])
+
+
+def test_step_that_is_not_finite_changes_nothing_and_names_its_records(tiny, tmp_path, monkeypatch, caplog):
+    trace = Trace()
+    at_step(monkeypatch, 2, lambda trainer, batches: batches[0]["images"].fill_(torch.nan))
+    original = LLaVATrainer.__init__
+    monkeypatch.setattr(LLaVATrainer, "__init__", lambda self, **kw: original(self, **kw, callbacks=[trace]))
+    train_module.train(flags(tiny, tmp_path, 2, max_steps=3, gradient_accumulation_steps=2))
+    assert trace.sums[1] == trace.sums[0] != trace.sums[2]
+    assert trace.rates[1] == trace.rates[0] != trace.rates[2]
+    message = next(r.getMessage() for r in caplog.records if "is not applied" in r.getMessage())
+    assert message.startswith("step 2 is not applied: gradient norm nan; loss nan on rank 0: record ")
+    assert message.count("(id 'q") == 4  # of the one micro-batch at fault
+    assert [line.get("nonfinite_steps") for line in log_lines(tmp_path)] == [None, 1, 1]
+
+
+def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
+    original = LLaVATrainer.get_batch_samples
+
+    def spoilt(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        if self.state.global_step >= 2:
+            result[0][0]["images"].fill_(torch.inf)
+        return result
+
+    monkeypatch.setattr(LLaVATrainer, "get_batch_samples", spoilt)
+    with pytest.raises(NonFiniteError, match=r"(?s)step 4 .*2 in a row \(--max_nonfinite_steps 2\)"):
+        train_module.train(flags(tiny, tmp_path, 2, **SAVING, max_nonfinite_steps=2))
+    assert [f.name for f in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "checkpoint-2").values())
+
+
+def test_infinite_loss_with_a_finite_gradient_poisons_it_and_a_finite_one_is_untouched():
+    for logits, finite in ([0.3, -0.7], True), ([0.0, -torch.inf], False):
+        gradients = []
+        for change in (lambda loss: loss, poisoned):
+            x = torch.tensor([logits], requires_grad=True)
+            change(torch.nn.functional.cross_entropy(x, torch.tensor([1]))).backward()
+            gradients.append(x.grad)
+        assert gradients[0].isfinite().all()
+        assert torch.equal(*gradients) if finite else gradients[1].isnan().any()
+
+
+# --- which rank failed first ------------------------------------------------------------------------------------------
+
+
+def test_reports_sort_by_progress_then_cause_then_time(tmp_path):
+    late, lost, cause = (Watchdog(str(tmp_path), rank) for rank in range(3))
+    late.enter("computing", 7)
+    lost.enter("reading data", 6)
+    cause.enter("reading data", 6)
+    late.report_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
+    lost.report_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
+    cause.report_exception(ValueError("record 7: image x.png cannot be decoded"))
+    reports = [f.read_text() for f in sorted((tmp_path / failures.FOLDER).iterdir())]
+    assert [text.split(" on ")[0] for text in reports] == ["rank 2", "rank 1", "rank 0"]
+    assert "reading data after 6 finished steps" in reports[0] and "record 7" in reports[0]
+    assert PHASES.index("saving") < PHASES.index("reading data") < PHASES.index("computing")
+
+
+def test_rank_without_progress_says_where_it_hangs_and_ends(tmp_path, monkeypatch, capfd):
+    ends: list[int] = []
+    monkeypatch.setattr(failures.os, "_exit", ends.append)
+    watch = Watchdog(str(tmp_path), 1, timeout=0.2)
+    watch.enter("computing", 3)
+    watch.start()
+    for _ in range(4):  # progress keeps it quiet
+        time.sleep(0.1)
+        watch.enter("computing", 3)
+        assert not ends
+    time.sleep(0.6)
+    watch.stop()
+    assert ends and ends[0] == failures.HANG_EXIT_CODE
+    assert "test_rank_without_progress" in capfd.readouterr().err
+    assert "no progress" in sorted((tmp_path / failures.FOLDER).iterdir())[0].read_text()
+
+
+def test_every_change_that_can_be_accepted_says_why():
+    assert all(reason for reason in ALLOWED.values())
