@@ -63,6 +63,12 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     raise ValueError(f"{path}: format {content['format']!r}, expected {RUN_FORMAT}; train the run again")
 
 
+def checkpoint_name(path: str) -> str:
+    """What a checkpoint is called in tables: the last two parts of a folder's path, or the hub id as it is."""
+    parts = [part for part in Path(path).parts if part != "/"]
+    return "/".join(parts[-2:]) if Path(path).is_dir() else path
+
+
 def revision(path: str) -> str | None:
     """The commit of a hub model in the local cache, or the fingerprint of a file or folder, else None."""
     from huggingface_hub import try_to_load_from_cache

@@ -10,7 +10,8 @@ import vision_language_models as models
 from PIL import Image
 from torch.nn import functional as F
 
-from llava.analysis import attention, interventions, loading, output, theory_model
+from llava import presentation
+from llava.analysis import attention, interventions, loading, theory_model
 from llava.analysis.__main__ import main, parser
 from llava.analysis.attention_watch import watched
 from llava.analysis.families import family_of, find_parts
@@ -363,7 +364,7 @@ def test_one_shared_update_is_predicted_exactly():
 
 
 def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(output.STYLE, "savefig.dpi", 50)
+    monkeypatch.setitem(presentation.STYLE, "savefig.dpi", 50)
     shared = ["--model", f"one={checkpoint}", "--model", f"two={checkpoint}", "--device", "cpu"]
     shared += ["--data", str(tiny / "data/finetune.json"), "--samples", "2", "--output-dir", str(tmp_path)]
     shared += ["--image-folder", str(tiny / "data/images")]

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -60,9 +61,10 @@ def compare(tmp_path):
         if not start:
             return bash(*words, **env, **extra)
         variables = {k: str(v) for k, v in (env | extra).items()} | {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
-        return subprocess.Popen(
-            ["bash", *words], cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, start_new_session=True
-        )
+        # Where tests run in the background Ctrl-C may be ignored, which children inherit.
+        listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        options = {"stdout": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": listens}
+        return subprocess.Popen(["bash", *words], cwd=ROOT, env=variables, **options)
 
     def seen():
         lines = calls.read_text().splitlines() if calls.exists() else []

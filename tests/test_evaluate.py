@@ -66,7 +66,7 @@ def checkpoint(tiny, tmp_path_factory):
     (tiny / "data/benchmarks.json").write_text(json.dumps(benchmark_data.records()))
     folder = tmp_path_factory.mktemp("benchmarks") / "finetune"
     options = {"version": "qwen_1_5", "data_path": tiny / "data/benchmarks.json", "per_device_train_batch_size": 15}
-    options |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_steps": 60, "telemetry_steps": 100}
+    options |= {"learning_rate": 1e-2, "lr_scheduler_type": "linear", "max_steps": 160, "telemetry_steps": 200}
     train(flags(tiny, folder, 2, **options))
     return folder
 

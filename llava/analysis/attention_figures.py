@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from llava.analysis.inputs import Sample
-from llava.analysis.output import COLOURS, figure
+from llava.analysis.output import figure
+from llava.presentation import COLOURS
 
 
 def draw_heatmaps(

@@ -22,12 +22,12 @@ from llava.analysis.measure import (
 )
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.norm_params import checkpoints, step_of
-from llava.analysis.output import SPECIAL as SPECIAL_COLOUR
-from llava.analysis.output import TEXT as TEXT_COLOUR
-from llava.analysis.output import TEXT_BEFORE as BEFORE_COLOUR
-from llava.analysis.output import VISUAL as VISUAL_COLOUR
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
+from llava.presentation import SPECIAL as SPECIAL_COLOUR
+from llava.presentation import TEXT as TEXT_COLOUR
+from llava.presentation import TEXT_BEFORE as BEFORE_COLOUR
+from llava.presentation import VISUAL as VISUAL_COLOUR
 
 SHOWN_SINKS = 12
 SUFFIX = {WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}

@@ -19,7 +19,7 @@ from llava.analysis import inputs, loading, resume
 from llava.analysis.families import Family, find_parts
 from llava.analysis.measure import sink_mask
 from llava.analysis.models import NamedModel, required_models
-from llava.analysis.output import COLOURS, figure, write_result
+from llava.analysis.output import figure, write_result
 from llava.analysis.probe import Batch, Probe
 from llava.analysis.resume import Rows, resumed, state_file
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -27,6 +27,7 @@ from llava.data.preprocess import preprocess
 from llava.eval.ask import choose_template, is_captioner
 from llava.mm_utils import process_images
 from llava.model.multimodal_projector.norm import end_with_norm, mean_text_embedding_norm, projector_norm
+from llava.presentation import COLOURS
 
 ARMS = ("none", "layernorm", "gwc_layernorm")
 INPUT, BEFORE, FEATURES = "LLM input", "before the norm", "vision features"

@@ -17,14 +17,15 @@ from llava.analysis.encoders import MODEL_TYPES, load_encoder
 from llava.analysis.families import family_of
 from llava.analysis.measure import TEXT, WITH_SINKS
 from llava.analysis.models import NamedModel, required_models
-from llava.analysis.output import SPECIAL as GREY
-from llava.analysis.output import TEXT as TEXT_COLOUR
-from llava.analysis.output import TEXT_BEFORE, figure, with_paper, write_result
-from llava.analysis.output import VISUAL as VISUAL_COLOUR
+from llava.analysis.output import figure, with_paper, write_result
 from llava.analysis.probe import VISUAL
 from llava.analysis.resume import resumed, state_file
 from llava.analysis.statistics import Stream
 from llava.analysis.weights import WeightFiles
+from llava.presentation import SPECIAL as GREY
+from llava.presentation import TEXT as TEXT_COLOUR
+from llava.presentation import TEXT_BEFORE
+from llava.presentation import VISUAL as VISUAL_COLOUR
 
 FEATURES, PROJECTED = "encoder tokens", "visual tokens after the projector"
 ENTERING, TEXT_IN = "visual tokens entering the LLM", "text tokens entering the LLM"

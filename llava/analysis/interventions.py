@@ -18,11 +18,12 @@ from llava.analysis.attention_watch import Change, watched
 from llava.analysis.inputs import Sample, Samples
 from llava.analysis.measure import sink_mask
 from llava.analysis.models import NamedModel, required_models
-from llava.analysis.output import COLOURS, figure, write_result
+from llava.analysis.output import figure, write_result
 from llava.analysis.probe import VISUAL, Batch, Edit, Probe
 from llava.analysis.resume import Rows, resumed, state_file
 from llava.analysis.statistics import Stream
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
+from llava.presentation import COLOURS
 
 UNTOUCHED, TEXT_NORM, BLANK, TEXT_ONLY = "untouched", "text norm", "blank picture", "no picture"
 SWAPS = {"blank's keys": (True, False), "blank's values": (False, True), "blank's keys and values": (True, True)}

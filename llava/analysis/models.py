@@ -1,8 +1,9 @@
 """What `--model [NAME=]PATH_OR_ID` means."""
 
 import argparse
-from pathlib import Path
 from typing import NamedTuple
+
+from llava.provenance import checkpoint_name
 
 
 class NamedModel(NamedTuple):
@@ -16,9 +17,7 @@ def named_model(text: str) -> NamedModel:
     """Parses `NAME=PATH_OR_ID`; without a name, a checkpoint is called by the last two parts of its path."""
     name, found, path = text.partition("=")
     if not found:
-        path = text
-        parts = [part for part in Path(text).parts if part != "/"]
-        name = "/".join(parts[-2:]) if Path(text).is_dir() else text
+        name, path = checkpoint_name(text), text
     if not (name and path):
         raise argparse.ArgumentTypeError(f"expected [NAME=]PATH_OR_ID, found {text!r}")
     return NamedModel(name, path)

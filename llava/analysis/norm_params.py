@@ -12,8 +12,9 @@ from typing import Any
 from tqdm import tqdm
 
 from llava.analysis.models import NamedModel, required_models
-from llava.analysis.output import COLOURS, figure, write_result
+from llava.analysis.output import figure, write_result
 from llava.analysis.weights import WeightFiles
+from llava.presentation import COLOURS
 
 PAPER_ROWS = (
     {"model": "paper, default init", "D": 3072, "gain L2": 53.2500, "gain mean |.|": 0.9609}

@@ -15,8 +15,9 @@ from llava.analysis import theory_checks as turning
 from llava.analysis import theory_formulas as formulas
 from llava.analysis import theory_spectrum as attention
 from llava.analysis.models import required_models
-from llava.analysis.output import COLOURS, figure, write_result
+from llava.analysis.output import figure, write_result
 from llava.analysis.theory_checks import Check
+from llava.presentation import COLOURS
 
 CHECKS: tuple[Callable[[np.random.Generator, int], Check], ...] = (
     turning.update_ignores_norm,

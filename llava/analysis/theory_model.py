@@ -19,11 +19,12 @@ from llava.analysis import theory_formulas as formulas
 from llava.analysis.inputs import Sample, Samples
 from llava.analysis.measure import sink_mask
 from llava.analysis.models import NamedModel
-from llava.analysis.output import TEXT, VISUAL, figure
+from llava.analysis.output import figure
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
 from llava.analysis.probe import VISUAL as VISUAL_GROUP
 from llava.analysis.resume import resumed, state_file
 from llava.analysis.statistics import Stream
+from llava.presentation import TEXT, VISUAL
 
 MODALITIES = {"visual": (VISUAL_GROUP,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
 QUANTITIES = ("norm", "C", "phi", "w")

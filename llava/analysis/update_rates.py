@@ -12,8 +12,9 @@ import numpy as np
 
 from llava.analysis import curves, measure
 from llava.analysis.measure import TEXT, WITH_SINKS, WITHOUT_SINKS, Measurement
-from llava.analysis.output import COLOURS, figure, write_result
+from llava.analysis.output import figure, write_result
 from llava.analysis.probe import GROUPS, VISUAL
+from llava.presentation import COLOURS
 
 VALUES = {"cosine": "cosine of successive layers", "update": "update over norm", "drift": "angle to the input (°)"}
 

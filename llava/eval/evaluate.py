@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from llava.analysis.models import named_model
-from llava.analysis.output import format_table
 from llava.eval.ask import choose_template, exit_status, is_captioner
 from llava.eval.collect import EvaluationError
 from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
 from llava.eval.results import RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import ROOT, Task, choose
 from llava.model.builder import read_config
-from llava.provenance import git_commit, revision, version_of
+from llava.presentation import format_table
+from llava.provenance import checkpoint_name, git_commit, revision, version_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "lmms-eval", "lm-eval")
 CODE = "llava (git commit)"
@@ -85,7 +84,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.num_gpus is None:
         args.num_gpus = torch.cuda.device_count()
     places = {task.name: data_place(task, args.data_dir) for task in tasks}
-    args.output_dir = args.output_dir or ROOT / "outputs/eval" / named_model(args.checkpoint).name
+    args.output_dir = args.output_dir or ROOT / "outputs/eval" / checkpoint_name(args.checkpoint)
     settings = settings_of(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     try:

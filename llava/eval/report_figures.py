@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from llava.analysis.output import COLOURS, STYLE, import_pyplot
 from llava.eval.paired import Difference
 from llava.eval.runs import STAGES, Run
+from llava.presentation import COLOURS, STYLE, import_pyplot
 
 MAX_POINTS = 300  # of a curve; more are averaged in blocks
 MAX_SVG = 400_000  # bytes; a larger drawing is taken as PNG
