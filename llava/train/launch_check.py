@@ -11,18 +11,17 @@ import platform
 import secrets
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from llava.provenance import git_commit, version_of
 from llava.train.ranks import barrier, from_all, from_first
 
 logger = logging.getLogger(__name__)
@@ -57,25 +56,11 @@ def node_name() -> str:
 
 def versions() -> dict[str, str]:
     """Of Python, packages, CUDA and the driver."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "none"
+    found = {"python": platform.python_version()} | {name: version_of(name) or "none" for name in _PACKAGES}
     if torch.cuda.is_available():
         found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         found |= {"device": torch.cuda.get_device_name(), "devices": str(torch.cuda.device_count())}
     return found
-
-
-def commit() -> str:
-    """The repository's commit, with a mark where files were changed since."""
-    root = Path(__file__).parent
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=root, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
 
 
 def check_paths(inputs: Sequence[str], output_dir: str) -> dict[str, str]:
@@ -151,7 +136,9 @@ def gather_facts(inputs: Sequence[str], output_dir: str, device: torch.device) -
     first_ranks = [names.index(name) for name in dict.fromkeys(names)]
     speed = link_speed(first_ranks, device) if len(first_ranks) > 1 else 0.0
     name = node_name()
-    facts = from_all(NodeFacts(name, names.count(name), versions(), commit(), paths, clock, free, speed))
+    facts = from_all(
+        NodeFacts(name, names.count(name), versions(), git_commit() or "unknown", paths, clock, free, speed)
+    )
     return [facts[rank] for rank in first_ranks]
 
 
