@@ -57,7 +57,7 @@ class Fault:
 
 
 def settings(folder: Path, ranks: int, zero3: bool, **more: Any) -> dict[str, str]:
-    """The environment of stage 2 with the tiny model."""
+    """The environment of stage 2 with the tiny model; a variable that is None is left to the preset."""
     tiny = WORK / "tiny"
     values = {
         "PRESET": "demo",
@@ -81,7 +81,7 @@ def settings(folder: Path, ranks: int, zero3: bool, **more: Any) -> dict[str, st
         "REPORT_TO": "none",
         "OMP_NUM_THREADS": 1,
     }
-    env = os.environ | {name: str(value) for name, value in (values | more).items()}
+    env = os.environ | {name: str(value) for name, value in (values | more).items() if value is not None}
     env["PYTHONPATH"] = f"{Path(__file__).parent / 'inject'}:{env['PYTHONPATH']}"
     return env
 

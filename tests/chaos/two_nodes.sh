@@ -2,17 +2,22 @@
 # Two hosts in network namespaces of this machine, joined by a veth pair: they train by ZeRO-3, lose the link in
 # mid-run, both end in bounded time, and go on after a restart. Needs no root, but a kernel that allows namespaces;
 # elsewhere it says so and exits with 0.
+#   bash tests/chaos/two_nodes.sh          a tiny model, about a minute
+#   bash tests/chaos/two_nodes.sh demo     SmolLM2-135M and the tower of the demo preset, which are prepared first
 set -euo pipefail
-if [ "${1:-}" != inside ]; then
+# shellcheck source=scripts/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
+MODEL=${1:-tiny}
+require_one_of MODEL "tiny demo"
+if [ "${2:-}" != inside ]; then
   if ! unshare --net --mount --map-root-user ip link add probe type veth peer name other 2>/dev/null; then
     echo "skipped: this machine allows no network namespace with a veth pair (unshare --net --map-root-user; ip link add)"
     exit 0
   fi
-  exec unshare --net --mount --map-root-user bash "$0" inside
+  ensure_environment # here, for the hosts have no network
+  [ "$MODEL" = tiny ] || for name in smollm2 scenes tower; do "$PYTHON_BIN" -m playground "$name"; done
+  exec unshare --net --mount --map-root-user bash tests/chaos/two_nodes.sh "$MODEL" inside
 fi
-# shellcheck source=scripts/lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
-ensure_environment
 LLAVA_PYTHON=$(command -v "$PYTHON_BIN")
 WORK=$(mktemp -d)
 unshare --net sleep infinity & # holds the second host's namespace
@@ -26,4 +31,4 @@ ip link set link0 up
 nsenter --target $OTHER_HOST --net bash -c "ip link set lo up; ip address add 10.77.0.2/24 dev link1; ip link set link1 up"
 export LLAVA_PYTHON WORK OTHER_HOST DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONPATH="$ROOT:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}"
-"$LLAVA_PYTHON" -m chaos.two_nodes
+"$LLAVA_PYTHON" -m chaos.two_nodes "$MODEL"
