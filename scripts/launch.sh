@@ -118,8 +118,12 @@ free_port() {
 choose_launcher() {
   : "${LAUNCHER:=auto}"
   require_one_of LAUNCHER "auto python deepspeed torchrun"
+  [ "$MAX_RESTARTS" -eq 0 ] || [[ -z "${HOSTFILE:-}" && "$LAUNCHER" =~ ^(auto|torchrun)$ ]] ||
+    die "MAX_RESTARTS=$MAX_RESTARTS needs LAUNCHER=torchrun and no HOSTFILE: other launchers start a rank only once"
   [ "$LAUNCHER" = auto ] || return 0
-  if [ -n "${HOSTFILE:-}" ]; then
+  if [ "$MAX_RESTARTS" -gt 0 ]; then
+    LAUNCHER=torchrun
+  elif [ -n "${HOSTFILE:-}" ]; then
     LAUNCHER=deepspeed
   elif [ "$NNODES" -gt 1 ]; then
     LAUNCHER=torchrun
@@ -129,6 +133,25 @@ choose_launcher() {
     LAUNCHER=torchrun # deepspeed --num_gpus would ignore the variable and take the first GPUs
   else
     LAUNCHER=deepspeed
+  fi
+}
+
+add_torchrun_options() {
+  if [ "$NNODES" -eq 1 ]; then
+    LAUNCH+=(--standalone --nproc_per_node "$RANKS")
+    [ "$MAX_RESTARTS" -eq 0 ] || LAUNCH+=(--max_restarts "$MAX_RESTARTS")
+    return
+  fi
+  : "${NODE_RANK:=${SLURM_NODEID:-}}" "${MASTER_PORT:=29500}"
+  [ -z "$NODE_RANK" ] || require_number NODE_RANK 0
+  LAUNCH+=(--nnodes "$NNODES" --nproc_per_node "$RANKS")
+  if [ "$MAX_RESTARTS" -gt 0 ]; then # nodes find each other again after a restart, whatever their numbers were
+    LAUNCH+=(--max_restarts "$MAX_RESTARTS" --rdzv_backend c10d --rdzv_id "${RDZV_ID:-${SLURM_JOB_ID:-$RUN_NAME}}"
+      --rdzv_endpoint "${MASTER_ADDR:-MASTER_ADDR}:$MASTER_PORT")
+    # Without a number torchrun guesses by host name which node is the endpoint.
+    [ -z "$NODE_RANK" ] || LAUNCH+=(--rdzv_conf "is_host=$((NODE_RANK == 0))")
+  else
+    LAUNCH+=(--node_rank "${NODE_RANK:-NODE_RANK}" --master_addr "${MASTER_ADDR:-MASTER_ADDR}" --master_port "$MASTER_PORT")
   fi
 }
 
@@ -146,6 +169,8 @@ resolve_launch() {
     local visible="${CUDA_VISIBLE_DEVICES:-0}"
     environment+=("CUDA_VISIBLE_DEVICES=${visible%%,*}") # with more in sight the Trainer would use DataParallel
   fi
+  # In the store that torchrun shares with its ranks a restarted rank finds the addresses of dead ones (pytorch#135712).
+  [ "$MAX_RESTARTS" -eq 0 ] || environment+=("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
   [ ${#environment[@]} -eq 0 ] || LAUNCH=(env "${environment[@]}")
   case $LAUNCHER in
     python)
@@ -169,18 +194,7 @@ resolve_launch() {
       ;;
     torchrun)
       LAUNCH+=("$PYTHON_BIN" -m torch.distributed.run) # what the torchrun program runs
-      if [ "$NNODES" -eq 1 ]; then
-        LAUNCH+=(--standalone --nproc_per_node "$RANKS")
-        [ "$MAX_RESTARTS" -eq 0 ] || LAUNCH+=(--max_restarts "$MAX_RESTARTS")
-      elif [ "$MAX_RESTARTS" -gt 0 ]; then # nodes find each other again after a restart, whatever their numbers were
-        : "${MASTER_PORT:=29500}"
-        LAUNCH+=(--nnodes "$NNODES" --nproc_per_node "$RANKS" --max_restarts "$MAX_RESTARTS" --rdzv_backend c10d
-          --rdzv_id "${RDZV_ID:-${SLURM_JOB_ID:-$RUN_NAME}}" --rdzv_endpoint "${MASTER_ADDR:-MASTER_ADDR}:$MASTER_PORT")
-      else
-        : "${NODE_RANK:=${SLURM_NODEID:-}}" "${MASTER_PORT:=29500}"
-        LAUNCH+=(--nnodes "$NNODES" --node_rank "${NODE_RANK:-NODE_RANK}" --nproc_per_node "$RANKS"
-          --master_addr "${MASTER_ADDR:-MASTER_ADDR}" --master_port "$MASTER_PORT")
-      fi
+      add_torchrun_options
       ;;
   esac
 }

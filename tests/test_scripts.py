@@ -265,7 +265,7 @@ def test_torchrun_rendezvous_over_nodes():
     rendezvous = {"MASTER_ADDR": "node-1", "MASTER_PORT": 29611, "NODE_RANK": 2}
     run = DryRun("finetune", NUM_GPUS=8, NNODES=4, **rendezvous)
     assert run.launcher == (
-        ".venv/bin/python -m torch.distributed.run --nnodes 4 --node_rank 2 --nproc_per_node 8"
+        ".venv/bin/python -m torch.distributed.run --nnodes 4 --nproc_per_node 8 --node_rank 2"
         " --master_addr node-1 --master_port 29611"
     )
     assert "MISSING  MASTER_ADDR" not in run.inputs
@@ -323,7 +323,7 @@ def test_slurm_job_starts_one_torchrun_per_node(stage, nodes, global_batch, tool
     run = bash(str(copy), "--max_grad_norm", "0.5", cwd=tmp_path, path=path, **slurm)
     assert run.returncode == 0, run.stderr
     command = run.stdout.replace("\\\n", " ")
-    assert f"-m torch.distributed.run --nnodes {nodes} --node_rank 1 --nproc_per_node 8" in command
+    assert f"-m torch.distributed.run --nnodes {nodes} --nproc_per_node 8 --node_rank 1" in command
     assert "--master_addr node-7 --master_port 23456" in command
     assert f"  global batch         {global_batch} = " in run.stdout
     assert "--cpus-per-task=32" in (tmp_path / "srun").read_text()
@@ -356,6 +356,17 @@ def test_restarts_over_nodes_meet_again_without_node_numbers():
     run = DryRun("pretrain", NUM_GPUS=8, NNODES=2, MAX_RESTARTS=3, MASTER_ADDR="node-1", MASTER_PORT=1234, RDZV_ID="a")
     assert "--max_restarts 3 --rdzv_backend c10d --rdzv_id a --rdzv_endpoint node-1:1234" in run.launcher
     assert "--node_rank" not in run.launcher and "NODE_RANK" not in run.inputs
+    assert "is_host" not in run.launcher
+    for rank, host in ((0, 1), (1, 0)):
+        assert f"--rdzv_conf is_host={host}" in DryRun("pretrain", NNODES=2, MAX_RESTARTS=3, NODE_RANK=rank).launcher
+
+
+def test_restarts_choose_torchrun_with_a_store_of_each_start_and_refuse_other_launchers():
+    run = DryRun("pretrain", NUM_GPUS=8, MAX_RESTARTS=1)
+    assert run.launcher.startswith("env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ") and "--max_restarts 1" in run.launcher
+    refused = bash("scripts/pretrain.sh", DRY_RUN=1, NUM_GPUS=8, MAX_RESTARTS=1, LAUNCHER="deepspeed")
+    assert refused.returncode == 2
+    assert "MAX_RESTARTS=1 needs LAUNCHER=torchrun" in refused.stderr
 
 
 STAND_IN_TRAINER = """#!/usr/bin/env bash

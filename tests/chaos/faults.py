@@ -53,7 +53,8 @@ class Fault:
     again: dict[str, Any] = field(default_factory=dict)  # other ranks and flags of the second start
     tolerance: float = 0.0
     small_disk: bool = False
-    launcher: str | None = None  # torchrun for two ranks: it starts faster than deepspeed
+    settings: dict[str, Any] = field(default_factory=dict)  # variables of the scripts, in every start
+    by_itself: bool = False  # the first start also does what the second one does elsewhere
 
 
 def settings(folder: Path, ranks: int, zero3: bool, **more: Any) -> dict[str, str]:
@@ -86,12 +87,11 @@ def settings(folder: Path, ranks: int, zero3: bool, **more: Any) -> dict[str, st
     return env
 
 
-def start(
-    folder: Path, ranks: int, chaos: dict | None = None, flags: tuple[str, ...] = (), launcher: str | None = None
-) -> Run:
+def start(folder: Path, ranks: int, chaos: dict | None = None, flags: tuple[str, ...] = (), **more: Any) -> Run:
     """Trains by the script that people call."""
-    env = settings(folder, ranks, ranks > 1 or "--zero3" in flags, **({"LAUNCHER": launcher} if launcher else {}))
+    env = settings(folder, ranks, ranks > 1 or "--zero3" in flags, **more)
     if chaos:
+        (WORK / "struck").unlink(missing_ok=True)
         places = {"pid_file": str(WORK / "pid"), "folder": str(folder), "struck": str(WORK / "struck")}
         env["CHAOS"] = json.dumps({"ranks": [ranks - 1]} | places | chaos)
     words = ["bash", "scripts/finetune.sh", *COMMON, *(f for f in flags if f != "--zero3")]
@@ -164,7 +164,20 @@ FAULTS = [
         flags=("--max_nonfinite_steps", "2"),
     ),
     Fault(
-        "one rank fails", "injected fault: this rank fails\n+$", 2, {"what": "raise", "step": 5}, launcher="deepspeed"
+        "one rank fails",
+        "injected fault: this rank fails\n+$",
+        2,
+        {"what": "raise", "step": 5},
+        settings={"LAUNCHER": "deepspeed"},
+    ),
+    Fault(
+        "kill -9 of one rank, MAX_RESTARTS=1",
+        r"resuming from \S*checkpoint-3",
+        2,
+        kill_at(5, once=True),
+        code=0,
+        settings={"MAX_RESTARTS": 1},
+        by_itself=True,
     ),
     Fault("one rank hangs", HANGS, 2, {"what": "hang", "step": 5}),
     Fault("restart with other flags", KILLED, 1, kill_at(5), refused=(OTHER_FLAGS, DIFFERENCES)),
@@ -191,20 +204,20 @@ def check(fault: Fault, reference: dict[str, torch.Tensor]) -> tuple[list[str], 
 
     place = "small" if fault.small_disk else "runs"
     folder = WORK / place / fault.name.replace(" ", "-").replace(",", "")
-    first = start(folder, fault.ranks, fault.chaos, fault.flags, fault.launcher)
+    first = start(folder, fault.ranks, fault.chaos, fault.flags, **fault.settings)
     ended = time.time() - float((WORK / "struck").read_text())
     right_code = first.code != 0 if fault.code is None else first.code == fault.code
-    expect(right_code, f"exit code {first.code}, expected {fault.code or 'not 0'}", first)
+    expect(right_code, f"exit code {first.code}, expected {'not 0' if fault.code is None else fault.code}", first)
     expect(re.search(fault.promise, first.output), f"not said: {fault.promise}", first)
     expect(ended < BOUND, f"ended only after {ended:.0f} s", first)
     happened = re.search(fault.promise, first.output)
-    finished = steps_finished(folder)
+    finished = fault.chaos["step"] if fault.by_itself else steps_finished(folder)
     fault.between(folder)
     if fault.refused:
         flags, said = fault.refused
         refused = start(folder, fault.again.get("ranks", fault.ranks), flags=flags)
         expect(refused.code != 0 and re.search(said, refused.output), f"not refused with: {said}", refused)
-    second = start(folder, fault.again.get("ranks", fault.ranks), flags=fault.again.get("flags", fault.flags))
+    second = first if fault.by_itself else start_again(fault, folder)
     expect(second.code == 0, f"the second start ended with {second.code}", second)
     expect(re.search(fault.said, second.output), f"not said: {fault.said}", second)
     resumed = re.search(r"resuming from \S*checkpoint-(\d+)", second.output)
@@ -219,6 +232,12 @@ def check(fault: Fault, reference: dict[str, torch.Tensor]) -> tuple[list[str], 
     )
     weights = "no" if not same else "yes, up to rounding" if fault.tolerance else "yes"
     return [fault.name, f"exit {first.code} after {ended:.0f} s: {text}", str(finished - step), weights], wrong
+
+
+def start_again(fault: Fault, folder: Path) -> Run:
+    """The second start: the same command, unless the fault says with what else."""
+    flags = fault.again.get("flags", fault.flags)
+    return start(folder, fault.again.get("ranks", fault.ranks), flags=flags, **fault.settings)
 
 
 def steps_finished(folder: Path) -> int:

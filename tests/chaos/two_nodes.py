@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from conftest import write_tiny
 from safetensors.torch import load_file
@@ -21,15 +22,16 @@ MODELS = {
 }
 
 
-def start(folder: Path, model: str, chaos: dict | None = None) -> list[Run]:
+def start(folder: Path, model: str, chaos: dict | None = None, **more: Any) -> list[Run]:
     """The same command on both hosts, one rank each."""
     variables, limit = MODELS[model]
     processes, outputs = [], [WORK / f"node{node}.txt" for node in (0, 1)]
     began = time.monotonic()
-    for node, enter in enumerate(([], ["nsenter", "--target", os.environ["OTHER_HOST"], "--net"])):
-        nodes = {"NNODES": 2, "NODE_RANK": node, "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29611}
-        env = settings(folder, 1, True, **nodes, **variables, GLOO_SOCKET_IFNAME=f"link{node}")
+    for node, enter in enumerate(([], ["nsenter", "--target", os.environ["OTHER_HOST"], "--net", "--uts"])):
+        nodes = {"NNODES": 2, "NODE_RANK": node, "MASTER_ADDR": "node0", "MASTER_PORT": 29611}
+        env = settings(folder, 1, True, **nodes, **variables, **more, GLOO_SOCKET_IFNAME=f"link{node}")
         if chaos:
+            (WORK / "struck").unlink(missing_ok=True)
             env["CHAOS"] = json.dumps({"struck": str(WORK / "struck")} | chaos)
         words = [*enter, "bash", "scripts/finetune.sh", *COMMON, "--hang_timeout", str(limit)]
         with outputs[node].open("w") as output:
@@ -62,10 +64,20 @@ def main(model: str) -> int:
     again = start(WORK / "cut", model)
     resumed = re.search(r"resuming from \S*checkpoint-(\d+)", again[0].output)
     expect(all(run.code == 0 for run in again) and resumed, "link back: the same command goes on", again)
+    killed = {"what": "kill", "step": 5, "ranks": [1], "once": True}
+    elastic = start(WORK / "elastic", model, killed, MAX_RESTARTS=1)
+    expect(
+        all(run.code == 0 for run in elastic),
+        "kill -9 of a rank, MAX_RESTARTS=1: both hosts go on by themselves",
+        elastic,
+    )
     if not wrong:
-        print(f"  lost steps: {finished - int(resumed[1])}")
+        print(f"  lost steps by the cut: {finished - int(resumed[1])}")
         reference = load_file(WORK / "whole/model.safetensors")
-        expect(same_weights(WORK / "cut", reference, 0.0), "with the uninterrupted run's weights, bit for bit", again)
+        for name, runs in (("cut", again), ("elastic", elastic)):
+            expect(
+                same_weights(WORK / name, reference, 0.0), f"{name}: the uninterrupted run's weights, bit for bit", runs
+            )
     print("\n".join(wrong), file=sys.stderr)
     return int(bool(wrong))
 

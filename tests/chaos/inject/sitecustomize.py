@@ -1,8 +1,8 @@
 """Python imports this before the program when the folder is on PYTHONPATH: makes a training rank fail as CHAOS says.
 
 CHAOS is JSON: `what` (kill, kill_in_save, raise, hang, signal, nan, cut_link, fill_disk), `step` (number of finished
-steps when it happens), `ranks`, and what else the fault needs. Only the trainer's own processes are touched, never a
-launcher.
+steps when it happens), `ranks`, and what else the fault needs; `once` spares a rank that a launcher started again. Only
+the trainer's own processes are touched, never a launcher.
 """
 
 import json
@@ -47,6 +47,8 @@ def install(chaos: dict) -> None:
     from llava.train.llava_trainer import LLaVATrainer
 
     def due(trainer) -> bool:
+        if chaos.get("once") and Path(chaos["struck"]).exists():
+            return False
         steps = range(chaos["step"], chaos["step"] + chaos.get("times", 1))
         return trainer.args.process_index in chaos["ranks"] and trainer.state.global_step in steps
 
