@@ -182,51 +182,44 @@ Printed by `python -m benchmarks.scale`. Everything here is arithmetic; nothing 
 
 ## Memory per GPU
 
-In GiB, for micro-batches as large as the preset's cap. `states` are weights, gradients and optimizer states by
-the tree's
-estimate, the table that a run prints before its first step; `total` adds activations and the loss head, without
-and with
-recomputation of every layer. DeepSpeed's estimator (`estimate_zero{2,3}_model_states_mem_needs`) knows neither
-frozen weights
-nor activations: in stage 1 it counts optimizer states that do not exist. In stage 2 the two differ by what
-ZeRO-3 gathers at
-a time: DeepSpeed's estimator counts the largest layer, ours up to 10^9 weights (`stage3_max_live_parameters`).
-`zero3_hpz.json` and `zeropp.json` take the 16-bit weights over 8 GPUs on top of ZeRO-3's rows.
+In GiB, for micro-batches as large as the preset's cap. `states` are weights, gradients and optimizer states by the
+tree's estimate, the table that a run prints before its first step; `total` adds activations and the loss head,
+without and with recomputation of every layer. DeepSpeed's estimator (`estimate_zero{2,3}_model_states_mem_needs`)
+knows neither frozen weights nor activations: in stage 1 it counts optimizer states that do not exist. In stage 2 the
+two differ by what ZeRO-3 gathers at a time: DeepSpeed's estimator counts the largest layer, ours up to 10^9 weights
+(`stage3_max_live_parameters`). `zero3_hpz.json` and `zeropp.json` take the 16-bit weights over 8 GPUs on top of
+ZeRO-3's rows.
 """
 THROUGHPUT = """
 ## Throughput
 
-Samples per second over all GPUs, nodes of 8. `n`: the network decides, `l`: latency does, `-`: fewer samples
-than GPUs.
-Assumptions:
+Samples per second over all GPUs, nodes of 8. `n`: the network decides, `l`: latency does, `-`: fewer samples than
+GPUs. Assumptions:
 
 - A GPU alone reaches {mfu:g} of {peak:g} TFLOP/s (H100 or H200; never measured for this tree).
 - A sample has {visual} visual tokens, and {text[1]} of text in stage 1, {text[2]} in stage 2; all GPUs get the same.
-- Communication and arithmetic overlap fully; inside a node communication costs nothing; a node's network cards
-  work together.
-- ZeRO-3 gathers all weights forward and again backward, frozen ones too, and reduces the trained ones'
-  gradients, in every
-  micro-batch. `zero3_hpz` gathers backward inside the node; `zeropp` sends weights in 8 bits and gradients in 4.
+- Communication and arithmetic overlap fully; inside a node communication costs nothing; a node's network cards work
+  together.
+- ZeRO-3 gathers all weights forward and again backward, frozen ones too, and reduces the trained ones' gradients, in
+  every micro-batch. `zero3_hpz` gathers backward inside the node; `zeropp` sends weights in 8 bits and gradients in
+  4.
 - A collective takes {hop:g} microseconds per GPU in the ring; ZeRO-3 has three per layer and micro-batch.
 - Reading data keeps up."""
 BREAKS = """
 ## What breaks first
 
-1. **The batch.** The recipes' global batches are 256 and 128: with more GPUs than samples some would have
-   nothing to do, and
-   scripts/launch.sh refuses it. Stage 2 ends at 128 GPUs, stage 1 at 256. More needs another batch, so another
-   learning rate.
-2. **Work per GPU.** Long before, a GPU has one or two samples per step, while ZeRO-3 moves all weights for
-   them. On a slow network
-   that is so from the second node on: use `zero2.json` where the weights fit, else `zero3_hpz.json` or `zeropp.json`.
+1. **The batch.** The recipes' global batches are 256 and 128: with more GPUs than samples some would have nothing to
+   do, and scripts/launch.sh refuses it. Stage 2 ends at 128 GPUs, stage 1 at 256. More needs another batch, so
+   another learning rate.
+2. **Work per GPU.** Long before, a GPU has one or two samples per step, while ZeRO-3 moves all weights for them. On a
+   slow network that is so from the second node on: use `zero2.json` where the weights fit, else `zero3_hpz.json` or
+   `zeropp.json`.
 3. **Uneven samples.** One micro-batch of one sample per GPU takes as long as the longest of them;
-   `--length_group_window` helps
-   ([data.md](data.md#even-work-for-all-ranks)).
+   `--length_group_window` helps ([data.md](data.md#even-work-for-all-ranks)).
 4. **Latency.** A ring over hundreds of GPUs costs milliseconds per collective, whatever it carries.
-5. **Checkpoints.** Rank 0 alone writes the gathered 16-bit weights (15 GiB for 7B); optimizer states are
-   written by all ranks.
-6. **Failures.** Their rate grows with the number of nodes; what a run does then is in
-   [launch.md](launch.md#faults)."""
+5. **Checkpoints.** Rank 0 alone writes the gathered 16-bit weights (15 GiB for 7B); optimizer states are written by
+   all ranks.
+6. **Failures.** Their rate grows with the number of nodes; what a run does then is in [launch.md](launch.md#faults)."""
 
 
 if __name__ == "__main__":

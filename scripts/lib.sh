@@ -78,11 +78,12 @@ train_stage() { # stage folder log NAME=VALUE...
 
 # Shows the newest optimizer step every few seconds until the process ends; returns its exit status.
 watch_training() { # pid jsonl
-  local line pattern='.*"step": ([0-9]+), "loss": ([0-9.]+).*"samples_per_second": ([0-9.]+).*'
+  local line before pattern='.*"step": ([0-9]+), "loss": ([0-9.]+).*"samples_per_second": ([0-9.]+).*'
+  before=$(tail -n 1 "$2" 2>/dev/null || true) # of an earlier, interrupted run
   while kill -0 "$1" 2>/dev/null; do
     sleep "${WATCH_SECONDS:-3}"
     line=$(tail -n 1 "$2" 2>/dev/null || true)
-    [[ ! "$line" =~ $pattern ]] ||
+    [[ "$line" = "$before" || ! "$line" =~ $pattern ]] ||
       printf '\r  step %4d  loss %.3f  %4.1f samples/s ' "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}" "${BASH_REMATCH[3]}"
   done
   echo

@@ -13,7 +13,8 @@ from comparison_runs import write_run
 
 from llava.eval import paper
 from llava.eval.compare import main
-from llava.eval.report import Statistics, markdown_text
+from llava.eval.report import markdown_text
+from llava.eval.report_tables import Statistics
 from llava.eval.results import PAPER_COLUMNS
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"

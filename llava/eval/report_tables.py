@@ -1,0 +1,330 @@
+"""What a comparison's page says: scores with differences and intervals, and a table for everything else."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llava.eval import paper
+from llava.eval.paired import UNCHANGED, Difference, compare_benchmarks
+from llava.eval.results import PAPER_COLUMNS, TaskResult
+from llava.eval.runs import STAGES, Run, arm_differences
+from llava.eval.tasks import TASKS, mean_of_groups
+
+MEAN = "mean"
+TITLES = {task: title for title, task in PAPER_COLUMNS.items()}
+EXAMPLES = 6  # answers shown per benchmark and arm: won and lost
+TOLERANCE = 0.05  # points by which a recorded score may differ from its samples'
+Rows = list[dict[str, Any]]
+
+
+class Statistics:
+    """Scores, and every arm's differences from the baseline.
+
+    Attributes:
+        tasks: benchmarks that all runs have, in the paper's order.
+        scores: `scores[arm][task or mean]`, one percentage per seed.
+        results: `results[arm][task or mean]` of every arm but the baseline, the first.
+    """
+
+    def __init__(self, runs: Sequence[Run]):
+        self.arms = list(dict.fromkeys(run.arm for run in runs))
+        self.seeds = list(dict.fromkeys(run.seed for run in runs))
+        self.baseline = self.arms[0]
+        self.tasks = sorted(runs[0].results.tasks, key=lambda t: ([*PAPER_COLUMNS.values(), t].index(t), t))
+        self.by_run = {(run.arm, run.seed): run.results.tasks for run in runs}
+        self.scores = {
+            arm: {task: [self.by_run[arm, s][task].score for s in self.seeds] for task in self.tasks}
+            for arm in self.arms
+        }
+        for scores in self.scores.values():
+            scores[MEAN] = np.mean([scores[task] for task in self.tasks], axis=0).tolist()
+        samples = {arm: [self._samples(arm, task) for task in self.tasks] for arm in self.arms}  # each [S, N]
+        strata = [self._strata(task) for task in self.tasks]
+        self.results: dict[str, dict[str, Difference]] = {}
+        for arm in self.arms[1:]:
+            pairs = zip(samples[arm], samples[self.baseline], strict=True)
+            each, mean = compare_benchmarks([ours - base for ours, base in pairs], strata)
+            self.results[arm] = dict(zip([*self.tasks, MEAN], [*each, mean], strict=True))
+
+    def first(self, task: str) -> TaskResult:
+        return self.by_run[self.baseline, self.seeds[0]][task]
+
+    def _samples(self, arm: str, task: str) -> np.ndarray:
+        """Scores [S, N], questions in the baseline's order."""
+        order = [sample.id for sample in self.first(task).samples]
+        rows = []
+        for seed in self.seeds:
+            found = {sample.id: sample.score for sample in self.by_run[arm, seed][task].samples}
+            rows.append([found[name] for name in order])
+        scores = np.array(rows)
+        self._check(arm, task, scores)
+        return scores
+
+    def _check(self, arm: str, task: str, scores: np.ndarray) -> None:
+        """Intervals are about samples, so their scores must be the score that the table shows."""
+        kinds = self._strata(task)
+        groups = [scores] if kinds is None else [scores[:, kinds == kind] for kind in np.unique(kinds)]
+        means = 100 * np.mean([group.mean(axis=1) for group in groups], axis=0)
+        recorded = np.array(self.scores[arm][task])
+        if np.abs(means - recorded).max() > TOLERANCE:
+            raise ValueError(
+                f"{task}, {arm}: score {recorded.tolist()}, but its samples give {means.tolist()}; evaluate again"
+            )
+
+    def _strata(self, task: str) -> np.ndarray | None:
+        """The kind of each question where the benchmark's score is the mean over kinds."""
+        if task in TASKS and TASKS[task].score is mean_of_groups:
+            return np.array([str(sample.group) for sample in self.first(task).samples])
+        return None
+
+
+# --- tables: lists of rows, the same in HTML, Markdown and CSV --------------------------------------------------------
+
+
+def every_table(stats: Statistics, runs: Sequence[Run], llm: str | None, folder: Path) -> dict[str, Rows]:
+    """The comparison's tables by name, without those that have no rows."""
+    tables = {
+        "results": results_table(stats, llm),
+        "kinds": kinds_table(stats),
+        "cost": cost_table(runs),
+        "differences": arm_differences(runs),
+        "provenance": provenance_table(runs),
+        "versions": versions_table(runs),
+        "settings": settings_table(runs),
+        "examples": examples_table(stats),
+        "paper": paper_table(),
+        "upstream": upstream_table(folder / "upstream/comparison.json"),
+    }
+    return {name: rows for name, rows in tables.items() if rows}
+
+
+def results_table(stats: Statistics, llm: str | None) -> Rows:
+    """One row per benchmark and arm, the mean last."""
+    rows = []
+    for task in [*stats.tasks, MEAN]:
+        for arm in stats.arms:
+            scores, found = stats.scores[arm][task], stats.results.get(arm, {}).get(task)
+            row = {"benchmark": TITLES.get(task, task), "arm": arm, "score": round(float(np.mean(scores)), 2)}
+            row |= {"delta": found and round(found.delta, 2)}
+            row |= {"low": found and round(found.low, 2), "high": found and round(found.high, 2)}
+            row |= {"verdict": found.verdict if found else "baseline"}
+            row |= {"won": found and found.won, "lost": found and found.lost, "p": found and float(f"{found.p:.2g}")}
+            row |= {f"seed {seed}": round(score, 2) for seed, score in zip(stats.seeds, scores, strict=True)}
+            row |= {"paper": paper_score(llm, arm, task), "paper delta": paper_delta(llm, arm, stats.baseline, task)}
+            if task != MEAN:
+                one = stats.first(task)
+                samples = [sample for seed in stats.seeds for sample in stats.by_run[arm, seed][task].samples]
+                row |= {"empty answers": sum(not sample.answer.strip() for sample in samples)}
+                row |= {
+                    "chance": one.chance and round(one.chance, 1),
+                    "questions": len(one.samples),
+                    "metric": one.metric,
+                }
+            rows.append(row)
+    return rows
+
+
+def paper_score(llm: str | None, arm: str, task: str) -> float | None:
+    """The paper's number for the same language model, or None."""
+    if llm is None:
+        return None
+    return paper.MEANS[llm].get(arm) if task == MEAN else paper.TABLE_4[llm].get(arm, {}).get(task)
+
+
+def paper_delta(llm: str | None, arm: str, baseline: str, task: str) -> float | None:
+    """The paper's difference between two arms, or None."""
+    ours, base = paper_score(llm, arm, task), paper_score(llm, baseline, task)
+    return None if ours is None or base is None or arm == baseline else round(ours - base, 2)
+
+
+def kinds_table(stats: Statistics) -> Rows:
+    """Mean score over the seeds for every kind of question."""
+    rows = []
+    for task in stats.tasks:
+        found = {arm: [stats.by_run[arm, seed][task].by_group() for seed in stats.seeds] for arm in stats.arms}
+        for kind in found[stats.baseline][0]:
+            row = {"benchmark": TITLES.get(task, task), "kind": kind}
+            row |= {"questions": sum(sample.group == kind for sample in stats.first(task).samples)}
+            row |= {arm: round(float(np.mean([groups[kind] for groups in seeds])), 1) for arm, seeds in found.items()}
+            rows.append(row)
+    return rows
+
+
+def cost_table(runs: Sequence[Run]) -> Rows:
+    """Hours, tokens and memory of every stage from its log, and the time of the evaluation."""
+    rows = []
+    for run in runs:
+        for stage in STAGES:
+            c, log = run.configuration(stage), run.log(stage)
+            batch = (
+                c["training.per_device_train_batch_size"]
+                * c["training.gradient_accumulation_steps"]
+                * c["devices.ranks"]
+            )
+            before = [0, *(line["step"] for line in log[:-1])]
+            seconds = [
+                (line["step"] - b) * batch / line["samples_per_second"] for line, b in zip(log, before, strict=True)
+            ]
+            tokens = sum(t * line["tokens_per_second"] for t, line in zip(seconds, log, strict=True))
+            row = {
+                "arm": run.arm,
+                "seed": run.seed,
+                "step": stage,
+                "devices": f"{c['devices.ranks']} x {c['devices.kind']}",
+            }
+            row |= {"device hours": round(sum(seconds) * c["devices.ranks"] / 3600, 3), "optimizer steps": c["steps"]}
+            row |= {"tokens": round(tokens), "tokens/s": round(tokens / sum(seconds)) if seconds else None}
+            rows.append(row | {"peak memory, GiB": round(max((line["peak_memory_gib"] for line in log), default=0), 2)})
+        devices = max(1, run.results.settings.get("num_gpus") or 1)
+        seconds = sum(task.seconds for task in run.results.tasks.values())
+        rows.append(
+            {"arm": run.arm, "seed": run.seed, "step": "evaluation", "device hours": round(seconds * devices / 3600, 3)}
+        )
+    return rows
+
+
+def provenance_table(runs: Sequence[Run]) -> Rows:
+    """Where each step comes from."""
+    rows = []
+    for run in runs:
+        for stage in STAGES:
+            for start in run.starts(stage):
+                commit = start["configuration"]["code"]["commit"]
+                rows.append({"run": run.name, "step": stage, "time": start["provenance"]["started"], "commit": commit})
+                rows[-1] |= {"command": start["provenance"]["command"], "weights": None}
+        found = run.results
+        rows.append(
+            {
+                "run": run.name,
+                "step": "evaluation",
+                "time": found.created,
+                "commit": found.versions.get("llava (git commit)"),
+            }
+        )
+        rows[-1] |= {"command": found.command, "weights": found.fingerprint}
+    return rows
+
+
+def versions_table(runs: Sequence[Run]) -> Rows:
+    """Packages of training and of evaluation, which the check found equal in all runs."""
+    training = runs[0].starts("finetune")[-1]["configuration"]["versions"]
+    both = {
+        name: (training.get(name), runs[0].results.versions.get(name))
+        for name in {**training, **runs[0].results.versions}
+    }
+    return [{"package": name, "training": t, "evaluation": e} for name, (t, e) in sorted(both.items())]
+
+
+def settings_table(runs: Sequence[Run]) -> Rows:
+    """What all runs of a stage have in common."""
+    rows = []
+    for stage in STAGES:
+        first, *others = [run.configuration(stage) for run in runs]
+        shared = {name: value for name, value in first.items() if all(o.get(name, ...) == value for o in others)}
+        rows += [{"stage": stage, "field": name, "value": json.dumps(value)} for name, value in sorted(shared.items())]
+    return rows
+
+
+def examples_table(stats: Statistics) -> Rows:
+    """Some questions that an arm won and some that it lost, with both answers, first seed."""
+    rows, seed = [], stats.seeds[0]
+    for arm in stats.arms[1:]:
+        for task in stats.tasks:
+            base = {sample.id: sample for sample in stats.first(task).samples}
+            pairs = [(sample, base[sample.id]) for sample in stats.by_run[arm, seed][task].samples]
+            won = [pair for pair in pairs if pair[0].score > pair[1].score][: EXAMPLES // 2]
+            lost = [pair for pair in pairs if pair[0].score < pair[1].score][: EXAMPLES // 2]
+            for outcome, chosen in (("won", won), ("lost", lost)):
+                for ours, theirs in chosen:
+                    row = {"arm": arm, "benchmark": TITLES.get(task, task), "outcome": outcome, "question": ours.id}
+                    rows.append(
+                        row | {"expected": ours.target, "answer": ours.answer, "baseline's answer": theirs.answer}
+                    )
+    return rows
+
+
+def paper_table() -> Rows:
+    """The paper's Table 4."""
+    return [
+        {
+            "LLM": llm,
+            "arm": name,
+            **{TITLES[t]: score for t, score in paper.TABLE_4[llm][arm].items()},
+            MEAN: paper.MEANS[llm][arm],
+        }
+        for llm in paper.TABLE_4
+        for arm, name in paper.ARMS.items()
+    ]
+
+
+def upstream_table(path: Path) -> Rows:
+    """How closely this tree's losses follow upstream LLaVA's, where `scripts/upstream_baseline.sh` compared them."""
+    arms = json.loads(path.read_text())["arms"] if path.is_file() else {}
+    return [
+        {
+            "arm": arm,
+            "stage": stage,
+            "steps": len(one["ours"]),
+            "largest difference of the loss": one["largest_loss_difference"],
+        }
+        for arm, stages in arms.items()
+        for stage, one in stages.items()
+    ]
+
+
+def analysis_tables(folder: Path) -> dict[str, Rows]:
+    """The tables that `scripts/analyze.sh` wrote, by name."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return {
+        name: content["rows"] for name, content in found.items() if isinstance(content, dict) and content.get("rows")
+    }
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def sentence(found: Difference) -> str:
+    """Verdict, difference and interval in words."""
+    return f"{found.verdict}: {found.delta:+.2f} points (95 % interval {found.low:+.2f} to {found.high:+.2f})"
+
+
+def caveats(stats: Statistics, runs: Sequence[Run]) -> list[str]:
+    """What limits the verdicts of this comparison."""
+    count = len(stats.results) * (len(stats.tasks) + 1)
+    said = [
+        f"“{UNCHANGED}” means that the interval contains zero: no difference is shown; one within it is not excluded."
+    ]
+    said.append(
+        f"Of {count} verdicts at 95 % about {count / 20:.1f} would not be “{UNCHANGED}” by chance if no arm differed."
+    )
+    if len(stats.seeds) == 1:
+        said.append(
+            "One seed: the intervals cover the choice of questions, not what another training run would have given."
+        )
+    elif len(stats.seeds) < 5:
+        said.append(f"{len(stats.seeds)} seeds: how much training runs vary is only roughly known.")
+    if limit := runs[0].results.settings.get("limit"):
+        said.append(f"Only the first {limit} samples of every benchmark were asked: these are not real scores.")
+    return said
+
+
+def headline_table(stats: Statistics, llm: str | None) -> dict[str, Any]:
+    """Columns and rows in the layout of the paper's Table 4; a cell has score, difference and verdict."""
+    columns = [*stats.tasks, MEAN]
+    rows = []
+    for arm in stats.arms:
+        cells = []
+        for task in columns:
+            found = stats.results.get(arm, {}).get(task)
+            cells.append({"score": float(np.mean(stats.scores[arm][task])), "found": found})
+        rows.append({"name": arm, "kind": "ours", "cells": cells})
+    for arm, name in paper.ARMS.items() if llm and any(task in TITLES for task in stats.tasks) else ():
+        cells = []
+        for task in columns:
+            delta = paper_delta(llm, arm, stats.baseline, task)
+            cells.append({"score": paper_score(llm, arm, task), "found": None, "delta": delta})
+        rows.append({"name": f"paper: {llm}, {name}", "kind": "paper", "cells": cells})
+    return {"columns": [TITLES.get(task, task) for task in columns], "rows": rows}
