@@ -104,6 +104,15 @@ def test_log_has_every_measurement(stage_1):
         assert "mfu" not in line  # a CPU has no datasheet peak
 
 
+def test_step_without_pictures_logs_nothing_about_visual_tokens(tiny, tmp_path):
+    turns = [{"from": "human", "value": "Which colour?"}, {"from": "gpt", "value": "Red."}]
+    (tmp_path / "text.json").write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(4)]))
+    run(tiny, tmp_path / "run", 2, max_steps=1, data_path=tmp_path / "text.json")
+    line = json.loads((tmp_path / "run" / LOG_FILE).read_text().splitlines()[0])
+    places = {key.split("/")[1] for key in line if key.startswith(("norm/", "grad_norm/"))}
+    assert places == {"text_embeddings", "gain_mean_abs"}
+
+
 def test_mfu_is_a_share_of_the_peak_that_is_given(tiny, tmp_path):
     run(tiny, tmp_path, 1, max_steps=1, peak_tflops=0.5)
     line = json.loads((tmp_path / LOG_FILE).read_text().splitlines()[0])

@@ -2,7 +2,7 @@
 
 Logged keys:
     `grad_norm/{llm_input,before_norm,vision_features}`: L2 norm, over the whole optimizer step, of the loss's gradient
-        at the visual tokens there;
+        at the visual tokens there; left out, like their norms, where a step has no picture;
     `norm/{llm_input,before_norm,vision_features,text_embeddings}`: mean L2 norm of a token of the step's batches;
     `norm/gain_mean_abs`: mean |gain| of the norm;
     `tokens_per_second`, `samples_per_second`: over all ranks, padding not counted;
@@ -109,8 +109,9 @@ class NormProbe:
         squares, sums, counts = totals[:3], totals[3:7], totals[7:]
         # The Trainer multiplies each rank's loss by the number of ranks, because gradients are averaged afterwards.
         ranks = accelerator.num_processes
-        metrics = {f"grad_norm/{p}": s**0.5 / ranks for p, s in zip(GRADIENTS, squares, strict=True)}
-        metrics |= {f"norm/{p}": s / n for p, s, n in zip(TOKENS, sums, counts, strict=True) if n}
+        metrics = {f"norm/{p}": s / n for p, s, n in zip(TOKENS, sums, counts, strict=True) if n}
+        seen = [(p, s) for p, s in zip(GRADIENTS, squares, strict=True) if f"norm/{p}" in metrics]
+        metrics |= {f"grad_norm/{p}": s**0.5 / ranks for p, s in seen}
         if self.mean_abs_gain is not None:
             metrics["norm/gain_mean_abs"] = float(self.mean_abs_gain)
         return metrics
