@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains several arms with the same data, initial weights and budget, scores them, and writes one page with a verdict.
-#   bash scripts/compare.sh --preset demo --seeds 2      SmolLM2-135M on scenes and stamps, two CPU cores, 1 to 1.5 hours
+#   bash scripts/compare.sh --preset demo --seeds 2      SmolLM2-135M on scenes and stamps, an hour on two CPU cores
 #   bash scripts/compare.sh --preset llama-3.2-3b        the paper's recipe and its nine benchmarks
 #   --seeds N | --seeds 1,2     how many (42, 43, ...; default 1), or which
 #   --arms a,b                  of none, layernorm, gwc_layernorm (default: these), layernorm_default (initial gain 1), ...
