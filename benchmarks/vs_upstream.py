@@ -84,7 +84,9 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument(
+        "--steps", type=int, default=24, help="of stage 2; stage 1, whose steps are short, takes three times as many"
+    )
     parser.add_argument("--warmup-steps", type=int, default=3, help="left out of the time")
     parser.add_argument("--batch", type=int, help="per device; default: that of upstream's scripts, 32 and 16")
     parser.add_argument("--repeats", type=int, default=3)
@@ -96,7 +98,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="both train in bf16, on a GPU")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs/vs_upstream", help="models, data and logs")
     parser.add_argument("--suffix", default="", help="of the result file")
-    parser.add_argument("--quick", action="store_true", help="two runs of 12 steps")
+    parser.add_argument("--quick", action="store_true", help="two runs of 12 steps, in stage 1 of 36")
     args = parser.parse_args()
     if args.quick:
         args.steps, args.repeats = 12, 2
@@ -106,6 +108,11 @@ def parse_arguments() -> argparse.Namespace:
 def batch_of(args: argparse.Namespace, stage: str) -> int:
     """Samples of a step."""
     return args.batch or BATCH[stage]
+
+
+def steps_of(args: argparse.Namespace, stage: str) -> int:
+    """Optimizer steps of a run."""
+    return args.steps * (3 if stage == "pretrain" else 1)
 
 
 def make_models(args: argparse.Namespace, work: Path) -> None:
@@ -161,7 +168,7 @@ def make_data(args: argparse.Namespace, work: Path, stage: str) -> None:
 
     (work / "images").mkdir(exist_ok=True)
     records = []
-    for index in range(args.steps * batch_of(args, stage)):
+    for index in range(steps_of(args, stage) * batch_of(args, stage)):
         name = f"{index % 32}.png"
         if not (work / "images" / name).exists():
             side = args.image_size
@@ -197,7 +204,7 @@ def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Pat
         "mm_use_im_start_end": False,
         "mm_use_im_patch_token": False,
         "per_device_train_batch_size": batch,
-        "max_steps": args.steps,
+        "max_steps": steps_of(args, stage),
         "evaluation_strategy": "no",
         "save_strategy": "no",
         "weight_decay": 0.0,
@@ -217,7 +224,7 @@ def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Pat
     else:
         theirs = work / stage / "upstream"
         records = json.loads((work / f"{stage}.json").read_text())
-        order = json.loads((theirs / "record.json").read_text())["order"][: args.steps * batch]
+        order = json.loads((theirs / "record.json").read_text())["order"][: steps_of(args, stage) * batch]
         (folder / "ordered.json").write_text(json.dumps([records[i] for i in order]))
         flags |= {
             "data_path": folder / "ordered.json",
