@@ -63,7 +63,6 @@ def main() -> None:
                 print(f"{stage}, run {number + 1}, {name}: {measured[name][-1]['rate']:.2f} samples/s", flush=True)
         rows.append(compare(args, stage, measured))
     names = (
-        "steps",
         "repeats",
         "hidden",
         "intermediate",
@@ -269,6 +268,7 @@ def compare(args: argparse.Namespace, stage: str, measured: dict[str, list[dict]
     )
     return {
         "stage": stage,
+        "steps": steps_of(args, stage),
         "batch": batch_of(args, stage),
         "upstream_samples_per_second": theirs,
         "samples_per_second": ours,

@@ -20,7 +20,6 @@ from llava.eval.report_figures import analysis_figures, colour_of, intervals, tr
 from llava.eval.report_tables import (
     MEAN,
     TITLES,
-    Rows,
     Statistics,
     analysis_tables,
     caveats,
@@ -29,6 +28,7 @@ from llava.eval.report_tables import (
     sentence,
 )
 from llava.eval.runs import Run
+from llava.presentation import column_names
 from llava.provenance import git_commit
 
 
@@ -61,7 +61,7 @@ def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     for name, rows in context["tables"].items():
         written.append(folder / f"report-{name}.csv")
         with open(written[-1], "w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, columns_of(rows))
+            writer = csv.DictWriter(stream, column_names(rows))
             writer.writeheader()
             writer.writerows(rows)
     return written
@@ -69,11 +69,6 @@ def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 def named(found: Mapping[str, Difference]) -> dict[str, Difference]:
     return {TITLES.get(task, task): one for task, one in found.items()}
-
-
-def columns_of(rows: Rows) -> list[str]:
-    """Every column in order of first sight."""
-    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def shown(value: Any) -> str:
@@ -99,7 +94,7 @@ def render(template: str, **context: Any) -> str:
         lstrip_blocks=True,
         finalize=None if html else markdown_text,
     )
-    environment.globals |= {"columns_of": columns_of, "shown": shown, "script_hash": script_hash}
+    environment.globals |= {"column_names": column_names, "shown": shown, "script_hash": script_hash}
     return environment.get_template(template).render(**context)
 
 
