@@ -13,14 +13,14 @@ from transformers import LlamaConfig
 from benchmarks.common import alternate, spread, write_result
 from llava.model import LlavaLlamaConfig, LlavaLlamaForCausalLM
 from llava.model.multimodal_projector.builder import build_vision_projector
-from llava.model.multimodal_projector.norm import projector_norm
+from llava.model.multimodal_projector.norm import NORM_TYPES, projector_norm
 
 SHAPES = {
     # name: (D, intermediate, layers, heads, key/value heads, E, visual tokens, text tokens)
     "demo": (576, 1536, 30, 9, 3, 192, 16, 24),
     "llama-3.2-3b": (3072, 8192, 28, 24, 8, 1152, 729, 300),
 }
-NORMS = ("layernorm", "gwc_layernorm", "rmsnorm", "gwc_rmsnorm")
+NORMS = [name for name, norm in NORM_TYPES.items() if norm]
 
 
 def main() -> None:
@@ -51,9 +51,8 @@ def main() -> None:
     projectors = {}
     for norm in NORMS:
         projector_config = LlavaLlamaConfig(**config.to_dict())
-        fields = {"mm_projector_type": "mlp2x_gelu", "mm_hidden_size": e, "mm_projector_norm": norm}
-        fields |= {"mm_projector_norm_target": 3.2, "mm_projector_norm_eps": 1e-5}
-        fields |= {"mm_projector_norm_min_gain": 1e-3, "mm_projector_norm_learnable": True}
+        fields = {"mm_projector_type": "mlp2x_gelu", "mm_hidden_size": e}
+        fields |= {"mm_projector_norm": norm, "mm_projector_norm_target": 3.2}
         for name, value in fields.items():
             setattr(projector_config, name, value)
         projectors[norm] = build_vision_projector(projector_config).to(device=device, dtype=dtype).train()

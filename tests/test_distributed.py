@@ -105,10 +105,10 @@ def test_rank_without_images_meets_the_others(tiny, tmp_path):
     assert_same(tmp_path / "two", tmp_path / "one")
 
 
-@pytest.mark.parametrize("model", ["qwen", "qwen_tied"])
-def test_zero3_measures_the_target_and_keeps_every_bit(tiny, tmp_path, model):
+@pytest.mark.parametrize(("model", "norm"), [("qwen", "gwc_layernorm"), ("qwen_tied", "scale")])
+def test_zero3_measures_the_target_and_keeps_every_bit(tiny, tmp_path, model, norm):
     """With learning rate 0 the folder that ZeRO-3 saves must hold what it loaded, and load again."""
-    options = {"model": model, "learning_rate": 0, "max_steps": 1}
+    options = {"model": model, "learning_rate": 0, "max_steps": 1, "norm": norm}
     launch(flags(tiny, tmp_path / "first", 2, **options), "zero3", tmp_path)
     saved = load_file(tmp_path / "first/model.safetensors")
     base, tower = load_file(tiny / model / "model.safetensors"), load_file(tiny / "siglip/model.safetensors")
@@ -120,7 +120,9 @@ def test_zero3_measures_the_target_and_keeps_every_bit(tiny, tmp_path, model):
     assert config["mm_projector_norm_target"] == pytest.approx(
         mean_text_embedding_norm(base["model.embed_tokens.weight"]), rel=1e-6
     )
-    assert torch.equal(saved["model.mm_projector.3.weight"], torch.full((32,), config["mm_projector_norm_init_gain"]))
+    gain = saved["model.mm_projector.3.weight"]
+    assert torch.equal(gain, torch.full_like(gain, config["mm_projector_norm_init_gain"]))
+    assert len(gain) == (1 if norm == "scale" else 32)
     again = options | {"model_name_or_path": tmp_path / "first", "vision_tower": None}
     launch(flags(tiny, tmp_path / "second", 2, **again), "zero3", tmp_path)
     assert_same(tmp_path / "second", tmp_path / "first", atol=0)

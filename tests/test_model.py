@@ -235,7 +235,7 @@ def test_without_norm_keys_are_llavas(tiny):
 
 @pytest.mark.parametrize("language_model", ["llama", "qwen", "qwen_tied"])
 @pytest.mark.parametrize("tower", ["siglip", "clip"])
-@pytest.mark.parametrize("norm", ["none", "gwc_layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", ["none", "gwc_layernorm", "rmsnorm", "clip"])
 def test_save_and_load_keep_every_bit(tiny, tmp_path, language_model, tower, norm):
     model = make(tiny, language_model, tower, norm)
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 import copy
 import math
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,17 +11,26 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from llava.model.multimodal_projector.norm import (
+    NORM_FIELDS,
     NORM_TYPES,
     GlobalWeightCompensatedLayerNorm,
+    NormClip,
     ProjectorNorm,
+    ProjectorNormArguments,
+    UniformScale,
+    fit_to_tokens,
     mean_text_embedding_norm,
+    norm_differences,
+    record_norm,
     resolve_target_norm,
+    with_norm_arguments,
 )
 
 D = 96
 NORMS = [name for name, cls in NORM_TYPES.items() if cls]
-COMPENSATED = [name for name in NORMS if name.startswith("gwc")]
-PLAIN_OF = {"gwc_layernorm": "layernorm", "gwc_rmsnorm": "rmsnorm"}
+NORMALIZING = [name for name in NORMS if name.endswith("norm")]
+COMPENSATED = [name for name, cls in NORM_TYPES.items() if cls and cls.compensated]
+PLAIN_OF = {name: name.removeprefix("gwc_") for name in COMPENSATED}
 
 
 def make(name: str, seed: int | None = 0, **options) -> ProjectorNorm:
@@ -28,7 +39,7 @@ def make(name: str, seed: int | None = 0, **options) -> ProjectorNorm:
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            norm.weight.copy_(0.02 * torch.randn(D, generator=generator))
+            norm.weight.copy_(norm.gain_for(1, D) * torch.randn(norm.weight.shape, generator=generator).abs())
             if norm.bias is not None:
                 norm.bias.copy_(0.01 * torch.randn(D, generator=generator))
     return norm
@@ -49,8 +60,12 @@ def gradients(norm: nn.Module, x: torch.Tensor, call=None) -> dict[str, torch.Te
 
 
 def reference(norm: ProjectorNorm, x: torch.Tensor) -> torch.Tensor:
-    """The textbook formula in float64 (paper eq. 22, 23)."""
+    """The textbook formula in float64 (of a norm: paper eq. 22, 23)."""
     x, gain = x.double(), norm.weight.double()
+    if isinstance(norm, UniformScale):
+        return x * gain
+    if isinstance(norm, NormClip):
+        return torch.where(x.norm(dim=-1, keepdim=True) > gain, x / x.norm(dim=-1, keepdim=True) * gain, x)
     if norm.has_bias:
         x = x - x.mean(-1, keepdim=True)
     x_hat = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
@@ -63,7 +78,7 @@ def test_forward_equals_float64_formula(name):
     torch.testing.assert_close(norm(x).double(), reference(norm, x), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", NORMALIZING)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2)])
 def test_initial_output_norm_is_the_text_norm(name, dtype, tolerance):
     text_norm = 1.09
@@ -93,7 +108,8 @@ def test_compensation_equals_scaling_at_x_hat_in_float64(name):
 
     def paper(x):
         centred = x - x.mean(-1, keepdim=True) if norm.has_bias else x
-        x_hat = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        root = (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        x_hat = x.clone() if isinstance(norm, UniformScale) else centred / root
         x_hat.register_hook(lambda grad: grad * scale)
         return x_hat * norm.weight + (norm.bias if norm.has_bias else 0)
 
@@ -218,6 +234,78 @@ def test_init_flag_means_text_norm_default_or_a_norm():
     assert resolve_target_norm("text_norm", weight) == pytest.approx(2 * math.sqrt(D))
     assert resolve_target_norm("default", weight) == pytest.approx(math.sqrt(D))
     assert resolve_target_norm("1.5", weight) == 1.5
-    for bad in ("1.5x", "-1", "nan", "0"):
+    assert resolve_target_norm("0.25x", weight) == pytest.approx(0.5 * math.sqrt(D))
+    for bad in ("x", "-1", "-3x", "nan", "0", "textnorm"):
         with pytest.raises(ValueError, match="--mm_projector_norm_init.*text_norm"):
             resolve_target_norm(bad, weight)
+
+
+@pytest.mark.parametrize("name", ["scale", "gwc_scale"])
+def test_scale_gives_the_first_tokens_the_target_norm_on_average_and_keeps_their_proportions(name):
+    norm, x = NORM_TYPES[name](D), inputs() * torch.linspace(0.5, 2, 7)[:, None]
+    config = SimpleNamespace(mm_projector_norm_target=1.09, mm_projector_norm_init_gain=None)
+    fit_to_tokens(norm, config, x.flatten(0, 1))
+    before, after = x.norm(dim=-1), norm(x).norm(dim=-1)
+    assert after.mean().item() == pytest.approx(1.09, rel=1e-5)
+    torch.testing.assert_close(after / after.mean(), before / before.mean())
+    assert config.mm_projector_norm_init_gain == pytest.approx(norm.weight.item(), rel=1e-6)
+    with pytest.raises(ValueError, match="mean norm of nan"):
+        fit_to_tokens(norm, config, x.flatten(0, 1) * math.nan)
+
+
+def test_compensated_scale_passes_the_gradient_as_if_there_were_no_factor():
+    """d/dx of a x is a; divided by |a| its sign alone is left, down to the least gain."""
+    for factor, expected in ((0.02, 1.0), (-0.02, -1.0), (3.0, 1.0), (1e-5, 1e-2)):
+        norm, x = NORM_TYPES["gwc_scale"](D, init_gain=factor), inputs().requires_grad_()
+        grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+        norm(x).backward(grad)
+        torch.testing.assert_close(x.grad, expected * grad)
+        torch.testing.assert_close(norm.weight.grad, (x.detach() * grad).sum()[None])
+
+
+def test_clip_leaves_tokens_below_the_target_alone_bit_for_bit_and_zeros_zero():
+    norm = NORM_TYPES["clip"](D, init_gain=NormClip.gain_for(2.0, D))
+    x = torch.nn.functional.normalize(inputs(), dim=-1) * torch.tensor([0.0, 0.5, 1, 1.9, 2.1, 40, 4000])[:, None]
+    y = norm(x)
+    assert torch.equal(y[:, :4], x[:, :4])
+    torch.testing.assert_close(y[:, 4:].norm(dim=-1), torch.full((2, 3), 2.0))
+    x.requires_grad_()
+    norm(x).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("mm_projector_norm", "batchnorm"), ("mm_projector_norm_init", "4y"), ("mm_projector_norm_eps", 0.0),
+     ("mm_projector_norm_min_gain", -1.0)],
+)  # fmt: skip
+def test_a_wrong_flag_is_refused_by_name(flag, value):
+    with pytest.raises(ValueError, match=f"--{flag}: expected .* found"):
+        ProjectorNormArguments(**{flag: value})
+
+
+def test_upstreams_arguments_take_the_norms_fields_behind_their_own():
+    @dataclass
+    class ModelArguments:
+        """Upstream's."""
+
+        version: str = "v0"
+
+    extended = with_norm_arguments(ModelArguments)
+    assert [f.name for f in fields(extended)] == ["version", *NORM_FIELDS]
+    assert extended(version="v1", mm_projector_norm="rmsnorm").mm_projector_norm == "rmsnorm"
+    assert extended.__name__ == "ModelArguments" and issubclass(extended, ModelArguments)
+
+
+def test_an_arm_that_needs_tokens_is_refused_where_nobody_measures_them():
+    flags = ProjectorNormArguments(mm_projector_norm="scale")
+    with pytest.raises(ValueError, match="--mm_projector_norm scale.*first visual tokens"):
+        record_norm(SimpleNamespace(hidden_size=D), flags, torch.ones(4, D))
+
+
+def test_settings_that_decide_what_a_norm_means_are_compared_with_their_defaults():
+    recorded = {"mm_projector_norm": "rmsnorm", "mm_projector_norm_init": "default", "mm_projector_norm_eps": 1e-6}
+    wanted = ProjectorNormArguments(mm_projector_norm="rmsnorm", mm_projector_norm_learnable=False)
+    assert norm_differences(recorded, wanted) == [("mm_projector_norm_eps", 1e-6, 1e-5)]
+    assert norm_differences({}, wanted) == [("mm_projector_norm", "none", "rmsnorm")]
+    assert norm_differences({}, ProjectorNormArguments(mm_projector_norm_eps=1.0)) == []

@@ -91,6 +91,26 @@ def test_target_is_measured_and_recorded(tiny, stage_1):
     assert first["norm/llm_input"] == pytest.approx(target, rel=1e-3)
 
 
+def test_scale_starts_from_the_first_images_and_stage_2_from_what_stage_1_learnt(tiny, tmp_path):
+    weights, config = run(tiny, tmp_path / "s1", 1, norm="scale", max_steps=1, learning_rate=0)
+    first = json.loads((tmp_path / "s1" / LOG_FILE).read_text().splitlines()[0])
+    assert first["norm/llm_input"] == pytest.approx(config["mm_projector_norm_target"], rel=0.2)  # other images
+    assert first["norm/before_norm"] > 2 * first["norm/llm_input"]
+    assert weights["model.mm_projector.3.weight"].item() == pytest.approx(config["mm_projector_norm_init_gain"])
+    adapter = torch.load(tmp_path / "s1/mm_projector.bin", weights_only=True)
+    adapter["model.mm_projector.3.weight"] *= 3
+    torch.save(adapter, tmp_path / "s1/mm_projector.bin")
+    options = {"norm": "scale", "max_steps": 1, "learning_rate": 0}
+    weights, config = run(tiny, tmp_path / "s2", 2, pretrain_mm_mlp_adapter=tmp_path / "s1", **options)
+    assert torch.equal(weights["model.mm_projector.3.weight"], adapter["model.mm_projector.3.weight"])
+    assert config["mm_projector_norm_init_gain"] == pytest.approx(adapter["model.mm_projector.3.weight"].item())
+    text = tmp_path / "text.json"
+    turns = [{"from": "human", "value": "Which colour?"}, {"from": "gpt", "value": "Red."}]
+    text.write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(4)]))
+    with pytest.raises(ValueError, match="--mm_projector_norm scale.*no sample of --data_path has an image"):
+        run(tiny, tmp_path / "s3", 2, data_path=text, **options)
+
+
 def test_log_has_every_measurement(stage_1):
     lines = [json.loads(line) for line in (stage_1 / LOG_FILE).read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
@@ -125,8 +145,11 @@ def test_telemetry_steps_may_differ_from_logging_steps(tiny, tmp_path):
     assert [line["step"] for line in lines if "grad_norm/llm_input" in line] == [2, 4]
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen_tied"])
-@pytest.mark.parametrize("norm", ["none", "layernorm", "gwc_rmsnorm"])
+@pytest.mark.parametrize(
+    ("model", "norm"),
+    [(model, norm) for model in ("llama", "qwen_tied") for norm in ("none", "layernorm", "gwc_rmsnorm")]
+    + [("llama", "gwc_scale"), ("llama", "clip")],
+)
 def test_both_stages_and_inference_from_the_folder_alone(tiny, tmp_path, model, norm):
     run(tiny, tmp_path / "s1", 1, model=model, norm=norm)
     weights, _ = run(

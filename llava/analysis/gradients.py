@@ -24,12 +24,18 @@ from llava.analysis.probe import Batch, Probe
 from llava.analysis.resume import Rows, resumed, state_file
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.preprocess import preprocess
+from llava.eval import paper
 from llava.eval.ask import choose_template, is_captioner
 from llava.mm_utils import process_images
-from llava.model.multimodal_projector.norm import end_with_norm, mean_text_embedding_norm, projector_norm
+from llava.model.multimodal_projector.norm import (
+    AlignedLayerNorm,
+    end_with_norm,
+    mean_text_embedding_norm,
+    projector_norm,
+)
 from llava.presentation import COLOURS
 
-ARMS = ("none", "layernorm", "gwc_layernorm")
+ARMS = tuple(paper.ARMS)
 INPUT, BEFORE, FEATURES = "LLM input", "before the norm", "vision features"
 
 
@@ -136,7 +142,8 @@ def arm_projector(arm: str, bare: nn.Module, trained: nn.Module | None, model: A
     """`bare` ending in the norm `arm`, with the gain and bias of `trained`, or else aligned to the text embeddings."""
     config = copy.deepcopy(model.config)
     config.mm_projector_norm = arm
-    if trained is None:
+    if not isinstance(trained, AlignedLayerNorm):  # another arm's gain has no meaning in a LayerNorm
+        trained = None
         config.mm_projector_norm_target = mean_text_embedding_norm(model.get_model().embed_tokens.weight)
     projector = end_with_norm(bare, config).to(model.device, model.dtype).train()
     if arm != "none" and trained is not None:

@@ -1,31 +1,34 @@
 """The paper's Table 4, in percent (arXiv 2512.08374)."""
 
 from llava.eval.results import PAPER_COLUMNS
+from llava.model.multimodal_projector.norm import NORM_TYPES
 
-ARMS = {"none": "w/o Norm", "layernorm": "w/ Norm, w/o GWC", "gwc_layernorm": "w/ Norm, w/ GWC"}
+_NORMED = {name: norm.paper_name for name, norm in NORM_TYPES.items() if norm and norm.paper_name}
+ARMS = {"none": "w/o Norm", **_NORMED}
 """Arms as `--mm_projector_norm` names them, and as the paper does."""
 
+# A row for each of `ARMS`.
 _SCORES = {
-    "Llama-3.2-3B": {
-        "none": (71.39, 37.72, 88.14, 42.86, 40.70, 78.99, 60.17, 65.96, 45.19),
-        "layernorm": (72.16, 41.19, 88.88, 47.26, 45.60, 80.83, 63.24, 66.01, 53.21),
-        "gwc_layernorm": (71.82, 41.24, 88.26, 45.56, 44.10, 81.00, 61.85, 65.99, 51.60),
-    },
-    "Qwen2.5-7B": {
-        "none": (76.80, 50.34, 87.51, 56.65, 47.00, 82.81, 73.74, 70.56, 71.02),
-        "layernorm": (75.60, 48.08, 87.83, 59.51, 47.60, 82.20, 72.70, 73.73, 71.14),
-        "gwc_layernorm": (77.66, 50.58, 87.87, 58.27, 49.40, 82.93, 74.61, 71.64, 71.74),
-    },
+    "Llama-3.2-3B": (
+        (71.39, 37.72, 88.14, 42.86, 40.70, 78.99, 60.17, 65.96, 45.19),
+        (72.16, 41.19, 88.88, 47.26, 45.60, 80.83, 63.24, 66.01, 53.21),
+        (71.82, 41.24, 88.26, 45.56, 44.10, 81.00, 61.85, 65.99, 51.60),
+    ),
+    "Qwen2.5-7B": (
+        (76.80, 50.34, 87.51, 56.65, 47.00, 82.81, 73.74, 70.56, 71.02),
+        (75.60, 48.08, 87.83, 59.51, 47.60, 82.20, 72.70, 73.73, 71.14),
+        (77.66, 50.58, 87.87, 58.27, 49.40, 82.93, 74.61, 71.64, 71.74),
+    ),
 }
 MEANS = {
-    "Llama-3.2-3B": {"none": 59.01, "layernorm": 62.04, "gwc_layernorm": 61.27},
-    "Qwen2.5-7B": {"none": 68.49, "layernorm": 68.71, "gwc_layernorm": 69.41},
+    "Llama-3.2-3B": dict(zip(ARMS, (59.01, 62.04, 61.27), strict=True)),
+    "Qwen2.5-7B": dict(zip(ARMS, (68.49, 68.71, 69.41), strict=True)),
 }
 """The last column as printed: the mean of the nine."""
 
 TABLE_4 = {
-    llm: {arm: dict(zip(PAPER_COLUMNS.values(), scores, strict=True)) for arm, scores in arms.items()}
-    for llm, arms in _SCORES.items()
+    llm: {arm: dict(zip(PAPER_COLUMNS.values(), scores, strict=True)) for arm, scores in zip(ARMS, rows, strict=True)}
+    for llm, rows in _SCORES.items()
 }
 """`TABLE_4[language model][arm][task]`."""
 

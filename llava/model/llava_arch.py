@@ -18,7 +18,7 @@ from llava.model.multimodal_encoder.builder import build_vision_tower, read_visi
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.builder import build_vision_projector
-from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm, record_norm
+from llava.model.multimodal_projector.norm import ProjectorNorm, norm_differences, projector_norm, record_norm
 from llava.model.splice import PackedSequences, pad_packed, splice_images
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,7 @@ class LlavaMetaModel:
 
         Args:
             model_args: an object with the fields `vision_tower`, `mm_vision_select_layer`, `mm_vision_select_feature`,
-                `mm_projector_type`, `mm_projector_norm`, `..._norm_init`, `..._norm_eps`, `..._norm_min_gain`,
-                `..._norm_learnable`, `pretrain_mm_mlp_adapter`.
+                `mm_projector_type`, `pretrain_mm_mlp_adapter`, and those of `ProjectorNormArguments`.
             dtype: of the tower's weights.
 
         Raises:
@@ -89,7 +88,8 @@ class LlavaMetaModel:
         config.use_mm_proj = True
         for field in PROJECTOR_FIELDS:
             setattr(config, field, getattr(model_args, field))
-        record_norm(config, model_args, self.embed_tokens.weight)
+        # An adapter brings the factor that the first visual tokens of its run decided.
+        record_norm(config, model_args, self.embed_tokens.weight, sees_tokens=True)
         with torch.device("meta"):
             tower = build_vision_tower(config)
         tower.load_pretrained(model_args.vision_tower, dtype=dtype)
@@ -103,15 +103,10 @@ class LlavaMetaModel:
 
 def check_flags_against_config(model_args: Any, config: Any) -> None:
     """Raises ValueError where the projector's flags contradict the checkpoint that already has a projector."""
-    defaults = {"mm_projector_norm": "none"}
-    fields = ["mm_projector_type", "mm_projector_norm", "mm_vision_select_layer", "mm_vision_select_feature"]
-    if getattr(config, "mm_projector_norm", "none") != "none":
-        fields += ["mm_projector_norm_eps", "mm_projector_norm_min_gain"]
-    differences = [
-        f"{field}: checkpoint {getattr(config, field, defaults.get(field))!r}, flags {getattr(model_args, field)!r}"
-        for field in fields
-        if getattr(config, field, defaults.get(field)) != getattr(model_args, field)
-    ]
+    fields = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature")
+    both = [(field, getattr(config, field, None), getattr(model_args, field)) for field in fields]
+    both = [found for found in both if found[1] != found[2]] + norm_differences(config, model_args)
+    differences = [f"{field}: checkpoint {theirs!r}, flags {ours!r}" for field, theirs, ours in both]
     if differences:
         raise ValueError(
             "the checkpoint in --model_name_or_path already has a projector that the flags contradict:\n  "

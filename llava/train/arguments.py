@@ -7,18 +7,18 @@ import torch
 import transformers
 
 from llava.model.loss import LossHead
-
-NormType = Literal["none", "layernorm", "gwc_layernorm", "rmsnorm", "gwc_rmsnorm"]
+from llava.model.multimodal_projector.norm import ProjectorNormArguments
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(ProjectorNormArguments):
     """What is trained: language model, vision tower, projector, norm."""
 
     model_name_or_path: str = field(
+        kw_only=True,  # the norm's fields, which have defaults, come before it
         metadata={
             "help": "Language model (Llama or Qwen2 family) or LLaVA checkpoint of this tree: local folder or hub id."
-        }
+        },
     )
     version: str = field(
         default="v1",
@@ -59,28 +59,6 @@ class ModelArguments:
     )
     mm_projector_type: str = field(
         default="mlp2x_gelu", metadata={"help": "Projector: linear, mlp2x_gelu, mlp<N>x_gelu or identity."}
-    )
-    mm_projector_norm: NormType = field(
-        default="none",
-        metadata={
-            "help": "Norm layer behind the projector: none (LLaVA), layernorm / rmsnorm (gain aligned with the text "
-            "norm, plain backward), gwc_layernorm / gwc_rmsnorm (the same with global weight compensation)."
-        },
-    )
-    mm_projector_norm_init: str = field(
-        default="text_norm",
-        metadata={
-            "help": "Norm of a visual token at the start: text_norm (mean norm of the text embeddings, measured), "
-            "default (gain 1, so the square root of the hidden size), or a number. The gain starts at this over "
-            "sqrt(D)."
-        },
-    )
-    mm_projector_norm_eps: float = field(default=1e-5, metadata={"help": "Epsilon inside the norm's root."})
-    mm_projector_norm_min_gain: float = field(
-        default=1e-3, metadata={"help": "Lower bound of the mean |gain| by which compensation divides the gradient."}
-    )
-    mm_projector_norm_learnable: bool = field(
-        default=True, metadata={"help": "Train gain and bias of the norm; False keeps the initial scale."}
     )
     mm_patch_merge_type: Literal["flat"] = field(
         default="flat", metadata={"help": "How visual tokens are laid out; only flat (no tiling) exists here."}

@@ -27,6 +27,7 @@ from llava.train.batches import fit_micro_batches, global_batch_size, largest_mi
 from llava.train.checkpoint import clear_staging, find_checkpoint
 from llava.train.compilation import compile_layers
 from llava.train.failures import Watchdog, clear_reports
+from llava.train.first_tokens import fit_norm_to_first_images
 from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.liger import apply_liger
 from llava.train.llava_trainer import LLaVATrainer
@@ -256,6 +257,7 @@ def build_trainer(
         label_masking=data_args.label_masking,
         show_progress=training_args.process_index == 0,
     )
+    fit_norm_to_first_images(model, dataset, training_args.device)
     fit_micro_batches(dataset, training_args)
     set_up_checkpointing(model, training_args, largest_micro_batch(dataset, training_args))
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

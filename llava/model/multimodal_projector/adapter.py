@@ -11,13 +11,11 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from llava.model.multimodal_projector.norm import projector_norm
+from llava.model.multimodal_projector.norm import norm_differences, projector_norm
 from llava.model.zero3 import full_shape, full_state_dict, load_full_state_dict
 
 ADAPTER_FILE = "mm_projector.bin"
 _KEY_PREFIX = "model.mm_projector."
-# What must agree between two runs for a trained norm to mean the same thing.
-MATCHING_FIELDS = ("mm_projector_norm", "mm_projector_norm_eps", "mm_projector_norm_min_gain")
 
 
 def adapter_state_dict(projector: nn.Module) -> dict[str, torch.Tensor]:
@@ -47,6 +45,9 @@ def load_adapter(projector: nn.Module, path: str | Path, config: PretrainedConfi
     state_dict = {k.rsplit("mm_projector.", 1)[1]: v for k, v in tensors.items() if "mm_projector." in k}
     _check_match(projector, state_dict, path, config)
     load_full_state_dict(projector, state_dict)
+    norm = projector_norm(projector)
+    if norm is not None and norm.measures_tokens:  # the adapter's run has measured them
+        config.mm_projector_norm_init_gain = float(state_dict[f"{len(projector) - 1}.weight"])
 
 
 def read_tensors(path: Path | str) -> dict[str, torch.Tensor]:
@@ -74,21 +75,18 @@ def _check_match(projector: nn.Module, adapter: dict, path: Path, config: Pretra
         for name in sorted(wanted.keys() | found.keys())
         if wanted.get(name) != found.get(name)
     ]
-    norm_type = getattr(config, "mm_projector_norm", "none")
     config_file = path.parent / "config.json"
     recorded = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    for field in MATCHING_FIELDS:
-        ours = norm_type if field == "mm_projector_norm" else getattr(config, field, None)
-        if (
-            field in recorded
-            and recorded[field] != ours
-            and (projector_norm(projector) or field == "mm_projector_norm")
-        ):
-            differences.append(f"{field}: adapter {recorded[field]!r} (its config.json), flags {ours!r}")
+    if "mm_projector_norm" in recorded:  # absent from a folder of LLaVA's, whose parameters say enough
+        differences += [
+            f"{field}: adapter {theirs!r} (its config.json), flags {ours!r}"
+            for field, theirs, ours in norm_differences(recorded, config)
+        ]
     if differences:
         raise ValueError(
             f"--pretrain_mm_mlp_adapter {path} does not fit the flags (--mm_projector_type "
-            f"{getattr(config, 'mm_projector_type', None)}, --mm_projector_norm {norm_type}):\n  "
+            f"{getattr(config, 'mm_projector_type', None)}, --mm_projector_norm "
+            f"{getattr(config, 'mm_projector_norm', 'none')}):\n  "
             + "\n  ".join(differences)
             + "\nPass the flags that the adapter was trained with, or train an adapter with these flags."
         )

@@ -1,9 +1,12 @@
-"""The norm layers that may end the projector: built from a config, set by a measurement of the text embeddings.
+"""The layers that may end the projector, and their flags: built from a config, set by a measurement of the text norm.
 
 A visual token leaves the projector with a norm far above that of a text embedding and is therefore turned slowly by a
-Pre-Norm LLM. The layers here end the projector with a LayerNorm (or RMSNorm) whose gain is a constant `T / sqrt(D)`, so
-that visual tokens enter the LLM with the mean text norm `T` (paper section 5.1). Such a gain is tiny (about 0.02) and
-shrinks every gradient that passes through it; *global weight compensation* divides the gradient by the mean |gain|.
+Pre-Norm LLM. The paper ends the projector with a LayerNorm whose gain is a constant `T / sqrt(D)`, so that visual
+tokens enter the LLM with the mean text norm `T` (paper section 5.1). Such a gain is tiny (about 0.02) and shrinks every
+gradient that passes through it; *global weight compensation* divides the gradient by the mean |gain|.
+
+An arm of a comparison is one class here and one row of `NORM_TYPES`. Flags, config, adapter, launcher, comparison and
+patches read that table and `ProjectorNormArguments`.
 
 `patches/apply.py` copies this file into upstream trees: it needs torch, zero3.py, and of a config only its fields.
 
@@ -12,6 +15,9 @@ Shapes: N any leading dimensions, D LLM hidden size.
 
 import logging
 import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -21,15 +27,6 @@ from torch.nn import functional as F
 from llava.model.zero3 import full_shape, gathered
 
 logger = logging.getLogger(__name__)
-
-# Flags that become config fields of the same name.
-NORM_FIELDS = (
-    "mm_projector_norm",
-    "mm_projector_norm_init",
-    "mm_projector_norm_eps",
-    "mm_projector_norm_min_gain",
-    "mm_projector_norm_learnable",
-)
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -47,18 +44,28 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class ProjectorNorm(nn.Module):
-    """What all four norms share: a constant initial gain, and the gradient compensation where `compensated` says so.
+    """What all arms share: a gain with one initial value, and the gradient compensation where `compensated` says so.
 
     Args:
         hidden_size: D.
         eps: added to the variance (or mean square) before the root.
-        init_gain: every element of the initial gain; `T / sqrt(D)` aligns the output norm with T (paper eq. 11).
+        init_gain: every element of the initial gain.
         min_gain: lower bound of the mean |gain| that the gradient is divided by (paper eq. 25).
         learnable: False keeps gain and bias fixed.
+
+    Attributes:
+        paper_name: what the paper calls this arm, where it has it.
+        compensated: whether the gradient is divided by the mean |gain|.
+        has_bias: whether a bias is added.
+        one_gain: the gain is one number, not one for each of D.
+        measures_tokens: the initial gain follows from the first visual tokens, not from the target alone.
     """
 
+    paper_name: str | None = None
     compensated = False
-    has_bias = True
+    has_bias = False
+    one_gain = False
+    measures_tokens = False
 
     def __init__(
         self,
@@ -71,9 +78,14 @@ class ProjectorNorm(nn.Module):
         super().__init__()
         self.hidden_size, self.eps, self.init_gain, self.min_gain = hidden_size, eps, init_gain, min_gain
         self.learnable = learnable
-        self.weight = nn.Parameter(torch.empty(hidden_size), requires_grad=learnable)
+        self.weight = nn.Parameter(torch.empty(1 if self.one_gain else hidden_size), requires_grad=learnable)
         self.bias = nn.Parameter(torch.empty(hidden_size), requires_grad=learnable) if self.has_bias else None
         self.reset_parameters()
+
+    @staticmethod
+    def gain_for(target: float, hidden_size: int) -> float:
+        """The gain that gives a visual token the norm `target` (paper eq. 11)."""
+        return target / math.sqrt(hidden_size)
 
     def reset_parameters(self) -> None:
         """Sets the gain to `init_gain` and the bias to zero."""
@@ -90,31 +102,37 @@ class ProjectorNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises the last dimension of `x` [N, D]; the gradient at `x` is compensated in training mode only."""
         if self.compensated and self.training and torch.is_grad_enabled() and x.requires_grad:
-            # The norm's backward is linear in its incoming gradient, so 1/s at the input equals 1/s at x_hat (eq. 26).
+            # The layer's backward is linear in its incoming gradient, so 1/s at the input equals 1/s at x_hat (eq. 26).
             x = _ScaleGradient.apply(x, self.mean_abs_gain().clamp(min=self.min_gain).reciprocal())
         return self.normalize(x)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (self.hidden_size,), self.weight, self.bias, self.eps)
+        """What the layer does to the last dimension of `x` [N, D]."""
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, init_gain={self.init_gain:.6g}, learnable={self.learnable}"
 
 
 class AlignedLayerNorm(ProjectorNorm):
-    """LayerNorm with an aligned initial gain and the plain backward ("w/ Norm, w/o GWC" in the paper)."""
+    """LayerNorm with an aligned initial gain and the plain backward."""
+
+    paper_name = "w/ Norm, w/o GWC"
+    has_bias = True
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (self.hidden_size,), self.weight, self.bias, self.eps)
 
 
-class GlobalWeightCompensatedLayerNorm(ProjectorNorm):
+class GlobalWeightCompensatedLayerNorm(AlignedLayerNorm):
     """LayerNorm with an aligned initial gain and global weight compensation (paper eq. 22 to 26)."""
 
+    paper_name = "w/ Norm, w/ GWC"
     compensated = True
 
 
 class AlignedRMSNorm(ProjectorNorm):
     """RMSNorm with an aligned initial gain and the plain backward."""
-
-    has_bias = False
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         # rms_norm has no mixed-precision kernel on every device: match the gain to the input, as layer_norm would.
@@ -127,64 +145,209 @@ class GlobalWeightCompensatedRMSNorm(AlignedRMSNorm):
     compensated = True
 
 
+class UniformScale(ProjectorNorm):
+    """One factor for all visual tokens, `y = a x`, set so that the first ones have the target norm on average.
+
+    The control for the norm arms: it closes the gap and leaves tokens as different in norm as the projector makes them.
+    """
+
+    one_gain = True
+    measures_tokens = True
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.to(x.dtype)
+
+
+class GlobalWeightCompensatedScale(UniformScale):
+    """`UniformScale` whose gradient at `x` is `a / max(|a|, min_gain)` times that at `y`: its sign alone remains.
+
+    The projector is trained as if its output entered the LLM unscaled, as with the compensated norms.
+    """
+
+    compensated = True
+
+
+class NormClip(ProjectorNorm):
+    """Visual tokens whose norm is above the gain are scaled down to it, `y = x min(1, g / |x|)`; the others pass."""
+
+    one_gain = True
+
+    @staticmethod
+    def gain_for(target: float, hidden_size: int) -> float:
+        return target
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        norms = x.float().norm(dim=-1, keepdim=True)
+        return x * (self.weight.float() / norms.clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1).to(x.dtype)
+
+
 NORM_TYPES: dict[str, type[ProjectorNorm] | None] = {
     "none": None,
     "layernorm": AlignedLayerNorm,
     "gwc_layernorm": GlobalWeightCompensatedLayerNorm,
     "rmsnorm": AlignedRMSNorm,
     "gwc_rmsnorm": GlobalWeightCompensatedRMSNorm,
+    "scale": UniformScale,
+    "gwc_scale": GlobalWeightCompensatedScale,
+    "clip": NormClip,
 }
 
 
-def record_norm(config: Any, flags: Any, embedding_weight: torch.Tensor) -> None:
+@dataclass
+class ProjectorNormArguments:
+    """The norm's flags, which become config fields of the same name."""
+
+    mm_projector_norm: str = field(
+        default="none",
+        metadata={
+            "choices": list(NORM_TYPES),
+            "help": "What ends the projector: none (LLaVA); layernorm or rmsnorm, with a gain aligned with the text "
+            "norm; scale, one factor that gives the first visual tokens that norm; clip, which scales larger tokens "
+            "down to it. gwc_ adds global weight compensation of the gradient.",
+        },
+    )
+    mm_projector_norm_init: str = field(
+        default="text_norm",
+        metadata={
+            "help": "Norm of a visual token at the start: text_norm (mean norm of the text embeddings, measured), a "
+            "multiple of that such as 3x, a number (the norm itself), or default (gain 1 in a LayerNorm, so the square "
+            "root of the hidden size)."
+        },
+    )
+    mm_projector_norm_eps: float = field(default=1e-5, metadata={"help": "Epsilon inside the norm's root."})
+    mm_projector_norm_min_gain: float = field(
+        default=1e-3, metadata={"help": "Lower bound of the mean |gain| by which compensation divides the gradient."}
+    )
+    mm_projector_norm_learnable: bool = field(
+        default=True, metadata={"help": "Train gain and bias of the norm; False keeps the initial scale."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.mm_projector_norm not in NORM_TYPES:
+            raise ValueError(_unknown_norm(self.mm_projector_norm))
+        parse_init(self.mm_projector_norm_init)
+        for name in ("mm_projector_norm_eps", "mm_projector_norm_min_gain"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"--{name}: expected a positive number, found {value}")
+
+
+NORM_FIELDS = tuple(f.name for f in fields(ProjectorNormArguments))
+_DEFAULTS = {f.name: f.default for f in fields(ProjectorNormArguments)}
+# What may differ between two stages: where the gain started, and whether it is trained.
+_FREE_FIELDS = ("mm_projector_norm_init", "mm_projector_norm_learnable")
+
+
+def with_norm_arguments(arguments: type) -> type:
+    """The dataclass `arguments` with the fields of `ProjectorNormArguments` behind its own, for upstream's trees."""
+    body = {"__module__": arguments.__module__, "__doc__": arguments.__doc__}
+    return dataclass(type(arguments.__name__, (ProjectorNormArguments, arguments), body))
+
+
+def norm_differences(recorded: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
+    """Fields, with both values, in which two trained norms would not mean the same.
+
+    Args:
+        recorded, wanted: configs or flags, as objects or mappings; a field that one lacks has its default.
+    """
+    both = [(name, _setting(recorded, name), _setting(wanted, name)) for name in NORM_FIELDS]
+    if any(name == "mm_projector_norm" and "none" in found for name, *found in both):
+        both = both[:1]  # the other settings are those of a norm
+    return [(name, a, b) for name, a, b in both if a != b and name not in _FREE_FIELDS]
+
+
+def _setting(source: Any, name: str) -> Any:
+    value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+    return _DEFAULTS[name] if value is None else value
+
+
+def _unknown_norm(name: Any) -> str:
+    return f"--mm_projector_norm: expected one of {', '.join(NORM_TYPES)}; found {name!r}"
+
+
+def record_norm(config: Any, flags: Any, embedding_weight: torch.Tensor, sees_tokens: bool = False) -> None:
     """Writes the norm's flags, the measured target norm and the initial gain into `config`, which then builds the norm.
 
     Args:
         config: model config with `hidden_size`.
         flags: an object with the fields `NORM_FIELDS`.
         embedding_weight: text embedding matrix [rows, D], before any token is added; may be partitioned by ZeRO-3.
+        sees_tokens: the caller will set a gain that depends on the first visual tokens, by `fit_to_tokens`.
+
+    Raises:
+        ValueError: the arm needs the first visual tokens, and nobody will measure them.
     """
-    for field in NORM_FIELDS:
-        setattr(config, field, getattr(flags, field))
-    if config.mm_projector_norm == "none":
+    for name in NORM_FIELDS:
+        setattr(config, name, getattr(flags, name))
+    norm_type = NORM_TYPES[config.mm_projector_norm]
+    if norm_type is None:
         return
+    if norm_type.measures_tokens and not sees_tokens:
+        raise ValueError(
+            f"--mm_projector_norm {config.mm_projector_norm}: its factor follows from the first visual tokens, which "
+            "this trainer does not measure; train this arm with the tree that the patch comes from"
+        )
     target = resolve_target_norm(config.mm_projector_norm_init, embedding_weight)
     config.mm_projector_norm_target = target
-    config.mm_projector_norm_init_gain = target / math.sqrt(config.hidden_size)
+    gain = None if norm_type.measures_tokens else norm_type.gain_for(target, config.hidden_size)
+    config.mm_projector_norm_init_gain = gain
     logger.info(
-        "mm_projector_norm=%s: target norm %.6g (%s), initial gain %.6g",
+        "mm_projector_norm=%s: target norm %.6g (%s), initial gain %s",
         config.mm_projector_norm,
         target,
         config.mm_projector_norm_init,
-        config.mm_projector_norm_init_gain,
+        "set by the first visual tokens" if gain is None else f"{gain:.6g}",
     )
 
 
 def build_projector_norm(config: Any) -> ProjectorNorm | None:
     """The norm that ends the projector, or None.
 
-    The gain starts at `mm_projector_norm_target / sqrt(D)`; weights loaded afterwards overwrite it.
+    The gain starts where `mm_projector_norm_target` puts it; weights loaded afterwards overwrite it.
 
     Raises:
         ValueError: `mm_projector_norm` is not a key of `NORM_TYPES`, or the config lacks the target.
     """
-    name = getattr(config, "mm_projector_norm", None) or "none"
+    name = _setting(config, "mm_projector_norm")
     if name not in NORM_TYPES:
-        raise ValueError(f"--mm_projector_norm: expected one of {', '.join(NORM_TYPES)}; found {name!r}")
-    if NORM_TYPES[name] is None:
+        raise ValueError(_unknown_norm(name))
+    norm_type = NORM_TYPES[name]
+    if norm_type is None:
         return None
     target = getattr(config, "mm_projector_norm_target", None)
     if target is None:
         raise ValueError(
             f"config has mm_projector_norm={name} but no mm_projector_norm_target (the norm a visual token starts with)"
         )
-    return NORM_TYPES[name](
+    if norm_type.measures_tokens:
+        gain = getattr(config, "mm_projector_norm_init_gain", None) or 1.0
+    else:
+        gain = norm_type.gain_for(target, config.hidden_size)
+    return norm_type(
         config.hidden_size,
-        eps=getattr(config, "mm_projector_norm_eps", 1e-5),
-        init_gain=target / math.sqrt(config.hidden_size),
-        min_gain=getattr(config, "mm_projector_norm_min_gain", 1e-3),
-        learnable=getattr(config, "mm_projector_norm_learnable", True),
+        eps=_setting(config, "mm_projector_norm_eps"),
+        init_gain=gain,
+        min_gain=_setting(config, "mm_projector_norm_min_gain"),
+        learnable=_setting(config, "mm_projector_norm_learnable"),
     )
+
+
+@torch.no_grad()
+def fit_to_tokens(norm: ProjectorNorm, config: Any, tokens: torch.Tensor) -> None:
+    """Sets the one factor so that `tokens` [N, D], as they reach the norm, leave it with the target norm on average.
+
+    Every rank must call, with the same tokens. The factor is recorded in `config`.
+
+    Raises:
+        ValueError: the tokens are not finite, or all zero.
+    """
+    mean = tokens.float().norm(dim=-1).mean().item()
+    if not (math.isfinite(mean) and mean > 0):
+        raise ValueError(f"the first visual tokens have a mean norm of {mean}; check the vision tower's weights")
+    norm.init_gain = config.mm_projector_norm_init_gain = config.mm_projector_norm_target / mean
+    with gathered(norm.weight, modifier_rank=0):
+        norm.weight.fill_(norm.init_gain)
+    logger.info("the first visual tokens have norm %.6g, so the factor starts at %.6g", mean, norm.init_gain)
 
 
 def end_with_norm(projector: nn.Module, config: Any) -> nn.Module:
@@ -212,30 +375,42 @@ def freeze_fixed_norm(projector: nn.Module) -> None:
         norm.requires_grad_(False)
 
 
+def parse_init(init: str | float) -> tuple[str, float]:
+    """What `--mm_projector_norm_init` says: ("text_norm", multiple), ("default", 1) or ("norm", the norm itself).
+
+    Raises:
+        ValueError: neither one of the words, a positive number, nor a positive multiple such as `3x`.
+    """
+    text = str(init)
+    if text in ("text_norm", "default"):
+        return text, 1.0
+    multiple = re.fullmatch(r"(.+)x", text)
+    try:
+        value = float(multiple[1] if multiple else text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(
+            "--mm_projector_norm_init: expected 'text_norm', a multiple of it such as '3x', 'default', or a positive "
+            f"number (the norm a visual token starts with); found {init!r}"
+        )
+    return ("text_norm" if multiple else "norm"), value
+
+
 def resolve_target_norm(init: str | float, embedding_weight: torch.Tensor) -> float:
-    """The L2 norm that a visual token shall have at the start of training, from `--mm_projector_norm_init`.
+    """The L2 norm that a visual token shall have at the start of training.
 
     Args:
-        init: `text_norm` (measure the text embeddings), `default` (gain 1, so sqrt(D)) or a number (the norm itself).
+        init: see `parse_init`.
         embedding_weight: text embedding matrix [rows, D]; may be partitioned by ZeRO-3.
 
     Raises:
-        ValueError: `init` is neither one of the words nor a positive number.
+        ValueError: see `parse_init` and `mean_text_embedding_norm`.
     """
-    if init == "text_norm":
-        return mean_text_embedding_norm(embedding_weight)
-    if init == "default":
-        return math.sqrt(full_shape(embedding_weight)[-1])
-    try:
-        target = float(init)
-    except (TypeError, ValueError):
-        target = math.nan
-    if not (math.isfinite(target) and target > 0):
-        raise ValueError(
-            f"--mm_projector_norm_init: expected 'text_norm', 'default' or a positive number "
-            f"(the norm a visual token starts with), found {init!r}"
-        )
-    return target
+    unit, value = parse_init(init)
+    if unit == "text_norm":
+        return value * mean_text_embedding_norm(embedding_weight)
+    return math.sqrt(full_shape(embedding_weight)[-1]) if unit == "default" else value
 
 
 @torch.no_grad()

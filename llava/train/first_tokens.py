@@ -1,0 +1,51 @@
+"""Sets the factor of a norm that follows from the first visual tokens (the arms `scale`, `gwc_scale`), before training.
+
+Shapes: N images, V visual tokens per image, D LLM hidden size.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from llava.data.dataset import LazySupervisedDataset
+from llava.model.multimodal_projector.norm import fit_to_tokens, projector_norm
+from llava.model.zero3 import gathered
+
+FIRST_IMAGES = 8
+
+
+def fit_norm_to_first_images(model: Any, dataset: LazySupervisedDataset, device: torch.device) -> None:
+    """Gives the visual tokens of the data set's first images the target norm on average.
+
+    Does nothing for other norms, and for a factor that came with a checkpoint or an adapter.
+
+    The images do not depend on the order of training, so that every rank, seed and batch size finds the same factor.
+
+    Args:
+        device: where the model will be trained.
+
+    Raises:
+        ValueError: no sample has an image.
+    """
+    projector, tower = model.get_model().mm_projector, model.get_vision_tower()
+    norm = projector_norm(projector)
+    if norm is None or not norm.measures_tokens or model.config.mm_projector_norm_init_gain is not None:
+        return
+    with_images = np.flatnonzero(dataset.modality_lengths() > 0)[:FIRST_IMAGES]
+    if not len(with_images):
+        raise ValueError(
+            f"--mm_projector_norm {model.config.mm_projector_norm}: its factor follows from the first visual tokens, "
+            "and no sample of --data_path has an image"
+        )
+    images = torch.cat([dataset[int(index)]["images"] for index in with_images])[:FIRST_IMAGES]
+    parameters = [*tower.parameters(), *projector.parameters()]
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):  # ZeRO-3 has placed its own
+        tower.to(device)
+        projector.to(device)
+    with gathered(parameters), torch.no_grad():
+        weight = next(projector.parameters())
+        tokens = tower(images.to(weight.device)).to(weight.dtype)
+        for layer in projector[:-1]:
+            tokens = layer(tokens)
+    fit_to_tokens(norm, model.config, tokens.flatten(0, -2))
