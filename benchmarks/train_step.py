@@ -140,7 +140,7 @@ def build_model(preset: Preset, device: torch.device, dtype: torch.dtype) -> Any
 def micro_batches(args: argparse.Namespace, stage: int, model: Any, device: torch.device) -> list[dict]:
     """Stage 1: a picture and a caption of about 20 tokens. Stage 2: log-normal texts, one in eleven without picture."""
     generator, visual = random.Random(stage), model.get_vision_tower().num_tokens
-    collate, side = DataCollatorForSupervisedDataset(0), model.get_vision_tower().config.image_size
+    collate, side = DataCollatorForSupervisedDataset(0), model.get_vision_tower().image_size
     vocabulary = model.config.vocab_size
     batches = []
     for number in range(args.micro_batches):

@@ -236,7 +236,7 @@ class LlavaMetaForCausalLM:
         # Every rank must run tower and projector in every training step, or collectives of ZeRO-3 and DDP never meet.
         needs_dummy = pixels is None and self.training and torch.is_grad_enabled()
         if needs_dummy:
-            side = tower.config.image_size
+            side = tower.image_size
             pixels = torch.zeros(1, 3, side, side, device=input_ids.device)
         if pixels is None:
             features = torch.zeros(0, tower.num_tokens, self.config.hidden_size, device=input_ids.device)

@@ -101,9 +101,8 @@ def flop_costs(model: Any) -> FlopCosts:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pair = 4 * config.num_attention_heads * head_dim * len(decoder.layers)
 
-    patches, inside = tower.num_patches_per_side**2, _tower_tokens(tower)
-    embedding = tower.vision_model.embeddings.patch_embedding
-    tower_flops = patches * _matmul_flops(embedding, passes_gradient=False)
+    patches, inside = tower.num_patches_per_side**2, tower.num_inner_tokens
+    tower_flops = patches * _matmul_flops(tower.patch_embedding(), passes_gradient=False)
     tower_flops += inside * linear_flops(tower.layers, passes_gradient=tower_trained)
     tower_flops += inside**2 * 4 * tower.hidden_size * len(tower.layers) * (3 if tower_trained else 1)
     return FlopCosts(
@@ -139,11 +138,6 @@ def _projector_flops(projector: nn.Module, tower_trained: bool) -> int:
             flops += _matmul_flops(module, passes_gradient)
         passes_gradient = passes_gradient or any(p.requires_grad for p in module.parameters(recurse=False))
     return flops
-
-
-def _tower_tokens(tower: Any) -> int:
-    """P: the patches, and the class token where the encoder has one."""
-    return tower.num_patches_per_side**2 + hasattr(tower.vision_model.embeddings, "class_embedding")
 
 
 def _trained(module: nn.Module) -> bool:

@@ -76,7 +76,7 @@ def estimate_memory(model: Any, args: Any, tokens: int) -> MemoryEstimate:
     residual = decoder.embed_tokens.weight.element_size()
     matmul = 2 if args.bf16 or args.fp16 else residual
     images = max(1, tokens // tower.num_tokens)  # as many as fit
-    tower_tokens = images * (tower.num_patches_per_side**2 + 1)
+    tower_tokens = images * tower.num_inner_tokens
     tower_trained = any(p.requires_grad for p in tower.parameters())
     parameters, gradients, optimizer = _state_bytes(model, args)
     width = config.hidden_size
@@ -91,7 +91,7 @@ def estimate_memory(model: Any, args: Any, tokens: int) -> MemoryEstimate:
         layer=_decoder_layer_bytes(model, tokens, residual, matmul, args.device, args.use_liger_kernel),
         layer_input=tokens * width * residual,
         tower_layers=tower.num_layers_used if tower_trained else 0,
-        tower_layer=tower_tokens * _tower_layer_bytes(tower.config, residual, matmul),
+        tower_layer=tower_tokens * _tower_layer_bytes(tower, residual, matmul),
         tower_layer_input=tower_tokens * tower.hidden_size * residual,
     )
 
@@ -156,10 +156,10 @@ def _adapter_bytes(layer: nn.Module) -> int:
     return next((p.element_size() for p in layer.parameters() if p.requires_grad), 0)
 
 
-def _tower_layer_bytes(config: Any, residual: int, matmul: int) -> int:
+def _tower_layer_bytes(tower: Any, residual: int, matmul: int) -> int:
     """Per token of a trained tower."""
-    activation = 3 if config.hidden_act == "quick_gelu" else 2
-    return config.hidden_size * (2 * residual + 6 * matmul) + config.intermediate_size * activation * matmul
+    kept = 3 if tower.gated_mlp or tower.config.hidden_act == "quick_gelu" else 2
+    return tower.hidden_size * (2 * residual + 6 * matmul) + tower.mlp_width * kept * matmul
 
 
 def _loss_head_bytes(lm_head: Any, rows: int, matmul: int) -> int:

@@ -5,26 +5,22 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from llava.model.multimodal_encoder.vision_tower import CLIPVisionTower, SiglipVisionTower, VisionTower
-
-TOWERS: dict[str, type[VisionTower]] = {
-    "siglip_vision_model": SiglipVisionTower,
-    "clip_vision_model": CLIPVisionTower,
-}
+from llava.model.multimodal_encoder.towers import TOWERS
+from llava.model.multimodal_encoder.vision_tower import VisionTower
 
 
 def read_vision_config(vision_tower: str) -> dict[str, Any]:
     """The vision encoder's config as a dictionary, from a local folder or a hub id.
 
     Raises:
-        ValueError: nothing readable there, or its `model_type` is neither SigLIP nor CLIP.
+        ValueError: nothing readable there, or its `model_type` is none of `TOWERS`.
     """
     try:
         config = AutoConfig.from_pretrained(vision_tower)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--vision_tower {vision_tower}: no vision encoder config found ({error}). Expected a Hugging Face folder "
-            "or hub id of a SigLIP or CLIP model."
+            f"or hub id of one of {', '.join(TOWERS)}."
         ) from error
     config = getattr(config, "vision_config", config)
     if config.model_type not in TOWERS:
@@ -60,4 +56,4 @@ def load_image_processor(folder_or_id: str, tower: VisionTower) -> Any:
     folder = Path(folder_or_id)
     if folder.is_dir() and not (folder / "preprocessor_config.json").exists():
         return tower.default_image_processor()
-    return tower.image_processor_class.from_pretrained(folder_or_id)
+    return tower.fit_image_processor(tower.image_processor_class.from_pretrained(folder_or_id))

@@ -1,6 +1,8 @@
-"""Vision towers: a Hugging Face vision encoder whose hidden state at one layer is the image's visual tokens.
+"""What every vision tower is: a Hugging Face vision encoder whose hidden state at one layer is the visual tokens.
 
-Shapes: N images, V visual tokens per image, E vision hidden size.
+A family of encoders is one class of `llava.model.multimodal_encoder.towers`, which answers every question about it.
+
+Shapes: N images, V visual tokens per image, P tokens inside the encoder, E vision hidden size.
 """
 
 import contextlib
@@ -9,17 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    PretrainedConfig,
-    PreTrainedModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-)
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
+
+# What a backbone's config says of its layers, as many as it had.
+_STAGES = ("stage_names", "out_features", "out_indices")
 
 
 @contextlib.contextmanager
@@ -50,7 +46,8 @@ class VisionTower(nn.Module):
     config_class: type[PretrainedConfig]
     model_class: type[PreTrainedModel]
     image_processor_class: type
-    select_features: tuple[str, ...]
+    select_features: tuple[str, ...] = ("patch",)
+    gated_mlp = False  # two products enter the MLP's middle, one multiplies the other
 
     def __init__(self, config: PretrainedConfig, select_layer: int = -2, select_feature: str = "patch"):
         super().__init__()
@@ -71,17 +68,46 @@ class VisionTower(nn.Module):
         self.vision_tower = nn.ModuleDict({"vision_model": self.model_class(self.config)})
 
     def _architecture(self, config: PretrainedConfig) -> PretrainedConfig:
-        """The config of the part of the encoder that is kept."""
-        return config
+        """The config of the part of the encoder that is kept: layers behind the selected one are never built."""
+        fields = {k: v for k, v in config.to_dict().items() if k not in _STAGES}
+        return self.config_class.from_dict(fields | {"num_hidden_layers": self.num_layers_used})
 
     @property
     def vision_model(self) -> PreTrainedModel:
         return self.vision_tower["vision_model"]
 
+    # --- the encoder's parts, which families name differently ---------------------------------------------------------
+
+    def encoder_layers(self) -> nn.ModuleList:
+        """All layers of the encoder that were built."""
+        return self.vision_model.encoder.layers
+
+    def patch_embedding(self) -> nn.Module:
+        """The convolution or linear layer that turns a patch of pixels into a token."""
+        return self.vision_model.embeddings.patch_embedding
+
+    def final_norm(self) -> nn.Module:
+        """The norm after the last layer, which visual tokens do not pass."""
+        return self.vision_model.post_layernorm
+
+    def embed(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The first layer's input [N, P, E], and what every layer takes beside its input."""
+        return self.vision_model.embeddings(images), {}
+
+    def fit_image_processor(self, processor: Any) -> Any:
+        """A processor stored with an encoder, set to this tower's image size where the family takes several."""
+        return processor
+
+    def default_image_processor(self) -> Any:
+        """The encoder family's image processor at this tower's image size."""
+        raise NotImplementedError
+
+    # --- what follows from them ---------------------------------------------------------------------------------------
+
     @property
     def layers(self) -> nn.ModuleList:
         """The encoder's layers that run."""
-        return self.vision_model.encoder.layers[: self.num_layers_used]
+        return self.encoder_layers()[: self.num_layers_used]
 
     def load_pretrained(self, name_or_path: str, dtype: torch.dtype | None = None) -> None:
         """Replaces the encoder by the pretrained one (local folder or hub id), by default in the old one's dtype.
@@ -89,37 +115,30 @@ class VisionTower(nn.Module):
         Raises:
             ValueError: weights of the encoder are missing there.
         """
-        device = torch.device("cpu") if self.device.type == "meta" else self.device
+        device = self.device
         with _without_loading_report():  # the layers and heads that the tower leaves out would fill a screen
             model, info = self.model_class.from_pretrained(
                 name_or_path, config=self.config, dtype=dtype or self.dtype, output_loading_info=True
             )
         if info["missing_keys"]:
             raise ValueError(f"--vision_tower {name_or_path}: lacks {', '.join(sorted(info['missing_keys']))}")
-        self.vision_tower["vision_model"] = model.to(device)
+        # One that was never anywhere stays where the library put it: under ZeRO-3 that is each rank's own GPU.
+        self.vision_tower["vision_model"] = model if device.type == "meta" else model.to(device)
 
     def unused_parameters(self) -> list[nn.Parameter]:
         """Parameters that never see a gradient: the layers behind the selected one, and what follows the encoder."""
-        model = self.vision_model
-        modules = [*model.encoder.layers[self.num_layers_used :], model.post_layernorm]
+        modules = [*self.encoder_layers()[self.num_layers_used :], self.final_norm()]
         return [p for module in modules for p in module.parameters()]
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Visual features [N, V, E] of `images` [N, 3, H, W], in the tower's dtype."""
-        hidden_states = self._embed(images.to(device=self.device, dtype=self.dtype))
+        hidden_states, beside = self.embed(images.to(device=self.device, dtype=self.dtype))
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask=None)
-        return self._select(hidden_states)
-
-    def _embed(self, images: torch.Tensor) -> torch.Tensor:
-        return self.vision_model.embeddings(images)
-
-    def _select(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states
-
-    def default_image_processor(self) -> Any:
-        """The encoder family's image processor at this tower's image size."""
-        raise NotImplementedError
+            hidden_states = layer(hidden_states, attention_mask=None, **beside)
+        patches = hidden_states[:, self.num_prefix_tokens :]
+        if self.select_feature == "patch":
+            return patches
+        return torch.cat([hidden_states[:, :1], patches], dim=1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,47 +154,30 @@ class VisionTower(nn.Module):
         return self.config.hidden_size
 
     @property
+    def image_size(self) -> int:
+        """Pixels along a side of the square that the tower takes."""
+        return self.config.image_size
+
+    @property
     def num_patches_per_side(self) -> int:
-        return self.config.image_size // self.config.patch_size
+        return self.image_size // self.config.patch_size
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Class token and registers, which stand before the patches inside the encoder."""
+        return 0
+
+    @property
+    def num_inner_tokens(self) -> int:
+        """P."""
+        return self.num_patches_per_side**2 + self.num_prefix_tokens
 
     @property
     def num_tokens(self) -> int:
         """V, the visual tokens of one image."""
         return self.num_patches_per_side**2 + (self.select_feature == "cls_patch")
 
-
-class SiglipVisionTower(VisionTower):
-    """SigLIP as LLaVA-NeXT uses it: layers behind the selected one and the pooling head are never built."""
-
-    config_class = SiglipVisionConfig
-    model_class = SiglipVisionModel
-    image_processor_class = SiglipImageProcessorPil
-    select_features = ("patch",)
-
-    def _architecture(self, config: SiglipVisionConfig) -> SiglipVisionConfig:
-        return SiglipVisionConfig.from_dict(
-            config.to_dict() | {"num_hidden_layers": self.num_layers_used, "vision_use_head": False}
-        )
-
-    def default_image_processor(self) -> SiglipImageProcessorPil:
-        side = self.config.image_size
-        return SiglipImageProcessorPil(size={"height": side, "width": side})
-
-
-class CLIPVisionTower(VisionTower):
-    """CLIP as LLaVA uses it: the full encoder is kept in the checkpoint, only the selected layers run."""
-
-    config_class = CLIPVisionConfig
-    model_class = CLIPVisionModel
-    image_processor_class = CLIPImageProcessorPil
-    select_features = ("patch", "cls_patch")
-
-    def _embed(self, images: torch.Tensor) -> torch.Tensor:
-        return self.vision_model.pre_layrnorm(self.vision_model.embeddings(images))
-
-    def _select(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states if self.select_feature == "cls_patch" else hidden_states[:, 1:]
-
-    def default_image_processor(self) -> CLIPImageProcessorPil:
-        side = self.config.image_size
-        return CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    @property
+    def mlp_width(self) -> int:
+        """Elements in the middle of a layer's MLP, per token."""
+        return self.config.intermediate_size

@@ -1,0 +1,252 @@
+"""The families of vision encoders: each a class that says what differs from `VisionTower`, and a row of `TOWERS`.
+
+Shapes: N images, P tokens inside the encoder, E vision hidden size.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    Aimv2VisionConfig,
+    Aimv2VisionModel,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
+    PretrainedConfig,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from llava.model.multimodal_encoder.vision_tower import VisionTower
+
+
+class SiglipVisionTower(VisionTower):
+    """SigLIP and the fixed resolutions of SigLIP 2, as LLaVA-NeXT uses them; the pooling head is never built."""
+
+    config_class = SiglipVisionConfig
+    model_class = SiglipVisionModel
+    image_processor_class = SiglipImageProcessorPil
+
+    def _architecture(self, config: PretrainedConfig) -> PretrainedConfig:
+        kept = super()._architecture(config)
+        kept.vision_use_head = False
+        return kept
+
+    def default_image_processor(self) -> SiglipImageProcessorPil:
+        return SiglipImageProcessorPil(size={"height": self.image_size, "width": self.image_size})
+
+
+class Siglip2VisionTower(SiglipVisionTower):
+    """SigLIP 2 NaFlex on squares of as many patches as it has positions, so that none is interpolated."""
+
+    config_class = Siglip2VisionConfig
+    model_class = Siglip2VisionModel
+
+    def fit_image_processor(self, processor: Any) -> Any:
+        # NaFlex's own processor cuts pictures into patches of their shape; its mean and standard deviation are kept.
+        return SiglipImageProcessorPil(
+            size={"height": self.image_size, "width": self.image_size},
+            image_mean=processor.image_mean,
+            image_std=processor.image_std,
+            resample=processor.resample,
+        )
+
+    def embed(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        embeddings, side = self.vision_model.embeddings, self.config.patch_size
+        patches = images.unfold(2, side, side).unfold(3, side, side)  # [N, 3, rows, columns, side, side]
+        patches = patches.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
+        return embeddings.patch_embedding(patches) + embeddings.position_embedding.weight, {}
+
+    @property
+    def image_size(self) -> int:
+        return math.isqrt(self.config.num_patches) * self.config.patch_size
+
+
+class CLIPVisionTower(VisionTower):
+    """CLIP as LLaVA uses it: the full encoder is kept in the checkpoint, only the selected layers run."""
+
+    config_class = CLIPVisionConfig
+    model_class = CLIPVisionModel
+    image_processor_class = CLIPImageProcessorPil
+    select_features = ("patch", "cls_patch")
+
+    def _architecture(self, config: PretrainedConfig) -> PretrainedConfig:
+        return config
+
+    def embed(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return self.vision_model.pre_layrnorm(self.vision_model.embeddings(images)), {}
+
+    def default_image_processor(self) -> CLIPImageProcessorPil:
+        side = self.image_size
+        return CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return 1
+
+
+class Dinov2VisionTower(VisionTower):
+    """DINOv2 at the resolution of its position embeddings, which its own image processor does not use (224)."""
+
+    config_class = Dinov2Config
+    model_class = Dinov2Model
+    image_processor_class = BitImageProcessorPil
+    select_features = ("patch", "cls_patch")
+
+    def __init__(self, config: PretrainedConfig, select_layer: int = -2, select_feature: str = "patch"):
+        super().__init__(config, select_layer, select_feature)
+        self.gated_mlp = self.config.use_swiglu_ffn
+
+    def encoder_layers(self) -> nn.ModuleList:
+        return self.vision_model.encoder.layer
+
+    def patch_embedding(self) -> nn.Module:
+        return self.vision_model.embeddings.patch_embeddings.projection
+
+    def final_norm(self) -> nn.Module:
+        return self.vision_model.layernorm
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        mask = self.vision_model.embeddings.mask_token  # of DINO's own training; some configs leave it out
+        return super().unused_parameters() + ([] if mask is None else [mask])
+
+    def fit_image_processor(self, processor: Any) -> Any:
+        processor.size = {"shortest_edge": self.image_size}
+        processor.crop_size = {"height": self.image_size, "width": self.image_size}
+        return processor
+
+    def default_image_processor(self) -> BitImageProcessorPil:
+        return self.fit_image_processor(
+            BitImageProcessorPil(image_mean=IMAGENET_DEFAULT_MEAN, image_std=IMAGENET_DEFAULT_STD)
+        )
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return 1
+
+    @property
+    def mlp_width(self) -> int:
+        mlp = self.encoder_layers()[0].mlp
+        return (mlp.down_proj if self.gated_mlp else mlp.fc2).in_features
+
+
+class Dinov2WithRegistersVisionTower(Dinov2VisionTower):
+    """DINOv2 with registers, which take up what otherwise stands out in some patches' norms."""
+
+    config_class = Dinov2WithRegistersConfig
+    model_class = Dinov2WithRegistersModel
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return 1 + self.config.num_register_tokens
+
+
+class DINOv3VisionTower(VisionTower):
+    """DINOv3 ViT: rotary positions, class token and registers."""
+
+    config_class = DINOv3ViTConfig
+    model_class = DINOv3ViTModel
+    # Its own processor needs torchvision. PIL's resizes whole levels before they are scaled, and so rounds them.
+    image_processor_class = ViTImageProcessorPil
+    select_features = ("patch", "cls_patch")
+
+    def __init__(self, config: PretrainedConfig, select_layer: int = -2, select_feature: str = "patch"):
+        super().__init__(config, select_layer, select_feature)
+        self.gated_mlp = self.config.use_gated_mlp
+
+    def encoder_layers(self) -> nn.ModuleList:
+        return self.vision_model.model.layer
+
+    def patch_embedding(self) -> nn.Module:
+        return self.vision_model.embeddings.patch_embeddings
+
+    def final_norm(self) -> nn.Module:
+        return self.vision_model.norm
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        return [*super().unused_parameters(), self.vision_model.embeddings.mask_token]
+
+    def embed(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        positions = self.vision_model.rope_embeddings(images)
+        return self.vision_model.embeddings(images), {"position_embeddings": positions}
+
+    def train(self, mode: bool = True) -> "DINOv3VisionTower":
+        super().train(mode)
+        # In training mode positions are jittered at random, as in DINOv3's own training: also in a frozen tower, and
+        # otherwise than in the forward pass when activations are recomputed.
+        self.vision_model.rope_embeddings.eval()
+        return self
+
+    def fit_image_processor(self, processor: Any) -> Any:
+        processor.size = {"height": self.image_size, "width": self.image_size}
+        return processor
+
+    def default_image_processor(self) -> ViTImageProcessorPil:
+        return self.fit_image_processor(
+            ViTImageProcessorPil(
+                image_mean=IMAGENET_DEFAULT_MEAN,
+                image_std=IMAGENET_DEFAULT_STD,
+                resample=PILImageResampling.BILINEAR,
+            )
+        )
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return 1 + self.config.num_register_tokens
+
+
+class Aimv2VisionTower(VisionTower):
+    """AIMv2: patches alone, RMSNorm, gated MLP; the pooling head is never built."""
+
+    config_class = Aimv2VisionConfig
+    model_class = Aimv2VisionModel
+    image_processor_class = CLIPImageProcessorPil
+    gated_mlp = True
+
+    def _architecture(self, config: PretrainedConfig) -> PretrainedConfig:
+        kept = super()._architecture(config)
+        kept.use_head = False
+        return kept
+
+    def patch_embedding(self) -> nn.Module:
+        return self.vision_model.embeddings.patch_embed
+
+    def final_norm(self) -> nn.Module:
+        return self.vision_model.rms_norm
+
+    def fit_image_processor(self, processor: Any) -> Any:
+        processor.size = {"shortest_edge": self.image_size}
+        processor.crop_size = {"height": self.image_size, "width": self.image_size}
+        return processor
+
+    def default_image_processor(self) -> CLIPImageProcessorPil:
+        return self.fit_image_processor(CLIPImageProcessorPil())
+
+
+TOWERS: dict[str, type[VisionTower]] = {
+    tower.config_class.model_type: tower
+    for tower in (
+        SiglipVisionTower,
+        Siglip2VisionTower,
+        CLIPVisionTower,
+        Dinov2VisionTower,
+        Dinov2WithRegistersVisionTower,
+        DINOv3VisionTower,
+        Aimv2VisionTower,
+    )
+}
+"""By `model_type` of the encoder's config."""

@@ -1,0 +1,163 @@
+"""Every family of vision towers: equal to the library's encoder, described rightly, saved, loaded and trained."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+from llava.mm_utils import process_images
+from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor, read_vision_config
+from llava.model.multimodal_encoder.towers import TOWERS
+
+LAYERS, SIDE, PATCH, E = 4, 24, 6, 32
+SIZES = {"hidden_size": E, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "patch_size": PATCH}
+WITH_IMAGE_SIZE = SIZES | {"image_size": SIDE}
+MLP = {"intermediate_size": 48}
+CONFIGS = {
+    "siglip_vision_model": WITH_IMAGE_SIZE | MLP,
+    "siglip2_vision_model": SIZES | MLP | {"num_patches": (SIDE // PATCH) ** 2},
+    "clip_vision_model": WITH_IMAGE_SIZE | MLP,
+    "dinov2": WITH_IMAGE_SIZE,
+    "dinov2_with_registers": WITH_IMAGE_SIZE | {"use_swiglu_ffn": True},
+    "dinov3_vit": WITH_IMAGE_SIZE | MLP | {"num_register_tokens": 3, "use_gated_mlp": True},
+    "aimv2_vision_model": WITH_IMAGE_SIZE | MLP,
+}
+# (tokens before the patches, width of the MLP)
+FACTS = {
+    "siglip_vision_model": (0, 48),
+    "siglip2_vision_model": (0, 48),
+    "clip_vision_model": (1, 48),
+    "dinov2": (1, 4 * E),
+    "dinov2_with_registers": (5, 88),
+    "dinov3_vit": (4, 48),
+    "aimv2_vision_model": (0, 48),
+}
+
+
+class Flags:
+    """What `build_vision_tower` reads of a model's config."""
+
+    def __init__(self, vision_tower, layer: int = -2, feature: str = "patch"):
+        self.mm_vision_tower, self.mm_vision_config = str(vision_tower), None
+        self.mm_vision_select_layer, self.mm_vision_select_feature = layer, feature
+
+
+@pytest.fixture(scope="module", params=TOWERS)
+def saved(request, tmp_path_factory):
+    """(model type, folder, encoder): a random encoder in the library's own format."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp(request.param)
+    tower_class = TOWERS[request.param]
+    encoder = tower_class.model_class(tower_class.config_class(**CONFIGS[request.param])).eval()
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    encoder.save_pretrained(folder)
+    return request.param, folder, encoder
+
+
+def load(folder, layer: int = -2, feature: str = "patch"):
+    flags = Flags(folder, layer, feature)
+    with torch.device("meta"):
+        tower = build_vision_tower(flags)
+    tower.load_pretrained(str(folder))
+    return tower.eval()
+
+
+def library_states(model_type, encoder, images):
+    """The library's own hidden states; NaFlex takes patches that its processor cuts."""
+    inputs = {"pixel_values": images}
+    if model_type == "siglip2_vision_model":
+        rows = images.reshape(len(images), 3, SIDE // PATCH, PATCH, SIDE // PATCH, PATCH)
+        inputs["pixel_values"] = rows.permute(0, 2, 4, 3, 5, 1).reshape(len(images), -1, 3 * PATCH**2)
+        inputs["spatial_shapes"] = torch.full((len(images), 2), SIDE // PATCH)
+        inputs["pixel_attention_mask"] = torch.ones(len(images), (SIDE // PATCH) ** 2)
+    with torch.no_grad():
+        return encoder(**inputs, output_hidden_states=True).hidden_states
+
+
+@pytest.mark.parametrize("layer", [-2, -1, 2])
+def test_tokens_are_the_librarys_hidden_state_at_the_layer(saved, layer):
+    model_type, folder, encoder = saved
+    images = torch.randn(3, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
+    state = library_states(model_type, encoder, images)[layer]
+    prefix = FACTS[model_type][0]
+    with torch.no_grad():
+        for feature in TOWERS[model_type].select_features:
+            tokens = load(folder, layer, feature)(images)
+            wanted = state[:, prefix:] if feature == "patch" else torch.cat([state[:, :1], state[:, prefix:]], dim=1)
+            torch.testing.assert_close(tokens, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tower_answers_for_itself(saved):
+    model_type, folder, _ = saved
+    tower, (prefix, width) = load(folder), FACTS[model_type]
+    patches = (SIDE // PATCH) ** 2
+    assert (tower.image_size, tower.num_tokens) == (SIDE, patches)
+    assert (tower.num_prefix_tokens, tower.num_inner_tokens) == (prefix, patches + prefix)
+    assert tower.mlp_width == width
+    products = (
+        [m for m in tower.layers[0].mlp.modules() if isinstance(m, nn.Linear)]
+        if hasattr(tower.layers[0], "mlp")
+        else [m for m in tower.layers[0].ffn.modules() if isinstance(m, nn.Linear)]
+    )
+    assert tower.gated_mlp == (len(products) == 3)
+    assert tower.patch_embedding().weight.numel() == E * 3 * PATCH**2
+    assert len(tower.layers) == LAYERS - 1
+
+
+def test_config_alone_rebuilds_the_tower_and_its_names(saved):
+    _, folder, _ = saved
+    tower = load(folder)
+    again = build_vision_tower(type("Config", (), {"mm_vision_config": read_vision_config(str(folder))}))
+    again.load_state_dict(tower.state_dict())
+    assert all(name.startswith("vision_tower.vision_model.") for name in tower.state_dict())
+
+
+def test_every_parameter_that_is_called_used_gets_a_gradient_and_no_other(saved):
+    _, folder, _ = saved
+    tower = load(folder).train()
+    unused = {id(p) for p in tower.unused_parameters()}
+    tower(torch.randn(2, 3, SIDE, SIDE)).square().sum().backward()
+    without = [name for name, p in tower.named_parameters() if (p.grad is None) != (id(p) in unused)]
+    assert without == []
+
+
+def test_training_mode_changes_nothing(saved):
+    _, folder, _ = saved
+    tower, images = load(folder), torch.randn(2, 3, SIDE, SIDE)
+    with torch.no_grad():
+        assert torch.equal(tower(images), tower.train()(images))
+
+
+def test_image_processor_gives_the_towers_square(saved):
+    _, folder, _ = saved
+    tower = load(folder)
+    processor = load_image_processor(str(folder), tower)
+    config = type("Config", (), {"image_aspect_ratio": "pad"})
+    levels = np.random.default_rng(0).integers(0, 256, (40, 31, 3), dtype=np.uint8)
+    pixels = process_images([Image.fromarray(levels)], processor, config)
+    assert pixels.shape == (1, 3, SIDE, SIDE)
+    processor.save_pretrained(folder)
+    again = process_images([Image.fromarray(levels)], load_image_processor(str(folder), tower), config)
+    assert torch.equal(again, pixels)
+
+
+def test_naflex_square_gets_the_pixels_of_its_own_processor(tmp_path):
+    tower_class = TOWERS["siglip2_vision_model"]
+    tower = tower_class(tower_class.config_class(**CONFIGS["siglip2_vision_model"]))
+    own = Siglip2ImageProcessorPil(patch_size=PATCH, max_num_patches=(SIDE // PATCH) ** 2)
+    own.save_pretrained(tmp_path)
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8))
+    theirs = own(picture, return_tensors="pt")
+    assert theirs["spatial_shapes"].tolist() == [[SIDE // PATCH, SIDE // PATCH]]
+    pixels = process_images([picture], load_image_processor(str(tmp_path), tower), Flags("."))
+    ours = (
+        pixels.reshape(1, 3, SIDE // PATCH, PATCH, SIDE // PATCH, PATCH)
+        .permute(0, 2, 4, 3, 5, 1)
+        .flatten(3)
+        .flatten(1, 2)
+    )
+    torch.testing.assert_close(ours, theirs["pixel_values"])
