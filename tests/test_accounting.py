@@ -180,7 +180,7 @@ def test_lora_and_tower_activations_are_what_autograd_keeps(tiny, tmp_path):
     hidden = torch.randn(images, V, tower.hidden_size, requires_grad=True)
     with Kept(model) as kept:
         tower.layers[0](hidden, attention_mask=None)
-    assert estimate.tower_layer * V / (V + 1) == pytest.approx(kept.bytes(), rel=0.15)
+    assert estimate.tower_layer == pytest.approx(kept.bytes(), rel=0.15)
 
 
 def test_frozen_layers_keep_no_inputs(tiny):

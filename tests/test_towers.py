@@ -66,12 +66,17 @@ def load(folder, layer: int = -2, feature: str = "patch"):
     return tower.eval()
 
 
+def patches_of(images):
+    """The pixels [N, 3, side, side] as NaFlex's processor cuts them [N, patches, pixels]."""
+    rows = images.reshape(len(images), 3, SIDE // PATCH, PATCH, SIDE // PATCH, PATCH)
+    return rows.permute(0, 2, 4, 3, 5, 1).reshape(len(images), -1, 3 * PATCH**2)
+
+
 def library_states(model_type, encoder, images):
     """The library's own hidden states; NaFlex takes patches that its processor cuts."""
     inputs = {"pixel_values": images}
     if model_type == "siglip2_vision_model":
-        rows = images.reshape(len(images), 3, SIDE // PATCH, PATCH, SIDE // PATCH, PATCH)
-        inputs["pixel_values"] = rows.permute(0, 2, 4, 3, 5, 1).reshape(len(images), -1, 3 * PATCH**2)
+        inputs["pixel_values"] = patches_of(images)
         inputs["spatial_shapes"] = torch.full((len(images), 2), SIDE // PATCH)
         inputs["pixel_attention_mask"] = torch.ones(len(images), (SIDE // PATCH) ** 2)
     with torch.no_grad():
@@ -98,11 +103,8 @@ def test_a_tower_answers_for_itself(saved):
     assert (tower.image_size, tower.num_tokens) == (SIDE, patches)
     assert (tower.num_prefix_tokens, tower.num_inner_tokens) == (prefix, patches + prefix)
     assert tower.mlp_width == width
-    products = (
-        [m for m in tower.layers[0].mlp.modules() if isinstance(m, nn.Linear)]
-        if hasattr(tower.layers[0], "mlp")
-        else [m for m in tower.layers[0].ffn.modules() if isinstance(m, nn.Linear)]
-    )
+    layer = tower.layers[0]
+    products = [m for m in (layer.mlp if hasattr(layer, "mlp") else layer.ffn).modules() if isinstance(m, nn.Linear)]
     assert tower.gated_mlp == (len(products) == 3)
     assert tower.patch_embedding().weight.numel() == E * 3 * PATCH**2
     assert len(tower.layers) == LAYERS - 1
@@ -154,10 +156,4 @@ def test_naflex_square_gets_the_pixels_of_its_own_processor(tmp_path):
     theirs = own(picture, return_tensors="pt")
     assert theirs["spatial_shapes"].tolist() == [[SIDE // PATCH, SIDE // PATCH]]
     pixels = process_images([picture], load_image_processor(str(tmp_path), tower), Flags("."))
-    ours = (
-        pixels.reshape(1, 3, SIDE // PATCH, PATCH, SIDE // PATCH, PATCH)
-        .permute(0, 2, 4, 3, 5, 1)
-        .flatten(3)
-        .flatten(1, 2)
-    )
-    torch.testing.assert_close(ours, theirs["pixel_values"])
+    torch.testing.assert_close(patches_of(pixels), theirs["pixel_values"])
