@@ -10,7 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 : "${ARMS:=none gwc_layernorm}" "${OUTPUT_ROOT:=outputs/quickstart}"
 
 train() { # stage arm
-  train_stage "$1" "$OUTPUT_ROOT/$2/$1" "$OUTPUT_ROOT/$2-$1.log" PRESET=demo NORM="$2" \
+  "$PYTHON_BIN" -m llava.compare stage "$1" "$OUTPUT_ROOT/$2/$1" "$OUTPUT_ROOT/$2-$1.log" PRESET=demo NORM="$2" \
     PRETRAIN_ADAPTER="$OUTPUT_ROOT/$2/pretrain/mm_projector.bin" REPORT_TO="${REPORT_TO:-tensorboard}"
 }
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from llava.compare.runs import DONE, STAGES, Run
 from llava.eval.results import Results, Sample, TaskResult, write_results
-from llava.eval.runs import DONE, STAGES, Run
 from llava.provenance import RUN_FILE, revision
 from llava.train.run_record import adapter_digest
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from comparison_runs import change, write_run, write_scores
 
-from llava.eval.compare import main
-from llava.eval.runs import DONE, arm_differences, check_results, check_runs
+from llava.compare.__main__ import main
+from llava.compare.runs import DONE, arm_differences, check_results, check_runs
 from llava.provenance import RUN_FILE, code_digest, git_commit, version_of
 
 ARMS = ("none", "layernorm", "layernorm_default")

@@ -1,14 +1,18 @@
-"""`scripts/compare.sh`: its steps in order, what a second call leaves out, what is refused."""
+"""`python -m llava.compare run`: its steps in order, what a second call leaves out, what is refused."""
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from functools import partial
 
 import psutil
 import pytest
-from test_scripts import ROOT, bash
+
+from llava.compare.__main__ import main
+from llava.compare.arms import Arm, parse_arm
+from llava.provenance import ROOT
 
 # A stand-in for Python that writes down what it is asked and leaves the files of a training.
 PYTHON = """#!/usr/bin/env bash
@@ -24,8 +28,8 @@ case "$*" in
     echo '{"model_type": "llava_llama"}' >"$2/config.json" ;;
   *llava.eval.evaluate*) echo "evaluate ${3#$OUT/}" >>"$CALLS" ;;
   *llava.analysis*) echo "analyze $3 $(grep -o 'model' <<<"$*" | wc -l)" >>"$CALLS" ;;
-  *"llava.eval.compare present"*) ;;
-  *llava.eval.compare*) echo "$3 ${*: -1}" >>"$CALLS"; [ "$3" != "$FAILING" ] || exit 2 ;;
+  *"llava.compare present"*) ;;
+  *llava.compare*) echo "$3 ${*: -1}" >>"$CALLS"; [ "$3" != "$FAILING" ] || exit 2 ;;
   *playground*) echo "prepare $3" >>"$CALLS" ;;
 esac
 """
@@ -57,14 +61,14 @@ def compare(tmp_path):
     env |= {"WATCH_SECONDS": "0.1", "ANALYSIS": "theory", "BF16": "False"}
 
     def run(*flags, start=False, **extra):
-        words = ["scripts/compare.sh", "--output-dir", str(out), *flags]
-        if not start:
-            return bash(*words, **env, **extra)
+        words = [sys.executable, "-m", "llava.compare", "run", "--output-dir", str(out), *flags]
         variables = {k: str(v) for k, v in (env | extra).items()} | {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+        if not start:
+            return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
         # Where tests run in the background Ctrl-C may be ignored, which children inherit.
         listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         options = {"stdout": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": listens}
-        return subprocess.Popen(["bash", *words], cwd=ROOT, env=variables, **options)
+        return subprocess.Popen(words, cwd=ROOT, env=variables, **options)
 
     def seen():
         lines = calls.read_text().splitlines() if calls.exists() else []
@@ -107,22 +111,20 @@ def test_runs_that_differ_stop_the_comparison_before_more_is_trained(compare):
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
     run, seen = compare
-    process = run("--arms", "none,layernorm", start=True, HANGS="layernorm 42")
+    process = run("--arms", "none,layernorm", start=True, HANGS="layernorm text_norm 42")
     lines = []
-    for _ in range(200):
+    for _ in range(900):
         time.sleep(0.1)
         lines += seen()
         if any("layernorm" in line for line in lines):
             break
-    assert lines[-1] == "train layernorm 42 seed-42/layernorm/pretrain"
+    assert lines[-1] == "train layernorm text_norm 42 seed-42/layernorm/pretrain"
     family = psutil.Process(process.pid).children(recursive=True)
     if sent is signal.SIGINT:
-        os.killpg(
-            process.pid, sent
-        )  # Ctrl-C reaches the group, in which bash lets what runs in the background ignore it
+        os.killpg(process.pid, sent)  # Ctrl-C reaches the terminal's group
     else:
         process.send_signal(sent)
-    process.wait(timeout=20)
+    process.wait(timeout=60)
     if sent is signal.SIGKILL:  # the training outlived the script and still writes into the folder
         locked = run("--arms", "none,layernorm", LOCK_SECONDS=1)
         assert locked.returncode == 2 and "in use" in locked.stderr and not seen()
@@ -131,26 +133,37 @@ def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
     done = run("--arms", "none,layernorm", LOCK_SECONDS=5)
     assert done.returncode == 0, done.stdout + done.stderr
     trained = [line for line in seen() if line.startswith("train")]
-    assert trained == [f"train layernorm 42 seed-42/layernorm/{stage}" for stage in ("pretrain", "finetune")]
+    assert trained == [f"train layernorm text_norm 42 seed-42/layernorm/{stage}" for stage in ("pretrain", "finetune")]
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--preset", "no"], "PRESET=no"),
+        (["--preset", "no"], "--preset: invalid choice: 'no'"),
         (["--seeds", "two"], "--seeds two"),
-        (["--seeds", "0"], "SEEDS=0"),
+        (["--seeds", "0"], "--seeds 0"),
         (["--seeds", "1,1"], "seed twice"),
-        (["--arms", "none,batchnorm"], "NORM=batchnorm"),
+        (["--arms", "none,batchnorm"], "'batchnorm' is not one of: none, layernorm"),
+        (["--arms", "none,layernorm@0x"], "--mm_projector_norm_init"),
+        (["--arms", "none,layernorm_default,layernorm@default"], "arm twice"),
         (["--arms", "layernorm,none"], "baseline"),
         (["--arms", "none,none"], "arm twice"),
-        (["--arms", "none,none_default"], "none_default"),
-        (["--arms"], "--arms needs a value"),
+        (["--arms", "none,none@default"], "none@default"),
+        (["--arms"], "--arms: expected one argument"),
         (["--epochs", "3"], "--epochs"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name_before_anything_runs(compare, flags, named):
-    run, seen = compare
-    done = run(*flags)
-    assert done.returncode == 2 and named in done.stderr
-    assert not seen()
+def test_wrong_arguments_are_refused_by_name_before_anything_runs(tmp_path, capsys, flags, named):
+    try:
+        status = main(["run", "--output-dir", str(tmp_path / "out"), *flags])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2 and named in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_arm_is_a_norm_and_its_initial_norm():
+    assert parse_arm("none") == Arm("none", "")
+    assert parse_arm("gwc_layernorm") == Arm("gwc_layernorm", "text_norm")
+    assert parse_arm("rmsnorm@0.25x") == Arm("rmsnorm", "0.25x")
+    assert parse_arm("layernorm_default") == parse_arm("layernorm@default") == Arm("layernorm", "default")

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from llava.eval.paired import IMPROVED, UNCHANGED, WORSE, compare_benchmarks, resampled_mean, seed_part, sign_test
+from llava.compare.paired import IMPROVED, UNCHANGED, WORSE, compare_benchmarks, resampled_mean, seed_part, sign_test
 
 RNG = np.random.default_rng(1)
 

@@ -11,10 +11,10 @@ import subprocess
 import pytest
 from comparison_runs import write_run
 
-from llava.eval import paper
-from llava.eval.compare import main
-from llava.eval.report import markdown_text
-from llava.eval.report_tables import Statistics
+from llava.compare import paper
+from llava.compare.__main__ import main
+from llava.compare.report import markdown_text
+from llava.compare.report_tables import Statistics
 from llava.eval.results import PAPER_COLUMNS
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"

@@ -14,10 +14,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from llava.eval import paper
-from llava.eval.paired import Difference
-from llava.eval.report_figures import analysis_figures, colour_of, intervals, training_curves
-from llava.eval.report_tables import (
+from llava.compare import paper
+from llava.compare.paired import Difference
+from llava.compare.report_figures import analysis_figures, colour_of, intervals, training_curves
+from llava.compare.report_tables import (
     MEAN,
     TITLES,
     Statistics,
@@ -27,7 +27,7 @@ from llava.eval.report_tables import (
     headline_table,
     sentence,
 )
-from llava.eval.runs import Run
+from llava.compare.runs import Run
 from llava.presentation import column_names
 from llava.provenance import git_commit
 
@@ -85,10 +85,10 @@ def markdown_text(value: Any) -> str:
 
 
 def render(template: str, **context: Any) -> str:
-    """A template of `llava/eval/templates`, escaped for what it writes."""
+    """A template of `llava/compare/templates`, escaped for what it writes."""
     html = template.endswith(".html.jinja")
     environment = Environment(
-        loader=PackageLoader("llava.eval"),
+        loader=PackageLoader("llava.compare"),
         autoescape=html,
         trim_blocks=True,
         lstrip_blocks=True,

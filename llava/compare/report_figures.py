@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from llava.eval.paired import Difference
-from llava.eval.runs import STAGES, Run
+from llava.compare.paired import Difference
+from llava.compare.runs import STAGES, Run
 from llava.presentation import COLOURS, STYLE, import_pyplot
 
 MAX_POINTS = 300  # of a curve; more are averaged in blocks

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from llava.eval import paper
-from llava.eval.paired import UNCHANGED, Difference, compare_benchmarks
+from llava.compare import paper
+from llava.compare.paired import UNCHANGED, Difference, compare_benchmarks
+from llava.compare.runs import STAGES, Run, arm_differences
 from llava.eval.results import PAPER_COLUMNS, TaskResult
-from llava.eval.runs import STAGES, Run, arm_differences
 from llava.eval.tasks import TASKS, mean_of_groups
 
 MEAN = "mean"

@@ -1,7 +1,6 @@
 """The runs of a comparison: what each recorded, and the refusal of those that differ in more than the arm.
 
-`scripts/compare.sh` trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetune,eval}`. An arm is a value of
-`--mm_projector_norm`, with `_default` behind it where the gain starts at 1.
+`llava.compare.run` trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetune,eval}`.
 """
 
 import hashlib
@@ -13,13 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llava.compare.arms import BASELINE, parse_arm
+from llava.compare.stage import DONE, LOG_FILE
 from llava.eval.results import Results, read_results
 from llava.provenance import RUN_FILE, code_digest, git_commit, read_starts, revision, version_of
 
 STAGES = ("pretrain", "finetune")
-BASELINE = "none"
-LOG_FILE = "train_log.jsonl"
-DONE = "done"  # `scripts/lib.sh` leaves it in the folder of a finished stage
 # Beginnings of the names of fields in which runs may differ, and nothing else.
 ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")
 SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")
@@ -144,10 +142,10 @@ def check_present(runs: Sequence[Run]) -> None:
 def check_arm(run: Run, stage: str) -> None:
     """Raises ValueError unless the run is what its folder says, and its stage 2 goes on from its own stage 1."""
     found = run.configuration(stage)
-    norm = run.arm.removesuffix("_default")
-    wanted = {"training.seed": run.seed, "model.mm_projector_norm": norm}
-    if norm != BASELINE:
-        wanted["model.mm_projector_norm_init"] = "default" if run.arm != norm else "text_norm"
+    arm = parse_arm(run.arm)
+    wanted = {"training.seed": run.seed, "model.mm_projector_norm": arm.norm}
+    if arm.norm != BASELINE:
+        wanted["model.mm_projector_norm_init"] = arm.init
     if stage == "finetune":
         wanted["adapter"] = hashlib.sha256((run.folder("pretrain") / "mm_projector.bin").read_bytes()).hexdigest()
     changed = {name: (value, found.get(name)) for name, value in wanted.items() if found.get(name) != value}

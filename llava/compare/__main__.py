@@ -1,0 +1,81 @@
+"""Compares arms: `run` trains, scores and measures them; the other commands are its steps for runs that are there."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from llava.compare import run as whole
+from llava.compare.report import write_report
+from llava.compare.runs import STAGES, Run, check_present, check_results, check_runs
+from llava.compare.stage import StageError, train_stage
+
+_CHECKS = (
+    ("check", "refuse runs that differ in more than the arm"),
+    ("present", "refuse other code or packages than the finished runs had"),
+    ("report", "check, and write the page"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m llava.compare", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    summary = "train, score and measure every arm, and write one page with a verdict"
+    whole.add_arguments(commands.add_parser("run", help=summary, description=f"{summary}. See docs/compare.md."))
+    for name, summary in _CHECKS:
+        command = commands.add_parser(name, help=summary, description=summary)
+        command.add_argument("--output-dir", type=Path, required=True, help="folder with seed-<seed>/<arm>/<stage>")
+        command.add_argument(
+            "--arms", type=lambda text: text.split(","), required=True, help="joined by commas; first: none"
+        )
+        command.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",") if s], required=True)
+        if name == "check":
+            command.add_argument(
+                "--stage", choices=STAGES, required=True, help="runs that have finished it are compared"
+            )
+    summary = "one training stage, skipped when it is finished, and watched"
+    command = commands.add_parser("stage", help=summary, description=summary)
+    command.add_argument("stage", choices=STAGES)
+    command.add_argument("folder", type=Path)
+    command.add_argument("log", type=Path)
+    command.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="variables of the stage's script")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; 0, 2 for what cannot be compared or a step that failed, 130 after Ctrl-C."""
+    args = parser().parse_args(argv)
+    try:
+        if args.command == "run":
+            whole.run(args)
+        elif args.command == "stage":
+            train_stage(args.stage, args.folder, args.log, dict(pair.split("=", 1) for pair in args.settings))
+        else:
+            _check(args)
+    except (ValueError, OSError, whole.StepError, StageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    runs = [Run(args.output_dir, seed, arm) for seed in args.seeds for arm in args.arms]
+    if args.command == "check":
+        finished = [run for run in runs if run.has_finished(args.stage)]
+        if finished:
+            check_runs(finished, args.stage)
+        print(f"{args.stage}: {len(finished)} run(s), equal in everything but the arm")
+    elif args.command == "present":
+        check_present(runs)
+    else:
+        for stage in STAGES:
+            check_runs(runs, stage)
+        check_results(runs)
+        for path in write_report(runs, args.output_dir):
+            print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

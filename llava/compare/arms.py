@@ -1,0 +1,78 @@
+"""What an arm of a comparison is called: a norm of `NORM_TYPES`, with its initial norm behind an @ where it is not the
+text norm, as in `layernorm@4x` or `layernorm@default`. `layernorm_default` is the older spelling of the latter."""
+
+from typing import NamedTuple
+
+from llava.model.multimodal_projector.norm import NORM_TYPES, ProjectorNormArguments, parse_init
+
+BASELINE = "none"
+_DEFAULT = "_default"
+
+
+class Arm(NamedTuple):
+    """The flags that tell one arm from another.
+
+    Attributes:
+        norm: `--mm_projector_norm`.
+        init: `--mm_projector_norm_init`; empty for the baseline, which has none.
+    """
+
+    norm: str
+    init: str
+
+
+def parse_arm(name: str) -> Arm:
+    """The arm called `name`.
+
+    Raises:
+        ValueError: no such norm, or an initial norm that is none or that the baseline cannot have.
+    """
+    norm, at, init = name.partition("@")
+    if not at and norm.endswith(_DEFAULT):
+        norm, at, init = norm.removesuffix(_DEFAULT), "@", "default"
+    if norm not in NORM_TYPES:
+        raise ValueError(f"--arms {name}: {norm!r} is not one of: {', '.join(NORM_TYPES)}")
+    if norm == BASELINE:
+        if at:
+            raise ValueError(f"--arms {name}: without a norm there is no initial norm to set")
+        return Arm(norm, "")
+    if at:
+        parse_init(init)
+    return Arm(norm, init if at else ProjectorNormArguments.mm_projector_norm_init)
+
+
+def parse_arms(text: str) -> list[str]:
+    """The names of arms, joined by commas: the baseline first, at least one more, none twice.
+
+    Raises:
+        ValueError: they are not; or see `parse_arm`.
+    """
+    names = text.split(",")
+    found = [parse_arm(name) for name in names]
+    if names[0] != BASELINE or len(names) < 2:
+        raise ValueError(f"--arms {text}: expected {BASELINE}, the baseline, first, and at least one more")
+    if len(set(found)) < len(found):
+        raise ValueError(f"--arms {text} names an arm twice")
+    return names
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds from a count (42, 43, ...; the paper's first) or a list, as in `1,2` or `7,`.
+
+    Raises:
+        ValueError: neither, or a seed twice.
+    """
+    parts = text.removesuffix(",").split(",")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ValueError(f"--seeds {text}: expected a count, as in 2, or a list, as in 1,2 or 7,")
+    seeds = [int(part) for part in parts]
+    if "," not in text:
+        if not seeds[0]:
+            raise ValueError("--seeds 0: expected a count of at least 1")
+        seeds = list(range(_FIRST_SEED, _FIRST_SEED + seeds[0]))
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds {text} names a seed twice")
+    return seeds
+
+
+_FIRST_SEED = 42

@@ -1,0 +1,225 @@
+"""The whole comparison: trains every arm with every seed, scores them, measures them, and writes the page.
+
+Every step keeps what it finished, so that the same command goes on after an interruption.
+"""
+
+import argparse
+import fcntl
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llava.compare.arms import parse_arm, parse_arms, parse_seeds
+from llava.compare.runs import STAGES, Run
+from llava.compare.stage import DONE, train_stage
+from llava.provenance import ROOT
+
+DEMO = "demo"
+_ARMS = "none,layernorm,gwc_layernorm"
+_ANALYSIS = "interface-norms layer-norms update-rates norm-params attention"
+# Settings of a preset's runs that its upstream baseline, which has models and data of its own, must not see.
+_NOT_UPSTREAMS = (
+    "MODEL_PATH", "VISION_TOWER", "MAX_STEPS", "PER_DEVICE_BATCH", "SEED", "BF16", "MODEL_MAX_LENGTH", "TOLERANCE",
+    "GRADIENT_CHECKPOINTING",
+)  # fmt: skip
+
+
+class StepError(RuntimeError):
+    """A step failed; it has said why."""
+
+
+@dataclass
+class Comparison:
+    """What is compared, where, and by what.
+
+    Attributes:
+        lock: file descriptor that says the folder is in use; what is started inherits it.
+        times: seconds of every step so far, with its title.
+    """
+
+    preset: str
+    arms: list[str]
+    seeds: list[int]
+    tasks: str
+    folder: Path
+    upstream: bool
+    lock: int = -1
+    times: list[tuple[str, float]] = field(default_factory=list)
+
+    @property
+    def demo(self) -> bool:
+        return self.preset == DEMO
+
+    def run(self, seed: int, arm: str) -> Run:
+        return Run(self.folder, seed, arm)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, title: str, action: Callable[..., None], *args: object) -> None:
+        """Runs one step under its title and remembers its time."""
+        print(f"\n=== {title}", flush=True)
+        start = time.monotonic()
+        action(*args)
+        self.times.append((title, time.monotonic() - start))
+
+    def call(self, *command: object, **settings: str) -> None:
+        """Runs a program from the repository's root.
+
+        Raises:
+            StepError: it failed.
+        """
+        words = [str(word) for word in command]
+        done = subprocess.run(words, cwd=ROOT, env=os.environ | settings, pass_fds=[self.lock], check=False)
+        if done.returncode:
+            raise StepError(f"status {done.returncode}: {shlex.join(words)}")
+
+    def python(self, module: str, *words: object, **settings: str) -> None:
+        """Runs a module by the caller's own interpreter, or else by this one."""
+        self.call(os.environ.get("LLAVA_PYTHON") or sys.executable, "-m", module, *words, **settings)
+
+    def check(self, command: str, *words: object) -> None:
+        names = ["--arms", ",".join(self.arms), "--seeds", ",".join(map(str, self.seeds))]
+        self.python("llava.compare", command, "--output-dir", self.folder, *names, *words)
+
+    def train(self, stage: str, seed: int, arm: str) -> None:
+        """One stage of one run; refuses it beside finished runs that it could not be compared with."""
+        run, flags = self.run(seed, arm), parse_arm(arm)
+        folder = run.folder(stage)
+        settings = {"PRESET": self.preset, "NORM": flags.norm, "NORM_INIT": flags.init, "SEED": str(seed)}
+        settings["RUN_NAME"] = f"{arm}-seed-{seed}-{stage}"
+        settings["PRETRAIN_ADAPTER"] = str(run.folder("pretrain").resolve() / "mm_projector.bin")
+        if self.demo:
+            settings["DATA_PATH"] = f"playground/data/mixed/{stage}.json"
+        if not (folder / DONE).is_file():
+            self.check("present")
+        train_stage(stage, folder, folder.with_suffix(".log"), settings, keep_open=[self.lock])
+        self.check("check", "--stage", stage)
+
+    def evaluate(self, seed: int, arm: str) -> None:
+        """Answers to every task, and their scores; finished tasks are kept."""
+        run = self.run(seed, arm)
+        # So small a model may have nothing to say about a photo; two small tasks start faster together.
+        default = "--allow-empty --together --batch-size 8" if self.demo else ""
+        flags = shlex.split(os.environ.get("EVALUATE_FLAGS") or default)
+        tasks = ["--tasks", self.tasks] if self.tasks else []
+        checkpoint, output = run.folder("finetune").resolve(), run.folder("eval").resolve()
+        self.call("bash", "scripts/evaluate.sh", checkpoint, *tasks, "--output-dir", output, *flags)
+
+    def analyze(self, command: str) -> None:
+        """One measurement of the first seed's arms, unless it is newer than all of them."""
+        folders = [self.run(self.seeds[0], arm).folder("finetune").resolve() for arm in self.arms]
+        models = [f"{arm}={folder}" for arm, folder in zip(self.arms, folders, strict=True)]
+        done = self.folder / "analysis" / f"{command}.done"
+        newest = max((folder / DONE).stat().st_mtime for folder in folders)
+        if done.is_file() and done.stat().st_mtime > newest and done.read_text() == " ".join(models):
+            print(f"{done.with_suffix('')} is complete, skipped")
+            return
+        output = str(done.parent.resolve())
+        self.call("bash", "scripts/analyze.sh", *models, COMMANDS=command, OUTPUT_DIR=output)
+        done.write_text(" ".join(models))
+
+    def train_upstream(self) -> None:
+        """The baseline by upstream LLaVA on models and data of its own, since it cannot load the presets'."""
+        done = self.folder / "upstream" / DONE
+        if done.is_file():
+            print(f"{done.parent} is complete, skipped")
+            return
+        own = dict(pair.split("=", 1) for pair in shlex.split(os.environ.get("UPSTREAM_SETTINGS", "")))
+        settings = {name: value for name, value in os.environ.items() if name not in _NOT_UPSTREAMS}
+        settings |= own | {"ARMS": "none", "OUTPUT_DIR": str(done.parent.resolve())}
+        command = ["bash", "scripts/upstream_baseline.sh"]
+        if subprocess.run(command, cwd=ROOT, env=settings, pass_fds=[self.lock], check=False).returncode:
+            raise StepError("the upstream baseline failed")
+        done.touch()
+
+    def prepared(self) -> list[str]:
+        """The playground's inputs that the preset, and the analysis without data of the caller's, need."""
+        if self.demo:
+            return ["smollm2", "scenes", "stamps", "tower", "mixed", "heldout"]
+        return [] if os.environ.get("DATA") else ["scenes"]
+
+    def run_all(self) -> None:
+        """Every step in order."""
+        for name in self.prepared():
+            self.step(f"prepare {name}", self.python, "playground", name)
+        if self.upstream:
+            self.step("upstream LLaVA, baseline", self.train_upstream)
+        for seed in self.seeds:
+            for arm in self.arms:
+                for number, stage in enumerate(STAGES, 1):
+                    self.step(f"stage {number}, {arm}, seed {seed}", self.train, stage, seed, arm)
+                self.step(f"evaluation, {arm}, seed {seed}", self.evaluate, seed, arm)
+        for command in os.environ.get("ANALYSIS", _ANALYSIS).split():
+            self.step(f"analysis, {command}", self.analyze, command)
+        self.step("report", self.check, "report")
+        print("\n=== time of each step")
+        for title, seconds in [*self.times, ("all", sum(seconds for _, seconds in self.times))]:
+            print(f"{title:<44} {seconds:5.0f} s")
+        print(f"\npage: {self.folder}/report.html   tables: {self.folder}/report.md {self.folder}/report-*.csv")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `run`."""
+    presets = sorted(path.stem for path in (ROOT / "scripts/presets").glob("*.sh"))
+    parser.add_argument("--preset", choices=presets, default="llama-3.2-3b", help="recipe (default: %(default)s)")
+    parser.add_argument(
+        "--arms", default=_ARMS, help="joined by commas, none first; with another initial norm as in layernorm@4x "
+        "or layernorm@default (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--seeds", default="1", help="how many (42, 43, ...), or which, as in 1,2 (default: 1)")
+    parser.add_argument("--tasks", help="of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps)")
+    parser.add_argument("--output-dir", type=Path, help="default: outputs/compare-<preset>")
+    parser.add_argument(
+        "--upstream", action="store_true", help="also train the baseline by upstream LLaVA, and stop if losses differ"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command `run`.
+
+    Raises:
+        ValueError: wrong flags, or the folder is in use.
+        StepError, StageError: a step failed.
+    """
+    arms, seeds = parse_arms(args.arms), parse_seeds(args.seeds)
+    folder = args.output_dir or Path("outputs") / f"compare-{args.preset}"
+    tasks = args.tasks or ("scenes,stamps" if args.preset == DEMO else "")
+    if args.preset == DEMO:
+        # A quarter of the records are stamps: half as many steps again leave the scenes what the quickstart gives them.
+        os.environ["MAX_STEPS"] = os.environ.get("MAX_STEPS") or "120"
+        os.environ["IMAGE_FOLDER"] = os.environ.get("IMAGE_FOLDER") or "playground/data"
+    os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
+    os.environ.setdefault("REPORT_TO", "tensorboard")
+    (folder / "analysis").mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with locked(folder) as lock:
+        Comparison(args.preset, arms, seeds, tasks, folder, args.upstream, lock).run_all()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[int]:
+    """Holds the folder's lock. A training that outlives this process keeps it: two would write into one folder.
+
+    Raises:
+        ValueError: another comparison, or a training that it left, still holds it.
+    """
+    with (folder / ".lock").open("w") as file:
+        end = time.monotonic() + float(os.environ.get("LOCK_SECONDS", "60"))
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise ValueError(
+                        f"{folder} is in use by another comparison or by a training that it left; wait for its end"
+                    ) from None
+                time.sleep(0.2)
+        yield file.fileno()
