@@ -25,6 +25,8 @@ _PACKAGES = (
 
 def environment() -> dict[str, Any]:
     """Machine, versions and commit, without names of hosts, users or folders."""
+    from llava.provenance import git_commit  # here: under upstream's interpreter `llava` is upstream's package
+
     return {
         "machine": {
             "cpu": _cpu_name(),
@@ -35,7 +37,8 @@ def environment() -> dict[str, Any]:
         },
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "versions": {"python": platform.python_version()} | package_versions(_PACKAGES),
-        "commit": commit(),
+        # Results are what benchmarks write: theirs are no changes of what is measured.
+        "commit": git_commit(ignored=("benchmarks/results", "docs")),
     }
 
 
@@ -48,15 +51,6 @@ def package_versions(names: Sequence[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def commit() -> str | None:
-    """The checked-out commit, with `+changes` if tracked files differ from it; None outside git."""
-    if _git("rev-parse", "--is-inside-work-tree") is None:
-        return None
-    # Results are what benchmarks write: theirs are no changes of what is measured.
-    changes = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
-    return f"{_git('rev-parse', '--short=12', 'HEAD')}{'+changes' if changes else ''}"
 
 
 def write_result(name: str, rows: Sequence[Mapping[str, Any]], folder: Path | None = None, **meta: Any) -> Path:
@@ -136,11 +130,3 @@ def _gpu_name() -> str | None:
     if torch is None or not torch.cuda.is_available():
         return None
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

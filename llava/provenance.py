@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,20 @@ _WHOLE, _STRIDE, _BLOCK = 64 << 20, 1 << 20, 4 << 10
 TRAINING = ("data", "model", "train")  # folders of the package
 
 
-def git_commit() -> str | None:
-    """The commit of this tree, with `+changes` where tracked files differ from it; None outside a git checkout."""
+def git_commit(ignored: Sequence[str] = ()) -> str | None:
+    """The commit of this tree, with `+changes` where tracked files differ from it; None outside a git checkout.
+
+    Args:
+        ignored: folders in which differences do not count.
+    """
+    places = [".", *(f":!{folder}" for folder in ignored)]
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno", "--", *places) else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 

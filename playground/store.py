@@ -1,6 +1,5 @@
 """Complete-or-absent output folders: built beside their place, described by a manifest, and moved there at the end."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -9,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 MANIFEST = "manifest.json"
 
@@ -105,10 +106,13 @@ def _replace_folder(new: Path, place: Path) -> None:
 @contextmanager
 def _lock(output: Path) -> Iterator[None]:
     """Let one process at a time prepare `output`; the others wait and then find it complete."""
-    with open(output.with_name(f".{output.name}.lock"), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{output}: another process is preparing it, waiting", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    lock = FileLock(output.with_name(f".{output.name}.lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        print(f"{output}: another process is preparing it, waiting", flush=True)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()

@@ -6,14 +6,8 @@ Accelerate takes DeepSpeed for a GPU library: without a GPU it finds no backend 
 
 import os
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-
-
-def needs_gloo_backend(deepspeed_config: str | None) -> bool:
-    """Whether this process is a rank of a DeepSpeed launch on a machine without accelerator."""
-    return bool(deepspeed_config) and "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
 
 
 def use_gloo_backend() -> None:
