@@ -636,12 +636,14 @@ def version_is_not_upstreams(version: str) -> bool:
     return get_template(version).sep_style not in _UPSTREAM_STYLES
 
 
-def test_the_fuzz_target_finds_nothing_in_its_first_cases(tmp_path):
+@pytest.mark.parametrize(("target", "count"), [("bytes", 60), ("keys", 80)])
+def test_the_fuzz_targets_find_nothing_in_their_first_cases(tmp_path, target, count):
     sys.path.insert(0, str(Path(__file__).parent))
     import fuzz_data
 
-    cases, outcomes = fuzz_data.run(tmp_path, seed=1, seconds=60, cases=60)
-    assert cases == 60 and outcomes["samples"] and outcomes["refused"] and outcomes["faults"]
+    cases, outcomes = fuzz_data.run(tmp_path, seed=1, seconds=60, cases=count, target=target)
+    assert cases == count and outcomes["samples"] and outcomes["refused"] and outcomes["faults"]
+    assert target == "bytes" or outcomes["with_pictures"] > count // 2
 
 
 def test_a_shard_that_ends_the_process_that_reads_it_is_named(tmp_path, monkeypatch):
