@@ -343,18 +343,21 @@ def test_training_refuses_or_leaves_out_records_with_faults_and_says_where_they_
     bad = [
         dict(records[0], id="gone", image="gone.png"),
         dict(records[1], id="robot", conversations=[{"from": "robot"}]),
+        {"image_path" if key == "image" else key: value for key, value in records[0].items()} | {"id": "renamed"},
     ]
     data = tmp_path / "data.json"
-    data.write_text(json.dumps([bad[0], *records[:6], bad[1], *records[6:]]))
+    data.write_text(json.dumps([bad[0], *records[:6], bad[1], *records[6:], bad[2]]))
     options = {"data_path": data, "max_steps": 2, "save_strategy": "no"}
-    with pytest.raises(ValueError, match="(?s)2 of 26 records.*1 schema, 1 image_missing.*id 'gone'.*--list") as error:
+    with pytest.raises(ValueError, match="(?s)3 of 27 records.*1 schema, 1 pl.*1 image_mi.*id 'gone'.*--list") as error:
         train_module.train(flags(tiny, tmp_path / "refused", 2, **options))
     assert "python -m llava.data.preflight --data_path" in str(error.value)
     train_module.train(flags(tiny, tmp_path / "skipped", 2, on_bad_record="skip", **options))
     lines = [json.loads(line) for line in (tmp_path / "skipped/quarantine.jsonl").read_text().splitlines()]
-    assert sorted((line["record"], line["kind"]) for line in lines) == [(0, "image_missing"), (7, "schema")]
-    assert json.loads(lines[1]["text"])["id"] == "gone"
-    assert "2 of 26 records were left out" in caplog.text
+    assert sorted((line["record"], line["kind"]) for line in lines) == [
+        (0, "image_missing"), (7, "schema"), (26, "placeholders")
+    ]  # fmt: skip
+    assert json.loads(lines[2]["text"])["id"] == "gone" and "'image_path' is not read" in lines[1]["fault"]
+    assert "3 of 27 records were left out" in caplog.text
     (tmp_path / "clean.json").write_text(json.dumps(records))
     options["data_path"] = tmp_path / "clean.json"
     train_module.train(flags(tiny, tmp_path / "clean", 2, **options))
