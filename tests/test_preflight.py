@@ -150,6 +150,18 @@ def test_duplicate_ids_are_warnings_that_name_the_first(tmp_path, pictures):
     assert named == [(3, "record 0"), (7, "record 1"), (8, "record 0")]
 
 
+def test_messages_about_several_files_say_which(tmp_path, pictures, tokenizer):
+    gone = {"id": "x", "image": "b.png", "conversations": TURNS}
+    jsonl(tmp_path / "a.jsonl", [{"id": "x", "conversations": TEXT}])
+    jsonl(tmp_path / "b.jsonl", [{"id": "y", "conversations": TEXT}, gone])
+    table = load_records(f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}", check=False)
+    found, _ = preflight(table, pictures, rules(), show_progress=False)
+    second = f"{tmp_path / 'b.jsonl'}: record 1 (id 'x'): "
+    assert found.warnings["duplicate_id"]["first"] == [[2, f"{second}the id of record 0 of {tmp_path / 'a.jsonl'}"]]
+    with pytest.raises(FileNotFoundError, match=re.escape(second)):
+        samples(table, pictures, tokenizer, "chatml", "assistant")[2]
+
+
 def test_the_template_decides_which_order_of_speakers_is_a_fault(tmp_path, pictures):
     twice = {"image": "a.png", "conversations": [HUMAN, GPT, GPT]}
     table = jsonl(tmp_path / "a.jsonl", [twice, {"conversations": TEXT}])

@@ -18,7 +18,7 @@ from llava.data.checks import RowImage, placeholder_problem
 from llava.data.images import ImageError, ImageStore
 from llava.data.lengths import lengths_from_counts, token_counts, whole_lengths
 from llava.data.preprocess import Sample, preprocess
-from llava.data.records import Record, record_images, record_name
+from llava.data.records import Record, RecordTable, record_images, record_name
 from llava.data.turns import check_has_image
 from llava.mm_utils import process_images
 
@@ -96,8 +96,10 @@ class LazySupervisedDataset(Dataset):
         return item
 
     def _name(self, record: Record, index: int) -> str:
-        kept = getattr(self.records, "kept", None)
-        return record_name(record, index if kept is None else int(kept[index]))
+        if not isinstance(self.records, RecordTable):
+            return record_name(record, index)
+        kept = self.records.kept
+        return self.records.named(index if kept is None else int(kept[index]))
 
     def tokenize(self, index: int) -> Sample:
         """Token ids and labels of one record, not yet cut."""

@@ -258,7 +258,9 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
             folders |= found.folders
             bar.update(len(found.piece))
     for index, first in _repeated(ids):
-        add(index, "duplicate_id", f"{table.named(index)}: the id of record {first}")
+        source, place = table.source(first)
+        where = "" if source == table.source(index)[0] else f" of {source}"
+        add(index, "duplicate_id", f"{table.named(index)}: the id of record {place}{where}")
     for source in table.sources:
         if source.suffix == ".parquet":
             columns, rows = unread_columns(source)

@@ -10,6 +10,7 @@ import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from llava.conversation import get_template
+from llava.data.checks import starts_from
 from llava.data.images import ImageStore
 from llava.data.manifest import WARNINGS, Rules, preflight, unread_fields, usable_records, when, write_quarantine
 from llava.data.records import RecordTable, load_records
@@ -30,7 +31,8 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
     if not data_args.data_path:
         raise ValueError("--data_path is missing: pass LLaVA-format .json, .jsonl or .parquet files")
     if data_args.image_folder and not Path(data_args.image_folder).exists():
-        raise FileNotFoundError(f"--image_folder {data_args.image_folder}: no such folder or zip file")
+        folder = data_args.image_folder
+        raise FileNotFoundError(f"--image_folder {folder}: no such folder or zip file{starts_from(folder)}")
     for flag in ("mm_use_im_start_end", "mm_use_im_patch_token"):
         if getattr(model_args, flag):
             raise ValueError(f"--{flag} must be False: no published recipe of today adds these tokens")
