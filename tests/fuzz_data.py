@@ -206,6 +206,7 @@ def _keys_case(folder: Path, rng: random.Random, tokenizer) -> Counter:
 def _check_sample(sample: dict, record: dict, pictures: list[Image.Image], tokenizer, whole: bool) -> None:
     """The sample has the record's pictures, one for each `<image>` of its text, and no such word."""
     named = record.get("image") or record.get("images") or []
+    named = named["path"] if isinstance(named, dict) else named  # as a row of a struct has it
     expected = [int(name[0]) for name in ([named] if isinstance(named, str) else named)]
     written = sum(turn["value"].count("<image>") for turn in record["conversations"])
     given = sample.get("images", torch.empty(0))
