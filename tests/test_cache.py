@@ -301,12 +301,11 @@ def test_a_text_only_record_under_plain_is_named(tokenizer):
         dataset(tokenizer, [record(3, image=None)], version="plain").tokenize(0)
 
 
-def test_an_image_placeholder_without_an_image_is_a_word(tokenizer):
+def test_a_placeholder_without_an_image_never_becomes_a_sample(tokenizer):
     text_only = record(0)
     text_only["conversations"][0]["value"] = "what does <image> mean?"
-    data = dataset(tokenizer, [text_only], model_max_length=500)
-    assert IMAGE_TOKEN_INDEX not in data[0]["input_ids"] and "images" not in data[0]
-    assert "<image>" in tokenizer.decode(data[0]["input_ids"]) and data.modality_lengths()[0] < 0
+    with pytest.raises(ValueError, match="record 0 .id 0.: 1 <image> placeholders but 0 images"):
+        dataset(tokenizer, [text_only], model_max_length=500).tokenize(0)
 
 
 def test_a_worker_gets_paths_and_no_lengths(tmp_path, tokenizer):

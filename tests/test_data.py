@@ -7,8 +7,10 @@ import torch
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.data import json_files
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
+from llava.data.images import ImageStore
 from llava.data.records import load_records
 from llava.data.sampler import ModalityLengthGroupedSampler
 
@@ -50,6 +52,23 @@ def test_json_and_jsonl_give_the_same_records(tiny, tmp_path):
         ({"image": 3, "conversations": turns("<image>")}, "'image': expected a path"),
         ("text", "expected an object, found str"),
         ({"conversations": turns("a", "\ud83d")}, "turn 1: half of a surrogate pair"),
+        ({"conversations": turns("<image>")}, "1 <image> placeholders but 0 images under 'image'; add the picture"),
+        ({"image": [], "conversations": turns("<image>")}, "1 <image> placeholders but 0 images"),
+        ({"image": None, "conversations": turns("a", "<image>")}, "1 <image> placeholders but 0 images"),
+        ({"image_path": "a.png", "conversations": turns("<image>")}, "'image_path' is not read: the picture belongs"),
+        ({"img": "a", "Image": "b", "conversations": turns("<image>")}, "'img', 'Image' are not read"),
+        ({"x": ["a.PNG"], "conversations": turns("<image>")}, "'x' is not read"),
+        ({"video": "a.mp4", "id": 1, "conversations": turns("<image>")}, "'video' is not read"),
+        ({"conversations": [turns("<image>")[0] | {"image": "a.png"}, turns("")[1]]}, "'conversations.image' is not"),
+        ({"image": "a", "images": ["b"], "conversations": turns("<image>")}, "under 'image' and under 'images'"),
+        ({"images": [None], "conversations": turns("<image>")}, "'images': expected a path or a list of paths"),
+        (
+            {"messages": [{"role": "user", "content": "<image>"}]},
+            "'messages' looks like chat messages .*expected 'conv",
+        ),
+        ({"conversations": [{"role": "user", "content": "a"}]}, "turn 0: .*looks like chat messages"),
+        ({"conversation": turns("a"), "id": 3}, "the record has 'conversation', 'id'"),
+        ({"conversations": "[]"}, "found '..'"),
     ],
 )
 def test_malformed_record_is_named(tmp_path, record, message):
@@ -62,16 +81,79 @@ def test_malformed_record_is_named(tmp_path, record, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", "{", "not valid JSON"),
+        ("a.json", "{", "line 1, column 2: not valid JSON: the text ends here"),
         ("a.json", "{}", "expected a JSON list"),
+        ("a.json", '{"data": [], "info": 1}', "an object with the keys 'data', 'info'"),
+        ("a.json", '{\n "id": 1\n}\n{\n "id": 2\n}', "line 1, column 1: a record over several lines"),
         ("a.json", "[]", "holds no records"),
-        ("a.jsonl", '{"a": 1}\nx', "line 2: not valid JSON"),
+        ("a.json", "", "the file is empty"),
+        ("a.json", " \n", "holds no records"),
+        ("a.json", '[\n {"id": 1},\n]', "line 2, column 11: not valid JSON: a comma before the closing bracket"),
+        ("a.json", '[\n {"id": 1,}\n]', "line 2, column 10: not valid JSON: a comma before the closing bracket"),
+        ("a.json", "[\n {'id': 1}]", "line 2, column 3: not valid JSON: ' as a quotation mark"),
+        ("a.json", "{'id': 1}\n{'id': 2}", "line 1, column 2: not valid JSON: ' as a quotation mark"),
+        ("a.json", '[{"image": None}]', "line 1, column 12: not valid JSON: None as Python writes it"),
+        ("a.json", '[{"id": 1} {"id": 2}]', "line 1, column 12: not valid JSON: expecting ',' delimiter, found '{"),
+        ("a.json", '[{"id": 1},\n {"id": "x', "line 2, column 9: not valid JSON: the string that begins here never"),
+        ("a.json", '[{"id": 1}]\n\n[]', "line 3, column 1: the list has ended, but the file goes on with '\\[\\]'"),
+        ("a.json", "hello", "line 1, column 1: not valid JSON: expecting value, found 'hello'"),
+        ("a.jsonl", "", "the file is empty"),
+        ("a.jsonl", "{\"a\": 1}\n  {'a': 1}", "line 2, column 4: not valid JSON: ' as a quotation mark"),
+        ("a.jsonl", '[{"id": 1},\n]', "line 1, column 11: not valid JSON: a comma before the closing bracket"),
+        ("a.jsonl", '{"a": 1}\nx', "line 2, column 1: not valid JSON"),
     ],
 )
 def test_unreadable_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"(?s)--data_path .*{name}.*{message}"):
         load_records(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_named(tmp_path, name, encoding):
+    (tmp_path / name).write_text('[{"id": 1}]', encoding=encoding)
+    with pytest.raises(ValueError, match=f"{name}, line 1, column 1: UTF-16, or no text; expected UTF-8"):
+        load_records(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize("layout", ["list", "indented list", "lines", "lines of Windows", "one line"])
+def test_a_list_and_lines_are_known_by_their_content_with_or_without_a_byte_order_mark(
+    tmp_path, name, layout, encoding
+):
+    records = [
+        {"id": i, "image": "é.png", "conversations": turns("<image>é")} for i in range(1 if "one" in layout else 3)
+    ]
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    end = "\r\n" if "Windows" in layout else "\n"
+    text = json.dumps(records, indent=1 if "indented" in layout else None) if "list" in layout else end.join(lines)
+    (tmp_path / name).write_text(text, encoding=encoding, newline="")
+    assert list(load_records(str(tmp_path / name))) == records
+
+
+def test_a_fault_in_the_middle_of_a_long_list_is_found_where_it_is_and_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_files, "_PIECE", 1000)
+    lines = [json.dumps({"id": i, "conversations": turns("?")}) for i in range(2000)]
+    lines[700] = lines[700].replace('"id"', "'id'")
+    (tmp_path / "a.json").write_text("[\n" + ",\n".join(lines) + "\n]")
+    read = []
+    real = json_files._Window.grow
+    monkeypatch.setattr(json_files._Window, "grow", lambda *a: read.append(1) or real(*a))
+    with pytest.raises(ValueError, match="line 702, column 2: not valid JSON: ' as a quotation mark"):
+        load_records(str(tmp_path / "a.json"))
+    assert len(read) < 100
+
+
+def test_a_relative_path_that_is_missing_is_said_with_where_it_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"--data_path b.json: no such file .from {tmp_path}."):
+        load_records("b.json")
+    with pytest.raises(FileNotFoundError, match=f"--image_folder b: no such folder or zip file .from {tmp_path}."):
+        ImageStore("b")
+    with pytest.raises(FileNotFoundError, match="b.json: no such file;"):
+        load_records(str(tmp_path / "b.json"))
 
 
 def test_sample_has_tokens_labels_and_pixels(tiny, tokenizer):

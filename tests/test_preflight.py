@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -29,10 +31,13 @@ from llava.data.images import ImageStore
 from llava.data.manifest import Rules, preflight, usable_records
 from llava.data.parallel import in_processes
 from llava.data.records import RecordTable, load_records
+from llava.train import preflight as train_preflight
+from llava.train import resume
 from llava.train import train as train_module
 
 HUMAN, GPT = {"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "yes"}
 TURNS = [HUMAN, GPT]
+TEXT = [{"from": "human", "value": "?"}, GPT]
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +70,10 @@ def samples(table: RecordTable, store: ImageStore, tokenizer, version: str, mask
 
 # --- kinds ------------------------------------------------------------------------------------------------------------
 
+HIDDEN = {"from": "human", "value": "<imaQA_GT_caption_based_noisyge> <image>"}  # upstream takes that tag out
 DEEP = b'{"id": 1, "conversations": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 CASES = {
-    "no json": (b'{"id": 1', "json", "line 1: not valid JSON"),
+    "no json": (b'{"id": 1', "json", "line 1, column 9: not valid JSON: the text ends here"),
     "nested": (DEEP, "json", "line 1: not valid JSON"),
     "number": (b'{"id": ' + b"9" * 5000 + b"}", "json", "line 1: not valid JSON"),
     "repeated key": (b'{"id": 1, "image": "a.png", "image": "b.png"}', "json", "a key occurs twice"),
@@ -88,6 +94,9 @@ CASES = {
     "missing": ({"id": "m", "image": "b.png", "conversations": TURNS}, "image_missing", "id 'm'.*b.png does not exist"),
     "outside": ({"image": "../a.jsonl", "conversations": TURNS}, "image_outside", "lies outside"),
     "no picture": ({"image": "../images", "conversations": TURNS}, "image_unreadable", "not a regular file"),
+    "no image": ({"image_path": "a.png", "conversations": TURNS}, "placeholders", "'image_path' is not read"),
+    "no placeholder": ({"img": "a.png", "conversations": TEXT}, "unread_picture", "no picture under 'image'; 'img'"),
+    "tag": ({"image": "a.png", "conversations": [HIDDEN, GPT]}, "placeholders", "1 images, but 2 places"),
     "empty": ({"image": "a.png", "conversations": [HUMAN, {"from": "gpt", "value": " \n"}]}, "empty_answer", "turn 1"),
 }  # fmt: skip
 
@@ -96,7 +105,8 @@ CASES = {
 def test_each_fault_has_its_kind_and_names_file_and_record(tmp_path, pictures, case):
     line, kind, message = CASES[case]
     table = jsonl(tmp_path / "a.jsonl", [line, {"id": "good", "image": "a.png", "conversations": TURNS}])
-    found, path = preflight(table, pictures, rules(), show_progress=False)
+    masking = "upstream" if case == "tag" else "assistant"
+    found, path = preflight(table, pictures, rules(label_masking=masking), show_progress=False)
     listed = found.faults | {name: value["first"] for name, value in found.warnings.items()}
     assert list(listed) == [kind] and len(listed[kind]) == 1 and path.is_file()
     index, text = listed[kind][0]
@@ -140,9 +150,21 @@ def test_duplicate_ids_are_warnings_that_name_the_first(tmp_path, pictures):
     assert named == [(3, "record 0"), (7, "record 1"), (8, "record 0")]
 
 
+def test_messages_about_several_files_say_which(tmp_path, pictures, tokenizer):
+    gone = {"id": "x", "image": "b.png", "conversations": TURNS}
+    jsonl(tmp_path / "a.jsonl", [{"id": "x", "conversations": TEXT}])
+    jsonl(tmp_path / "b.jsonl", [{"id": "y", "conversations": TEXT}, gone])
+    table = load_records(f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}", check=False)
+    found, _ = preflight(table, pictures, rules(), show_progress=False)
+    second = f"{tmp_path / 'b.jsonl'}: record 1 (id 'x'): "
+    assert found.warnings["duplicate_id"]["first"] == [[2, f"{second}the id of record 0 of {tmp_path / 'a.jsonl'}"]]
+    with pytest.raises(FileNotFoundError, match=re.escape(second)):
+        samples(table, pictures, tokenizer, "chatml", "assistant")[2]
+
+
 def test_the_template_decides_which_order_of_speakers_is_a_fault(tmp_path, pictures):
     twice = {"image": "a.png", "conversations": [HUMAN, GPT, GPT]}
-    table = jsonl(tmp_path / "a.jsonl", [twice, {"conversations": TURNS}])
+    table = jsonl(tmp_path / "a.jsonl", [twice, {"conversations": TEXT}])
     for version, masking, expected in (
         ("chatml", "assistant", []),
         ("v1", "assistant", [0]),
@@ -194,8 +216,102 @@ def test_other_data_other_images_or_a_damaged_manifest_are_checked_again(tmp_pat
     assert found.bad_records() == ([] if change == "damage" else [0])
 
 
+def test_what_is_not_read_is_counted_by_name(tmp_path, pictures, capsys):
+    human, gpt = TEXT
+    lines = [{"id": i, "model": "x", "conversations": [human | {"weight": 1}, gpt]} for i in range(3)]
+    lines += [{"source": None, "image_id": 7, "conversations": TEXT}, {"my\nkey": 1, "conversations": []}, [1], b"{"]
+    jsonl(tmp_path / "a.jsonl", lines)
+    command.main(["--data_path", str(tmp_path / "a.jsonl"), "--version", "chatml"])
+    shown = capsys.readouterr().out
+    assert "not read  'model' 3, 'conversations.weight' 3, 'image_id' 1, 'my\\nkey' 1\n" in shown
+    assert "records   7: 0 with images, 4 text only" in shown
+
+
+def test_a_copy_under_another_name_has_findings_of_its_own(tmp_path, pictures):
+    for name in ("a.jsonl", "b.jsonl"):
+        table = jsonl(tmp_path / name, [{"id": 1}])
+        found, _ = preflight(table, pictures, rules(), show_progress=False)
+        assert found.faults["schema"][0][1].startswith(f"{tmp_path / name}: record 0")
+
+
+def counted(monkeypatch) -> list[int]:
+    """Grows by one at every check."""
+    done = []
+    real = manifest._checked
+    monkeypatch.setattr(manifest, "_checked", lambda *arguments: done.append(1) or real(*arguments))
+    return done
+
+
+def test_a_remembered_result_says_so_and_can_be_asked_for_again(tmp_path, pictures, capsys, monkeypatch):
+    done = counted(monkeypatch)
+    jsonl(tmp_path / "a.jsonl", [{"image": "a.png", "conversations": TURNS}])
+    options = ["--data_path", str(tmp_path / "a.jsonl"), "--image_folder", str(tmp_path / "images")]
+    assert command.main(options) == 0
+    first = re.search(r"checked   (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\n", capsys.readouterr().out)
+    assert first and command.main(options) == 0
+    assert f"checked   {first[1]}, remembered; no file was added" in capsys.readouterr().out and len(done) == 1
+    (tmp_path / "images/a.png").write_bytes(b"broken in its place")  # which no folder's stamp shows
+    assert command.main(options) == 0
+    assert "remembered" in capsys.readouterr().out
+    assert command.main([*options, "--recheck"]) == 1
+    again = capsys.readouterr().out
+    assert "1 image_unreadable" in again and ", remembered" not in again
+    assert command.main(options) == 1 and len(done) == 2
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_pictures_that_vanish_or_come_are_noticed(tmp_path, pictures, monkeypatch, full):
+    done = counted(monkeypatch)
+    (tmp_path / "images/deep").mkdir()
+    (tmp_path / "images/a.png").rename(tmp_path / "images/deep/b.png")
+    lines = [{"id": i, "image": f"{name}.png", "conversations": TURNS} for i, name in enumerate(["deep/b", "new/c"])]
+    table = jsonl(tmp_path / "a.jsonl", lines)
+
+    def bad(full_decode: bool = False) -> list[int]:
+        time.sleep(0.02)
+        return preflight(table, pictures, rules(full_decode=full_decode), show_progress=False)[0].bad_records()
+
+    assert bad(full) == bad() == [1] and len(done) == 1
+    (tmp_path / "images/deep/b.png").rename(tmp_path / "images/b.png")
+    assert bad() == bad() == [0, 1] and len(done) == 2
+    (tmp_path / "images/new").mkdir()
+    (tmp_path / "images/b.png").rename(tmp_path / "images/new/c.png")
+    assert bad() == bad() == [0] and len(done) == 3
+
+
+def test_a_picture_repaired_in_its_place_is_noticed(tmp_path, pictures):
+    good = (tmp_path / "images/a.png").read_bytes()
+    (tmp_path / "images/a.png").write_bytes(b"broken")
+    lines = [{"image": "a.png", "conversations": TURNS}, {"conversations": TEXT}]
+    table = jsonl(tmp_path / "a.jsonl", lines)
+    assert preflight(table, pictures, rules(), show_progress=False)[0].bad_records() == [0]
+    (tmp_path / "images/a.png").write_bytes(good)
+    assert preflight(table, pictures, rules(), show_progress=False)[0].bad_records() == []
+
+
+def test_an_older_full_check_is_not_used_once_a_newer_one_found_other_pictures(tmp_path, pictures):
+    table = jsonl(tmp_path / "a.jsonl", [{"image": "a.png", "conversations": TURNS}])
+
+    def bad(full_decode: bool) -> list[int]:
+        time.sleep(0.02)
+        return preflight(table, pictures, rules(full_decode=full_decode), show_progress=False)[0].bad_records()
+
+    assert bad(True) == []
+    (tmp_path / "images/a.png").unlink()
+    assert bad(False) == bad(True) == bad(False) == [0]
+
+
+def test_a_folder_that_changes_during_the_check_is_checked_again(tmp_path, pictures, monkeypatch):
+    monkeypatch.setattr(cache, "_CLOCK_STEP", 60.0)
+    done = counted(monkeypatch)
+    table = jsonl(tmp_path / "a.jsonl", [{"image": "a.png", "conversations": TURNS}])
+    for _ in range(2):
+        preflight(table, pictures, rules(), show_progress=False)
+    assert len(done) == 2
+
+
 def test_a_table_without_records_is_another_table_and_keeps_the_names_of_the_rest(tmp_path, pictures, tokenizer):
-    lines = [{"id": i, "conversations": [HUMAN, GPT] if i != 1 else []} for i in range(4)]
+    lines = [{"id": i, "conversations": TEXT if i != 1 else []} for i in range(4)]
     lines.append({"id": "gone", "image": "b.png", "conversations": TURNS})
     table = jsonl(tmp_path / "a.jsonl", lines)
     kept = table.without([1])
@@ -239,23 +355,38 @@ def test_training_refuses_or_leaves_out_records_with_faults_and_says_where_they_
     bad = [
         dict(records[0], id="gone", image="gone.png"),
         dict(records[1], id="robot", conversations=[{"from": "robot"}]),
+        {"image_path" if key == "image" else key: value for key, value in records[0].items()} | {"id": "renamed"},
     ]
     data = tmp_path / "data.json"
-    data.write_text(json.dumps([bad[0], *records[:6], bad[1], *records[6:]]))
+    data.write_text(json.dumps([bad[0], *records[:6], bad[1], *records[6:], bad[2]]))
     options = {"data_path": data, "max_steps": 2, "save_strategy": "no"}
-    with pytest.raises(ValueError, match="(?s)2 of 26 records.*1 schema, 1 image_missing.*id 'gone'.*--list") as error:
+    with pytest.raises(ValueError, match="(?s)3 of 27 records.*1 schema, 1 pl.*1 image_mi.*id 'gone'.*--list") as error:
         train_module.train(flags(tiny, tmp_path / "refused", 2, **options))
     assert "python -m llava.data.preflight --data_path" in str(error.value)
     train_module.train(flags(tiny, tmp_path / "skipped", 2, on_bad_record="skip", **options))
     lines = [json.loads(line) for line in (tmp_path / "skipped/quarantine.jsonl").read_text().splitlines()]
-    assert sorted((line["record"], line["kind"]) for line in lines) == [(0, "image_missing"), (7, "schema")]
-    assert json.loads(lines[1]["text"])["id"] == "gone"
-    assert "2 of 26 records were left out" in caplog.text
+    assert sorted((line["record"], line["kind"]) for line in lines) == [
+        (0, "image_missing"), (7, "schema"), (26, "placeholders")
+    ]  # fmt: skip
+    assert json.loads(lines[2]["text"])["id"] == "gone" and "'image_path' is not read" in lines[1]["fault"]
+    assert "3 of 27 records were left out" in caplog.text
     (tmp_path / "clean.json").write_text(json.dumps(records))
     options["data_path"] = tmp_path / "clean.json"
     train_module.train(flags(tiny, tmp_path / "clean", 2, **options))
     logs = [losses(tmp_path / name / "train_log.jsonl") for name in ("skipped", "clean")]
     assert logs[0] == logs[1]  # nothing stands in for what was left out
+
+
+def test_training_says_that_a_check_is_remembered_and_checks_again_if_asked_to(tiny, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    done = counted(monkeypatch)
+    options = {"data_cache_dir": tmp_path / "cache"}
+    for again, checks in ((False, 1), (False, 1), (True, 2)):
+        assert ("which is remembered; --recheck_data True checks again" in caplog.text) == (again is True)
+        parsed = train_module.parse_arguments(flags(tiny, tmp_path, 2, recheck_data=again, **options))
+        train_preflight.checked_records(*parsed)
+        assert len(done) == checks
+    assert not resume._decides("recheck_data")
 
 
 def losses(path: Path) -> list[float]:
@@ -269,12 +400,20 @@ STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 def shard(path: Path, images: pa.Array | None, count: int, rows: int = 3, turns: list | None = None, **more) -> Path:
-    conversations = pa.array([turns or TURNS] * count)
+    """Rows with a placeholder for each image that they have, unless `turns` are given."""
+    counts = [how_many(image) for image in images.to_pylist()] if images is not None else [0] * count
+    conversations = pa.array([turns or [{"from": "human", "value": "<image>" * n + "?"}, GPT] for n in counts])
     columns = {"id": pa.array([f"{path.stem}-{i}" for i in range(count)]), "conversations": conversations}
     columns |= {"data_source": pa.array(["x"] * count), **more} | ({} if images is None else {"image": images})
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), path, row_group_size=rows)
     return path
+
+
+def how_many(image: object) -> int:
+    if isinstance(image, list):
+        return len(image)
+    return any(image.values()) if isinstance(image, dict) else image is not None
 
 
 BYTES = [encoded(noise(seed=i)) for i in range(8)]
@@ -300,6 +439,7 @@ def test_rows_with_bytes_are_told_from_text_only_rows(tmp_path, column):
         if data:
             assert np.array_equal(np.asarray(store.open(image)), np.asarray(Image.open(io.BytesIO(data))))
     assert table[0] == {"id": "a-0", "data_source": "x", "conversations": TURNS, "image": images[0]}
+    assert not preflight(table, store, rules(), show_progress=False)[0].faults
     assert sum(p.stat().st_size for p in table.paths) < 10_000
 
 
@@ -310,6 +450,57 @@ def test_rows_may_name_their_images(tmp_path):
     for kind, names in ((pa.string(), ["a.png", None]), (pa.list_(pa.string()), [["a.png"], None])):
         table = load_records(str(shard(tmp_path / "b.parquet", pa.array(names, kind), 2)))
         assert [record.get("image") for record in table] == names
+
+
+LISTS = {
+    "paths": lambda names: (pa.list_(pa.string()), names),
+    "structs": lambda names: (
+        pa.list_(STRUCT), names and [{"bytes": BYTES[int(name[0])], "path": name} for name in names]
+    ),
+    "structs without paths": lambda names: (
+        pa.list_(pa.struct([("bytes", pa.binary())])), names and [{"bytes": BYTES[int(name[0])]} for name in names]
+    ),
+    "large lists": lambda names: (
+        pa.large_list(STRUCT), names and [{"bytes": BYTES[int(name[0])], "path": None} for name in names]
+    ),
+    "bytes": lambda names: (pa.list_(pa.binary()), names and [BYTES[int(name[0])] for name in names]),
+    "bytes or paths": lambda names: (
+        pa.list_(STRUCT),
+        names and [{"bytes": BYTES[int(name[0])] if int(name[0]) % 2 else None, "path": name} for name in names],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_column_of_lists_gives_every_picture_in_its_place(tmp_path, tokenizer, kind, column):
+    (tmp_path / "images").mkdir()
+    for number, data in enumerate(BYTES):
+        (tmp_path / f"images/{number}.png").write_bytes(data)
+    names = [["3.png"], None, ["1.png", "2.png", "0.png"], [], ["4.png", "4.png"], None, ["7.png"]]
+    made = [LISTS[kind](row) for row in names]
+    images = pa.array([row for _, row in made], made[0][0])
+    counts = [[{"from": "human", "value": "<image>" * len(row or ()) + "?"}, GPT] for row in names]
+    pq.write_table(pa.table({"conversations": counts, column: images}), tmp_path / "a.parquet", row_group_size=3)
+    table, store = load_records(str(tmp_path / "a.parquet")), ImageStore(tmp_path / "images")
+    assert not preflight(table, store, rules(full_decode=True), show_progress=False)[0].faults
+    data = samples(table, store, tokenizer, "chatml", "assistant")
+    plain = jsonl(tmp_path / "a.jsonl", [{"images": r, "conversations": t} for r, t in zip(names, counts, strict=True)])
+    expected = samples(plain, store, tokenizer, "chatml", "assistant")
+    for index in range(len(names)):
+        assert len(data[index].get("images", [])) == len(names[index] or [])
+        assert data[index].keys() == expected[index].keys()
+        assert all(torch.equal(value, expected[index][key]) for key, value in data[index].items() if key != "index")
+
+
+def test_columns_that_are_not_read_are_counted_and_named_where_a_picture_is_missing(tmp_path, capsys):
+    picture = pa.array([{"bytes": data, "path": None} for data in BYTES[:2]], STRUCT)
+    turns = [[HUMAN | {"weight": 1.5}, GPT]] * 2
+    pq.write_table(pa.table({"conversations": turns, "picture": picture, "n": [1, 2]}), tmp_path / "a.parquet")
+    assert command.main(["--data_path", str(tmp_path / "a.parquet"), "--version", "chatml"]) == 1
+    shown = capsys.readouterr().out
+    assert "2 placeholders" in shown and "record 1: 1 <image> placeholders but 0 images; 'picture' is not read" in shown
+    assert "not read  'n' 2, 'picture' 2, 'conversations.weight' 2\n" in shown
 
 
 def test_shards_of_a_folder_or_pattern_are_one_table_in_order(tmp_path, tokenizer, monkeypatch):
@@ -342,6 +533,16 @@ def test_changed_image_bytes_of_equal_size_are_checked_again(tmp_path):
 
 
 WRONG = {
+    "messages": (
+        {"messages": pa.array([[{"role": "user", "content": "<image>"}]])}, "'messages' looks like chat messages"
+    ),
+    "chat": (
+        {"conversations": pa.array([[{"role": "user", "content": "<image>"}]])}, "this looks like chat messages"
+    ),
+    "two columns": (
+        {"conversations": pa.array([TURNS]), "image": pa.array(["a"]), "images": pa.array([["a"]])},
+        "columns 'image' and 'images'; keep the one",
+    ),
     "no conversations": ({"id": pa.array([1])}, "no column 'conversations'; it has id"),
     "text": ({"conversations": pa.array(["hello"])}, "'conversations' is string; expected a list of structs"),
     "struct of lists": (
@@ -365,7 +566,7 @@ def test_missing_columns_and_wrong_types_are_named(tmp_path, case):
 
 def test_faulty_rows_are_named_and_a_damaged_shard_is_refused(tmp_path, pictures):
     kind = pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())]))
-    good, null = [tuple(turn.values()) for turn in TURNS], [("human", None), ("gpt", "x")]
+    good, null = [tuple(turn.values()) for turn in TEXT], [("human", None), ("gpt", "x")]
     rows = [None, [], null, good]
     turns = pa.array([row and [dict(zip(("from", "value"), turn, strict=True)) for turn in row] for row in rows], kind)
     bad = pa.array([b"\xff\xfe", b"ok", b"ok", b"ok"]).view(pa.string())
@@ -379,14 +580,18 @@ def test_faulty_rows_are_named_and_a_damaged_shard_is_refused(tmp_path, pictures
             load_records(str(tmp_path / "b.parquet"))
 
 
-def test_texts_are_read_without_the_images_bytes(tmp_path, monkeypatch):
-    images = pa.array([{"bytes": random.randbytes(200_000), "path": None} for _ in range(20)] + [None], STRUCT)
+@pytest.mark.parametrize("column", ["structs", "lists"])
+def test_texts_are_read_without_the_images_bytes(tmp_path, monkeypatch, column):
+    found = [{"bytes": random.randbytes(200_000), "path": None} for _ in range(20)]
+    images = pa.array([*found, None], STRUCT)
+    if column == "lists":
+        images = pa.array([*([one] for one in found[1:]), [], None], pa.list_(STRUCT))
     path = shard(tmp_path / "a.parquet", images, 21, rows=7)
     asked = []
     real = pq.ParquetFile.iter_batches
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *a, **k: asked.extend(k["columns"]) or real(*a, **k))
     assert len(list(parquet_files.read_rows(path))) == 21
-    assert asked and "image.bytes" not in asked and "image" not in asked
+    assert asked and not any(name == "image" or name.endswith("bytes") for name in asked)
     assert parquet_files.largest_image_group(path) > 1_000_000
 
 
@@ -450,12 +655,14 @@ def version_is_not_upstreams(version: str) -> bool:
     return get_template(version).sep_style not in _UPSTREAM_STYLES
 
 
-def test_the_fuzz_target_finds_nothing_in_its_first_cases(tmp_path):
+@pytest.mark.parametrize(("target", "count"), [("bytes", 60), ("keys", 80)])
+def test_the_fuzz_targets_find_nothing_in_their_first_cases(tmp_path, target, count):
     sys.path.insert(0, str(Path(__file__).parent))
     import fuzz_data
 
-    cases, outcomes = fuzz_data.run(tmp_path, seed=1, seconds=60, cases=60)
-    assert cases == 60 and outcomes["samples"] and outcomes["refused"] and outcomes["faults"]
+    cases, outcomes = fuzz_data.run(tmp_path, seed=1, seconds=60, cases=count, target=target)
+    assert cases == count and outcomes["samples"] and outcomes["refused"] and outcomes["faults"]
+    assert target == "bytes" or outcomes["with_pictures"] > count // 2
 
 
 def test_a_shard_that_ends_the_process_that_reads_it_is_named(tmp_path, monkeypatch):

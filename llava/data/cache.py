@@ -34,7 +34,13 @@ def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
     return [source.absolute().parent / ".llava_cache", home / "llava" / "data"]
 
 
-def made_once(name: str, folders: list[Path], make: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> Path:
+def made_once(
+    name: str,
+    folders: list[Path],
+    make: Callable[[Path], None],
+    is_whole: Callable[[Path], bool],
+    since: float = 0.0,
+) -> Path:
     """The file `name` in the first of `folders` that has it; else made in the first that can be written.
 
     Args:
@@ -42,16 +48,17 @@ def made_once(name: str, folders: list[Path], make: Callable[[Path], None], is_w
         folders: from `cache_folders`.
         make: writes the file to the path it is given; what it raises goes to the caller, and nothing is left behind.
         is_whole: whether a file found is undamaged; one that is not is made again.
+        since: a file that was written before (seconds since the epoch) is made again too.
 
     Raises:
         OSError: no folder can be written.
     """
-    if found := cached_file(name, folders, is_whole):
+    if found := cached_file(name, folders, is_whole, since):
         return found
     folder = _writable(folders)
     target = folder / name
     with _Waiting(folder / f"{name}.lock"):
-        if not _usable(target, is_whole):
+        if not _usable(target, is_whole, since):
             # The host's name, not a random one: what a killed process leaves is overwritten by the next.
             temporary = folder / f"{name}.{platform.node()}.tmp"
             try:
@@ -62,13 +69,13 @@ def made_once(name: str, folders: list[Path], make: Callable[[Path], None], is_w
     return target
 
 
-def cached_file(name: str, folders: list[Path], is_whole: Callable[[Path], bool]) -> Path | None:
-    """The undamaged file `name` in the first of `folders` that has it."""
-    return next((folder / name for folder in folders if _usable(folder / name, is_whole)), None)
+def cached_file(name: str, folders: list[Path], is_whole: Callable[[Path], bool], since: float = 0.0) -> Path | None:
+    """The undamaged file `name`, written at or after `since`, in the first of `folders` that has it."""
+    return next((folder / name for folder in folders if _usable(folder / name, is_whole, since)), None)
 
 
-def _usable(path: Path, is_whole: Callable[[Path], bool]) -> bool:
-    if not path.is_file():
+def _usable(path: Path, is_whole: Callable[[Path], bool], since: float) -> bool:
+    if not path.is_file() or path.stat().st_mtime < since:
         return False
     if is_whole(path):
         return True
@@ -109,6 +116,11 @@ def file_stamp(path: Path) -> list[int]:
     return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
+def is_settled(stamp: list[int], now: float) -> bool:
+    """Whether whatever changes after `now` (seconds since the epoch) has another stamp than this."""
+    return now - stamp[-1] / 1e9 > _CLOCK_STEP
+
+
 def stamped_name(source: Path) -> str:
     """Of a file made from `source` that is too large to be read at every start: of its place and its stamp.
 
@@ -146,7 +158,7 @@ def content_hash(source: Path, folders: list[Path], digest: Callable[[Path], str
         return known
     stamp, started = file_stamp(source), time.time()
     found = (digest or bytes_digest)(source)
-    if started - stamp[-1] / 1e9 > _CLOCK_STEP and file_stamp(source) == stamp:
+    if is_settled(stamp, started) and file_stamp(source) == stamp:
         with suppress(OSError):  # it only saves time
             folder, name = _writable(folders), _stamp_file(source)
             temporary = folder / f"{name}.{platform.node()}.{os.getpid()}.tmp"

@@ -1,10 +1,12 @@
 """What is wrong with a record taken by itself: its fields, its text, its placeholders.
 
-A record is `{"id", "image": str | [str], "conversations": [{"from", "value"}, ...]}`; `image` is absent for text only.
-Further fields are kept. A row of a Parquet file may hold the image itself: `image` is then a `RowImage`.
+A record is `{"id", "image": str | [str], "conversations": [{"from", "value"}, ...]}`; `images` is another name of
+`image`, and text-only records have neither. Further fields are kept, not read. A row of a Parquet file may hold its
+images itself: they are then `RowImage`s.
 """
 
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
@@ -12,17 +14,30 @@ from llava.constants import DEFAULT_IMAGE_TOKEN
 Record = dict[str, Any]
 LONGEST_RECORD = 1 << 24
 """Characters of JSON: a longer record is a fault, since tokenising it would hold up a worker for minutes."""
+IMAGE_KEYS = ("image", "images")
+"""Names of the field that holds a record's images; both mean the same."""
+NO_CHAT = (
+    "chat messages ('role', 'content'), which are not read; expected 'conversations': "
+    "[{'from': 'human' | 'gpt' | 'system', 'value': text}, ...], with the images under 'image'"
+)
+_READ = {"id", "conversations", *IMAGE_KEYS}
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_PICTURE_KEY = re.compile(
+    r"im(g|age)|(^|[^a-z])pics?\b|picture|photo|jpe?g|png|webp|pixel|video|frame|file_?(name|path)|^(path|url|media)",
+    re.IGNORECASE,
+)
+_PICTURE_FILE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|avif|mp4)$", re.IGNORECASE)
 
 
 class RowImage(NamedTuple):
-    """An image whose bytes stand in a row of a Parquet file."""
+    """An image whose bytes stand in a row of a Parquet file; `number` counts those of a row that holds a list."""
 
     shard: str
     row: int
+    number: int | None = None
 
     def __str__(self) -> str:
-        return f"in row {self.row} of {self.shard}"
+        return f"in row {self.row} of {self.shard}" + ("" if self.number is None else f", number {self.number}")
 
 
 class Problem(NamedTuple):
@@ -49,11 +64,35 @@ def record_name(record: Any, index: int) -> str:
 
 
 def record_images(record: Record) -> list[str | RowImage]:
-    """The record's images, in the order of its placeholders: paths, or a place in a Parquet file."""
-    image = record.get("image")
-    if image is None:
-        return []
+    """The record's images, in the order of its placeholders: paths, or places in a Parquet file."""
+    image = next((record[key] for key in _image_keys(record)), [])
     return [image] if isinstance(image, (str, RowImage)) else image
+
+
+def _image_keys(record: Record) -> list[str]:
+    return [key for key in IMAGE_KEYS if record.get(key) is not None and record[key] != []]
+
+
+def unread_keys(record: Record) -> dict[str, Any]:
+    """The fields of a record that nothing here reads, with their values; those of turns as `conversations.NAME`."""
+    found = {key: value for key, value in record.items() if key not in _READ and value is not None}
+    turns = record.get("conversations")
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, dict) and len(turn) > 2:
+            found |= {f"conversations.{key}": turn[key] for key in turn if key not in ("from", "value")}
+    return found
+
+
+def unread_pictures(record: Record) -> list[str]:
+    """The names of unread fields that look as if they held the record's pictures."""
+    return [key for key, value in unread_keys(record).items() if value is not None and _is_like_picture(key, value)]
+
+
+def _is_like_picture(key: str, value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(first, str) and _PICTURE_FILE.search(first):
+        return True
+    return bool(first) and isinstance(first, (str, dict)) and _PICTURE_KEY.search(key) is not None
 
 
 def record_problem(record: Any) -> Problem | None:
@@ -64,27 +103,65 @@ def record_problem(record: Any) -> Problem | None:
         return Problem("json", "a key occurs twice; write every key once")
     conversations = record.get("conversations")
     if not isinstance(conversations, list) or not conversations:
-        return Problem("schema", "expected a non-empty list under 'conversations'")
+        return Problem("schema", f"expected a non-empty list under 'conversations'{_found_instead(record)}")
     for number, turn in enumerate(conversations):
         if problem := _turn_problem(turn):
             return Problem(problem.kind, f"turn {number}: {problem.message}")
+    if len(keys := _image_keys(record)) > 1:
+        return Problem("schema", "images under 'image' and under 'images'; keep one of the two")
     images = record_images(record)
     if not isinstance(images, list) or not all(isinstance(name, (str, RowImage)) for name in images):
-        return Problem("schema", f"'image': expected a path or a list of paths, found {record['image']!r:.80}")
-    placeholders = sum(turn["value"].count(DEFAULT_IMAGE_TOKEN) for turn in conversations)
-    if images and placeholders != len(images):  # without an image the placeholder is a word like any other
-        return Problem("placeholders", f"{placeholders} {DEFAULT_IMAGE_TOKEN} placeholders but {len(images)} images")
-    return None
+        return Problem("schema", f"{keys[0]!r}: expected a path or a list of paths, found {record[keys[0]]!r:.80}")
+    return placeholder_problem(record)
+
+
+def placeholder_problem(record: Record) -> Problem | None:
+    """What is wrong with the number of placeholders in a record that is well-formed otherwise, or None."""
+    images = record_images(record)
+    count = sum(turn["value"].count(DEFAULT_IMAGE_TOKEN) for turn in record["conversations"])
+    if count == len(images):
+        return None
+    advice = ""
+    if not images and (names := unread_pictures(record)):
+        advice = f"; {_listed(names)} {'is' if len(names) == 1 else 'are'} not read: the picture belongs under 'image'"
+    elif not images:
+        advice = f" under 'image'; add the picture, or write {DEFAULT_IMAGE_TOKEN} otherwise where it is only a word"
+    return Problem("placeholders", f"{count} {DEFAULT_IMAGE_TOKEN} placeholders but {len(images)} images{advice}")
+
+
+def _found_instead(record: Record) -> str:
+    """How a message goes on about a record without conversations."""
+    if "conversations" in record:
+        return f", found {record['conversations']!r:.80}"
+    if chat := next((key for key, value in record.items() if _is_chat(value)), None):
+        return f"; {chat!r} looks like {NO_CHAT}"
+    return f"; the record has {_listed(list(record)) or 'no keys'}"
+
+
+def _is_chat(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and "role" in first
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"{name!r:.40}" for name in names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _turn_problem(turn: Any) -> Problem | None:
     if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
+        if isinstance(turn, dict) and "role" in turn:
+            return Problem("schema", f"{turn!r:.80} looks like {NO_CHAT}")
         return Problem("schema", f"expected {{'from': str, 'value': str}}, found {turn!r:.80}")
     if isinstance(turn, RepeatedKeys):
         return Problem("json", "a key occurs twice; write every key once")
     if not turn["value"].isascii() and _SURROGATE.search(turn["value"]):
         return Problem("text", f"half of a surrogate pair in {turn['value']!r:.80}, which no tokenizer takes")
     return None
+
+
+def starts_from(path: str | Path) -> str:
+    """What a message adds to a path that does not exist: where it starts from, if it is relative."""
+    return "" if Path(path).is_absolute() else f" (from {Path.cwd()})"
 
 
 def shown_text(text: str) -> str:

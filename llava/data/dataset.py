@@ -14,11 +14,11 @@ from torch.utils.data import Dataset
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
-from llava.data.checks import RowImage
+from llava.data.checks import RowImage, placeholder_problem
 from llava.data.images import ImageError, ImageStore
 from llava.data.lengths import lengths_from_counts, token_counts, whole_lengths
 from llava.data.preprocess import Sample, preprocess
-from llava.data.records import Record, record_images, record_name
+from llava.data.records import Record, RecordTable, record_images, record_name
 from llava.data.turns import check_has_image
 from llava.mm_utils import process_images
 
@@ -96,26 +96,33 @@ class LazySupervisedDataset(Dataset):
         return item
 
     def _name(self, record: Record, index: int) -> str:
-        kept = getattr(self.records, "kept", None)
-        return record_name(record, index if kept is None else int(kept[index]))
+        if not isinstance(self.records, RecordTable):
+            return record_name(record, index)
+        kept = self.records.kept
+        return self.records.named(index if kept is None else int(kept[index]))
 
     def tokenize(self, index: int) -> Sample:
         """Token ids and labels of one record, not yet cut."""
         return self._tokenize(self.records[index], index)
 
     def _tokenize(self, record: Record, index: int) -> Sample:
-        has_image = bool(record_images(record))
+        num_images = len(record_images(record))
         try:
-            check_has_image(self.template, has_image)
-            return preprocess(
+            if problem := placeholder_problem(record):
+                raise ValueError(problem.message)
+            check_has_image(self.template, bool(num_images))
+            sample = preprocess(
                 record["conversations"],
                 self.tokenizer,
                 self.template,
                 label_masking=self.label_masking,
-                has_image=has_image,
+                has_image=bool(num_images),
             )
         except ValueError as error:
             raise ValueError(f"{self._name(record, index)}: {error}") from error
+        if (written := int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())) != num_images:
+            raise ValueError(f"{self._name(record, index)}: {num_images} images, but {written} places for them")
+        return sample
 
     def _cut(self, sample: Sample, index: int) -> Sample:
         is_image = sample.input_ids == IMAGE_TOKEN_INDEX

@@ -7,14 +7,15 @@ picture formats that Pillow decodes by itself are tried; and nothing is read tha
 import os
 import stat
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
 
-from llava.data.checks import Problem, RowImage
+from llava.data.cache import file_stamp
+from llava.data.checks import Problem, RowImage, starts_from
 from llava.data.row_images import RowReader
 from llava.data.zip_files import ZipMembers
 
@@ -48,7 +49,7 @@ class ImageStore:
     def __init__(self, image_folder: str | Path | None, cache_dir: str | None = None, follow_links: bool = False):
         self.root = Path(image_folder or "")
         if not self.root.exists():
-            raise FileNotFoundError(f"--image_folder {self.root}: no such folder or zip file")
+            raise FileNotFoundError(f"--image_folder {self.root}: no such folder or zip file{starts_from(self.root)}")
         self.follow_links = follow_links
         self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
         self._real_root = os.path.realpath(self.root)
@@ -59,6 +60,18 @@ class ImageStore:
         if self.archive:
             return f"zip {self.archive.content()}"
         return f"folder {self._real_root} {self.follow_links}"
+
+    def folders(self, images: Iterable[str | RowImage]) -> set[str]:
+        """The folders, below the image folder, of those images that are files of their own."""
+        return set() if self.archive else {os.path.dirname(name) for name in images if isinstance(name, str)}
+
+    def folder_stamps(self, folders: Iterable[str]) -> dict[str, list[int] | None]:
+        """The stamp of each folder, which changes when a file in it is added, removed or renamed; None without one."""
+        found: dict[str, list[int] | None] = dict.fromkeys(folders)
+        for name in found:
+            with suppress(OSError, ValueError):
+                found[name] = file_stamp(self.root / name)
+        return found
 
     def open(self, image: str | RowImage) -> Image.Image:
         """The picture, decoded; of animated ones the first frame.
@@ -139,7 +152,8 @@ class ImageStore:
         example = f" (a member of the zip file is {self.archive.example()!r})" if self.archive else ""
         return ImageError(
             "image_missing",
-            f"image {self._name(image)} does not exist; check --image_folder and the record{example}",
+            f"image {self._name(image)} does not exist{'' if self.archive else starts_from(self.root)}; check "
+            f"--image_folder and the record{example}",
         )
 
     def _outside(self, name: str, found: str) -> ImageError:

@@ -1,21 +1,25 @@
 """Reads JSON and JSONL files element by element, a piece of the file at a time; faults stay with their element.
 
-In JSONL a line that is no JSON is a fault of that line. In a `.json` file nothing can be read behind a syntax error,
-so the file is refused as a whole. Bytes that are not UTF-8 are carried through (`surrogateescape`) to the checks.
+What a file holds, a list or a record per line, is seen by its content: names are often wrong. In JSONL a line that is
+no JSON is a fault of that line. In a list nothing can be read behind a syntax error, so the file is refused as a whole.
+Bytes that are not UTF-8 are carried through (`surrogateescape`) to the checks.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from llava.data.checks import Problem, json_object, record_problem, shown_text, text_problem
 
 _PIECE = 1 << 22  # characters of a .json file that are read at a time
 _LONGEST_ELEMENT = 1 << 28  # characters; what is longer is not a list of records
 _SPACE = re.compile(r"[ \t\n\r]*")
-_ENCODING = {"encoding": "utf-8", "errors": "surrogateescape"}
+_PYTHON_WORD = re.compile(r"(None|True|False)\b")
+_LONGEST_TOKEN = 16  # characters; a fault as near to the end of a piece may come from its end
+_QUOTES = "'`‘’“”"
 
 
 class Element(NamedTuple):
@@ -30,64 +34,146 @@ def read_elements(path: Path) -> Iterator[Element]:
     """The elements of a `.jsonl` or `.json` file, in order, each checked by itself.
 
     Raises:
-        ValueError: the file is not JSON as a whole; the message names it.
+        ValueError: the file is not JSON as a whole, or not UTF-8 text; the message names it, the line and the column.
     """
-    if path.suffix == ".jsonl":
+    if _has_lines(path):
         yield from _read_jsonl(path)
         return
     for element, text in read_json(path):
         yield Element(shown_text(text), text_problem(text) or record_problem(element))
 
 
+def _open(path: Path) -> TextIO:
+    with path.open("rb") as file:
+        begin = file.read(4)
+    if not begin:
+        raise ValueError(f"--data_path {path}: the file is empty")
+    if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in begin:
+        raise ValueError(
+            f"--data_path {path}, line 1, column 1: UTF-16, or no text; expected UTF-8, as by "
+            f"iconv -f UTF-16 -t UTF-8 {path.name}"
+        )
+    return path.open(encoding="utf-8-sig", errors="surrogateescape")
+
+
+def _has_lines(path: Path) -> bool:
+    """Whether a file holds a record per line; its name decides only where the content does not."""
+    with _open(path) as file:
+        line = ""
+        while not line.strip() and (read := file.readline(_PIECE)):
+            line = read
+        line = line.lstrip()
+        if path.suffix == ".jsonl":
+            return not (line.startswith("[") and line[1:].lstrip()[:1] in ("", "{"))
+        if not line.startswith("{"):
+            return False
+        try:
+            element = json.loads(line if line.endswith("\n") else line + file.readline(_LONGEST_ELEMENT))
+        except (ValueError, RecursionError):
+            return False
+        return "conversations" in element or any(map(str.strip, file))
+
+
+# --- a list -----------------------------------------------------------------------------------------------------------
+
+
+class _Window:
+    """The part of a file that is held as text, and where it stands in the file."""
+
+    def __init__(self, path: Path, file: TextIO):
+        self.path, self.file = path, file
+        self.text, self.line, self.column = "", 1, 1  # where the text begins
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Line and column of a position in the text."""
+        if lines := self.text.count("\n", 0, position):
+            return self.line + lines, position - self.text.rfind("\n", 0, position)
+        return self.line, self.column + position
+
+    def grow(self, position: int) -> bool:
+        """Drops what stands before `position` and reads on; False at the end of the file."""
+        piece = self.file.read(max(_PIECE, len(self.text) - position))
+        if piece:
+            (self.line, self.column), self.text = self.place(position), self.text[position:] + piece
+        return bool(piece)
+
+    def error(self, position: int, fault: str) -> ValueError:
+        line, column = self.place(position)
+        return ValueError(f"--data_path {self.path}, line {line}, column {column}: {fault}")
+
+
 def read_json(path: Path) -> Iterator[tuple[Any, str]]:
     """The elements of a JSON list, each with its text, from a piece of the file at a time."""
     parse = json.JSONDecoder(object_pairs_hook=json_object).raw_decode
-    with path.open(**_ENCODING) as file:
-        text, position = file.read(_PIECE).lstrip(), 1
-        if not text.startswith("["):
-            return _explain(path)
-        separator = None
+    with _open(path) as file:
+        window = _Window(path, file)
+        position = _begin_of_list(window)
+        separator = "["
         while separator != "]":
-            begin = _SPACE.match(text, position).end()
+            begin = _SPACE.match(window.text, position).end()
+            if separator == "[" and window.text.startswith("]", begin):
+                position = begin + 1
+                break
             try:
-                element, end = parse(text, begin)
-                behind = _SPACE.match(text, end).end()
-                separator = text[behind : behind + 1]
-            except (ValueError, RecursionError):
-                separator = ""
-            if separator in (",", "]"):
-                yield element, text[begin:end]
-                position = behind + 1
-            elif len(text) - position > _LONGEST_ELEMENT:
-                return _explain(path, f"an element of more than {_LONGEST_ELEMENT:,} characters, or a broken one")
-            elif piece := file.read(max(_PIECE, len(text) - position)):  # an element that goes on behind the piece
-                text, position = text[position:] + piece, 0
+                element, end = parse(window.text, begin)
+                behind = _SPACE.match(window.text, end).end()
+                fault = (behind, "Expecting ',' delimiter")
+            except json.JSONDecodeError as error:
+                behind, fault = len(window.text), (error.pos, error.msg)
+            except (ValueError, RecursionError) as error:
+                raise window.error(begin, f"not valid JSON: {_words(error)}") from None
+            if window.text[behind : behind + 1] in (",", "]"):
+                yield element, window.text[begin:end]
+                separator, position = window.text[behind], behind + 1
+            elif fault[0] < len(window.text) - _LONGEST_TOKEN and not fault[1].startswith("Unterminated string"):
+                raise window.error(*_syntax_fault(window.text, *fault))
+            elif len(window.text) - position > _LONGEST_ELEMENT:
+                what = f"an element of more than {_LONGEST_ELEMENT:,} characters, or a broken one"
+                raise window.error(begin, f"not valid JSON: {what}")
+            elif window.grow(position):  # an element that goes on behind the piece
+                position = 0
             else:
-                return _explain(path)
-        if (text[position:] + file.read(_PIECE)).strip():
-            return _explain(path)
+                raise window.error(*_syntax_fault(window.text, *fault))
+        while not window.text[position:].strip():
+            if not window.grow(position):
+                return
+            position = 0
+        begin = position + len(window.text[position:]) - len(window.text[position:].lstrip())
+        raise window.error(begin, f"the list has ended, but the file goes on with {window.text[begin : begin + 20]!r}")
 
 
-def _explain(path: Path, fault: str = "") -> None:
-    """Raises what is wrong with a file that is not a list of elements; returns if the list is empty."""
-    found: Any = None
-    if not fault:
-        with path.open(**_ENCODING) as file:
-            try:
-                found = json.load(file)
-            except RecursionError:
-                fault = "nested too deeply"
-            except ValueError as error:
-                fault = str(error)
-    if fault:
-        raise ValueError(f"--data_path {path}: not valid JSON ({fault}); one record per line needs .jsonl")
-    if found != []:
-        raise ValueError(f"--data_path {path}: expected a JSON list of records, found {type(found).__name__}")
+def _begin_of_list(window: _Window) -> int:
+    """The position behind the opening bracket.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    while (begin := _SPACE.match(window.text).end()) == len(window.text) and window.grow(0):
+        pass
+    if window.text.startswith("[", begin):
+        return begin + 1
+    if begin == len(window.text):
+        raise ValueError(f"--data_path {window.path}: holds no records")
+    window.text += window.file.read()
+    try:
+        found, end = json.JSONDecoder().raw_decode(window.text, begin)
+    except json.JSONDecodeError as error:
+        raise window.error(*_syntax_fault(window.text, error.pos, error.msg)) from None
+    except (ValueError, RecursionError) as error:
+        raise window.error(begin, f"not valid JSON: {_words(error)}") from None
+    if isinstance(found, dict) and window.text[end:].strip():
+        raise window.error(begin, "a record over several lines; expected one per line, or a JSON list of all")
+    names = ", ".join(map(repr, list(found)[:8])) if isinstance(found, dict) else ""
+    what = f"an object with the keys {names}" if names else f"{window.text[begin : begin + 40]!r}"
+    raise window.error(begin, f"expected a JSON list of records, found {what}")
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
 
 
 def _read_jsonl(path: Path) -> Iterator[Element]:
     parse = json.JSONDecoder(object_pairs_hook=json_object).decode
-    with path.open(**_ENCODING) as file:
+    with _open(path) as file:
         number = 0
         while line := file.readline(_LONGEST_ELEMENT):
             number += 1
@@ -95,11 +181,50 @@ def _read_jsonl(path: Path) -> Iterator[Element]:
             if len(line) == _LONGEST_ELEMENT:
                 raise ValueError(f"--data_path {path}, line {number}: more than {_LONGEST_ELEMENT:,} characters")
             if text:
-                yield Element(shown_text(text), text_problem(text) or _line_problem(parse, text, number))
+                indent = len(line) - len(line.lstrip())
+                yield Element(shown_text(text), text_problem(text) or _line_problem(parse, text, number, indent))
 
 
-def _line_problem(parse: Any, text: str, number: int) -> Problem | None:
+def _line_problem(parse: Any, text: str, number: int, indent: int) -> Problem | None:
     try:
         return record_problem(parse(text))
+    except json.JSONDecodeError as error:
+        position, fault = _syntax_fault(text, error.pos, error.msg)
+        return Problem("json", f"line {number}, column {indent + position + 1}: {fault}")
     except (ValueError, RecursionError) as error:
-        return Problem("json", f"line {number}: not valid JSON ({error})")
+        return Problem("json", f"line {number}: not valid JSON: {_words(error)}")
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+def _words(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _syntax_fault(text: str, position: int, message: str) -> tuple[int, str]:
+    """Where JSON is wrong, and what is: the usual mistakes in words, others as the parser calls them.
+
+    Args:
+        text: what was parsed.
+        position: where the parser stopped.
+        message: the parser's.
+    """
+    found, before = text[position : position + 1], text[:position].rstrip()
+    if message.startswith("Unterminated string"):
+        fault = "the string that begins here never ends: the text was cut off, or a quotation mark is missing"
+    elif not text[position:].strip():
+        fault = "the text ends here, in the middle of a record or list: was it cut off?"
+    elif found in _QUOTES:
+        fault = f'{found} as a quotation mark; JSON has only "'
+    elif found in "]}" and before.endswith(","):
+        position, fault = len(before) - 1, "a comma before the closing bracket; take it out"
+    elif message.startswith("Illegal trailing comma"):  # Python 3.13's parser finds it itself
+        fault = "a comma before the closing bracket; take it out"
+    elif word := _PYTHON_WORD.match(text, position):
+        fault = f"{word[0]} as Python writes it; JSON has null, true and false"
+    elif text.startswith(("//", "/*", "#"), position):
+        fault = "a comment; JSON has none"
+    else:
+        fault = f"{message[:1].lower()}{message[1:]}, found {text[position : position + 20]!r}"
+    return position, f"not valid JSON: {fault}"

@@ -18,6 +18,8 @@ import tokenizers
 from tqdm import tqdm
 
 import llava.conversation
+import llava.data.checks
+import llava.data.parquet_files
 import llava.data.preprocess
 import llava.data.turns
 import llava.mm_utils
@@ -28,7 +30,10 @@ from llava.data.records import RecordTable
 
 _PIECE = 256  # records that a process counts at a time
 _WORTH_PROCESSES = 4096  # records
-_CODE = (llava.conversation, llava.data.preprocess, llava.data.turns, llava.mm_utils)
+_CODE = (
+    llava.conversation, llava.data.checks, llava.data.parquet_files, llava.data.preprocess, llava.data.turns,
+    llava.mm_utils,
+)  # fmt: skip
 
 
 def lengths_from_counts(counts: np.ndarray, num_visual_tokens: int, model_max_length: int) -> np.ndarray:

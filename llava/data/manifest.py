@@ -1,13 +1,18 @@
 """Checks every record and picture once, before the first step.
 
 A fault is what training could not use; a warning is what it uses otherwise than one may think. What is found is kept in
-a manifest beside the data, under a name that says data, images and rules, so that later starts only read it.
+a manifest beside the data, under a name that says data, images and rules, so that later starts only read it. The stamps
+of the pictures' folders are kept in it too: where one has changed, all is checked again.
 """
 
 import json
+import logging
 import os
+import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -16,13 +21,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation
-from llava.data.cache import cached_file, file_stamp, made_once
-from llava.data.checks import Problem, Record, record_images
+from llava.data.cache import cached_file, file_stamp, is_settled, made_once
+from llava.data.checks import Problem, Record, record_images, unread_keys, unread_pictures
 from llava.data.images import ImageStore
 from llava.data.parallel import in_processes
+from llava.data.parquet_files import unread_columns
 from llava.data.records import RecordTable
-from llava.data.turns import LabelMasking, check_has_image, training_turns, turn_rules
+from llava.data.turns import LabelMasking, check_has_image, normalize_image_tokens, training_turns, turn_rules
+
+logger = logging.getLogger(__name__)
 
 FAULTS = {
     "json": "not JSON, or a key occurs twice",
@@ -38,11 +47,17 @@ WARNINGS = {
     "empty_answer": "an answer without text: its end is learnt",
     "duplicate_id": "the id of an earlier record",
     "several_frames": "only the first frame is used",
+    "unread_picture": "text only, though a field that is not read looks like a picture",
 }
-_FORMAT = 1  # of the manifest; to be raised when the checks find more
+_PICTURE_FAULTS = ("image_missing", "image_outside", "image_unreadable")
+_FORMAT = 2  # of the manifest; to be raised when the checks find more
 _PIECE = 512  # records that a process checks at a time
 _WORTH_PROCESSES = 2048  # records
 _LISTED_WARNINGS = 1000
+_LISTED_KEYS = 100
+_SHOWN_KEYS = 20
+MOST_FOLDERS = 10_000
+"""Of pictures, whose stamps are kept; of more, none are."""
 _SHOWN = 10
 
 
@@ -65,6 +80,9 @@ class Manifest:
         counts: records, those with images and without, images.
         faults: by kind, every record's index and message.
         warnings: by kind, how many, and the first ones.
+        unread: fields that nothing reads, and how many records have them; the most frequent.
+        folders: `ImageStore.folder_stamps` of the pictures' folders; None where they are too many to be watched.
+        checked: when, in seconds since the epoch.
     """
 
     data: str
@@ -73,6 +91,9 @@ class Manifest:
     counts: dict[str, int]
     faults: dict[str, list[tuple[int, str]]]
     warnings: dict[str, dict[str, Any]]
+    unread: dict[str, int]
+    folders: dict[str, list[int] | None] | None
+    checked: float = field(compare=False)
 
     def bad_records(self) -> list[int]:
         """The indices of all records with faults, rising."""
@@ -80,26 +101,60 @@ class Manifest:
 
 
 def preflight(
-    table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool = True
+    table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool = True, recheck: bool = False
 ) -> tuple[Manifest, Path]:
     """The manifest of `table`, and where it is kept; made by one process where there is none, while others wait.
+
+    A manifest that was made before is used as long as the pictures' folders have the stamps that they had and the
+    pictures that were at fault still are.
 
     Args:
         table: as loaded with `check=False`, whole.
         images: where its images are.
         rules: what to check for. A manifest that was made with `full_decode` serves without it too.
         show_progress: whether the process that checks shows a bar.
+        recheck: check again, whatever was found before.
 
     Raises:
         OSError: no cache folder can be written.
         ChildProcessError: as `in_processes`.
     """
-    names = {full: _manifest_name(table, images, rules, full) for full in (True, rules.full_decode)}
-    found = (cached_file(name, table.folders, _is_whole) for name in names.values())
-    path = next((path for path in found if path), None) or made_once(
-        names[rules.full_decode], table.folders, partial(_write, table, images, rules, show_progress), _is_whole
+    started = time.time()
+    names = {full: _manifest_name(table, images, rules, full) for full in (True, False)}
+    kept = [path for name in names.values() if (path := cached_file(name, table.folders, _is_whole))]
+    found, path = max(((_read(path), path) for path in kept), key=lambda pair: pair[0].checked, default=(None, None))
+    since = started if recheck else found.checked if found else 0.0  # what is older than `found` is out of date
+    if found and not recheck and found.full_decode >= rules.full_decode:
+        if _still_holds(found, table, images, rules):
+            return found, path
+        logger.info("pictures have changed since the check of %s: checking again", when(found))
+        since = started
+    make = partial(_write, table, images, rules, show_progress)
+    path = made_once(names[rules.full_decode], table.folders, make, _is_whole, since)
+    return _read(path), path
+
+
+def when(manifest: Manifest) -> str:
+    """The time of a check, as messages write it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.checked))
+
+
+def _read(path: Path) -> Manifest:
+    return Manifest(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def _still_holds(manifest: Manifest, table: RecordTable, images: ImageStore, rules: Rules) -> bool:
+    """Whether the pictures' folders are unchanged, and pictures at fault still are: they may be mended in place."""
+    kinds = _PICTURE_FAULTS
+    if manifest.folders is not None:
+        if images.folder_stamps(manifest.folders) != manifest.folders:
+            return False
+        kinds = ("image_unreadable",)  # the others show in the folders
+    bad = {index for kind in kinds for index, _ in manifest.faults.get(kind, ())}
+    return images.archive is not None or all(
+        any(problem.kind in _PICTURE_FAULTS for problem in record_findings(table[index], images, rules))
+        for index in sorted(bad)
     )
-    return Manifest(**json.loads(path.read_text(encoding="utf-8"))), path
 
 
 def usable_records(table: RecordTable, manifest: Manifest, on_bad_record: str, command: str) -> RecordTable:
@@ -143,11 +198,19 @@ def fault_kinds(manifest: Manifest) -> str:
     return ", ".join(f"{len(found):,} {kind}" for kind, found in manifest.faults.items())
 
 
+def unread_fields(manifest: Manifest) -> str:
+    """The fields that nothing reads, each with the number of records that have it."""
+    named = [f"{key!r:.60} {count:,}" for key, count in list(manifest.unread.items())[:_SHOWN_KEYS]]
+    more = len(manifest.unread) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")
+
+
 # --- the manifest -----------------------------------------------------------------------------------------------------
 
 
 def _manifest_name(table: RecordTable, images: ImageStore, rules: Rules, full_decode: bool) -> str:
     settings = [str(_FORMAT), images.identity(), turn_rules(rules.template, rules.label_masking), str(full_decode)]
+    settings += map(str, table.sources)  # which the findings name
     # The key does not say the bytes of images in rows.
     shards = [str(file_stamp(source)) for source in table.sources if source.suffix == ".parquet"]
     return f"{table.key[:16]}.{sha256(' '.join(settings + shards).encode()).hexdigest()[:16]}.preflight.json"
@@ -155,7 +218,7 @@ def _manifest_name(table: RecordTable, images: ImageStore, rules: Rules, full_de
 
 def _is_whole(path: Path) -> bool:
     try:
-        return isinstance(Manifest(**json.loads(path.read_text(encoding="utf-8"))).counts["records"], int)
+        return isinstance(_read(path).counts["records"], int)
     except (OSError, ValueError, TypeError, KeyError):
         return False
 
@@ -170,6 +233,9 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
     warnings: dict[str, dict[str, Any]] = {kind: {"count": 0, "first": []} for kind in WARNINGS}
     ids = np.zeros(table.total, np.uint64)
     with_images = num_images = 0
+    unread: Counter[str] = Counter()
+    folders: set[str] = set()
+    started = time.time()
 
     def add(index: int, kind: str, text: str) -> None:
         if kind in faults:
@@ -188,10 +254,23 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
             ids[found.piece.start : found.piece.stop] = found.ids
             with_images += found.with_images
             num_images += found.images
+            unread += found.unread
+            folders |= found.folders
             bar.update(len(found.piece))
     for index, first in _repeated(ids):
-        add(index, "duplicate_id", f"{table.named(index)}: the id of record {first}")
-    counts = {"records": table.total, "with_images": with_images, "text_only": table.total - with_images}
+        source, place = table.source(first)
+        where = "" if source == table.source(index)[0] else f" of {source}"
+        add(index, "duplicate_id", f"{table.named(index)}: the id of record {place}{where}")
+    for source in table.sources:
+        if source.suffix == ".parquet":
+            columns, rows = unread_columns(source)
+            unread += dict.fromkeys(columns, rows)
+    stamps = images.folder_stamps(folders) if len(folders) <= MOST_FOLDERS else None
+    for folder, stamp in (stamps or {}).items():
+        if stamp and not is_settled(stamp, started):
+            stamps[folder] = []  # a change during the check may not show in it: the next start checks again
+    text_only = table.total - len(table.malformed()) - with_images
+    counts = {"records": table.total, "with_images": with_images, "text_only": text_only}
     return Manifest(
         table.key,
         images.identity(),
@@ -199,6 +278,9 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
         counts | {"images": num_images},
         {kind: found for kind, found in faults.items() if found},
         {kind: found for kind, found in warnings.items() if found["count"]},
+        dict(unread.most_common(_LISTED_KEYS)),
+        stamps,
+        time.time(),
     )
 
 
@@ -215,13 +297,15 @@ def _repeated(ids: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 class _Found(NamedTuple):
-    """What was found in a piece: (index, kind, message) of each finding; hashes of the ids; counts."""
+    """What was found in a piece: (index, kind, message) of each finding; hashes of the ids; counts; folders."""
 
     piece: range
     findings: list[tuple[int, str, str]]
     ids: np.ndarray
     with_images: int
     images: int
+    unread: Counter[str]
+    folders: set[str]
 
 
 def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> _Found:
@@ -229,18 +313,24 @@ def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> 
     findings: list[tuple[int, str, str]] = []
     ids = np.zeros(len(piece), np.uint64)
     with_images = num_images = 0
+    unread: Counter[str] = Counter()
+    folders: set[str] = set()
     for place, index in enumerate(piece):
         if problem := table.problem(index):
+            with suppress(ValueError, RecursionError, AttributeError):  # of some nothing can be counted
+                unread.update(unread_keys(json.loads(table.text(index))).keys())
             findings.append((index, problem.kind, f"{table.named(index)}: {problem.message}"))
             continue
         record = table[index]
         ids[place] = _id_hash(record.get("id"))
+        unread.update(unread_keys(record).keys())
         names = record_images(record)
+        folders |= images.folders(names)
         with_images += bool(names)
         num_images += len(names)
         for problem in record_findings(record, images, rules):
             findings.append((index, problem.kind, f"{table.named(index)}: {problem.message}"))
-    return _Found(piece, findings, ids, with_images, num_images)
+    return _Found(piece, findings, ids, with_images, num_images, unread, folders)
 
 
 def record_findings(record: Record, images: ImageStore, rules: Rules) -> Iterator[Problem]:
@@ -248,7 +338,13 @@ def record_findings(record: Record, images: ImageStore, rules: Rules) -> Iterato
     names = record_images(record)
     try:
         check_has_image(rules.template, bool(names))
-        training_turns(record["conversations"], rules.template, rules.label_masking, bool(names))
+        turns = training_turns(record["conversations"], rules.template, rules.label_masking, bool(names))
+        if names:
+            turns = normalize_image_tokens(turns, rules.template, rules.label_masking)
+            if (written := sum(text.count(DEFAULT_IMAGE_TOKEN) for _, text in turns)) != len(names):
+                yield Problem("placeholders", f"{len(names)} images, but {written} places for them in the prompt")
+        elif unread := unread_pictures(record):
+            yield Problem("unread_picture", f"no picture under 'image'; {', '.join(map(repr, unread))} is not read")
     except ValueError as error:
         yield Problem("turns", str(error))
     for number, turn in enumerate(record["conversations"]):

@@ -1,13 +1,14 @@
 """Records from Parquet shards: text is read once into the table of records, image bytes only when a worker needs them.
 
-Columns: `conversations` (list of structs with `from` and `value`), and where there are any `id`, `image` and further
-columns of text, numbers or booleans. `image` is a struct of `bytes` and `path` (as the `datasets` library writes it),
-bytes, a path, or a list of paths; null for text only.
+Columns: `conversations` (list of structs with `from` and `value`), and where there are any `id`, `image` (or `images`)
+and further columns of text, numbers or booleans. `image` is a struct of `bytes` and `path` (as the `datasets` library
+writes it), bytes, a path, or a list of any of these; null or an empty list for text only.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from llava.data.checks import RowImage, record_problem, shown_text, text_problem
+from llava.data.checks import IMAGE_KEYS, NO_CHAT, Record, RowImage, record_problem, shown_text, text_problem
 from llava.data.json_files import Element
 
 _ROWS = 1024
@@ -33,9 +34,10 @@ def read_rows(path: Path) -> Iterator[Element]:
         with pq.ParquetFile(path) as file:
             image = image_leaf(file, path)
             columns = _text_columns(file.schema_arrow, path)
+            unread = dict.fromkeys(_unread(file.schema_arrow), "a column of another type")
             start = 0
             for group in range(file.num_row_groups):
-                yield from _group_rows(file, group, columns, image, start)
+                yield from _group_rows(file, group, columns, image, start, unread)
                 start += file.metadata.row_group(group).num_rows
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"--data_path {path}: cannot be read as Parquet ({error})") from error
@@ -77,22 +79,51 @@ def largest_image_group(path: Path) -> int:
         return max((c.total_uncompressed_size for c in columns if c.path_in_schema == image), default=0)
 
 
+def unread_columns(path: Path) -> tuple[list[str], int]:
+    """The columns of a shard that no record takes along, those within `conversations` too, and its number of rows."""
+    with pq.ParquetFile(path) as file:
+        return _unread(file.schema_arrow), file.metadata.num_rows
+
+
+def with_row_images(record: Record, shard: str, row: int) -> Record:
+    """`record` with the images whose bytes are in its row; in a list they are null."""
+    names = record.get("image")
+    if not isinstance(names, list):
+        return record | {"image": RowImage(shard, row)}
+    return record | {"image": [RowImage(shard, row, i) if name is None else name for i, name in enumerate(names)]}
+
+
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
 def _text_columns(schema: pa.Schema, path: Path) -> list[str]:
-    """The columns that the records' text is made of, without `image`."""
+    """The columns that the records' text is made of, without the images'."""
     if "conversations" not in schema.names:
-        raise ValueError(f"--data_path {path}: no column 'conversations'; it has {', '.join(schema.names) or 'none'}")
-    found = schema.field("conversations").type
-    turn = found.value_type if types.is_list(found) or types.is_large_list(found) else None
-    fields = {turn.field(i).name: turn.field(i).type for i in range(turn.num_fields)} if turn else {}
+        chat = f"; 'messages' looks like {NO_CHAT}" if "messages" in schema.names else ""
+        columns = ", ".join(schema.names) or "none"
+        raise ValueError(f"--data_path {path}: no column 'conversations'; it has {columns}{chat}")
+    fields = _turn_fields(schema)
     if not all(_is_text(fields.get(name)) for name in ("from", "value")):
+        chat = f"; this looks like {NO_CHAT}" if "role" in fields else ""
         raise ValueError(
-            f"--data_path {path}: column 'conversations' is {found}; expected a list of structs of the texts 'from' "
-            "and 'value'"
+            f"--data_path {path}: column 'conversations' is {schema.field('conversations').type}; expected a list of "
+            f"structs of the texts 'from' and 'value'{chat}"
         )
-    return ["conversations", *(field.name for field in schema if field.name != "image" and _is_simple(field.type))]
+    return ["conversations", *(f.name for f in schema if f.name not in IMAGE_KEYS and _is_simple(f.type))]
+
+
+def _turn_fields(schema: pa.Schema) -> dict[str, pa.DataType]:
+    found = schema.field("conversations").type
+    turn = found.value_type if _is_list(found) else None
+    if turn is None or not types.is_struct(turn):
+        return {}
+    return {turn.field(i).name: turn.field(i).type for i in range(turn.num_fields)}
+
+
+def _unread(schema: pa.Schema) -> list[str]:
+    named = [f.name for f in schema if f.name not in ("conversations", *IMAGE_KEYS) and not types.is_null(f.type)]
+    outer = [name for name in named if not _is_simple(schema.field(name).type)]
+    return outer + [f"conversations.{name}" for name in _turn_fields(schema) if name not in ("from", "value")]
 
 
 def _is_text(kind: pa.DataType | None) -> bool:
@@ -103,105 +134,145 @@ def _is_simple(kind: pa.DataType) -> bool:
     return _is_text(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
 
 
+def _is_bytes(kind: pa.DataType) -> bool:
+    return types.is_binary(kind) or types.is_large_binary(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return types.is_list(kind) or types.is_large_list(kind)
+
+
 def image_leaf(file: pq.ParquetFile, path: Path) -> str | None:
-    """The column that holds the images' bytes: `image.bytes`, `image`, or None."""
-    schema = file.schema_arrow
-    if "image" not in schema.names:
+    """The column that holds the images' bytes, such as `image`, `image.bytes` or `images.list.element.bytes`, or None.
+
+    Raises:
+        ValueError: the images' column is of a type that cannot hold images, or there are two such columns.
+    """
+    name = _image_column(file.schema_arrow, path)
+    if name is None:
         return None
-    kind = schema.field("image").type
-    if _is_bytes(kind):
-        return "image"
-    if types.is_struct(kind) and kind.get_field_index("bytes") >= 0 and _is_bytes(kind.field("bytes").type):
-        return "image.bytes"
-    is_list = types.is_list(kind) or types.is_large_list(kind)
-    if _is_text(kind) or types.is_null(kind) or (is_list and _is_text(kind.value_type)):
+    kind = file.schema_arrow.field(name).type
+    single = kind.value_type if _is_list(kind) else kind
+    if _is_bytes(single):
+        return _leaf(file, name, "")
+    if types.is_struct(single) and _has_field(single, "bytes", _is_bytes):
+        return _leaf(file, name, ".bytes")
+    if _is_text(single) or types.is_null(single):
         return None
     raise ValueError(
-        f"--data_path {path}: column 'image' is {kind}; expected a struct of 'bytes' and 'path', bytes, a path, or a "
-        "list of paths"
+        f"--data_path {path}: column {name!r} is {kind}; expected a struct of 'bytes' and 'path', bytes, a path, or a "
+        "list of these"
     )
 
 
-def _is_bytes(kind: pa.DataType) -> bool:
-    return types.is_binary(kind) or types.is_large_binary(kind)
+def _image_column(schema: pa.Schema, path: Path | str) -> str | None:
+    names = [name for name in IMAGE_KEYS if name in schema.names and not types.is_null(schema.field(name).type)]
+    if len(names) > 1:
+        raise ValueError(f"--data_path {path}: columns 'image' and 'images'; keep the one that holds the images")
+    return names[0] if names else None
+
+
+def _leaf(file: pq.ParquetFile, name: str, end: str) -> str:
+    leaves = (file.schema.column(number).path for number in range(len(file.schema)))
+    return next(leaf for leaf in leaves if (leaf == name or leaf.startswith(f"{name}.")) and leaf.endswith(end))
+
+
+def _path_leaf(file: pq.ParquetFile, name: str) -> str | None:
+    kind = file.schema_arrow.field(name).type
+    single = kind.value_type if _is_list(kind) else kind
+    return _leaf(file, name, ".path") if types.is_struct(single) and _has_field(single, "path", _is_text) else None
+
+
+def _has_field(struct: pa.StructType, name: str, is_right: Callable[[pa.DataType], bool]) -> bool:
+    return struct.get_field_index(name) >= 0 and is_right(struct.field(name).type)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def _group_rows(
-    file: pq.ParquetFile, group: int, columns: list[str], image: str | None, start: int
+    file: pq.ParquetFile, group: int, columns: list[str], image: str | None, start: int, unread: dict[str, str]
 ) -> Iterator[Element]:
-    has_names = "image" in file.schema_arrow.names and (image is None or _has_path(file))
-    held = [] if image is None else _rows_with_bytes(file, group, image)
-    wanted = columns + ([] if not has_names else ["image.path"] if image else ["image"])
+    name = _image_column(file.schema_arrow, "")
+    names_leaf = name if image is None else _path_leaf(file, name)
+    held = _with_bytes(file, group, name, image) if image else None
+    wanted = columns + ([names_leaf] if names_leaf else [])
     done = 0
     for batch in file.iter_batches(_ROWS, row_groups=[group], columns=wanted, use_threads=False):
-        fields = {name: _values(batch.column(name)) for name in columns[1:]}
-        names = _values(_path_column(batch, image)) if has_names else [None] * len(batch)
+        fields = {column: _values(batch.column(column)) for column in columns[1:]}
+        names = _names(batch.column(name)) if names_leaf else [None] * len(batch)
         for index, turns in enumerate(_conversations(batch.column("conversations"))):
             row = done + index
-            record = {name: values[index] for name, values in fields.items()}
-            with_bytes = bool(held) and held[row]
-            if not with_bytes and names[index] is not None:
-                record["image"] = names[index]
+            record = {column: values[index] for column, values in fields.items()}
+            images, with_bytes = _row_images(names[index], held and held[row])
+            if images is not None:
+                record["image"] = images
             record["conversations"] = turns
             text = json.dumps(record, ensure_ascii=False)
-            if with_bytes:
-                record["image"] = RowImage("", start + row)
-            yield Element(
-                shown_text(text), text_problem(text) or record_problem(record), start + row if with_bytes else None
-            )
+            whole = with_row_images(record, "", start + row) if with_bytes else record
+            problem = text_problem(text) or record_problem(whole | unread if unread else whole)
+            yield Element(shown_text(text), problem, start + row if with_bytes else None)
         done += len(batch)
 
 
-def _has_path(file: pq.ParquetFile) -> bool:
-    kind = file.schema_arrow.field("image").type
-    return types.is_struct(kind) and kind.get_field_index("path") >= 0 and _is_text(kind.field("path").type)
+def _row_images(names: Any, held: Any) -> tuple[Any, bool]:
+    """What a record's text says of its images, null standing for bytes in a list; and whether the row holds bytes."""
+    if isinstance(held, list):
+        names = names or [None] * len(held)
+        return [None if there else name for name, there in zip(names, held, strict=True)], any(held)
+    return (None, True) if held else (names, False)
 
 
-def _path_column(batch: pa.RecordBatch, image: str | None) -> pa.Array:
-    column = batch.column("image")
-    return pc.struct_field(column, "path") if image else column
+def _names(column: pa.Array) -> list[Any]:
+    """The paths of every row's images: one, a list of them, or None."""
+    if _is_list(column.type):
+        return _lists(_names(column.flatten()), column)
+    return _values(pc.struct_field(column, "path") if types.is_struct(column.type) else column)
 
 
-def _rows_with_bytes(file: pq.ParquetFile, group: int, image: str) -> list[bool]:
-    """Which rows of a group hold image bytes; the bytes are read only where the footer leaves it open."""
+def _lists(values: list[Any], column: pa.Array) -> list[list[Any] | None]:
+    """The flat values of a column of lists, as lists."""
+    ends = accumulate((length or 0 for length in pc.list_value_length(column).to_pylist()), initial=0)
+    spans = zip(pairwise(ends), column.is_valid().to_pylist(), strict=True)
+    return [values[start:stop] if valid else None for (start, stop), valid in spans]
+
+
+def _with_bytes(file: pq.ParquetFile, group: int, name: str, image: str) -> list[bool | list[bool] | None]:
+    """Which images of a group are bytes; they are read only where the footer leaves it open.
+
+    Per row whether it holds bytes, or a list of that where the column holds lists.
+    """
     metadata = file.metadata.row_group(group)
     columns = (metadata.column(number) for number in range(file.metadata.num_columns))
     statistics = next(column.statistics for column in columns if column.path_in_schema == image)
     nulls = statistics.null_count if statistics is not None and statistics.has_null_count else None
-    if nulls in (0, metadata.num_rows):
+    is_list = _is_list(file.schema_arrow.field(name).type)
+    if not is_list and nulls in (0, metadata.num_rows):
         return [nulls == 0] * metadata.num_rows
-    if image != "image" and nulls is not None and _has_path(file):
-        # A struct that is null has null bytes; if there are no more null bytes than null structs, these are all.
-        read = file.read_row_group(group, columns=["image.path"], use_threads=False)
-        valid = read.column("image").is_valid().to_pylist()
-        if valid.count(False) == nulls:
+    if nulls is not None and (path := _path_leaf(file, name)):
+        # A struct that is null, and a list that is empty, have null bytes; if there are no more of them, these are all.
+        valid = _valid(file.read_row_group(group, columns=[path], use_threads=False).column(name).combine_chunks())
+        if sum(row.count(False) or not row if isinstance(row, list) else not row for row in valid) == nulls:
             return valid
-    found: list[bool] = []
+    found: list[bool | list[bool] | None] = []
     for batch in file.iter_batches(_IMAGES, row_groups=[group], columns=[image], use_threads=False):
-        column = batch.column(0)
-        found += (column if image == "image" else pc.struct_field(column, "bytes")).is_valid().to_pylist()
+        found += _valid(batch.column(0), "bytes")
     return found
 
 
-def _conversations(column: pa.Array) -> Iterator[list[dict[str, Any]] | None]:
+def _valid(column: pa.Array, field: str = "") -> list[bool | list[bool] | None]:
+    """Which values of a column, or of its lists, are there; of structs which have `field`, if one is named."""
+    if _is_list(column.type):
+        return _lists(_valid(column.flatten(), field), column)
+    return (pc.struct_field(column, field) if field and types.is_struct(column.type) else column).is_valid().to_pylist()
+
+
+def _conversations(column: pa.Array) -> list[list[dict[str, Any]] | None]:
     """The turns of every row; flat lists of texts are ten times as fast as nested ones."""
     turns = column.flatten()
     speakers, texts = (_values(pc.struct_field(turns, name)) for name in ("from", "value"))
-    lengths = pc.list_value_length(column).to_pylist()
-    start = 0
-    for length in lengths:
-        if length is None:
-            yield None
-            continue
-        stop = start + length
-        yield [
-            {"from": speaker, "value": text}
-            for speaker, text in zip(speakers[start:stop], texts[start:stop], strict=True)
-        ]
-        start = stop
+    flat = [{"from": speaker, "value": text} for speaker, text in zip(speakers, texts, strict=True)]
+    return _lists(flat, column)
 
 
 def _values(column: pa.Array) -> list[Any]:

@@ -7,10 +7,22 @@ Training does the same before its first step and reads the manifest that this le
 
 import argparse
 import sys
+import time
 
 from llava.conversation import get_template
 from llava.data.images import ImageStore
-from llava.data.manifest import FAULTS, WARNINGS, Manifest, Rules, fault_kinds, preflight, usable_records
+from llava.data.manifest import (
+    FAULTS,
+    MOST_FOLDERS,
+    WARNINGS,
+    Manifest,
+    Rules,
+    fault_kinds,
+    preflight,
+    unread_fields,
+    usable_records,
+    when,
+)
 from llava.data.parquet_files import largest_image_group
 from llava.data.records import RecordTable, load_records
 from llava.data.turns import LABEL_MASKINGS
@@ -45,6 +57,7 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
     )
     parser.add_argument("--data_cache_dir", help="where what is found is kept; default .llava_cache beside the data")
     parser.add_argument("--full_decode", action="store_true", help="decode every picture, not only its header")
+    parser.add_argument("--recheck", action="store_true", help="check again, whatever was found before")
     parser.add_argument("--follow_image_links", action="store_true", help="allow links out of the image folder")
     parser.add_argument("--list", action="store_true", help="show every fault, not only the first of each kind")
     parser.add_argument("--model_name_or_path", help="count the samples that are too long for this model's tokenizer")
@@ -57,15 +70,26 @@ def show(args: argparse.Namespace) -> int:
     table = load_records(args.data_path, args.data_cache_dir, check=False, show_progress=True)
     images = ImageStore(args.image_folder, args.data_cache_dir, args.follow_image_links)
     rules = Rules(get_template(args.version), args.label_masking, args.full_decode)
-    manifest, path = preflight(table, images, rules)
+    started = time.time()
+    manifest, path = preflight(table, images, rules, recheck=args.recheck)
     print(report(manifest, None if args.list else _SHOWN))
     size = max((largest_image_group(source) for source in set(table.sources) if source.suffix == ".parquet"), default=0)
     if size > _LARGE_GROUP:
         print(f"shards    row groups of up to {size >> 20} MiB of images: slow to read at random, see docs/data.md")
     if args.model_name_or_path:
         print(length_report(args, usable_records(table, manifest, "skip", "")))
+    print(f"checked   {when(manifest)}" + (remembered(manifest) if manifest.checked < started else ""))
     print(f"manifest  {path}")
     return int(bool(manifest.faults))
+
+
+def remembered(manifest: Manifest) -> str:
+    """What is said of a result that an earlier start found."""
+    if manifest.folders is None:
+        what = f"; pictures in more than {MOST_FOLDERS:,} folders were not looked at again"
+    else:
+        what = "; no file was added to the pictures' folders or taken away since" if manifest.folders else ""
+    return f", remembered{what}; --recheck checks again"
 
 
 def report(manifest: Manifest, shown: int | None = _SHOWN) -> str:
@@ -84,6 +108,8 @@ def report(manifest: Manifest, shown: int | None = _SHOWN) -> str:
     )
     for kind, found in manifest.warnings.items():
         lines += [f"  {kind}: {WARNINGS[kind]}", *(f"    {text}" for _, text in found["first"][:shown])]
+    if manifest.unread:
+        lines.append(f"not read  {unread_fields(manifest)}")
     return "\n".join(lines)
 
 

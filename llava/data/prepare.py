@@ -20,6 +20,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from llava.data.checks import starts_from
 from llava.data.preflight import add_flags, show
 
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.parquet")
@@ -130,7 +131,8 @@ def located(source: Source, folder: Path, local_only: bool) -> tuple[str, str | 
             return _paths(layout, folder)
     if local_only:
         faults = "; or ".join(", ".join(missing(layout, folder)) for layout in source.layouts)
-        raise FileNotFoundError(f"--folder {folder}: missing {faults}; without --local_only they are downloaded")
+        where = starts_from(folder)
+        raise FileNotFoundError(f"--folder {folder}{where}: missing {faults}; without --local_only they are downloaded")
     download(source, folder)
     if left := missing(source.layouts[0], folder):
         raise ValueError(

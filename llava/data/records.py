@@ -20,15 +20,15 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from llava.data.cache import bytes_digest, cache_folders, cached_file, content_hash, file_stamp, known_hash, made_once
-from llava.data.checks import Problem, Record, RowImage, record_images, record_name
+from llava.data.checks import Problem, Record, record_images, record_name, starts_from
 from llava.data.json_files import Element, read_elements
 from llava.data.parallel import in_processes
-from llava.data.parquet_files import parquet_digest, read_rows
+from llava.data.parquet_files import parquet_digest, read_rows, with_row_images
 
 __all__ = ["Record", "RecordTable", "load_records", "record_images", "record_name"]
 
 _SHOWN_PROBLEMS = 10
-_FORMAT = 2  # of the Arrow file; to be raised when the checks find more, since converted files are not checked again
+_FORMAT = 3  # of the Arrow file; to be raised when the checks find more, since converted files are not checked again
 _SCHEMA = pa.schema([("record", pa.binary()), ("row", pa.int64()), ("kind", pa.string()), ("problem", pa.string())])
 _ROWS, _CHARACTERS = 1024, 1 << 26  # of a piece of the Arrow file
 _SUFFIXES = (".json", ".jsonl", ".parquet")
@@ -83,9 +83,7 @@ class RecordTable(Sequence[Record]):
         index = index if self.kept is None else int(self.kept[index])
         record = json.loads(self.columns["record"][index].as_py())
         row = self.columns["row"][index].as_py()
-        if row is not None:
-            record["image"] = RowImage(str(self.source(index)[0]), row)
-        return record
+        return record if row is None else with_row_images(record, str(self.source(index)[0]), row)
 
     def source(self, index: int) -> tuple[Path, int]:
         """The file of a record of all, kept or not, and its place there."""
@@ -136,7 +134,7 @@ def load_records(
     """All records of the files that `data_path` names, in order.
 
     Args:
-        data_path: `.json` (a list), `.jsonl` (one record per line) or `.parquet` files: one, several separated by
+        data_path: `.json` and `.jsonl` (a list, or one record per line) or `.parquet` files: one, several separated by
             commas, a pattern, or a folder of Parquet shards.
         cache_dir: where converted files are kept; default `.llava_cache` beside each file.
         check: refuse malformed records; False keeps them, with their problems.
@@ -177,7 +175,8 @@ def data_files(data_path: str) -> list[Path]:
         found = [file for match in matches for file in (_shards(match) if match.is_dir() else [match])]
         if not found:
             raise FileNotFoundError(
-                f"--data_path {name}: no such file; expected {', '.join(_SUFFIXES)}, or a folder of *.parquet"
+                f"--data_path {name}: no such file{starts_from(name)}; expected {', '.join(_SUFFIXES)}, or a folder of "
+                "*.parquet"
             )
         if wrong := next((file for file in found if file.suffix not in _SUFFIXES or not file.is_file()), None):
             raise ValueError(f"--data_path {wrong}: expected a file that ends in {', '.join(_SUFFIXES)}")

@@ -49,7 +49,7 @@ class RowReader:
         """
         try:
             value = self._find(image)
-        except (pa.ArrowException, IndexError, StopIteration, KeyError) as error:
+        except (pa.ArrowException, IndexError, StopIteration, KeyError, TypeError) as error:
             self._group = None
             raise OSError(str(error) or "the shard has changed") from error
         if value is None:
@@ -65,9 +65,8 @@ class RowReader:
             self._group, self._held, self._first = (image.shard, group), None, starts[group]
         while self._held is None or image.row - self._first >= len(self._held):
             self._first += 0 if self._held is None else len(self._held)
-            column = next(self._batches).column(0)
-            self._held = column.field(leaf.split(".")[1]) if "." in leaf else column
-        return self._held[image.row - self._first].as_py()
+            self._held = next(self._batches).column(0)
+        return _bytes_of(self._held[image.row - self._first].as_py(), image.number)
 
     def _shard(self, path: str) -> tuple[pq.ParquetFile, str, list[int]]:
         if path not in self._shards:
@@ -79,3 +78,9 @@ class RowReader:
                 self._shards.popitem(last=False)[1][0].close()
         self._shards.move_to_end(path)
         return self._shards[path]
+
+
+def _bytes_of(value: Any, number: int | None) -> bytes | None:
+    """The bytes in a row's value: themselves, in a struct, or in a list of either."""
+    value = value if number is None else value[number]
+    return value.get("bytes") if isinstance(value, dict) else value

@@ -102,6 +102,10 @@ class DataArguments:
         default=False,
         metadata={"help": "Before the first step decode every image in full, where else its header is read."},
     )
+    recheck_data: bool = field(
+        default=False,
+        metadata={"help": "Check data and images again before the first step, whatever was found by earlier checks."},
+    )
     data_cache_dir: str | None = field(
         default=None,
         metadata={

@@ -2,6 +2,7 @@
 
 import logging
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from llava.conversation import get_template
+from llava.data.checks import starts_from
 from llava.data.images import ImageStore
-from llava.data.manifest import WARNINGS, Rules, preflight, usable_records, write_quarantine
+from llava.data.manifest import WARNINGS, Rules, preflight, unread_fields, usable_records, when, write_quarantine
 from llava.data.records import RecordTable, load_records
 from llava.train.liger import check_liger
 from llava.train.lora import check_lora_flags
@@ -29,7 +31,8 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
     if not data_args.data_path:
         raise ValueError("--data_path is missing: pass LLaVA-format .json, .jsonl or .parquet files")
     if data_args.image_folder and not Path(data_args.image_folder).exists():
-        raise FileNotFoundError(f"--image_folder {data_args.image_folder}: no such folder or zip file")
+        folder = data_args.image_folder
+        raise FileNotFoundError(f"--image_folder {folder}: no such folder or zip file{starts_from(folder)}")
     for flag in ("mm_use_im_start_end", "mm_use_im_patch_token"):
         if getattr(model_args, flag):
             raise ValueError(f"--{flag} must be False: no published recipe of today adds these tokens")
@@ -82,11 +85,16 @@ def checked_records(model_args: Any, data_args: Any, training_args: Any) -> Reco
     is_first = training_args.process_index == 0
     table = load_records(data_args.data_path, data_args.data_cache_dir, check=False, show_progress=is_first)
     rules = Rules(get_template(model_args.version), data_args.label_masking, data_args.full_decode)
-    manifest, path = preflight(table, image_store(data_args), rules)
+    started = time.time()
+    manifest, path = preflight(table, image_store(data_args), rules, recheck=data_args.recheck_data)
+    if manifest.checked < started:
+        logger.info("the data was checked at %s, which is remembered; --recheck_data True checks again", when(manifest))
     records = usable_records(table, manifest, data_args.on_bad_record, _preflight_command(model_args, data_args))
     _refuse_different_records(records.key)
     for kind, found in manifest.warnings.items():
         logger.info("%d records: %s (%s)", found["count"], WARNINGS[kind], path)
+    if manifest.unread:
+        logger.info("fields that are not read, and in how many records: %s", unread_fields(manifest))
     if records.left_out and is_first:
         write_quarantine(table, manifest, Path(training_args.output_dir, QUARANTINE))
     return records

@@ -34,6 +34,7 @@ _IRRELEVANT = frozenset({
     "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "torch_empty_cache_steps", "trial_save",
     "ignore_data_skip", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint", "ddp_backend",
     "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "debug", "use_cpu", "on_bad_record",
+    "recheck_data",
 })
 # fmt: on
 # Differences that a run can be continued with, and why.
