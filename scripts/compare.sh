@@ -11,6 +11,8 @@
 # ANALYSIS="update-rates attention" chooses commands of scripts/analyze.sh, which also takes DATA and SAMPLES.
 # Finished steps are kept; after an interruption the same call goes on. See docs/compare.md.
 set -euo pipefail
+# shellcheck source=scripts/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 FIRST_SEED=42 # the paper's
@@ -30,7 +32,6 @@ while [ $# -gt 0 ]; do
       esac
       shift
       ;;
-    -h | --help) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0" && exit ;;
     *) die "$1 is not an option; see --help" ;;
   esac
   shift

@@ -82,8 +82,11 @@ def evaluate(args: argparse.Namespace) -> None:
     """
     tasks = choose(args.tasks)
     require_harnesses(tasks)
+    found = torch.cuda.device_count()
     if args.num_gpus is None:
-        args.num_gpus = torch.cuda.device_count()
+        args.num_gpus = found
+    if not 0 <= args.num_gpus <= found:
+        raise ValueError(f"--num-gpus {args.num_gpus}: this machine has {found}; expected 0 (CPU) to {found}")
     places = {task.name: data_place(task, args.data_dir) for task in tasks}
     args.output_dir = args.output_dir or ROOT / "outputs/eval" / checkpoint_name(args.checkpoint)
     settings = settings_of(args)

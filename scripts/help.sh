@@ -1,0 +1,13 @@
+# shellcheck shell=bash
+# -h or --help anywhere among a script's arguments prints the comment at its head and ends it before it does anything.
+# Sourced first of all, while the path that the script was called by is still right.
+for argument in "$@"; do
+  case $argument in
+    -h | --help)
+      sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+      if declare -F more_help >/dev/null; then more_help; fi
+      exit 0
+      ;;
+  esac
+done
+unset argument
