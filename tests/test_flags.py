@@ -58,6 +58,7 @@ def test_flag_that_cannot_work_is_neither_shown_nor_taken(sections, capsys):
         (["--fsdp", "full_shard"], "--deepspeed"),
         (["--auto_find_batch_size", "True"], "order of the data"),
         (["--no_dataloader_in_order"], "same order"),
+        (["--neftune_noise_alpha", "5"], "one row with visual tokens"),
     ):
         assert reason in refusal(argument, capsys)
 

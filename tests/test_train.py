@@ -360,3 +360,11 @@ def test_unknown_norm_names_the_allowed_ones(tiny, tmp_path, capsys):
 def test_bad_flags_are_named(tiny, tmp_path, overrides, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train_module.train(flags(tiny, tmp_path, 1, **overrides))
+
+
+def test_checkpoint_without_the_optimizers_state_is_not_continued(tiny, tmp_path):
+    """With `--save_only_model` the library would go on with a fresh optimizer."""
+    options = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    train_module.train(flags(tiny, tmp_path, 2, **options))
+    with pytest.raises(ValueError, match="checkpoint-2 holds no optimizer's state.*--resume_from_checkpoint False"):
+        train_module.train(flags(tiny, tmp_path, 2, **options))

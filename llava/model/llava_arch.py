@@ -86,7 +86,7 @@ class LlavaMetaModel:
     def _add_vision_modules(self, model_args: Any, dtype: torch.dtype | None) -> None:
         config = self.config
         config.mm_vision_tower = from_anywhere(model_args.vision_tower)
-        config.mm_vision_config = read_vision_config(model_args.vision_tower)
+        config.mm_vision_config = read_vision_config(config.mm_vision_tower)
         config.use_mm_proj = True
         for field in PROJECTOR_FIELDS:
             setattr(config, field, getattr(model_args, field))

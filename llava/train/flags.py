@@ -55,6 +55,8 @@ REFUSED = {
     "the flags --use_liger_kernel and --loss_head choose the kernels": "liger_kernel_config",
     "a checkpoint is written at SIGTERM without it": "enable_jit_checkpoint",
     "training never uses a cache": "use_cache",
+    "the text embeddings go into one row with visual tokens, where its noise has no place": "neftune_noise_alpha",
+    "samples are dealt to ranks here, not by Accelerate": "accelerator_config",
     "samples always come in the same order, so that a run can be continued": "dataloader_in_order",
     "data is read by processes as PyTorch starts them": "dataloader_multiprocessing_context",
 }
