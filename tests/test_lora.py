@@ -545,6 +545,15 @@ def test_merge_needs_a_lora_folder(tiny, tmp_path):
         merge_lora.merge_lora(str(tiny / "llama"), None, str(tmp_path / "out"))
 
 
+def test_recorded_tower_that_is_not_there_is_named(trained, tmp_path, capsys):
+    folder = shutil.copytree(trained[0], tmp_path / "lora")
+    config = json.loads((folder / "config.json").read_text()) | {"mm_vision_tower": "/old/machine/siglip"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert merge_lora.main(["--model-path", str(folder), "--save-model-path", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "vision tower /old/machine/siglip cannot be loaded" in error and "mm_vision_tower in the config" in error
+
+
 @pytest.mark.parametrize("place", ["base", "lora", "file"])
 def test_merge_never_writes_over_anything(tiny, trained, tmp_path, capsys, place):
     (tmp_path / "note").write_text("mine")

@@ -46,7 +46,7 @@ def recorded_base(folder_or_id: str) -> str:
         ValueError: it says none, or a folder that is not on this machine.
     """
     base = json.loads(Path(lora_config_file(folder_or_id)).read_text()).get("base_model_name_or_path")
-    if base and (Path(base).exists() or not is_local(base)):
+    if base and (Path(base).exists() or not _is_path(base)):
         return base
     found = f"{base}, which is not here" if base else "none"
     raise ValueError(
@@ -55,8 +55,8 @@ def recorded_base(folder_or_id: str) -> str:
     )
 
 
-def is_local(path_or_id: str) -> bool:
-    """Whether a text can only be a path, since a hub id is `name` or `owner/name`."""
+def _is_path(path_or_id: str) -> bool:
+    # A hub id is `name` or `owner/name`.
     return path_or_id.startswith((".", "~", os.sep)) or path_or_id.count("/") > 1
 
 
