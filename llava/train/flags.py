@@ -76,11 +76,7 @@ def parse_flags(argv: list[str]) -> tuple[ModelArguments, DataArguments, Trainin
     Raises:
         ValueError: flags contradict each other.
     """
-    parser = FlagParser()
-    *parsed, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
-    if unknown:
-        parser.refuse_unknown(unknown)
-    return tuple(parsed)
+    return FlagParser().parse_args_into_dataclasses(argv, look_for_args_file=False)
 
 
 def group_of(owner: type, name: str) -> str:
@@ -126,15 +122,16 @@ class FlagParser(Parser, HfArgumentParser):
                 action.metavar = "True|False" if action.const is True else _METAVARS.get(action.type, "VALUE")
 
     def parse_known_args(self, args=None, namespace=None):
-        """As the library; refuses what can have no effect or cannot work."""
+        """As the library, but what is unknown, has no effect or cannot work is refused."""
         found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse_unknown(unknown)
         for name, reason in _REASONS.items():
             if getattr(found, name) != self.get_default(name):
                 self.error(f"--{name} {getattr(found, name)}: {reason}")
         return found, unknown
 
-    def refuse_unknown(self, words: list[str]) -> None:
-        """Ends with one line that names the first unknown flag and the known one it may stand for."""
+    def _refuse_unknown(self, words: list[str]) -> None:
         flag = next((word for word in words if word.startswith("--")), words[0])
         name = flag.partition("=")[0]
         known = [action.option_strings[0] for action in self._actions if action.help != argparse.SUPPRESS]
