@@ -116,13 +116,8 @@ def check_identity(folder: Path, settings: dict[str, Any], allowed: str, step_si
         step_size: samples of an optimizer step of this run.
 
     Raises:
-        ResumeError: settings differ and are not allowed to, all listed with both sides; no optimizer's state.
+        ResumeError: settings differ and are not allowed to; all differences are listed with both sides.
     """
-    if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):
-        raise ResumeError(
-            f"{folder} holds no optimizer's state (--save_only_model True), so that the run would not go on as it was; "
-            "start anew in another --output_dir or with --resume_from_checkpoint False"
-        )
     accepted = {name.strip() for name in allowed.split(",") if name.strip()}
     if unknown := accepted - ALLOWED.keys():
         raise ResumeError(
