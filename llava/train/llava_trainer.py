@@ -229,7 +229,7 @@ class LLaVATrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if not Path(resume_from_checkpoint, OPTIMIZER_NAME).is_file():  # the library would go on with a fresh one
             raise ResumeError(
-                f"{resume_from_checkpoint} holds no optimizer's state (--save_only_model True), so it cannot be continued "
+                f"{resume_from_checkpoint} holds no optimizer's state (--save_only_model True), so it cannot go on "
                 "as it was; start anew in another --output_dir or with --resume_from_checkpoint False"
             )
         model = self.model if model is None else model
