@@ -4,7 +4,9 @@ Shapes: B batch, S sequence, N images, H and W the image processor's output size
 """
 
 import json
+import os
 import shutil
+import stat
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -262,6 +264,25 @@ def restore_merge_order(tokenizer: Any) -> Any:
 def _sentencepiece_file(tokenizer: Any) -> Path | None:
     source = Path(str(getattr(tokenizer, "init_kwargs", {}).get("vocab_file") or ""))
     return source if source.suffix == ".model" and source.is_file() else None
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def from_anywhere(path_or_id: str) -> str:
+    """A folder's absolute path, which other working directories can use; a hub id as it is."""
+    return os.path.abspath(path_or_id) if os.path.exists(path_or_id) else path_or_id
+
+
+def follow_umask(folder: str | Path) -> None:
+    """Gives the weight files in `folder` the mode of any new file; safetensors lets only their owner read them."""
+    probe = Path(folder, f".mode-{os.getpid()}")  # the mask itself cannot be read without changing it
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for file in Path(folder).glob("*.safetensors"):
+        if file.stat().st_mode != mode:
+            file.chmod(stat.S_IMODE(mode))
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

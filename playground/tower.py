@@ -75,6 +75,7 @@ def train_tower(settings: Settings, data: Path, folder: Path) -> dict[str, Any]:
     """Train on the captions of `data`, write vision tower and image processor to `folder`; return the facts."""
     import torch
 
+    from llava.mm_utils import follow_umask
     from playground.tower_training import build_vocabulary, fit, load_pictures, retrieval_accuracy, words_of
 
     torch.manual_seed(settings.seed)
@@ -104,6 +105,7 @@ def train_tower(settings: Settings, data: Path, folder: Path) -> dict[str, Any]:
         f"{100 / chance:.0f} in {accuracy:.1f} % of the cases (chance {chance:.1f} %)"
     )
     model.vision_model.save_pretrained(folder)
+    follow_umask(folder)
     processor.save_pretrained(folder)
     parameters = sum(parameter.numel() for parameter in model.vision_model.parameters())
     return {

@@ -8,6 +8,8 @@
 #   COMMANDS="theory attention"          only these
 # A command that fails is reported at the end; the others run all the same.
 set -euo pipefail
+# shellcheck source=scripts/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 : "${OUTPUT_DIR:=outputs/analysis}" "${DATA:=}" "${SAMPLES:=}"
@@ -23,6 +25,7 @@ fi
 
 MODELS=() NORMED=() OURS=()
 for checkpoint in "$@"; do
+  [[ "$checkpoint" != -* ]] || die "$checkpoint is not a checkpoint, and there are no options; see --help"
   MODELS+=(--model "$checkpoint")
   config="${checkpoint#*=}/config.json"
   ! grep -qsE '"model_type": "llava_(llama|qwen)"' "$config" || OURS+=(--model "$checkpoint")

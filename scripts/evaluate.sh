@@ -3,6 +3,15 @@
 #   bash scripts/evaluate.sh CKPT [--tasks pope,mmstar] [--output-dir DIR] [--data-dir DIR] [--limit N] ...    (--help lists all)
 # Finished tasks are kept; a second call does only what is missing. Exit status 1: a task failed, and its samples are named.
 set -euo pipefail
+# The flags are the Python command's; it is asked where there is an environment already.
+more_help() {
+  cd "$(dirname "$0")/.."
+  echo
+  PYTHONDONTWRITEBYTECODE=1 "${LLAVA_PYTHON:-.venv/bin/python}" -m llava.eval.evaluate --help 2>/dev/null ||
+    echo "Every flag is listed here once there is an environment: EXTRAS=eval,playground bash scripts/setup.sh"
+}
+# shellcheck source=scripts/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

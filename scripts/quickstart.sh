@@ -5,8 +5,11 @@
 #   OUTPUT_ROOT=folder                    where everything goes (default: outputs/quickstart)
 # Finished steps are kept; a second call does only what is missing. Variables of scripts/pretrain.sh apply as well.
 set -euo pipefail
+# shellcheck source=scripts/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+[ $# -eq 0 ] || die "$(basename "$0") takes no arguments, found: $*; it reads the variables that --help names"
 : "${ARMS:=none gwc_layernorm}" "${OUTPUT_ROOT:=outputs/quickstart}"
 
 train() { # stage arm

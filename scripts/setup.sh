@@ -5,7 +5,13 @@
 #   LLAVA_PYTHON=/path     an interpreter of your own environment: nothing is installed, the scripts run with it
 # A call that finds nothing changed ends at once; calls at the same time wait for each other.
 set -euo pipefail
+# shellcheck source=scripts/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 
+if [ $# -gt 0 ]; then
+  echo "setup: takes no arguments, found: $*; it reads the variables that --help names" >&2
+  exit 2
+fi
 if [ -n "${LLAVA_PYTHON:-}" ]; then
   printf 'setup: skipped, LLAVA_PYTHON=%s\n' "$LLAVA_PYTHON"
   exit 0

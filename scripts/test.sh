@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Lint, format check and tests. FAST=1 leaves out the slow ones; arguments go to pytest, as in: bash scripts/test.sh -k norm
 set -euo pipefail
+# shellcheck source=scripts/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 export EXTRAS="${EXTRAS:-train,playground,dev,eval}" # eval: a stock harness scores a checkpoint

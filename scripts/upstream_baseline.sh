@@ -4,10 +4,14 @@
 #   MODEL_PATH=lmsys/vicuna-7b-v1.5 VISION_TOWER=openai/clip-vit-large-patch14-336 PRETRAIN_DATA=... PRETRAIN_IMAGES=... \
 #     FINETUNE_DATA=... FINETUNE_IMAGES=... bash scripts/upstream_baseline.sh                       real ones, on one GPU
 #   PREPARE_ONLY=1 bash scripts/upstream_baseline.sh        only makes upstream's environment
-# Every upper-case name below can be set in the environment. What the numbers mean: patches/README.md.
+# Also read: ARMS MAX_STEPS PER_DEVICE_BATCH SEED MODEL_MAX_LENGTH BF16 GRADIENT_CHECKPOINTING TOLERANCE OUTPUT_DIR, and
+# UPSTREAM_VENV and PYTHON for upstream's environment. What the numbers mean: patches/README.md.
 set -euo pipefail
+# shellcheck source=scripts/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+[ $# -eq 0 ] || die "$(basename "$0") takes no arguments, found: $*; it reads the variables that --help names"
 
 readonly INPUTS=tests/golden/train/inputs REQUIREMENTS=patches/baseline/requirements.txt LLAVA=llava-torch==1.2.2.post1
 if [ -z "${MODEL_PATH:-}" ]; then

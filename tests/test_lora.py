@@ -1,6 +1,7 @@
 """LoRA: upstream's recorded runs, the files, loading and merging them, resuming, and what is refused."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -8,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from test_train import STAGE_2, flags
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.data.records import load_records
-from llava.model import merge_lora
+from llava.model import builder, merge_lora
 from llava.model.builder import load_pretrained_model
-from llava.model.lora import NON_LORA_FILE
+from llava.model.lora import NON_LORA_FILE, apply_lora
 from llava.train import train as train_module
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import quantized_loading
@@ -339,17 +340,74 @@ def test_merged_checkpoint_stands_alone_and_computes_the_same(tiny, trained, tmp
     assert not hasattr(loaded, "peft_config")
 
 
-def test_merging_keeps_the_bases_dtype(tiny, trained, tmp_path):
-    half = AutoModelForCausalLM.from_pretrained(tiny / "llama", dtype=torch.bfloat16)
-    half.save_pretrained(tmp_path / "half")
-    shutil.copy(tiny / "llama/tokenizer.json", tmp_path / "half")
-    shutil.copy(tiny / "llama/tokenizer_config.json", tmp_path / "half")
-    merge_lora.merge_lora(str(trained[0]), str(tmp_path / "half"), str(tmp_path / "out"))
+@pytest.fixture
+def half(tiny, tmp_path):
+    """`llama` in bfloat16, with its tokenizer."""
+    folder = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(tiny / "llama", dtype=torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / "llama" / name, folder)
+    return folder
+
+
+def test_merging_onto_a_bfloat16_base_keeps_the_adapters_precision_and_the_logits(
+    trained, half, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO")
+    merge_lora.merge_lora(str(trained[0]), str(half), str(tmp_path / "out"))
     saved = load_file(tmp_path / "out/model.safetensors")
-    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
-    base = load_file(tmp_path / "half/model.safetensors")
-    expected = closed_form(trained[0], base)["model.layers.0.mlp.up_proj.weight"]
-    torch.testing.assert_close(saved["model.layers.0.mlp.up_proj.weight"].float(), expected, rtol=1e-2, atol=1e-3)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    expected = closed_form(trained[0], load_file(half / "model.safetensors"))["model.layers.0.mlp.up_proj.weight"]
+    torch.testing.assert_close(saved["model.layers.0.mlp.up_proj.weight"], expected, rtol=0, atol=1e-6)
+    assert caplog.messages[-1] == f"merged checkpoint written to {tmp_path}/out in float32 (the adapters are float32)"
+    merged = logits(load(tmp_path / "out", None))
+    monkeypatch.setattr(builder, "apply_lora", lambda model, folder, merge: apply_lora(model, folder, merge=False))
+    unmerged = load(trained[0], half)
+    assert unmerged.peft_config
+    torch.testing.assert_close(merged, logits(unmerged), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("adapters", "dtype"), [("float32", "bfloat16"), ("float16", None), ("bfloat16", "float32")])
+def test_merged_weights_are_rounded_once_to_the_precision_that_is_said(
+    tiny, trained, tmp_path, caplog, adapters, dtype
+):
+    caplog.set_level("INFO")
+    folder = shutil.copytree(trained[0], tmp_path / "lora")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({n: t.to(getattr(torch, adapters)) for n, t in tensors.items()}, folder / "adapter_model.safetensors")
+    argv = ["--model-path", str(folder), "--save-model-path", str(tmp_path / "out")]
+    assert merge_lora.main(argv + (["--dtype", dtype] if dtype else [])) == 0
+    written = dtype or adapters
+    saved = load_file(tmp_path / "out/model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {getattr(torch, written)}
+    name = "model.layers.0.mlp.up_proj.weight"
+    expected = closed_form(folder, load_file(tiny / "llama/model.safetensors"))[name].to(getattr(torch, written))
+    assert (saved[name] != expected).float().mean() < 0.01  # but for sums at a tie of two roundings
+    assert f"in {written} (the adapters are {adapters})" in caplog.messages[-1]
+    assert ("rounding to it changes logits" in caplog.messages[-1]) == (written != "float32")
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == written
+
+
+def test_folder_trained_by_relative_paths_is_loaded_from_anywhere(tiny, trained, tmp_path, monkeypatch):
+    """Base and tower are recorded by absolute paths, which stock PEFT follows too."""
+    monkeypatch.chdir(tiny)
+    fit(flags(Path(), tmp_path / "run", 2, **LORA))
+    monkeypatch.chdir("/")
+    config = json.loads((tmp_path / "run/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tiny / "llama")
+    assert json.loads((tmp_path / "run/config.json").read_text())["mm_vision_tower"] == str(tiny / "siglip")
+    load(tmp_path / "run", None)
+    assert AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "run")).peft_config["default"].r == LORA["lora_r"]
+
+
+@pytest.mark.parametrize(("base", "found"), [("/old/machine/llama", "/old/machine/llama, which"), (None, "none;")])
+def test_recorded_base_that_is_not_there_is_named(trained, tmp_path, capsys, base, found):
+    folder = shutil.copytree(trained[0], tmp_path / "lora")
+    config = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": base}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert merge_lora.main(["--model-path", str(folder), "--save-model-path", str(tmp_path / "out")]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert f"adapter_config.json: base_model_name_or_path is {found}" in error and "--model-base" in error
 
 
 def test_lora_on_a_llava_checkpoint_takes_its_tower_from_there(tiny, trained, tmp_path):
@@ -412,6 +470,22 @@ def test_published_layout_of_llava_loras_loads(tiny, tmp_path, file):
     assert model.config.image_aspect_ratio == "pad"
 
 
+def test_every_file_of_training_and_merging_follows_the_umask(tiny, tmp_path):
+    shutil.copytree(tiny / "data", tmp_path / "data", ignore=shutil.ignore_patterns(".llava_cache"))
+    data = {"data_path": tmp_path / "data/finetune.json", "image_folder": tmp_path / "data/images"}
+    before = os.umask(0o027)
+    try:
+        argv = flags(tiny, tmp_path / "run", 2, **(LORA | data | {"save_strategy": "steps", "save_steps": 1}))
+        train_module.train(argv)
+        merge_lora.merge_lora(str(tmp_path / "run"), None, str(tmp_path / "merged"))
+    finally:
+        os.umask(before)
+    made = [tmp_path / "run", tmp_path / "merged", tmp_path / "data/.llava_cache"]
+    modes = {f: f.stat().st_mode & 0o777 for folder in made for f in folder.rglob("*") if f.is_file()}
+    assert {f.name for f in modes} >= {"model.safetensors", "adapter_model.safetensors", NON_LORA_FILE, "optimizer.pt"}
+    assert not {str(f): oct(mode) for f, mode in modes.items() if mode != 0o640}
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -468,7 +542,24 @@ def test_folder_without_the_projector_is_refused(tiny, tmp_path, trained):
 
 def test_merge_needs_a_lora_folder(tiny, tmp_path):
     with pytest.raises(ValueError, match="--model-path.*no adapter_config.json"):
-        merge_lora.merge_lora(str(tiny / "llama"), None, str(tmp_path))
+        merge_lora.merge_lora(str(tiny / "llama"), None, str(tmp_path / "out"))
+
+
+def test_recorded_tower_that_is_not_there_is_named(trained, tmp_path, capsys):
+    folder = shutil.copytree(trained[0], tmp_path / "lora")
+    config = json.loads((folder / "config.json").read_text()) | {"mm_vision_tower": "/old/machine/siglip"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert merge_lora.main(["--model-path", str(folder), "--save-model-path", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "vision tower /old/machine/siglip cannot be loaded" in error and "mm_vision_tower in the config" in error
+
+
+@pytest.mark.parametrize("place", ["base", "lora", "file"])
+def test_merge_never_writes_over_anything(tiny, trained, tmp_path, capsys, place):
+    (tmp_path / "note").write_text("mine")
+    target = {"base": tiny / "llama", "lora": trained[0], "file": tmp_path / "note"}[place]
+    assert merge_lora.main(["--model-path", str(trained[0]), "--save-model-path", str(target)]) == 2
+    assert f"error: --save-model-path {target}: already there" in capsys.readouterr().err
 
 
 # --- quantised base ---------------------------------------------------------------------------------------------------

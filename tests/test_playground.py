@@ -372,6 +372,11 @@ def test_the_tower_loads_as_a_siglip_vision_model_with_its_processor(scenes_root
     assert hidden_states[-2].shape == (1, 16, 32)
 
 
+def test_the_towers_files_can_all_be_read_by_whom_the_umask_lets(scenes_root: Path) -> None:
+    folder = tower.prepare(TINY_TOWER, scenes_root)
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
+
+
 def test_the_tower_is_the_same_for_the_same_steps_and_seed(scenes_root: Path) -> None:
     folder = tower.prepare(TINY_TOWER, scenes_root)
     before = (folder / "model.safetensors").read_bytes()

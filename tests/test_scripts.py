@@ -513,7 +513,7 @@ def setup(tmp_path):
     """A function that runs setup.sh in a small tree with a stand-in interpreter; `.calls()` lists what it installed."""
     tree = tmp_path / "a tree"
     (tree / "scripts").mkdir(parents=True)
-    for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh"):
+    for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh", "scripts/help.sh"):
         shutil.copy(ROOT / name, tree / name)
     python = tmp_path / "python3"
     python.write_text(STAND_IN_PYTHON)

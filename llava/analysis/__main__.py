@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from llava.analysis.models import named_model
-from llava.eval.ask import REFUSALS
+from llava.commands import REFUSALS, Parser
 
 # A command is the module of its name, with `add_arguments(parser)` and `run(args)`. Only the one asked for is imported.
 COMMANDS = {
@@ -37,7 +37,7 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     shared.add_argument("--data", help="samples to measure on (default: the playground's held-out scenes)")
     shared.add_argument("--output-dir", type=Path, default=Path("outputs/analysis"), help="folder of the results")
     shared.add_argument("--seed", type=int, default=42, help="of every random choice")
-    top = argparse.ArgumentParser(prog="python -m llava.analysis", description=__doc__)
+    top = Parser(prog="python -m llava.analysis", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     for name, summary in COMMANDS.items():
         if name != command:

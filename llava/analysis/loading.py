@@ -1,7 +1,6 @@
 """Loads what `--model` names as a probe: our checkpoints, vision-language models of transformers, plain LLMs."""
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from llava.analysis.families import FAMILIES, Family, Parts, decoder_layers, family_of, find_parts, text_embedding
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import Batch, Probe
+from llava.commands import DTYPES, add_device_argument
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
 from llava.data.preprocess import generation_ids
 from llava.eval.ask import choose_template, is_captioner
 from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
 from llava.model.builder import load_pretrained_model
+from llava.model.lora import recorded_base
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 
 OUR_TYPES = ("llava_llama", "llava_qwen")
@@ -30,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-base", help="language model of the stage-1 or LoRA folders among the models")
     parser.add_argument("--conv-mode", metavar="TEMPLATE", help="conversation template of our checkpoints")
     parser.add_argument("--chat-template", type=Path, help="Jinja file, for a processor that brings no chat template")
-    parser.add_argument("--device", help="such as cuda or cpu (default: an accelerator if there is one)")
-    parser.add_argument("--dtype", help="of the weights (default: the checkpoint's, on CPU float32)")
+    add_device_argument(parser)
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's, on CPU float32)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model repository's own code")
     parser.add_argument("--layers-path", help="module path of the LLM's list of layers")
     parser.add_argument("--projector-path", help="module path of the projector")
@@ -111,7 +112,7 @@ def base_of(path: str, args: argparse.Namespace) -> str | None:
         return None
     lora = folder / "adapter_config.json"
     if args.model_base is None and lora.is_file():
-        return json.loads(lora.read_text())["base_model_name_or_path"]
+        return recorded_base(path)
     if args.model_base is None and (folder / ADAPTER_FILE).is_file():
         raise ValueError(f"--model {path}: holds a projector alone; name its language model by --model-base")
     return args.model_base

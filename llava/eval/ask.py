@@ -5,32 +5,19 @@ Shapes: B conversations, S longest prompt.
 
 import argparse
 import io
-import sys
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from PIL import Image, UnidentifiedImageError
 
+from llava.commands import add_device_argument
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, SeparatorStyle, conv_templates, get_template
 from llava.data.preprocess import generation_ids
 from llava.mm_utils import KeywordsStoppingCriteria, get_model_name_from_path, process_images
 from llava.model.builder import load_pretrained_model
-
-REFUSALS = (ValueError, OSError, ImportError, NotImplementedError)
-"""What loading and asking raise about their arguments."""
-
-
-def exit_status(command: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> int:
-    """Runs `command(args)`; 0, or 2 where it refuses its arguments, with one line on stderr instead of a traceback."""
-    try:
-        command(args)
-    except REFUSALS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +32,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEMPLATE",
         help="conversation template (default: the one that the checkpoint was trained with)",
     )
-    parser.add_argument("--device", help="such as cuda or cpu (default: an accelerator if there is one)")
+    add_device_argument(parser)
 
 
 class Assistant(NamedTuple):

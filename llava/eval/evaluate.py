@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from llava.eval.ask import choose_template, exit_status, is_captioner
+from llava.commands import Parser, exit_status
+from llava.eval.ask import choose_template, is_captioner
 from llava.eval.collect import EvaluationError
 from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
 from llava.eval.results import RESULTS_FILE, Results, read_results, write_results
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="bash scripts/evaluate.sh", description=__doc__.splitlines()[0])
+    top = Parser(prog="bash scripts/evaluate.sh", description=__doc__.splitlines()[0])
     top.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder or hub id")
     top.add_argument("--tasks", help="names, joined by commas (default: the nine of the paper's Table 4)")
     top.add_argument("--output-dir", type=Path, help="default: outputs/eval/<last two parts of CKPT>")
@@ -81,8 +82,11 @@ def evaluate(args: argparse.Namespace) -> None:
     """
     tasks = choose(args.tasks)
     require_harnesses(tasks)
+    found = torch.cuda.device_count()
     if args.num_gpus is None:
-        args.num_gpus = torch.cuda.device_count()
+        args.num_gpus = found
+    if not 0 <= args.num_gpus <= found:
+        raise ValueError(f"--num-gpus {args.num_gpus}: this machine has {found}; expected 0 (CPU) to {found}")
     places = {task.name: data_place(task, args.data_dir) for task in tasks}
     args.output_dir = args.output_dir or ROOT / "outputs/eval" / checkpoint_name(args.checkpoint)
     settings = settings_of(args)

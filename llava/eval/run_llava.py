@@ -7,8 +7,9 @@ import argparse
 import sys
 from typing import Any
 
+from llava.commands import Parser, exit_status
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER
-from llava.eval.ask import add_model_arguments, exit_status, is_captioner, load_assistant, load_picture
+from llava.eval.ask import add_model_arguments, is_captioner, load_assistant, load_picture
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m llava.eval.run_llava", description=__doc__.splitlines()[0])
+    top = Parser(prog="python -m llava.eval.run_llava", description=__doc__.splitlines()[0])
     add_model_arguments(top)
     top.add_argument("--image-file", required=True, help="path or http(s) address; several joined by --sep")
     top.add_argument("--query", required=True, help="the question")

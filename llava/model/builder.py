@@ -1,6 +1,5 @@
 """Loads models: a language model or LLaVA checkpoint for training, and a whole checkpoint for inference."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from llava.mm_utils import load_tokenizer
 from llava.model import LlavaLlamaForCausalLM, LlavaQwenForCausalLM
-from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora
+from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora, recorded_base
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, load_adapter
 
@@ -35,7 +34,8 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
     try:
         fields, _ = PretrainedConfig.get_config_dict(model_path, **kwargs)
     except OSError as error:
-        raise ValueError(f"{model_path}: no config.json found ({error}); expected a model folder or hub id") from error
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"{model_path}: no config.json found ({first}); expected a model folder or hub id") from error
     model_type = fields.get("model_type")
     if model_type not in MODEL_CLASSES:
         raise ValueError(f"{model_path}: model_type {model_type!r}; expected one of {', '.join(MODEL_CLASSES)}")
@@ -116,7 +116,7 @@ def load_pretrained_model(
         setattr(config, field, value)
     lora_file = lora_config_file(model_path)
     if lora_file and model_base is None:
-        model_base = json.loads(Path(lora_file).read_text())["base_model_name_or_path"]
+        model_base = recorded_base(model_path)
         logger.info("%s: LoRA on the base it records, %s", model_path, model_base)
     if model_base is None:
         model = load_language_model(model_path, config, **options)

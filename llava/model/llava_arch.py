@@ -12,6 +12,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.mm_utils import follow_umask, from_anywhere
 from llava.model.attention import packed_attention_arguments
 from llava.model.loss import supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
@@ -83,8 +84,8 @@ class LlavaMetaModel:
 
     def _add_vision_modules(self, model_args: Any, dtype: torch.dtype | None) -> None:
         config = self.config
-        config.mm_vision_tower = model_args.vision_tower
-        config.mm_vision_config = read_vision_config(model_args.vision_tower)
+        config.mm_vision_tower = from_anywhere(model_args.vision_tower)
+        config.mm_vision_config = read_vision_config(config.mm_vision_tower)
         config.use_mm_proj = True
         for field in PROJECTOR_FIELDS:
             setattr(config, field, getattr(model_args, field))
@@ -148,6 +149,11 @@ class LlavaMetaForCausalLM:
         if any(".vision_tower." in k for k in missing):
             model.get_vision_tower().load_pretrained(model.config.mm_vision_tower)
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Writes the model, or its adapters, as the library does; the files can be read by whom the umask lets."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        follow_umask(save_directory)
 
     def get_model(self):
         return self.model

@@ -5,6 +5,8 @@ projector with its norm, and the vision tower if it was trained), `config.json`,
 the model it was trained on; `llava.model.merge_lora` makes it self-contained.
 """
 
+import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from llava.mm_utils import from_anywhere
 from llava.model.multimodal_projector.adapter import read_tensors
 from llava.model.zero3 import full_state_dict, gathered
 
@@ -34,6 +37,33 @@ def _peft() -> Any:
 def lora_config_file(folder_or_id: str) -> str | None:
     """The path of `adapter_config.json` in a local folder or on the hub; None where there is no LoRA."""
     return find_adapter_config_file(folder_or_id)
+
+
+def recorded_base(folder_or_id: str) -> str:
+    """The model that a LoRA was trained on, as its `adapter_config.json` says: a folder that exists, or a hub id.
+
+    Raises:
+        ValueError: it says none, or a folder that is not on this machine.
+    """
+    base = json.loads(Path(lora_config_file(folder_or_id)).read_text()).get("base_model_name_or_path")
+    if base and (Path(base).exists() or not _is_path(base)):
+        return base
+    found = f"{base}, which is not here" if base else "none"
+    raise ValueError(
+        f"{folder_or_id}/adapter_config.json: base_model_name_or_path is {found}; name the model that the LoRA was "
+        "trained on by --model-base"
+    )
+
+
+def _is_path(path_or_id: str) -> bool:
+    # A hub id is `name` or `owner/name`.
+    return path_or_id.startswith((".", "~", os.sep)) or path_or_id.count("/") > 1
+
+
+def adapter_dtype(folder_or_id: str) -> torch.dtype:
+    """The precision of a LoRA folder's adapters."""
+    tensors = _peft().load_peft_weights(folder_or_id, device="cpu")
+    return next(tensor.dtype for name, tensor in tensors.items() if ".lora_" in name)
 
 
 def add_lora(model: Any, r: int, alpha: int, dropout: float, bias: str, dtype: torch.dtype) -> None:
@@ -57,6 +87,8 @@ def add_lora(model: Any, r: int, alpha: int, dropout: float, bias: str, dtype: t
         task_type="CAUSAL_LM",
     )
     model.add_adapter(config)
+    for adapter in model.peft_config.values():
+        adapter.base_model_name_or_path = from_anywhere(model.name_or_path)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

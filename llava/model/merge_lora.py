@@ -1,50 +1,72 @@
 """Merges a LoRA folder into its base: one self-contained checkpoint, as LLaVA's scripts/merge_lora_weights.py.
 
 python -m llava.model.merge_lora --model-path LORA_FOLDER --model-base BASE --save-model-path OUTPUT
+
+Base and adapters are added in float32 and rounded once, to `--dtype`.
 """
 
 import argparse
 import logging
+import sys
+from pathlib import Path
 
+import torch
+
+from llava.commands import DTYPES, Parser, exit_status
 from llava.mm_utils import get_model_name_from_path, save_tokenizer
 from llava.model.builder import load_pretrained_model
-from llava.model.lora import lora_config_file
+from llava.model.lora import adapter_dtype, lora_config_file
 
 logger = logging.getLogger(__name__)
 
 
-def merge_lora(model_path: str, model_base: str | None, save_model_path: str) -> None:
+def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dtype: str | None = None) -> None:
     """Writes language model with the adapters added, projector, norm, vision tower, tokenizer and image processor.
 
     Args:
         model_path: LoRA folder or hub id.
         model_base: the model that the LoRA was trained on; None takes the one recorded in `adapter_config.json`.
-        save_model_path: folder to write; weights have the base's dtype.
+        save_model_path: folder to write, which must be new or empty.
+        dtype: of the written weights, one of `DTYPES`; None takes the adapters'.
 
     Raises:
-        ValueError: `model_path` is not a LoRA folder.
+        ValueError: `model_path` is not a LoRA folder, `save_model_path` holds files, or the base is not where it was.
     """
     if lora_config_file(model_path) is None:
         raise ValueError(f"--model-path {model_path}: no adapter_config.json there; expected a LoRA folder or hub id")
+    output = Path(save_model_path)
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(f"--save-model-path {output}: already there and not an empty folder; give another one")
+    own_dtype = str(adapter_dtype(model_path)).removeprefix("torch.")
+    written = dtype or own_dtype
     name = get_model_name_from_path(model_path)
     tokenizer, model, image_processor, _ = load_pretrained_model(
-        model_path, model_base, name, device="cpu", torch_dtype="auto"
+        model_path, model_base, name, device="cpu", torch_dtype=torch.float32
     )
-    model.save_pretrained(save_model_path)
-    save_tokenizer(tokenizer, save_model_path)
-    image_processor.save_pretrained(save_model_path)
-    logger.info("merged checkpoint written to %s", save_model_path)
+    model.to(getattr(torch, written)).save_pretrained(output)
+    save_tokenizer(tokenizer, output)
+    image_processor.save_pretrained(output)
+    rounding = "" if written == "float32" else "; rounding to it changes logits, --dtype float32 does not"
+    logger.info(
+        "merged checkpoint written to %s in %s (the adapters are %s)%s", output.absolute(), written, own_dtype, rounding
+    )
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = Parser(prog="python -m llava.model.merge_lora", description=__doc__.splitlines()[0])
     parser.add_argument("--model-path", required=True, help="LoRA folder or hub id")
-    parser.add_argument("--model-base", help="model it was trained on; default: the one it records")
-    parser.add_argument("--save-model-path", required=True, help="folder to write the merged checkpoint to")
+    parser.add_argument("--model-base", help="model it was trained on (default: the one it records)")
+    parser.add_argument("--save-model-path", required=True, help="new or empty folder for the merged checkpoint")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights (default: that of the adapters)")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    merge_lora(args.model_path, args.model_base, args.save_model_path)
+    return exit_status(_merge, args)
+
+
+def _merge(args: argparse.Namespace) -> None:
+    merge_lora(args.model_path, args.model_base, args.save_model_path, args.dtype)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

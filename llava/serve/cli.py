@@ -9,8 +9,9 @@ import sys
 from PIL import Image
 from transformers import TextStreamer
 
+from llava.commands import Parser, exit_status
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.eval.ask import Assistant, add_model_arguments, exit_status, is_captioner, load_assistant, load_picture
+from llava.eval.ask import Assistant, add_model_arguments, is_captioner, load_assistant, load_picture
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m llava.serve.cli", description=__doc__.splitlines()[0])
+    top = Parser(prog="python -m llava.serve.cli", description=__doc__.splitlines()[0])
     add_model_arguments(top)
     top.add_argument("--image-file", required=True, help="path or http(s) address of the picture")
     top.add_argument("--temperature", type=float, default=0.2, help="0 takes the likeliest token (default: 0.2)")

@@ -139,6 +139,23 @@ class DataArguments:
 class TrainingArguments(transformers.TrainingArguments):
     """The Hugging Face Trainer's flags and LLaVA's additions."""
 
+    output_dir: str | None = field(
+        default=None,
+        metadata={"help": "Where the model, its checkpoints and its logs are written. Relative to where this starts."},
+    )
+    save_strategy: Literal["no", "steps", "epoch"] = field(
+        default="steps", metadata={"help": "When checkpoints are written: every --save_steps, every epoch, or never."}
+    )
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "Checkpoint folder to continue from; True: the newest in --output_dir, which must have one; False: "
+            "start anew; default: the newest complete one in --output_dir if there is any."
+        },
+    )
+    train_sampling_strategy: Literal["random", "sequential"] = field(
+        default="random", metadata={"help": "Order of the samples without --group_by_modality_length."}
+    )
     cache_dir: str | None = field(default=None, metadata={"help": "Where downloads from the hub are kept."})
     model_max_length: int = field(
         default=2048,

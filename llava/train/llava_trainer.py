@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from llava.mm_utils import save_tokenizer
@@ -24,7 +25,7 @@ from llava.train.checkpoint import (
 from llava.train.failures import Watchdog
 from llava.train.nonfinite import NonFiniteGuard, poisoned
 from llava.train.optim import optimizer_groups
-from llava.train.resume import moved_step, write_identity
+from llava.train.resume import ResumeError, moved_step, write_identity
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput, measures_step
 from llava.train.trial import check_disk, try_save
@@ -226,6 +227,11 @@ class LLaVATrainer(Trainer):
                 self.image_processor.save_pretrained(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        if not Path(resume_from_checkpoint, OPTIMIZER_NAME).is_file():  # the library would go on with a fresh one
+            raise ResumeError(
+                f"{resume_from_checkpoint} holds no optimizer's state (--save_only_model True), so it cannot go on "
+                "as it was; start anew in another --output_dir or with --resume_from_checkpoint False"
+            )
         model = self.model if model is None else model
         if has_lora(model):
             load_non_lora(model, read_non_lora(resume_from_checkpoint), resume_from_checkpoint)

@@ -75,7 +75,7 @@ def set_trainable(model: nn.Module, parts: frozenset[str]) -> None:
 
 
 def optimizer_groups(model: nn.Module, decay_names: set[str], args: Any) -> list[dict[str, Any]]:
-    """Parameter groups by part and weight decay, logged with their sizes.
+    """Parameter groups by part and weight decay; those with the same settings are logged in one line with their size.
 
     Args:
         model: with `requires_grad` set.
@@ -91,10 +91,12 @@ def optimizer_groups(model: nn.Module, decay_names: set[str], args: Any) -> list
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             members.setdefault((part_of(name), name in decay_names), []).append(parameter)
-    groups = []
+    groups, alike = [], {}
     for (part, decays), parameters in sorted(members.items()):
         decay = args.weight_decay if decays else 0.0
         groups.append({"params": parameters, "lr": rates[part], "weight_decay": decay, "name": part})
+        alike.setdefault((part, decay), []).extend(parameters)
+    for (part, decay), parameters in alike.items():
         logger.info(
             "optimizer group %-17s lr %-8g weight decay %-5g %4d tensors, %s parameters",
             part,

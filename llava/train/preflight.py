@@ -39,8 +39,6 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
     if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
         raise ValueError("--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out")
     check_kernels(training_args)
-    if training_args.label_smoothing_factor:
-        raise ValueError("--label_smoothing_factor: the loss over supervised rows has no smoothing; leave it out")
     for flag in ("length_group_window", "max_tokens_per_micro_batch"):
         value = getattr(training_args, flag)
         if value is not None and value < 1:
@@ -59,8 +57,6 @@ def check_kernels(training_args: Any) -> None:
         check_liger("--use_liger_kernel True")
     if training_args.loss_head == "liger":
         check_liger("--loss_head liger")
-    if training_args.torch_compile:
-        raise ValueError("--torch_compile compiles the whole model, for every batch anew; use --compile_layers True")
     if training_args.compile_layers and training_args.use_liger_kernel:
         raise ValueError("--compile_layers and --use_liger_kernel both fuse the layers' kernels; pass one of them")
     if training_args.compile_layers and is_deepspeed_zero3_enabled():

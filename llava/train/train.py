@@ -21,13 +21,16 @@ from llava.data.records import RecordTable
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
+from llava.model.lora import has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import fit_micro_batches, global_batch_size, largest_micro_batch
 from llava.train.checkpoint import clear_staging, find_checkpoint
+from llava.train.closing import closing_lines
 from llava.train.compilation import compile_layers
 from llava.train.failures import Watchdog, clear_reports
 from llava.train.first_tokens import fit_norm_to_first_images
+from llava.train.flags import parse_flags
 from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.liger import apply_liger
 from llava.train.llava_trainer import LLaVATrainer
@@ -124,6 +127,8 @@ def run(
     model.config.use_cache = True
     trainer.save_final()
     report_left_out(records, training_args.output_dir)
+    for line in closing_lines(model_args, training_args.output_dir, trainer.adapter_only, has_lora(model)):
+        logger.info(line)
 
 
 def continue_from(training_args: TrainingArguments, identity: dict[str, Any]) -> tuple[str | None, dict | None]:
@@ -160,8 +165,7 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, Tra
         from llava.train.cpu_distributed import use_gloo_backend
 
         use_gloo_backend()
-    parser = transformers.HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-    return parser.parse_args_into_dataclasses(argv)
+    return parse_flags(argv)
 
 
 def set_up_logging(training_args: TrainingArguments) -> None:

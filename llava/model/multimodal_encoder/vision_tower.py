@@ -113,13 +113,19 @@ class VisionTower(nn.Module):
         """Replaces the encoder by the pretrained one (local folder or hub id), by default in the old one's dtype.
 
         Raises:
-            ValueError: weights of the encoder are missing there.
+            ValueError: nothing readable there, or weights of the encoder are missing.
         """
         device = self.device
-        with _without_loading_report():  # the layers and heads that the tower leaves out would fill a screen
-            model, info = self.model_class.from_pretrained(
-                name_or_path, config=self.config, dtype=dtype or self.dtype, output_loading_info=True
-            )
+        options = {"config": self.config, "dtype": dtype or self.dtype, "output_loading_info": True}
+        try:
+            with _without_loading_report():  # the layers and heads that the tower leaves out would fill a screen
+                model, info = self.model_class.from_pretrained(name_or_path, **options)
+        except OSError as error:
+            first = str(error).partition("\n")[0]
+            raise ValueError(
+                f"vision tower {name_or_path} cannot be loaded ({first}); name a folder or hub id by --vision_tower in "
+                "training, by mm_vision_tower in the config.json of a folder that is to be loaded"
+            ) from error
         if info["missing_keys"]:
             raise ValueError(f"--vision_tower {name_or_path}: lacks {', '.join(sorted(info['missing_keys']))}")
         # One that was never anywhere stays where the library put it: under ZeRO-3 that is each rank's own GPU.

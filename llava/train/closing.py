@@ -1,0 +1,37 @@
+"""What a finished run says last: where the model is, and the command that comes next."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from llava.mm_utils import from_anywhere
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+
+
+def closing_lines(model_args: Any, output_dir: str, adapter_only: bool, lora: bool) -> list[str]:
+    """One or two lines, with paths that are right from anywhere.
+
+    Args:
+        adapter_only: projector and norm were all that was trained (stage 1).
+        lora: the folder holds adapters, which need their base.
+    """
+    folder = Path(output_dir).absolute()
+    path = shlex.quote(str(folder))
+    if adapter_only:
+        if "PRESET" in os.environ:  # which scripts/pretrain.sh was called with
+            settings = {"PRESET": os.environ["PRESET"]}
+        else:
+            paths = {"MODEL_PATH": model_args.model_name_or_path, "VISION_TOWER": model_args.vision_tower}
+            settings = {name: from_anywhere(value) for name, value in paths.items() if value}
+        settings |= {"NORM": model_args.mm_projector_norm, "PRETRAIN_ADAPTER": str(folder / ADAPTER_FILE)}
+        words = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
+        return [
+            f"stage 1 is done, projector and norm are in {folder / ADAPTER_FILE}",
+            f"next, stage 2, with your other settings: {words} bash scripts/finetune.sh",
+        ]
+    chat = f"python -m llava.serve.cli --model-path {path} --image-file PICTURE"
+    if lora:
+        merge = f"python -m llava.model.merge_lora --model-path {path} --save-model-path {path}-merged"
+        return [f"the adapters are in {folder}; to talk to the model: {chat}", f"next, merged with its base: {merge}"]
+    return [f"the model is in {folder}; to talk to it: {chat}", f"next, its scores: bash scripts/evaluate.sh {path}"]

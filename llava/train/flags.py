@@ -1,0 +1,148 @@
+"""The trainer's command line: every flag in its group, what cannot work here refused with the reason.
+
+The flags themselves, with types, defaults and texts, are the fields of `llava.train.arguments`.
+"""
+
+import argparse
+import dataclasses
+import difflib
+from typing import Any
+
+from transformers import HfArgumentParser
+
+from llava.commands import Parser
+from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
+
+REST = "other flags of the Hugging Face Trainer, as its documentation says"
+# Of TrainingArguments, whose fields are the library's and ours; a name ending in * stands for all that begin so.
+_TRAINING_GROUPS = {
+    "optimisation": (
+        "num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps learning_rate "
+        "mm_projector_lr mm_vision_tower_lr lr_scheduler_* warmup_* optim* weight_decay adam_* max_grad_norm loss_* "
+        "group_by_modality_length length_group_window model_max_length seed data_seed max_nonfinite_steps"
+    ),
+    "LoRA": "lora_* bits double_quant quant_type",
+    "speed and memory": (
+        "bf16 fp16 tf32 deepspeed padding_free max_tokens_per_micro_batch activation_checkpointing* use_liger_kernel "
+        "compile_layers use_cpu dataloader_* torch_empty_cache_steps hang_timeout ddp_timeout"
+    ),
+    "saving and resuming": "output_dir save_* resume_* trial_save overwrite_output_dir cache_dir",
+    "logging": "logging_* log_* report_to run_name project trackio_* disable_tqdm telemetry_steps peak_tflops",
+}
+GROUPS = ("model", "norm", "data", *_TRAINING_GROUPS, REST)
+
+# Flags that can have no other value than their default, by the reason.
+REFUSED = {
+    "nothing is evaluated in training; bash scripts/evaluate.sh scores a checkpoint": (
+        "eval_strategy eval_steps eval_delay eval_on_start eval_accumulation_steps eval_do_concat_batches "
+        "eval_use_gather_object prediction_loss_only include_for_metrics batch_eval_metrics bf16_full_eval "
+        "fp16_full_eval load_best_model_at_end metric_for_best_model greater_is_better do_eval do_predict label_names"
+    ),
+    "the folder is complete only when the run has ended; upload it then": (
+        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
+    ),
+    "it compiles the whole model, for every batch anew; use --compile_layers True": (
+        "torch_compile torch_compile_backend torch_compile_mode"
+    ),
+    "only DeepSpeed shards the model here; use --deepspeed deepspeed_configs/zero3.json": (
+        "fsdp fsdp_config parallelism_config"
+    ),
+    "the size of a batch decides the order of the data; --activation_checkpointing auto makes the batch fit": (
+        "auto_find_batch_size"
+    ),
+    "lengths are measured from the records; use --group_by_modality_length True": "length_column_name",
+    "the loss over supervised rows has no smoothing": "label_smoothing_factor",
+    "the flags --use_liger_kernel and --loss_head choose the kernels": "liger_kernel_config",
+    "a checkpoint is written at SIGTERM without it": "enable_jit_checkpoint",
+    "training never uses a cache": "use_cache",
+    "the text embeddings go into one row with visual tokens, where its noise has no place": "neftune_noise_alpha",
+    "samples are dealt to ranks here, not by Accelerate": "accelerator_config",
+    "samples always come in the same order, so that a run can be continued": "dataloader_in_order",
+    "data is read by processes as PyTorch starts them": "dataloader_multiprocessing_context",
+}
+# Accepted and not shown: what LLaVA's scripts and launchers pass, and older names.
+_UNSEEN = (
+    "evaluation_strategy lazy_preprocess is_multimodal mm_patch_merge_type mm_use_im_start_end mm_use_im_patch_token "
+    "lora_weight_path remove_unused_columns per_device_eval_batch_size do_train local_rank skip_memory_metrics "
+    "gradient_checkpointing gradient_checkpointing_kwargs"
+)
+_REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+def parse_flags(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
+    """The command line as three dataclasses; ends the process with one line where a flag is wrong.
+
+    Raises:
+        ValueError: flags contradict each other.
+    """
+    return FlagParser().parse_args_into_dataclasses(argv, look_for_args_file=False)
+
+
+def group_of(owner: type, name: str) -> str:
+    """The title of the group that a field of one of the three dataclasses is shown in."""
+    if owner is not TrainingArguments:
+        return "data" if owner is DataArguments else "norm" if name.startswith("mm_projector_norm") else "model"
+    for title, names in _TRAINING_GROUPS.items():
+        if any(name.startswith(word[:-1]) if word.endswith("*") else name == word for word in names.split()):
+            return title
+    return REST
+
+
+class FlagParser(Parser, HfArgumentParser):
+    """Shows each flag once, in its group, and refuses in one line what is unknown or cannot work."""
+
+    def __init__(self) -> None:
+        self._titled: dict[str, Any] = {}
+        self._owner: type | None = None
+        super().__init__(
+            (),
+            prog="python -m llava.train.train",
+            usage="%(prog)s --FLAG VALUE ...",
+            description="Trains a LLaVA, stage 1 or stage 2. A switch --x alone means True; --x False, or --no_x where "
+            "the default is True, means False. Hyphens stand for underscores.",
+            epilog=f"Accepted as well, with the values that LLaVA's scripts pass: {', '.join(_UNSEEN.split())}.",
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+        )
+        for title in GROUPS:
+            self._titled[title] = self.add_argument_group(title)
+        for self._owner in (ModelArguments, DataArguments, TrainingArguments):
+            self.dataclass_types.append(self._owner)
+            self._add_dataclass_arguments(self._owner)
+
+    def _parse_dataclass_field(self, parser: Any, field: dataclasses.Field) -> None:
+        before = len(self._actions)
+        HfArgumentParser._parse_dataclass_field(self._titled[group_of(self._owner, field.name)], field)
+        for action in self._actions[before:]:
+            action.option_strings = action.option_strings[:1]  # the other spelling is known, and not shown
+            if field.name in _UNSEEN.split() or field.name in _REASONS or action.option_strings[0] != f"--{field.name}":
+                action.help = argparse.SUPPRESS
+            if action.choices is None:
+                action.metavar = "True|False" if action.const is True else _METAVARS.get(action.type, "VALUE")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As the library, but what is unknown, has no effect or cannot work is refused."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse_unknown(unknown)
+        for name, reason in _REASONS.items():
+            if getattr(found, name) != self.get_default(name):
+                self.error(f"--{name} {getattr(found, name)}: {reason}")
+        return found, unknown
+
+    def _refuse_unknown(self, words: list[str]) -> None:
+        flag = next((word for word in words if word.startswith("--")), words[0])
+        name = flag.partition("=")[0]
+        known = [action.option_strings[0] for action in self._actions if action.help != argparse.SUPPRESS]
+        close = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), known, n=1)
+        self.error(f"{name} is not a flag" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Says a default where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        if action.default in (None, "", argparse.SUPPRESS) or action.default == []:
+            return action.help
+        return f"{action.help} (default: %(default)s)"
