@@ -74,7 +74,7 @@ def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace
         ValueError: not one of our checkpoints, or the samples have no answers.
     """
     if not loading.is_ours(loading.config_fields(named.path)):
-        raise ValueError(f"--model {named.path}: gradients need one of our checkpoints (llava_llama, llava_qwen)")
+        raise ValueError(f"--model {named.path}: gradients need a checkpoint of this tree ({', '.join(loading.OUR_TYPES)})")
 
     def start() -> Callable[[Rows, Sequence[str]], None]:
         tokenizer, model, image_processor = loading.load_ours(named, args)
@@ -137,7 +137,7 @@ def arm_projector(arm: str, bare: nn.Module, trained: nn.Module | None, model: A
     config = copy.deepcopy(model.config)
     config.mm_projector_norm = arm
     if trained is None:
-        config.mm_projector_norm_target = mean_text_embedding_norm(model.get_model().embed_tokens.weight)
+        config.mm_projector_norm_target = mean_text_embedding_norm(model.get_model().embed_tokens)
     projector = end_with_norm(bare, config).to(model.device, model.dtype).train()
     if arm != "none" and trained is not None:
         projector_norm(projector).load_state_dict(trained.state_dict())

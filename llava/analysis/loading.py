@@ -20,9 +20,10 @@ from llava.data.preprocess import generation_ids
 from llava.eval.ask import choose_template, is_captioner
 from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
 from llava.model.builder import load_pretrained_model
+from llava.model.language_model.families import LLAVA_CLASSES
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 
-OUR_TYPES = ("llava_llama", "llava_qwen")
+OUR_TYPES = tuple(LLAVA_CLASSES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

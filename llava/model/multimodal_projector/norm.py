@@ -136,19 +136,19 @@ NORM_TYPES: dict[str, type[ProjectorNorm] | None] = {
 }
 
 
-def record_norm(config: Any, flags: Any, embedding_weight: torch.Tensor) -> None:
+def record_norm(config: Any, flags: Any, embedding: nn.Module | torch.Tensor) -> None:
     """Writes the norm's flags, the measured target norm and the initial gain into `config`, which then builds the norm.
 
     Args:
         config: model config with `hidden_size`.
         flags: an object with the fields `NORM_FIELDS`.
-        embedding_weight: text embedding matrix [rows, D], before any token is added; may be partitioned by ZeRO-3.
+        embedding: of the text, see `mean_text_embedding_norm`, before any token is added.
     """
     for field in NORM_FIELDS:
         setattr(config, field, getattr(flags, field))
     if config.mm_projector_norm == "none":
         return
-    target = resolve_target_norm(config.mm_projector_norm_init, embedding_weight)
+    target = resolve_target_norm(config.mm_projector_norm_init, embedding)
     config.mm_projector_norm_target = target
     config.mm_projector_norm_init_gain = target / math.sqrt(config.hidden_size)
     logger.info(
@@ -212,20 +212,20 @@ def freeze_fixed_norm(projector: nn.Module) -> None:
         norm.requires_grad_(False)
 
 
-def resolve_target_norm(init: str | float, embedding_weight: torch.Tensor) -> float:
+def resolve_target_norm(init: str | float, embedding: nn.Module | torch.Tensor) -> float:
     """The L2 norm that a visual token shall have at the start of training, from `--mm_projector_norm_init`.
 
     Args:
         init: `text_norm` (measure the text embeddings), `default` (gain 1, so sqrt(D)) or a number (the norm itself).
-        embedding_weight: text embedding matrix [rows, D]; may be partitioned by ZeRO-3.
+        embedding: of the text, see `mean_text_embedding_norm`.
 
     Raises:
         ValueError: `init` is neither one of the words nor a positive number.
     """
     if init == "text_norm":
-        return mean_text_embedding_norm(embedding_weight)
+        return mean_text_embedding_norm(embedding)
     if init == "default":
-        return math.sqrt(full_shape(embedding_weight)[-1])
+        return math.sqrt(full_shape(getattr(embedding, "weight", embedding))[-1])
     try:
         target = float(init)
     except (TypeError, ValueError):
@@ -239,20 +239,26 @@ def resolve_target_norm(init: str | float, embedding_weight: torch.Tensor) -> fl
 
 
 @torch.no_grad()
-def mean_text_embedding_norm(embedding_weight: torch.Tensor, chunk_rows: int = 16384) -> float:
-    """Mean L2 norm over the non-zero rows of the text embedding matrix (paper eq. 11), measured in fp32 chunks.
+def mean_text_embedding_norm(embedding: nn.Module | torch.Tensor, chunk_rows: int = 16384) -> float:
+    """Mean L2 norm over the non-zero text embeddings (paper eq. 11), measured in fp32 chunks.
 
     Args:
-        embedding_weight: [rows, D], any floating dtype; under ZeRO-3 it is gathered first, so every rank must call.
+        embedding: the LLM's `embed_tokens`, of which what it returns is measured (Gemma's multiplies by sqrt(D)), or a
+            matrix [rows, D]; any floating dtype. Under ZeRO-3 it is gathered first, so every rank must call.
         chunk_rows: rows converted to fp32 at a time, which bounds the extra memory for huge vocabularies.
 
     Raises:
         ValueError: a row holds NaN or infinity, or every row is zero.
     """
-    with gathered(embedding_weight):
-        if embedding_weight.is_meta:
+    weight = getattr(embedding, "weight", embedding)
+    with gathered(weight):
+        if weight.is_meta:
             raise ValueError("text embeddings are on the meta device: load the language model before measuring them")
-        norms = torch.cat([chunk.float().norm(dim=-1).cpu() for chunk in embedding_weight.split(chunk_rows)])
+        if embedding is weight:
+            chunks = weight.split(chunk_rows)
+        else:
+            chunks = map(embedding, torch.arange(len(weight), device=weight.device).split(chunk_rows))
+        norms = torch.cat([chunk.float().norm(dim=-1).cpu() for chunk in chunks])
     bad = (~torch.isfinite(norms)).nonzero().flatten()
     if len(bad):
         raise ValueError(
