@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import SIZES, byte_tokenizer
-from test_model import BATCHES, IMG, make, pictures
+from test_model import IMG, make, pictures
 from test_packed import BACKENDS, batch, loss_and_gradients, one_by_one
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -28,6 +28,7 @@ CASES = {
     | {"attention_multiplier": 0.2},
 }
 NAMES = [family.name for family in FAMILIES]
+SAMPLES = [[5, 6, IMG, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [IMG, 17, IMG, 18, 19, 20]]  # each with several targets
 
 
 @pytest.fixture(scope="session")
@@ -37,14 +38,16 @@ def families(tiny):
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     for family in FAMILIES:
         torch.manual_seed(0)
-        config = family.config(**SIZES, **special, pad_token_id=0, **{"tie_word_embeddings": False} | CASES[family.name])
+        config = family.config(
+            **SIZES, **special, pad_token_id=0, **{"tie_word_embeddings": False} | CASES[family.name]
+        )
         model = family.causal_lm(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1:  # norms away from the identity
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 else:
-                    parameter.mul_(5)
+                    parameter.mul_(10 if "embed" in name else 3)
         model.save_pretrained(tiny / "families" / family.name)
         tokenizer.save_pretrained(tiny / "families" / family.name)
     return tiny
@@ -82,9 +85,11 @@ def test_every_row_has_a_case_and_names_of_its_own():
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(models, name):
     model = copy.deepcopy(models[name]).train().requires_grad_(True)
-    inputs = batch(BATCHES["several_images"])
+    inputs = batch(SAMPLES)
     expected_loss, expected = one_by_one(model, inputs)
-    assert {n for n, p in model.get_model().layers.named_parameters()} <= {n.removeprefix("model.layers.") for n in expected}
+    assert {n for n, p in model.get_model().layers.named_parameters()} <= {
+        n.removeprefix("model.layers.") for n in expected
+    }
     for padding_free, backend in [(False, "sdpa"), *((True, backend) for backend in BACKENDS)]:
         loss, gradients = loss_and_gradients(model, padding_free, backend, **inputs)
         assert loss == pytest.approx(expected_loss, abs=1e-5)
@@ -103,7 +108,9 @@ def test_logits_loss_and_generation_are_the_plain_decoders_on_the_same_embedding
 
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     model.config.tokenizer_padding_side = "left"
-    new = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], images=inputs["images"], **options)
+    new = model.generate(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], images=inputs["images"], **options
+    )
     assert torch.equal(new, decoder.generate(inputs_embeds=embeds, attention_mask=mask, **options))
 
     labels = torch.tensor([[-100, -100, 20, 30, 40]])
@@ -132,11 +139,16 @@ def test_save_and_load_keep_every_bit(models, tmp_path, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_visual_tokens_enter_the_layers_with_the_texts_mean_norm(models, name):
-    """What `embed_tokens` returns is measured, and what the decoder does to it afterwards it does to visual tokens too."""
+    """What `embed_tokens` returns is measured; what the decoder does to it then it does to visual tokens too."""
     model = models[name]
     entered = []
-    hook = model.get_model().layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: entered.append((args[0] if args else kwargs["hidden_states"])[0]), with_kwargs=True
+    hook = (
+        model.get_model()
+        .layers[0]
+        .register_forward_pre_hook(
+            lambda module, args, kwargs: entered.append((args[0] if args else kwargs["hidden_states"])[0]),
+            with_kwargs=True,
+        )
     )
     vocabulary = torch.arange(SIZES["vocab_size"])
     with torch.no_grad():
@@ -193,7 +205,8 @@ def test_what_a_packed_backend_does_not_know_is_refused_by_name(backend):
 
 
 @pytest.mark.parametrize(
-    "field", [{"final_logit_softcapping": 30.0}, {"attn_logit_softcapping": 50.0}, {"use_bidirectional_attention": True}]
+    "field",
+    [{"final_logit_softcapping": 30.0}, {"attn_logit_softcapping": 50.0}, {"use_bidirectional_attention": True}],
 )
 def test_a_config_that_asks_for_what_is_not_computed_is_refused_by_name(field):
     config = LLAVA_CLASSES["llava_gemma3"].config(**SIZES, **CASES["Gemma3"] | field)

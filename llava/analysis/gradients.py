@@ -74,7 +74,8 @@ def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace
         ValueError: not one of our checkpoints, or the samples have no answers.
     """
     if not loading.is_ours(loading.config_fields(named.path)):
-        raise ValueError(f"--model {named.path}: gradients need a checkpoint of this tree ({', '.join(loading.OUR_TYPES)})")
+        types = ", ".join(loading.OUR_TYPES)
+        raise ValueError(f"--model {named.path}: gradients need one of our checkpoints ({types})")
 
     def start() -> Callable[[Rows, Sequence[str]], None]:
         tokenizer, model, image_processor = loading.load_ours(named, args)

@@ -1,7 +1,7 @@
 """The decoders that LLaVA is built on: one row per family, from which its LLaVA classes are made.
 
-A new family is a row here, a template in `llava.conversation`, and a case in tests/test_families.py. All that depends on
-the family is read from this table or asked of the decoder itself: model types, Liger's kernels, operations, memory.
+A new family is a row here, a template in `llava.conversation`, and a case in tests/test_families.py. All else that
+depends on the family is read from this table or asked of the decoder itself.
 """
 
 from typing import Any, NamedTuple
@@ -137,11 +137,13 @@ LLAVA_CLASSES = {family.model_type: llava_classes(family) for family in FAMILIES
 # Pickle and `from ... import` find them by name.
 globals().update({made.__name__: made for classes in LLAVA_CLASSES.values() for made in classes})
 
-# By model_type of the checkpoint: plain or LLaVA; `llava` is what the first LLaVA checkpoints call themselves.
-MODEL_CLASSES: dict[str, type] = {"llava": LLAVA_CLASSES["llava_llama"].causal_lm}
-for _family in FAMILIES:
-    MODEL_CLASSES[_family.config.model_type] = LLAVA_CLASSES[_family.model_type].causal_lm
-    MODEL_CLASSES[_family.model_type] = LLAVA_CLASSES[_family.model_type].causal_lm
+# By model_type of the checkpoint: a plain language model's, or LLaVA's.
+MODEL_CLASSES: dict[str, type] = {
+    model_type: LLAVA_CLASSES[family.model_type].causal_lm
+    for family in FAMILIES
+    for model_type in (family.config.model_type, family.model_type)
+}
+MODEL_CLASSES["llava"] = MODEL_CLASSES["llama"]  # what the first LLaVA checkpoints call themselves
 
 
 def family_of(config: PretrainedConfig | type[PretrainedConfig]) -> Family:
