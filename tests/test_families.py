@@ -1,56 +1,31 @@
 """Every decoder family, tiny and random: the same properties for each row of the table."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
-from conftest import SIZES, byte_tokenizer
+from conftest import SIZES
+from decoder_families import CASES, NAMES, write_families
+from test_accounting import kept_by_one_layer, training_arguments
 from test_model import IMG, make, pictures
 from test_packed import BACKENDS, batch, loss_and_gradients, one_by_one
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from llava.model.attention import SEGMENTS, VARLEN, segments_attention, varlen_attention
 from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_CLASSES, family_of
+from llava.train.flops import batch_work, flop_costs, required_flops
+from llava.train.memory import estimate_memory
 
-# What makes a tiny model of the family show what sets it apart; windows are shorter than the samples.
-CASES = {
-    "Llama": {},
-    "Qwen": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
-    "Qwen3": {"head_dim": 16},
-    "Mistral": {"sliding_window": 3},
-    "Gemma3": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 3, "tie_word_embeddings": True}
-    | {"layer_types": ["sliding_attention", "full_attention"]},
-    "Phi3": {"sliding_window": 5, "partial_rotary_factor": 0.5},
-    "Olmo2": {},
-    "SmolLM3": {"no_rope_layers": [1, 0], "tie_word_embeddings": True},
-    "Granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
-    | {"attention_multiplier": 0.2},
-}
-NAMES = [family.name for family in FAMILIES]
 SAMPLES = [[5, 6, IMG, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [IMG, 17, IMG, 18, 19, 20]]  # each with several targets
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def families(tiny):
     """`tiny` with a language model in `families/<name>` for each family."""
-    tokenizer = byte_tokenizer()
-    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    for family in FAMILIES:
-        torch.manual_seed(0)
-        config = family.config(
-            **SIZES, **special, pad_token_id=0, **{"tie_word_embeddings": False} | CASES[family.name]
-        )
-        model = family.causal_lm(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.ndim == 1:  # norms away from the identity
-                    parameter.add_(0.2 * torch.randn_like(parameter))
-                else:
-                    parameter.mul_(10 if "embed" in name else 3)
-        model.save_pretrained(tiny / "families" / family.name)
-        tokenizer.save_pretrained(tiny / "families" / family.name)
-    return tiny
+    return write_families(tiny)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +75,7 @@ def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(models, n
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_loss_and_generation_are_the_plain_decoders_on_the_same_embeddings(families, models, name):
-    model, decoder = models[name], plain(families, name)
+    model, decoder = copy.deepcopy(models[name]), plain(families, name)
     inputs, embeds, mask = spliced(model, [5, IMG, 6, 7], [8, 9, 10, 11, 12, 13, IMG, 14])
     ours = model(inputs_embeds=embeds, attention_mask=mask).logits
     theirs = decoder(inputs_embeds=embeds, attention_mask=mask).logits
@@ -213,3 +188,40 @@ def test_a_config_that_asks_for_what_is_not_computed_is_refused_by_name(field):
     (name,) = field
     with pytest.raises(ValueError, match=rf"config.{name}=.*llava_gemma3"):
         LLAVA_CLASSES["llava_gemma3"].causal_lm(config)
+
+
+# --- accounting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counted_operations_equal_pytorchs_counter(models, name):
+    """Eager attention computes all pairs, so these are counted here as well, with and without a window."""
+    model = copy.deepcopy(models[name]).train().requires_grad_(True)
+    model.padding_free = True
+    model.config._attn_implementation = "eager"
+    model.get_vision_tower().vision_model.set_attn_implementation("eager")
+    inputs = batch([[5, IMG, *range(6, 40), IMG, 41]])
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs).loss.backward()
+    work = batch_work(inputs, model.get_vision_tower().num_tokens)
+    work = dataclasses.replace(work, pairs=work.tokens**2, window_pairs=work.tokens**2)
+    costs = flop_costs(model)
+    assert counter.get_total_flops() == required_flops(costs, work)
+    layers = {"Qwen": 1, "Mistral": 2, "Gemma3": 1, "Phi3": 2}.get(name, 0)
+    assert costs.per_window_pair * (2 - layers) == costs.per_pair * layers
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_pairs_in_a_window_are_counted_one_by_one(window):
+    lengths = [7, 2]
+    expected = sum(q - k < window for length in lengths for q in range(length) for k in range(q + 1))
+    assert batch_work(batch([[5, IMG, 6, 7], [8, 9]]), 4, sliding_window=window).window_pairs == expected
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layers_activations_are_about_what_autograd_keeps(models, tmp_path, name, trained):
+    model, tokens = copy.deepcopy(models[name]).train().requires_grad_(trained), 64
+    model.config._attn_implementation = SEGMENTS
+    estimate = estimate_memory(model, training_arguments(tmp_path), tokens)
+    assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, False), rel=0.1)
