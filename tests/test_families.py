@@ -8,16 +8,21 @@ import torch
 from conftest import SIZES
 from decoder_families import CASES, NAMES, write_families
 from test_accounting import kept_by_one_layer, training_arguments
+from test_distributed import COMPARABLE, assert_same, launch
+from test_lora import LORA, fit, load, logits
 from test_model import IMG, make, pictures
 from test_packed import BACKENDS, batch, loss_and_gradients, one_by_one
+from test_train import flags
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from llava.model.attention import SEGMENTS, VARLEN, segments_attention, varlen_attention
 from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_CLASSES, family_of
+from llava.train.compilation import compile_layers
 from llava.train.flops import batch_work, flop_costs, required_flops
 from llava.train.memory import estimate_memory
+from llava.train.train import train
 
 SAMPLES = [[5, 6, IMG, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [IMG, 17, IMG, 18, 19, 20]]  # each with several targets
 
@@ -225,3 +230,60 @@ def test_a_layers_activations_are_about_what_autograd_keeps(models, tmp_path, na
     model.config._attn_implementation = SEGMENTS
     estimate = estimate_memory(model, training_arguments(tmp_path), tokens)
     assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, False), rel=0.1)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma3", "SmolLM3"])  # whose layers are of two kinds
+def test_compiled_layers_equal_eager_ones(models, name):
+    model = copy.deepcopy(models[name]).train().requires_grad_(True)
+    model.get_vision_tower().num_layers_used = 0  # compiling its layers as well would take as long again
+    rows = [batch(SAMPLES), batch(SAMPLES[:1])]
+    expected = [loss_and_gradients(model, True, "sdpa", **row) for row in rows]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_layers(model, backend="eager")
+    for row, (loss, gradients) in zip(rows, expected, strict=True):
+        compiled_loss, compiled = loss_and_gradients(model, True, "sdpa", **row)
+        assert compiled_loss == pytest.approx(loss, abs=1e-5)
+        for parameter in gradients:
+            torch.testing.assert_close(compiled[parameter], gradients[parameter], rtol=0, atol=1e-5, msg=parameter)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # one or several samples, for both kinds
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lora_trains_and_merges_into_the_model_that_was_trained(families, tmp_path, name):
+    trained = fit(flags(families, tmp_path, 2, model=f"families/{name}", **LORA, max_steps=2, learning_rate=1e-2))
+    adapters = {n: p for n, p in trained.named_parameters() if "lora_B" in n}
+    projections = [n for n, m in plain(families, name).model.layers.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert len(adapters) == len(projections) and all(p.any() for p in adapters.values())
+    merged = load(tmp_path, None)
+    assert not any("lora" in n for n, _ in merged.named_parameters())
+    torch.testing.assert_close(logits(merged), logits(trained), rtol=0, atol=1e-4)
+
+
+# Trains one family after the other in one process group: starting takes longer than a tiny model's five steps.
+EVERY_FAMILY = """
+import sys
+import torch
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from llava.train.train import train
+torch.distributed.destroy_process_group = lambda: None  # a second group would find the first one's store
+for name in {names!r}:
+    train([argument.replace("FAMILY", name) for argument in sys.argv[1:]])
+    unset_hf_deepspeed_config()
+"""
+
+
+@pytest.mark.slow
+def test_five_steps_under_zero_3_on_two_ranks_equal_one_process(families, tmp_path):
+    worker = tmp_path / "every_family.py"
+    worker.write_text(EVERY_FAMILY.format(names=NAMES))
+    options = {"model": "families/FAMILY", **COMPARABLE}
+    launch(flags(families, tmp_path / "two/FAMILY", 2, **options), "zero3", tmp_path, script=worker)
+    for name in NAMES:
+        options = {"model": f"families/{name}", "per_device_train_batch_size": 8, **COMPARABLE}
+        train(flags(families, tmp_path / "one" / name, 2, **options))
+        assert_same(tmp_path / "two" / name, tmp_path / "one" / name)
