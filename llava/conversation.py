@@ -24,6 +24,7 @@ class SeparatorStyle(Enum):
     LLAMA_3 = auto()
     QWEN = auto()
     GEMMA = auto()
+    TAGGED = auto()
 
 
 class Part(NamedTuple):
@@ -50,6 +51,22 @@ class Frame(NamedTuple):
     tail: str = ""
 
 
+class Tags(NamedTuple):
+    """The strings of a template of style TAGGED, which stand around every turn and are spaces and line ends included.
+
+    `user` and `system` are what comes before and after; `assistant` what comes before, the end that is learnt, and what
+    comes after. Without `system` the system prompt opens the first user's turn.
+    """
+
+    user: tuple[str, str]
+    assistant: tuple[str, str, str]
+    system: tuple[str, str] | None = None
+    start: str = ""  # of the conversation, where the tokenizer does not write it
+    last_header: str = ""  # what is added to the header of a conversation's last answer
+    finish: str | None = None  # what comes after the last answer instead
+    strips: bool = False  # whether turns lose white space at their ends
+
+
 _SKIPS_EMPTY = (SeparatorStyle.LLAMA_2, SeparatorStyle.LLAMA_3)
 """Styles that write nothing for an empty turn between others; the rest write its header."""
 
@@ -72,6 +89,7 @@ class Conversation:
     offset: int = 0
     stop_str: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    tags: Tags | None = None
 
     def append_message(self, role: str, message: Any) -> None:
         """Add one turn; `message` None opens the turn that is to be generated."""
@@ -106,14 +124,16 @@ class Conversation:
         """
         parts = [Part(self._preamble(), "system", "header")]
         messages = self._plain_messages()
+        strips = self.sep_style is SeparatorStyle.LLAMA_3 or (self.tags is not None and self.tags.strips)
+        speakers = [self._speaker(index, role) for index, (role, _) in enumerate(messages)]
         for index, (role, text) in enumerate(messages):
-            speaker = self._speaker(index, role)
-            frame = self._frame(role, speaker, first=index == 0)
+            speaker, last = speakers[index], index == len(messages) - 1
+            frame = self._frame(role, speaker, first=speaker not in speakers[:index], last=last)
             if text or (keep_empty and text is not None):
-                text = text.strip() if self.sep_style is SeparatorStyle.LLAMA_3 else text
+                text = text.strip() if strips else text
                 pieces = (frame.header, frame.gap + text, frame.end, frame.tail)
                 parts += [Part(piece, speaker, kind) for piece, kind in zip(pieces, PART_KINDS, strict=True)]
-            elif self.sep_style not in _SKIPS_EMPTY or index == len(messages) - 1:
+            elif self.sep_style not in _SKIPS_EMPTY or last:
                 parts.append(Part(frame.header, speaker, "header"))
         return [part for part in parts if part.text]
 
@@ -124,14 +144,18 @@ class Conversation:
     def _preamble(self) -> str:
         style = self.sep_style
         if style is SeparatorStyle.LLAMA_3:
-            return "<|begin_of_text|>" + "".join(self._frame("system", "system", True)[:2]) + self.system + self.sep
+            header = self._frame("system", "system", first=True, last=False).header
+            return "<|begin_of_text|>" + header + self.system + self.sep
+        if style is SeparatorStyle.TAGGED:
+            before, after = self.tags.system if self.tags.system and self.system else ("", "")
+            return self.tags.start + (before + self.system + after if before else "")
         if style in (SeparatorStyle.CHATML, SeparatorStyle.QWEN):
             return self.system + self.sep + "\n" if self.system else ""
         if style in (SeparatorStyle.SINGLE, SeparatorStyle.TWO, SeparatorStyle.MPT):
             return self.system + self.sep
         return self.system if style is SeparatorStyle.PLAIN else ""
 
-    def _frame(self, role: str, speaker: str, first: bool) -> Frame:
+    def _frame(self, role: str, speaker: str, first: bool, last: bool) -> Frame:
         match self.sep_style:
             case SeparatorStyle.SINGLE:
                 return Frame(role + ":", " ", self.sep)
@@ -147,6 +171,8 @@ class Conversation:
                 return Frame(f"<|start_header_id|>{role}<|end_header_id|>\n\n", "", self.sep)
             case SeparatorStyle.LLAMA_2:
                 return self._llama_2_frame(speaker, first)
+            case SeparatorStyle.TAGGED:
+                return self._tagged_frame(speaker, first, last)
             case _:
                 return Frame("", "", self.sep)
 
@@ -157,6 +183,17 @@ class Conversation:
             return Frame(self.sep + "[INST] ", "", " [/INST]")
         system = f"<<SYS>>\n{self.system}\n<</SYS>>\n\n" if self.system else ""
         return Frame("[INST] " + system, "", " [/INST]")
+
+    def _tagged_frame(self, speaker: str, first: bool, last: bool) -> Frame:
+        tags = self.tags
+        if speaker == "user":
+            header, end = tags.user
+            opens = first and self.system and tags.system is None
+            return Frame(header + (f"{self.system}\n\n" if opens else ""), "", end)
+        header, end, tail = tags.assistant
+        if last:
+            header, tail = header + tags.last_header, tail if tags.finish is None else tags.finish
+        return Frame(header, "", end, tail)
 
     def _plain_messages(self) -> list[tuple[str, str | None]]:
         """Messages as text, also those that came with a picture, `(text, picture, ...)`, as LLaVA's demo makes them."""
@@ -248,6 +285,20 @@ def _gemma() -> Conversation:
     return Conversation("", roles, SeparatorStyle.GEMMA, "<end_of_turn>\n", version="gemma")
 
 
+def _tagged(
+    version: str, user: tuple[str, str], assistant: tuple[str, str, str], default_system: str = "", **tags: Any
+) -> Conversation:
+    roles, style = ("user", "assistant"), SeparatorStyle.TAGGED
+    return Conversation(default_system, roles, style, assistant[1], version=version, tags=Tags(user, assistant, **tags))
+
+
+def _im_tagged(version: str, assistant: str, default_system: str = "", **tags: Any) -> Conversation:
+    """ChatML, with what the model expects in front of answers when it is not to think."""
+    user, system = (("<|im_start|>" + role + "\n", "<|im_end|>\n") for role in ("user", "system"))
+    answer = ("<|im_start|>assistant\n" + assistant, "<|im_end|>", "\n")
+    return _tagged(version, user, answer, default_system, system=system, **tags)
+
+
 conv_templates: dict[str, Conversation] = {
     "plain": _plain(),
     "v0_plain": _plain(),
@@ -276,6 +327,51 @@ conv_templates: dict[str, Conversation] = {
     "qwen_2_5": _chatml(_QWEN_2_5_SYSTEM, "qwen"),
     "chatml": _chatml(_SMOLLM2_SYSTEM, "chatml"),
     "gemma_instruct": _gemma(),
+    # What the stock tokenizers' chat templates write, but for the date in SmolLM3's and Granite's system prompts.
+    "qwen_3": _im_tagged("qwen_3", "", last_header="<think>\n\n</think>\n\n"),
+    "mistral_nemo": _tagged("mistral_nemo", ("[INST]", "[/INST]"), ("", "</s>", "")),
+    "gemma_3": _tagged(
+        "gemma_3",
+        ("<start_of_turn>user\n", "<end_of_turn>\n"),
+        ("<start_of_turn>model\n", "<end_of_turn>", "\n"),
+        strips=True,
+    ),
+    "phi_3": _tagged(
+        "phi_3",
+        ("<|user|>\n", "<|end|>\n"),
+        ("<|assistant|>\n", "<|end|>", "\n"),
+        system=("<|system|>\n", "<|end|>\n"),
+        finish="\n<|endoftext|>",
+    ),
+    "phi_4": _tagged(
+        "phi_4",
+        ("<|im_start|>user<|im_sep|>", "<|im_end|>"),
+        ("<|im_start|>assistant<|im_sep|>", "<|im_end|>", ""),
+        system=("<|im_start|>system<|im_sep|>", "<|im_end|>"),
+    ),
+    "phi_4_mini": _tagged(
+        "phi_4_mini",
+        ("<|user|>", "<|end|>"),
+        ("<|assistant|>", "<|end|>", ""),
+        system=("<|system|>", "<|end|>"),
+        finish="<|endoftext|>",
+    ),
+    "olmo_2": _tagged(
+        "olmo_2",
+        ("<|user|>\n", "\n"),
+        ("<|assistant|>\n", "<|endoftext|>", "\n"),
+        system=("<|system|>\n", "\n"),
+        start="<|endoftext|>",
+        finish="",
+    ),
+    "smollm_3": _im_tagged("smollm_3", "<think>\n\n</think>\n", _SMOLLM2_SYSTEM + "."),
+    "granite_3": _tagged(
+        "granite_3",
+        ("<|start_of_role|>user<|end_of_role|>", "<|end_of_text|>\n"),
+        ("<|start_of_role|>assistant<|end_of_role|>", "<|end_of_text|>", "\n"),
+        "You are Granite, developed by IBM. You are a helpful AI assistant.",
+        system=("<|start_of_role|>system<|end_of_role|>", "<|end_of_text|>\n"),
+    ),
 }
 """Templates by the name that `--version` takes. Shared by all callers: work on a copy."""
 

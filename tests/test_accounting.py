@@ -64,7 +64,7 @@ def test_without_gradients_below_the_decoder_costs_two_per_weight(tiny):
 
 def test_work_of_a_batch_equals_hand_counts():
     work = batch_work(batch([[5, IMG, 6, 7], [8, 9]]), V)
-    assert [int(x) for x in work.values()] == [2, 9, 14, 7 * 8 // 2 + 3, 1, 2]
+    assert [int(x) for x in work.values()] == [2, 9, 14, 7 * 8 // 2 + 3, 1, 2, 0]
     cut = batch_work(batch([[5, IMG, 6, 7], [8, 9]]), V, max_length=5)
     assert [int(x) for x in cut.values()][:4] == [2, 7, 10, 15 + 3]
 
@@ -150,7 +150,8 @@ def kept_by_one_layer(model, tokens: int, autocast: bool) -> int:
     decoder = model.get_model()
     hidden = torch.randn(1, tokens, decoder.config.hidden_size, requires_grad=True)
     positions = torch.arange(tokens)[None]
-    embeddings = decoder.rotary_emb(hidden, positions)
+    kind = decoder.config.layer_types[:1] if isinstance(decoder.rotary_emb.rope_type, dict) else []
+    embeddings = decoder.rotary_emb(hidden, positions, *kind)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         with Kept(model) as kept:
             decoder.layers[0](hidden, position_embeddings=embeddings, attention_mask=None)

@@ -60,6 +60,46 @@ def test_chatml_has_the_default_system_prompt_of_smollm2():
     )
 
 
+# As the stock chat templates write them, whose tokenizers no package carries; the real ones are compared by their ids.
+STOCK = {
+    "phi_3": "<|system|>\nS<|end|>\n<|user|>\nHello<|end|>\n<|assistant|>\nHi.<|end|>\n<|user|>\nBye<|end|>\n"
+    "<|assistant|>\n|Bye!<|end|>\n<|endoftext|>",
+    "phi_4": "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>Hello<|im_end|>"
+    "<|im_start|>assistant<|im_sep|>Hi.<|im_end|><|im_start|>user<|im_sep|>Bye<|im_end|>"
+    "<|im_start|>assistant<|im_sep|>|Bye!<|im_end|>",
+    "phi_4_mini": "<|system|>S<|end|><|user|>Hello<|end|><|assistant|>Hi.<|end|><|user|>Bye<|end|>"
+    "<|assistant|>|Bye!<|end|><|endoftext|>",
+    "olmo_2": "<|endoftext|><|system|>\nS\n<|user|>\nHello\n<|assistant|>\nHi.<|endoftext|>\n<|user|>\nBye\n"
+    "<|assistant|>\n|Bye!<|endoftext|>",
+    "smollm_3": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\nHi.<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n|Bye!<|im_end|>\n",
+    "granite_3": "<|start_of_role|>system<|end_of_role|>S<|end_of_text|>\n"
+    "<|start_of_role|>user<|end_of_role|>Hello<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|>Hi.<|end_of_text|>\n"
+    "<|start_of_role|>user<|end_of_role|>Bye<|end_of_text|>\n"
+    "<|start_of_role|>assistant<|end_of_role|>|Bye!<|end_of_text|>\n",
+}
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_prompts_and_whole_conversations_are_what_stock_chat_templates_write(name):
+    """Before the bar: what asks for the last answer."""
+    opened, answered = STOCK[name].split("|Bye!")
+    texts = SCENARIOS["no_image"]
+    assert filled(name, [*texts[:3], None]).with_system("S").get_prompt() == opened
+    assert filled(name, texts).with_system("S").get_prompt() == f"{opened}Bye!{answered}"
+
+
+@pytest.mark.parametrize("name", [name for name, one in conv_templates.items() if one.tags])
+def test_tagged_templates_learn_answers_with_their_ends_and_nothing_else(name):
+    parts = filled(name, SCENARIOS["no_image"]).with_system("Be terse.").parts()
+    learnt = "".join(part.text for part in parts if part.speaker == "assistant" and part.kind in ("body", "end"))
+    end = conv_templates[name].sep
+    assert learnt == f"Hi.{end}Bye!{end}"
+    assert "Be terse." in "".join(part.text for part in parts if part.kind == "header")
+
+
 def test_the_names_that_scripts_and_clients_use_exist():
     expected = "plain v1 vicuna_v1 llama_2 llava_llama_2 llava_llama_3 qwen_1_5 chatml mpt mistral_instruct"
     assert set(expected.split()) <= conv_templates.keys()

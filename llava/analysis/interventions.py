@@ -117,7 +117,7 @@ def measure(named: NamedModel, samples: Samples, args: argparse.Namespace) -> di
 
     def start() -> Callable[[Rows, Sequence[Sample]], None]:
         probe = loading.load_with_vision(named, args)
-        text_norm = mean_text_embedding_norm(probe.embedding_weight)
+        text_norm = mean_text_embedding_norm(probe.parts.embedding)
 
         def add(state: Rows, some: Sequence[Sample]) -> None:
             state.about["text norm"] = text_norm

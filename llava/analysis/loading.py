@@ -20,10 +20,11 @@ from llava.data.preprocess import generation_ids
 from llava.eval.ask import choose_template, is_captioner
 from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
 from llava.model.builder import load_pretrained_model
+from llava.model.language_model.families import LLAVA_CLASSES
 from llava.model.lora import recorded_base
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 
-OUR_TYPES = ("llava_llama", "llava_qwen")
+OUR_TYPES = tuple(LLAVA_CLASSES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

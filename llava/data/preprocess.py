@@ -121,7 +121,10 @@ def _check_arguments(tokenizer: Any, template: Conversation, label_masking: str)
     if label_masking not in LABEL_MASKINGS:
         raise ValueError(f"--label_masking {label_masking!r}: expected one of {', '.join(LABEL_MASKINGS)}")
     if label_masking == "upstream" and template.sep_style not in _UPSTREAM_STYLES:
-        raise ValueError(f"--label_masking upstream: not available for templates of style {template.sep_style.name}")
+        style = template.sep_style.name
+        raise ValueError(
+            f"--label_masking upstream: not available for templates of style {style}; pass --label_masking assistant"
+        )
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"{type(tokenizer).__name__}: labels by spans need a fast tokenizer (one with character offsets)"

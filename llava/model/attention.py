@@ -25,6 +25,14 @@ MASKED = ("sdpa", "eager", "flex_attention")
 FLASH = ("flash_attention_2", "flash_attention_3")
 PACKED_BACKENDS = (*FLASH, VARLEN, SEGMENTS, *MASKED)
 
+# What decoders pass on to attention that does not change what a token sees, given the sample's boundaries.
+_WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"} | {
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+}
+
 
 def packed_attention(requested: str | None, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> str:
     """The attention backend for packed training, a name that the library's `attn_implementation` takes.
@@ -103,6 +111,7 @@ def segments_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     segment_lengths: list[int] | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """PyTorch's attention sample by sample: no work and no memory for pairs of tokens of different samples.
@@ -111,21 +120,46 @@ def segments_attention(
         query: [1, H, T, C].
         key, value: [1, K, T, C].
         segment_lengths: tokens of each sample; None for padded batches and generation, where the library's SDPA runs.
+        sliding_window: keys that a query sees, its own included; None for all before it.
 
     Returns:
         ([1, T, H, C], None), as the library's attention functions.
+
+    Raises:
+        ValueError: the decoder's attention asks for something else.
     """
     if segment_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    _refuse_unknown(SEGMENTS, module, kwargs)
     grouped, dtype = query.shape[1] != key.shape[1], query.dtype
     if query.device.type == "cpu":  # PyTorch's attention for half precision is several times slower there
         query, key, value = query.float(), key.float(), value.float()
     parts = zip(*(x.split(segment_lengths, dim=2) for x in (query, key, value)), strict=True)
-    outputs = [
-        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
-        for q, k, v in parts
-    ]
+    outputs = []
+    for q, k, v in parts:
+        mask = _window_mask(q.shape[2], sliding_window, q.device)
+        options = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling, "enable_gqa": grouped}
+        outputs.append(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options))
     return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
+
+
+def _window_mask(length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Which keys each query sees [length, length]; None where that is every key up to its own."""
+    if sliding_window is None or length <= sliding_window:
+        return None
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - sliding_window)
+
+
+def _refuse_unknown(backend: str, module: torch.nn.Module | None, arguments: dict[str, Any]) -> None:
+    """Raises ValueError for arguments of the decoder's attention that would silently be left out."""
+    unknown = [name for name, value in arguments.items() if value is not None and name not in _WITHOUT_EFFECT]
+    if not getattr(module, "is_causal", True):
+        unknown.append("is_causal=False")
+    if unknown:
+        raise ValueError(
+            f"--attn_implementation {backend}: {type(module).__name__} asks for {', '.join(unknown)}, which this "
+            "backend does not know; pass eager, or --padding_free False"
+        )
 
 
 def varlen_attention(
@@ -138,15 +172,17 @@ def varlen_attention(
     dropout: float = 0.0,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """PyTorch's own variable-length FlashAttention (NVIDIA GPUs from Ampere on, fp16 and bf16); shapes as above.
+    """PyTorch's own variable-length FlashAttention (NVIDIA GPUs from Ampere on, fp16 and bf16); see above.
 
     Raises:
-        ValueError: the model has attention dropout, which this kernel does not know.
+        ValueError: the model has attention dropout, which this kernel does not know, or asks for something else.
     """
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    _refuse_unknown(VARLEN, module, kwargs)
     if dropout:
         raise ValueError(f"{VARLEN} has no attention dropout; pass --attn_implementation {SEGMENTS}, or set it to 0")
     from torch.nn.attention.varlen import varlen_attn
@@ -161,7 +197,7 @@ def varlen_attention(
         max_length_q,
         max_length_q,
         scale=scaling,
-        window_size=(-1, 0),
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # keys before the query's own, after it
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output[None], None

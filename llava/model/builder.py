@@ -5,24 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from llava.mm_utils import load_tokenizer
-from llava.model import LlavaLlamaForCausalLM, LlavaQwenForCausalLM
+from llava.model.language_model.families import MODEL_CLASSES, family_of
 from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora, recorded_base
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, load_adapter
 
 logger = logging.getLogger(__name__)
-
-# By model_type of the checkpoint; `llava` is what the first LLaVA checkpoints call themselves.
-MODEL_CLASSES = {
-    "llama": LlavaLlamaForCausalLM,
-    "llava": LlavaLlamaForCausalLM,
-    "llava_llama": LlavaLlamaForCausalLM,
-    "qwen2": LlavaQwenForCausalLM,
-    "llava_qwen": LlavaQwenForCausalLM,
-}
 
 
 def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
@@ -40,9 +31,9 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
     if model_type not in MODEL_CLASSES:
         raise ValueError(f"{model_path}: model_type {model_type!r}; expected one of {', '.join(MODEL_CLASSES)}")
     config_class = MODEL_CLASSES[model_type].config_class
-    # The base class reads the fields first, so that its own defaults and migrations apply to a plain language model.
-    base_class = AutoConfig.for_model(model_type).__class__ if model_type in ("llama", "qwen2") else config_class
-    fields = base_class.from_dict(fields).to_dict()
+    # The plain class reads the fields first, so that its own defaults and migrations apply to a plain language model.
+    plain_class = family_of(config_class).config
+    fields = (plain_class if model_type == plain_class.model_type else config_class).from_dict(fields).to_dict()
     return config_class.from_dict({k: v for k, v in fields.items() if k not in ("model_type", "architectures")})
 
 

@@ -37,12 +37,14 @@ class LlavaMetaConfig:
 
     def to_diff_dict(self) -> dict[str, Any]:
         fields = super().to_diff_dict()
+        fields["torch_dtype"] = fields.get("dtype")
         rope = dict(self.rope_parameters)
+        if "rope_theta" not in rope:  # one for each kind of layer (Gemma 3): LLaVA's own trees have no such decoder
+            return fields
         # transformers 4 would silently take its default theta where it does not find its own name for it.
         fields["rope_theta"] = rope.pop("rope_theta")
         if rope.get("rope_type", "default") != "default":
             fields["rope_scaling"] = rope | {"type": rope["rope_type"]}
-        fields["torch_dtype"] = fields.get("dtype")
         return fields
 
 
@@ -90,7 +92,7 @@ class LlavaMetaModel:
         for field in PROJECTOR_FIELDS:
             setattr(config, field, getattr(model_args, field))
         # An adapter brings the factor that the first visual tokens of its run decided.
-        record_norm(config, model_args, self.embed_tokens.weight, sees_tokens=True)
+        record_norm(config, model_args, self.embed_tokens, sees_tokens=True)
         with torch.device("meta"):
             tower = build_vision_tower(config)
         tower.load_pretrained(model_args.vision_tower, dtype=dtype)

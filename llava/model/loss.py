@@ -27,11 +27,15 @@ class LMHead(nn.Linear):
     """
 
     loss_head: LossHead = "plain"
+    logits_scaling: float = 1.0  # Granite divides its logits
 
     def forward(self, hidden_states: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., C] of `hidden_states` [..., D]; with `targets` [R] the fp32 sum of their cross-entropies."""
         if targets is None:
-            return super().forward(hidden_states)
+            logits = super().forward(hidden_states)
+            return logits if self.logits_scaling == 1 else logits / self.logits_scaling
+        if self.logits_scaling != 1:
+            hidden_states = hidden_states / self.logits_scaling
         head = self.loss_head
         if head == "auto":
             head = "liger" if hidden_states.is_cuda and has_liger() else "chunked"

@@ -2,8 +2,9 @@
 
 A multiplication with a weight matrix of n elements costs 2n per token forward, 2n more for the gradient of its input
 where anything below is trained, and 2n more for the gradient of the weight where it is trained: 6n trained, 4n frozen
-with gradients passing through, 2n frozen. Attention costs 4 H C per layer and pair of tokens that see each other,
-three times that with gradients. Not counted: padding, recomputation, dummy images, norms, activation functions.
+with gradients passing through, 2n frozen. Attention costs 4 H C per layer and pair of tokens that see each other (with
+a sliding window only those in it), three times that with gradients. Not counted: padding, recomputation, dummy images,
+norms, activation functions.
 
 Shapes: H heads, C channels per head, V visual tokens per image, P tokens inside the tower.
 """
@@ -40,6 +41,7 @@ class Work:
     pairs: Any = 0  # (query, key) inside samples, key not behind query
     images: Any = 0
     targets: Any = 0  # positions whose next token is supervised
+    window_pairs: Any = 0  # pairs that are in a sliding window as well; 0 without one
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
@@ -48,13 +50,19 @@ class Work:
         return tuple(vars(self).values())
 
 
-def batch_work(batch: dict[str, torch.Tensor], num_visual_tokens: int, max_length: int | None = None) -> Work:
+def batch_work(
+    batch: dict[str, torch.Tensor],
+    num_visual_tokens: int,
+    max_length: int | None = None,
+    sliding_window: int | None = None,
+) -> Work:
     """The work of one collated micro-batch, as scalar tensors on its device.
 
     Args:
         batch: `input_ids`, `attention_mask`, `labels` [B, S].
         num_visual_tokens: V, what a placeholder expands to.
         max_length: samples are cut there, counted after expansion.
+        sliding_window: of `FlopCosts`.
     """
     mask = batch["attention_mask"].bool()
     placeholders = ((batch["input_ids"] == IMAGE_TOKEN_INDEX) & mask).sum(dim=1)
@@ -65,10 +73,17 @@ def batch_work(batch: dict[str, torch.Tensor], num_visual_tokens: int, max_lengt
         samples=len(lengths),
         tokens=lengths.sum(),
         positions=lengths.max() * len(lengths),
-        pairs=(lengths * (lengths + 1) // 2).sum(),
+        pairs=_pairs(lengths, None).sum(),
         images=placeholders.sum(),
         targets=(batch["labels"][:, 1:] != IGNORE_INDEX).sum(),
+        window_pairs=0 if sliding_window is None else _pairs(lengths, sliding_window).sum(),
     )
+
+
+def _pairs(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Pairs of each sample: every query sees its own key and those before it, `window` at most."""
+    growing = lengths if window is None else lengths.clamp(max=window)
+    return growing * (growing + 1) // 2 + (lengths - growing) * growing
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,8 @@ class FlopCosts:
     per_pair: int
     per_image: int
     per_target: int
+    per_window_pair: int = 0
+    sliding_window: int | None = None  # keys that a query sees in layers with a window, if there are such layers
 
 
 def required_flops(costs: FlopCosts, work: Work) -> float:
@@ -88,6 +105,7 @@ def required_flops(costs: FlopCosts, work: Work) -> float:
         + costs.per_pair * work.pairs
         + costs.per_image * work.images
         + costs.per_target * work.targets
+        + costs.per_window_pair * work.window_pairs
     )
 
 
@@ -99,7 +117,8 @@ def flop_costs(model: Any) -> FlopCosts:
     into_decoder = tower_trained or projector_trained or _trained(decoder.embed_tokens)
     through_decoder = into_decoder or _trained(decoder.layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pair = 4 * config.num_attention_heads * head_dim * len(decoder.layers)
+    pair = 4 * config.num_attention_heads * head_dim * (3 if through_decoder else 1)
+    windowed = _windowed_layers(config)
 
     patches, inside = tower.num_patches_per_side**2, tower.num_inner_tokens
     tower_flops = patches * _matmul_flops(tower.patch_embedding(), passes_gradient=False)
@@ -107,10 +126,20 @@ def flop_costs(model: Any) -> FlopCosts:
     tower_flops += inside**2 * 4 * tower.hidden_size * len(tower.layers) * (3 if tower_trained else 1)
     return FlopCosts(
         per_token=linear_flops(decoder.layers, passes_gradient=through_decoder),
-        per_pair=pair * (3 if through_decoder else 1),
+        per_pair=pair * (len(decoder.layers) - windowed),
         per_image=tower_flops + tower.num_tokens * _projector_flops(decoder.mm_projector, tower_trained),
         per_target=_matmul_flops(model.lm_head, passes_gradient=through_decoder),
+        per_window_pair=pair * windowed,
+        sliding_window=config.sliding_window if windowed else None,
     )
+
+
+def _windowed_layers(config: Any) -> int:
+    """Decoder layers whose attention has a sliding window: those that the config names, or else all."""
+    if getattr(config, "sliding_window", None) is None:
+        return 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return kinds.count("sliding_attention")
 
 
 def linear_flops(module: nn.Module, passes_gradient: bool) -> int:

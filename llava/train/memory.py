@@ -132,13 +132,18 @@ def _decoder_layer_bytes(model: Any, tokens: int, residual: int, matmul: int, de
     width, mlp = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     layer, lora = model.get_model().layers[0], has_lora(model)
-    trained = layer.input_layernorm.weight.requires_grad
+    norms = [(name, m.weight) for name, m in layer.named_modules() if name.endswith("norm")]
+    trained = any(weight.requires_grad for _, weight in norms)
     backend = config._attn_implementation
     if backend == "eager":
         keys = queries
 
-    norm = residual * width if fused else 4 * width + residual * width * trained
+    of_heads = {"self_attn.q_norm": queries, "self_attn.k_norm": keys}
+    normed = sum(of_heads.get(name, width) for name, _ in norms)
+    norm = normed * (residual if fused else 4 + residual * trained)
     attention = matmul * 2 * (queries + keys)
+    if hasattr(layer.self_attn, "qkv_proj"):  # values are a view of all three, which keeps them beside what is rotated
+        attention += matmul * (queries + keys)
     mlp_kept = matmul * mlp * (2 if fused else 3)
     if lora:  # every adapter drops out of its own input: its values and a mask
         dropped = max(matmul, _adapter_bytes(layer))
@@ -149,7 +154,7 @@ def _decoder_layer_bytes(model: Any, tokens: int, residual: int, matmul: int, de
     else:
         inputs = 0
     pairs = tokens * config.num_attention_heads * (4 + (matmul if matmul < 4 else 0)) if backend == "eager" else 0
-    return tokens * (2 * norm + attention + mlp_kept + inputs + pairs)
+    return tokens * (norm + attention + mlp_kept + inputs + pairs)
 
 
 def _adapter_bytes(layer: nn.Module) -> int:

@@ -147,7 +147,7 @@ class Throughput:
         """Counts the micro-batches of one optimizer step, without waiting for the device."""
         self.data_wait += data_wait
         for batch in batches:
-            self.work += batch_work(batch, self.num_visual_tokens, self.max_length)
+            self.work += batch_work(batch, self.num_visual_tokens, self.max_length, self.costs.sliding_window)
 
     def metrics(self, accelerator: Any) -> dict[str, float]:
         """Rates over all ranks since the last call; every rank must call."""

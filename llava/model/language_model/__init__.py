@@ -1,1 +1,1 @@
-"""LLaVA's causal LMs, one module per decoder family."""
+"""LLaVA's causal LMs: a table of decoder families, and LLaVA's import paths."""

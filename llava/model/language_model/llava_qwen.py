@@ -1,35 +1,5 @@
-"""LLaVA on a Qwen2 decoder: model type `llava_qwen`, registered with the Auto classes."""
+"""LLaVA's import path of the classes on Qwen; `llava.model.language_model.families` makes them."""
 
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Model
+from llava.model.language_model.families import LLAVA_CLASSES
 
-from llava.model.llava_arch import LlavaMetaConfig, LlavaMetaForCausalLM, LlavaMetaModel
-from llava.model.loss import LMHead
-
-
-class LlavaQwenConfig(LlavaMetaConfig, Qwen2Config):
-    """A Qwen2 config plus the `mm_*` fields of tower, projector and norm."""
-
-    model_type = "llava_qwen"
-
-
-class LlavaQwenModel(LlavaMetaModel, Qwen2Model):
-    """The Qwen2 decoder with `vision_tower` and `mm_projector`."""
-
-    config_class = LlavaQwenConfig
-
-
-class LlavaQwenForCausalLM(LlavaMetaForCausalLM, Qwen2ForCausalLM):
-    """Qwen2 LLaVA with LM head; checkpoint keys are those of upstream's class of the same name."""
-
-    config_class = LlavaQwenConfig
-
-    def __init__(self, config: LlavaQwenConfig):
-        super(Qwen2ForCausalLM, self).__init__(config)  # not Qwen2ForCausalLM's own: it would build a second decoder
-        self.model = LlavaQwenModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-
-AutoConfig.register(LlavaQwenConfig.model_type, LlavaQwenConfig)
-AutoModelForCausalLM.register(LlavaQwenConfig, LlavaQwenForCausalLM)
+LlavaQwenConfig, LlavaQwenModel, LlavaQwenForCausalLM = LLAVA_CLASSES["llava_qwen"]

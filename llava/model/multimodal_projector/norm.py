@@ -265,13 +265,15 @@ def _unknown_norm(name: Any) -> str:
     return f"--mm_projector_norm: expected one of {', '.join(NORM_TYPES)}; found {name!r}"
 
 
-def record_norm(config: Any, flags: Any, embedding_weight: torch.Tensor, sees_tokens: bool = False) -> None:
+def record_norm(
+    config: Any, flags: Any, embedding: nn.Module | torch.Tensor, sees_tokens: bool = False
+) -> None:
     """Writes the norm's flags, the measured target norm and the initial gain into `config`, which then builds the norm.
 
     Args:
         config: model config with `hidden_size`.
         flags: an object with the fields `NORM_FIELDS`.
-        embedding_weight: text embedding matrix [rows, D], before any token is added; may be partitioned by ZeRO-3.
+        embedding: of the text, see `mean_text_embedding_norm`, before any token is added.
         sees_tokens: the caller will set a gain that depends on the first visual tokens, by `fit_to_tokens`.
 
     Raises:
@@ -287,7 +289,7 @@ def record_norm(config: Any, flags: Any, embedding_weight: torch.Tensor, sees_to
             f"--mm_projector_norm {config.mm_projector_norm}: its factor follows from the first visual tokens, which "
             "this trainer does not measure; train this arm with the tree that the patch comes from"
         )
-    target = resolve_target_norm(config.mm_projector_norm_init, embedding_weight)
+    target = resolve_target_norm(config.mm_projector_norm_init, embedding)
     config.mm_projector_norm_target = target
     gain = None if norm_type.measures_tokens else norm_type.gain_for(target, config.hidden_size)
     config.mm_projector_norm_init_gain = gain
@@ -397,37 +399,43 @@ def parse_init(init: str | float) -> tuple[str, float]:
     return ("text_norm" if multiple else "norm"), value
 
 
-def resolve_target_norm(init: str | float, embedding_weight: torch.Tensor) -> float:
+def resolve_target_norm(init: str | float, embedding: nn.Module | torch.Tensor) -> float:
     """The L2 norm that a visual token shall have at the start of training.
 
     Args:
         init: see `parse_init`.
-        embedding_weight: text embedding matrix [rows, D]; may be partitioned by ZeRO-3.
+        embedding: of the text, see `mean_text_embedding_norm`.
 
     Raises:
         ValueError: see `parse_init` and `mean_text_embedding_norm`.
     """
     unit, value = parse_init(init)
     if unit == "text_norm":
-        return value * mean_text_embedding_norm(embedding_weight)
-    return math.sqrt(full_shape(embedding_weight)[-1]) if unit == "default" else value
+        return value * mean_text_embedding_norm(embedding)
+    return math.sqrt(full_shape(getattr(embedding, "weight", embedding))[-1]) if unit == "default" else value
 
 
 @torch.no_grad()
-def mean_text_embedding_norm(embedding_weight: torch.Tensor, chunk_rows: int = 16384) -> float:
-    """Mean L2 norm over the non-zero rows of the text embedding matrix (paper eq. 11), measured in fp32 chunks.
+def mean_text_embedding_norm(embedding: nn.Module | torch.Tensor, chunk_rows: int = 16384) -> float:
+    """Mean L2 norm over the non-zero text embeddings (paper eq. 11), measured in fp32 chunks.
 
     Args:
-        embedding_weight: [rows, D], any floating dtype; under ZeRO-3 it is gathered first, so every rank must call.
+        embedding: the LLM's `embed_tokens`, of which what it returns is measured (Gemma's multiplies by sqrt(D)), or a
+            matrix [rows, D]; any floating dtype. Under ZeRO-3 it is gathered first, so every rank must call.
         chunk_rows: rows converted to fp32 at a time, which bounds the extra memory for huge vocabularies.
 
     Raises:
         ValueError: a row holds NaN or infinity, or every row is zero.
     """
-    with gathered(embedding_weight):
-        if embedding_weight.is_meta:
+    weight = getattr(embedding, "weight", embedding)
+    with gathered(weight):
+        if weight.is_meta:
             raise ValueError("text embeddings are on the meta device: load the language model before measuring them")
-        norms = torch.cat([chunk.float().norm(dim=-1).cpu() for chunk in embedding_weight.split(chunk_rows)])
+        if embedding is weight:
+            chunks = weight.split(chunk_rows)
+        else:
+            chunks = map(embedding, torch.arange(len(weight), device=weight.device).split(chunk_rows))
+        norms = torch.cat([chunk.float().norm(dim=-1).cpu() for chunk in chunks])
     bad = (~torch.isfinite(norms)).nonzero().flatten()
     if len(bad):
         raise ValueError(

@@ -1,0 +1,151 @@
+"""The decoders that LLaVA is built on: one row per family, from which its LLaVA classes are made.
+
+A new family is a row here, a template in `llava.conversation`, and a case in tests/test_families.py. All else that
+depends on the family is read from this table or asked of the decoder itself.
+"""
+
+from typing import Any, NamedTuple
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MistralConfig,
+    MistralForCausalLM,
+    MistralModel,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo2Model,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Phi3Model,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Model,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+    SmolLM3Model,
+)
+
+from llava.model.llava_arch import LlavaMetaConfig, LlavaMetaForCausalLM, LlavaMetaModel
+from llava.model.loss import LMHead
+
+
+class Family(NamedTuple):
+    """A family's classes in transformers, and its name: `Llava<name>ForCausalLM`, model type `llava_<name>`."""
+
+    name: str
+    config: type[PretrainedConfig]
+    model: type
+    causal_lm: type
+
+    @property
+    def model_type(self) -> str:
+        """Of LLaVA checkpoints; that of plain language models is `config.model_type`."""
+        return f"llava_{self.name.lower()}"
+
+
+FAMILIES = (
+    Family("Llama", LlamaConfig, LlamaModel, LlamaForCausalLM),  # also Vicuna, SmolLM2
+    Family("Qwen", Qwen2Config, Qwen2Model, Qwen2ForCausalLM),  # Qwen2 and 2.5, by LLaVA-NeXT's name
+    Family("Qwen3", Qwen3Config, Qwen3Model, Qwen3ForCausalLM),
+    Family("Mistral", MistralConfig, MistralModel, MistralForCausalLM),
+    Family("Gemma3", Gemma3TextConfig, Gemma3TextModel, Gemma3ForCausalLM),  # text models, such as gemma-3-1b-it
+    Family("Phi3", Phi3Config, Phi3Model, Phi3ForCausalLM),  # also Phi-4
+    Family("Olmo2", Olmo2Config, Olmo2Model, Olmo2ForCausalLM),  # no Pre-Norm: a control for the paper's theory
+    Family("SmolLM3", SmolLM3Config, SmolLM3Model, SmolLM3ForCausalLM),
+    Family("Granite", GraniteConfig, GraniteModel, GraniteForCausalLM),
+)
+
+# Fields that would change attention or logits in a way that neither the packed backends nor the loss head know.
+_UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+
+
+class LlavaClasses(NamedTuple):
+    """What `llava_classes` makes of a family."""
+
+    config: type[PretrainedConfig]
+    model: type
+    causal_lm: type
+
+
+def llava_classes(family: Family) -> LlavaClasses:
+    """The family's LLaVA config, decoder and causal LM, registered with the Auto classes.
+
+    Modules and their order are those of upstream's hand-written classes, and so checkpoint keys are.
+    """
+
+    def define(suffix: str, bases: tuple, docstring: str, **members: Any) -> type:
+        return type(f"Llava{family.name}{suffix}", bases, {"__doc__": docstring, "__module__": __name__, **members})
+
+    config_class = define(
+        "Config",
+        (LlavaMetaConfig, family.config),
+        f"{family.config.__name__} plus the `mm_*` fields of tower, projector and norm.",
+        model_type=family.model_type,
+    )
+    model_class = define(
+        "Model",
+        (LlavaMetaModel, family.model),
+        f"{family.model.__name__} with `vision_tower` and `mm_projector`.",
+        config_class=config_class,
+    )
+
+    def init(self: Any, config: PretrainedConfig) -> None:
+        check_supported(config)
+        super(family.causal_lm, self).__init__(config)  # not its own, which would build a second decoder
+        self.model = model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head.logits_scaling = getattr(config, "logits_scaling", 1.0)
+        self.post_init()
+
+    causal_lm_class = define(
+        "ForCausalLM",
+        (LlavaMetaForCausalLM, family.causal_lm),
+        f"{family.causal_lm.__name__} that sees images; raises ValueError for what `check_supported` refuses.",
+        config_class=config_class,
+        __init__=init,
+    )
+    AutoConfig.register(family.model_type, config_class)
+    AutoModelForCausalLM.register(config_class, causal_lm_class)
+    return LlavaClasses(config_class, model_class, causal_lm_class)
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raises ValueError for a config field that would have to change attention or logits and would not here."""
+    for field in _UNSUPPORTED:
+        if value := getattr(config, field, None):
+            raise ValueError(f"config.{field}={value} ({config.model_type}): not supported; expected None or False")
+
+
+LLAVA_CLASSES = {family.model_type: llava_classes(family) for family in FAMILIES}
+"""By LLaVA's model type."""
+
+# Pickle and `from ... import` find them by name.
+globals().update({made.__name__: made for classes in LLAVA_CLASSES.values() for made in classes})
+
+# By model_type of the checkpoint: a plain language model's, or LLaVA's.
+MODEL_CLASSES: dict[str, type] = {
+    model_type: LLAVA_CLASSES[family.model_type].causal_lm
+    for family in FAMILIES
+    for model_type in (family.config.model_type, family.model_type)
+}
+MODEL_CLASSES["llava"] = MODEL_CLASSES["llama"]  # what the first LLaVA checkpoints call themselves
+
+
+def family_of(config: PretrainedConfig | type[PretrainedConfig]) -> Family:
+    """The row that a LLaVA config, or its class, was made from."""
+    return next(family for family in FAMILIES if family.model_type == config.model_type)
