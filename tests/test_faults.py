@@ -153,7 +153,7 @@ def test_what_would_fail_after_the_last_step_fails_before_the_first(tiny, tmp_pa
 
     monkeypatch.setattr(LLaVATrainer, "_save", lossy)
     with pytest.raises(SaveError, match="trial before the first step: .*mm_projector.3.weight"):
-        train_module.train(argv)
+        train_module.train([*argv, "--overwrite_output_dir", "True"])
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
@@ -226,6 +226,143 @@ def test_smaller_batches_after_a_restart_see_every_sample_once(tiny, tmp_path, m
     second = [i for step in seen for i in step]
     assert sorted(first + second) == list(range(24)) and len(seen) == 4
     assert log_lines(tmp_path)[-1]["step"] == 12
+
+
+# --- folders that hold a run already ----------------------------------------------------------------------------------
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Time of change and content of every file, but for the errors that were reported."""
+    files = [f for f in folder.rglob("*") if f.is_file() and failures.FOLDER not in f.parts]
+    return {str(f): (f.stat().st_mtime_ns, f.read_bytes()) for f in files}
+
+
+FINISHED = {
+    "steps": (2, SAVING),
+    "no checkpoints": (2, {"max_steps": 2}),
+    "epochs": (2, {"max_steps": -1, "num_train_epochs": 1, "save_strategy": "epoch"}),
+    "stage 1": (1, SAVING),
+    "LoRA": (2, SAVING | {"lora_enable": True, "mm_tunable_parts": "mm_mlp_adapter,mm_language_model"}),
+    "records left out": (2, {"max_steps": 2, "on_bad_record": "skip"}),
+}
+
+
+@pytest.mark.parametrize("kind", FINISHED)
+def test_finished_run_is_recognised_and_nothing_is_written(tiny, tmp_path, caplog, kind):
+    stage, options = FINISHED[kind]
+    if kind == "records left out":
+        records = json.loads((tiny / "data/finetune.json").read_text())
+        (tmp_path / "some.json").write_text(json.dumps([*records, {"id": "x", "conversations": []}]))
+        options = options | {"data_path": tmp_path / "some.json"}
+    argv = flags(tiny, tmp_path / "run", stage, **options)
+    train_module.train(argv)
+    before = snapshot(tmp_path / "run")
+    for again in (argv, [*argv, "--resume_from_checkpoint", "True"]):
+        caplog.clear()
+        caplog.set_level("INFO")
+        train_module.train(again)
+        assert snapshot(tmp_path / "run") == before
+        steps = log_lines(tmp_path / "run")[-1]["step"]
+        (said,) = [r.getMessage() for r in caplog.records if "this run is finished" in r.getMessage()]
+        assert f"{tmp_path / 'run'}: this run is finished, after {steps} steps; nothing is written" in said
+
+
+@pytest.fixture
+def no_steps(monkeypatch):
+    """No training step can be computed."""
+    monkeypatch.setattr(LLaVATrainer, "training_step", lambda *_, **__: pytest.fail("a step was trained"))
+
+
+@pytest.mark.parametrize("killed", ["before the final save", "in the final save", "model was removed"])
+def test_kill_behind_the_last_checkpoint_costs_the_final_save_alone(tiny, copy, whole, no_steps, killed):
+    if killed != "before the final save":
+        for name in ("config.json", "resume.json"):
+            shutil.copy(whole / name, copy)
+        (copy / STAGING / "final").mkdir(parents=True)
+    if killed == "model was removed":
+        shutil.copy(whole / MANIFEST, copy)
+    log = (copy / LOG_FILE).read_text()
+    train_module.train(flags(tiny, copy, 2, **SAVING))
+    ours, theirs = weights(copy), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert (copy / LOG_FILE).read_text() == log
+    assert sorted(f.name for f in copy.iterdir()) == sorted(f.name for f in whole.iterdir())
+    assert json.loads((copy / MANIFEST).read_text())["step"] == 4
+
+
+def test_more_steps_extend_a_finished_run_when_they_are_accepted(tiny, tmp_path, whole, caplog):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    argv = flags(tiny, folder, 2, **SAVING | {"max_steps": 5})
+    before = snapshot(folder)
+    with pytest.raises(ResumeError, match="(?s)max_steps: there 4, now 5.*accept with --resume_allow_changes max_steps"):
+        train_module.train(argv)
+    assert snapshot(folder) == before
+    accepted = [*argv, "--resume_allow_changes", "max_steps"]
+    train_module.train(accepted)
+    assert [line["step"] for line in log_lines(folder)] == [1, 2, 3, 4, 5]
+    assert caplog.text.count("accepted change") == 1
+    before = snapshot(folder)
+    train_module.train(accepted)
+    assert snapshot(folder) == before
+
+
+def test_finished_run_without_a_checkpoint_cannot_be_extended(tiny, tmp_path):
+    train_module.train(flags(tiny, tmp_path, 2, max_steps=1))
+    with pytest.raises(ResumeError, match="a run of 1 steps without a checkpoint to continue from"):
+        train_module.train(flags(tiny, tmp_path, 2, max_steps=2, resume_allow_changes="max_steps"))
+
+
+@pytest.mark.parametrize("state", ["finished", "killed before a checkpoint", "not recorded"])
+def test_other_settings_replace_nothing_unless_told_to(tiny, tmp_path, monkeypatch, state):
+    argv = flags(tiny, tmp_path, 2, max_steps=3)
+    if state == "killed before a checkpoint":
+        at_step(monkeypatch, 3, lambda *_: (_ for _ in ()).throw(KeyError("killed")))
+        with pytest.raises(KeyError):
+            train_module.train(argv)
+        monkeypatch.undo()
+    else:
+        train_module.train(argv)
+    if state == "not recorded":
+        (tmp_path / "resume.json").unlink()
+    (tmp_path / "notes.txt").write_text("mine")
+    held = snapshot(tmp_path)
+    other = flags(tiny, tmp_path, 2, max_steps=2, learning_rate=0.5)
+    said = "learning_rate: there 0.001, now 0.5\n  max_steps"
+    said = "a log of .*no resume.json" if state == "not recorded" else said
+    for argv, said in ((other, said), ([*other, "--resume_from_checkpoint", "False"], "starts anew")):
+        with pytest.raises(ResumeError, match=f"(?s){said}.*--overwrite_output_dir True"):
+            train_module.train(argv)
+        assert snapshot(tmp_path) == held
+    train_module.train([*other, "--overwrite_output_dir", "True"])
+    assert [line["step"] for line in log_lines(tmp_path)] == [1, 2] and (tmp_path / "notes.txt").exists()
+    assert not (tmp_path / failures.FOLDER).exists()
+
+
+def test_overwriting_removes_what_the_earlier_run_wrote(tiny, tmp_path, whole):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
+    train_module.train(flags(tiny, folder, 1, max_steps=1, overwrite_output_dir=True))
+    fresh = tmp_path / "fresh"
+    train_module.train(flags(tiny, fresh, 1, max_steps=1))
+    assert sorted(f.name for f in folder.iterdir()) == sorted(f.name for f in fresh.iterdir())
+    assert torch.equal(*(weights(f)["model.mm_projector.0.weight"] for f in (folder, fresh)))
+
+
+def test_an_unfinished_run_goes_on_although_overwriting_is_allowed(tiny, copy, whole, no_steps, caplog):
+    caplog.set_level("INFO")
+    argv = flags(tiny, copy, 2, **SAVING, overwrite_output_dir=True)
+    train_module.train(argv)
+    assert "resuming from" in caplog.text
+    with pytest.raises(pytest.fail.Exception, match="a step was trained"):
+        train_module.train(argv)  # finished now, so that it starts anew
+    with pytest.raises(ResumeError, match="--overwrite_output_dir True starts anew and .* continues; pass one"):
+        train_module.train([*argv, "--resume_from_checkpoint", "True"])
+
+
+def test_overwriting_never_removes_what_the_run_starts_from(tiny, whole):
+    for flag in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
+        with pytest.raises(ValueError, match=f"would remove --{flag} .*, which lies in --output_dir"):
+            train_module.train(flags(tiny, whole, 2, overwrite_output_dir=True, **{flag: whole}))
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

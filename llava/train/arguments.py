@@ -266,6 +266,14 @@ class TrainingArguments(transformers.TrainingArguments):
     trial_save: bool = field(
         default=True, metadata={"help": "Write the final folder and read it back once before the first step."}
     )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={
+            "help": "Start anew where --output_dir holds a finished run or one with other settings, and remove what "
+            "that run wrote. An unfinished run with these settings is continued all the same, unless "
+            "--resume_from_checkpoint is False."
+        },
+    )
     resume_allow_changes: str = field(
         default="",
         metadata={

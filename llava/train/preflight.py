@@ -2,6 +2,8 @@
 
 import logging
 import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
             raise ValueError(f"--{flag} must be False: no published recipe of today adds these tokens")
     if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
         raise ValueError("--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out")
+    check_overwriting(model_args, training_args)
     check_kernels(training_args)
     if training_args.label_smoothing_factor:
         raise ValueError("--label_smoothing_factor: the loss over supervised rows has no smoothing; leave it out")
@@ -48,6 +51,18 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
         raise ValueError("--length_group_window has no effect without --group_by_modality_length True")
     if training_args.model_max_length < 1:
         raise ValueError(f"--model_max_length: expected a positive number, found {training_args.model_max_length}")
+
+
+def check_overwriting(model_args: Any, training_args: Any) -> None:
+    """The part of `check_flags` about `--overwrite_output_dir`: it must not remove what the run starts from."""
+    folder = Path(training_args.output_dir).resolve()
+    for flag in ("model_name_or_path", "vision_tower", "pretrain_mm_mlp_adapter"):
+        value = getattr(model_args, flag)
+        if training_args.overwrite_output_dir and value and Path(value).resolve().is_relative_to(folder):
+            raise ValueError(
+                f"--overwrite_output_dir True would remove --{flag} {value}, which lies in --output_dir "
+                f"{training_args.output_dir}; take another --output_dir"
+            )
 
 
 def check_kernels(training_args: Any) -> None:
@@ -72,8 +87,8 @@ def image_store(data_args: Any) -> ImageStore:
     return ImageStore(data_args.image_folder, data_args.data_cache_dir, data_args.follow_image_links)
 
 
-def checked_records(model_args: Any, data_args: Any, training_args: Any) -> RecordTable:
-    """The records that can be used, the same on every rank; what is left out is written to `quarantine.jsonl`.
+def checked_records(model_args: Any, data_args: Any, training_args: Any) -> tuple[RecordTable, Callable[[Path], None]]:
+    """The records that can be used, the same on every rank, and a function that writes those left out to a file.
 
     Raises:
         ValueError: records have faults and are not to be skipped, or ranks read different data.
@@ -87,9 +102,7 @@ def checked_records(model_args: Any, data_args: Any, training_args: Any) -> Reco
     _refuse_different_records(records.key)
     for kind, found in manifest.warnings.items():
         logger.info("%d records: %s (%s)", found["count"], WARNINGS[kind], path)
-    if records.left_out and is_first:
-        write_quarantine(table, manifest, Path(training_args.output_dir, QUARANTINE))
-    return records
+    return records, partial(write_quarantine, table, manifest)
 
 
 def report_left_out(records: RecordTable, output_dir: str) -> None:

@@ -23,19 +23,19 @@ from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.batches import fit_micro_batches, global_batch_size, largest_micro_batch
-from llava.train.checkpoint import clear_staging, find_checkpoint
+from llava.train.batches import fit_micro_batches, largest_micro_batch
 from llava.train.compilation import compile_layers
-from llava.train.failures import Watchdog, clear_reports
+from llava.train.failures import Watchdog
 from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.liger import apply_liger
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
 from llava.train.memory import set_up_checkpointing
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
-from llava.train.preflight import check_flags, checked_records, image_store, report_left_out
+from llava.train.preflight import QUARANTINE, check_flags, checked_records, image_store, report_left_out
 from llava.train.ranks import joined
-from llava.train.resume import check_identity, run_identity, use_universal_checkpoint
+from llava.train.resume import run_identity, use_universal_checkpoint
+from llava.train.run_folder import begin_run, choose_start
 from llava.train.run_record import write_run_record
 from llava.train.stop_signal import StopSignal
 
@@ -95,10 +95,19 @@ def run(
         inputs = (model_args.model_name_or_path, model_args.vision_tower, data_args.image_folder)
         inputs += (*data_args.data_path.split(","), model_args.pretrain_mm_mlp_adapter)
         check_launch(inputs, training_args.output_dir, training_args.device)
-    records = checked_records(model_args, data_args, training_args)
+    records, write_left_out = checked_records(model_args, data_args, training_args)
     tokenizer = training_tokenizer(model_args, training_args)
     identity = run_identity(model_args, data_args, training_args, records, tokenizer)
-    checkpoint, resumed = continue_from(training_args, identity)
+    start = choose_start(training_args, identity)
+    if start.finished is not None:
+        logger.info(
+            "%s: this run is finished, after %d steps; nothing is written (--overwrite_output_dir True trains it anew)",
+            training_args.output_dir, start.finished,
+        )  # fmt: skip
+        return
+    if training_args.deepspeed and start.resumed and start.resumed["settings"]["world_size"] != identity["world_size"]:
+        is_main = training_args.process_index == 0
+        use_universal_checkpoint(Path(start.checkpoint), training_args.hf_deepspeed_config.config, is_main)
 
     set_seed(training_args.seed)
     model = build_model(model_args, data_args, training_args)
@@ -110,40 +119,22 @@ def run(
         training_args,
         tokenizer=tokenizer,
         identity=identity,
-        resumed=resumed,
+        resumed=start.resumed,
         watchdog=watchdog,
         stop_signal=stop_signal,
     )
-    write_run_record(trainer, model_args, data_args, training_args, resumed=checkpoint is not None)
+    begin_run(trainer, start)
+    if records.left_out and training_args.process_index == 0:
+        write_left_out(Path(training_args.output_dir, QUARANTINE))
+    write_run_record(trainer, model_args, data_args, training_args, resumed=start.checkpoint is not None)
     watchdog.start()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop_signal.stopped:
         return
     trainer.save_state()
     model.config.use_cache = True
     trainer.save_final()
     report_left_out(records, training_args.output_dir)
-
-
-def continue_from(training_args: TrainingArguments, identity: dict[str, Any]) -> tuple[str | None, dict | None]:
-    """The checkpoint to continue and what it says of its run; it is read and compared before anything is built."""
-    main = training_args.process_index == 0
-    clear_staging(training_args.output_dir, main)
-    if main:
-        clear_reports(training_args.output_dir)
-    checkpoint = find_checkpoint(
-        training_args.output_dir,
-        training_args.resume_from_checkpoint,
-        training_args.process_index,
-        training_args.world_size,
-    )
-    if checkpoint is None:
-        return None, None
-    allowed = training_args.resume_allow_changes
-    resumed = check_identity(Path(checkpoint), identity, allowed, global_batch_size(training_args))
-    if training_args.deepspeed and resumed["settings"]["world_size"] != identity["world_size"]:
-        use_universal_checkpoint(Path(checkpoint), training_args.hf_deepspeed_config.config, main)
-    return checkpoint, resumed
 
 
 def leave_process_group() -> None:

@@ -138,9 +138,7 @@ USR1, TERM = ({"what": "signal", "signal": name, "step": 4} for name in ("SIGUSR
 HANGS = r"the first error, of 2 .*\n(?P<shown>rank 1 on .*)(.|\n)*no progress for (.|\n)*in strike"
 NAN = r"step 6 is not applied: .*loss nan on rank 0: record \d+ \(id 'q\d+'\)(.|\n)*2 in a row"
 OTHER_FLAGS = ("--learning_rate", "0.1", "--version", "qwen_1_5")
-DIFFERENCES = (
-    "learning_rate: checkpoint 0.0001, now 0.1(.|\n)*template: checkpoint(.|\n)*would change the run in its middle"
-)
+DIFFERENCES = "learning_rate: checkpoint 0.0001, now 0.1(.|\n)*template: checkpoint(.|\n)*would make it another run"
 ONE_RANK = ("--zero3", "--resume_allow_changes", "world_size,per_device_train_batch_size")
 FULL = "checkpoint-6 could not be written: .*checkpoint-3 is complete and untouched"
 FAULTS = [
