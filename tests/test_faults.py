@@ -3,8 +3,11 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,9 +17,11 @@ from safetensors.torch import load_file
 from test_train import flags
 from transformers import TrainerCallback
 
+from llava.data.parallel import in_processes
 from llava.data.records import load_records
-from llava.train import failures, trial
+from llava.train import failures, preflight, stop_signal, trial
 from llava.train import train as train_module
+from llava.train.arguments import TrainingArguments
 from llava.train.checkpoint import MANIFEST, STAGING, SaveError, checkpoint_faults, find_checkpoint
 from llava.train.failures import PHASES, Watchdog
 from llava.train.llava_trainer import LLaVATrainer
@@ -25,6 +30,7 @@ from llava.train.resume import ALLOWED, ResumeError, moved_step
 from llava.train.stop_signal import REQUEUE_EXIT_CODE
 from llava.train.telemetry import LOG_FILE
 
+ROOT = Path(__file__).parent.parent
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 
@@ -294,7 +300,7 @@ def test_more_steps_extend_a_finished_run_when_they_are_accepted(tiny, tmp_path,
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     argv = flags(tiny, folder, 2, **SAVING | {"max_steps": 5})
     before = snapshot(folder)
-    with pytest.raises(ResumeError, match="(?s)max_steps: there 4, now 5.*accept with --resume_allow_changes max_steps"):
+    with pytest.raises(ResumeError, match="(?s)max_steps: there 4, now 5.*accept with --resume_allow_changes max_st"):
         train_module.train(argv)
     assert snapshot(folder) == before
     accepted = [*argv, "--resume_allow_changes", "max_steps"]
@@ -329,8 +335,8 @@ def test_other_settings_replace_nothing_unless_told_to(tiny, tmp_path, monkeypat
     other = flags(tiny, tmp_path, 2, max_steps=2, learning_rate=0.5)
     said = "learning_rate: there 0.001, now 0.5\n  max_steps"
     said = "a log of .*no resume.json" if state == "not recorded" else said
-    for argv, said in ((other, said), ([*other, "--resume_from_checkpoint", "False"], "starts anew")):
-        with pytest.raises(ResumeError, match=f"(?s){said}.*--overwrite_output_dir True"):
+    for argv, words in ((other, said), ([*other, "--resume_from_checkpoint", "False"], "starts anew")):
+        with pytest.raises(ResumeError, match=f"(?s){words}.*--overwrite_output_dir True"):
             train_module.train(argv)
         assert snapshot(tmp_path) == held
     train_module.train([*other, "--overwrite_output_dir", "True"])
@@ -368,12 +374,12 @@ def test_overwriting_never_removes_what_the_run_starts_from(tiny, whole):
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", stop_signal.SIGNALS)
 def test_signal_saves_after_the_step_and_the_same_command_ends_with_the_same_weights(
     tiny, tmp_path, whole, monkeypatch, number
 ):
     before = signal.getsignal(number)
-    at_step(monkeypatch, 3, lambda *_: os.kill(os.getpid(), number))
+    at_step(monkeypatch, 3, lambda *_: [os.kill(os.getpid(), number) for _ in range(2)])  # as terminal and launcher do
     argv = flags(tiny, tmp_path, 2, **SAVING)
     with pytest.raises(SystemExit) as stopped:
         train_module.train(argv)
@@ -383,6 +389,67 @@ def test_signal_saves_after_the_step_and_the_same_command_ends_with_the_same_wei
     train_module.train(argv)
     ours, theirs = weights(tmp_path), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("number", stop_signal.SIGNALS)
+def test_signal_before_training_ends_at_once_and_saves_nothing(tiny, tmp_path, monkeypatch, number, caplog):
+    monkeypatch.setattr(train_module, "build_model", lambda *_: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as stopped:
+        train_module.train(flags(tiny, tmp_path / "run", 2, **SAVING))
+    assert stopped.value.code == REQUEUE_EXIT_CODE and not (tmp_path / "run").exists()
+    assert f"{signal.Signals(number).name} before the first step: nothing is saved" in caplog.text
+
+
+def test_second_ctrl_c_ends_at_once_and_workers_leave_it_to_their_rank(monkeypatch, capfd):
+    ended: list[int] = []
+    stop = stop_signal.StopSignal()
+    stop.training = True
+    monkeypatch.setattr(stop, "_end", ended.append)
+    stop._receive(signal.SIGINT, None)
+    stop._receive(signal.SIGINT, None)
+    assert not ended and capfd.readouterr().err.count("Ctrl-C again ends at once") == 1
+    stop._since -= 2
+    stop._receive(signal.SIGTERM, None)
+    assert not ended
+    stop._receive(signal.SIGINT, None)
+    assert ended == [signal.SIGINT]
+    stop.process = -1  # as in a forked worker
+    for number in stop_signal.SIGNALS:
+        stop._receive(number, None)
+    assert ended == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_ctrl_c_is_not_taken_over_where_the_shell_ignores_it():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        stop = stop_signal.StopSignal().install()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN != signal.getsignal(signal.SIGUSR1)
+        stop.remove()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c_in_a_terminal_saves_or_ends_and_shows_no_traceback(tiny, tmp_path, twice):
+    argv = flags(tiny, tmp_path / "run", 2, max_steps=100_000, dataloader_num_workers=2)
+    chaos = {"what": "hang" if twice else "none", "step": 2, "ranks": [0], "struck": str(tmp_path / "struck")}
+    paths = f"{ROOT}:{ROOT / 'tests/chaos/inject'}"
+    env = os.environ | {"PYTHONPATH": paths, "CHAOS": json.dumps(chaos), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "llava/train/train_mem.py"), *argv]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
+        limit = time.monotonic() + 120
+        while not (tmp_path / "struck").exists() and process.poll() is None and time.monotonic() < limit:
+            time.sleep(0.2)
+        for pause in (1.5, 0) if twice else (0,):
+            os.killpg(process.pid, signal.SIGINT)  # every process of the terminal's group
+            time.sleep(pause)
+        code = process.wait(timeout=60)
+    text = (tmp_path / "output").read_text()
+    assert code == (-signal.SIGINT if twice else REQUEUE_EXIT_CODE) and "Traceback" not in text, text[-3000:]
+    assert "Ctrl-C: saving after the current step" in text
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == (0 if twice else 1)
 
 
 # --- steps that are not finite ----------------------------------------------------------------------------------------
@@ -472,6 +539,105 @@ def test_rank_without_progress_says_where_it_hangs_and_ends(tmp_path, monkeypatc
     assert ends and ends[0] == failures.HANG_EXIT_CODE
     assert "test_rank_without_progress" in capfd.readouterr().err
     assert "no progress" in sorted((tmp_path / failures.FOLDER).iterdir())[0].read_text()
+
+
+# --- what the user can mend -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch, capsys):
+    """A function that runs the process's entry with flags; its status and its last line."""
+
+    def start(argv):
+        monkeypatch.setattr(sys, "argv", ["train_mem.py", *argv])
+        with pytest.raises(SystemExit) as ended:
+            train_module.main()
+        return ended.value.code, capsys.readouterr().err
+
+    return start
+
+
+def reports(folder: Path) -> dict[str, str]:
+    return {f.suffix: f.read_text() for f in (folder / failures.FOLDER).iterdir()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path, monkeypatch, started, workers):
+    shutil.copytree(tiny / "data", tmp_path / "data")
+    build = train_module.build_model
+
+    def build_and_lose(*args):
+        shutil.rmtree(tmp_path / "data/images")
+        (tmp_path / "data/images").mkdir()
+        return build(*args)
+
+    monkeypatch.setattr(train_module, "build_model", build_and_lose)
+    data = {"data_path": tmp_path / "data/pretrain.json", "image_folder": tmp_path / "data/images"}
+    status, error = started(flags(tiny, tmp_path / "run", 1, dataloader_num_workers=workers, **data))
+    line = error.splitlines()[-1]
+    assert status == 2 and "Traceback" not in error and line.endswith(f"(traceback: {tmp_path / 'run/errors'})")
+    message = re.match(r"error: (record \d+ \(id 'c\d+'\): image .*\.png does not exist; .*record) \(", line)[1]
+    found = reports(tmp_path / "run")
+    assert found[".txt"].splitlines()[1] == f"error: {message}" and len(found[".txt"].splitlines()) == 3
+    assert "Traceback" in found[".traceback"] and found[".traceback"].startswith("rank 0 on ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ({"report_to": "wandb"}, "error: --report_to wandb: its package is not installed"),
+        ({"report_to": "wandbb"}, "error: --report_to wandbb: expected none, all, or some of .*wandb"),
+        ({"version": "nope"}, "error: --version 'nope': no such conversation template"),
+        ({"model_name_or_path": "/nowhere/model"}, "error: --model_name_or_path /nowhere/model: no tokenizer found"),
+        ({"vision_tower": "/nowhere"}, "error: --vision_tower /nowhere: "),
+        ({"data_path": "/nowhere.json"}, "error: --data_path /nowhere.json: no such file"),
+        ({"optim": "adamm"}, "error: --optim adamm: adamm is not a valid OptimizerNames"),
+        ({"lr_scheduler_type": "cosin"}, "error: --lr_scheduler_type cosin: cosin is not a valid SchedulerType"),
+        ({"warmup_ratio": 3}, "error: --warmup_ratio: expected a share"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_names_it(tiny, tmp_path, monkeypatch, started, overrides, line):
+    monkeypatch.setattr(preflight, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    status, error = started(flags(tiny, tmp_path / "run", 2, **overrides))
+    assert status == 2 and "Traceback" not in error and re.match(line, error.splitlines()[-1])
+
+
+def test_a_deepspeed_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="--deepspeed /nowhere.json: no such file"):
+        TrainingArguments(output_dir=str(tmp_path), deepspeed="/nowhere.json")
+
+
+def test_a_bug_shows_its_traceback(tiny, tmp_path, monkeypatch, started):
+    at_step(monkeypatch, 1, lambda *_: int("x"))
+    status, error = started(flags(tiny, tmp_path, 2))
+    assert status == 1 and "Traceback" in error and error.splitlines()[-1].startswith("ValueError: invalid literal")
+    assert "Traceback" in reports(tmp_path)[".txt"] and len(reports(tmp_path)) == 1
+
+
+def test_errors_are_reported_elsewhere_where_the_folder_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(failures.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    (tmp_path / "file").touch()
+    watch = Watchdog(str(tmp_path / "file"), 0)
+    watch.report_exception(KeyError("why"))
+    assert watch.folder == tmp_path and "KeyError" in next(tmp_path.glob("*.txt")).read_text()
+
+
+def load_nothing(state, path):
+    """For a process of a pool: what `load_picture` refuses."""
+    from llava.eval.ask import load_picture
+
+    load_picture(path)
+
+
+def test_only_what_was_foreseen_is_one_line():
+    def caught(do):
+        with pytest.raises(Exception) as raised:
+            do()
+        return failures.refusal(raised.value)
+
+    assert caught(lambda: list(in_processes(load_nothing, None, ["/x.png"]))) == "--image-file /x.png: no such file"
+    assert caught(lambda: Path("/x.json").read_text()) == "[Errno 2] No such file or directory: '/x.json'"
+    assert caught(lambda: json.loads("{")) is None and caught(lambda: {}["x"]) is None
 
 
 def test_every_change_that_can_be_accepted_says_why():

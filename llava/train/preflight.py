@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from llava.conversation import get_template
 from llava.data.images import ImageStore
@@ -38,6 +39,7 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
     if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
         raise ValueError("--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out")
     check_overwriting(model_args, training_args)
+    check_reporting(training_args.report_to)
     check_kernels(training_args)
     if training_args.label_smoothing_factor:
         raise ValueError("--label_smoothing_factor: the loss over supervised rows has no smoothing; leave it out")
@@ -63,6 +65,15 @@ def check_overwriting(model_args: Any, training_args: Any) -> None:
                 f"--overwrite_output_dir True would remove --{flag} {value}, which lies in --output_dir "
                 f"{training_args.output_dir}; take another --output_dir"
             )
+
+
+def check_reporting(names: list[str]) -> None:
+    """The part of `check_flags` about `--report_to`."""
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ValueError(f"--report_to {name}: expected none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}")
+        if name != "flyte" and name not in get_available_reporting_integrations():  # the library never lists that one
+            raise ImportError(f"--report_to {name}: its package is not installed; install it, or pass --report_to none")
 
 
 def check_kernels(training_args: Any) -> None:

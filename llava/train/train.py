@@ -6,6 +6,7 @@ scripts/finetune.sh. `--help` documents every flag.
 
 import logging
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -25,7 +26,7 @@ from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import fit_micro_batches, largest_micro_batch
 from llava.train.compilation import compile_layers
-from llava.train.failures import Watchdog
+from llava.train.failures import Watchdog, of_flag, refusal
 from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.liger import apply_liger
 from llava.train.llava_trainer import LLaVATrainer
@@ -37,7 +38,7 @@ from llava.train.ranks import joined
 from llava.train.resume import run_identity, use_universal_checkpoint
 from llava.train.run_folder import begin_run, choose_start
 from llava.train.run_record import write_run_record
-from llava.train.stop_signal import StopSignal
+from llava.train.stop_signal import StoppedEarly, StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,31 @@ CONFIG_FLAGS = (
 )
 
 
+def main(attn_implementation: str | None = None) -> None:
+    """Trains as the process's flags say; ends it with one line and status 2 where the user can mend what is wrong."""
+    argv = sys.argv[1:]
+    try:
+        parsed = parse_arguments(argv)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {of_flag(error, argv)}", file=sys.stderr)
+        sys.exit(2)
+    watchdog = watchdog_of(parsed[2])
+    try:
+        train_parsed(*parsed, watchdog, attn_implementation)
+    except Exception as error:
+        message = refusal(error)
+        if message is None:
+            traceback.print_exception(type(error), error, error.__traceback__)
+        else:
+            rank = f"rank {watchdog.rank}: " if joined() else ""
+            print(f"{rank}error: {message} (traceback: {watchdog.folder})", file=sys.stderr)
+        sys.stderr.flush()
+        status = 1 if message is None else 2
+        if joined():  # at exit, what other ranks must answer could wait for ever
+            os._exit(status)
+        sys.exit(status)
+
+
 def train(argv: list[str] | None = None, attn_implementation: str | None = None) -> None:
     """Parses the command line, trains, and writes the final folder.
 
@@ -59,27 +85,38 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
         attn_implementation: default for `--attn_implementation`.
     """
     parsed = parse_arguments(sys.argv[1:] if argv is None else argv)
-    model_args, _, training_args = parsed
+    train_parsed(*parsed, watchdog_of(parsed[2]), attn_implementation)
+
+
+def train_parsed(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    watchdog: Watchdog,
+    attn_implementation: str | None = None,
+) -> None:
+    """Trains, leaves a report of what fails, and exits with 85 where a signal ended the run."""
     model_args.attn_implementation = model_args.attn_implementation or attn_implementation
     set_up_logging(training_args)
     stop_signal = StopSignal().install()
-    watchdog = Watchdog(training_args.output_dir, training_args.process_index, training_args.hang_timeout)
     try:
-        run(*parsed, watchdog, stop_signal)
+        run(model_args, data_args, training_args, watchdog, stop_signal)
+    except StoppedEarly:
+        logger.warning("%s before the first step: nothing is saved", signal.Signals(stop_signal.received).name)
     except Exception as error:
         watchdog.report_exception(error)
-        stop_signal.remove()
-        if joined():  # at exit, what other ranks must answer could wait for ever
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
         raise
     finally:
         watchdog.stop()
-    stop_signal.remove()
+        stop_signal.remove()
     leave_process_group()
     if stop_signal.stopped:
         sys.exit(stop_signal.exit_code())
+
+
+def watchdog_of(training_args: TrainingArguments) -> Watchdog:
+    """This process's own."""
+    return Watchdog(training_args.output_dir, training_args.process_index, training_args.hang_timeout)
 
 
 def run(
@@ -164,13 +201,24 @@ def set_up_logging(training_args: TrainingArguments) -> None:
 
 
 def training_tokenizer(model_args: ModelArguments, training_args: TrainingArguments) -> Any:
-    """The language model's tokenizer."""
-    return load_tokenizer(
-        model_args.model_name_or_path,
-        cache_dir=training_args.cache_dir,
-        model_max_length=training_args.model_max_length,
-        padding_side="right",
-    )
+    """The language model's tokenizer.
+
+    Raises:
+        ValueError: there is none; the message names the flag.
+    """
+    path = model_args.model_name_or_path
+    try:
+        return load_tokenizer(
+            path,
+            cache_dir=training_args.cache_dir,
+            model_max_length=training_args.model_max_length,
+            padding_side="right",
+        )
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"--model_name_or_path {path}: no tokenizer found ({reason}); expected a model folder or hub id"
+        ) from error
 
 
 def build_model(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> Any:
@@ -262,4 +310,4 @@ def build_trainer(
 
 
 if __name__ == "__main__":
-    train()
+    main()
