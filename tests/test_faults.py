@@ -429,6 +429,16 @@ def test_ctrl_c_is_not_taken_over_where_the_shell_ignores_it():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_the_demo_keeps_its_newest_checkpoint(stage):
+    env = os.environ | {"PRESET": "demo", "DRY_RUN": "1", "NUM_GPUS": "0"}
+    command = ["bash", str(ROOT / f"scripts/{stage}.sh")]
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()
+    values = {flag: shown[shown.index(flag) + 1] for flag in ("--save_strategy", "--save_steps", "--save_total_limit")}
+    assert values == {"--save_strategy": "steps", "--save_steps": "40", "--save_total_limit": "1"}
+    assert int(shown[shown.index("--max_steps") + 1]) == 80
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("twice", [False, True])
 def test_ctrl_c_in_a_terminal_saves_or_ends_and_shows_no_traceback(tiny, tmp_path, twice):
