@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from llava.data.parallel import in_processes
 from llava.data.records import load_records
-from llava.train import failures, preflight, stop_signal, trial
+from llava.train import failures, preflight, run_folder, stop_signal, trial
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
 from llava.train.checkpoint import MANIFEST, STAGING, SaveError, checkpoint_faults, find_checkpoint
@@ -294,6 +294,27 @@ def test_kill_behind_the_last_checkpoint_costs_the_final_save_alone(tiny, copy, 
     assert (copy / LOG_FILE).read_text() == log
     assert sorted(f.name for f in copy.iterdir()) == sorted(f.name for f in whole.iterdir())
     assert json.loads((copy / MANIFEST).read_text())["step"] == 4
+
+
+@pytest.mark.parametrize("kind", ["stage 1", "LoRA"])
+def test_the_repeated_final_save_has_the_same_tensors_in_other_kinds_of_runs(tiny, tmp_path, monkeypatch, kind):
+    stage, options = FINISHED[kind]
+    argv = flags(tiny, tmp_path / "run", stage, **options)
+    train_module.train(argv)
+    files = {f.name: saved_tensors(f) for pattern in run_folder.MODEL for f in (tmp_path / "run").glob(pattern)}
+    for name in [*files, MANIFEST]:
+        (tmp_path / "run" / name).unlink()
+    monkeypatch.setattr(LLaVATrainer, "training_step", lambda *_, **__: pytest.fail("a step was trained"))
+    train_module.train(argv)
+    for name, tensors in files.items():
+        again = saved_tensors(tmp_path / "run" / name)
+        assert again.keys() == tensors.keys() and all(torch.equal(again[k], tensors[k]) for k in tensors)
+
+
+def saved_tensors(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".json" or file.name == "training_args.bin":
+        return {}
+    return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
 
 
 def test_more_steps_extend_a_finished_run_when_they_are_accepted(tiny, tmp_path, whole, caplog):

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 ANEW = ("False", "false", False)  # values of --resume_from_checkpoint
 _LENGTH = {"max_steps", "num_train_epochs"}  # settings that make a finished run unfinished
-_MODEL = ("*.safetensors", "*.safetensors.index.json", "*.bin", "adapter_config.json")
+MODEL = ("*.safetensors", "*.safetensors.index.json", "*.bin", "adapter_config.json")
 
 
 class Start(NamedTuple):
@@ -115,7 +115,7 @@ def earlier_run(folder: Path) -> str:
 
 
 def _model_files(folder: Path) -> list[Path]:
-    return [f for pattern in _MODEL for f in folder.glob(pattern) if f.name != "training_args.bin"]
+    return [f for pattern in MODEL for f in folder.glob(pattern) if f.name != "training_args.bin"]
 
 
 def _check_earlier(
