@@ -217,6 +217,7 @@ def trained(work: Path, ranks: int) -> float:
         "per_device_train_batch_size": 8 // ranks, "gradient_accumulation_steps": 1, "max_steps": 10,
         "model_max_length": 512, "logging_steps": 1, "telemetry_steps": 0, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True, "output_dir": output, "deepspeed": ROOT / "deepspeed_configs/zero2.json",
+        "overwrite_output_dir": True,
     }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
     command += [ROOT / "llava/train/train_mem.py", *(text for flag in flags.items() for text in flag)]
@@ -226,7 +227,6 @@ def trained(work: Path, ranks: int) -> float:
     if done.returncode:
         sys.exit(f"error: training on {ranks} ranks failed:\n{(done.stdout + done.stderr)[-4000:]}")
     steps = [json.loads(line) for line in (output / "train_log.jsonl").read_text().splitlines()]
-    (output / "train_log.jsonl").unlink()
     return statistics.median(step["samples_per_second"] for step in steps[2:] if "samples_per_second" in step)
 
 

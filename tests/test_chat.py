@@ -5,6 +5,7 @@ import functools
 import http.server
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -246,9 +247,85 @@ def test_the_image_token_is_not_taken_from_the_keyboard(talk):
     assert result.status == 0 and "ask without <image>" in result.printed and "ASSISTANT" not in result.printed
 
 
-def test_a_conversation_longer_than_the_model_is_refused(talk):
-    result = talk(f"{'long ' * 120}\n")
-    assert result.status == 2 and "more than the 512 of" in result.error and "start a new one" in result.error
+def test_a_conversation_longer_than_the_model_is_refused_and_the_chat_goes_on(talk):
+    result = talk(f"{'long ' * 120}\n{LINE}\n")
+    assert "error: the conversation has" in result.error and "more than the 512 of" in result.error
+    assert result.status == 0 and "(/reset)" in result.error and result.printed.count("ASSISTANT: ") == 1
+
+
+def shown_prompts(printed):
+    return [ast.literal_eval(line)["prompt"] for line in printed.splitlines() if line.startswith("{'prompt'")]
+
+
+def test_commands_change_the_picture_forget_and_quit(talk, images, monkeypatch):
+    pictures = []
+    asked = Assistant.answer
+    monkeypatch.setattr(
+        Assistant, "answer", lambda self, turns, seen, **kw: pictures.append(seen[0]) or asked(self, turns, seen, **kw)
+    )
+    lines = [LINE, "/image /nowhere.png", "Really?", f"/image {images / 'blue.png'}", LINE, "/reset", LINE, "/quit"]
+    result = talk("\n".join([*lines, "not read"]), "--debug")
+    assert result.status == 0 and result.printed.endswith("USER: exit...\n")
+    assert "error: /image /nowhere.png: no such file; the picture stays" in result.error
+    assert [picture.getpixel((0, 0)) for picture in pictures] == [COLOURS[c] for c in ("red", "red", "blue", "blue")]
+    first, second, other, again = shown_prompts(result.printed)
+    assert first in second and first == other == again
+
+
+def test_the_first_line_and_help_say_every_command_and_an_unknown_one_is_named(talk):
+    result = talk("/help\n/bye\n")
+    first, again, unknown = [line for line in result.error.splitlines() if "/image PATH" in line]
+    for line in (first, again, unknown):
+        assert all(command in line for command in ("/image", "/reset", "/quit", "/help"))
+    assert "Ctrl-C ends an answer" in first and unknown.startswith("error: no command /bye;")
+    assert result.printed == "USER: USER: USER: exit...\n"
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_ctrl_c_ends_the_answer_and_not_the_chat(talk, monkeypatch, after):
+    put, tokens = cli.AnswerStreamer.put, []
+
+    def pressed(self, value):
+        tokens.append(value)
+        if len(tokens) == after + 1:  # the first is the prompt
+            os.kill(os.getpid(), signal.SIGINT)
+        put(self, value)
+
+    monkeypatch.setattr(cli.AnswerStreamer, "put", pressed)
+    monkeypatch.setattr(cli.AnswerStreamer, "on_finalized_text", shown_at_once)
+    result = talk(f"{LINE}\n{LINE}\n", "--debug")
+    assert result.status == 0 and result.printed.count("ASSISTANT: ") == 2 and "Traceback" not in result.error
+    *kept, last = shown_prompts(result.printed)
+    if after:
+        assert "the answer ends here" in result.error and len(kept) == 1 and kept[0] in last and kept[0] != last
+    else:
+        assert "the question is forgotten" in result.error and not kept and last.count(LINE) == 1
+
+
+def shown_at_once(self, text, stream_end=False):
+    self.shown += text or "x"
+    print(end="\n" if stream_end else "")
+
+
+def test_ctrl_c_at_the_prompt_says_how_to_quit_and_quits_on_the_second(talk, monkeypatch):
+    typed = iter([KeyboardInterrupt, LINE, KeyboardInterrupt, KeyboardInterrupt])
+
+    def keyboard(prompt):
+        key = next(typed)
+        if key is KeyboardInterrupt:
+            raise key
+        return key
+
+    monkeypatch.setattr("builtins.input", keyboard)
+    result = talk("")
+    assert result.status == 0 and result.error.count("Ctrl-C again or /quit ends the chat") == 2
+    assert result.printed.count("ASSISTANT: ") == 1 and result.printed.endswith("exit...\n")
+
+
+def test_ctrl_c_while_the_model_is_loaded_is_one_word(talk, monkeypatch):
+    monkeypatch.setattr(cli, "load_assistant", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    result = talk("")
+    assert (result.status, result.error) == (130, "interrupted\n")
 
 
 def test_a_stage_1_checkpoint_cannot_chat(talk, captioner):

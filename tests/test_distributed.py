@@ -74,6 +74,21 @@ def test_five_steps_equal_one_process(tiny, tmp_path, one_process, config):
     assert after == pytest.approx(before, rel=1e-4)
 
 
+def test_ranks_agree_that_a_run_is_finished_and_that_another_is_refused(tiny, tmp_path):
+    folder = tmp_path / "run"
+    launch(flags(tiny, folder, 2, max_steps=1), zero_1(), tmp_path)
+    before = {f: f.stat().st_mtime_ns for f in folder.rglob("*")}
+    output = launch(flags(tiny, folder, 2, max_steps=1), zero_1(), tmp_path)
+    assert output.count("this run is finished, after 1 steps; nothing is written") == 1
+    assert {f: f.stat().st_mtime_ns for f in folder.rglob("*")} == before
+    with pytest.raises(AssertionError) as refused:
+        launch(flags(tiny, folder, 2, max_steps=1, learning_rate=0.5), zero_1(), tmp_path)
+    for rank in (0, 1):
+        assert f"rank {rank}: error: {folder} was written by a run with other settings" in str(refused.value)
+    assert "learning_rate: there 0.001, now 0.5" in str(refused.value)
+    assert {f: f.stat().st_mtime_ns for f in before if f != folder} == {f: t for f, t in before.items() if f != folder}
+
+
 @pytest.mark.parametrize("use_reentrant", ["true", "false"])
 def test_one_recomputed_layer_under_zero_3_equals_one_process(tiny, tmp_path, one_process, use_reentrant):
     options = {

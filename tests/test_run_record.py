@@ -44,7 +44,7 @@ def test_a_resumed_run_adds_a_start_and_a_new_one_replaces_them(tiny, runs, tmp_
     train(flags(tiny, runs / "norm", 1, **more))
     starts = read_starts(runs / "norm" / RUN_FILE)
     assert [start["configuration"]["training"]["max_steps"] for start in starts] == [2, 3]
-    train(flags(tiny, runs / "norm", 1, max_steps=1, resume_from_checkpoint="False"))
+    train(flags(tiny, runs / "norm", 1, max_steps=1, overwrite_output_dir=True))
     assert len(read_starts(runs / "norm" / RUN_FILE)) == 1
 
 

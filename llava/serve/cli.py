@@ -1,6 +1,7 @@
 """A conversation about a picture in the terminal: `python -m llava.serve.cli --model-path CKPT --image-file FILE`.
 
-Answers appear word by word and earlier turns are remembered. An empty line or Ctrl-D ends it.
+Answers appear word by word and earlier turns are remembered. Ctrl-C ends an answer; `/quit`, an empty line or Ctrl-D
+ends the chat; `/help` lists the commands.
 """
 
 import argparse
@@ -13,10 +14,16 @@ from llava.commands import Parser, exit_status
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.eval.ask import Assistant, add_model_arguments, is_captioner, load_assistant, load_picture
 
+COMMANDS = "/image PATH another picture, /reset forget the conversation, /quit end, /help this line"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    return exit_status(run, parser().parse_args(argv))
+    try:
+        return exit_status(run, parser().parse_args(argv))
+    except KeyboardInterrupt:  # while the model is loaded
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,35 +73,93 @@ def load_chat_assistant(args: argparse.Namespace) -> Assistant:
 
 
 def chat(assistant: Assistant, picture: Image.Image, args: argparse.Namespace) -> None:
-    """Asks, answers and remembers until the input ends."""
-    sampling = {"temperature": args.temperature} if args.temperature > 0 else {}
+    """Asks, answers and remembers until the input ends; what is refused is said, and the chat goes on."""
+    say(f"{COMMANDS}; Ctrl-C ends an answer")
     turns: list[dict[str, str]] = []
     while question := read_question():
-        first = not turns
-        turns.append({"from": "human", "value": f"{DEFAULT_IMAGE_TOKEN}\n{question}" if first else question})
-        print("ASSISTANT: ", end="", flush=True)
-        (answer,) = assistant.answer(
-            [turns],
+        command, _, argument = question.partition(" ")
+        if command == "/quit":
+            break
+        if command == "/image":
+            new = open_picture(argument.strip())
+            picture, turns = (picture, turns) if new is None else (new, [])
+        elif command == "/reset":
+            turns = []
+            say("the conversation starts anew, about the same picture")
+        elif command.startswith("/"):
+            say(COMMANDS if command == "/help" else f"error: no command {command}; {COMMANDS}")
+        else:
+            turns = answer(assistant, picture, turns, question, args)
+    print("exit...")
+
+
+def say(text: str) -> None:
+    """What is no part of the conversation goes to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def open_picture(path: str) -> Image.Image | None:
+    """The picture that `/image` names, or None, and why, where there is none."""
+    try:
+        picture = load_picture(path)
+    except ValueError as error:
+        say(f"error: /image {str(error).removeprefix('--image-file ')}; the picture stays")
+        return None
+    say(f"{path}: {picture.width} x {picture.height} pixels; the conversation starts anew")
+    return picture
+
+
+def answer(
+    assistant: Assistant, picture: Image.Image, turns: list[dict[str, str]], question: str, args: argparse.Namespace
+) -> list[dict[str, str]]:
+    """Prints the answer; the turns with question and answer, or as they were where none could be given."""
+    sampling = {"temperature": args.temperature} if args.temperature > 0 else {}
+    asked = [*turns, {"from": "human", "value": question if turns else f"{DEFAULT_IMAGE_TOKEN}\n{question}"}]
+    streamer = AnswerStreamer(assistant)
+    try:
+        assistant.prompt_ids(asked)
+    except ValueError as error:
+        say(f"error: {error} (/reset)")
+        return turns
+    print("ASSISTANT: ", end="", flush=True)
+    try:
+        (text,) = assistant.answer(
+            [asked],
             [picture],
             do_sample=args.temperature > 0,
             max_new_tokens=args.max_new_tokens,
-            streamer=AnswerStreamer(assistant),
+            streamer=streamer,
             **sampling,
         )
-        if args.debug:
-            print({"prompt": assistant.prompt_text(turns), "outputs": answer})
-        turns.append({"from": "gpt", "value": answer})
+    except KeyboardInterrupt:
+        print(flush=True)
+        text = streamer.shown.strip()
+        say("the answer ends here" if text else "no answer; the question is forgotten")
+        if not text:
+            return turns
+    if args.debug:
+        print({"prompt": assistant.prompt_text(asked), "outputs": text})
+    return [*asked, {"from": "gpt", "value": text}]
 
 
 def read_question() -> str:
-    """The user's next line without `<image>`, which stands for the one picture; empty at the end of the input."""
+    """The user's next line without `<image>`, which stands for the one picture; empty at the end of the input.
+
+    Ctrl-C says how to quit; a second one right after it quits.
+    """
+    interrupted = False
     while True:
         try:
             question = input("USER: ").strip()
         except EOFError:
-            question = ""
-        if not question:
-            print("exit...")
+            return ""
+        except KeyboardInterrupt:
+            print(flush=True)
+            if interrupted:
+                return ""
+            interrupted = True
+            say("Ctrl-C again or /quit ends the chat")
+            continue
         if DEFAULT_IMAGE_TOKEN not in question:
             return question
         print(f"The picture is already there; please ask without {DEFAULT_IMAGE_TOKEN}.")
@@ -106,10 +171,13 @@ class AnswerStreamer(TextStreamer):
     def __init__(self, assistant: Assistant):
         super().__init__(assistant.tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.end_of_answer = assistant.end
+        self.shown = ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         # Text comes up to the last space, and no template's end has one inside: it never comes in two pieces.
-        super().on_finalized_text(text.split(self.end_of_answer)[0], stream_end)
+        text = text.split(self.end_of_answer)[0]
+        self.shown += text
+        super().on_finalized_text(text, stream_end)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Every flag of `llava/train/train.py`; names and meanings are LLaVA's where LLaVA has the flag."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -265,6 +266,14 @@ class TrainingArguments(transformers.TrainingArguments):
     trial_save: bool = field(
         default=True, metadata={"help": "Write the final folder and read it back once before the first step."}
     )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={
+            "help": "Start anew where --output_dir holds a finished run or one with other settings, and remove what "
+            "that run wrote. An unfinished run with these settings is continued all the same, unless "
+            "--resume_from_checkpoint is False."
+        },
+    )
     resume_allow_changes: str = field(
         default="",
         metadata={
@@ -314,6 +323,8 @@ class TrainingArguments(transformers.TrainingArguments):
             self.warmup_steps = self.warmup_ratio
         if not torch.accelerator.is_available() and not self.deepspeed:
             self.use_cpu = True
+        if str(self.deepspeed).endswith(".json") and not Path(self.deepspeed).is_file():
+            raise ValueError(f"--deepspeed {self.deepspeed}: no such file; the recipes' are in deepspeed_configs/")
         if self.remove_unused_columns:
             raise ValueError("--remove_unused_columns must be False: it would drop the images")
         self.activation_checkpointing = checkpointing_choice(self.activation_checkpointing, self.gradient_checkpointing)

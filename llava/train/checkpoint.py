@@ -4,7 +4,8 @@ Final folder of both stages: the whole model, tokenizer, image processor; stage 
 `checkpoint-N` of stage 1: `mm_projector.bin` and `config.json` beside the optimizer's state; nothing else changes.
 
 Both are written below `.saving` in the output folder. A checkpoint gets its name when every rank's files are on disk
-and stand in `manifest.json` with size and SHA-256; one that does not match its manifest is never loaded.
+and stand in `manifest.json` with size and SHA-256; one that does not match its manifest is never loaded. The final
+folder's `manifest.json` comes last of all and says that the run is finished, and after how many steps.
 """
 
 import contextlib
@@ -110,12 +111,23 @@ def commit(staged: Path, target: Path, rank: int = 0, world_size: int = 1) -> No
     barrier()
 
 
-def move_files(staged: Path, target: Path) -> None:
-    """Moves finished files of the final folder to their place, one atomic step each."""
-    for file in sorted(staged.iterdir()):
-        _sync(file)
+def commit_final(staged: Path, target: Path, step: int) -> None:
+    """Moves the final folder's files to their place, one atomic step each, and behind them the manifest."""
+    files = sorted(staged.iterdir())
+    with ThreadPoolExecutor(4) as pool:
+        entries = {file.name: entry for file, entry in zip(files, pool.map(_measure, files), strict=True)}
+    for file in files:
         os.replace(file, target / file.name)
+    replace_file(target / MANIFEST, json.dumps({"files": entries, "step": step}, indent=1, sort_keys=True))
     staged.rmdir()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file so that its old content stays until the new one is complete, and on the disk itself."""
+    partial = path.with_name(path.name + ".tmp")
+    _write_synced(partial, text)
+    os.replace(partial, path)
+    _sync(path.parent)
 
 
 def clear_staging(output_dir: str, is_main_process: bool) -> None:
@@ -224,6 +236,14 @@ def _file_fault(file: Path, expected: dict[str, Any]) -> str | None:
     if (size := file.stat().st_size) != expected["size"]:
         return f"{size} bytes, {expected['size']} were written"
     return None if file_hash(file) == expected["sha256"] else "its content is not what was written (SHA-256 differs)"
+
+
+def finished_step(output_dir: Path) -> int | None:
+    """The step after which the run in the folder was finished, or None."""
+    try:
+        return json.loads((output_dir / MANIFEST).read_text())["step"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _step(folder: Path) -> int:

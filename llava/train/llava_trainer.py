@@ -1,5 +1,6 @@
 """The Hugging Face Trainer with LLaVA's optimizer groups, sampler, telemetry and checkpoint layout."""
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from llava.train.batches import balanced_dataloader, global_batch_size, sample_o
 from llava.train.checkpoint import (
     STAGING,
     commit,
-    move_files,
+    commit_final,
     named_save_errors,
     save_adapter,
     trains_adapter_only,
@@ -29,6 +30,8 @@ from llava.train.resume import ResumeError, moved_step, write_identity
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput, measures_step
 from llava.train.trial import check_disk, try_save
+
+logger = logging.getLogger(__name__)
 
 
 class LLaVATrainer(Trainer):
@@ -127,6 +130,8 @@ class LLaVATrainer(Trainer):
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.state.global_step == self._initial_global_step:  # nothing was trained: no loss, no rates
+            return
         if "loss" in logs:
             if self.guard.total:
                 logs["nonfinite_steps"] = self.guard.total
@@ -152,6 +157,9 @@ class LLaVATrainer(Trainer):
         if self.resumed is None:
             return position
         self.state.global_step = moved_step(self.state.global_step, self.resumed, global_batch_size(self.args))
+        if self.state.global_step >= max_steps:  # the library would train one more step before it looks
+            logger.info("all %d steps are done; only the final folder is written", max_steps)
+            return num_train_epochs, 0
         epochs, steps = divmod(self.state.global_step, num_update_steps_per_epoch)
         return epochs, steps * self.args.gradient_accumulation_steps
 
@@ -202,7 +210,7 @@ class LLaVATrainer(Trainer):
         with named_save_errors(target):
             self.save_model(str(staged))
             if self.args.should_save:
-                move_files(staged, target)
+                commit_final(staged, target, self.state.global_step)
                 staged.parent.rmdir()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

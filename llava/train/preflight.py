@@ -3,11 +3,14 @@
 import logging
 import shlex
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from llava.conversation import get_template
 from llava.data.checks import starts_from
@@ -38,6 +41,8 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
             raise ValueError(f"--{flag} must be False: no published recipe of today adds these tokens")
     if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
         raise ValueError("--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out")
+    check_overwriting(model_args, training_args)
+    check_reporting(training_args.report_to)
     check_kernels(training_args)
     for flag in ("length_group_window", "max_tokens_per_micro_batch"):
         value = getattr(training_args, flag)
@@ -49,6 +54,27 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
         raise ValueError("--length_group_window has no effect without --group_by_modality_length True")
     if training_args.model_max_length < 1:
         raise ValueError(f"--model_max_length: expected a positive number, found {training_args.model_max_length}")
+
+
+def check_overwriting(model_args: Any, training_args: Any) -> None:
+    """The part of `check_flags` about `--overwrite_output_dir`: it must not remove what the run starts from."""
+    folder = Path(training_args.output_dir).resolve()
+    for flag in ("model_name_or_path", "vision_tower", "pretrain_mm_mlp_adapter"):
+        value = getattr(model_args, flag)
+        if training_args.overwrite_output_dir and value and Path(value).resolve().is_relative_to(folder):
+            raise ValueError(
+                f"--overwrite_output_dir True would remove --{flag} {value}, which lies in --output_dir "
+                f"{training_args.output_dir}; take another --output_dir"
+            )
+
+
+def check_reporting(names: list[str]) -> None:
+    """The part of `check_flags` about `--report_to`."""
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ValueError(f"--report_to {name}: expected none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}")
+        if name != "flyte" and name not in get_available_reporting_integrations():  # the library never lists that one
+            raise ImportError(f"--report_to {name}: its package is not installed; install it, or pass --report_to none")
 
 
 def check_kernels(training_args: Any) -> None:
@@ -71,8 +97,8 @@ def image_store(data_args: Any) -> ImageStore:
     return ImageStore(data_args.image_folder, data_args.data_cache_dir, data_args.follow_image_links)
 
 
-def checked_records(model_args: Any, data_args: Any, training_args: Any) -> RecordTable:
-    """The records that can be used, the same on every rank; what is left out is written to `quarantine.jsonl`.
+def checked_records(model_args: Any, data_args: Any, training_args: Any) -> tuple[RecordTable, Callable[[Path], None]]:
+    """The records that can be used, the same on every rank, and a function that writes those left out to a file.
 
     Raises:
         ValueError: records have faults and are not to be skipped, or ranks read different data.
@@ -91,9 +117,7 @@ def checked_records(model_args: Any, data_args: Any, training_args: Any) -> Reco
         logger.info("%d records: %s (%s)", found["count"], WARNINGS[kind], path)
     if manifest.unread:
         logger.info("fields that are not read, and in how many records: %s", unread_fields(manifest))
-    if records.left_out and is_first:
-        write_quarantine(table, manifest, Path(training_args.output_dir, QUARANTINE))
-    return records
+    return records, partial(write_quarantine, table, manifest)
 
 
 def report_left_out(records: RecordTable, output_dir: str) -> None:

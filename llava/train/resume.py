@@ -1,7 +1,8 @@
 """Whether a checkpoint continues this very run: what decides its numbers is compared, and differences are refused.
 
-A checkpoint holds `resume.json`: flags, data, template, tokenizer, ranks and samples per step. Some differences are
-sound, since they change rounding at most or the library carries them over; `--resume_allow_changes` accepts those.
+A checkpoint and the output folder hold `resume.json`: flags, data, template, tokenizer, ranks and samples per step.
+Some differences are sound, since they change rounding at most or the library carries them over;
+`--resume_allow_changes` accepts those.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llava.conversation import get_template
+from llava.train.checkpoint import replace_file
 from llava.train.ranks import barrier
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ _IRRELEVANT = frozenset({
     "ignore_data_skip", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint", "ddp_backend",
     "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "debug", "use_cpu", "on_bad_record",
     "recheck_data",
+    "overwrite_output_dir",
 })
 # fmt: on
 # Differences that a run can be continued with, and why.
@@ -59,7 +62,7 @@ ALLOWED = {
 
 
 class ResumeError(ValueError):
-    """The checkpoint belongs to a run with other settings."""
+    """The checkpoint or the output folder belongs to another run."""
 
 
 def run_identity(model_args: Any, data_args: Any, training_args: Any, records: Any, tokenizer: Any) -> dict[str, Any]:
@@ -99,25 +102,21 @@ def _digest(text: str) -> str:
 
 
 def write_identity(folder: Path, settings: dict[str, Any], step_size: int, num_samples: int) -> None:
-    """Writes `resume.json` of a checkpoint.
+    """Writes `resume.json` of a checkpoint or of the output folder.
 
     Args:
         step_size: samples of an optimizer step over all ranks.
         num_samples: of an epoch.
     """
     content = {"settings": settings, "step_size": step_size, "num_samples": num_samples}
-    (folder / IDENTITY).write_text(json.dumps(content, indent=1, sort_keys=True))
+    replace_file(folder / IDENTITY, json.dumps(content, indent=1, sort_keys=True))
 
 
-def check_identity(folder: Path, settings: dict[str, Any], allowed: str, step_size: int) -> dict[str, Any]:
-    """Compares a checkpoint's run with this one; returns the content of `resume.json`.
-
-    Args:
-        allowed: `--resume_allow_changes`, names separated by commas.
-        step_size: samples of an optimizer step of this run.
+def accepted_changes(allowed: str) -> set[str]:
+    """The names in `--resume_allow_changes`, separated by commas.
 
     Raises:
-        ResumeError: settings differ and are not allowed to; all differences are listed with both sides.
+        ResumeError: one of them can never be accepted.
     """
     accepted = {name.strip() for name in allowed.split(",") if name.strip()}
     if unknown := accepted - ALLOWED.keys():
@@ -125,18 +124,31 @@ def check_identity(folder: Path, settings: dict[str, Any], allowed: str, step_si
             f"--resume_allow_changes: {', '.join(sorted(unknown))} cannot change within a run; "
             f"what can: {', '.join(sorted(ALLOWED))}"
         )
+    return accepted
+
+
+def check_identity(folder: Path, settings: dict[str, Any], accepted: set[str], step_size: int) -> dict[str, Any]:
+    """Compares the run of a checkpoint or output folder with this one; returns the content of `resume.json`.
+
+    Args:
+        accepted: settings that may differ.
+        step_size: samples of an optimizer step of this run.
+
+    Raises:
+        ResumeError: other settings differ; all differences are listed with both sides.
+    """
     saved = json.loads((folder / IDENTITY).read_text())
-    before = saved["settings"]
-    different = sorted(k for k in before.keys() | settings.keys() if before.get(k) != settings.get(k))
-    lines = [f"  {k}: checkpoint {before.get(k)!r}, now {settings.get(k)!r}" for k in different]
+    different = differences(saved, settings)
     if refused := [k for k in different if k not in accepted]:
+        side = "checkpoint" if folder.name.startswith("checkpoint-") else "there"
+        lines = [f"  {k}: {side} {before!r}, now {now!r}" for k, (before, now) in different.items()]
         hint = (
             f"accept with --resume_allow_changes {','.join(different)}, or " if set(different) <= ALLOWED.keys() else ""
         )
         raise ResumeError(
             f"{folder} was written by a run with other settings:\n" + "\n".join(lines) + "\n"
-            f"{', '.join(refused)} would change the run in its middle: {hint}set them back, or start anew in another "
-            "--output_dir or with --resume_from_checkpoint False"
+            f"{', '.join(refused)} would make it another run: {hint}set them back, take another "
+            "--output_dir, or replace that run by --overwrite_output_dir True"
         )
     if step_size != saved["step_size"] and settings.get("group_by_modality_length"):
         raise ResumeError(
@@ -144,9 +156,14 @@ def check_identity(folder: Path, settings: dict[str, Any], allowed: str, step_si
             "--group_by_modality_length True that is another order of the data. Keep the global batch "
             "(--gradient_accumulation_steps)"
         )
-    for line in lines:
-        logger.warning("accepted change:%s", line.removeprefix(" "))
     return saved
+
+
+def differences(saved: dict[str, Any], settings: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings in which a `resume.json` differs from this run's, with both sides."""
+    before = saved["settings"]
+    pairs = {k: (before.get(k), settings.get(k)) for k in sorted(before.keys() | settings.keys())}
+    return {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def moved_step(step: int, saved: dict[str, Any], step_size: int) -> int:

@@ -26,11 +26,12 @@ from llava.model.multimodal_projector.norm import projector_norm
 from llava.model.zero3 import gathered
 from llava.provenance import RUN_FILE, RUN_FORMAT, code_digest, git_commit, read_starts, version_of
 from llava.train.batches import sample_order
+from llava.train.checkpoint import replace_file
 from llava.train.optim import part_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft", "numpy", "pillow", "liger-kernel")
 # Flags that say where a run writes and what it continues, not what it computes.
-PLACES = {"output_dir", "run_name", "resume_from_checkpoint", "local_rank", "hub_token"}
+PLACES = {"output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "local_rank", "hub_token"}
 
 
 def write_run_record(trainer: Any, model_args: Any, data_args: Any, training_args: Any, resumed: bool) -> None:
@@ -52,9 +53,7 @@ def write_run_record(trainer: Any, model_args: Any, data_args: Any, training_arg
         starts = read_starts(path) if resumed and path.exists() else []
         starts.append({"configuration": configuration, "provenance": provenance()})
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".tmp")
-        partial.write_text(json.dumps({"format": RUN_FORMAT, "starts": starts}, indent=1, default=str) + "\n")
-        os.replace(partial, path)
+        replace_file(path, json.dumps({"format": RUN_FORMAT, "starts": starts}, indent=1, default=str) + "\n")
 
 
 def provenance() -> dict[str, str]:

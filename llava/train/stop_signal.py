@@ -1,12 +1,14 @@
-"""SIGTERM and SIGUSR1 end a run after the current step, with a checkpoint, and ask for the job to be started again.
+"""SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step, with a checkpoint; the same command then goes on.
 
 A signal to one rank is enough. At the end of every step the ranks start to sum their flags over gloo and read the sum
-one step later, when it has long arrived: all stop at the same step, and none waits for it.
+one step later, when it has long arrived: all stop at the same step, and none waits for it. A process that is alone ends
+at once where nothing is trained yet. A second Ctrl-C ends at once, whatever is lost.
 """
 
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,14 @@ from llava.train.ranks import joined
 logger = logging.getLogger(__name__)
 
 REQUEUE_EXIT_CODE = 85  # neither a shell's own code nor one that a signal gives
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# A terminal's Ctrl-C reaches every process, and launchers pass it on: within so many seconds it is the same one.
+_SAME_SECONDS = 1.0
 RUN_DIR = "LLAVA_RUN_DIR"  # set by scripts/launch.sh: where this node's ranks leave their process ids and the request
+
+
+class StoppedEarly(BaseException):
+    """A signal came before the first step, where nothing is to be saved."""
 
 
 class StopSignal(TrainerCallback):
@@ -28,7 +36,8 @@ class StopSignal(TrainerCallback):
 
     def __init__(self):
         self.received: int | None = None
-        self.stopped = False
+        self.stopped = self.training = False
+        self._since = 0.0
         self.process = os.getpid()
         folder = os.environ.get(RUN_DIR)
         self._pid_file = Path(folder, f"{os.environ.get('RANK', 0)}.pid") if folder else None
@@ -38,7 +47,9 @@ class StopSignal(TrainerCallback):
 
     def install(self) -> "StopSignal":
         """Takes the signals over, and tells the launching script which process to send them to."""
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        for number in SIGNALS:
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as a shell's `&` leaves it
+                self._before[number] = signal.signal(number, self._receive)
         if self._pid_file:
             self._pid_file.write_text(str(self.process))
         return self
@@ -51,13 +62,28 @@ class StopSignal(TrainerCallback):
             self._pid_file.unlink(missing_ok=True)
 
     def _receive(self, number: int, frame: Any) -> None:
-        if os.getpid() == self.process:
-            self.received = number
-        elif number == signal.SIGTERM:  # a forked worker, whose parent ends it so; SIGUSR1 is not meant for it
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        if os.getpid() != self.process:
+            if number == signal.SIGTERM:  # a forked worker, whose parent ends it so; the others are not meant for it
+                self._end(number)
+            return
+        now = time.monotonic()
+        if number == signal.SIGINT and self.received is not None and now - self._since > _SAME_SECONDS:
+            self._end(number)
+        if self.received is None:
+            self.received, self._since = number, now
+            if not self.training and not joined():
+                self.stopped = True
+                raise StoppedEarly
+            if number == signal.SIGINT and int(os.environ.get("RANK", 0)) == 0:  # no buffered output in a handler
+                os.write(2, b"\nCtrl-C: saving after the current step and stopping; Ctrl-C again ends at once\n")
+
+    @staticmethod
+    def _end(number: int) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.training = True
         if joined():
             self._group = dist.new_group(backend="gloo")
 

@@ -6,6 +6,7 @@ scripts/finetune.sh. `--help` documents every flag.
 
 import logging
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -24,11 +25,10 @@ from llava.model.builder import load_language_model, read_config
 from llava.model.lora import has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.batches import fit_micro_batches, global_batch_size, largest_micro_batch
-from llava.train.checkpoint import clear_staging, find_checkpoint
+from llava.train.batches import fit_micro_batches, largest_micro_batch
 from llava.train.closing import closing_lines
 from llava.train.compilation import compile_layers
-from llava.train.failures import Watchdog, clear_reports
+from llava.train.failures import Watchdog, of_flag, refusal
 from llava.train.first_tokens import fit_norm_to_first_images
 from llava.train.flags import parse_flags
 from llava.train.launch_check import check_launch, spans_nodes
@@ -37,11 +37,12 @@ from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
 from llava.train.memory import set_up_checkpointing
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
-from llava.train.preflight import check_flags, checked_records, image_store, report_left_out
+from llava.train.preflight import QUARANTINE, check_flags, checked_records, image_store, report_left_out
 from llava.train.ranks import joined
-from llava.train.resume import check_identity, run_identity, use_universal_checkpoint
+from llava.train.resume import run_identity, use_universal_checkpoint
+from llava.train.run_folder import begin_run, choose_start
 from llava.train.run_record import write_run_record
-from llava.train.stop_signal import StopSignal
+from llava.train.stop_signal import StoppedEarly, StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,31 @@ CONFIG_FLAGS = (
 )
 
 
+def main(attn_implementation: str | None = None) -> None:
+    """Trains as the process's flags say; ends it with one line and status 2 where the user can mend what is wrong."""
+    argv = sys.argv[1:]
+    try:
+        parsed = parse_arguments(argv)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {of_flag(error, argv)}", file=sys.stderr)
+        sys.exit(2)
+    watchdog = watchdog_of(parsed[2])
+    try:
+        train_parsed(*parsed, watchdog, attn_implementation)
+    except Exception as error:
+        message = refusal(error)
+        if message is None:
+            traceback.print_exception(type(error), error, error.__traceback__)
+        else:
+            rank = f"rank {watchdog.rank}: " if joined() else ""
+            print(f"{rank}error: {message} (traceback: {watchdog.folder})", file=sys.stderr)
+        sys.stderr.flush()
+        status = 1 if message is None else 2
+        if joined():  # at exit, what other ranks must answer could wait for ever
+            os._exit(status)
+        sys.exit(status)
+
+
 def train(argv: list[str] | None = None, attn_implementation: str | None = None) -> None:
     """Parses the command line, trains, and writes the final folder.
 
@@ -63,27 +89,38 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
         attn_implementation: default for `--attn_implementation`.
     """
     parsed = parse_arguments(sys.argv[1:] if argv is None else argv)
-    model_args, _, training_args = parsed
+    train_parsed(*parsed, watchdog_of(parsed[2]), attn_implementation)
+
+
+def train_parsed(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    watchdog: Watchdog,
+    attn_implementation: str | None = None,
+) -> None:
+    """Trains, leaves a report of what fails, and exits with 85 where a signal ended the run."""
     model_args.attn_implementation = model_args.attn_implementation or attn_implementation
     set_up_logging(training_args)
     stop_signal = StopSignal().install()
-    watchdog = Watchdog(training_args.output_dir, training_args.process_index, training_args.hang_timeout)
     try:
-        run(*parsed, watchdog, stop_signal)
+        run(model_args, data_args, training_args, watchdog, stop_signal)
+    except StoppedEarly:
+        logger.warning("%s before the first step: nothing is saved", signal.Signals(stop_signal.received).name)
     except Exception as error:
         watchdog.report_exception(error)
-        stop_signal.remove()
-        if joined():  # at exit, what other ranks must answer could wait for ever
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(1)
         raise
     finally:
         watchdog.stop()
-    stop_signal.remove()
+        stop_signal.remove()
     leave_process_group()
     if stop_signal.stopped:
         sys.exit(stop_signal.exit_code())
+
+
+def watchdog_of(training_args: TrainingArguments) -> Watchdog:
+    """This process's own."""
+    return Watchdog(training_args.output_dir, training_args.process_index, training_args.hang_timeout)
 
 
 def run(
@@ -99,10 +136,19 @@ def run(
         inputs = (model_args.model_name_or_path, model_args.vision_tower, data_args.image_folder)
         inputs += (*data_args.data_path.split(","), model_args.pretrain_mm_mlp_adapter)
         check_launch(inputs, training_args.output_dir, training_args.device)
-    records = checked_records(model_args, data_args, training_args)
+    records, write_left_out = checked_records(model_args, data_args, training_args)
     tokenizer = training_tokenizer(model_args, training_args)
     identity = run_identity(model_args, data_args, training_args, records, tokenizer)
-    checkpoint, resumed = continue_from(training_args, identity)
+    start = choose_start(training_args, identity)
+    if start.finished is not None:
+        logger.info(
+            "%s: this run is finished, after %d steps; nothing is written (--overwrite_output_dir True trains it anew)",
+            training_args.output_dir, start.finished,
+        )  # fmt: skip
+        return
+    if training_args.deepspeed and start.resumed and start.resumed["settings"]["world_size"] != identity["world_size"]:
+        is_main = training_args.process_index == 0
+        use_universal_checkpoint(Path(start.checkpoint), training_args.hf_deepspeed_config.config, is_main)
 
     set_seed(training_args.seed)
     model = build_model(model_args, data_args, training_args)
@@ -114,13 +160,16 @@ def run(
         training_args,
         tokenizer=tokenizer,
         identity=identity,
-        resumed=resumed,
+        resumed=start.resumed,
         watchdog=watchdog,
         stop_signal=stop_signal,
     )
-    write_run_record(trainer, model_args, data_args, training_args, resumed=checkpoint is not None)
+    begin_run(trainer, start)
+    if records.left_out and training_args.process_index == 0:
+        write_left_out(Path(training_args.output_dir, QUARANTINE))
+    write_run_record(trainer, model_args, data_args, training_args, resumed=start.checkpoint is not None)
     watchdog.start()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train(resume_from_checkpoint=start.checkpoint)
     if stop_signal.stopped:
         return
     trainer.save_state()
@@ -129,27 +178,6 @@ def run(
     report_left_out(records, training_args.output_dir)
     for line in closing_lines(model_args, training_args.output_dir, trainer.adapter_only, has_lora(model)):
         logger.info(line)
-
-
-def continue_from(training_args: TrainingArguments, identity: dict[str, Any]) -> tuple[str | None, dict | None]:
-    """The checkpoint to continue and what it says of its run; it is read and compared before anything is built."""
-    main = training_args.process_index == 0
-    clear_staging(training_args.output_dir, main)
-    if main:
-        clear_reports(training_args.output_dir)
-    checkpoint = find_checkpoint(
-        training_args.output_dir,
-        training_args.resume_from_checkpoint,
-        training_args.process_index,
-        training_args.world_size,
-    )
-    if checkpoint is None:
-        return None, None
-    allowed = training_args.resume_allow_changes
-    resumed = check_identity(Path(checkpoint), identity, allowed, global_batch_size(training_args))
-    if training_args.deepspeed and resumed["settings"]["world_size"] != identity["world_size"]:
-        use_universal_checkpoint(Path(checkpoint), training_args.hf_deepspeed_config.config, main)
-    return checkpoint, resumed
 
 
 def leave_process_group() -> None:
@@ -178,13 +206,24 @@ def set_up_logging(training_args: TrainingArguments) -> None:
 
 
 def training_tokenizer(model_args: ModelArguments, training_args: TrainingArguments) -> Any:
-    """The language model's tokenizer."""
-    return load_tokenizer(
-        model_args.model_name_or_path,
-        cache_dir=training_args.cache_dir,
-        model_max_length=training_args.model_max_length,
-        padding_side="right",
-    )
+    """The language model's tokenizer.
+
+    Raises:
+        ValueError: there is none; the message names the flag.
+    """
+    path = model_args.model_name_or_path
+    try:
+        return load_tokenizer(
+            path,
+            cache_dir=training_args.cache_dir,
+            model_max_length=training_args.model_max_length,
+            padding_side="right",
+        )
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"--model_name_or_path {path}: no tokenizer found ({reason}); expected a model folder or hub id"
+        ) from error
 
 
 def build_model(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> Any:
@@ -277,4 +316,4 @@ def build_trainer(
 
 
 if __name__ == "__main__":
-    train()
+    main()

@@ -134,13 +134,12 @@ BOTH = {"ranks": [0, 1]}
 KILLED = "ended without a message: it was killed"
 ON_RANK_1 = rf"rank 1 on .*{KILLED}"
 IN_SAVE = {"what": "kill_in_save", "step": 6}
-USR1, TERM = ({"what": "signal", "signal": name, "step": 4} for name in ("SIGUSR1", "SIGTERM"))
+USR1, TERM, INT = ({"what": "signal", "signal": name, "step": 4} for name in ("SIGUSR1", "SIGTERM", "SIGINT"))
+CTRL_C = "signal received: the ranks save|Ctrl-C: saving after the current step"
 HANGS = r"the first error, of 2 .*\n(?P<shown>rank 1 on .*)(.|\n)*no progress for (.|\n)*in strike"
 NAN = r"step 6 is not applied: .*loss nan on rank 0: record \d+ \(id 'q\d+'\)(.|\n)*2 in a row"
 OTHER_FLAGS = ("--learning_rate", "0.1", "--version", "qwen_1_5")
-DIFFERENCES = (
-    "learning_rate: checkpoint 0.0001, now 0.1(.|\n)*template: checkpoint(.|\n)*would change the run in its middle"
-)
+DIFFERENCES = "learning_rate: checkpoint 0.0001, now 0.1(.|\n)*template: checkpoint(.|\n)*would make it another run"
 ONE_RANK = ("--zero3", "--resume_allow_changes", "world_size,per_device_train_batch_size")
 FULL = "checkpoint-6 could not be written: .*checkpoint-3 is complete and untouched"
 FAULTS = [
@@ -150,6 +149,8 @@ FAULTS = [
     Fault("kill -9 of all ranks in the save", KILLED, 2, IN_SAVE | BOTH, said="removing what an interrupted run left"),
     Fault("SIGUSR1, two ranks", "signal received: the ranks save", 2, USR1, resume_at=6, code=85),
     Fault("SIGUSR1, one rank", "SIGUSR1: saving after step 5 and stopping", 1, USR1, resume_at=5, code=85),
+    Fault("Ctrl-C, two ranks", CTRL_C, 2, INT, resume_at=6, code=85),
+    Fault("Ctrl-C, one rank", CTRL_C, 1, INT, resume_at=5, code=85),
     Fault("SIGTERM, one rank", "signal received: the ranks save", 1, TERM, resume_at=5, code=85),
     Fault(
         "checkpoint truncated", KILLED, 1, kill_at(7), between=damage("truncate"), said="bytes were written|is skipped"

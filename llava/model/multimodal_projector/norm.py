@@ -265,9 +265,7 @@ def _unknown_norm(name: Any) -> str:
     return f"--mm_projector_norm: expected one of {', '.join(NORM_TYPES)}; found {name!r}"
 
 
-def record_norm(
-    config: Any, flags: Any, embedding: nn.Module | torch.Tensor, sees_tokens: bool = False
-) -> None:
+def record_norm(config: Any, flags: Any, embedding: nn.Module | torch.Tensor, sees_tokens: bool = False) -> None:
     """Writes the norm's flags, the measured target norm and the initial gain into `config`, which then builds the norm.
 
     Args:

@@ -1,0 +1,152 @@
+"""What a start makes of the output folder: goes on in it, begins, finds the run finished, refuses, or replaces.
+
+`resume.json` in the folder says whose it is, from the first step on; `manifest.json` stands there when that run is
+finished. So no model, log or checkpoint of another run is replaced without `--overwrite_output_dir True`.
+"""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llava.provenance import RUN_FILE
+from llava.train.batches import global_batch_size
+from llava.train.checkpoint import (
+    MANIFEST,
+    STAGING,
+    checkpoints,
+    clear_staging,
+    faults_on_any_rank,
+    find_checkpoint,
+    finished_step,
+)
+from llava.train.failures import clear_reports
+from llava.train.ranks import barrier, from_first
+from llava.train.resume import IDENTITY, ResumeError, accepted_changes, check_identity, differences, write_identity
+from llava.train.telemetry import LOG_FILE
+
+logger = logging.getLogger(__name__)
+
+ANEW = ("False", "false", False)  # values of --resume_from_checkpoint
+_LENGTH = {"max_steps", "num_train_epochs"}  # settings that make a finished run unfinished
+MODEL = ("*.safetensors", "*.safetensors.index.json", "*.bin", "adapter_config.json")
+
+
+class Start(NamedTuple):
+    """How a run begins: from a checkpoint and what its `resume.json` says, or from the beginning, or not at all."""
+
+    checkpoint: str | None = None
+    resumed: dict[str, Any] | None = None
+    finished: int | None = None  # the step after which this very run was finished
+    replaces: bool = False  # what an earlier run wrote goes
+
+
+def choose_start(args: Any, identity: dict[str, Any]) -> Start:
+    """What `--output_dir` and the flags ask for; read and compared before anything is built. Every rank must call.
+
+    Raises:
+        ResumeError: the folder holds another run, or a finished one that the flags would change.
+        FileNotFoundError: as `find_checkpoint`.
+    """
+    accepted = accepted_changes(args.resume_allow_changes)
+    if args.overwrite_output_dir and args.resume_from_checkpoint not in (None, *ANEW):
+        raise ResumeError(
+            f"--overwrite_output_dir True starts anew and --resume_from_checkpoint {args.resume_from_checkpoint} "
+            "continues; pass one of them"
+        )
+    try:
+        start = _without_loss(args, identity, accepted)
+    except ResumeError:
+        if not args.overwrite_output_dir:
+            raise
+        start = Start(replaces=True)
+    if start.finished is not None and args.overwrite_output_dir:
+        start = Start(replaces=True)
+    for name, (before, now) in differences(start.resumed, identity).items() if start.resumed else ():
+        logger.warning("accepted change: %s: checkpoint %r, now %r", name, before, now)
+    if start.finished is None:
+        is_main = args.process_index == 0
+        clear_staging(args.output_dir, is_main)
+        if is_main:
+            clear_reports(args.output_dir)
+    return start
+
+
+def _without_loss(args: Any, identity: dict[str, Any], accepted: set[str]) -> Start:
+    """A start that replaces nothing but what this very run wrote; raises ResumeError where there is none."""
+    folder, step_size = Path(args.output_dir), global_batch_size(args)
+    step, left = from_first((finished_step(folder), earlier_run(folder)))
+    if args.resume_from_checkpoint in ANEW:
+        if left:
+            raise ResumeError(
+                f"--resume_from_checkpoint False starts anew, and {folder} holds {left} of an earlier run; remove it "
+                "by --overwrite_output_dir True, or take another --output_dir"
+            )
+        return Start()
+    if step is not None:
+        before = _check_earlier(folder, left, identity, accepted, step_size)
+        if not _LENGTH & differences(before, identity).keys() and before["step_size"] == step_size:
+            faults = faults_on_any_rank(folder, args.process_index, args.world_size)
+            if not faults:
+                return Start(finished=step)
+            logger.warning("%s was finished and is damaged: %s", folder, "; ".join(faults[:3]))
+    checkpoint = find_checkpoint(args.output_dir, args.resume_from_checkpoint, args.process_index, args.world_size)
+    if left and (checkpoint is None or Path(checkpoint).resolve().parent != folder.resolve()):
+        _check_earlier(folder, left, identity, accepted, step_size)
+    if checkpoint is not None:
+        return Start(checkpoint, check_identity(Path(checkpoint), identity, accepted, step_size))
+    if step is not None:
+        raise ResumeError(
+            f"{folder} holds a run of {step} steps without a checkpoint to continue from; --overwrite_output_dir True "
+            "trains it anew"
+        )
+    if left:
+        logger.warning("%s: no checkpoint to continue from; this run starts anew", folder)
+    return Start()
+
+
+def earlier_run(folder: Path) -> str:
+    """What a folder holds that a new run would replace, in words; empty where nothing would be lost."""
+    log = folder / LOG_FILE
+    lines = len(log.read_text().splitlines()) if log.is_file() else 0
+    found = [f.name for f in checkpoints(folder) if (f / MANIFEST).is_file()]
+    found += [f"a log of {lines} lines"] * bool(lines)
+    return ", ".join(found + sorted(f.name for f in _model_files(folder)))
+
+
+def _model_files(folder: Path) -> list[Path]:
+    return [f for pattern in MODEL for f in folder.glob(pattern) if f.name != "training_args.bin"]
+
+
+def _check_earlier(
+    folder: Path, left: str, identity: dict[str, Any], accepted: set[str], step_size: int
+) -> dict[str, Any]:
+    if not (folder / IDENTITY).is_file():
+        raise ResumeError(
+            f"{folder} holds {left}, and no {IDENTITY} that says with which settings they were made; take another "
+            "--output_dir, or remove them by --overwrite_output_dir True"
+        )
+    return check_identity(folder, identity, accepted, step_size)
+
+
+def begin_run(trainer: Any, start: Start) -> None:
+    """Makes the output folder this run's own. Every rank must call, when all that can be checked is checked."""
+    barrier()  # every rank has read what is there
+    if trainer.args.process_index != 0:
+        return
+    folder = Path(trainer.args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if start.replaces:
+        logger.warning("--overwrite_output_dir True: removing %s from %s", earlier_run(folder) or "nothing", folder)
+        remove_run(folder)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    write_identity(folder, trainer.identity, global_batch_size(trainer.args), len(trainer.train_dataset))
+
+
+def remove_run(folder: Path) -> None:
+    """Removes what an earlier run wrote there; what else lies in the folder stays."""
+    for path in [folder / STAGING, *checkpoints(folder)]:
+        shutil.rmtree(path, ignore_errors=True)
+    named = [folder / name for name in (MANIFEST, IDENTITY, LOG_FILE, RUN_FILE, "trainer_state.json")]
+    for path in named + _model_files(folder):
+        path.unlink(missing_ok=True)
