@@ -1,25 +1,28 @@
 """`attention`, `interventions`, `theory --model` on tiny models, against the library's own attention and cache."""
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import transformers
 import vision_language_models as models
 from PIL import Image
 from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 from llava import presentation
-from llava.analysis import attention, interventions, loading, theory_model
+from llava.analysis import attention, attention_watch, interventions, loading, theory_model
 from llava.analysis.__main__ import main, parser
-from llava.analysis.attention_watch import watched
+from llava.analysis.attention_watch import watched, watched_attention
 from llava.analysis.families import family_of, find_parts
 from llava.analysis.inputs import Sample
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
 from llava.analysis.visual_grid import visual_grid
-from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 
 QUESTION = "Is there a warm colour?"
 
@@ -60,7 +63,7 @@ def flags(**changes):
 
 def test_watched_weights_equal_the_librarys_and_the_model_is_left_as_it_was(probe, question, eager):
     weights = []
-    with watched(probe.parts.layers, see=lambda index, found, key, value: weights.append(found.clone())):
+    with watched(probe.parts.layers, see=lambda index, seen: weights.append(seen.weights.clone())):
         logits = probe.run(probe.prepare([question])).logits[0, -1]
     assert torch.allclose(torch.stack(weights), eager[0], atol=1e-6)
     assert torch.allclose(logits, eager[1], atol=1e-5)
@@ -80,12 +83,158 @@ def test_every_familys_attention_is_watched(family):
     expected = probe.run(batch, output_attentions=True)
     case.model.set_attn_implementation("sdpa")
     weights = []
-    with watched(probe.parts.layers, see=lambda index, found, key, value: weights.append(found.clone())):
+    with watched(probe.parts.layers, see=lambda index, seen: weights.append(seen.weights.clone())):
         logits = probe.run(batch).logits
     assert torch.allclose(logits, expected.logits, atol=1e-5)
     assert len(weights) == len(probe.parts.layers)
     for found, layer in zip(weights, expected.outputs.attentions, strict=True):
         assert torch.allclose(found, layer[0], atol=1e-6)
+
+
+LLMS = {
+    "learned sinks": lambda: transformers.GptOssConfig(
+        **models.TEXT, head_dim=8, num_local_experts=2, num_experts_per_tok=1, sliding_window=6
+    ),
+    "soft cap": lambda: transformers.Gemma2Config(
+        **models.TEXT, head_dim=8, sliding_window=6, attn_logit_softcapping=0.1
+    ),
+    "window": lambda: transformers.MistralConfig(**models.TEXT, sliding_window=6),
+    "hybrid": models.hybrid,
+}
+
+
+def strong(text) -> Probe:
+    """LLaVA around a language model whose weights decide something."""
+    case = models.llava(text)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in case.model.parameters():
+            parameter.mul_(3) if parameter.any() else parameter.normal_()
+    probe = Probe("x", case.model, find_parts(case.model, family_of("llava")))
+    probe.batch = probe.batch_from_inputs(**{name: value[:1] for name, value in case.inputs.items()})
+    return probe
+
+
+@pytest.mark.parametrize("name", LLMS)
+@torch.no_grad()
+def test_what_a_language_models_attention_has_of_its_own_is_watched_too(name):
+    probe = strong(LLMS[name]())
+    found = {}
+    seen = attention_watch.run(probe, probe.batch, see=lambda index, one: found.update({index: one.weights.clone()}))
+    probe.model.set_attn_implementation("eager")
+    eager = probe.run(probe.batch, output_attentions=True)
+    assert torch.allclose(seen.logits, eager.logits, atol=1e-3)
+    expected = [weights[0] for weights in eager.outputs.attentions if weights is not None]
+    assert list(found) == ([1] if name == "hybrid" else [0, 1, 2]) and len(expected) == len(found)
+    for weights, one in zip(found.values(), expected, strict=True):
+        assert torch.allclose(weights, one, atol=1e-5)
+    if name == "learned sinks":
+        assert found[0].sum(dim=-1).max() < 1
+
+
+@torch.no_grad()
+def test_attention_that_is_not_repeated_refuses_the_model(monkeypatch):
+    def warmer(module, query, key, value, mask, **options):
+        return attention_watch.watched_attention(module, 1.5 * query, key, value, mask, **options)
+
+    AttentionInterface.register("warmer", warmer)
+    AttentionMaskInterface.register("warmer", eager_mask)
+    probe = strong(None)
+    watch = attention_watch._Watch({}, None, None, frozenset())
+    monkeypatch.setattr(attention_watch, "_watches", [watch])
+    attention_watch.run(probe, probe.batch)  # the model's own is repeated
+    probe.attention_checked = False
+    probe.model.set_attn_implementation({"text_config": "warmer"})
+    with pytest.raises(
+        ValueError, match=r"x \(LlavaFor\w+\): with its attention watched, the logits differ from a plain"
+    ):
+        attention_watch.run(probe, probe.batch)
+    assert not probe.attention_checked
+
+
+def test_no_argument_of_an_attention_is_swallowed():
+    probe = strong(None)
+    layers = probe.parts.layers
+    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    mask = torch.zeros(1, 1, 5, 5)
+    with watched(layers, passed_by=["image_sizes"]):
+        arguments = {"position_ids": 1, "image_sizes": 2, "block_indices": None, "sliding_window": 3}
+        watched_attention(layers[0].self_attn, query, key, key, mask, **arguments)
+        for wrong, message in (
+            ({"block_indices": 1}, "LlamaAttention: its attention takes block_indices, which is not known"),
+            ({"dropout": 0.1}, "drops out 0.1 of the weights"),
+            ({"attention_mask": None, "sliding_window": 3}, "sliding window but no mask"),
+            ({"key": key[:, :, :4], "value": key[:, :, :4]}, "5 queries look at 4 keys"),
+        ):
+            given = {"query": query, "key": key, "value": key, "attention_mask": mask} | wrong
+            with pytest.raises(ValueError, match=message):
+                watched_attention(layers[0].self_attn, **given)
+
+
+def test_a_mask_says_the_same_in_numbers_in_bools_and_by_its_absence():
+    probe, found = strong(None), []
+    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    numbers = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
+    module = probe.parts.layers[0].self_attn
+    with watched(probe.parts.layers, see=lambda index, one: found.append(one)):
+        for mask in (causal, numbers, None):
+            watched_attention(module, query, key, key, mask)
+        watched_attention(module, query, key, key, None, is_causal=False)
+    for one in found[1:3]:
+        assert torch.equal(one.weights, found[0].weights) and torch.equal(one.allowed, causal[0])
+    assert found[3].allowed.all() and (found[3].weights > 0).all()
+
+
+def looking(case, **changes) -> attention.Picture:
+    """What `attention` says of the first sample of a case; all text after the picture asks, unless changed."""
+    probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
+    batch = probe.batch_from_inputs(**{name: value[:1] for name, value in case.inputs.items()})
+    probe._prepare = lambda samples: batch
+    return attention.look(probe, SimpleNamespace(name="first"), flags(**changes))
+
+
+def share_of(allowed: Callable[[int, int], bool], case) -> float:
+    """Mean over the text after the picture: visual ones among the positions that a token may look at."""
+    visual = (case.inputs["input_ids"][0] == models.IMAGE).tolist()
+    after = [q for q in range(len(visual)) if not visual[q] and any(visual[:q])]
+    shares = []
+    for q in after:
+        there = [k for k in range(len(visual)) if allowed(q, k)]
+        shares.append(sum(visual[k] for k in there) / len(there))
+    return np.mean(shares)
+
+
+@torch.no_grad()
+def test_uniform_is_what_the_mask_allows():
+    def causal(q, k):
+        return k <= q
+
+    case = models.llava()
+    assert looking(case).uniform == pytest.approx([share_of(causal, case)] * 3)
+    case = models.paligemma()  # the whole prompt sees itself
+    found = looking(case)
+    assert found.uniform == pytest.approx([share_of(lambda q, k: True, case)] * 3)
+    assert found.uniform[0] < 0.9 * share_of(causal, case)
+    windowed = models.llava(transformers.Gemma2Config(**models.TEXT, head_dim=8, sliding_window=6))
+    inside = share_of(lambda q, k: q - 6 < k <= q, windowed)
+    assert looking(windowed).uniform == pytest.approx([inside, share_of(causal, windowed), inside])
+    chunks = {"head_dim": 8, "attention_chunk_size": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}
+    chunked = models.llava(transformers.Llama4TextConfig(**models.TEXT | chunks))
+    found = looking(chunked)
+    assert found.uniform == pytest.approx([share_of(lambda q, k: k <= q and q // 8 == k // 8, chunked)] * 3)
+
+
+@torch.no_grad()
+def test_uniform_attention_has_the_uniform_share_and_entropy_one_whatever_the_window():
+    case = models.llava(transformers.MistralConfig(**models.TEXT, sliding_window=9))
+    for layer in case.model.model.language_model.layers:
+        layer.self_attn.q_proj.weight.zero_()
+    found = looking(case, query="last")  # six words follow the picture, so three of its sixteen tokens are in sight
+    assert found.share == pytest.approx([3 / 9] * 3) and found.uniform == pytest.approx([3 / 9] * 3)
+    assert found.entropy == pytest.approx([1] * 3) and found.top == pytest.approx([1 / 3] * 3)
+    with pytest.raises(ValueError, match="first: no layer lets the query 'last' look at the picture"):
+        looking(models.llava(transformers.MistralConfig(**models.TEXT, sliding_window=6)), query="last")
 
 
 @pytest.mark.parametrize("family", models.CASES, ids=lambda case: case.__name__)
@@ -201,8 +350,7 @@ def test_the_grid_comes_from_the_processor_or_an_unbroken_square(positions, patc
 
 @pytest.fixture(scope="module")
 def outcomes(probe, question):
-    target = mean_text_embedding_norm(probe.embedding_weight)
-    return {one.name: one for one in interventions.outcomes_of(probe, question, [0.5, 1.0, 2.0], target)}
+    return {one.name: one for one in interventions.outcomes_of(probe, question, [0.5, 1.0, 2.0])}
 
 
 def test_alpha_one_and_the_whole_swap_are_exact_controls(probe, question, outcomes):
@@ -233,7 +381,9 @@ def plain_run(probe, question, scale):
 
 @pytest.mark.parametrize("name", ["alpha 2", "alpha 0.5", interventions.TEXT_NORM])
 def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question, outcomes, name):
-    target = mean_text_embedding_norm(probe.embedding_weight)
+    batch = probe.prepare([question])
+    text = torch.isin(probe.groups(batch), torch.tensor([TEXT_BEFORE, TEXT_AFTER]))
+    target = float(np.median(probe.embedding_weight[batch.input_ids[text]].norm(dim=1)))
     with torch.no_grad():
         expected, cache, tokens = plain_run(probe, question, lambda tokens: tokens)
         if name == interventions.TEXT_NORM:
@@ -241,24 +391,27 @@ def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question,
         else:
             found, other, _ = plain_run(probe, question, lambda x: x * float(name.split()[1]))
     outcome = outcomes[name]
-    assert outcome.kl == pytest.approx(F.kl_div(found, expected, log_target=True, reduction="sum").item(), rel=1e-3)
+    assert outcome.kl == pytest.approx(
+        F.kl_div(found, expected, log_target=True, reduction="sum").item(), rel=1e-3, abs=1e-11
+    )
     assert outcome.rank == 1 + int((found > found[expected.argmax()]).sum())
     for layer in range(2):
         for measured, which in ((outcome.keys, 0), (outcome.values, 1)):
             cosine = F.cosine_similarity(cache[layer][which], other[layer][which], dim=-1).mean().item()
             assert measured[layer] == pytest.approx(cosine, abs=1e-5)
-    assert outcomes[interventions.UNTOUCHED].visual_norm == pytest.approx(tokens.norm(dim=-1).mean().item(), rel=1e-5)
+    assert outcomes[interventions.UNTOUCHED].visual_norm == pytest.approx(np.median(tokens.norm(dim=-1)), rel=1e-5)
+    assert outcomes[interventions.UNTOUCHED].text_norm == pytest.approx(target, rel=1e-6)
     assert outcome.visual_norm == pytest.approx(
-        target if name == interventions.TEXT_NORM else float(name.split()[1]) * tokens.norm(dim=-1).mean().item(),
+        target if name == interventions.TEXT_NORM else float(name.split()[1]) * np.median(tokens.norm(dim=-1)),
         rel=1e-5,
     )
 
 
 def made_run(probabilities, keys):
-    keys = [torch.tensor(keys)[None]]
+    keys = {1: torch.tensor(keys)[None]}  # the first of two layers has no attention
     sinks = torch.tensor([False, True])
     shares, norms = torch.tensor([0.2, 0.05], dtype=torch.float64), torch.tensor([1.0, 30.0])
-    return interventions._Run(torch.tensor(probabilities).double().log(), shares, keys, keys, norms, sinks)
+    return interventions._Run(torch.tensor(probabilities).double().log(), shares, keys, keys, norms, sinks, 3.0, 1.0, 2)
 
 
 def test_an_outcome_equals_its_definition():
@@ -267,12 +420,15 @@ def test_an_outcome_equals_its_definition():
     found = interventions.compare("x", untouched, other)
     assert found.kl == pytest.approx(0.7 * np.log(7) + 0.2 * np.log(1 / 3) + 0.1 * np.log(1 / 3), rel=1e-6)
     assert (found.rank, found.visual_share, found.visual_norm, found.sinks) == (3, 0.25, 15.5, 1)
-    assert found.keys == pytest.approx(0.5) and found.values == pytest.approx(0.5)
+    assert found.keys == pytest.approx([np.nan, 0.5], nan_ok=True)
+    assert found.values == pytest.approx([np.nan, 0.5], nan_ok=True)
     # The second visual token is a sink.
     assert (found.visual_share_without_sinks, found.visual_norm_without_sinks) == (0.2, 1)
-    assert found.keys_without_sinks == pytest.approx(1) and found.values_without_sinks == pytest.approx(1)
+    for cosines in (found.keys_without_sinks, found.values_without_sinks):
+        assert cosines == pytest.approx([np.nan, 1], nan_ok=True)
+    assert interventions.table_row("m", [found])["cos of keys"] == pytest.approx(0.5)
     none = torch.zeros(0)
-    text_only = other._replace(keys=[torch.zeros(1, 0, 2)], norms=none, shares=none, sinks=none.bool())
+    text_only = other._replace(keys={1: torch.zeros(1, 0, 2)}, norms=none, shares=none, sinks=none.bool())
     found = interventions.compare("x", untouched, text_only)
     assert found.keys is None and found.values is None and found.visual_norm is None
     row = interventions.table_row("m", [found])
@@ -281,7 +437,12 @@ def test_an_outcome_equals_its_definition():
 
 def outcome(kl, cosine=0.5):
     layers = np.array([0.9]), np.array([cosine])
-    return [interventions.Outcome("x", kl, 1 + (kl > 0.3), 1.0, 0.1, *layers, 0, 1.0, 0.1, *layers)]
+    return [interventions.Outcome("x", kl, 1 + (kl > 0.3), 1.0, 3.0, 1.0, 0.1, *layers, 0, 1.0, 0.1, *layers)]
+
+
+def of_one_model(visual, with_sinks=None, text=3.0, table=3.0, **outcomes):
+    norms = {"visual norm": visual, "visual norm with sinks": with_sinks or visual, "text norm": text}
+    return {"outcomes": outcomes["found"], **norms, "embedding norm as it enters": table}
 
 
 @pytest.mark.parametrize(
@@ -290,11 +451,14 @@ def outcome(kl, cosine=0.5):
 )
 def test_the_verdict_measures_scaling_by_the_blank_picture(blank, scaled, word):
     found = {interventions.BLANK: outcome(blank), interventions.TEXT_NORM: outcome(scaled)}
-    text = interventions.verdict("m", {"outcomes": found, "visual norm": 6.0, "text norm": 3.0})
-    assert word in text and "2.00 times" in text
+    text = interventions.verdict("m", of_one_model(6.0, 9.0, found=found))
+    assert word in text and "2.00 times the text norm (medians; with sinks 3.00" in text
     assert word == "NOT DECIDED" or "values turn (cos 0.500) more than keys (cos 0.900)" in text
-    aligned = interventions.verdict("m", {"outcomes": found, "visual norm": 3.1, "text norm": 3.0})
-    assert ("ALIGNED ALREADY" in aligned) == (word != "NOT DECIDED")
+    # To the text of these samples, or to the embedding matrix as it enters.
+    for aligned in (of_one_model(3.1, 300.0, found=found), of_one_model(3.1, text=2.0, found=found)):
+        assert ("ALIGNED ALREADY" in interventions.verdict("m", aligned)) == (word != "NOT DECIDED")
+    raw = of_one_model(3.1, text=0.3, table=0.3, found=found)
+    assert "ALIGNED ALREADY" not in interventions.verdict("m", raw)
 
 
 def test_the_tally_of_a_layer_equals_plain_geometry():
@@ -361,6 +525,46 @@ def test_one_shared_update_is_predicted_exactly():
     row = tally.row()
     assert row["visual error"] == pytest.approx(0, abs=1e-9) and row["text error"] == pytest.approx(0, abs=1e-9)
     assert row["visual w"] == pytest.approx(np.degrees(np.arctan(0.5 / 7)))
+
+
+def test_layers_of_a_hybrid_keep_their_numbers_in_both_commands(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(presentation.STYLE, "savefig.dpi", 50)
+    path = models.saved_llava(tiny, tmp_path / "model", models.hybrid())
+    shared = ["--model", f"m={path}", "--device", "cpu", "--data", str(tiny / "data/finetune.json"), "--samples", "2"]
+    shared += ["--output-dir", str(tmp_path)]
+    for _ in range(2):  # the second time from what is saved
+        assert main(["attention", *shared]) == 0
+        assert main(["interventions", *shared, "--alphas", "2"]) == 0
+        said = capsys.readouterr().out
+        assert "m: no attention, so no values, in layers 0, 2" in said
+        assert "m: no attention, so no keys and values to compare or to take, in layers 0, 2" in said
+        details = json.loads((tmp_path / "attention.json").read_text())["details"]["m"]
+        for name in ("share per layer", "entropy per layer", "share per layer if uniform"):
+            assert [value is None for value in details[name]["mean"]] == [True, False, True]
+        assert json.loads((tmp_path / "attention.json").read_text())["rows"][0]["visual share of attention"] > 0
+        found = json.loads((tmp_path / "interventions.json").read_text())
+        cosines = found["details"]["m"]["per layer"]["alpha 2"]["cos of keys"]
+        assert [value is None for value in cosines] == [True, False, True]
+        assert found["rows"][1]["cos of keys"] == pytest.approx(cosines[1])
+    assert main(["attention", *shared, "--layers", "0-1", "--fresh"]) == 2
+    assert "--layers 0-1: m has no attention in layers 0" in capsys.readouterr().err
+
+
+def test_the_text_norm_is_that_of_text_as_it_enters_the_llm(tiny, tmp_path):
+    config = transformers.GemmaConfig(**models.TEXT, head_dim=8)
+    path = models.saved_llava(tiny, tmp_path / "model", config)
+    args = parser("interventions").parse_args(["interventions", "--device", "cpu"])
+    probe = loading.load(NamedModel("m", path), args)
+    sample = Sample("first", Image.new("RGB", (20, 16), (200, 40, 90)), QUESTION)
+    ids = probe.prepare([sample]).input_ids[0]
+    words = ids[(ids != probe.parts.image_token_id) & ~torch.isin(ids, probe.special_ids)]
+    expected = 32**0.5 * float(np.median(probe.embedding_weight[words].norm(dim=1)))
+    found = {one.name: one for one in interventions.outcomes_of(probe, sample, [1.0])}
+    assert found[interventions.UNTOUCHED].text_norm == pytest.approx(expected, rel=1e-5)
+    assert found[interventions.TEXT_NORM].visual_norm == pytest.approx(expected, rel=1e-5)
+    assert found[interventions.UNTOUCHED].embedding_scale == pytest.approx(32**0.5, rel=1e-5)
+    with pytest.raises(ValueError, match="first: no text enters beside the picture"):
+        list(interventions.outcomes_of(probe, sample._replace(prompt=""), [1.0]))
 
 
 def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,15 @@ import torch
 import vision_language_models as models
 from conftest import VISION_SIZES
 from PIL import Image
-from transformers import CLIPVisionModel, Siglip2VisionConfig, Siglip2VisionModel
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPVisionModel,
+    GemmaConfig,
+    GraniteConfig,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+)
 from vision_language_models import our_checkpoint
 
 from llava.analysis import encoders, inputs, interface_norms, loading, measure, resume
@@ -70,9 +79,17 @@ def test_interface_norms_equal_the_plain_reference_on_every_family(family):
         )
 
 
-def observation(states, groups) -> Observation:
+def observation(states, groups, left=None) -> Observation:
     return Observation(
-        torch.tensor(groups, dtype=torch.uint8), states, torch.ones(1, 1), None, torch.ones(1, 1), None, None
+        torch.tensor(groups, dtype=torch.uint8),
+        states,
+        torch.ones(1, 1),
+        None,
+        torch.ones(1, 1),
+        None,
+        None,
+        left or {},
+        torch.ones(states[0].shape[:2]),
     )
 
 
@@ -98,6 +115,43 @@ def test_each_layers_statistics_equal_plain_numpy():
                 assert found.stream(what, group, layer).mean == pytest.approx(values.mean(), rel=1e-5, abs=1e-6)
             drift = found.stream("drift", group, layer + 1).mean
             assert drift == pytest.approx(np.rad2deg(np.arccos(start)).mean(), rel=1e-5)
+
+
+@torch.no_grad()
+def test_features_added_between_layers_are_in_no_layers_turn():
+    from llava.analysis.curves import layer_rows
+
+    case = models.qwen3_vl()  # adds the encoder's earlier states behind the first two layers
+    entered, left = {}, {}
+    for index, layer in enumerate(case.model.model.language_model.layers):
+        layer.register_forward_pre_hook(lambda _, args, index=index: entered.update({index: args[0].double()}))
+        layer.register_forward_hook(lambda _, args, output, index=index: left.update({index: output.double()}))
+    probe = Probe("x", case.model, find_parts(case.model, family_of("qwen3_vl")))
+    batch, found = probe.batch_from_inputs(**case.inputs), Measurement()
+    measure.observe(found, probe.run(batch), batch, probe)
+    visual = case.inputs["input_ids"] == models.IMAGE
+    assert [bool((left[layer] != entered[layer + 1])[visual].any()) for layer in (0, 1)] == [True, True]
+
+    def angles(before, after):
+        cosine = torch.cosine_similarity(before[visual], after[visual], dim=-1)
+        return torch.rad2deg(torch.acos(cosine.clamp(-1, 1))).mean().item()
+
+    for layer in range(3):
+        own = found.stream("turn", VISUAL, layer, WITH_SINKS)
+        assert own.mean == pytest.approx(angles(entered[layer], left[layer]), rel=1e-3)
+        if layer < 2:
+            added = found.stream("added turn", VISUAL, layer, WITH_SINKS)
+            assert added.mean == pytest.approx(angles(left[layer], entered[layer + 1]), rel=1e-3)
+            whole = angles(entered[layer], entered[layer + 1])
+            assert own.mean != pytest.approx(whole, rel=1e-2)
+    rows = [row for row in layer_rows({"x": found}, ("norm", "cosine", "turn")) if "added" in row["tokens"]]
+    assert [(row["tokens"], row["layer"], row["count with sinks"]) for row in rows] == [
+        ("visual: added behind the layer", 0, 6),
+        ("visual: added behind the layer", 1, 6),
+    ]
+    again = Measurement()
+    again.restore(json.loads(json.dumps(found.to_dict())))
+    assert layer_rows({"x": again}, ("turn",)) == layer_rows({"x": found}, ("turn",))
 
 
 def test_small_angles_are_exact():
@@ -195,22 +249,8 @@ def test_the_commands_write_tables_and_figures_of_several_models_and_checkpoints
 
 
 def test_a_model_of_transformers_is_measured_through_its_own_processor(tiny, data, tmp_path):
-    from transformers import CLIPImageProcessorPil, LlavaProcessor
-
-    from llava.mm_utils import load_tokenizer
-
-    case = models.llava()
-    tokenizer = load_tokenizer(str(tiny / "llama"))
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    case.model.config.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
-    part = "{{ '<image>' if part['type'] == 'image' else part['text'] }}"
-    template = f"{{% for part in messages[0]['content'] %}}{part}{{% endfor %}}"
-    size = {"image_processor": CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})}
-    options = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    processor = LlavaProcessor(**size, **options, tokenizer=tokenizer, chat_template=template)
-    case.model.save_pretrained(tmp_path / "llava-1.5-7b")
-    processor.save_pretrained(tmp_path / "llava-1.5-7b")
-    flags = ("--data", data, "--samples", 2, "--model", f"hf={tmp_path / 'llava-1.5-7b'}")
+    path = models.saved_llava(tiny, tmp_path / "llava-1.5-7b")
+    flags = ("--data", data, "--samples", 2, "--model", f"hf={path}")
     rows = run(tmp_path / "out", "interface-norms", *flags)["rows"]
     assert [row["count"] for row in rows[:3]] == [32, 32, 32]
 
@@ -280,6 +320,74 @@ def test_a_plain_llm_and_a_folder_without_config_are_refused_where_pictures_are_
         assert main(["update-rates", "--data", data, "--model", str(path), "--output-dir", str(tmp_path / "o")]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+
+
+# --- the LLM's input --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def text_and_visual_norms(path, data) -> tuple[list[float], list[float]]:
+    """Norms of what the first decoder layer gets, by a hook on the plain model; text that is no special token."""
+    processor = AutoProcessor.from_pretrained(path)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
+    seen, text, visual = [], [], []
+    model.model.language_model.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0]), with_kwargs=True
+    )
+    for sample in inputs.choose(arguments("interface-norms", "--data", data, "--samples", 3)):
+        batch = processor(images=sample.image, text="<image>" + sample.prompt, return_tensors="pt").to(torch.float64)
+        model(**batch)
+        ids, norms = batch["input_ids"][0], seen.pop()[0].norm(dim=-1)
+        picture = ids == model.config.image_token_id
+        special = torch.isin(ids, torch.tensor(sorted(loading.special_ids(processor.tokenizer))))
+        visual += norms[picture].tolist()
+        text += norms[~picture & ~special].tolist()
+    return text, visual
+
+
+@pytest.mark.parametrize(
+    "text, factor",
+    [(GemmaConfig(**models.TEXT, head_dim=8), 32**0.5), (GraniteConfig(**models.TEXT, embedding_multiplier=12.0), 12.0)]
+    + [(None, 1.0)],
+)
+def test_visual_tokens_are_compared_with_text_as_it_enters_the_llm(tiny, data, tmp_path, capsys, text, factor):
+    path = models.saved_llava(tiny, tmp_path / "model", text)
+    found = run(tmp_path / "out", "interface-norms", "--data", data, "--samples", 3, "--model", f"m={path}")["rows"]
+    rows = {row["norms of"]: row for row in found}
+    words, visual = text_and_visual_norms(path, data)
+    assert rows[interface_norms.TEXT_IN]["p50"] == pytest.approx(np.median(words), rel=3e-3)
+    expected = np.median(visual) / np.median(words)
+    shown = re.search(
+        r"with (\S+) times the norm of text tokens .*; (\S+) times the mean embedding", capsys.readouterr().out
+    )
+    assert float(shown[1]) == pytest.approx(expected, rel=6e-3)
+    raw = rows[interface_norms.TABLE]["mean"]
+    assert float(shown[2]) == pytest.approx(np.median(visual) / raw / factor, rel=6e-3)
+    assert (interface_norms.TABLE_IN in rows) == (factor != 1)
+    if factor != 1:
+        assert rows[interface_norms.TABLE_IN]["mean"] == pytest.approx(factor * raw, rel=1e-5)
+
+
+def test_embeddings_that_no_one_factor_scales_have_no_scaled_table():
+    scales, same = interface_norms.stream_of(np.array([3.0, 5.0, 4.0])), interface_norms.stream_of(np.ones(5))
+    assert interface_norms.embedding_factor(scales) is None and interface_norms.embedding_factor(same) == 1
+    streams = dict.fromkeys((interface_norms.ENTERING, interface_norms.TEXT_IN, interface_norms.TABLE), same)
+    assert "mean embedding" not in interface_norms.headline(interface_norms.Interface("x", "x", streams, None))
+
+
+def test_one_sink_does_not_move_the_headline(checkpoint, data, tmp_path, monkeypatch, capsys):
+    found = Measurement()
+    for group, values, sinks in ((VISUAL, [0.9, 1.0, 1.1], [500.0]), (TEXT_AFTER, [2.0, 3.0, 4.0], [])):
+        found.streams["norm", group, 0, False].add(values)
+        found.streams["norm", group, 0, True].add(sinks)
+    monkeypatch.setattr(measure, "measure", lambda *args: found)
+    rows = run(tmp_path / "out", "interface-norms", "--data", data, "--model", f"m={checkpoint}")["rows"]
+    text = capsys.readouterr().out
+    assert "0.333 times the norm of text tokens (medians without sinks; with sinks 0.35" in text
+    rows = {row["norms of"]: row for row in rows}
+    assert (rows[interface_norms.ENTERING]["max"], rows[interface_norms.ENTERING]["count"]) == (500, 4)
+    assert rows[interface_norms.ENTERING + ", without sinks"]["max"] == 1.1
+    assert interface_norms.TEXT_IN + ", without sinks" not in rows
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------

@@ -189,6 +189,44 @@ def test_a_wrong_image_token_and_a_wrong_list_of_layers_are_noticed():
         probe.run(probe.batch_from_inputs(**case.inputs))
 
 
+@torch.no_grad()
+def test_visual_positions_must_hold_what_the_projector_gave():
+    def run(case, **named):
+        parts = find_parts(case.model, family_of(case.model.config.model_type, **named.pop("family", {})), **named)
+        probe = Probe("x", case.model, parts)
+        return probe.run(probe.batch_from_inputs(**case.inputs))
+
+    case = models.llava()
+    common = int(case.inputs["input_ids"][0, 0])  # a word that stands in the first prompt
+    own = r"the \d+ positions of token {} hold that token's own text embedding, .* --image-token-id"
+    with pytest.raises(ValueError, match=own.format(common)):
+        run(case, image_token_id=common)
+    with pytest.raises(ValueError, match=own.format(models.IMAGE) + ".*cross-attention"):
+        run(models.mllama())
+    scaled = models.gemma3()
+    with pytest.raises(ValueError, match="own text embedding"):
+        run(scaled, image_token_id=int(scaled.inputs["input_ids"][0, 0]))
+    with pytest.raises(ValueError, match="hold none of the 32 rows that the projector gave: .* --projector-path"):
+        inner = torch.nn.Linear(32, 32)
+        case.model.model.multi_modal_projector.register_forward_hook(lambda _, args, output: inner(output))
+        run(case, family={"projector": "model.multi_modal_projector.linear_2"})
+
+
+@torch.no_grad()
+def test_pictures_that_are_added_to_their_tokens_embedding_are_visual_tokens():
+    case = models.llava()  # as Molmo 2 does
+    row = case.model.get_input_embeddings().weight[models.IMAGE]
+    visual = (case.inputs["input_ids"] == models.IMAGE)[..., None]
+
+    def add(_, args, kwargs):
+        return args, kwargs | {"inputs_embeds": kwargs["inputs_embeds"] + visual * row}
+
+    case.model.model.language_model.register_forward_pre_hook(add, with_kwargs=True)
+    probe = Probe("x", case.model, find_parts(case.model, Family()))
+    seen = probe.run(probe.batch_from_inputs(**case.inputs))
+    assert torch.allclose(seen.hidden_states[0][seen.visual], case.inserted + row, atol=1e-6)
+
+
 def test_remote_families_are_found_by_their_override():
     model = nn.Module()
     model.config = SimpleNamespace(model_type="ovis2_5")

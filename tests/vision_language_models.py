@@ -67,10 +67,11 @@ def rows(tensors) -> torch.Tensor:
     )
 
 
-def llava() -> Case:
+def llava(text=None) -> Case:
+    """LLaVA, with any language model of transformers by its config."""
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**VISION),
-        text_config=transformers.LlamaConfig(**TEXT),
+        text_config=text or transformers.LlamaConfig(**TEXT),
         image_token_index=IMAGE,
     )
     model = build("Llava", config)
@@ -78,6 +79,29 @@ def llava() -> Case:
     features = model.model.vision_tower(images, output_hidden_states=True).hidden_states[-2][:, 1:]
     projected = rows(model.model.multi_modal_projector(features))
     return Case(model, ids_for([16, 16]) | {"pixel_values": images}, rows(features), projected, projected)
+
+
+def saved_llava(tiny, folder, text=None) -> str:
+    """A folder with `llava(text)`, the tokenizer of `tiny`, and a processor."""
+    from llava.mm_utils import load_tokenizer
+
+    model = llava(text).model
+    tokenizer = load_tokenizer(str(tiny / "llama"))
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    model.config.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
+    part = "{{ '<image>' if part['type'] == 'image' else part['text'] }}"
+    template = f"{{% for part in messages[0]['content'] %}}{part}{{% endfor %}}"
+    picture = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    options = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    options |= {"image_processor": picture, "tokenizer": tokenizer, "chat_template": template}
+    model.save_pretrained(folder)
+    transformers.LlavaProcessor(**options).save_pretrained(folder)
+    return str(folder)
+
+
+def hybrid() -> transformers.PretrainedConfig:
+    """A language model whose middle layer alone has attention; the others are convolutions."""
+    return transformers.Lfm2Config(**TEXT, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8)
 
 
 def _tiles(prefix: str, vision, strategy: str) -> Case:
@@ -236,6 +260,38 @@ def gemma3() -> Case:
     return Case(model, inputs, rows(features), projected, projected, scale=32**0.5)
 
 
+def paligemma() -> Case:
+    config = transformers.PaliGemmaConfig(
+        text_config={"model_type": "gemma", "head_dim": 8} | TEXT,
+        vision_config={"model_type": "siglip_vision_model", "vision_use_head": False} | VISION,
+        image_token_index=IMAGE,
+        projection_dim=32,
+        hidden_size=32,
+    )
+    model = build("PaliGemma", config)
+    images = pixels(2, 3, 16, 16)
+    features = model.model.vision_tower(images).last_hidden_state
+    projected = rows(model.model.multi_modal_projector(features))
+    inputs = ids_for([16, 16])
+    inputs |= {"pixel_values": images, "token_type_ids": torch.zeros_like(inputs["input_ids"])}
+    return Case(model, inputs, rows(features), projected, projected, scale=32**0.5)
+
+
+def mllama() -> Case:
+    """Pictures enter by cross-attention: the one position of each holds its token's own embedding."""
+    vision = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_global_layers": 1}
+    vision |= {"attention_heads": 2, "image_size": 16, "patch_size": 4, "vision_output_dim": 72}
+    vision |= {"intermediate_layers_indices": [0, 1], "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    text = TEXT | {"cross_attention_layers": [1]}
+    model = build("Mllama", transformers.MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE))
+    inputs = ids_for([1, 1])
+    ones = torch.ones(2, 1, 1, dtype=torch.long)
+    inputs |= {"pixel_values": pixels(2, 1, 1, 3, 16, 16), "aspect_ratio_ids": ones[..., 0], "aspect_ratio_mask": ones}
+    inputs["cross_attention_mask"] = torch.ones(*inputs["input_ids"].shape, 1, 1, dtype=torch.long)
+    nothing = torch.zeros(0)
+    return Case(model, inputs, nothing, nothing, nothing)
+
+
 def _idefics(prefix: str) -> Case:
     config = getattr(transformers, f"{prefix}Config")(
         vision_config=VISION, text_config=transformers.LlamaConfig(**TEXT), scale_factor=2, image_token_id=IMAGE
@@ -279,6 +335,7 @@ CASES = (llava, llava_next, llava_onevision, qwen2_vl, qwen2_5_vl, qwen3_vl, glm
     idefics3,
     smolvlm,
     kimi,
+    paligemma,
 )
 
 

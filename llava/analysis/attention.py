@@ -1,9 +1,13 @@
 """Where a query looks in the picture, and how much of the attention visual tokens get (paper appendix G).
 
 Heatmaps (one row per model, in the order given), by mean over layers and heads or by roll-out; the raster position
-profile; entropy; and the visual tokens' share of the attention per layer.
+profile; entropy; and the visual tokens' share of the attention per layer, beside the share that uniform attention would
+give them under the mask that the layer applies (causal, sliding, chunked, or open to a whole prefix).
 
-Shapes: H heads, S sequence, Q query tokens, V visual tokens.
+Layers keep their numbers: one without attention (convolution, linear attention, state space) has empty values, and the
+roll-out passes over it.
+
+Shapes: L layers, H heads, S sequence, Q query tokens, V visual tokens.
 """
 
 import argparse
@@ -15,16 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from llava.analysis import inputs, loading, resume
+from llava.analysis import attention_watch, inputs, loading, resume
 from llava.analysis.attention_figures import draw_heatmaps, draw_profiles
-from llava.analysis.attention_watch import watched
+from llava.analysis.attention_watch import Attention
 from llava.analysis.inputs import Sample
 from llava.analysis.measure import sink_mask
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Probe
 from llava.analysis.resume import Rows, resumed, state_file
-from llava.analysis.statistics import Stream
 from llava.analysis.visual_grid import visual_grid
 
 SHOWN = 5
@@ -37,12 +40,13 @@ class Picture(NamedTuple):
     Attributes:
         maps: per method, the picture's attention over its tokens [rows, columns], summing to 1; empty where the tokens
             form no grid.
-        share: per layer, the visual tokens' share of the attention.
-        entropy: per layer, of the distribution over the visual tokens, in units of ln V (1 is uniform).
+        share: per layer, the visual tokens' share of the attention; NaN where a layer has none.
+        entropy: per layer, of the distribution over the visual tokens, in units of ln of how many of them the query may
+            look at (1 is uniform); NaN where it may look at none.
         top: per layer, the most seen visual token's share of the picture's attention; large where it serves as sink.
         share_without_sinks, entropy_without_sinks: the same of the visual tokens that are no sinks (see `measure`).
         sinks: which visual tokens are sinks, by their place in the picture.
-        token_share: the visual tokens' share of the tokens that a query token may look at.
+        uniform: per layer, the visual tokens' share of the tokens that a query token may look at.
     """
 
     maps: dict[str, np.ndarray]
@@ -52,7 +56,7 @@ class Picture(NamedTuple):
     share_without_sinks: np.ndarray
     entropy_without_sinks: np.ndarray
     sinks: list[int]
-    token_share: float
+    uniform: np.ndarray
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +82,10 @@ def run(args: argparse.Namespace) -> None:
     rows = [table_row(name, pictures) for name, pictures in results.items()]
     profiles = {name: curves(pictures) for name, pictures in results.items()}
     write_result(args, rows, profiles)
+    for name, found in profiles.items():
+        without = [layer for layer, share in enumerate(found["share per layer"]["mean"]) if math.isnan(share)]
+        if without:
+            print(f"{name}: no attention, so no values, in layers {', '.join(map(str, without))}")
     gridded = {name: pictures for name, pictures in results.items() if all(one.maps for one in pictures)}
     if len(gridded) < len(results):
         print(f"no heatmap, visual tokens form no single grid: {', '.join(results.keys() - gridded.keys())}")
@@ -104,26 +112,41 @@ def look(probe: Probe, sample: Sample, args: argparse.Namespace) -> Picture:
     groups = probe.groups(batch)
     texts = [probe.token_text(token) if token >= 0 else "" for token in batch.input_ids[0].tolist()]
     asking = query_positions(groups[0].cpu(), texts, args.query, sample.name)
-    layers = chosen(args.layers, len(probe.parts.layers), "--layers")
-    state = _Reducer(groups[0].cpu() == VISUAL, asking, layers, args.heads)
-    with watched(probe.parts.layers, see=state.see):
-        seen = probe.run(batch)
+    count = len(probe.parts.layers)
+    state = _Reducer(groups[0].cpu() == VISUAL, asking, count, chosen(args.layers, count, "--layers"), args.heads)
+    seen = attention_watch.run(probe, batch, see=state.see)
+    if args.layers != "all" and not state.layers <= state.seen.keys():
+        without = ", ".join(map(str, sorted(state.layers - state.seen.keys())))
+        raise ValueError(f"--layers {args.layers}: {probe.name} has no attention in layers {without}")
+    if not state.mean.any():
+        raise ValueError(f"{probe.name}, {sample.name}: no layer lets the query {args.query!r} look at the picture")
     return state.result(visual_grid(probe.model, batch, groups), sink_mask(seen)[0])
+
+
+class _Look(NamedTuple):
+    # The query's attention to the visual tokens [H, V], which of them it may look at [V], and their share of all that
+    # it may look at.
+    weights: torch.Tensor
+    visible: torch.Tensor
+    uniform: float
 
 
 class _Reducer:
     # Sums what is needed while the layers pass; only the roll-out's product [S, S] is kept between them.
-    def __init__(self, visual: torch.Tensor, asking: torch.Tensor, layers: set[int], heads: str) -> None:
-        self.visual, self.asking, self.layers, self.heads = visual, asking, layers, heads
+    def __init__(self, visual: torch.Tensor, asking: torch.Tensor, count: int, layers: set[int], heads: str) -> None:
+        self.visual, self.asking, self.count, self.layers, self.heads = visual, asking, count, layers, heads
         self.mean = torch.zeros(int(visual.sum()), dtype=torch.float64)
         self.rollout: torch.Tensor | None = None
-        self.looks: list[torch.Tensor] = []  # per layer the query's attention to the visual tokens [H, V]
+        self.seen: dict[int, _Look] = {}
 
-    def see(self, index: int, weights: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        heads = sorted(chosen(self.heads, len(weights), "--heads"))
-        weights = weights[heads].double().cpu()
+    def see(self, index: int, attention: Attention) -> None:
+        heads = sorted(chosen(self.heads, len(attention.weights), "--heads"))
+        weights = attention.weights[heads].double().cpu()
         looks = weights[:, self.asking][:, :, self.visual].mean(dim=1)  # [H, V]
-        self.looks.append(looks)
+        allowed = attention.allowed.expand(len(attention.weights), -1, -1)[heads].cpu()[:, self.asking]  # [H, Q, S]
+        inside = allowed[:, :, self.visual]
+        uniform = (inside.sum(dim=-1) / allowed.sum(dim=-1)).mean().item()
+        self.seen[index] = _Look(looks, inside.any(dim=0).any(dim=0), uniform)
         if index in self.layers:
             self.mean += looks.mean(dim=0)
         # Half of each layer's output is the residual stream, which keeps a token at its place.
@@ -133,27 +156,31 @@ class _Reducer:
     def result(self, grid: tuple[int, int] | None, sinks: torch.Tensor) -> Picture:
         rolled = self.rollout[self.asking][:, self.visual].mean(dim=0)
         maps = {"mean": self.mean / self.mean.sum(), "rollout": rolled / rolled.sum()}
-        positions = self.asking.nonzero().flatten()
-        before = torch.cumsum(self.visual, 0)[positions].double()
         sinks = sinks[self.visual]
+        looks = [self.seen.get(index) for index in range(self.count)]
         return Picture(
             {method: one.reshape(grid).numpy() for method, one in maps.items()} if grid else {},
-            *per_layer(self.looks),
-            *per_layer([looks[:, ~sinks] for looks in self.looks])[:2],
+            *per_layer([look and look.weights[:, look.visible] for look in looks]),
+            *per_layer([look and look.weights[:, look.visible & ~sinks] for look in looks])[:2],
             sinks.nonzero().flatten().tolist(),
-            (before / (positions + 1)).mean().item(),
+            np.array([look.uniform if look else math.nan for look in looks]),
         )
 
 
-def per_layer(looks: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per layer, from looks [H, V], means over heads: share of the attention, entropy / ln V, largest share."""
+def per_layer(looks: list[torch.Tensor | None]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per layer, from looks [H, V], means over heads: share of the attention, entropy / ln V, largest share.
+
+    NaN where a layer has no attention; the entropy and the largest share also where there is nothing to look at.
+    """
     found = []
     for one in looks:
+        if one is None or not one.shape[1]:
+            found.append((math.nan if one is None else 0.0, math.nan, math.nan))
+            continue
         share = one.sum(dim=1)
         within = one / share.clamp(min=1e-30)[:, None]
         entropy = -(within * within.clamp(min=1e-30).log()).sum(dim=1) / math.log(max(one.shape[1], 2))
-        largest = within.amax(dim=1) if one.shape[1] else share
-        found.append((share.mean().item(), entropy.mean().item(), largest.mean().item()))
+        found.append((share.mean().item(), entropy.mean().item(), within.amax(dim=1).mean().item()))
     return tuple(np.array(found).T)
 
 
@@ -212,18 +239,20 @@ def table_row(name: str, pictures: list[Picture]) -> dict[str, Any]:
         "samples": len(pictures),
         **_mean_and_median("visual share of attention", [one.share for one in pictures]),
         **_mean_and_median("visual share without sinks", [one.share_without_sinks for one in pictures]),
-        "of tokens": float(np.mean([one.token_share for one in pictures])),
+        "share if uniform": float(np.nanmean([one.uniform for one in pictures])),
         **_mean_and_median("entropy / ln V", [one.entropy for one in pictures]),
         **_mean_and_median("entropy without sinks", [one.entropy_without_sinks for one in pictures]),
         "upper half": _mean([upper_half(row_profile(one)) for one in maps]),
         "upper half without the most seen": _mean([upper_half(row_profile(without_most_seen(one))) for one in maps]),
-        "most seen token": float(np.mean([one.top for one in pictures])),
+        "most seen token": float(np.nanmean([one.top for one in pictures])),
         "visual sinks a picture": float(np.mean([len(one.sinks) for one in pictures])),
     }
 
 
 def _mean_and_median(name: str, values: list[np.ndarray]) -> dict[str, float]:
-    return {name: float(np.mean(values)), f"{name}, median": float(np.median(values))}
+    values = np.array(values)[~np.isnan(values)]
+    mean, median = (float(np.mean(values)), float(np.median(values))) if len(values) else (math.nan, math.nan)
+    return {name: mean, f"{name}, median": median}
 
 
 def row_profile(heatmap: np.ndarray) -> np.ndarray:
@@ -256,20 +285,18 @@ def curves(pictures: list[Picture]) -> dict[str, Any]:
         ("share per layer without sinks", [one.share_without_sinks for one in pictures]),
         ("entropy per layer without sinks", [one.entropy_without_sinks for one in pictures]),
         ("most seen token per layer", [one.top for one in pictures]),
+        ("share per layer if uniform", [one.uniform for one in pictures]),
     ):
         result[name] = _moments(values)
     maps = [one.maps for one in pictures if one.maps]
     if len({one["mean"].shape for one in maps}) == 1:  # pictures of different sizes have no common rows
         for method in METHODS:
             result[f"share per row, {method}"] = _moments([row_profile(one[method]) for one in maps])
-    result["visual share of tokens"] = float(np.mean([one.token_share for one in pictures]))
     return result
 
 
 def _moments(values: list[np.ndarray]) -> dict[str, list[float]]:
-    streams = [Stream() for _ in values[0]]
-    for row in values:
-        for stream, value in zip(streams, row, strict=True):
-            stream.add(value)
-    median = np.median(values, axis=0).tolist()
-    return {"mean": [stream.mean for stream in streams], "std": [stream.std for stream in streams], "median": median}
+    # Of each column over the samples that have it; NaN where none has.
+    columns = [column[~np.isnan(column)] for column in np.array(values).T]
+    kinds = {"mean": np.mean, "std": np.std, "median": np.median}
+    return {name: [float(of(c)) if len(c) else math.nan for c in columns] for name, of in kinds.items()}

@@ -62,10 +62,13 @@ def draw_profiles(args: argparse.Namespace, results: dict[str, dict[str, Any]]) 
                 if key not in found:
                     continue
                 mean, std = np.array(found[key]["mean"]), np.array(found[key]["std"])
-                at = np.arange(len(mean)) + (1 if axis is axes[0] else 0)
+                there = ~np.isnan(mean)  # a layer without attention has no point, and the others keep their number
+                at, mean, std = np.flatnonzero(there) + (1 if axis is axes[0] else 0), mean[there], std[there]
                 axis.plot(at, mean, "o-", markersize=3, color=colour, label=name)
                 axis.fill_between(at, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-            axes[1].axhline(found["visual share of tokens"], color=colour, linestyle=":", linewidth=1)
+            uniform = np.array(found["share per layer if uniform"]["mean"])
+            at = np.flatnonzero(~np.isnan(uniform))
+            axes[1].plot(at, uniform[at], ".:", color=colour, linewidth=1, markersize=2)
             if panels[0] in found:
                 rows = len(found[panels[0]]["mean"])
                 axes[0].xaxis.get_major_locator().set_params(integer=True)
@@ -73,6 +76,6 @@ def draw_profiles(args: argparse.Namespace, results: dict[str, dict[str, Any]]) 
         axes[0].set(xlabel="row of visual tokens, from the top", ylabel="share of the picture's attention")
         axes[0].set_title("Raster position (dotted: uniform)")
         axes[1].set(xlabel="layer", ylabel="share of the query's attention", ylim=(0, None))
-        axes[1].set_title("Attention to visual tokens\n(dotted: their share of the tokens)")
+        axes[1].set_title("Attention to visual tokens\n(dotted: if uniform under the mask)")
         axes[2].set(xlabel="layer", ylabel="entropy / ln V", title="Entropy over the picture (1: uniform)")
         drawn.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)

@@ -11,9 +11,11 @@ import numpy as np
 
 from llava.analysis import inputs
 from llava.analysis.measure import (
+    ADDED,
     ONLY_SINKS,
     SINK_RATIO,
     STATE_METRICS,
+    STEP_METRICS,
     TEXT,
     WITH_SINKS,
     WITHOUT_SINKS,
@@ -111,9 +113,9 @@ def curve(measurement: Measurement, what: str, groups: Any, part: tuple[bool, ..
     """
     layers = range(measurement.layers + (what in STATE_METRICS))
     streams = [measurement.stream(what, groups, layer, part) for layer in layers]
-    quantiles = [measurement.stream("turn" if what == "cosine" else what, groups, layer, part) for layer in layers]
+    quantiles = [measurement.stream(what.replace("cosine", "turn"), groups, layer, part) for layer in layers]
     columns = [np.array([stream.percentile(p) for stream in quantiles]) for p in (50, 25, 75)]
-    if what == "cosine":
+    if what.endswith("cosine"):
         columns = [np.cos(np.deg2rad(column)) for column in columns]
         columns = [columns[0], columns[2], columns[1]]  # the larger angle has the smaller cosine
     mean = np.array([stream.mean if stream.count else math.nan for stream in streams])
@@ -125,16 +127,25 @@ def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list
     rows = []
     for model, measurement in measured.items():
         for group, label in GROUPS.items():
-            found = {(name, part): curve(measurement, name, group, part) for name in names for part in SUFFIX}
-            everything = found[names[0], WITH_SINKS].count
-            for layer in range(len(everything)) if everything.any() else ():
-                row = {"model": model, "tokens": label, "layer": layer, "count with sinks": int(everything[layer])}
-                row["sinks"] = row["count with sinks"] - int(found[names[0], WITHOUT_SINKS].count[layer])
-                for (name, part), one in found.items():
-                    if layer < len(one.mean):
-                        row[f"{name} mean{SUFFIX[part]}"] = float(one.mean[layer])
-                        row[f"{name} median{SUFFIX[part]}"] = float(one.median[layer])
-                rows.append(row)
+            rows += [{"model": model, "tokens": label} | row for row in _layers(measurement, group, names)]
+            steps = tuple(name for name in names if name in STEP_METRICS)
+            added = _layers(measurement, group, steps, ADDED) if steps else []
+            rows += [{"model": model, "tokens": f"{label}: {ADDED}behind the layer"} | row for row in added]
+    return rows
+
+
+def _layers(measurement: Measurement, group: int, names: tuple[str, ...], prefix: str = "") -> list[dict[str, Any]]:
+    # A row per layer that has values of this prefix.
+    found = {(name, part): curve(measurement, prefix + name, group, part) for name in names for part in SUFFIX}
+    everything, rows = found[names[0], WITH_SINKS].count, []
+    for layer in np.flatnonzero(everything).tolist():
+        row = {"layer": layer, "count with sinks": int(everything[layer])}
+        row["sinks"] = row["count with sinks"] - int(found[names[0], WITHOUT_SINKS].count[layer])
+        for (name, part), one in found.items():
+            if layer < len(one.mean):
+                row[f"{name} mean{SUFFIX[part]}"] = float(one.mean[layer])
+                row[f"{name} median{SUFFIX[part]}"] = float(one.median[layer])
+        rows.append(row)
     return rows
 
 

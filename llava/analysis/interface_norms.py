@@ -1,6 +1,9 @@
 """Norms where vision meets language: encoder tokens, visual tokens after the projector, text, and embedding tables.
 
 Paper tables 1 (encoders and LLMs on their own), 2 (before and after the projector) and 3 (Ovis' visual vocabulary).
+
+The headline compares medians where both kinds of token enter the LLM. An LLM that scales its embeddings (Gemma by
+sqrt(D), Granite, MiniCPM) sees other norms than its embedding matrix has, so that the table then shows both.
 """
 
 import argparse
@@ -15,7 +18,7 @@ from llava.analysis.embedding_norms import measure as embedding_norms
 from llava.analysis.embedding_norms import paper_of
 from llava.analysis.encoders import MODEL_TYPES, load_encoder
 from llava.analysis.families import family_of
-from llava.analysis.measure import TEXT, WITH_SINKS
+from llava.analysis.measure import SCALE, TEXT, WITH_SINKS
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, with_paper, write_result
 from llava.analysis.probe import VISUAL
@@ -29,8 +32,12 @@ from llava.presentation import VISUAL as VISUAL_COLOUR
 
 FEATURES, PROJECTED = "encoder tokens", "visual tokens after the projector"
 ENTERING, TEXT_IN = "visual tokens entering the LLM", "text tokens entering the LLM"
-TABLE, VOCABULARY = "text embedding matrix", "visual vocabulary"
-COLOURS = {FEATURES: GREY, ENTERING: VISUAL_COLOUR, VOCABULARY: VISUAL_COLOUR, TABLE: TEXT_COLOUR, TEXT_IN: TEXT_BEFORE}
+TABLE, TABLE_IN, VOCABULARY = "text embedding matrix", "text embedding matrix as it enters the LLM", "visual vocabulary"
+SINKLESS = ", without sinks"
+COLOURS = {FEATURES: GREY, ENTERING: VISUAL_COLOUR, VOCABULARY: VISUAL_COLOUR, TABLE: TEXT_COLOUR}
+COLOURS |= {TABLE_IN: TEXT_COLOUR, TEXT_IN: TEXT_BEFORE}
+UNSCALED, CONSTANT = 0.01, 0.02
+"""How far from 1 a factor on the embeddings is none; how far apart the tokens' factors are still one."""
 
 # Tables 1 to 3; the key is found in the last part of the model's path.
 PAPER = {
@@ -50,11 +57,12 @@ PAPER = {
 
 
 class Interface(NamedTuple):
-    """One model's streams of norms by what they are of, and its text embeddings' mean norm."""
+    """One model's streams of norms by what they are of, and the factor of its embeddings (`embedding_factor`)."""
 
     name: str
     path: str
     streams: dict[str, Stream]
+    factor: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +79,7 @@ def run(args: argparse.Namespace) -> None:
     write_result(args, rows)
     for one in found:
         if ENTERING in one.streams:
-            ratio = one.streams[ENTERING].mean / one.streams[TABLE].mean
-            print(f"{one.name}: visual tokens enter the LLM with {ratio:.2f} times the mean norm of a text embedding")
+            print(headline(one))
     draw(args, found)
 
 
@@ -82,19 +89,58 @@ def interface(model: NamedModel, args: argparse.Namespace) -> Interface:
     model_type = fields.get("model_type", "")
     if model_type in MODEL_TYPES:
         return Interface(model.name, model.path, {FEATURES: encoder_norms(model, args)})
-    streams = {}
+    streams, factor = {}, None
     if loading.sees(fields, args):
         measured = measure.measure(model, inputs.choose(args), args)
         streams[FEATURES] = measured.stream("vision features")
         streams[PROJECTED] = measured.stream("projector output")
-        streams[ENTERING] = measured.stream("norm", VISUAL, 0, WITH_SINKS)
-        streams[TEXT_IN] = measured.stream("norm", TEXT, 0, WITH_SINKS)
+        for what, groups in ((ENTERING, VISUAL), (TEXT_IN, TEXT)):
+            streams[what] = measured.stream("norm", groups, 0, WITH_SINKS)
+            without = measured.stream("norm", groups)
+            streams |= {what + SINKLESS: without} if without.count < streams[what].count else {}
+        factor = embedding_factor(measured.stream(SCALE, TEXT, 0, WITH_SINKS))
     norms = embedding_norms(NamedModel(model.name, loading.base_of(model.path, args) or model.path)).norms
     streams[TABLE] = stream_of(norms[norms > 0])
+    if factor not in (None, 1.0):
+        streams[TABLE_IN] = stream_of(factor * norms[norms > 0])
     vocabulary = family_of(model_type).vocabulary
     if vocabulary:
         streams[VOCABULARY] = stream_of(vocabulary_norms(model.path, vocabulary))
-    return Interface(model.name, model.path, {name: stream for name, stream in streams.items() if stream.count})
+    return Interface(model.name, model.path, {name: stream for name, stream in streams.items() if stream.count}, factor)
+
+
+def embedding_factor(scales: Stream) -> float | None:
+    """The factor between the embedding matrix and what enters the LLM; None where it is not one for all text tokens."""
+    if not scales.count or scales.percentile(95) > (1 + CONSTANT) * scales.percentile(5):
+        return None
+    return scales.median if abs(scales.median - 1) > UNSCALED else 1.0
+
+
+def ratio(one: Interface, ending: str = "") -> float:
+    """Median norm of visual tokens over that of text tokens, where they enter the LLM; NaN where no text does.
+
+    Args:
+        ending: `SINKLESS`, or nothing for all tokens.
+    """
+    visual, text = (one.streams.get(what + ending, one.streams.get(what, Stream())) for what in (ENTERING, TEXT_IN))
+    return visual.median / text.median
+
+
+def headline(one: Interface) -> str:
+    """One sentence: how far apart visual and text tokens are where they enter the LLM."""
+    if TEXT_IN not in one.streams:
+        return (
+            f"{one.name}: no text enters the LLM beside the pictures, so there is nothing to compare their norms with"
+        )
+    visual = one.streams.get(ENTERING + SINKLESS, one.streams[ENTERING])
+    table = ""
+    if one.factor is not None:
+        times = visual.median / one.streams.get(TABLE_IN, one.streams[TABLE]).mean
+        table = f"; {times:.3g} times the mean embedding as it enters"
+    return (
+        f"{one.name}: visual tokens enter the LLM with {ratio(one, SINKLESS):.3g} times the norm of text tokens "
+        f"(medians without sinks; with sinks {ratio(one):.3g}{table})"
+    )
 
 
 class EncoderNorms:
@@ -164,22 +210,20 @@ def draw(args: argparse.Namespace, found: list[Interface]) -> None:
         for axis, one in zip(axes[:, 0], found, strict=True):
             for what, colour in COLOURS.items():
                 stream = one.streams.get(what)
-                if stream is None:
+                if stream is None or (what == TABLE and TABLE_IN in one.streams):
                     continue
                 share = 100 * stream.histogram(edges) / stream.count
                 outline = what == TEXT_IN
                 axis.stairs(share, edges, color=colour, fill=not outline, alpha=1 if outline else 0.55, label=what)
-                axis.axvline(stream.mean, color=colour, linewidth=1.2, linestyle=":" if outline else "--")
+                axis.axvline(stream.median, color=colour, linewidth=1.2, linestyle=":" if outline else "--")
             axis.set(xscale="log", yticks=[], ylabel="share of tokens", title=heading(one))
             axis.spines["left"].set_visible(False)
-        axes[-1, 0].set_xlabel("L2 norm (dashed: mean)")
+        axes[-1, 0].set_xlabel("L2 norm (dashed: median)")
         handles = {label: h for axis in axes[:, 0] for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
 
 
 def heading(one: Interface) -> str:
     """The model's name, with how far apart visual and text tokens are."""
-    if ENTERING not in one.streams or TABLE not in one.streams:
-        return one.name
-    ratio = one.streams[ENTERING].mean / one.streams[TABLE].mean
-    return f"{one.name}: visual / text = {ratio:.3g}" if math.isfinite(ratio) else one.name
+    found = ratio(one, SINKLESS)
+    return f"{one.name}: visual / text = {found:.3g}" if math.isfinite(found) else one.name

@@ -1,10 +1,13 @@
 """What the norm of visual tokens does to a trained model at inference, beside the controls that give it a scale.
 
-Visual tokens are scaled by alpha, or each set to the text norm, where they enter the first layer. Controls: a blank
-picture of the same size, no picture, and the visual part of the KV cache (keys, values, both) taken from the blank one.
+Visual tokens are scaled by alpha, or each set to the text norm, where they enter the first layer; the text norm is the
+median norm of the text tokens that enter beside them. Controls: a blank picture of the same size, no picture, and the
+visual part of the KV cache (keys, values, both) taken from the blank one. A hybrid decoder's layers without attention
+have no cache to take: in them the picture stays.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,10 +16,10 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from llava.analysis import inputs, loading, resume
-from llava.analysis.attention_watch import Change, watched
+from llava.analysis import attention_watch, inputs, loading, resume
+from llava.analysis.attention_watch import Attention, Change
 from llava.analysis.inputs import Sample, Samples
-from llava.analysis.measure import sink_mask
+from llava.analysis.measure import TEXT, embedding_scale, sink_mask
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import VISUAL, Batch, Edit, Probe
@@ -31,7 +34,7 @@ GREY = (127, 127, 127)
 # Of the change that a blank picture makes: below the first, scaling is called harmless, above the second, breaking.
 HARMLESS, BREAKING = 0.1, 0.5
 ALIGNED = 1.25
-"""Ratio to the text norm, either way, up to which there is nothing to set."""
+"""Ratio to the text norm, or to the mean embedding as it enters, either way, up to which there is nothing to set."""
 SEES_PICTURES = 0.01
 """Mean KL in nats to the blank picture's output, below which a model is said not to look at its pictures."""
 
@@ -43,10 +46,12 @@ class Outcome(NamedTuple):
         name: of the intervention.
         kl: of the output distribution after the prompt, in nats, from the untouched one.
         rank: of the token that the untouched run chose, from 1.
-        visual_norm: of the visual tokens where they enter the first layer, mean; None without a picture.
-        visual_share: visual tokens' share of the last token's attention, mean over layers and heads.
-        keys, values: cosine of the visual tokens' keys and values with the untouched ones, mean per layer; None
-            without a picture.
+        visual_norm: of the visual tokens where they enter the first layer, median; None without a picture.
+        text_norm: of the text tokens there that are no sinks, median.
+        embedding_scale: factor from the embedding matrix's rows to what enters, median over the text tokens.
+        visual_share: visual tokens' share of the last token's attention, mean over layers with attention, and heads.
+        keys, values: cosine of the visual tokens' keys and values with the untouched ones, mean per layer, NaN where a
+            layer has no attention; None without a picture.
         sinks: how many visual tokens are sinks (see `measure`) in this run.
         visual_norm_without_sinks, visual_share_without_sinks: of the visual tokens that are no sinks in this run.
         keys_without_sinks, values_without_sinks: of those that are none in the untouched one.
@@ -56,6 +61,8 @@ class Outcome(NamedTuple):
     kl: float
     rank: int
     visual_norm: float | None
+    text_norm: float
+    embedding_scale: float
     visual_share: float
     keys: np.ndarray | None
     values: np.ndarray | None
@@ -68,13 +75,17 @@ class Outcome(NamedTuple):
 
 class _Run(NamedTuple):
     # Log probabilities [C]; of the V visual tokens: attention share [V], mean over layers and heads; keys and values
-    # per layer [K, V, channels]; norms where they enter the first layer [V]; which are sinks [V].
+    # [K, V, channels] by layer, of those that have attention; norms where they enter the first layer [V]; which are
+    # sinks [V]. Of the text: median norm there, and the factor from the embedding matrix.
     log_probs: torch.Tensor
     shares: torch.Tensor
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    keys: dict[int, torch.Tensor]
+    values: dict[int, torch.Tensor]
     norms: torch.Tensor
     sinks: torch.Tensor
+    text_norm: float
+    embedding_scale: float
+    layers: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,10 +108,11 @@ def run(args: argparse.Namespace) -> None:
         found = measure(model, samples, args)
         rows += [table_row(model.name, outcomes) for outcomes in found["outcomes"].values()]
         verdicts.append(verdict(model.name, found))
-        details[model.name] = {
-            "visual norm": found["visual norm"],
-            "visual norm without sinks": found["visual norm without sinks"],
-            "text norm": found["text norm"],
+        without = np.flatnonzero(np.isnan(found["outcomes"][UNTOUCHED][0].keys))
+        if len(without):
+            layers = ", ".join(map(str, without))
+            print(f"{model.name}: no attention, so no keys and values to compare or to take, in layers {layers}")
+        details[model.name] = {name: value for name, value in found.items() if name != "outcomes"} | {
             "verdict": verdicts[-1],
             "per layer": {name: _per_layer(outcomes) for name, outcomes in found["outcomes"].items()},
         }
@@ -110,19 +122,19 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure(named: NamedModel, samples: Samples, args: argparse.Namespace) -> dict[str, Any]:
-    """Every intervention's outcomes over all samples, and the norms of visual tokens and text.
+    """Every intervention's outcomes over all samples, and the norms of visual tokens and text: medians of the samples'.
 
     What `--output-dir` has is not measured again.
     """
 
     def start() -> Callable[[Rows, Sequence[Sample]], None]:
         probe = loading.load_with_vision(named, args)
-        text_norm = mean_text_embedding_norm(probe.parts.embedding)
+        embedding_norm = mean_text_embedding_norm(probe.embedding_weight)
 
         def add(state: Rows, some: Sequence[Sample]) -> None:
-            state.about["text norm"] = text_norm
+            state.about["embedding norm"] = embedding_norm
             for sample in some:
-                state.rows += outcomes_of(probe, sample, args.alphas, text_norm)
+                state.rows += outcomes_of(probe, sample, args.alphas)
 
         return add
 
@@ -131,20 +143,31 @@ def measure(named: NamedModel, samples: Samples, args: argparse.Namespace) -> di
     outcomes: dict[str, list[Outcome]] = {}
     for outcome in state.rows:
         outcomes.setdefault(outcome.name, []).append(outcome)
+    untouched = outcomes[UNTOUCHED]
+    without = [one.visual_norm_without_sinks for one in untouched if one.visual_norm_without_sinks is not None]
+    scale = float(np.median([one.embedding_scale for one in untouched]))
     return {
         "outcomes": outcomes,
-        "visual norm": float(np.mean([one.visual_norm for one in outcomes[UNTOUCHED]])),
-        "visual norm without sinks": float(np.mean([one.visual_norm_without_sinks for one in outcomes[UNTOUCHED]])),
-        "text norm": state.about["text norm"],
+        "visual norm": float(np.median(without)),
+        "visual norm with sinks": float(np.median([one.visual_norm for one in untouched])),
+        "text norm": float(np.median([one.text_norm for one in untouched])),
+        "embedding norm": state.about["embedding norm"],
+        "embedding norm as it enters": scale * state.about["embedding norm"],
     }
 
 
-def outcomes_of(probe: Probe, sample: Sample, alphas: list[float], text_norm: float) -> Iterator[Outcome]:
-    """Every intervention's outcome for one sample, the untouched run's first."""
+def outcomes_of(probe: Probe, sample: Sample, alphas: list[float]) -> Iterator[Outcome]:
+    """Every intervention's outcome for one sample, the untouched run's first.
+
+    Raises:
+        ValueError: the sample has no text that enters beside its picture.
+    """
     batch = probe.prepare([sample])
     untouched = _run(probe, batch)
+    if not math.isfinite(untouched.text_norm):
+        raise ValueError(f"{probe.name}, {sample.name}: no text enters beside the picture, so there is no text norm")
     yield compare(UNTOUCHED, untouched, untouched)
-    for name, other in interventions(probe, sample, batch, alphas, text_norm):
+    for name, other in interventions(probe, sample, batch, alphas, untouched.text_norm):
         yield compare(name, untouched, other)
 
 
@@ -189,20 +212,36 @@ def _taking(source: _Run, visual: torch.Tensor, keys: bool, values: bool) -> Cha
 
 
 def _run(probe: Probe, batch: Batch, edit: Edit | None = None, change: Change | None = None) -> _Run:
-    shares, keys, values = [], [], []
+    shares: list[torch.Tensor] = []
+    keys: dict[int, torch.Tensor] = {}
+    values: dict[int, torch.Tensor] = {}
     visual = probe.groups(batch)[0].cpu() == VISUAL
 
-    def see(index: int, weights: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        at = visual.to(key.device)
-        shares.append(weights[:, -1, at].mean(dim=0).double().cpu())
-        keys.append(key[:, at].clone())
-        values.append(value[:, at].clone())
+    def see(index: int, attention: Attention) -> None:
+        at = visual.to(attention.keys.device)
+        shares.append(attention.weights[:, -1, at].mean(dim=0).double().cpu())
+        keys[index] = attention.keys[:, at].clone()
+        values[index] = attention.values[:, at].clone()
 
-    with watched(probe.parts.layers, see=see, change=change):
-        seen = probe.run(batch, edit)
+    seen = attention_watch.run(probe, batch, edit, see, change)
     log_probs = seen.logits[0, -1].double().log_softmax(dim=-1)
-    norms = seen.hidden_states[0][0].float().norm(dim=-1).cpu()[visual]
-    return _Run(log_probs, torch.stack(shares).mean(dim=0), keys, values, norms, sink_mask(seen)[0][visual])
+    norms, sinks = seen.hidden_states[0][0].float().norm(dim=-1).cpu(), sink_mask(seen)[0]
+    text = torch.isin(seen.groups[0].cpu(), torch.tensor(TEXT)) & ~sinks
+    return _Run(
+        log_probs,
+        torch.stack(shares).mean(dim=0),
+        keys,
+        values,
+        norms[visual],
+        sinks[visual],
+        *(_median(of[text]) for of in (norms, embedding_scale(seen)[0])),
+        len(probe.parts.layers),
+    )
+
+
+def _median(values: torch.Tensor) -> float:
+    values = values[values.isfinite()].double().numpy()
+    return float(np.median(values)) if len(values) else math.nan
 
 
 def compare(name: str, untouched: _Run, other: _Run) -> Outcome:
@@ -211,11 +250,15 @@ def compare(name: str, untouched: _Run, other: _Run) -> Outcome:
     kl = (expected.exp() * (expected - found)).sum().item()
     rank = int((found > found[expected.argmax()]).sum()) + 1
     everything = torch.ones_like(untouched.sinks)
+    norm, share = _of_tokens(other, torch.ones_like(other.sinks))
     return Outcome(
         name,
         max(kl, 0.0),
         rank,
-        *_of_tokens(other, torch.ones_like(other.sinks)),
+        norm,
+        other.text_norm,
+        other.embedding_scale,
+        share,
         *_cosines(untouched, other, everything),
         int(other.sinks.sum()),
         *_of_tokens(other, ~other.sinks),
@@ -224,16 +267,21 @@ def compare(name: str, untouched: _Run, other: _Run) -> Outcome:
 
 
 def _of_tokens(run: _Run, chosen: torch.Tensor) -> tuple[float | None, float]:
-    # Mean norm, and share of the attention.
-    return (run.norms[chosen].mean().item() if chosen.any() else None), run.shares[chosen].sum().item()
+    # Median norm, and share of the attention.
+    return (_median(run.norms[chosen]) if chosen.any() else None), run.shares[chosen].sum().item()
 
 
 def _cosines(untouched: _Run, other: _Run, chosen: torch.Tensor) -> tuple[np.ndarray | None, np.ndarray | None]:
     # Per layer, of the chosen visual tokens' keys and values; None where there are none to compare.
     if other.norms.shape != untouched.norms.shape or not chosen.any():
         return None, None
-    pairs = zip((untouched.keys, untouched.values), (other.keys, other.values), strict=True)
-    return tuple(np.array([_cosine(a, b, chosen) for a, b in zip(*both, strict=True)]) for both in pairs)
+    found = []
+    for before, after in ((untouched.keys, other.keys), (untouched.values, other.values)):
+        cosines = np.full(untouched.layers, math.nan)
+        for index, one in before.items():
+            cosines[index] = _cosine(one, after[index], chosen)
+        found.append(cosines)
+    return found[0], found[1]
 
 
 def _cosine(a: torch.Tensor, b: torch.Tensor, chosen: torch.Tensor) -> float:
@@ -265,7 +313,7 @@ def table_row(model: str, outcomes: list[Outcome]) -> dict[str, Any]:
 
 def _mean(values: list[Any]) -> float | None:
     there = [value for value in values if value is not None]
-    return float(np.mean(there)) if there else None
+    return float(np.nanmean(there)) if there else None
 
 
 def _per_layer(outcomes: list[Outcome]) -> dict[str, list[float]] | None:
@@ -281,8 +329,12 @@ def _per_layer(outcomes: list[Outcome]) -> dict[str, list[float]] | None:
 def verdict(model: str, found: dict[str, Any]) -> str:
     """What the dispute comes to for one model, in one sentence with its numbers."""
     rows = {name: table_row(model, outcomes) for name, outcomes in found["outcomes"].items()}
-    ratio = found["visual norm"] / found["text norm"]
-    start = f"{model}: visual tokens enter with {ratio:.2f} times the text norm. "
+    ratio, with_sinks = (found[norm] / found["text norm"] for norm in ("visual norm", "visual norm with sinks"))
+    to_table = found["visual norm"] / found["embedding norm as it enters"]
+    start = (
+        f"{model}: visual tokens enter with {ratio:.2f} times the text norm (medians; with sinks {with_sinks:.2f}; "
+        f"{to_table:.2f} times the mean embedding as it enters). "
+    )
     blank, scaled = rows[BLANK], rows[TEXT_NORM]
     if blank["KL (nats)"] < SEES_PICTURES:
         return start + (
@@ -291,13 +343,14 @@ def verdict(model: str, found: dict[str, Any]) -> str:
         )
     share = scaled["KL (nats)"] / blank["KL (nats)"]
     word = "HARMLESS" if share < HARMLESS else "WEAKENS" if share < BREAKING else "BREAKS"
-    if 1 / ALIGNED < ratio < ALIGNED:
+    if any(1 / ALIGNED < one < ALIGNED for one in (ratio, to_table)):
         word = "ALIGNED ALREADY"
     turned = [1 - scaled[f"cos of {part}"] for part in ("values", "keys")]
     more = "more than" if turned[0] > turned[1] else "no more than"
     return start + (
-        f"{word}: setting them to the text norm at inference changes the output by {scaled['KL (nats)']:.3f} nats, "
-        f"{100 * share:.0f} % of what a blank picture does, and {scaled['answer changes (%)']:.0f} % of the answers; "
+        f"{word}: setting them to the text norm at inference changes the output by {scaled['KL (nats)']:.3f} nats "
+        f"(median {scaled['KL median']:.3f}), {100 * share:.0f} % of what a blank picture does (median "
+        f"{blank['KL median']:.3f}), and {scaled['answer changes (%)']:.0f} % of the answers; "
         f"values turn (cos {scaled['cos of values']:.3f}) {more} keys (cos {scaled['cos of keys']:.3f})."
     )
 

@@ -8,6 +8,8 @@ States: state l (0 to L) is what enters layer l, state L what leaves the last on
     cosine      cos(h_l, h_{l+1}); its quantiles come from `turn`, the angle in degrees (paper Figures 3 to 5)
     update      |h_{l+1} - h_l| / |h_l|
     drift       angle between h_l and h_0 in degrees
+A model that adds visual features between two layers (DeepStack) has h_{l+1} before the addition in the layer's own
+cosine, turn and update; those of the addition itself are kept under `ADDED`.
 A **sink** is a token whose norm exceeds `SINK_RATIO` times the median of its sample's tokens of its kind (visual, or
 text with special tokens) in any state: massive activations, which turn hardly at all and swamp a mean. A sink's values
 are kept apart in every state.
@@ -31,6 +33,9 @@ from llava.analysis.statistics import Stream
 
 SINK_RATIO = 10.0
 STATE_METRICS, STEP_METRICS = ("norm", "drift"), ("cosine", "turn", "update")
+ADDED = "added "
+"""Begins the names of an addition's step metrics; its layer is the one that it follows."""
+SCALE = "embedding scale"
 TEXT = (TEXT_BEFORE, TEXT_AFTER)
 WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
 
@@ -47,7 +52,8 @@ class Measurement:
     """Streams of one model's values, and its sinks (a `resume.State`).
 
     Attributes:
-        streams: by (what, group, layer, whether of sinks).
+        streams: by (what, group, layer, whether of sinks); `SCALE` is a text token's norm
+            where it enters over its row's in the embedding matrix.
         sinks: by (group, position, token): samples it was found in, first and last layer, largest norm and ratio.
         done: samples measured.
         layers: L.
@@ -114,7 +120,7 @@ def observe(measurement: Measurement, seen: Observation, batch: Batch, probe: Pr
     measurement.layers = len(seen.hidden_states) - 1
     for what, tensor in (("vision features", seen.vision_features), ("projector output", seen.projector_output)):
         measurement.streams[(what, VISUAL, 0, False)].add(tensor.float().norm(dim=-1))
-    values = token_values(seen.hidden_states)
+    values, scales = token_values(seen), _array(embedding_scale(seen))
     groups = seen.groups.cpu().numpy()
     ratios = norm_ratios(values["norm"], groups)
     sinks = (ratios > SINK_RATIO).any(axis=0)
@@ -124,6 +130,13 @@ def observe(measurement: Measurement, seen: Observation, batch: Batch, probe: Pr
             for what, layers in values.items():
                 for layer in range(len(layers)) if chosen.any() else ():
                     measurement.streams[(what, group, layer, of_sinks)].add(layers[layer][chosen])
+            for layer, left in seen.left.items():
+                state = seen.hidden_states[layer + 1]
+                changed = chosen & (left != state).any(dim=-1).cpu().numpy()
+                for what, found in step_values(left, state).items() if changed.any() else ():
+                    measurement.streams[(ADDED + what, group, layer, of_sinks)].add(found[changed])
+            if group in TEXT and np.isfinite(scales[chosen]).any():
+                measurement.streams[(SCALE, group, 0, of_sinks)].add(scales[chosen & np.isfinite(scales)])
     for sample, position in np.argwhere(sinks & (groups > 0)):
         where = int((groups[sample, :position] == VISUAL).sum()) if groups[sample, position] == VISUAL else position
         token = "" if groups[sample, position] == VISUAL else probe.token_text(int(batch.input_ids[sample, position]))
@@ -131,24 +144,37 @@ def observe(measurement: Measurement, seen: Observation, batch: Batch, probe: Pr
         add_sink(measurement.sinks, key, values["norm"][:, sample, position], ratios[:, sample, position])
 
 
-def token_values(states: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
+def token_values(seen: Observation) -> dict[str, np.ndarray]:
     """The values of every token, [L + 1, B, S] of states (`STATE_METRICS`) and [L, B, S] of steps (`STEP_METRICS`)."""
-    found: dict[str, list[np.ndarray]] = {name: [] for name in (*STATE_METRICS, *STEP_METRICS)}
-    first = before = None
-    for state in states:
-        state = state.float()
-        norm = state.norm(dim=-1)
-        unit = state / norm.clamp(min=1e-30)[..., None]
-        first = unit if first is None else first
-        found["norm"].append(_array(norm))
-        found["drift"].append(_array(angle(first, unit)))
-        if before is not None:
-            old_state, old_norm, old_unit = before
-            found["cosine"].append(_array(1 - (unit - old_unit).square().sum(-1) / 2))
-            found["turn"].append(_array(angle(old_unit, unit)))
-            found["update"].append(_array((state - old_state).norm(dim=-1) / old_norm.clamp(min=1e-30)))
-        before = state, norm, unit
+    first = _unit(seen.hidden_states[0].float())
+    found = {
+        "norm": [_array(state.float().norm(dim=-1)) for state in seen.hidden_states],
+        "drift": [_array(angle(first, _unit(state.float()))) for state in seen.hidden_states],
+    }
+    steps = [step_values(before, after) for before, after in seen.steps()]
+    found |= {name: [step[name] for step in steps] for name in STEP_METRICS}
     return {name: np.stack(layers) for name, layers in found.items()}
+
+
+def step_values(before: torch.Tensor, after: torch.Tensor) -> dict[str, np.ndarray]:
+    """Every token's `STEP_METRICS` [B, S] between two states [B, S, D]."""
+    before, after = before.float(), after.float()
+    old, new = _unit(before), _unit(after)
+    return {
+        "cosine": _array(1 - (new - old).square().sum(-1) / 2),
+        "turn": _array(angle(old, new)),
+        "update": _array((after - before).norm(dim=-1) / before.norm(dim=-1).clamp(min=1e-30)),
+    }
+
+
+def embedding_scale(seen: Observation) -> torch.Tensor:
+    """What enters the LLM over the embedding matrix's row, norm over norm [B, S], NaN where the row is zero (CPU)."""
+    norms, rows = seen.hidden_states[0].float().norm(dim=-1).cpu(), seen.row_norms.cpu()
+    return torch.where(rows > 0, norms / rows, torch.nan)
+
+
+def _unit(states: torch.Tensor) -> torch.Tensor:
+    return states / states.norm(dim=-1, keepdim=True).clamp(min=1e-30)
 
 
 def angle(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from llava.analysis.families import Parts
 
 # What a position of the LLM's input holds.
 PADDING, VISUAL, TEXT_BEFORE, TEXT_AFTER, SPECIAL = range(5)
 GROUPS = {VISUAL: "visual", TEXT_BEFORE: "text before", TEXT_AFTER: "text after", SPECIAL: "special"}
+
+SAME = 0.999
+"""Cosine from which two vectors are one and the same, whatever the rounding of the dtype."""
+COMPARED = 256
+"""Visual positions whose values are looked up among the projector's rows."""
 
 Edit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -50,6 +56,9 @@ class Observation:
         projector_output: [N, D], before a model leaves out or adds tokens (LLaVA-NeXT's line ends).
         logits: [B, S, C].
         outputs: everything that the model returned (attentions, cache).
+        left: what leaves a layer [B, S, D], by its index, where the model adds something before the next one enters
+            (DeepStack's visual features); elsewhere the next state is what leaves.
+        row_norms: [B, S] norm of the embedding matrix's row of each token; 0 where the id has none.
     """
 
     groups: torch.Tensor
@@ -59,6 +68,13 @@ class Observation:
     projector_output: torch.Tensor | None
     logits: torch.Tensor
     outputs: Any = field(repr=False)
+    left: dict[int, torch.Tensor] = field(default_factory=dict)
+    row_norms: torch.Tensor | None = None
+
+    def steps(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What enters and what leaves each layer, L pairs of [B, S, D]."""
+        after = [self.left.get(index, state) for index, state in enumerate(self.hidden_states[1:])]
+        return list(zip(self.hidden_states[:-1], after, strict=True))
 
     @property
     def mask(self) -> torch.Tensor:
@@ -95,6 +111,8 @@ class Probe:
         self._prepare = prepare
         self.special_ids = torch.tensor(sorted(special_ids), dtype=torch.long)
         self.token_text = token_text
+        self._pictures_enter = False  # whether a run has shown that visual positions hold what the projector gave
+        self.attention_checked = False  # see `attention_watch.run`
 
     @property
     def device(self) -> torch.device:
@@ -143,12 +161,16 @@ class Probe:
             options: of the model's forward, such as `output_attentions=True` or `use_cache=True`.
 
         Raises:
-            ValueError: the batch has pictures, but no position holds the image token.
+            ValueError: what stands at the image token's positions is not what the projector gave.
         """
         groups = self.groups(batch)
         with self.recording(groups, edit) as seen:
             outputs = self.model(**({"use_cache": False} | batch.inputs | options))
         self._check(seen, groups)
+        rows = self._embedding_rows(batch.input_ids)
+        if edit is None and not self._pictures_enter and bool((groups == VISUAL).any()):
+            self._check_visual_positions(seen, groups, rows)
+            self._pictures_enter = True
         return Observation(
             groups,
             seen["states"],
@@ -157,12 +179,21 @@ class Probe:
             _rows(seen["projector_output"]),
             outputs.logits,
             outputs,
+            {index: left for index, left in enumerate(seen["left"]) if left is not None},
+            rows.norm(dim=-1),
         )
 
+    def _embedding_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """The embedding matrix's row of each token [B, S, D], zeros where an id has none."""
+        weight = self.embedding_weight
+        known = (ids >= 0) & (ids < len(weight))
+        rows = weight[ids.clamp(0, len(weight) - 1).to(weight.device)].float()
+        return rows * known.to(rows.device)[..., None]
+
     @contextlib.contextmanager
-    def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[torch.Tensor]]]:
+    def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[Any]]]:
         """While the context is open, a forward fills the dict with lists of tensors: `states`, `projector_input` ..."""
-        seen: dict[str, list[torch.Tensor]] = defaultdict(list)
+        seen: dict[str, list[Any]] = defaultdict(list)
         parts = self.parts
         handles = []
 
@@ -172,13 +203,20 @@ class Probe:
                 if index == 0 and edit is not None:
                     states = edit(states, groups)
                     args, kwargs = ((states, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": states})
+                if index and index == len(seen["left"]) and _same(seen["left"][-1], states):
+                    seen["left"][-1] = None
                 seen["states"].append(states)
                 return args, kwargs
 
             return hook
 
-        def leave(_: nn.Module, args: tuple, output: Any) -> None:
-            seen["states"].append(_tensor(output))
+        def leave(index: int) -> Callable:
+            def hook(_: nn.Module, args: tuple, output: Any) -> None:
+                last = index == len(parts.layers) - 1
+                seen["left"].append(None if last else _tensor(output))
+                seen["states"] += [_tensor(output)] if last else []
+
+            return hook
 
         def project(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if _first(args, kwargs).is_floating_point():  # Ovis also looks its picture markers up in the table
@@ -190,7 +228,7 @@ class Probe:
 
         for index, layer in enumerate(parts.layers):
             handles.append(layer.register_forward_pre_hook(enter(index), with_kwargs=True))
-        handles.append(parts.layers[-1].register_forward_hook(leave))
+            handles.append(layer.register_forward_hook(leave(index)))
         if parts.projector is not None:
             handles.append(parts.projector.register_forward_hook(project, with_kwargs=True))
             if parts.features[1] is not parts.projector:
@@ -201,15 +239,15 @@ class Probe:
             for handle in handles:
                 handle.remove()
 
-    def _vision_features(self, seen: dict[str, list[torch.Tensor]]) -> torch.Tensor | None:
+    def _vision_features(self, seen: dict[str, list[Any]]) -> torch.Tensor | None:
         found = _rows(seen["features"] or seen["projector_input"])
         width = self.vision_width
         if found is None or not width or found.shape[-1] % width:
             return found
         return found.reshape(-1, width)  # neighbouring patches that were put side by side, each whole
 
-    def _check(self, seen: dict[str, list[torch.Tensor]], groups: torch.Tensor) -> None:
-        shape = tuple(seen["states"][0].shape[:2])
+    def _check(self, seen: dict[str, list[Any]], groups: torch.Tensor) -> None:
+        shape = tuple(seen["states"][0].shape[:2]) if seen["states"] else ()
         if len(seen["states"]) != len(self.parts.layers) + 1 or shape != tuple(groups.shape):
             raise ValueError(
                 f"{self.name}: expected {len(self.parts.layers) + 1} hidden states of {tuple(groups.shape)} positions, "
@@ -220,6 +258,46 @@ class Probe:
                 f"{self.name}: the projector ran, but no position of the input holds the image token "
                 f"{self.parts.image_token_id}; name its id by --image-token-id"
             )
+
+    def _check_visual_positions(self, seen: dict[str, list[Any]], groups: torch.Tensor, rows: torch.Tensor) -> None:
+        states, visual = seen["states"][0].float(), groups == VISUAL
+        text = (groups != PADDING) & ~visual
+        entering, own, rows = states[visual], rows.to(states.device)[visual], rows.to(states.device)[text]
+        token, remedy = self.parts.image_token_id, "name the id of the visual positions by --image-token-id"
+        start = f"{self.name}: the {len(entering)} positions of token {token} "
+        if not seen["projector_output"]:
+            raise ValueError(f"{start}are no pictures: the projector did not run; {remedy}, or --projector-path")
+        output = _rows(seen["projector_output"]).float().to(states.device)
+        # A factor on the embeddings keeps their directions; where the LLM does more to them, values cannot be compared.
+        kept = _cosine(states[text], rows) > SAME
+        if not kept.any():
+            if len(entering) != len(output):
+                raise ValueError(f"{start}are not the {len(output)} rows that the projector gave; {remedy}")
+            return
+        if bool((_cosine(entering, own) > SAME).any()):
+            raise ValueError(
+                f"{start}hold that token's own text embedding, not what the projector gave: {remedy}. A model whose "
+                "pictures enter by cross-attention (Mllama) has no visual tokens and cannot be measured"
+            )
+        some = torch.linspace(0, len(entering) - 1, min(len(entering), COMPARED)).long().to(states.device)
+        factor = (states[text].norm(dim=-1) / rows.norm(dim=-1))[kept].median()
+        for given in (entering[some], entering[some] - factor * own[some]):  # Molmo 2 adds the picture to the embedding
+            if bool((F.normalize(given, dim=-1) @ F.normalize(output, dim=-1).T > SAME).any()):
+                return
+        if not output.any() and not entering.any():  # a projector that nothing has trained may give zeros
+            return
+        raise ValueError(
+            f"{start}hold none of the {len(output)} rows that the projector gave: {remedy}, or the module whose output "
+            "enters the LLM by --projector-path"
+        )
+
+
+def _cosine(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    return F.cosine_similarity(one, two, dim=-1)
+
+
+def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one is two or (one.shape == two.shape and torch.equal(one, two))
 
 
 def _tensor(output: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """How far the assumptions behind the paper's theory hold in a real model, layer by layer.
 
-Measured where the theory speaks of it: the update between the input of a layer and that of the next. Attention sinks
+Measured where the theory speaks of it: the update between what enters a layer and what leaves it. Attention sinks
 (see `measure`) are counted and left out; the table also has the values with them.
 
 Shapes: N tokens of one modality, D LLM hidden size.
@@ -145,7 +145,7 @@ class Tallies:
         for part, tallies in self.parts.items():
             tallies += [LayerTally() for _ in probe.parts.layers[len(tallies) :]]
             left_out = sinks if part == WITHOUT_SINKS else torch.zeros_like(sinks)
-            for tally, states, after in zip(tallies, seen.hidden_states[:-1], seen.hidden_states[1:], strict=True):
+            for tally, (states, after) in zip(tallies, seen.steps(), strict=True):
                 tally.add(states[0], after[0], groups, left_out)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """How fast visual and text tokens turn in every layer of the LLM, for several models or checkpoints beside each other.
 
 Paper figures 2 to 5: cosine between the states before and after a layer (near 1: slow), size of a layer's update over
-the state's norm, and angle to the LLM's input.
+the state's norm, and angle to the LLM's input. Visual features that a model adds between layers (DeepStack) are in no
+layer's turn; the table of the layers has rows of their own for them.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from llava.analysis import curves, measure
-from llava.analysis.measure import TEXT, WITH_SINKS, WITHOUT_SINKS, Measurement
+from llava.analysis.measure import ADDED, TEXT, WITH_SINKS, WITHOUT_SINKS, Measurement
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import GROUPS, VISUAL
 from llava.presentation import COLOURS
@@ -34,6 +35,10 @@ def run(args: argparse.Namespace) -> None:
     curves.write_sinks(args, measured)
     for model, measurement in measured.items():
         print(verdict(model, measurement))
+        added = sorted({layer for what, _, layer, _ in measurement.streams if what.startswith(ADDED)})
+        if added:
+            layers = ", ".join(map(str, added))
+            print(f"{model}: adds features behind layers {layers}; rows of their own, in no layer's turn")
     shown = curves.without_earlier(measured, runs)
     draw_values(args, shown)
     draw_gap(args, shown)
