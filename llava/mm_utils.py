@@ -285,6 +285,17 @@ def follow_umask(folder: str | Path) -> None:
             file.chmod(stat.S_IMODE(mode))
 
 
+def expanded_length(tokens: Any, images: Any, num_visual_tokens: int) -> Any:
+    """Length of a sample once every placeholder has become its image's visual tokens; numbers, arrays or tensors.
+
+    Args:
+        tokens: of the sample, each placeholder counting one.
+        images: placeholders of the sample.
+        num_visual_tokens: V, what one becomes.
+    """
+    return tokens + images * (num_visual_tokens - 1)
+
+
 # --- generation -------------------------------------------------------------------------------------------------------
 
 

@@ -104,6 +104,9 @@ def test_images_may_come_as_tensor_list_or_per_sample():
     assert torch.equal(match_images(four, [2, 0, 1]), expected)  # upstream: one unused image per text-only sample
     assert torch.equal(match_images([four[:2], four[2:3], four[3:]], [2, 0, 1]), expected)
     assert torch.equal(match_images([list(four[:2]), [], [four[3]]], [2, 0, 1]), expected)
+    single = [image[None] for image in four[[0, 1, 3]]]  # as LLaVA-NeXT's collator and harnesses pass them
+    assert torch.equal(match_images(single, [2, 0, 1]), expected)
+    assert torch.equal(match_images([image[None] for image in four], [2, 0, 1]), expected)
     assert match_images(None, [0, 0]) is None
     assert match_images(four[:2], [0, 0]) is None
 

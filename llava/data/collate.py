@@ -24,7 +24,12 @@ class DataCollatorForSupervisedDataset:
         self.pad_token_id = pad_token_id
 
     def __call__(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """`input_ids`, `labels`, `attention_mask` [B, S]; `images` [N, 3, H, W], `indices` [B] if samples have them."""
+        """The batch of `samples`.
+
+        Returns:
+            `input_ids`, `labels`, `attention_mask` [B, S]; `num_images`, how many of the images are each sample's, a
+            list of B; `images` [N, 3, H, W] and `indices` [B] if samples have them.
+        """
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         batch = {
             "input_ids": pad_sequence(
@@ -36,6 +41,7 @@ class DataCollatorForSupervisedDataset:
         images = [sample["images"] for sample in samples if "images" in sample]
         if images:
             batch["images"] = torch.cat(images)
+        batch["num_images"] = [len(sample["images"]) if "images" in sample else 0 for sample in samples]
         if "index" in samples[0]:
             batch["indices"] = torch.tensor([sample["index"] for sample in samples])
         return batch

@@ -16,7 +16,7 @@ from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
 from llava.data.checks import RowImage, placeholder_problem
 from llava.data.images import ImageError, ImageStore
-from llava.data.lengths import lengths_from_counts, token_counts, whole_lengths
+from llava.data.lengths import Tokenization, lengths_from_counts, token_counts, whole_lengths
 from llava.data.preprocess import Sample, preprocess
 from llava.data.records import Record, RecordTable, record_images, record_name
 from llava.data.turns import check_has_image
@@ -105,6 +105,10 @@ class LazySupervisedDataset(Dataset):
         """Token ids and labels of one record, not yet cut."""
         return self._tokenize(self.records[index], index)
 
+    def token_ids(self, index: int) -> torch.Tensor:
+        """Token ids [S] of one record, not yet cut."""
+        return self.tokenize(index).input_ids
+
     def _tokenize(self, record: Record, index: int) -> Sample:
         num_images = len(record_images(record))
         try:
@@ -147,10 +151,15 @@ class LazySupervisedDataset(Dataset):
             kind = FileNotFoundError if error.problem.kind == "image_missing" else ValueError
             raise kind(f"{self._name(record, index)}: {error}") from error
 
+    def token_counts(self) -> np.ndarray:
+        """Text tokens, images, and text tokens before the first image of every sample, int32 [N, 3]."""
+        settings = Tokenization(self.tokenizer, self.template, self.label_masking)
+        return token_counts(self.records, self.token_ids, settings, self.show_progress)
+
     def modality_lengths(self) -> np.ndarray:
         """True length [N] of every sample after expansion and cut; negative for text-only ones (LLaVA's convention)."""
         if self._lengths is None:
-            counts = token_counts(self)
+            counts = self.token_counts()
             self._lengths = lengths_from_counts(counts, self.num_visual_tokens, self.model_max_length)
             whole = whole_lengths(counts, self.num_visual_tokens)
             if (whole > self.model_max_length).any():

@@ -7,14 +7,15 @@ that turns text into ids, do.
 Shapes: N samples, V visual tokens per image.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
+import torch
 from tqdm import tqdm
 
 import llava.conversation
@@ -27,6 +28,9 @@ from llava.constants import IMAGE_TOKEN_INDEX
 from llava.data.cache import made_once
 from llava.data.parallel import in_processes
 from llava.data.records import RecordTable
+from llava.mm_utils import expanded_length
+
+Tokenize = Callable[[int], torch.Tensor]
 
 _PIECE = 256  # records that a process counts at a time
 _WORTH_PROCESSES = 4096  # records
@@ -44,44 +48,55 @@ def lengths_from_counts(counts: np.ndarray, num_visual_tokens: int, model_max_le
         num_visual_tokens: V.
         model_max_length: samples are cut there.
     """
-    text, images, before_image = counts.astype(np.int64).T
-    lengths = np.minimum(text + images * num_visual_tokens, model_max_length)
-    return np.where((images > 0) & (before_image < model_max_length), lengths, -lengths)
+    lengths = np.minimum(whole_lengths(counts, num_visual_tokens), model_max_length)
+    return np.where((counts[:, 1] > 0) & (counts[:, 2] < model_max_length), lengths, -lengths)
 
 
 def whole_lengths(counts: np.ndarray, num_visual_tokens: int) -> np.ndarray:
     """Length [N] of every sample after expansion, not cut."""
-    return counts[:, 0].astype(np.int64) + counts[:, 1].astype(np.int64) * num_visual_tokens
+    text, images = counts[:, :2].astype(np.int64).T
+    return expanded_length(text + images, images, num_visual_tokens)
 
 
-def token_counts(dataset: Any) -> np.ndarray:
+class Tokenization(NamedTuple):
+    """What decides a record's ids beside the record."""
+
+    tokenizer: Any
+    template: Any
+    label_masking: str
+
+    def digest(self) -> str:
+        """SHA-256 of it and of the code that turns text into ids."""
+        tokenizer = self.tokenizer
+        settings = [
+            tokenizers.__version__,
+            type(tokenizer).__name__,
+            repr((tokenizer.bos_token, tokenizer.split_special_tokens)),
+            tokenizer.backend_tokenizer.to_str(),
+            repr(self.template),
+            self.label_masking,
+            *(Path(module.__file__).read_text() for module in _CODE),
+        ]
+        return sha256("\0".join(settings).encode()).hexdigest()
+
+
+def token_counts(records: Sequence[Any], tokenize: Tokenize, settings: Tokenization, show_progress: bool) -> np.ndarray:
     """Text tokens, images, and text tokens before the first image of every sample, int32 [N, 3].
 
     Args:
-        dataset: a `LazySupervisedDataset`. Records in memory are measured; those of a `RecordTable` once, and the
-            counts are then mapped from its cache.
+        records: those in memory are measured; those of a `RecordTable` once, and the counts are then mapped from its
+            cache.
+        tokenize: the ids [S] of the sample with an index, not yet cut; goes to other processes.
+        settings: what decides them beside the records.
+        show_progress: whether measuring shows a progress bar.
     """
-    records = dataset.records
+    count = partial(_counted, tokenize, len(records), show_progress)
     if not isinstance(records, RecordTable):
-        return np.array([row for rows in _counted(dataset) for row in rows], np.int32).reshape(-1, 3)
-    name = f"{records.key[:16]}.{_settings_hash(dataset)[:16]}.counts.npy"
+        return np.array([row for rows in count() for row in rows], np.int32).reshape(-1, 3)
+    name = f"{records.key[:16]}.{settings.digest()[:16]}.counts.npy"
     is_whole = partial(_is_whole, shape=(len(records), 3))
-    return np.load(made_once(name, records.folders, partial(_write, dataset), is_whole), mmap_mode="r")
-
-
-def _settings_hash(dataset: Any) -> str:
-    """Of everything beside the records that decides their ids."""
-    tokenizer = dataset.tokenizer
-    settings = [
-        tokenizers.__version__,
-        type(tokenizer).__name__,
-        repr((tokenizer.bos_token, tokenizer.split_special_tokens)),
-        tokenizer.backend_tokenizer.to_str(),
-        repr(dataset.template),
-        dataset.label_masking,
-        *(Path(module.__file__).read_text() for module in _CODE),
-    ]
-    return sha256("\0".join(settings).encode()).hexdigest()
+    write = partial(_write, count, len(records))
+    return np.load(made_once(name, records.folders, write, is_whole), mmap_mode="r")
 
 
 def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
@@ -91,27 +106,26 @@ def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
         return False
 
 
-def _write(dataset: Any, target: Path) -> None:
-    counts = np.lib.format.open_memmap(target, "w+", np.int32, (len(dataset), 3))
+def _write(count: Callable[[], Iterator[np.ndarray]], total: int, target: Path) -> None:
+    counts = np.lib.format.open_memmap(target, "w+", np.int32, (total, 3))
     done = 0
-    for rows in _counted(dataset):
+    for rows in count():
         counts[done : done + len(rows)] = rows
         done += len(rows)
     counts.flush()
 
 
-def _counted(dataset: Any) -> Iterator[np.ndarray]:
+def _counted(tokenize: Tokenize, total: int, show_progress: bool) -> Iterator[np.ndarray]:
     """The counts, piece by piece, in order; by all cores that this process may use, where that is worth starting."""
-    starts = range(0, len(dataset), _PIECE)
-    with tqdm(total=len(dataset), desc="measuring lengths", disable=not dataset.show_progress, mininterval=2) as bar:
-        for rows in in_processes(_count, dataset, starts, worth=len(dataset) >= _WORTH_PROCESSES):
+    pieces = [range(start, min(start + _PIECE, total)) for start in range(0, total, _PIECE)]
+    with tqdm(total=total, desc="measuring lengths", disable=not show_progress, mininterval=2) as bar:
+        for rows in in_processes(_count, tokenize, pieces, worth=total >= _WORTH_PROCESSES):
             yield rows
             bar.update(len(rows))
 
 
-def _count(dataset: Any, start: int) -> np.ndarray:
-    stop = min(start + _PIECE, len(dataset))
-    return np.array([_count_sample(dataset.tokenize(i).input_ids.numpy()) for i in range(start, stop)], np.int32)
+def _count(tokenize: Tokenize, indices: range) -> np.ndarray:
+    return np.array([_count_sample(tokenize(index).numpy()) for index in indices], np.int32)
 
 
 def _count_sample(ids: np.ndarray) -> tuple[int, int, int]:

@@ -116,7 +116,7 @@ def report(manifest: Manifest, shown: int | None = _SHOWN) -> str:
 def length_report(args: argparse.Namespace, table: RecordTable) -> str:
     """How many samples are longer than `--model_max_length`; counts what the cache does not know."""
     from llava.data.dataset import LazySupervisedDataset
-    from llava.data.lengths import token_counts, whole_lengths
+    from llava.data.lengths import whole_lengths
     from llava.mm_utils import load_tokenizer
 
     tokenizer = load_tokenizer(args.model_name_or_path, model_max_length=args.model_max_length, padding_side="right")
@@ -124,7 +124,7 @@ def length_report(args: argparse.Namespace, table: RecordTable) -> str:
         table, tokenizer, args.version, None, None, "square", args.num_visual_tokens, args.model_max_length,
         label_masking=args.label_masking,
     )  # fmt: skip
-    lengths = whole_lengths(token_counts(dataset), args.num_visual_tokens)
+    lengths = whole_lengths(dataset.token_counts(), args.num_visual_tokens)
     longer = int((lengths > args.model_max_length).sum())
     return (
         f"lengths   {longer:,} of {len(lengths):,} samples are longer than {args.model_max_length:,} tokens and are "

@@ -16,7 +16,7 @@ from llava.commands import add_device_argument
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, SeparatorStyle, conv_templates, get_template
 from llava.data.preprocess import generation_ids
-from llava.mm_utils import KeywordsStoppingCriteria, get_model_name_from_path, process_images
+from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_name_from_path, process_images
 from llava.model.builder import load_pretrained_model
 
 
@@ -66,7 +66,7 @@ class Assistant(NamedTuple):
         ids = generation_ids(turns, self.tokenizer, self.template, mm_use_im_start_end=tags)
         tower = self.model.get_vision_tower()
         num_images = int((ids == IMAGE_TOKEN_INDEX).sum())
-        length = len(ids) + num_images * (tower.num_tokens - 1 if tower else 0)
+        length = expanded_length(len(ids), num_images, tower.num_tokens if tower else 1)
         if length > self.max_tokens:
             raise ValueError(
                 f"the conversation has {length} tokens with its pictures, more than the {self.max_tokens} of "

@@ -193,8 +193,9 @@ class LlavaMetaForCausalLM:
 
         Args:
             input_ids: [B, S] with IMAGE_TOKEN_INDEX placeholders.
-            images: a tensor [N, 3, H, W], a list of [3, H, W], or a list with one entry [n, 3, H, W] (or list of n) per
-                sample. Text-only samples may carry one unused image, as upstream's collator sends it.
+            images: a tensor [N, 3, H, W], a list of [3, H, W] or [1, 3, H, W] with one entry per image, or a list with
+                one entry [n, 3, H, W] (or list of n) per sample. Text-only samples may carry one unused image, as
+                upstream's collator sends it.
             image_sizes, modalities: accepted for upstream's callers; without anyres they decide nothing.
             padding_side: `left` or `right`; None takes `config.tokenizer_padding_side`.
 
@@ -232,14 +233,17 @@ class LlavaMetaForCausalLM:
         attention_mask: torch.Tensor | None,
         labels: torch.Tensor | None,
         images: Images = None,
+        num_images: Sequence[int] | None = None,
     ) -> PackedSequences:
         """The batch's samples with their visual tokens, one behind the other, without padding.
 
-        Arguments and errors are those of `prepare_inputs_labels_for_multimodal`.
+        Arguments and errors are those of `prepare_inputs_labels_for_multimodal`; `num_images` are each sample's, as the
+        collator gives them, or counted here.
         """
         mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        placeholders = ((input_ids == IMAGE_TOKEN_INDEX) & mask).sum(dim=1).tolist()
-        pixels = match_images(images, placeholders)
+        if num_images is None:
+            num_images = ((input_ids == IMAGE_TOKEN_INDEX) & mask).sum(dim=1).tolist()
+        pixels = match_images(images, num_images)
         tower = self.get_vision_tower()
         # Every rank must run tower and projector in every training step, or collectives of ZeRO-3 and DDP never meet.
         needs_dummy = pixels is None and self.training and torch.is_grad_enabled()
@@ -275,6 +279,7 @@ class LlavaMetaForCausalLM:
         image_sizes: Sequence[tuple[int, int]] | None = None,
         modalities: Sequence[str] | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        num_images: Sequence[int] | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
@@ -286,7 +291,7 @@ class LlavaMetaForCausalLM:
         """
         training_loss = labels is not None and self.training
         if inputs_embeds is None and training_loss and self.padding_free:
-            packed = self.pack_inputs(input_ids, attention_mask, labels, images)
+            packed = self.pack_inputs(input_ids, attention_mask, labels, images, num_images)
             input_ids, position_ids = None, packed.position_ids[None]
             inputs_embeds, labels = packed.inputs_embeds[None], packed.next_token_labels()[None]
             kwargs |= packed_attention_arguments(packed, self.config._attn_implementation)
@@ -373,28 +378,33 @@ def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None
     Raises:
         ValueError: too few or too many images; the message names the sample.
     """
-    images = [] if images is None else list(images)
-    if any(not isinstance(x, torch.Tensor) or x.ndim == 4 for x in images):
-        groups = [list(x) if not isinstance(x, torch.Tensor) or x.ndim == 4 else [x] for x in images]
-        groups += [[] for _ in range(len(placeholders) - len(groups))]
-        if len(groups) > len(placeholders):
-            raise ValueError(f"images for {len(groups)} samples were given, but the batch has {len(placeholders)}")
-    elif len(images) == sum(placeholders):
-        return torch.stack(images) if images else None
-    elif len(images) == sum(max(n, 1) for n in placeholders):
-        remaining = iter(images)
-        groups = [[next(remaining) for _ in range(max(n, 1))] for n in placeholders]
-    else:
+    groups = [_one_or_more(x) for x in ([] if images is None else images)]
+    of_each = [max(n, 1) for n in placeholders]  # a text-only sample's unused image is among them
+    flat = [image for group in groups for image in group] if all(len(group) == 1 for group in groups) else None
+    if flat is not None and len(flat) == sum(placeholders):
+        return torch.stack(flat) if flat else None
+    if flat is not None and len(flat) == sum(of_each):
+        remaining = iter(flat)
+        groups = [[next(remaining) for _ in range(n)] for n in of_each]
+    elif images is None or all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in images):
         raise ValueError(
-            f"the batch has {sum(placeholders)} image placeholders ({placeholders} per sample) but {len(images)} images"
-            + _first_sample_short_of_images(placeholders, len(images))
+            f"the batch has {sum(placeholders)} image placeholders ({placeholders} per sample) but {len(groups)} images"
+            + _first_sample_short_of_images(placeholders, len(groups))
         )
+    elif len(groups) > len(placeholders):
+        raise ValueError(f"images for {len(groups)} samples were given, but the batch has {len(placeholders)}")
+    groups += [[] for _ in range(len(placeholders) - len(groups))]
     matched = []
     for index, (group, expected) in enumerate(zip(groups, placeholders, strict=True)):
         if len(group) != expected and not (expected == 0 and len(group) == 1):
             raise ValueError(f"sample {index} of the batch has {expected} image placeholders but {len(group)} images")
         matched += group[:expected]
     return torch.stack(matched) if matched else None
+
+
+def _one_or_more(images: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The images [3, H, W] of one entry: an image, several in a tensor, or a list of them."""
+    return [images] if isinstance(images, torch.Tensor) and images.ndim == 3 else list(images)
 
 
 def _first_sample_short_of_images(placeholders: list[int], num_images: int) -> str:

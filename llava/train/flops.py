@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.mm_utils import expanded_length
 from llava.model.zero3 import full_shape
 
 # Datasheet's dense bf16 TFLOP/s; the first name that the device's contains.
@@ -66,7 +67,7 @@ def batch_work(
     """
     mask = batch["attention_mask"].bool()
     placeholders = ((batch["input_ids"] == IMAGE_TOKEN_INDEX) & mask).sum(dim=1)
-    lengths = mask.sum(dim=1) + placeholders * (num_visual_tokens - 1)
+    lengths = expanded_length(mask.sum(dim=1), placeholders, num_visual_tokens)
     if max_length is not None:
         lengths = lengths.clamp(max=max_length)
     return Work(
