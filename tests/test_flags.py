@@ -4,6 +4,9 @@ import argparse
 import dataclasses
 import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import transformers
@@ -14,6 +17,7 @@ from llava.train.arguments import DataArguments, ModelArguments, TrainingArgumen
 from llava.train.closing import closing_lines
 from llava.train.flags import REFUSED, REST, FlagParser, group_of, parse_flags
 
+ROOT = Path(__file__).resolve().parent.parent
 REQUIRED = ["--model_name_or_path", "x", "--output_dir", "y"]
 
 
@@ -119,7 +123,7 @@ def test_finished_run_says_where_the_model_is_and_what_comes_next(tiny, tmp_path
     monkeypatch.delenv("PRESET", raising=False)
     monkeypatch.chdir(tmp_path)
     train_module.train(flags(tiny, "stage 1", 1, max_steps=1))
-    where, following = messages(caplog, "train")[-2:]
+    where, following = messages(caplog, "closing")[-2:]
     adapter = tmp_path / "stage 1/mm_projector.bin"
     assert where == f"stage 1 is done, projector and norm are in {adapter}" and adapter.is_file()
     words = shlex.split(following.split("settings: ")[1])
@@ -127,11 +131,18 @@ def test_finished_run_says_where_the_model_is_and_what_comes_next(tiny, tmp_path
     assert words[2:] == ["NORM=gwc_layernorm", f"PRETRAIN_ADAPTER={adapter}", "bash", "scripts/finetune.sh"]
     caplog.clear()
     train_module.train(flags(tiny, "stage 2", 2, max_steps=1))
-    where, following = messages(caplog, "train")[-2:]
+    where, following = messages(caplog, "closing")[-2:]
     assert where.startswith(
         f"the model is in {tmp_path}/stage 2; to talk to it: python -m llava.serve.cli --model-path"
     )
     assert following == f"next, its scores: bash scripts/evaluate.sh '{tmp_path}/stage 2'"
+
+
+def test_closing_lines_reach_the_console_of_the_real_command(tiny, tmp_path):
+    command = [sys.executable, "-m", "llava.train.train", *flags(tiny, tmp_path, 1, max_steps=1)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "bash scripts/finetune.sh" in run.stderr.splitlines()[-1]
 
 
 def test_next_command_names_the_preset_or_merges_adapters(monkeypatch):

@@ -1,5 +1,6 @@
 """What a finished run says last: where the model is, and the command that comes next."""
 
+import logging
 import os
 import shlex
 from pathlib import Path
@@ -7,6 +8,14 @@ from typing import Any
 
 from llava.mm_utils import from_anywhere
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+
+logger = logging.getLogger(__name__)
+
+
+def say_what_comes_next(model_args: Any, output_dir: str, adapter_only: bool, lora: bool) -> None:
+    """Logs `closing_lines`, on the rank that logs."""
+    for line in closing_lines(model_args, output_dir, adapter_only, lora):
+        logger.info(line)
 
 
 def closing_lines(model_args: Any, output_dir: str, adapter_only: bool, lora: bool) -> list[str]:

@@ -26,7 +26,7 @@ from llava.model.lora import has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import fit_micro_batches, largest_micro_batch
-from llava.train.closing import closing_lines
+from llava.train.closing import say_what_comes_next
 from llava.train.compilation import compile_layers
 from llava.train.failures import Watchdog, of_flag, refusal
 from llava.train.first_tokens import fit_norm_to_first_images
@@ -176,8 +176,7 @@ def run(
     model.config.use_cache = True
     trainer.save_final()
     report_left_out(records, training_args.output_dir)
-    for line in closing_lines(model_args, training_args.output_dir, trainer.adapter_only, has_lora(model)):
-        logger.info(line)
+    say_what_comes_next(model_args, training_args.output_dir, trainer.adapter_only, has_lora(model))
 
 
 def leave_process_group() -> None:
