@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from llava.compare.runs import DONE, STAGES, Run
-from llava.eval.results import Results, Sample, TaskResult, write_results
+from llava.eval.results import Answered, Results, TaskResult, write_results
 from llava.provenance import RUN_FILE, revision
 from llava.train.run_record import adapter_digest
 
@@ -69,7 +69,7 @@ def write_scores(run: Run, right: float, answer: str, tasks: dict[str, int]) -> 
         own = np.random.default_rng([run.seed, count, len(run.arm)]).random(count)
         hit = 0.8 * easy + 0.2 * own < right
         samples = [
-            Sample(f"{task}-{i}", float(h), "right" if h else answer, "right", ("color", "shape")[i % 2])
+            Answered(f"{task}-{i}", float(h), "right" if h else answer, "right", ("color", "shape")[i % 2])
             for i, h in enumerate(hit)
         ]
         made[task] = TaskResult("accuracy", 100 * float(hit.mean()), samples, CHANCE.get(task), 1.0, "data")

@@ -13,7 +13,7 @@ from llava.eval.collect import FAILED_AT, EvaluationError, collect, crash_proble
 from llava.eval.evaluate import main, parser
 from llava.eval.launch import failed_at
 from llava.eval.process import progress, run_logged
-from llava.eval.results import Results, Sample, TaskResult, read_results, write_results
+from llava.eval.results import Answered, Results, TaskResult, read_results, write_results
 from llava.eval.tasks import TASKS, choose
 
 POPE = TASKS["pope"]
@@ -40,7 +40,7 @@ def test_a_whole_run_becomes_a_result(tmp_path):
     leave(tmp_path)
     result = collect(POPE, tmp_path, seconds=3)
     assert result.score == 50 and result.chance == 50 and result.metric == "pope_accuracy,none"
-    assert result.samples[1] == Sample("1", 0, "no", "yes")
+    assert result.samples[1] == Answered("1", 0, "no", "yes")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,9 @@ def test_without_names_the_tasks_are_the_papers_table():
 
 
 def test_results_read_as_they_were_written_and_damage_is_named(tmp_path):
-    task = TaskResult("acc,none", 50.0, [Sample("a/0", 1.0, "A", "A", "a"), Sample("b/0", 0.0, "A", "B", "b")], 25, 1.5)
+    task = TaskResult(
+        "acc,none", 50.0, [Answered("a/0", 1.0, "A", "A", "a"), Answered("b/0", 0.0, "A", "B", "b")], 25, 1.5
+    )
     results = Results("ckpt", "f", "bash", {"torch": "2"}, {"limit": None}, "2026-01-01T00:00:00+00:00", {"mmlu": task})
     assert read_results(write_results(results, tmp_path)) == results == read_results(tmp_path)
     assert task.by_group() == {"a": 100, "b": 0}

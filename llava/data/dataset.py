@@ -17,7 +17,7 @@ from llava.conversation import get_template
 from llava.data.checks import RowImage, placeholder_problem
 from llava.data.images import ImageError, ImageStore
 from llava.data.lengths import Tokenization, lengths_from_counts, token_counts, whole_lengths
-from llava.data.preprocess import Sample, preprocess
+from llava.data.preprocess import TokenizedSample, preprocess
 from llava.data.records import Record, RecordTable, record_images, record_name
 from llava.data.turns import check_has_image
 from llava.mm_utils import process_images
@@ -101,7 +101,7 @@ class LazySupervisedDataset(Dataset):
         kept = self.records.kept
         return self.records.named(index if kept is None else int(kept[index]))
 
-    def tokenize(self, index: int) -> Sample:
+    def tokenize(self, index: int) -> TokenizedSample:
         """Token ids and labels of one record, not yet cut."""
         return self._tokenize(self.records[index], index)
 
@@ -109,7 +109,7 @@ class LazySupervisedDataset(Dataset):
         """Token ids [S] of one record, not yet cut."""
         return self.tokenize(index).input_ids
 
-    def _tokenize(self, record: Record, index: int) -> Sample:
+    def _tokenize(self, record: Record, index: int) -> TokenizedSample:
         num_images = len(record_images(record))
         try:
             if problem := placeholder_problem(record):
@@ -128,7 +128,7 @@ class LazySupervisedDataset(Dataset):
             raise ValueError(f"{self._name(record, index)}: {num_images} images, but {written} places for them")
         return sample
 
-    def _cut(self, sample: Sample, index: int) -> Sample:
+    def _cut(self, sample: TokenizedSample, index: int) -> TokenizedSample:
         is_image = sample.input_ids == IMAGE_TOKEN_INDEX
         widths = torch.where(is_image, self.num_visual_tokens, 1)
         if int(widths.sum()) <= self.model_max_length:
@@ -142,7 +142,7 @@ class LazySupervisedDataset(Dataset):
                 self.model_max_length,
             )
         starts_inside = widths.cumsum(0) - widths < self.model_max_length
-        return Sample(sample.input_ids[starts_inside], sample.labels[starts_inside])
+        return TokenizedSample(sample.input_ids[starts_inside], sample.labels[starts_inside])
 
     def _open_image(self, image: str | RowImage, record: Record, index: int) -> Image.Image:
         try:

@@ -38,7 +38,7 @@ _UPSTREAM_STYLES = (
 )  # fmt: skip
 
 
-class Sample(NamedTuple):
+class TokenizedSample(NamedTuple):
     """One conversation as LongTensors [S]; `labels` is IGNORE_INDEX where nothing is learnt."""
 
     input_ids: torch.Tensor
@@ -61,7 +61,7 @@ def preprocess(
     label_masking: LabelMasking = "assistant",
     mm_use_im_start_end: bool = False,
     has_image: bool = True,
-) -> Sample:
+) -> TokenizedSample:
     """Token ids and labels of one conversation.
 
     Args:
@@ -89,7 +89,7 @@ def preprocess(
     tokens = _tokenize(parts, _is_target(template, upstream), tokenizer, has_image)
     targets = _upstream_targets(tokens, parts, template, tokenizer) if upstream else tokens.marked
     labels = np.where(targets & (tokens.ids != IMAGE_TOKEN_INDEX), tokens.ids, IGNORE_INDEX)
-    return Sample(torch.from_numpy(tokens.ids), torch.from_numpy(labels))
+    return TokenizedSample(torch.from_numpy(tokens.ids), torch.from_numpy(labels))
 
 
 def generation_ids(

@@ -34,7 +34,7 @@ PAPER_COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Sample:
+class Answered:
     """One question of a task.
 
     Attributes:
@@ -67,7 +67,7 @@ class TaskResult:
 
     metric: str
     score: float
-    samples: list[Sample]
+    samples: list[Answered]
     chance: float | None
     seconds: float
     data: str | None = None
@@ -132,7 +132,7 @@ def read_results(path: str | Path) -> Results:
         raise ValueError(f"{path}: format {found!r}, expected {FORMAT}; evaluate again with this version")
     try:
         tasks = {
-            name: TaskResult(**task | {"samples": [Sample(**sample) for sample in task["samples"]]})
+            name: TaskResult(**task | {"samples": [Answered(**sample) for sample in task["samples"]]})
             for name, task in content.pop("tasks").items()
         }
         return Results(**content, tasks=tasks)

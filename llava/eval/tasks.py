@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llava.eval.results import PAPER_COLUMNS, Sample
+from llava.eval.results import PAPER_COLUMNS, Answered
 
 Record = Mapping[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,16 +39,16 @@ def doc_id(record: Record) -> str:
 def each(score: Callable[[Record], float], group: Callable[[Record], str | None] = lambda record: None):
     """A function from records to samples, one for each, with this score and kind of question."""
 
-    def samples(records: Sequence[Record]) -> list[Sample]:
+    def samples(records: Sequence[Record]) -> list[Answered]:
         return [
-            Sample(doc_id(record), float(score(record)), answer_of(record), str(record["target"]), group(record))
+            Answered(doc_id(record), float(score(record)), answer_of(record), str(record["target"]), group(record))
             for record in records
         ]
 
     return samples
 
 
-def mmbench_samples(records: Sequence[Record]) -> list[Sample]:
+def mmbench_samples(records: Sequence[Record]) -> list[Answered]:
     """One sample for each question: right only if it is right under every order of its options that the data set has.
 
     lmms-eval keeps the verdict on a question to itself, so its own evaluator is asked once more.
@@ -67,14 +67,14 @@ def mmbench_samples(records: Sequence[Record]) -> list[Sample]:
         right = evaluator.eval_sub_data(pandas.DataFrame(orders), correct, static_only=True)
         said = " | ".join(str(row["prediction"]) for row in orders)
         target = " | ".join(str(row["answer"]) for row in orders)
-        samples.append(Sample(str(index), float(right), said, target, orders[0]["category"]))
+        samples.append(Answered(str(index), float(right), said, target, orders[0]["category"]))
     return samples
 
 
 def likelihood_samples(metric: str, by_length: bool, grouped: bool):
     """A function from lm-eval's multiple-choice records to samples; the answer is the choice it found likeliest."""
 
-    def samples(records: Sequence[Record]) -> list[Sample]:
+    def samples(records: Sequence[Record]) -> list[Answered]:
         result = []
         for record in records:
             choices = [request["arg_1"].strip() for request in record["arguments"].values()]
@@ -86,27 +86,27 @@ def likelihood_samples(metric: str, by_length: bool, grouped: bool):
                 target = choices[int(target)]
             best = choices[max(range(len(choices)), key=likelihoods.__getitem__)]
             group = record["subtask"] if grouped else None
-            result.append(Sample(doc_id(record), float(record[metric]), best, str(target).strip(), group))
+            result.append(Answered(doc_id(record), float(record[metric]), best, str(target).strip(), group))
         return result
 
     return samples
 
 
-def own_samples(records: Sequence[Record]) -> list[Sample]:
+def own_samples(records: Sequence[Record]) -> list[Answered]:
     """The samples of the tasks in `playground/tasks`, which say id and kind of each question."""
     return [
-        Sample(info["id"], info["score"], answer_of(record), str(record["target"]), info["kind"])
+        Answered(info["id"], info["score"], answer_of(record), str(record["target"]), info["kind"])
         for record in records
         for info in [record["accuracy"]]
     ]
 
 
-def mean(samples: Sequence[Sample]) -> float:
+def mean(samples: Sequence[Answered]) -> float:
     """Mean score in percent."""
     return 100 * sum(sample.score for sample in samples) / len(samples)
 
 
-def mean_of_groups(samples: Sequence[Sample]) -> float:
+def mean_of_groups(samples: Sequence[Answered]) -> float:
     """Mean over the kinds of questions of their mean scores, in percent."""
     kinds = {sample.group for sample in samples}
     return sum(mean([sample for sample in samples if sample.group == kind]) for kind in kinds) / len(kinds)
@@ -136,9 +136,9 @@ class Task:
     name: str
     dataset: str
     metric: str
-    samples: Callable[[Sequence[Record]], list[Sample]]
+    samples: Callable[[Sequence[Record]], list[Answered]]
     harness: str = "lmms_eval"
-    score: Callable[[Sequence[Sample]], float] = mean
+    score: Callable[[Sequence[Answered]], float] = mean
     unit: float | None = 1
     chance: float | Callable[[Sequence[Record]], float] | None = None
     generates: bool = True
