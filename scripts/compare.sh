@@ -13,6 +13,8 @@
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+# shellcheck source=scripts/steps.sh
+source scripts/steps.sh
 FIRST_SEED=42 # the paper's
 PRESET=llama-3.2-3b SEEDS=1 ARMS=none,layernorm,gwc_layernorm TASKS="" OUTPUT="" UPSTREAM=0
 

@@ -9,6 +9,7 @@ second Ctrl-C, or else the launcher's.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -63,18 +64,21 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
         raise Refusal(f"{plan.missing} input(s) are MISSING, see the list above")
     subprocess.run(["bash", "scripts/setup.sh"], check=True)
     entry = LAUNCH_CHECK if is_on(environment.get("CHECK", "")) else plan.entry
-    plan.output_dir.mkdir(parents=True, exist_ok=True)
     first_node = node_rank(environment) in ("", "0")
-    if first_node:
-        record_command(plan, entry)
-    return supervise(
-        plan.command(entry), {**environment, **considerate(plan, environment)}, plan.output_dir, first_node
-    )
+    try:
+        plan.output_dir.mkdir(parents=True, exist_ok=True)
+        if first_node:
+            record_command(plan, entry)
+    except OSError as error:
+        raise Refusal(f"--output_dir {plan.output_dir} cannot be written: {error.strerror}; take another") from None
+    variables = {**environment, **considerate(plan, environment)}
+    alone = plan.launch.launcher == "python"
+    return supervise(plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone)
 
 
 def record_command(plan: Plan, entry: str) -> None:
     """Writes `command.sh`, which runs the same once more."""
-    lines = ["#!/usr/bin/env bash", f"cd '{ROOT}' || exit", command_text(plan, entry)]
+    lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(str(ROOT))} || exit", command_text(plan, entry)]
     Path(plan.output_dir, "command.sh").write_text("\n".join(lines) + "\n")
 
 

@@ -25,10 +25,11 @@ class Supervisor:
     Args:
         output_dir: of the run; the ranks' reports are below it.
         run_dir: the ranks of this node write their process ids there, and ask for another start.
+        alone: the launcher is the only rank itself.
     """
 
-    def __init__(self, output_dir: Path, run_dir: Path):
-        self.output_dir, self.run_dir = output_dir, run_dir
+    def __init__(self, output_dir: Path, run_dir: Path, alone: bool):
+        self.output_dir, self.run_dir, self.alone = output_dir, run_dir, alone
         self.launcher: subprocess.Popen | None = None
         self.interrupted = self.ended = False
         self.gone: list[Path] = []  # process-id files of ranks that are gone, in the order in which they went
@@ -98,22 +99,23 @@ class Supervisor:
             self._note_gone()
             reported = {report.stem.rsplit("-", 1)[1] for report in reports}
             silent = [file for file in self.gone if f"rank{file.stem}" not in reported]
-            pid = _process_id(silent[0]) if silent else 0
-            if silent and (cause := _cause(code if pid == self.launcher.pid else None)):
-                where = f"rank {silent[0].stem} on {socket.gethostname()}, process {pid}"
+            if silent and (cause := _cause(code if self.alone else None)):
+                where = f"rank {silent[0].stem} on {socket.gethostname()}, process {_process_id(silent[0])}"
                 _say(f"{where}, ended without a message: {cause}")
                 return
-        if reports:
+        if len(reports) > self.alone:  # what the only rank says is the last that is printed anyway
             text = reports[0].read_text().rstrip()
             _say(f"the first error, of {len(reports)} in {self.output_dir / FOLDER}:\n{text}")
 
 
-def supervise(command: Sequence[str], environment: Mapping[str, str], output_dir: Path, first_node: bool) -> int:
+def supervise(
+    command: Sequence[str], environment: Mapping[str, str], output_dir: Path, *, first_node: bool, alone: bool
+) -> int:
     """Runs the launcher's command to its end; the code to exit with."""
     if first_node:
         shutil.rmtree(output_dir / FOLDER, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="llava-run-") as folder:
-        return Supervisor(output_dir, Path(folder)).run(command, environment)
+        return Supervisor(output_dir, Path(folder), alone).run(command, environment)
 
 
 def descendants(pid: int) -> set[int]:
