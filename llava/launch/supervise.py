@@ -88,10 +88,10 @@ class Supervisor:
         """Kills the launcher first, lest it start or save anything, and then whatever it had started."""
         self.ended = True
         ranks = {_process_id(file) for file in self.run_dir.glob("*.pid")} | descendants(self.launcher.pid)
-        _say("ended at once: what came after the last checkpoint is lost")
         _send_group(self.launcher.pid, signal.SIGKILL)
         for rank in ranks:
             _send(rank, signal.SIGKILL)
+        _say("ended at once: what came after the last checkpoint is lost")
 
     def _show_first_error(self, code: int) -> None:
         reports = sorted_reports(self.output_dir)
@@ -176,4 +176,5 @@ def _send_group(pid: int, number: int) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """To standard error, unbuffered: a signal may come while another one's words are being written."""
+    os.write(sys.stderr.fileno(), f"{text}\n".encode())
