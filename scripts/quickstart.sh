@@ -7,12 +7,26 @@
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-# shellcheck source=scripts/steps.sh
-source scripts/steps.sh
 : "${ARMS:=none gwc_layernorm}" "${OUTPUT_ROOT:=outputs/quickstart}"
 
+TIMES=()
+
+# Runs one step, shows what it prints, and remembers its time.
+step() { # title command...
+  local title="$1" start=$SECONDS
+  shift
+  printf '\n=== %s\n' "$title"
+  "$@"
+  TIMES+=("$(printf '%-44s %5d s' "$title" $((SECONDS - start)))")
+}
+
+show_times() {
+  printf '\n=== time of each step\n'
+  printf '%s\n' "${TIMES[@]}" "$(printf '%-44s %5d s' all "$SECONDS")"
+}
+
 train() { # stage arm
-  train_stage "$1" "$OUTPUT_ROOT/$2/$1" "$OUTPUT_ROOT/$2-$1.log" PRESET=demo NORM="$2" \
+  "$PYTHON_BIN" -m llava.compare stage "$1" "$OUTPUT_ROOT/$2/$1" "$OUTPUT_ROOT/$2-$1.log" PRESET=demo NORM="$2" \
     PRETRAIN_ADAPTER="$OUTPUT_ROOT/$2/pretrain/mm_projector.bin" REPORT_TO="${REPORT_TO:-tensorboard}"
 }
 

@@ -10,6 +10,9 @@ import psutil
 import pytest
 from test_scripts import ROOT, bash
 
+from llava.compare.stage import train_stage
+from llava.launch.settings import Refusal
+
 # A stand-in for Python that writes down what it is asked and leaves the files of a training.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
@@ -134,18 +137,35 @@ def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
     assert trained == [f"train layernorm 42 seed-42/layernorm/{stage}" for stage in ("pretrain", "finetune")]
 
 
+def test_a_stage_shows_its_newest_step_and_a_failed_one_the_end_of_its_log(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("llava.compare.stage.ROOT", tmp_path)
+    (tmp_path / "scripts").mkdir()
+    folder, log = tmp_path / "out", tmp_path / "log"
+    step = '{"step": 7, "loss": 1.25, "samples_per_second": 3.5}'
+    script = f"mkdir -p $OUTPUT_DIR; echo '{step}' >>$OUTPUT_DIR/train_log.jsonl; touch $OUTPUT_DIR/model.safetensors\n"
+    (tmp_path / "scripts/pretrain.sh").write_text(script + 'echo "$WORD"; exit "$CODE"\n')
+    with pytest.raises(Refusal, match=f"pretrain failed, see {log}"):
+        train_stage("pretrain", folder, log, {"CODE": "3", "WORD": "why"}, seconds=0.1)
+    out, err = capfd.readouterr()
+    assert "step    7  loss 1.250   3.5 samples/s" in out and "why" in err and not (folder / "done").exists()
+    train_stage("pretrain", folder, log, {"CODE": "0", "WORD": ""}, seconds=0.1)
+    assert (folder / "done").exists() and "skipped" not in capfd.readouterr().out
+    train_stage("pretrain", folder, log, {"CODE": "1", "WORD": ""})
+    assert "complete, skipped" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         (["--preset", "no"], "PRESET=no"),
         (["--seeds", "two"], "--seeds two"),
-        (["--seeds", "0"], "SEEDS=0"),
+        (["--seeds", "0"], "--seeds=0"),
         (["--seeds", "1,1"], "seed twice"),
         (["--arms", "none,batchnorm"], "NORM=batchnorm"),
         (["--arms", "layernorm,none"], "baseline"),
         (["--arms", "none,none"], "arm twice"),
         (["--arms", "none,none_default"], "none_default"),
-        (["--arms"], "--arms needs a value"),
+        (["--arms"], "--arms"),
         (["--epochs", "3"], "--epochs"),
     ],
 )

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from llava.eval.results import Results, read_results
-from llava.provenance import RUN_FILE, code_digest, git_commit, read_starts, revision, version_of
+from llava.provenance import DONE, RUN_FILE, code_digest, git_commit, read_starts, revision, version_of
 
 STAGES = ("pretrain", "finetune")
 BASELINE = "none"
 LOG_FILE = "train_log.jsonl"
-DONE = "done"  # `scripts/steps.sh` leaves it in the folder of a finished stage
 # Beginnings of the names of fields in which runs may differ, and nothing else.
 ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")
 SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")

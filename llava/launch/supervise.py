@@ -42,7 +42,8 @@ class Supervisor:
         before = {number: signal.signal(number, self._stop) for number in handled}
         try:
             env = {**environment, RUN_DIR: str(self.run_dir)}
-            self.launcher = subprocess.Popen(command, env=env, preexec_fn=_own_group)
+            # What is open to this process stays so: a comparison's lock lives as long as the training.
+            self.launcher = subprocess.Popen(command, env=env, preexec_fn=_own_group, close_fds=False)
             code = self._wait()
         finally:
             for number, handler in before.items():
