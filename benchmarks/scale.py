@@ -19,13 +19,17 @@ from typing import Any
 import torch
 
 from benchmarks.train_step import PRESETS, SO400M, STAGES
+from llava.launch.recipe import resolved_run
 from llava.model import LlavaLlamaConfig, LlavaLlamaForCausalLM, LlavaQwenConfig, LlavaQwenForCausalLM
 from llava.train.flops import Work, flop_costs, required_flops
 from llava.train.memory import CheckpointPlan, estimate_memory, plan_checkpointing
 from llava.train.optim import set_trainable
 
 NAMES = ("llama-3.2-3b", "qwen2.5-7b")
-GLOBAL_BATCH, CAPS = {1: 256, 2: 128}, {"llama-3.2-3b": {1: 16384, 2: 8192}, "qwen2.5-7b": {1: 12288, 2: 6144}}
+SCRIPTS = {1: "pretrain", 2: "finetune"}
+RUNS = {(name, stage): resolved_run(SCRIPTS[stage], PRESET=name, NUM_GPUS=1) for name in NAMES for stage in SCRIPTS}
+CAPS = {key: int(run["flags"]["max_tokens_per_micro_batch"]) for key, run in RUNS.items()}
+GLOBAL_BATCH = {stage: run["batch"]["global"] for (_, stage), run in RUNS.items()}  # every preset's is the same
 VISUAL_TOKENS, TEXT_TOKENS, TARGETS = 729, {1: 25, 2: 300}, {1: 20, 2: 200}  # of a sample, on average
 GPUS = (8, 16, 32, 64, 128, 256, 512)
 GIB = 2**30
@@ -101,7 +105,7 @@ def memory_rows(ranks: tuple[int, ...] = (8, 64)) -> Iterator[list[str]]:
             model = build(name, stage)
             for zero, offload in ((2, False), (3, False), (3, True)):
                 for n in ranks:
-                    estimate = estimate_memory(model, arguments(zero, n, offload), CAPS[name][stage])
+                    estimate = estimate_memory(model, arguments(zero, n, offload), CAPS[name, stage])
                     states = (estimate.parameters + estimate.gradients + estimate.optimizer) / GIB
                     whole = estimate.total(CheckpointPlan()) / GIB
                     recomputed = estimate.total(plan_checkpointing(True, estimate, 0)) / GIB
@@ -115,7 +119,7 @@ def step_work(name: str, stage: int, gpus: int) -> tuple[Work, int]:
     """A GPU's share of one optimizer step, and in how many micro-batches it comes."""
     samples, text = GLOBAL_BATCH[stage] / gpus, TEXT_TOKENS[stage]
     tokens = VISUAL_TOKENS + text
-    micro_batches = max(1, -(-int(samples * tokens) // CAPS[name][stage]))
+    micro_batches = max(1, -(-int(samples * tokens) // CAPS[name, stage]))
     pairs = tokens * (tokens + 1) / 2
     return Work(
         samples, samples * tokens, samples * tokens, samples * pairs, samples, samples * TARGETS[stage]
@@ -209,7 +213,7 @@ BREAKS = """
 ## What breaks first
 
 1. **The batch.** The recipes' global batches are 256 and 128: with more GPUs than samples some would have nothing to
-   do, and scripts/launch.sh refuses it. Stage 2 ends at 128 GPUs, stage 1 at 256. More needs another batch, so
+   do, and the scripts refuse it. Stage 2 ends at 128 GPUs, stage 1 at 256. More needs another batch, so
    another learning rate.
 2. **Work per GPU.** Long before, a GPU has one or two samples per step, while ZeRO-3 moves all weights for them. On a
    slow network that is so from the second node on: use `zero2.json` where the weights fit, else `zero3_hpz.json` or

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = "run.json"
 """Beside `train_log.jsonl`: what a run was made from. `llava.train.run_record` writes it and describes its content."""
 RUN_FORMAT = 1
+DONE = "done"  # in the folder of a stage that a comparison or the quickstart has trained to its end
 WEIGHT_FILES = {".json", ".safetensors", ".bin", ".parquet"}
 _WHOLE, _STRIDE, _BLOCK = 64 << 20, 1 << 20, 4 << 10
 TRAINING = ("data", "model", "train")  # folders of the package

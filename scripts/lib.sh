@@ -2,6 +2,7 @@
 # What every script needs: the repository root as working directory, the Python to use, and clear refusals. Sourced.
 # Relative paths therefore mean the same from wherever a script is called: relative to the root.
 
+CALLED_FROM=$PWD
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT" || exit 1
 
@@ -22,38 +23,78 @@ require_one_of() { # NAME "allowed values"
   [[ " $2 " == *" ${!1} "* ]] || die "$1=${!1} is not one of: $2"
 }
 
+# A Python for what needs no package: the machine's, or else that of the environment.
+plain_python() {
+  local candidate
+  for candidate in "${PYTHON:-python3}" .venv/bin/python "${LLAVA_PYTHON:-python3}"; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then echo "$candidate" && return; fi
+  done
+  die "${PYTHON:-python3} is no Python of at least 3.10; set PYTHON to one"
+}
+
 # .venv of this repository, or the caller's own environment by LLAVA_PYTHON.
 PYTHON_BIN=.venv/bin/python
 if [ -n "${LLAVA_PYTHON:-}" ]; then
   PYTHON_BIN=$(command -v "$LLAVA_PYTHON") || die "LLAVA_PYTHON=$LLAVA_PYTHON is not a program"
 fi
 
-# Makes or updates .venv; the caller's own environment is taken as it is and only told where the package lies.
 # C++ ops that DeepSpeed builds on first use go into .venv: in the home folder two environments would overwrite each
 # other's, and a build that was killed would leave a lock there on which every later run waits.
+[ -n "${LLAVA_PYTHON:-}" ] || export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}"
+
+# Makes or updates .venv; the caller's own environment is taken as it is and only told where the package lies.
 ensure_environment() {
   bash scripts/setup.sh
-  if [ -n "${LLAVA_PYTHON:-}" ]; then
-    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-  else
-    export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}"
-  fi
+  if [ -n "${LLAVA_PYTHON:-}" ]; then export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"; fi
 }
 
-# ---- long work in steps ------------------------------------------------------------------------------------------------
+# ---- training: a preset's values, then the flags of every run ----------------------------------------------------------
 
-TIMES=()
-
-# Runs one step, shows what it prints, and remembers its time.
-step() { # title command...
-  local title="$1" start=$SECONDS
-  shift
-  printf '\n=== %s\n' "$title"
-  "$@"
-  TIMES+=("$(printf '%-44s %5d s' "$title" $((SECONDS - start)))")
+# The environment wins over the preset, the preset over the recipe, and the caller's flags win over all.
+load_preset() { # the caller's flags
+  : "${PRESET:=llama-3.2-3b}" "${NORM:=gwc_layernorm}"
+  take_flags "$@"
+  require_one_of PRESET "$(basename -s .sh scripts/presets/*.sh | xargs)"
+  # shellcheck source=/dev/null
+  source "scripts/presets/$PRESET.sh"
+  # What both stages share (paper, section E).
+  : "${VISION_TOWER:=google/siglip-so400m-patch14-384}" "${LABEL_MASKING:=upstream}"
+  : "${EPOCHS:=1}" "${MAX_STEPS:=-1}" "${SEED:=42}"
+  : "${ACTIVATION_CHECKPOINTING:=${GRADIENT_CHECKPOINTING:-auto}}" # the older name, of LLaVA's scripts, still counts
+  : "${DEEPSPEED_CONFIG=deepspeed_configs/zero3.json}"             # an empty value means: without DeepSpeed
 }
 
-show_times() {
-  printf '\n=== time of each step\n'
-  printf '%s\n' "${TIMES[@]}" "$(printf '%-44s %5d s' all "$SECONDS")"
+# Two flags count before other defaults: the arm names the folders, and DeepSpeed brings an optimizer.
+take_flags() {
+  local word name=""
+  [[ $# -eq 0 || $1 == -* ]] || die "$1 is no flag of the trainer; variables stand before the command: NAME=value bash $0"
+  for word in "$@"; do
+    case $name in
+      __mm_projector_norm) NORM=$word ;;
+      __deepspeed) DEEPSPEED_CONFIG=$word ;;
+    esac
+    name=${word//-/_}
+    case $name in
+      __mm_projector_norm=*) NORM=${word#*=} ;;
+      __deepspeed=*) DEEPSPEED_CONFIG=${word#*=} ;;
+    esac
+  done
+}
+
+# Hands the run over to llava/launch, which adds what depends on the devices. A flag with an empty value is left out.
+launch() { # entry, flags of the stage and of the caller
+  local python
+  python=$(plain_python) || exit
+  : "${NUM_WORKERS:=4}" "${REPORT_TO:=tensorboard}" "${SAVE_STRATEGY:=steps}" "${SAVE_STEPS:=1000}" "${SAVE_TOTAL_LIMIT:=1}"
+  export STAGE PRESET GLOBAL_BATCH DATA_SOURCE INPUT_HINT CALLED_FROM PYTHON_BIN DRY_RUN CHECK RUN_NAME BF16 TF32 \
+    NUM_GPUS CPU_RANKS NNODES HOSTFILE LAUNCHER MAX_RESTARTS NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ID
+  exec "$python" -m llava.launch "$1" \
+    --attn_implementation "${ATTN_IMPLEMENTATION:-}" \
+    --dataloader_num_workers "$NUM_WORKERS" \
+    --logging_steps 1 \
+    --report_to "$REPORT_TO" \
+    --save_strategy "$SAVE_STRATEGY" \
+    --save_steps "$SAVE_STEPS" \
+    --save_total_limit "$SAVE_TOTAL_LIMIT" \
+    "${@:2}"
 }

@@ -1,26 +1,46 @@
 #!/usr/bin/env bash
 # Stage 1, feature alignment: trains the projector and its norm; the language model and the vision tower stay frozen.
 #   PRESET=llama-3.2-3b NORM=gwc_layernorm bash scripts/pretrain.sh [more flags of the trainer]
-# Every upper-case name below can be set in the environment. DRY_RUN=1 shows what would run. See docs/launch.md.
+# Every upper-case name below can be set in the environment; --help explains them. DRY_RUN=1 shows what would run.
 set -euo pipefail
 STAGE=pretrain
-# shellcheck source=scripts/launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
-load_preset
+# shellcheck source=scripts/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+load_preset "$@" # PRESET, NORM, and what both stages share
 
-: "${PROMPT_VERSION:=plain}"
 : "${DATA_PATH:=playground/data/LLaVA-Pretrain/blip_laion_cc_sbu_558k.json}"
 : "${IMAGE_FOLDER=playground/data/LLaVA-Pretrain/images.zip}" # or the folder it was extracted to
 DATA_SOURCE="run python -m llava.data.prepare llava-558k"
+: "${PROMPT_VERSION:=plain}" "${MODEL_MAX_LENGTH:=2048}" # 729 visual tokens and a caption
 : "${GLOBAL_BATCH:=256}" "${PER_DEVICE_BATCH:=2}" "${LEARNING_RATE:=1e-3}"
-: "${MODEL_MAX_LENGTH:=2048}" # 729 visual tokens and a caption
-set_common_defaults
+: "${OUTPUT_DIR:=checkpoints/$PRESET-$NORM-$STAGE}"
 
-resolve_devices
-resolve_batch
-resolve_launch
-
-add_common_flags
-flag --tune_mm_mlp_adapter True
-
-run_stage "$@"
+launch llava/train/train_mem.py \
+  --model_name_or_path "$MODEL_PATH" \
+  --version "$PROMPT_VERSION" \
+  --data_path "$DATA_PATH" \
+  --image_folder "$IMAGE_FOLDER" \
+  --image_aspect_ratio square \
+  --vision_tower "$VISION_TOWER" \
+  --mm_vision_select_layer -2 \
+  --mm_vision_select_feature patch \
+  --mm_projector_type mlp2x_gelu \
+  --mm_projector_norm "$NORM" \
+  --mm_projector_norm_init "${NORM_INIT:-}" \
+  --tune_mm_mlp_adapter True \
+  --label_masking "$LABEL_MASKING" \
+  --model_max_length "$MODEL_MAX_LENGTH" \
+  --deepspeed "$DEEPSPEED_CONFIG" \
+  --activation_checkpointing "$ACTIVATION_CHECKPOINTING" \
+  --per_device_train_batch_size "$PER_DEVICE_BATCH" \
+  --max_tokens_per_micro_batch "${MAX_TOKENS_PER_MICRO_BATCH:-}" \
+  --optim "${OPTIM:-}" \
+  --learning_rate "$LEARNING_RATE" \
+  --lr_scheduler_type cosine \
+  --warmup_ratio 0.03 \
+  --weight_decay 0.0 \
+  --num_train_epochs "$EPOCHS" \
+  --max_steps "$MAX_STEPS" \
+  --seed "$SEED" \
+  --output_dir "$OUTPUT_DIR" \
+  "$@"

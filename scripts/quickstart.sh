@@ -12,6 +12,22 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [ $# -eq 0 ] || die "$(basename "$0") takes no arguments, found: $*; it reads the variables that --help names"
 : "${ARMS:=none gwc_layernorm}" "${OUTPUT_ROOT:=outputs/quickstart}"
 
+TIMES=()
+
+# Runs one step, shows what it prints, and remembers its time.
+step() { # title command...
+  local title="$1" start=$SECONDS
+  shift
+  printf '\n=== %s\n' "$title"
+  "$@"
+  TIMES+=("$(printf '%-44s %5d s' "$title" $((SECONDS - start)))")
+}
+
+show_times() {
+  printf '\n=== time of each step\n'
+  printf '%s\n' "${TIMES[@]}" "$(printf '%-44s %5d s' all "$SECONDS")"
+}
+
 train() { # stage arm
   "$PYTHON_BIN" -m llava.compare stage "$1" "$OUTPUT_ROOT/$2/$1" "$OUTPUT_ROOT/$2-$1.log" PRESET=demo NORM="$2" \
     PRETRAIN_ADAPTER="$OUTPUT_ROOT/$2/pretrain/mm_projector.bin" REPORT_TO="${REPORT_TO:-tensorboard}"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llava.compare.runs import DONE, STAGES, Run
+from llava.compare.runs import STAGES, Run
 from llava.eval.results import Answered, Results, TaskResult, write_results
-from llava.provenance import RUN_FILE, revision
+from llava.provenance import DONE, RUN_FILE, revision
 from llava.train.run_record import adapter_digest
 
 CHANCE = {"scenes": 25.0, "pope": 50.0}

@@ -6,8 +6,8 @@ import pytest
 from comparison_runs import change, write_run, write_scores
 
 from llava.compare.__main__ import main
-from llava.compare.runs import DONE, arm_differences, check_results, check_runs
-from llava.provenance import RUN_FILE, code_digest, git_commit, version_of
+from llava.compare.runs import arm_differences, check_results, check_runs
+from llava.provenance import DONE, RUN_FILE, code_digest, git_commit, version_of
 
 ARMS = ("none", "layernorm", "layernorm_default")
 

@@ -1,46 +1,38 @@
-"""The shell scripts: what a dry run resolves, what is refused, and that set-up does its work once; installs nothing."""
+"""The shell scripts as people call them: what a dry run shows, what is refused, signals, and that set-up works once."""
 
 import json
 import os
-import shlex
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from llava.launch.recipe import resolved_run
+from llava.launch.settings import NAMES
+from llava.launch.supervise import is_running
+
 ROOT = Path(__file__).resolve().parent.parent
 SHELL_FILES = sorted(p for p in (ROOT / "scripts").rglob("*") if p.suffix in {".sh", ".sbatch"})
+STAGES = ("pretrain", "finetune")
 PRESETS = sorted(p.stem for p in (ROOT / "scripts/presets").glob("*.sh"))
 NORMS = ["none", "layernorm", "gwc_layernorm", "rmsnorm", "gwc_rmsnorm"]
 
 
+def only(**env: object) -> dict[str, str]:
+    """An environment with nothing but these variables, so that the caller's cannot change the outcome."""
+    return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")} | {k: str(v) for k, v in env.items()}
+
+
 def bash(*command: str, cwd: Path = ROOT, path: str = os.environ["PATH"], **env: object) -> subprocess.CompletedProcess:
-    """Run a script with only the given variables, so that the caller's environment cannot change the outcome."""
-    variables = {"PATH": path, "HOME": os.environ.get("HOME", "/"), **{k: str(v) for k, v in env.items()}}
+    """Runs a script with only the given variables."""
+    variables = only(**env) | {"PATH": path}
     return subprocess.run(["bash", *command], cwd=cwd, env=variables, capture_output=True, text=True, timeout=60)
-
-
-class DryRun:
-    """A dry run's three sections: `configuration` by row name, `command` as words, `inputs` as lines."""
-
-    def __init__(self, stage: str, *args: str, script: str = "", **env: object):
-        run = bash(script or f"scripts/{stage}.sh", *args, DRY_RUN=1, **env)
-        assert run.returncode == 0, run.stderr
-        configuration, rest = run.stdout.removeprefix("configuration\n").split("command\n", 1)
-        command, self.inputs = rest.split("\ninputs\n", 1)
-        self.configuration = {line[2:22].strip(): line[23:] for line in configuration.splitlines()}
-        self.command = shlex.split(command.replace("\\\n", " "))
-
-    def flag(self, name: str) -> str | None:
-        return self.command[self.command.index(name) + 1] if name in self.command else None
-
-    @property
-    def launcher(self) -> str:
-        """The command up to the trainer's entry."""
-        return " ".join(self.command[: self.command.index("llava/train/train_mem.py")])
 
 
 @pytest.fixture
@@ -63,72 +55,25 @@ def test_script_is_valid_bash(script):
     assert check.returncode == 0, check.stderr
 
 
-# --- batch arithmetic -------------------------------------------------------------------------------------------------
+# --- recipes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("stage", "num_gpus", "nnodes", "accumulation", "global_batch"),
-    [
-        ("pretrain", 1, 1, 128, 256),
-        ("pretrain", 8, 1, 16, 256),
-        ("pretrain", 8, 4, 4, 256),
-        ("pretrain", 8, 8, 2, 256),  # the paper: 64 GPUs, 2 x 2
-        ("finetune", 1, 1, 128, 128),
-        ("finetune", 4, 2, 16, 128),
-        ("finetune", 8, 4, 4, 128),  # the paper: 32 GPUs, 1 x 4
-    ],
-)
-def test_global_batch_of_the_recipe_is_kept_for_any_number_of_gpus(stage, num_gpus, nnodes, accumulation, global_batch):
-    run = DryRun(stage, NUM_GPUS=num_gpus, NNODES=nnodes)
-    per_device = int(run.flag("--per_device_train_batch_size"))
-    assert run.flag("--gradient_accumulation_steps") == str(accumulation)
-    assert per_device * accumulation * num_gpus * nnodes == global_batch
-    assert run.configuration["global batch"].startswith(f"{global_batch} = ")
-    assert run.configuration["devices"].startswith(f"{num_gpus * nnodes} = ")
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
-def test_device_count_that_does_not_divide_the_batch_is_refused_with_the_choices(stage):
-    run = bash(f"scripts/{stage}.sh", DRY_RUN=1, NUM_GPUS=7)
-    assert run.returncode == 2
-    for name in ("GLOBAL_BATCH", "PER_DEVICE_BATCH", "NNODES", "NUM_GPUS"):
-        assert name in run.stderr
-    assert "1 2 4 8 16 32 64 128" in run.stderr
-
-
-def test_per_device_batch_choices_are_those_that_divide_the_devices_share():
-    run = bash("scripts/pretrain.sh", DRY_RUN=1, NUM_GPUS=8, PER_DEVICE_BATCH=3)
-    assert run.returncode == 2
-    assert "PER_DEVICE_BATCH    1 2 4 8 16 32\n" in run.stderr
-
-
-@pytest.mark.parametrize("name", ["NUM_GPUS", "NNODES", "PER_DEVICE_BATCH", "GLOBAL_BATCH", "CPU_RANKS"])
-@pytest.mark.parametrize("value", ["two", "-1", "08", "1.5"])
-def test_count_that_is_no_whole_number_is_refused_by_name(name, value):
-    run = bash("scripts/pretrain.sh", DRY_RUN=1, **{"NUM_GPUS": 8, name: value})
-    assert run.returncode == 2
-    assert f"{name}={value}" in run.stderr
-
-
-# --- presets and arms -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_and_arm_resolves_in_both_stages(stage, norm, preset):
-    run = DryRun(stage, PRESET=preset, NORM=norm, NUM_GPUS=8)
-    assert run.flag("--mm_projector_norm") == norm
-    assert run.flag("--output_dir") == f"checkpoints/{preset}-{norm}-{stage}"
-    assert run.flag("--seed") == "42"
+def test_every_preset_resolves_in_both_stages(stage, preset):
+    run = resolved_run(stage, PRESET=preset, NORM="gwc_rmsnorm", NUM_GPUS=8)
+    flags = run["flags"]
+    assert flags["mm_projector_norm"] == "gwc_rmsnorm"
+    assert flags["output_dir"] == f"checkpoints/{preset}-gwc_rmsnorm-{stage}"
+    assert flags["seed"] == "42"
     if stage == "finetune":
-        assert run.flag("--pretrain_mm_mlp_adapter") == f"checkpoints/{preset}-{norm}-pretrain/mm_projector.bin"
-        assert run.flag("--mm_tunable_parts") == "mm_vision_tower,mm_mlp_adapter,mm_language_model"
-        assert "--tune_mm_mlp_adapter" not in run.command
+        assert flags["pretrain_mm_mlp_adapter"] == f"checkpoints/{preset}-gwc_rmsnorm-pretrain/mm_projector.bin"
+        assert flags["mm_tunable_parts"] == "mm_vision_tower,mm_mlp_adapter,mm_language_model"
+        assert "tune_mm_mlp_adapter" not in flags
     else:
-        assert run.flag("--tune_mm_mlp_adapter") == "True"
-        assert "--pretrain_mm_mlp_adapter" not in run.command
-    assert not [word for word in run.command if run.command.count(word) > 1 and word.startswith("--")]
+        assert flags["tune_mm_mlp_adapter"] == "True"
+        assert "pretrain_mm_mlp_adapter" not in flags
+    assert not [word for word in run["command"] if run["command"].count(word) > 1 and word.startswith("--")]
 
 
 @pytest.mark.parametrize(
@@ -139,170 +84,187 @@ def test_every_preset_and_arm_resolves_in_both_stages(stage, norm, preset):
     ],
 )
 def test_recipe_presets_carry_the_papers_hyper_parameters(preset, model, version):
-    stage1, stage2 = (DryRun(stage, PRESET=preset, NUM_GPUS=8) for stage in ("pretrain", "finetune"))
+    stage1, stage2 = (resolved_run(stage, PRESET=preset, NUM_GPUS=8)["flags"] for stage in STAGES)
     shared = {
-        "--model_name_or_path": model,
-        "--vision_tower": "google/siglip-so400m-patch14-384",
-        "--image_aspect_ratio": "square",
-        "--lr_scheduler_type": "cosine",
-        "--warmup_ratio": "0.03",
-        "--weight_decay": "0.0",
-        "--num_train_epochs": "1",
-        "--max_steps": "-1",
-        "--label_masking": "upstream",
-        "--bf16": "True",
-        "--tf32": "True",
-        "--deepspeed": "deepspeed_configs/zero3.json",
+        "model_name_or_path": model,
+        "vision_tower": "google/siglip-so400m-patch14-384",
+        "image_aspect_ratio": "square",
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": "0.03",
+        "weight_decay": "0.0",
+        "num_train_epochs": "1",
+        "max_steps": "-1",
+        "label_masking": "upstream",
+        "bf16": "True",
+        "tf32": "True",
+        "deepspeed": "deepspeed_configs/zero3.json",
     }
     for name, value in shared.items():
-        assert (stage1.flag(name), stage2.flag(name)) == (value, value), name
-    assert (stage1.flag("--version"), stage2.flag("--version")) == ("plain", version)
-    assert (stage1.flag("--per_device_train_batch_size"), stage2.flag("--per_device_train_batch_size")) == ("2", "1")
-    assert (stage1.flag("--learning_rate"), stage2.flag("--learning_rate")) == ("1e-3", "1e-5")
-    assert stage2.flag("--mm_vision_tower_lr") == "2e-6"
-    assert Path(stage1.flag("--data_path")).name == "blip_laion_cc_sbu_558k.json"
+        assert (stage1[name], stage2[name]) == (value, value), name
+    assert (stage1["version"], stage2["version"]) == ("plain", version)
+    assert (stage1["per_device_train_batch_size"], stage2["per_device_train_batch_size"]) == ("2", "1")
+    assert (stage1["learning_rate"], stage2["learning_rate"]) == ("1e-3", "1e-5")
+    assert stage2["mm_vision_tower_lr"] == "2e-6"
+    assert Path(stage1["data_path"]).name == "blip_laion_cc_sbu_558k.json"
+
+
+@pytest.mark.parametrize(("stage", "gpus", "batch"), [("pretrain", 64, (2, 2, 256)), ("finetune", 32, (1, 4, 128))])
+def test_the_papers_batch_on_the_papers_gpus(stage, gpus, batch):
+    run = resolved_run(stage, NUM_GPUS=8, NNODES=gpus // 8)["batch"]
+    assert (run["per_device"], run["accumulation"], run["global"]) == batch
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_lora_has_llavas_recipe_for_every_preset(preset):
-    run = DryRun("finetune", LORA=1, PRESET=preset, NUM_GPUS=8)
-    expected = {"--lora_enable": "True", "--lora_r": "128", "--lora_alpha": "256", "--learning_rate": "2e-4"}
-    expected |= {"--mm_projector_lr": "2e-5", "--mm_tunable_parts": "mm_mlp_adapter,mm_language_model"}
-    assert {name: run.flag(name) for name in expected} == expected
-    assert run.flag("--mm_vision_tower_lr") is None
-    assert run.flag("--output_dir") == f"checkpoints/{preset}-gwc_layernorm-finetune-lora"
-    assert run.configuration["LoRA rank"] == "128"
-    assert DryRun("finetune", LORA=1, LORA_R=8, LEARNING_RATE="1e-4", NUM_GPUS=8).flag("--lora_r") == "8"
-    plain = DryRun("finetune", LORA=0, PRESET=preset, NUM_GPUS=8)
-    assert "--lora_enable" not in plain.command and "LoRA rank" not in plain.configuration
+    run = resolved_run("finetune", LORA=1, PRESET=preset, NUM_GPUS=8)["flags"]
+    expected = {"lora_enable": "True", "lora_r": "128", "lora_alpha": "256", "learning_rate": "2e-4"}
+    expected |= {"mm_projector_lr": "2e-5", "mm_tunable_parts": "mm_mlp_adapter,mm_language_model"}
+    assert {name: run.get(name) for name in expected} == expected
+    assert "mm_vision_tower_lr" not in run
+    assert run["output_dir"] == f"checkpoints/{preset}-gwc_layernorm-finetune-lora"
+    assert (
+        not {"lora_enable", "lora_r", "lora_alpha"}
+        & resolved_run("finetune", LORA=0, LORA_R=8, NUM_GPUS=8)["flags"].keys()
+    )
 
 
 def test_demo_preset_is_one_plain_process_on_a_cpu():
-    stage1, stage2 = (DryRun(stage, PRESET="demo", NUM_GPUS=0) for stage in ("pretrain", "finetune"))
+    stage1, stage2 = (resolved_run(stage, PRESET="demo", NUM_GPUS=0) for stage in STAGES)
     for run in (stage1, stage2):
-        assert run.launcher.endswith(".venv/bin/python")
-        assert run.flag("--per_device_train_batch_size") == "8"
-        assert run.flag("--deepspeed") is None
-        assert run.flag("--tf32") == "False"
-        assert run.flag("--version") == "chatml"
-    assert (stage1.flag("--max_steps"), stage2.flag("--max_steps")) == ("80", "80")
-    assert [stage2.flag(f"--{name}") for name in ("learning_rate", "mm_projector_lr", "mm_vision_tower_lr")] == [
-        "1e-4",
-        "1e-3",
-        "1e-4",
+        assert run["launcher"] == "python" and ".venv/bin/python" in run["command"]
+        assert run["flags"]["per_device_train_batch_size"] == "8"
+        assert "deepspeed" not in run["flags"]
+        assert (run["flags"]["tf32"], run["flags"]["version"]) == ("False", "chatml")
+        assert (run["flags"]["optim"], run["flags"]["max_steps"]) == ("adamw_torch_fused", "80")
+    rates = [stage2["flags"][name] for name in ("learning_rate", "mm_projector_lr", "mm_vision_tower_lr")]
+    assert rates == ["1e-4", "1e-3", "1e-4"]
+
+
+def test_environment_wins_over_preset_and_the_callers_flags_over_both():
+    flags = ("--max_grad_norm", "0.5", "--learning-rate=5e-4")
+    run = resolved_run("pretrain", *flags, PRESET="demo", NUM_GPUS=0, MAX_STEPS=7, LEARNING_RATE="2e-4")
+    assert run["flags"]["max_steps"] == "7"
+    assert run["command"][-3:] == list(flags)
+    assert run["flags"]["learning_rate"] == "5e-4" and "2e-4" not in run["command"]
+
+
+def test_flags_that_others_hang_on_are_followed_by_folder_adapter_optimizer_and_batch():
+    flags = ["--mm-projector-norm", "rmsnorm", "--deepspeed=deepspeed_configs/zero2.json"]
+    run = resolved_run("finetune", *flags, "--per_device_train_batch_size", "2", PRESET="demo", NUM_GPUS=2)
+    assert run["flags"]["output_dir"] == "checkpoints/demo-rmsnorm-finetune"
+    assert run["flags"]["run_name"] == "demo-rmsnorm-finetune"
+    assert run["flags"]["pretrain_mm_mlp_adapter"] == "checkpoints/demo-rmsnorm-pretrain/mm_projector.bin"
+    assert run["launcher"] == "deepspeed" and "optim" not in run["flags"]
+    assert run["batch"] == {"per_device": 2, "accumulation": 2, "global": 8}
+    without = resolved_run("finetune", "--deepspeed", "", "--output_dir", "a/b", NUM_GPUS=1)
+    assert without["launcher"] == "python" and "deepspeed" not in without["flags"]
+    assert (without["flags"]["output_dir"], without["flags"]["run_name"]) == ("a/b", "b")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_empty_image_folder_is_honoured_by_every_preset(preset):
+    assert "image_folder" not in resolved_run("pretrain", PRESET=preset, NUM_GPUS=1, IMAGE_FOLDER="")["flags"]
+
+
+# --- what a call shows and refuses ------------------------------------------------------------------------------------
+
+
+def test_dry_run_shows_configuration_command_and_inputs_and_asks_the_trainers_parser():
+    env = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": sys.executable}
+    shown = bash("scripts/pretrain.sh", "--max_steps", "3", "--mm_projector_norm", "rmsnorm", **env)
+    assert shown.returncode == 0, shown.stderr
+    configuration, rest = shown.stdout.split("command\n")
+    command, inputs = rest.split("inputs\n")
+    for row in ("arm (NORM)           rmsnorm", "length               3 steps", "global batch         8 = 1 x 8 x 1"):
+        assert f"  {row}\n" in configuration
+    assert "\n    --output_dir checkpoints/demo-rmsnorm-pretrain \\\n" in command and "--max_steps 3 \\\n" in command
+    assert "vision tower" in inputs and inputs.endswith("dry run: nothing was installed or started\n")
+    assert "not checked" not in shown.stderr
+    wrong = bash("scripts/pretrain.sh", **env, LEARNING_RATE="abc")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+    assert "learning_rate" in wrong.stderr and "'abc'" in wrong.stderr
+
+
+def test_dry_run_without_an_environment_says_what_it_did_not_check(tmp_path):
+    for part in ("scripts", "llava", "deepspeed_configs"):
+        (tmp_path / part).symlink_to(ROOT / part)
+    shown = bash(str(tmp_path / "scripts/pretrain.sh"), "--max_grad_norm", "1", cwd=tmp_path, DRY_RUN=1, NUM_GPUS=1)
+    assert shown.returncode == 0, shown.stderr
+    assert "not checked: the flags' values, and whether its libraries have --max_grad_norm\n" in shown.stderr
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_help_names_every_variable_of_the_script_and_starts_nothing(stage, tmp_path):
+    told = bash(f"scripts/{stage}.sh", "--help", PRESET="demo", OUTPUT_DIR=tmp_path / "out", LLAVA_PYTHON="false")
+    assert told.returncode == 0, told.stderr
+    texts = [
+        (ROOT / f"scripts/{name}").read_text() for name in (f"{stage}.sh", "presets/demo.sh", "presets/qwen2.5-7b.sh")
     ]
+    used = {name for text in texts for name in re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text)} - {"BASH_SOURCE", "STAGE"}
+    assert used <= NAMES
+    for name in used - ({"LORA_R", "PROJECTOR_LR", "VISION_TOWER_LR"} if stage == "pretrain" else set()):
+        assert re.search(rf"^  {name} +\S", told.stdout, re.MULTILINE), name
+    assert re.search(r"LEARNING_RATE .*\[1e-[34]\]", told.stdout) and "GLOBAL_BATCH" in told.stdout
+    assert not (tmp_path / "out").exists()
 
 
-def test_environment_wins_over_preset_and_extra_flags_come_last():
-    run = DryRun("pretrain", "--max_grad_norm", "0.5", "--learning_rate=5e-4", PRESET="demo", NUM_GPUS=0, MAX_STEPS=7)
-    assert run.flag("--max_steps") == "7"
-    assert run.command[-3:] == ["--max_grad_norm", "0.5", "--learning_rate=5e-4"]
-    assert run.configuration["learning rate"] == "5e-4"
-    assert run.configuration["length"] == "7 steps"
-
-
-def test_norm_init_is_passed_on_only_when_set():
-    assert DryRun("pretrain", NUM_GPUS=8).flag("--mm_projector_norm_init") is None
-    assert DryRun("pretrain", NUM_GPUS=8, NORM_INIT="default").flag("--mm_projector_norm_init") == "default"
+def test_launcher_helps_with_no_package_installed():
+    """`-S` and `-I` leave out all that is installed beside the standard library."""
+    code = "import sys; sys.path.insert(0, '.'); import runpy; sys.argv = ['launch', '--help']; "
+    code += "runpy.run_module('llava.launch', run_name='__main__')"
+    told = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode == 0 and "PRESET" in told.stdout, told.stderr
 
 
 @pytest.mark.parametrize(
-    ("variable", "allowed"),
-    [("PRESET", PRESETS), ("NORM", NORMS), ("LAUNCHER", ["auto", "python", "deepspeed", "torchrun"])],
+    ("variables", "said"),
+    [
+        ({"PRESET": "nonsense"}, ["PRESET=nonsense", *PRESETS]),
+        ({"NORM": "nonsense"}, ["NORM=nonsense", *NORMS]),
+        ({"PROMPT_VERSION": "plian"}, ["PROMPT_VERSION=plian", "plain", "qwen_1_5"]),
+        ({"NUM_GPUS": "7"}, ["GLOBAL_BATCH", "PER_DEVICE_BATCH", "NNODES", "1 2 4 8 16 32 64 128"]),
+    ],
 )
-def test_unknown_name_is_refused_with_the_allowed_ones(variable, allowed):
-    run = bash("scripts/pretrain.sh", DRY_RUN=1, NUM_GPUS=8, **{variable: "nonsense"})
-    assert run.returncode == 2
-    assert f"{variable}=nonsense" in run.stderr
-    assert all(name in run.stderr for name in allowed)
+def test_wrong_variable_is_refused_with_what_would_do(variables, said):
+    run = bash("scripts/pretrain.sh", **{"DRY_RUN": 1, "NUM_GPUS": 8} | variables)
+    assert run.returncode == 2 and run.stderr.startswith("error: ")
+    assert all(text in run.stderr for text in said), run.stderr
 
 
-@pytest.mark.parametrize("extra", [["--output_dir", "x"], ["--per_device_train_batch_size=4"], ["--deepspeed", "y"]])
-def test_flag_that_the_script_computes_with_is_refused_as_an_extra_flag(extra):
-    run = bash("scripts/pretrain.sh", *extra, DRY_RUN=1, NUM_GPUS=8)
-    assert run.returncode == 2
-    assert extra[0].split("=")[0] in run.stderr
+def test_words_behind_the_script_that_are_no_flags_are_refused():
+    run = bash("scripts/pretrain.sh", "MAX_STEPS=3", DRY_RUN=1, NUM_GPUS=8)
+    assert run.returncode == 2 and "MAX_STEPS=3" in run.stderr and "before the command" in run.stderr
+
+
+def test_misspelt_variable_is_named_with_the_one_that_is_meant():
+    run = bash("scripts/pretrain.sh", DRY_RUN="json", NUM_GPUS=8, MAX_STEP=5, SLURM_NNODES=3, WORLD_SIZE=2)
+    assert run.returncode == 0 and json.loads(run.stdout)["flags"]["max_steps"] == "-1"
+    assert run.stderr == "note: MAX_STEP is set, but is no variable of these scripts; is it meant to be MAX_STEPS?\n"
+
+
+def test_relative_paths_start_at_the_root_and_the_refusal_says_so(tmp_path):
+    (tmp_path / "mine.json").write_text("[]")
+    run = bash(str(ROOT / "scripts/pretrain.sh"), cwd=tmp_path, NUM_GPUS=1, DATA_PATH="mine.json", IMAGE_FOLDER="no")
+    assert run.returncode == 2 and "MISSING" in run.stderr
+    assert f"MISSING  data           mine.json\n{'':<26}-> give {tmp_path}/mine.json: relative paths" in run.stdout
+    assert f"  relative paths start at {ROOT}\n" in run.stdout
 
 
 # --- launch kinds -----------------------------------------------------------------------------------------------------
 
 
-def test_one_node_runs_under_deepspeed():
-    launcher = DryRun("pretrain", NUM_GPUS=8, MASTER_PORT=29600).launcher
-    assert launcher == ".venv/bin/python -m deepspeed.launcher.runner --num_gpus 8 --master_port 29600"
-
-
-def test_one_gpu_without_deepspeed_is_one_process_that_sees_one_gpu():
-    run = DryRun("pretrain", NUM_GPUS=1, DEEPSPEED_CONFIG="", CUDA_VISIBLE_DEVICES="3,5")
-    assert run.launcher == "env CUDA_VISIBLE_DEVICES=3 .venv/bin/python"
-
-
-def test_cuda_visible_devices_is_kept_by_torchrun_since_deepspeed_would_ignore_it():
-    run = DryRun("pretrain", CUDA_VISIBLE_DEVICES="2,3")
-    assert run.launcher == ".venv/bin/python -m torch.distributed.run --standalone --nproc_per_node 2"
-    refused = bash("scripts/pretrain.sh", DRY_RUN=1, CUDA_VISIBLE_DEVICES="2,3", LAUNCHER="deepspeed")
-    assert refused.returncode == 2
-    assert "CUDA_VISIBLE_DEVICES=2,3" in refused.stderr
-
-
-def test_hostfile_gives_nodes_and_gpus(tmp_path):
-    hostfile = tmp_path / "host file"
-    hostfile.write_text("# comment slots=99\nnode-1 slots=8\nnode-2 slots=8\n")
-    run = DryRun("finetune", HOSTFILE=hostfile)
-    assert run.configuration["devices"] == "16 = 2 nodes x 8 GPUs"
-    launcher = run.launcher.removeprefix(".venv/bin/python -m deepspeed.launcher.runner ")
-    assert launcher == f"--hostfile {hostfile} --num_nodes 2 --num_gpus 8"
-
-
-def test_hostfile_with_unequal_slots_is_refused(tmp_path):
-    (tmp_path / "hosts").write_text("node-1 slots=8\nnode-2 slots=4\n")
-    run = bash("scripts/finetune.sh", DRY_RUN=1, HOSTFILE=tmp_path / "hosts")
-    assert run.returncode == 2
-    assert "NUM_GPUS" in run.stderr
-
-
-def test_torchrun_rendezvous_over_nodes():
-    rendezvous = {"MASTER_ADDR": "node-1", "MASTER_PORT": 29611, "NODE_RANK": 2}
-    run = DryRun("finetune", NUM_GPUS=8, NNODES=4, **rendezvous)
-    assert run.launcher == (
-        ".venv/bin/python -m torch.distributed.run --nnodes 4 --nproc_per_node 8 --node_rank 2"
-        " --master_addr node-1 --master_port 29611"
-    )
-    assert "MISSING  MASTER_ADDR" not in run.inputs
-
-
-def test_rendezvous_without_address_is_listed_as_missing():
-    run = DryRun("finetune", NUM_GPUS=8, NNODES=4)
-    assert "MISSING  MASTER_ADDR" in run.inputs
-    assert "MISSING  NODE_RANK" in run.inputs
-
-
-def test_cpu_ranks_run_under_deepspeed_and_share_the_cores(tool_path):
-    path = tool_path("nproc", "echo 8")
-    env = {"PRESET": "demo", "NUM_GPUS": 0, "CPU_RANKS": 2, "MASTER_PORT": 29612, "path": path}
-    run = DryRun("pretrain", DEEPSPEED_CONFIG="deepspeed_configs/zero3.json", **env)
-    assert run.launcher == (
-        "env CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu OMP_NUM_THREADS=4"
-        " .venv/bin/python -m deepspeed.launcher.runner --num_accelerators 2 --master_port 29612"
-    )
-    assert run.flag("--per_device_train_batch_size") == "4"
-    refused = bash("scripts/pretrain.sh", DRY_RUN=1, **env)  # without DeepSpeed each rank would train alone
-    assert refused.returncode == 2
-    assert "DEEPSPEED_CONFIG" in refused.stderr
-
-
 def test_gpus_are_counted_when_num_gpus_is_not_set(tool_path):
     path = tool_path("nvidia-smi", 'printf "GPU 0: a\\nGPU 1: b\\nGPU 2: c\\nGPU 3: d\\n"')
-    assert DryRun("pretrain", path=path).configuration["devices"] == "4 = 1 node x 4 GPUs"
-    hidden = DryRun("pretrain", path=path, CUDA_VISIBLE_DEVICES="")
-    assert hidden.configuration["devices"] == "1 = 1 node x 1 CPU rank"
+    assert "  devices              4 = 1 node x 4 GPUs\n" in bash("scripts/pretrain.sh", path=path, DRY_RUN=1).stdout
 
 
 def test_own_environment_is_used_and_told_where_the_package_lies(tool_path):
     path = tool_path("mypython", "exit 0")
-    run = DryRun("pretrain", PRESET="demo", NUM_GPUS=0, LLAVA_PYTHON="mypython", path=path)
-    assert run.launcher.split()[-1] == path.split(":")[0] + "/mypython"
-    assert f"PYTHONPATH={ROOT}" in run.launcher
+    run = bash("scripts/pretrain.sh", path=path, DRY_RUN=1, PRESET="demo", NUM_GPUS=0, LLAVA_PYTHON="mypython")
+    assert (
+        f" PYTHONPATH={ROOT} " in run.stdout
+        and f" {path.split(':')[0]}/mypython llava/train/train_mem.py" in run.stdout
+    )
 
 
 @pytest.mark.parametrize(("stage", "nodes", "global_batch"), [("pretrain", 8, 256), ("finetune", 4, 128)])
@@ -352,25 +314,10 @@ def test_slurm_job_is_requeued_when_a_signal_ended_it_after_a_save(code, requeue
         assert "#SBATCH --signal=USR1@" in header and "#SBATCH --requeue\n" in header
 
 
-def test_restarts_over_nodes_meet_again_without_node_numbers():
-    run = DryRun("pretrain", NUM_GPUS=8, NNODES=2, MAX_RESTARTS=3, MASTER_ADDR="node-1", MASTER_PORT=1234, RDZV_ID="a")
-    assert "--max_restarts 3 --rdzv_backend c10d --rdzv_id a --rdzv_endpoint node-1:1234" in run.launcher
-    assert "--node_rank" not in run.launcher and "NODE_RANK" not in run.inputs
-    assert "is_host" not in run.launcher
-    for rank, host in ((0, 1), (1, 0)):
-        assert f"--rdzv_conf is_host={host}" in DryRun("pretrain", NNODES=2, MAX_RESTARTS=3, NODE_RANK=rank).launcher
+# --- signals ----------------------------------------------------------------------------------------------------------
 
-
-def test_restarts_choose_torchrun_with_a_store_of_each_start_and_refuse_other_launchers():
-    run = DryRun("pretrain", NUM_GPUS=8, MAX_RESTARTS=1)
-    assert run.launcher.startswith("env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ") and "--max_restarts 1" in run.launcher
-    refused = bash("scripts/pretrain.sh", DRY_RUN=1, NUM_GPUS=8, MAX_RESTARTS=1, LAUNCHER="deepspeed")
-    assert refused.returncode == 2
-    assert "MAX_RESTARTS=1 needs LAUNCHER=torchrun" in refused.stderr
-
-
+# In place of Python: a rank that saves on SIGUSR1, as the trainer does, or ends in other ways.
 STAND_IN_TRAINER = """#!/usr/bin/env bash
-# In place of Python: a rank that saves on SIGUSR1, as the trainer does, or fails with reports of two ranks.
 if [ "$BEHAVIOUR" = fails ]; then
   mkdir -p "$ERRORS"
   echo "rank 0: connection closed by peer" >"$ERRORS/00000005-3-1-100-rank0.txt"
@@ -378,67 +325,123 @@ if [ "$BEHAVIOUR" = fails ]; then
   exit 3
 fi
 exec "$REAL_PYTHON" -c '
-import os, pathlib, signal, time
-folder = pathlib.Path(os.environ["LLAVA_RUN_DIR"])
-signal.signal(signal.SIGUSR1, lambda *_: (folder / "requeue").touch() or os._exit(0))
-(folder / "0.pid").write_text(str(os.getpid()))
-os.kill(os.getppid(), signal.SIGTERM)
-time.sleep(20)
+import os, pathlib, signal, subprocess, sys, time
+folder, behaviour = pathlib.Path(os.environ["LLAVA_RUN_DIR"]), os.environ["BEHAVIOUR"]
+def save(*_):
+    if behaviour == "saves":
+        (folder / "requeue").touch()
+        os._exit(0)
+signal.signal(signal.SIGUSR1, save)
+signal.signal(signal.SIGTERM, save)
+if behaviour != "loads":
+    (folder / "0.pid").write_text(str(os.getpid()))
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+if behaviour.startswith("SIG"):
+    os.kill(os.getpid(), getattr(signal, behaviour))
+if behaviour == "leaves":
+    os._exit(4)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True,
+    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print("ready", worker.pid, flush=True)
+time.sleep(60)
 '
 """
 
 
 @pytest.fixture
-def stand_in_run(tmp_path):
-    """A function that runs stage 1 with a stand-in for Python, which behaves as it is told."""
+def start(tmp_path):
+    """A function that starts stage 1 with a stand-in for Python, which behaves as it is told."""
     python = tmp_path / "python"
     python.write_text(STAND_IN_TRAINER)
     python.chmod(0o755)
     inputs = dict.fromkeys(("MODEL_PATH", "VISION_TOWER", "DATA_PATH", "IMAGE_FOLDER"), tmp_path)
     output = tmp_path / "out"
     env = {"PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": python, "OUTPUT_DIR": output, "ERRORS": output / "errors"}
-    env["REAL_PYTHON"] = sys.executable
-    return lambda behaviour: bash("scripts/pretrain.sh", BEHAVIOUR=behaviour, **env, **inputs)
+    env |= inputs | {"REAL_PYTHON": sys.executable}
+
+    def run(behaviour: str) -> subprocess.Popen:
+        # Where tests run in the background Ctrl-C may be ignored, which children inherit.
+        options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), "start_new_session": True}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+        return subprocess.Popen(["bash", "scripts/pretrain.sh"], env=only(**env, BEHAVIOUR=behaviour), **options)
+
+    return run
 
 
-def test_a_signal_to_the_script_reaches_the_ranks_and_asks_for_another_start(stand_in_run):
-    run = stand_in_run("saves")
-    assert run.returncode == 85, run.stderr
-    assert "signal received: the ranks save after the current step and stop" in run.stderr
+def when_ready(process: subprocess.Popen) -> int:
+    """Waits for the rank's first step; the process id of what it started."""
+    for line in process.stdout:
+        if line.startswith("ready"):
+            return int(line.split()[1])
+    raise AssertionError(process.stderr.read())
 
 
-def test_the_error_of_the_rank_that_failed_first_is_shown_last(stand_in_run):
-    run = stand_in_run("fails")
-    assert run.returncode == 3
-    assert run.stderr.endswith("rank 1: the real error\n")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_lets_the_ranks_save_and_asks_for_another_start(start, sent):
+    process = start("saves")
+    worker = when_ready(process)
+    os.killpg(process.pid, sent)  # as a terminal does with Ctrl-C
+    _, stderr = process.communicate(timeout=20)
+    os.kill(worker, signal.SIGKILL)
+    assert process.returncode == 85, stderr
+    assert "signal received: the ranks save after the current step and stop" in stderr
+    assert ("Ctrl-C again" in stderr) == (sent == signal.SIGINT)
+    assert "was killed" not in stderr and "Traceback" not in stderr
 
 
-# --- inputs -----------------------------------------------------------------------------------------------------------
+def test_a_signal_before_training_ends_the_run_and_asks_for_another_start(start):
+    process = start("loads")
+    worker = when_ready(process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    os.kill(worker, signal.SIGKILL)
+    assert process.returncode == 85 and "before training" in stderr and "was killed" not in stderr
 
 
-def test_paths_with_spaces_survive_as_one_word():
-    data, images, output = "/some where/data $HOME.json", "/some where/it's images", "check points/a b"
-    run = DryRun("pretrain", NUM_GPUS=8, DATA_PATH=data, IMAGE_FOLDER=images, OUTPUT_DIR=output)
-    assert (run.flag("--data_path"), run.flag("--image_folder"), run.flag("--output_dir")) == (data, images, output)
-    assert run.flag("--run_name") == "a b"
+def test_a_second_ctrl_c_ends_everything_at_once(start):
+    process = start("stubborn")
+    worker = when_ready(process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert "the ranks save" in process.stderr.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130, stderr
+    assert "ended at once" in stderr and "was killed" not in stderr
+    for _ in range(50):
+        if not is_running(worker):
+            return
+        time.sleep(0.1)
+    raise AssertionError("what the rank had started lives on")
 
 
-def test_hub_names_are_told_from_local_paths_and_missing_files_say_what_to_do(tmp_path):
-    (tmp_path / "data.json").write_text("[]")
-    run = DryRun("finetune", NUM_GPUS=8, DATA_PATH=tmp_path / "data.json", VISION_TOWER="./no/such/tower")
-    assert "hub      model          meta-llama/Llama-3.2-3B-Instruct" in run.inputs
-    assert "MISSING  vision tower   ./no/such/tower" in run.inputs
-    assert f"found    data           {tmp_path}/data.json" in run.inputs
-    assert "found    deepspeed      deepspeed_configs/zero3.json" in run.inputs
-    adapter = run.inputs[run.inputs.index("MISSING  adapter") :].splitlines()[1]
-    assert "scripts/pretrain.sh" in adapter and "PRETRAIN_ADAPTER" in adapter
+@pytest.mark.parametrize(
+    ("behaviour", "code", "said"),
+    [
+        (
+            "SIGKILL",
+            137,
+            "rank 0 on .*, process .*, ended without a message: it was killed, by hand or for want of memory",
+        ),
+        ("SIGABRT", 134, "ended without a message: it was ended by SIGABRT"),
+        ("leaves", 4, None),
+    ],
+)
+def test_a_rank_is_said_to_be_killed_only_where_it_was(start, behaviour, code, said):
+    process = start(behaviour)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert re.search(said, stderr) if said else "ended without" not in stderr
 
 
-def test_folder_of_this_repository_is_never_taken_for_a_hub_name():
-    assert (
-        "MISSING  model          llava/no-such-folder"
-        in DryRun("pretrain", NUM_GPUS=8, MODEL_PATH="llava/no-such-folder").inputs
-    )
+def test_the_error_of_the_rank_that_failed_first_is_shown_last(start):
+    process = start("fails")
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 3
+    assert stderr.endswith("rank 1: the real error\n")
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
 
 
 def test_real_run_refuses_missing_inputs_with_the_same_list_and_makes_nothing(tmp_path):
@@ -453,9 +456,11 @@ def test_real_run_refuses_missing_inputs_with_the_same_list_and_makes_nothing(tm
 def test_real_run_starts_what_it_shows_and_records_it(tmp_path, tool_path):
     path = tool_path("mypython", f'printf "%s\\n" "$@" >"{tmp_path}/started"')
     env = {"PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": "mypython", "OUTPUT_DIR": tmp_path / "out put"}
-    for name in ("MODEL_PATH", "VISION_TOWER", "DATA_PATH", "IMAGE_FOLDER"):
+    env |= {"DATA_PATH": tmp_path / "it's $HOME"}
+    env["DATA_PATH"].mkdir()
+    for name in ("MODEL_PATH", "VISION_TOWER", "IMAGE_FOLDER"):
         env[name] = tmp_path
-    shown = DryRun("pretrain", path=path, **env).command
+    shown = json.loads(bash("scripts/pretrain.sh", path=path, DRY_RUN="json", **env).stdout)["command"]
     assert not (tmp_path / "started").exists() and not (tmp_path / "out put").exists()
     run = bash("scripts/pretrain.sh", path=path, **env)
     assert run.returncode == 0, run.stderr

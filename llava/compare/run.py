@@ -18,8 +18,8 @@ from pathlib import Path
 
 from llava.compare.arms import parse_arm, parse_arms, parse_seeds
 from llava.compare.runs import STAGES, Run
-from llava.compare.stage import DONE, train_stage
-from llava.provenance import ROOT
+from llava.compare.stage import train_stage
+from llava.provenance import DONE, ROOT
 
 DEMO = "demo"
 _ARMS = "none,layernorm,gwc_layernorm"

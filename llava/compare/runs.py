@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from llava.compare.arms import BASELINE, parse_arm
-from llava.compare.stage import DONE, LOG_FILE
+from llava.compare.stage import LOG_FILE
 from llava.eval.results import Results, read_results
-from llava.provenance import RUN_FILE, code_digest, git_commit, read_starts, revision, version_of
+from llava.provenance import DONE, RUN_FILE, code_digest, git_commit, read_starts, revision, version_of
 
 STAGES = ("pretrain", "finetune")
 # Beginnings of the names of fields in which runs may differ, and nothing else.

@@ -10,10 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llava.provenance import ROOT
+from llava.provenance import DONE, ROOT
 
-DONE = "done"
-"""Left in the folder of a finished stage."""
 LOG_FILE = "train_log.jsonl"
 _BETWEEN_LINES = 60.0  # seconds, where there is no terminal to write over
 

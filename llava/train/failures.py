@@ -2,7 +2,7 @@
 
 Where the user can mend what is wrong, the report is one line, and the traceback lies beside it under `.traceback`.
 One failing rank makes the others fail too, later and with messages about lost connections. The reports' names sort by
-how far a rank had come, then by time, so that the first one is the cause; scripts/launch.sh shows it last.
+how far a rank had come, then by time, so that the first one is the cause; `llava.launch` shows it last.
 """
 
 import faulthandler
@@ -19,6 +19,8 @@ from pathlib import Path
 
 FOLDER = "errors"
 HANG_EXIT_CODE = 86
+REQUEUE_EXIT_CODE = 85  # start the run again; neither a shell's own code nor one that a signal gives
+RUN_DIR = "LLAVA_RUN_DIR"  # set by llava.launch: where this node's ranks leave their process ids and the request
 PHASES = ("starting", "saving", "reading data", "computing")  # in their order, at the same number of finished steps
 # What a rank says whose peer is gone; at the same progress it comes behind the peer's own error.
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -111,6 +113,16 @@ class Watchdog:
 def clear_reports(output_dir: str) -> None:
     """Removes the reports of an earlier start."""
     shutil.rmtree(Path(output_dir, FOLDER), ignore_errors=True)
+
+
+def sorted_reports(output_dir: str | Path) -> list[Path]:
+    """The ranks' reports, the cause first."""
+    return sorted(Path(output_dir, FOLDER).glob("*.txt"))
+
+
+def is_of_lost_peer(report: Path) -> bool:
+    """Whether the rank says no more than that another one is gone."""
+    return report.name.split("-")[2] == "1"
 
 
 # --- what the user can mend -------------------------------------------------------------------------------------------

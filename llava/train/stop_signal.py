@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from llava.train.failures import REQUEUE_EXIT_CODE, RUN_DIR
 from llava.train.ranks import joined
 
 logger = logging.getLogger(__name__)
 
-REQUEUE_EXIT_CODE = 85  # neither a shell's own code nor one that a signal gives
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A terminal's Ctrl-C reaches every process, and launchers pass it on: within so many seconds it is the same one.
 _SAME_SECONDS = 1.0
-RUN_DIR = "LLAVA_RUN_DIR"  # set by scripts/launch.sh: where this node's ranks leave their process ids and the request
 
 
 class StoppedEarly(BaseException):

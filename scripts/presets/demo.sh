@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # SmolLM2-135M and a small SigLIP on drawn scenes: both stages in minutes on two CPU cores.
 : "${MODEL_PATH:=playground/data/smollm2-135m-instruct}" "${VISION_TOWER:=playground/data/siglip-scenes}"
-: "${DATA_PATH:=playground/data/scenes/$STAGE.json}" "${IMAGE_FOLDER:=playground/data/scenes/images}"
+: "${DATA_PATH:=playground/data/scenes/$STAGE.json}" "${IMAGE_FOLDER=playground/data/scenes/images}"
 # chatml begins with SmolLM2's system prompt. Without it a sample would have a third fewer tokens, but aligned visual
 # tokens, standing at the very beginning, become attention sinks, and colours are hardly learnt (docs/analysis.md).
 : "${PROMPT_VERSION:=chatml}" "${LABEL_MASKING:=assistant}" "${MODEL_MAX_LENGTH:=256}"
@@ -15,5 +15,5 @@ case $STAGE in
   pretrain) : "${MAX_STEPS:=80}" "${LEARNING_RATE:=1e-3}" ;;
   finetune) : "${MAX_STEPS:=80}" "${LEARNING_RATE:=1e-4}" "${PROJECTOR_LR=1e-3}" "${VISION_TOWER_LR=1e-4}" ;;
 esac
-# shellcheck disable=SC2034 # read by check_inputs in launch.sh
+# shellcheck disable=SC2034 # read by llava/launch/inputs.py
 INPUT_HINT="run: bash scripts/setup.sh && .venv/bin/python -m playground all"

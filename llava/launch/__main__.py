@@ -1,0 +1,118 @@
+"""Starts training on any number of devices and nodes: `python3 -m llava.launch llava/train/train_mem.py FLAGS`.
+
+scripts/pretrain.sh and scripts/finetune.sh end here, with the recipe's flags and then the caller's: of two values of a
+flag the last counts. Batch arithmetic, launcher and precision follow from the devices; configuration, command and
+inputs are printed before anything starts. Needs Python 3.10 and nothing else until it does start.
+
+Exit status: 0, 2 for what was refused, 85 where a signal ended the run after a save (start it again), 130 after a
+second Ctrl-C, or else the launcher's.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from llava.launch.command import node_rank
+from llava.launch.devices import available_cores, own_cores
+from llava.launch.flag_check import check_by_trainer, check_sources
+from llava.launch.help import help_text
+from llava.launch.load import idle_cores, wait_policy
+from llava.launch.plan import Plan, as_json, command_text, resolve, show
+from llava.launch.settings import ROOT, Refusal, is_on, misspelt
+from llava.launch.supervise import INTERRUPTED, supervise
+
+LAUNCH_CHECK = "llava/train/launch_check.py"
+
+
+def main(words: list[str], environment: Mapping[str, str]) -> int:
+    """Runs what the words and variables say; the exit status."""
+    if not words or {"-h", "--help"} & set(words):
+        print(help_text(environment, words))
+        return 0
+    for name, meant in misspelt(environment).items():
+        print(
+            f"note: {name} is set, but is no variable of these scripts; is it meant to be {meant}?",
+            file=sys.stderr,
+        )
+    plan = resolve(environment, words[0], words[1:], available_cores())
+    unknown = check_sources(plan)
+    if environment.get("DRY_RUN") == "json":
+        print(as_json(plan))
+        return 0
+    print(show(plan), flush=True)
+    if is_on(environment.get("DRY_RUN", "")):
+        dry_run(plan, environment, unknown)
+        return 0
+    return start(plan, environment)
+
+
+def dry_run(plan: Plan, environment: Mapping[str, str], unknown: list[str]) -> None:
+    """What only the trainer can say of the flags, where it is installed."""
+    if not check_by_trainer(plan.python, plan.flags.words(), environment):
+        listed = f", and whether its libraries have {' '.join(f'--{name}' for name in unknown)}" if unknown else ""
+        print(f"note: {plan.python} has no trainer yet; not checked: the flags' values{listed}", file=sys.stderr)
+    print("dry run: nothing was installed or started")
+
+
+def start(plan: Plan, environment: Mapping[str, str]) -> int:
+    """Prepares the environment, leaves the command in the output folder, and trains."""
+    if plan.missing:
+        raise Refusal(f"{plan.missing} input(s) are MISSING, see the list above")
+    subprocess.run(["bash", "scripts/setup.sh"], check=True)
+    entry = LAUNCH_CHECK if is_on(environment.get("CHECK", "")) else plan.entry
+    first_node = node_rank(environment) in ("", "0")
+    try:
+        plan.output_dir.mkdir(parents=True, exist_ok=True)
+        if first_node:
+            record_command(plan, entry)
+    except OSError as error:
+        raise Refusal(f"--output_dir {plan.output_dir} cannot be written: {error.strerror}; take another") from None
+    variables = {**environment, **considerate(plan, environment)}
+    alone = plan.launch.launcher == "python"
+    return supervise(plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone)
+
+
+def record_command(plan: Plan, entry: str) -> None:
+    """Writes `command.sh`, which runs the same once more."""
+    lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(str(ROOT))} || exit", command_text(plan, entry)]
+    Path(plan.output_dir, "command.sh").write_text("\n".join(lines) + "\n")
+
+
+def considerate(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a CPU run beside other work, said in one line."""
+    if plan.devices.on_gpu:
+        return {}
+    threads = int(plan.launch.environment["OMP_NUM_THREADS"]) * plan.devices.ranks
+    cores = own_cores()
+    idle = idle_cores(cores)
+    added = wait_policy(environment, threads, idle)
+    if added:
+        variables = " ".join(f"{name}={value}" for name, value in added.items())
+        used = f"{len(cores) - idle:.1f} of {len(cores)} cores"
+        print(f"note: other programs use {used}, so threads that wait shall sleep: {variables}", flush=True)
+    return added
+
+
+def exit_status() -> int:
+    """What the process ends with; what was refused is said in one line."""
+    try:
+        return main(sys.argv[1:], os.environ)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    except subprocess.CalledProcessError as error:  # scripts/setup.sh, which has said why
+        return error.returncode
+    except BrokenPipeError:  # as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("interrupted: nothing was started", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status())

@@ -1,0 +1,63 @@
+"""The global batch stays for any number of devices: accumulation = GLOBAL_BATCH / (per-device batch x devices)."""
+
+from dataclasses import dataclass
+
+from llava.launch.devices import Devices
+from llava.launch.settings import Refusal, whole_number
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of a micro-batch, micro-batches of a step, and how many devices do the same."""
+
+    per_device: int
+    accumulation: int
+    devices: int
+
+    @property
+    def total(self) -> int:
+        return self.per_device * self.accumulation * self.devices
+
+    def __str__(self) -> str:
+        return f"{self.total} = {self.devices} x {self.per_device} x {self.accumulation}"
+
+
+def resolve_batch(devices: Devices, global_batch: str, per_device: str, accumulation: str = "") -> Batch:
+    """The batch; where `accumulation` is given it decides, and the global batch follows.
+
+    Args:
+        per_device: a number, or `auto` for a device's whole share at once.
+
+    Raises:
+        Refusal: one of them is no number, or the global batch does not divide; the message lists what would.
+    """
+    total = whole_number("GLOBAL_BATCH", global_batch, 1)
+    if accumulation:
+        steps = whole_number("--gradient_accumulation_steps", accumulation, 1)
+        size = str(max(1, total // (devices.total * steps))) if per_device == "auto" else per_device
+        return Batch(whole_number("PER_DEVICE_BATCH", size, 1), steps, devices.total)
+    if per_device == "auto":
+        per_device = str(total // devices.total if total % devices.total == 0 else 1)
+    size = whole_number("PER_DEVICE_BATCH", per_device, 1)
+    steps, rest = divmod(total, size * devices.total)
+    if rest:
+        raise Refusal(_choices(devices, total, size))
+    return Batch(size, steps, devices.total)
+
+
+def _choices(devices: Devices, total: int, size: int) -> str:
+    micro = size * devices.total
+    counts = _divisors(total // size) if total % size == 0 else "none"
+    sizes = _divisors(total // devices.total) if total % devices.total == 0 else None
+    return (
+        f"GLOBAL_BATCH={total} is no multiple of {micro} = {devices.settings} x PER_DEVICE_BATCH={size}.\n"
+        "Change one of them:\n"
+        f"  NNODES x {devices.variable}   {counts}\n"
+        f"  PER_DEVICE_BATCH    {sizes or f'none, {total} is no multiple of {devices.total}'}\n"
+        f"  GLOBAL_BATCH        a multiple of {micro}, such as {(total // micro + 1) * micro} (another batch than the "
+        "recipe's)"
+    )
+
+
+def _divisors(number: int) -> str:
+    return " ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,0 +1,173 @@
+"""What starts the trainer: the launcher, its options, and the variables that are set for it."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llava.launch.devices import Devices
+from llava.launch.settings import ROOT, Refusal, one_of, whole_number
+
+LAUNCHERS = ("auto", "python", "deepspeed", "torchrun")
+MEETING_PORT = 29500  # torchrun's own default
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The command up to the trainer's entry: `words` behind `environment`."""
+
+    launcher: str
+    environment: dict[str, str]
+    words: tuple[str, ...]
+
+    def command(self) -> list[str]:
+        """As words that also set the variables."""
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        return [*(["env", *variables] if variables else []), *self.words]
+
+
+def resolve_launch(
+    environment: Mapping[str, str], devices: Devices, deepspeed: str, run_name: str, python: str, cores: int
+) -> Launch:
+    """How the trainer is started.
+
+    Args:
+        deepspeed: path of the DeepSpeed configuration, or empty.
+        run_name: names the rendezvous where nothing else does.
+        python: the interpreter that has the package's requirements.
+        cores: of this node, which CPU ranks share.
+
+    Raises:
+        Refusal: variables contradict each other.
+    """
+    restarts = whole_number("MAX_RESTARTS", environment.get("MAX_RESTARTS") or "0", 0)
+    launcher = choose_launcher(environment, devices, deepspeed, restarts)
+    if not devices.on_gpu and devices.total > 1 and not deepspeed:
+        # The Trainer joins CPU ranks only under DeepSpeed; otherwise each would quietly train a model of its own.
+        raise Refusal(
+            f"{devices.total} CPU ranks need DeepSpeed; set DEEPSPEED_CONFIG to one of: {deepspeed_configs()}, "
+            "or CPU_RANKS=1"
+        )
+    added = added_environment(environment, devices, launcher, restarts, cores)
+    if launcher == "python":
+        words = python_words(devices, deepspeed, python)
+    elif launcher == "deepspeed":
+        words = deepspeed_words(environment, devices, python)
+    else:
+        words = torchrun_words(environment, devices, restarts, run_name, python)
+    return Launch(launcher, added, tuple(words))
+
+
+def choose_launcher(environment: Mapping[str, str], devices: Devices, deepspeed: str, restarts: int) -> str:
+    """LAUNCHER, or the one that fits.
+
+    Raises:
+        Refusal: there is no such launcher, or it starts a rank only once.
+    """
+    chosen = one_of("LAUNCHER", environment.get("LAUNCHER") or "auto", LAUNCHERS)
+    hostfile = environment.get("HOSTFILE")
+    if restarts and (hostfile or chosen not in ("auto", "torchrun")):
+        raise Refusal(
+            f"MAX_RESTARTS={restarts} needs LAUNCHER=torchrun and no HOSTFILE: other launchers start a rank only once"
+        )
+    if chosen != "auto":
+        return chosen
+    if restarts:
+        return "torchrun"
+    if hostfile:
+        return "deepspeed"
+    if devices.nodes > 1:
+        return "torchrun"
+    if devices.total == 1 and not deepspeed:
+        return "python"
+    # deepspeed --num_gpus would ignore CUDA_VISIBLE_DEVICES and take the first GPUs.
+    return "torchrun" if devices.on_gpu and environment.get("CUDA_VISIBLE_DEVICES") else "deepspeed"
+
+
+def added_environment(
+    environment: Mapping[str, str], devices: Devices, launcher: str, restarts: int, cores: int
+) -> dict[str, str]:
+    """The variables that the launcher is started with."""
+    added = {}
+    if environment.get("LLAVA_PYTHON"):  # where the package is not installed
+        added["PYTHONPATH"] = ":".join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
+    if not devices.on_gpu:
+        threads = environment.get("OMP_NUM_THREADS") or str(max(1, cores // devices.ranks))
+        added |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
+    elif launcher == "python":  # with more in sight the Trainer would use DataParallel
+        added["CUDA_VISIBLE_DEVICES"] = (environment.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+    if restarts:  # the store that torchrun shares with its ranks has addresses of dead ones (pytorch#135712)
+        added["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return added
+
+
+def python_words(devices: Devices, deepspeed: str, python: str) -> list[str]:
+    """One plain process."""
+    if devices.total != 1:
+        raise Refusal(f"LAUNCHER=python runs one process, not {devices.settings}")
+    if deepspeed:
+        raise Refusal("LAUNCHER=python cannot start DeepSpeed; set DEEPSPEED_CONFIG= or LAUNCHER=deepspeed")
+    return [python]
+
+
+def deepspeed_words(environment: Mapping[str, str], devices: Devices, python: str) -> list[str]:
+    """DeepSpeed's launcher, over the hosts of HOSTFILE or on this node."""
+    words = [python, "-m", "deepspeed.launcher.runner"]  # what the deepspeed program runs
+    port, visible = environment.get("MASTER_PORT", ""), environment.get("CUDA_VISIBLE_DEVICES", "")
+    if hostfile := environment.get("HOSTFILE"):
+        words += ["--hostfile", hostfile, "--num_nodes", str(devices.nodes)]
+        words += ["--num_gpus", str(devices.ranks if devices.on_gpu else 0)]
+        if address := environment.get("MASTER_ADDR"):
+            words += ["--master_addr", address]
+        return words + (["--master_port", port] if port else [])
+    if devices.nodes > 1:
+        raise Refusal(f"LAUNCHER=deepspeed with NNODES={devices.nodes} needs HOSTFILE; or use LAUNCHER=torchrun")
+    if devices.on_gpu and visible:
+        raise Refusal(f"deepspeed --num_gpus ignores CUDA_VISIBLE_DEVICES={visible}; unset it or use LAUNCHER=torchrun")
+    words += ["--num_gpus" if devices.on_gpu else "--num_accelerators", str(devices.ranks)]
+    return [*words, "--master_port", port or str(free_port())]
+
+
+def torchrun_words(
+    environment: Mapping[str, str], devices: Devices, restarts: int, run_name: str, python: str
+) -> list[str]:
+    """PyTorch's launcher on this node, which meets the other nodes at MASTER_ADDR."""
+    words = [python, "-m", "torch.distributed.run"]  # what the torchrun program runs
+    again = ["--max_restarts", str(restarts)] if restarts else []
+    if devices.nodes == 1:
+        return [*words, "--standalone", "--nproc_per_node", str(devices.ranks), *again]
+    node, port = node_rank(environment), environment.get("MASTER_PORT") or str(MEETING_PORT)
+    address = environment.get("MASTER_ADDR") or "MASTER_ADDR"
+    words += ["--nnodes", str(devices.nodes), "--nproc_per_node", str(devices.ranks)]
+    if not restarts:
+        return [*words, "--node_rank", node or "NODE_RANK", "--master_addr", address, "--master_port", port]
+    # Nodes find each other again after a restart, whatever their numbers were.
+    name = environment.get("RDZV_ID") or environment.get("SLURM_JOB_ID") or run_name
+    words += [*again, "--rdzv_backend", "c10d", "--rdzv_id", name, "--rdzv_endpoint", f"{address}:{port}"]
+    # Without a number torchrun guesses by host name which node is the endpoint.
+    return words + (["--rdzv_conf", f"is_host={int(node == '0')}"] if node else [])
+
+
+def node_rank(environment: Mapping[str, str]) -> str:
+    """Number of this node, as NODE_RANK or SLURM says it; empty where neither does.
+
+    Raises:
+        Refusal: it is no number.
+    """
+    number = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or ""
+    return str(whole_number("NODE_RANK", number, 0)) if number else ""
+
+
+def free_port() -> int:
+    """The first free port from one that differs between jobs started side by side on a machine."""
+    port = MEETING_PORT + os.getpid() % 500
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+        port += 1
+
+
+def deepspeed_configs() -> str:
+    """The files that ship, by name."""
+    return " ".join(sorted(f"deepspeed_configs/{path.name}" for path in (ROOT / "deepspeed_configs").glob("*.json")))

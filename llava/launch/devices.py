@@ -1,0 +1,119 @@
+"""How many nodes and devices a run has: GPUs, CPU ranks, hostfile; and what this machine's processor can do."""
+
+import math
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava.launch.settings import Refusal, whole_number
+
+
+@dataclass(frozen=True)
+class Devices:
+    """`ranks` on each of `nodes`, one per device; a device is a GPU or, on the CPU, a share of the cores."""
+
+    nodes: int
+    ranks: int
+    on_gpu: bool
+
+    @property
+    def total(self) -> int:
+        return self.nodes * self.ranks
+
+    @property
+    def variable(self) -> str:
+        """The variable that says how many ranks a node has."""
+        return "NUM_GPUS" if self.on_gpu else "CPU_RANKS"
+
+    @property
+    def settings(self) -> str:
+        """The two numbers with their variables."""
+        return f"NNODES={self.nodes} x {self.variable}={self.ranks}"
+
+    def __str__(self) -> str:
+        unit = "GPU" if self.on_gpu else "CPU rank"
+        return f"{self.total} = {count_of(self.nodes, 'node')} x {count_of(self.ranks, unit)}"
+
+
+def count_of(number: int, noun: str) -> str:
+    """As in `1 node` or `2 nodes`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def resolve_devices(environment: Mapping[str, str]) -> Devices:
+    """The devices that the variables ask for, or else those that are here.
+
+    Raises:
+        Refusal: a count is no number, or the hostfile does not say one.
+    """
+    nodes, gpus = environment.get("NNODES", ""), environment.get("NUM_GPUS", "")
+    if hostfile := environment.get("HOSTFILE", ""):
+        nodes, gpus = read_hostfile(hostfile, nodes, gpus)
+    nodes_number = whole_number("NNODES", nodes or "1", 1)
+    gpus_number = whole_number("NUM_GPUS", gpus, 0) if gpus else count_gpus(environment)
+    cpu_ranks = whole_number("CPU_RANKS", environment.get("CPU_RANKS") or "1", 1)
+    return Devices(nodes_number, gpus_number or cpu_ranks, gpus_number > 0)
+
+
+def read_hostfile(name: str, nodes: str = "", gpus: str = "") -> tuple[str, str]:
+    """Nodes and GPUs per node from lines like `host slots=8`; what is given already stays.
+
+    Raises:
+        Refusal: there is no such file or line, or hosts differ.
+    """
+    if not Path(name).is_file():
+        if nodes and gpus:
+            return nodes, gpus  # enough for a dry run, which lists the file as missing
+        raise Refusal(f"HOSTFILE={name} does not exist; give a file with lines 'host slots=8'")
+    slots = re.findall(r"^[^#\n]*\sslots=(\d+)", Path(name).read_text(), re.MULTILINE)
+    if not slots:
+        raise Refusal(f"HOSTFILE={name} has no line 'host slots=8'")
+    if not gpus and len(set(slots)) > 1:
+        raise Refusal(f"HOSTFILE={name} has hosts with different slots; set NUM_GPUS to what each node shall use")
+    return nodes or str(len(slots)), gpus or slots[0]
+
+
+def count_gpus(environment: Mapping[str, str]) -> int:
+    """GPUs that this machine shows to a program."""
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return sum(name not in ("", "-1") for name in environment["CUDA_VISIBLE_DEVICES"].split(","))
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, env=dict(environment))
+        return len(re.findall(r"^GPU", done.stdout, re.MULTILINE))
+    except OSError:  # a container may have the devices without the tool
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def available_cores() -> int:
+    """Cores that this process may use: of its affinity, and of a container's quota."""
+    cores = len(own_cores())
+    return max(1, min(cores, math.ceil(cpu_quota() or cores)))
+
+
+def own_cores() -> set[int]:
+    """Numbers of the cores that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Cores' worth of time that the container gets, or None where nothing limits it."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()  # version 2
+    except (OSError, ValueError):
+        try:
+            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text()  # version 1, where -1 is no limit
+            period = (cgroup / "cpu/cpu.cfs_period_us").read_text()
+        except OSError:
+            return None
+    return int(quota) / int(period) if quota.strip().isdecimal() else None
+
+
+def has_bf16_instructions() -> bool:
+    """Whether the CPU computes in bf16 itself; one that does not is several times slower in it than in fp32."""
+    try:
+        return bool(re.search("avx512_bf16|amx_bf16", Path("/proc/cpuinfo").read_text()))
+    except OSError:
+        return False

@@ -1,0 +1,79 @@
+"""Misspelt flags, templates and arms: found in our sources, and by the trainer's own parser where it can run."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from llava.conversation import conv_templates
+from llava.launch.plan import ADDED, Plan
+from llava.launch.settings import ROOT, Refusal, nearest_name
+
+_ARGUMENTS = ROOT / "llava/train/arguments.py"
+_NORMS = ROOT / "llava/model/multimodal_projector/norm.py"
+NORM_TABLE = "NORM_TYPES"
+
+
+def check_sources(plan: Plan) -> list[str]:
+    """Checks what this tree's own sources say; returns the flags that only the trainer's libraries may know.
+
+    Raises:
+        Refusal: no such arm or template, or a flag that is one of ours misspelt or cut short.
+    """
+    values = plan.flags.values()
+    for flag, variable, allowed in (
+        ("mm_projector_norm", "NORM", arms()),
+        ("version", "PROMPT_VERSION", conv_templates),
+    ):
+        if flag in values and values[flag] not in allowed:
+            raise Refusal(f"{variable}={values[flag]} is not one of: {' '.join(allowed)}")
+    known = own_flags() | flags_of_scripts()
+    strange = [name for name in values if name not in known and name.removeprefix("no_") not in known]
+    for name in strange:
+        longer = [other for other in sorted(known) if other.startswith(name)]
+        if meant := (longer[0] if longer else nearest_name(name, known)):
+            raise Refusal(f"--{name} is not a flag of the trainer; did you mean --{meant}?")
+    return strange
+
+
+@cache
+def own_flags() -> frozenset[str]:
+    """The fields of the trainer's dataclasses that stand in this tree; those of its libraries are not among them."""
+    classes = [node for node in ast.parse(_ARGUMENTS.read_text()).body if isinstance(node, ast.ClassDef)]
+    fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
+    return frozenset(target.id for target in fields if isinstance(target, ast.Name))
+
+
+@cache
+def flags_of_scripts() -> frozenset[str]:
+    """The flags that the scripts pass, some of them of the trainer's libraries, and those that the launcher adds."""
+    texts = ((ROOT / f"scripts/{name}.sh").read_text() for name in ("pretrain", "finetune", "lib"))
+    return frozenset(ADDED).union(*(re.findall(r"^ +--(\w+) ", text, re.MULTILINE) for text in texts))
+
+
+@cache
+def arms() -> tuple[str, ...]:
+    """The norms by name: the keys of their table, read without importing torch."""
+    for node in ast.parse(_NORMS.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == NORM_TABLE for target in targets):
+            return tuple(ast.literal_eval(key) for key in node.value.keys)
+    raise LookupError(f"{_NORMS}: expected a table {NORM_TABLE}")
+
+
+def check_by_trainer(python: str, words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Lets the trainer's own parser read `words`; False where its environment is not installed.
+
+    Raises:
+        Refusal: it does not take them.
+    """
+    if not Path(python).exists():
+        return False
+    quiet = {**environment, "PYTHONPATH": f"{ROOT}:{environment.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [python, "-m", "llava.train.flag_check", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=quiet)
+    if done.returncode == 2:
+        raise Refusal(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
+    return done.returncode == 0

@@ -1,0 +1,73 @@
+"""The trainer's flags as the scripts and the caller give them: each name once, the last one given wins."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llava.launch.settings import Refusal
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Flags in their order, each as the words that give it: `("--seed", "42")` or `("--seed=42",)`."""
+
+    given: tuple[tuple[str, ...], ...] = ()
+
+    def value(self, name: str) -> str:
+        """What the trainer will see; a flag without a value is on, and one that is not given is empty."""
+        for words in self.given:
+            if name_of(words[0]) == name:
+                return " ".join(words[1:]) if "=" not in words[0] else words[0].split("=", 1)[1]
+        return ""
+
+    def before(self, **values: str) -> "Flags":
+        """Flags that count only where none of their name is given; they stand first."""
+        words = [word for name, value in values.items() for word in (f"--{name}", value)]
+        return parse_flags([*words, *self.words()])
+
+    def with_value(self, name: str, value: str) -> "Flags":
+        """The same flags with another value for one of them, at its place."""
+        if not self.value(name):
+            return self.before(**{name: value})
+        return Flags(tuple((f"--{name}", value) if name_of(f[0]) == name else f for f in self.given))
+
+    def words(self) -> list[str]:
+        """As they stand on a command line."""
+        return [word for words in self.given for word in words]
+
+    def values(self) -> dict[str, str]:
+        """By name."""
+        return {name_of(words[0]): self.value(name_of(words[0])) or "True" for words in self.given}
+
+    def lines(self) -> list[str]:
+        """One flag a line, as a shell reads them back."""
+        return [shlex.join(words) for words in self.given]
+
+
+def name_of(word: str) -> str:
+    """The flag's name as the trainer knows it, which takes hyphens for underscores."""
+    return word.removeprefix("--").split("=", 1)[0].replace("-", "_")
+
+
+def parse_flags(words: Sequence[str]) -> Flags:
+    """The flags in `words`; an empty value leaves the flag out, whatever was given before it.
+
+    Raises:
+        Refusal: a word belongs to no flag.
+    """
+    given: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--") and name_of(word):
+            name = name_of(word)
+            given.pop(name, None)  # so that it stands where it was given last
+            given[name] = [word]
+        elif name:
+            given[name].append(word)
+        else:
+            raise Refusal(f"{word}: expected a flag of the trainer, as in --seed 1")
+    return Flags(tuple(tuple(f) for f in given.values() if not _is_empty(f)))
+
+
+def _is_empty(words: list[str]) -> bool:
+    return words[1:] == [""] or (len(words) == 1 and words[0].endswith("=") and words[0].count("=") == 1)

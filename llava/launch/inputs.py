@@ -1,0 +1,92 @@
+"""Whether a run's inputs are here, belong to the model hub, or are missing and how to get them."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+
+from llava.launch.command import Launch, deepspeed_configs, node_rank
+from llava.launch.devices import Devices
+from llava.launch.flags import Flags
+from llava.launch.settings import ROOT
+
+FOUND, HUB, MISSING = "found", "hub", "MISSING"
+NOT_SET = "not set"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input: `found`, `hub` or `MISSING`, and then what to do."""
+
+    state: str
+    what: str
+    value: str
+    hint: str = ""
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether it is a file that may be missing for the folder it is looked for in."""
+        return self.state == MISSING and self.value != NOT_SET and not Path(self.value).is_absolute()
+
+
+def check_inputs(environment: Mapping[str, str], flags: Flags, devices: Devices, launch: Launch) -> list[Input]:
+    """Everything that the run reads, in the order of the table. Paths are relative to the working directory."""
+    return [*_check_paths(environment, flags), *_check_meeting(environment, devices, launch)]
+
+
+def _check_paths(environment: Mapping[str, str], flags: Flags) -> Iterator[Input]:
+    prepared = environment.get("INPUT_HINT", "")  # how a preset's inputs are prepared, where one command does it
+    source = environment.get("DATA_SOURCE") or "see docs/data.md"
+    caller = environment.get("CALLED_FROM", "")
+    models = (("model", "model_name_or_path", "MODEL_PATH"), ("vision tower", "vision_tower", "VISION_TOWER"))
+    for what, flag, name in models:
+        hint = prepared or f"set {name} to a model folder or a hub name"
+        yield from check_model(what, flags.value(flag), hint, caller)
+    for part in flags.value("data_path").split(","):
+        if part and not Path(part).exists() and glob(part):
+            yield Input(FOUND, "data", part)
+        else:
+            yield from check_file("data", part, prepared or f"{source}, or set DATA_PATH", caller)
+    yield from check_file("images", flags.value("image_folder"), prepared or f"{source}, or set IMAGE_FOLDER", caller)
+    hint = "run scripts/pretrain.sh with the same PRESET and NORM first, or set PRETRAIN_ADAPTER"
+    yield from check_file("adapter", flags.value("pretrain_mm_mlp_adapter"), hint, caller)
+    hint = f"set DEEPSPEED_CONFIG to one of: {deepspeed_configs()}"
+    yield from check_file("deepspeed", flags.value("deepspeed"), hint, caller)
+    yield from check_file("hostfile", environment.get("HOSTFILE", ""), "write lines 'host slots=8'", caller)
+
+
+def _check_meeting(environment: Mapping[str, str], devices: Devices, launch: Launch) -> Iterator[Input]:
+    if launch.launcher != "torchrun" or devices.nodes == 1:
+        return
+    if not environment.get("MASTER_ADDR"):
+        hint = "set it to the first node's address, the same on every node"
+        yield Input(MISSING, "MASTER_ADDR", NOT_SET, hint)
+    if not node_rank(environment) and "--max_restarts" not in launch.words:
+        yield Input(MISSING, "NODE_RANK", NOT_SET, "set it to 0 on the first node, 1 on the next, ...")
+
+
+def check_file(what: str, path: str, hint: str, caller: str = "") -> Iterator[Input]:
+    """Whether a file or folder exists; nothing where there is no path.
+
+    Args:
+        hint: what to do where it is missing.
+        caller: the folder that the script was called from.
+    """
+    if not path:
+        return
+    if Path(path).exists():
+        yield Input(FOUND, what, path)
+        return
+    if caller and not Path(path).is_absolute() and Path(caller, path).exists():
+        hint = f"give {Path(caller, path)}: relative paths start at {ROOT}"
+    yield Input(MISSING, what, path, hint)
+
+
+def check_model(what: str, name: str, hint: str, caller: str = "") -> Iterator[Input]:
+    """As `check_file`; `owner/model` that is neither here nor under a folder that is here belongs to the model hub."""
+    if not Path(name).exists() and not Path(name.split("/")[0]).is_dir() and _HUB_NAME.fullmatch(name):
+        yield Input(HUB, what, name)
+    else:
+        yield from check_file(what, name, hint, caller)

@@ -1,0 +1,47 @@
+"""Whether other programs use this machine's cores, and what a CPU run does about it.
+
+PyTorch's threads wait for each other awake (OpenMP). Alone that is fastest; beside a program that takes a core it is
+slower many times over, because a thread that waits holds the core that another needs.
+"""
+
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100"}  # GCC's OpenMP takes the second, others the first
+_SAMPLE_SECONDS = 0.3
+_SPARE = 0.3  # of a core: so much the machine's own services may take
+
+
+def wait_policy(environment: Mapping[str, str], threads: int, idle: float) -> dict[str, str]:
+    """The variables that let waiting threads sleep, where fewer cores are idle; empty where the user chose.
+
+    Args:
+        threads: that this machine's ranks will run.
+        idle: cores' worth of time that nobody uses.
+    """
+    chosen = any(name in environment for name in POLICY)
+    return {} if chosen or idle >= threads - _SPARE else dict(POLICY)
+
+
+def idle_cores(cores: Collection[int], stat: Path = Path("/proc/stat"), seconds: float = _SAMPLE_SECONDS) -> float:
+    """Cores' worth of time that nobody uses at the moment, of these; all of them where the system does not tell."""
+    try:
+        before = _ticks(stat, cores)
+        time.sleep(seconds)
+        after = _ticks(stat, cores)
+    except (OSError, ValueError):
+        return float(len(cores))
+    total, idle = (new - old for new, old in zip(after, before, strict=True))
+    return len(cores) * idle / total if total else float(len(cores))
+
+
+def _ticks(stat: Path, cores: Collection[int]) -> tuple[int, int]:
+    """All time of these cores and that without work (idle, or waiting for disks); guests' time stands in the users'."""
+    total = idle = 0
+    for line in stat.read_text().splitlines():
+        name, *times = line.split()
+        if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:
+            total += sum(map(int, times[:8]))
+            idle += sum(map(int, times[3:5]))
+    return total, idle

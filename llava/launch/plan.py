@@ -1,0 +1,145 @@
+"""A run as the variables and flags resolve it, and how it is shown: table, command, inputs, JSON."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llava.launch.batch import Batch, resolve_batch
+from llava.launch.command import Launch, resolve_launch
+from llava.launch.devices import Devices, has_bf16_instructions, resolve_devices
+from llava.launch.flags import Flags, parse_flags
+from llava.launch.inputs import MISSING, Input, check_inputs
+from llava.launch.settings import ROOT, Refusal, is_on
+
+ADDED = ("gradient_accumulation_steps", "bf16", "tf32", "run_name")  # flags that follow from devices and folder
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a stage's run is made of."""
+
+    stage: str
+    preset: str
+    entry: str
+    python: str
+    devices: Devices
+    batch: Batch
+    launch: Launch
+    flags: Flags
+    inputs: tuple[Input, ...]
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.flags.value("output_dir"))
+
+    @property
+    def missing(self) -> int:
+        return sum(found.state == MISSING for found in self.inputs)
+
+    def command(self, entry: str = "") -> list[str]:
+        """The whole command as words."""
+        return [*self.launch.command(), entry or self.entry, *self.flags.words()]
+
+
+def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], cores: int = 1) -> Plan:
+    """The run of `entry` with the flags `words`, the last of a name counting, on a machine with so many cores.
+
+    Raises:
+        Refusal: a variable or flag cannot be used.
+    """
+    flags = parse_flags(words)
+    output_dir = flags.value("output_dir")
+    if not output_dir:
+        raise Refusal("OUTPUT_DIR is empty; expected the folder where everything goes")
+    devices = resolve_devices(environment)
+    global_batch, size = environment.get("GLOBAL_BATCH", ""), flags.value("per_device_train_batch_size")
+    batch = resolve_batch(devices, global_batch, size, flags.value("gradient_accumulation_steps"))
+    flags = flags.with_value("per_device_train_batch_size", str(batch.per_device))
+    run_name = environment.get("RUN_NAME") or Path(output_dir).name
+    bf16 = "False" if is_on(flags.value("fp16")) else str(devices.on_gpu or has_bf16_instructions())
+    tf32 = str(devices.on_gpu)
+    added = (str(batch.accumulation), environment.get("BF16") or bf16, environment.get("TF32") or tf32, run_name)
+    flags = flags.before(**dict(zip(ADDED, added, strict=True)))
+    python = environment.get("PYTHON_BIN") or ".venv/bin/python"
+    launch = resolve_launch(environment, devices, flags.value("deepspeed"), run_name, python, cores)
+    inputs = check_inputs(environment, flags, devices, launch)
+    stage, preset = environment.get("STAGE", ""), environment.get("PRESET", "")
+    return Plan(stage, preset, entry, python, devices, batch, launch, flags, tuple(inputs))
+
+
+def configuration(plan: Plan) -> list[tuple[str, str]]:
+    """The rows of the table that is shown before a run; those without a value are left out."""
+    value = plan.flags.value
+    steps = value("max_steps")
+    length = f"{value('num_train_epochs')} epoch(s)"
+    if steps.isdecimal() and int(steps) > 0:
+        length = "1 step" if steps == "1" else f"{steps} steps"
+    init = value("mm_projector_norm_init")
+    rows = [
+        ("stage", plan.stage),
+        ("preset", plan.preset),
+        ("arm (NORM)", value("mm_projector_norm") + (f", initial norm {init}" if init else "")),
+        ("trains", value("mm_tunable_parts") or "mm_mlp_adapter"),
+        ("LoRA rank", value("lora_r")),
+        ("devices", str(plan.devices)),
+        ("per-device batch", str(plan.batch.per_device)),
+        ("accumulation", str(plan.batch.accumulation)),
+        ("global batch", str(plan.batch)),
+        ("micro-batch tokens", value("max_tokens_per_micro_batch")),
+        ("learning rate", value("learning_rate")),
+        ("  projector", value("mm_projector_lr")),
+        ("  vision tower", value("mm_vision_tower_lr")),
+        ("length", length),
+        ("max. tokens", value("model_max_length")),
+        ("model", value("model_name_or_path")),
+        ("vision tower", value("vision_tower")),
+        ("data", value("data_path")),
+        ("images", value("image_folder")),
+        ("adapter", value("pretrain_mm_mlp_adapter")),
+        ("launcher", plan.launch.launcher),
+        ("deepspeed", value("deepspeed") or "none"),
+        ("output", value("output_dir")),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def command_text(plan: Plan, entry: str = "", indent: str = "") -> str:
+    """The whole command as a shell reads it, one flag per line."""
+    lines = [shlex.join([*plan.launch.command(), entry or plan.entry]), *(f"  {line}" for line in plan.flags.lines())]
+    return " \\\n".join(indent + line for line in lines)
+
+
+def show(plan: Plan) -> str:
+    """Configuration, command and inputs, as a run prints them first."""
+    lines = ["configuration"]
+    lines += [f"  {name:<20} {text}" for name, text in configuration(plan)]
+    lines += ["command", command_text(plan, indent="  "), "inputs"]
+    for found in plan.inputs:
+        lines.append(f"  {found.state:<8} {found.what:<14} {found.value}")
+        if found.state == MISSING:
+            lines.append(f"  {'':<8} {'':<14} -> {found.hint}")
+    if any(found.is_relative for found in plan.inputs):
+        lines.append(f"  relative paths start at {ROOT}")
+    return "\n".join(lines)
+
+
+def as_json(plan: Plan) -> str:
+    """The same for programs."""
+    content = {
+        "stage": plan.stage,
+        "preset": plan.preset,
+        "devices": {"nodes": plan.devices.nodes, "ranks": plan.devices.ranks, "on_gpu": plan.devices.on_gpu},
+        "batch": {
+            "per_device": plan.batch.per_device,
+            "accumulation": plan.batch.accumulation,
+            "global": plan.batch.total,
+        },
+        "launcher": plan.launch.launcher,
+        "environment": plan.launch.environment,
+        "command": plan.command(),
+        "flags": plan.flags.values(),
+        "inputs": [vars(found) for found in plan.inputs],
+    }
+    return json.dumps(content, indent=1)

@@ -1,0 +1,149 @@
+"""The variables that the training scripts read from the environment: meanings, numbers, and likely misspellings."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Meaning of every variable, in groups. Defaults are the scripts', or stand here where the launcher finds them.
+VARIABLES: dict[str, dict[str, str]] = {
+    "what is trained": {
+        "PRESET": "a file of scripts/presets: model, template and sizes that go with it",
+        "NORM": "the arm: norm layer behind the projector",
+        "NORM_INIT": "norm a visual token starts with: text_norm, default or a number (default: the trainer's)",
+        "MODEL_PATH": "language model: folder or hub name",
+        "VISION_TOWER": "vision encoder: folder or hub name",
+        "PROMPT_VERSION": "conversation template",
+        "PRETRAIN_ADAPTER": "stage 2: mm_projector.bin of stage 1; empty where MODEL_PATH brings its projector",
+        "TUNABLE_PARTS": "stage 2: what is trained, joined by commas",
+        "LORA": "1: stage 2 by LoRA, LLaVA's recipe; the vision tower stays frozen (default: off)",
+        "LORA_R": "rank of the adapters, with LORA=1",
+        "LORA_ALPHA": "their scale times the rank, with LORA=1",
+    },
+    "data": {
+        "DATA_PATH": "records: files, folders or patterns, joined by commas",
+        "IMAGE_FOLDER": "folder or zip file of the pictures; empty where the rows hold them",
+        "LABEL_MASKING": "which tokens are learnt: assistant or upstream",
+        "MODEL_MAX_LENGTH": "positions of a sample, visual tokens included; longer ones are cut",
+        "GROUP_BY_MODALITY_LENGTH": "stage 2: batches of one modality and similar length",
+        "NUM_WORKERS": "processes that prepare samples, per rank",
+    },
+    "optimisation": {
+        "GLOBAL_BATCH": "samples of an optimizer step over all devices; accumulation follows",
+        "PER_DEVICE_BATCH": "samples of a device's micro-batch, or auto: its whole share at once",
+        "MAX_TOKENS_PER_MICRO_BATCH": "micro-batches are merged up to so many tokens; empty: left as they are",
+        "EPOCHS": "passes over the data, where MAX_STEPS is -1",
+        "MAX_STEPS": "optimizer steps; -1: by EPOCHS",
+        "LEARNING_RATE": "of everything trained that has none of its own",
+        "PROJECTOR_LR": "stage 2: of projector and norm; empty: LEARNING_RATE",
+        "VISION_TOWER_LR": "stage 2: of the vision tower; empty: LEARNING_RATE",
+        "OPTIM": "optimizer, as the Hugging Face Trainer names it (default: the trainer's)",
+        "SEED": "of data order and initial projector",
+    },
+    "devices and precision": {
+        "NUM_GPUS": "GPUs per node; 0: train on the CPU (default: all visible)",
+        "CPU_RANKS": "processes per node that share the cores where there is no GPU (default: 1)",
+        "NNODES": "nodes (default: 1, or HOSTFILE's)",
+        "HOSTFILE": "lines 'host slots=8', for several nodes by deepspeed",
+        "NODE_RANK": "number of this node, from 0, for several nodes by torchrun (default: SLURM's)",
+        "MASTER_ADDR": "address of the first node, the same on every node",
+        "MASTER_PORT": "port where the ranks meet (default: a free one, 29500 over several nodes)",
+        "RDZV_ID": "name of the job where nodes find each other again, with MAX_RESTARTS (default: RUN_NAME)",
+        "LAUNCHER": "auto, python, deepspeed or torchrun (default: auto)",
+        "MAX_RESTARTS": "how often torchrun starts all ranks again after a failure (default: 0)",
+        "DEEPSPEED_CONFIG": "a file of deepspeed_configs; empty: without DeepSpeed",
+        "BF16": "compute in bf16 (default: True on GPUs and on CPUs with instructions for it)",
+        "TF32": "fp32 products in TF32 (default: True on GPUs)",
+        "ATTN_IMPLEMENTATION": "attention of the language model (default: the fastest installed)",
+        "ACTIVATION_CHECKPOINTING": "recompute activations: auto, True, False or a number of layers",
+        "GRADIENT_CHECKPOINTING": "LLaVA's name for ACTIVATION_CHECKPOINTING (default: not set)",
+    },
+    "output": {
+        "OUTPUT_DIR": "where everything goes; a run that was cut off goes on from its newest checkpoint there",
+        "RUN_NAME": "name in the logs (default: that of OUTPUT_DIR)",
+        "REPORT_TO": "tensorboard, wandb, none, ...",
+        "SAVE_STRATEGY": "when checkpoints are written: steps, epoch or no",
+        "SAVE_STEPS": "steps between two checkpoints",
+        "SAVE_TOTAL_LIMIT": "how many checkpoints are kept",
+    },
+    "the script itself": {
+        "DRY_RUN": "1: show configuration, command and inputs; json: the same as JSON (default: off)",
+        "CHECK": "1: only check the nodes, their links and paths (default: off)",
+        "LLAVA_PYTHON": "an interpreter of your own environment: nothing is installed (default: .venv)",
+        "PYTHON": "interpreter that .venv is made from (default: python3)",
+        "EXTRAS": "extras of pyproject.toml to install (default: train,playground,dev)",
+    },
+}
+NAMES = frozenset(name for group in VARIABLES.values() for name in group)
+
+
+class Refusal(Exception):
+    """A setting that cannot be used; the message names it, what was expected, what was found, and what to do."""
+
+
+def is_on(value: str) -> bool:
+    """What a switch like DRY_RUN means."""
+    return value not in ("", "0", "no", "false", "False")
+
+
+def whole_number(name: str, value: str, smallest: int) -> int:
+    """`value` as a number.
+
+    Raises:
+        Refusal: it is none, or too small.
+    """
+    plain = value.isascii() and value.isdecimal() and (value == "0" or not value.startswith("0")) and len(value) < 10
+    if not plain or int(value) < smallest:
+        raise Refusal(f"{name}={value} is not a whole number of at least {smallest}")
+    return int(value)
+
+
+def one_of(name: str, value: str, allowed: Iterable[str]) -> str:
+    """`value`, which must be one of the allowed.
+
+    Raises:
+        Refusal: it is not.
+    """
+    allowed = list(allowed)
+    if value not in allowed:
+        raise Refusal(f"{name}={value} is not one of: {' '.join(allowed)}")
+    return value
+
+
+def misspelt(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that are none of ours but so near to one that it must be meant, with that one."""
+    unknown = (name for name in environment if name.isupper() and name not in NAMES)
+    return {name: nearest for name in unknown if (nearest := nearest_name(name, NAMES))}
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` must mean, or None: names of other programs must never look like ours.
+
+    Near is a missing `_` or `s`; one letter more, less, other, or two swapped; from twelve letters on two of these.
+    Names of fewer than six letters are near to too much.
+    """
+
+    def squashed(text: str) -> str:
+        return text.replace("_", "").upper().removesuffix("S")
+
+    best: tuple[int, str] | None = None
+    for candidate in known:
+        if len(candidate) < 6 or abs(len(name) - len(candidate)) > 2:
+            continue
+        distance = 0 if squashed(name) == squashed(candidate) else edit_distance(name, candidate)
+        if distance <= (1 if len(candidate) < 12 else 2) and (best is None or distance < best[0]):
+            best = (distance, candidate)
+    return best[1] if best else None
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Letters to insert, delete, replace or swap with their neighbour to make `b` of `a`."""
+    before, last = [], list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        row = [i]
+        for j, y in enumerate(b, 1):
+            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (x != y)))
+            if i > 1 and j > 1 and x == b[j - 2] and y == a[i - 2]:
+                row[j] = min(row[j], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]

@@ -1,0 +1,181 @@
+"""The run itself: signals go to the ranks, and the first error is shown last.
+
+The launcher gets a process group of its own, so that a signal reaches it only through this process: launchers end all
+ranks on SIGTERM and SIGINT and die of SIGUSR1, while the ranks themselves save first.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from llava.train.failures import FOLDER, REQUEUE_EXIT_CODE, RUN_DIR, is_of_lost_peer, sorted_reports
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class Supervisor:
+    """One launcher with its ranks on this node.
+
+    Args:
+        output_dir: of the run; the ranks' reports are below it.
+        run_dir: the ranks of this node write their process ids there, and ask for another start.
+        alone: the launcher is the only rank itself.
+    """
+
+    def __init__(self, output_dir: Path, run_dir: Path, alone: bool):
+        self.output_dir, self.run_dir, self.alone = output_dir, run_dir, alone
+        self.launcher: subprocess.Popen | None = None
+        self.interrupted = self.ended = False
+        self.gone: list[Path] = []  # process-id files of ranks that are gone, in the order in which they went
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Starts the launcher and waits; its exit code, or 85 where a signal ended the run after a save."""
+        handled = [signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # what runs in the background must not hear Ctrl-C
+            handled.append(signal.SIGINT)
+        before = {number: signal.signal(number, self._stop) for number in handled}
+        try:
+            env = {**environment, RUN_DIR: str(self.run_dir)}
+            # What is open to this process stays so: a comparison's lock lives as long as the training.
+            self.launcher = subprocess.Popen(command, env=env, preexec_fn=_own_group, close_fds=False)
+            code = self._wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self.ended:
+            return INTERRUPTED
+        if (self.run_dir / "requeue").exists():
+            return REQUEUE_EXIT_CODE
+        if code:
+            self._show_first_error(code)
+        return code if code >= 0 else 128 - code
+
+    def _wait(self) -> int:
+        while True:
+            try:
+                return self.launcher.wait(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                self._note_gone()
+
+    def _note_gone(self) -> None:
+        for file in sorted(self.run_dir.glob("*.pid")):
+            pid = _process_id(file)
+            if pid and file not in self.gone and not is_running(pid):
+                self.gone.append(file)
+
+    def _stop(self, number: int, frame: object) -> None:
+        """Lets the ranks save and stop; a second Ctrl-C ends everything at once."""
+        if number == signal.SIGINT and self.interrupted:
+            self._end()
+            return
+        self.interrupted = self.interrupted or number == signal.SIGINT
+        if self.launcher is None:
+            raise KeyboardInterrupt
+        again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
+        if [file for file in self.run_dir.glob("*.pid") if _send(_process_id(file), signal.SIGUSR1)]:
+            _say(f"signal received: the ranks save after the current step and stop{again}")
+        else:  # nothing is trained yet
+            (self.run_dir / "requeue").touch()
+            _say(f"signal received before training: nothing to save, the run ends{again}")
+            _send_group(self.launcher.pid, signal.SIGTERM)
+
+    def _end(self) -> None:
+        """Kills the launcher first, lest it start or save anything, and then whatever it had started."""
+        self.ended = True
+        ranks = {_process_id(file) for file in self.run_dir.glob("*.pid")} | descendants(self.launcher.pid)
+        _send_group(self.launcher.pid, signal.SIGKILL)
+        for rank in ranks:
+            _send(rank, signal.SIGKILL)
+        _say("ended at once: what came after the last checkpoint is lost")
+
+    def _show_first_error(self, code: int) -> None:
+        reports = sorted_reports(self.output_dir)
+        if not reports or is_of_lost_peer(reports[0]):
+            self._note_gone()
+            reported = {report.stem.rsplit("-", 1)[1] for report in reports}
+            silent = [file for file in self.gone if f"rank{file.stem}" not in reported]
+            if silent and (cause := _cause(code if self.alone else None)):
+                where = f"rank {silent[0].stem} on {socket.gethostname()}, process {_process_id(silent[0])}"
+                _say(f"{where}, ended without a message: {cause}")
+                return
+        if len(reports) > self.alone:  # what the only rank says is the last that is printed anyway
+            text = reports[0].read_text().rstrip()
+            _say(f"the first error, of {len(reports)} in {self.output_dir / FOLDER}:\n{text}")
+
+
+def supervise(
+    command: Sequence[str], environment: Mapping[str, str], output_dir: Path, *, first_node: bool, alone: bool
+) -> int:
+    """Runs the launcher's command to its end; the code to exit with."""
+    if first_node:
+        shutil.rmtree(output_dir / FOLDER, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="llava-run-") as folder:
+        return Supervisor(output_dir, Path(folder), alone).run(command, environment)
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes that `pid` started, and those that they started."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue  # it ended meanwhile
+    found, added = set(), {pid}
+    while added:
+        added = {child for child, parent in parents.items() if parent in added} - found
+        found |= added
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is more than an entry that nobody has asked for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return not Path("/proc/self").exists() and _send(pid, 0)
+
+
+def _own_group() -> None:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _cause(code: int | None) -> str | None:
+    """Why a rank left no message, from its own exit code, or None where only its launcher knows that."""
+    if code is None or code == -signal.SIGKILL:
+        return "it was killed, by hand or for want of memory"
+    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else None
+
+
+def _process_id(file: Path) -> int:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):  # it is just being written or removed
+        return 0
+
+
+def _send(pid: int, number: int) -> bool:
+    try:
+        os.kill(pid, number) if pid > 0 else None
+    except OSError:
+        return False
+    return pid > 0
+
+
+def _send_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except OSError:
+        _send(pid, number)
+
+
+def _say(text: str) -> None:
+    """To standard error, unbuffered: a signal may come while another one's words are being written."""
+    os.write(sys.stderr.fileno(), f"{text}\n".encode())

@@ -1,0 +1,328 @@
+"""The launcher's parts as functions: flags, batch, devices, launch command, inputs, misspellings, load."""
+
+import os
+
+import pytest
+import torch
+
+from llava.launch.batch import resolve_batch
+from llava.launch.command import resolve_launch
+from llava.launch.devices import Devices, cpu_quota, resolve_devices
+from llava.launch.flag_check import arms, own_flags
+from llava.launch.flags import parse_flags
+from llava.launch.inputs import check_inputs
+from llava.launch.load import idle_cores, wait_policy
+from llava.launch.plan import resolve
+from llava.launch.settings import NAMES, Refusal, edit_distance, misspelt
+from llava.model.multimodal_projector.norm import NORM_TYPES
+from llava.train.flag_check import check
+
+CPU = {"NUM_GPUS": "0"}
+
+
+def launcher(deepspeed="zero3.json", cores=8, **environment) -> str:
+    """The command up to the trainer's entry."""
+    environment = {"NUM_GPUS": "8"} | {name: str(value) for name, value in environment.items()}
+    devices = resolve_devices(environment)
+    return " ".join(resolve_launch(environment, devices, deepspeed, "name", "python", cores).command())
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_value_of_a_flag_counts_and_each_stands_once():
+    flags = parse_flags(["--seed", "1", "--max_steps", "2", "--full_decode", "--seed=3", "--max-steps", "4", "5"])
+    assert flags.words() == ["--full_decode", "--seed=3", "--max-steps", "4", "5"]
+    assert (flags.value("seed"), flags.value("max_steps"), flags.value("nothing")) == ("3", "4 5", "")
+    assert flags.values() == {"full_decode": "True", "seed": "3", "max_steps": "4 5"}
+
+
+@pytest.mark.parametrize("words", [["--optim", ""], ["--optim="], ["--optim", "a", "--optim", ""]])
+def test_an_empty_value_leaves_the_flag_out(words):
+    assert parse_flags([*words, "--a", "-2"]).words() == ["--a", "-2"]
+
+
+def test_a_value_may_be_a_negative_number_or_hold_spaces_and_equal_signs():
+    flags = parse_flags(["--x", "-2", "--kwargs={'a': 1, 'b=c': 2}"])
+    assert (flags.value("x"), flags.value("kwargs")) == ("-2", "{'a': 1, 'b=c': 2}")
+    assert flags.lines() == ["--x -2", """'--kwargs={'"'"'a'"'"': 1, '"'"'b=c'"'"': 2}'"""]
+
+
+# --- batch ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+@pytest.mark.parametrize("per_device", ["1", "2", "auto"])
+def test_global_batch_is_kept_for_any_number_of_devices(nodes, ranks, per_device):
+    batch = resolve_batch(Devices(nodes, ranks, True), "256", per_device)
+    assert batch.total == 256 == batch.per_device * batch.accumulation * nodes * ranks
+    assert str(batch).startswith("256 = ")
+
+
+@pytest.mark.parametrize(("per_device", "expected"), [("2", (2, 3, 48)), ("auto", (10, 3, 240))])
+def test_given_accumulation_decides_and_the_global_batch_follows(per_device, expected):
+    batch = resolve_batch(Devices(1, 8, True), "256", per_device, "3")
+    assert (batch.per_device, batch.accumulation, batch.total) == expected
+
+
+def test_batch_that_does_not_divide_is_refused_with_the_choices():
+    with pytest.raises(Refusal) as refused:
+        resolve_batch(Devices(1, 8, True), "256", "3")
+    assert "  NNODES x NUM_GPUS   none\n  PER_DEVICE_BATCH    1 2 4 8 16 32\n" in str(refused.value)
+    assert "a multiple of 24, such as 264" in str(refused.value)
+    with pytest.raises(Refusal, match="NNODES x CPU_RANKS   1 2 4 8 16 32 64 128\n  PER_DEVICE_BATCH    none, 256"):
+        resolve_batch(Devices(1, 7, False), "256", "2")
+
+
+@pytest.mark.parametrize(
+    "name", ["NUM_GPUS", "NNODES", "PER_DEVICE_BATCH", "GLOBAL_BATCH", "CPU_RANKS", "MAX_RESTARTS"]
+)
+@pytest.mark.parametrize("value", ["two", "-1", "08", "1.5"])
+def test_count_that_is_no_whole_number_is_refused_by_name(name, value):
+    environment = {"NUM_GPUS": "8", "GLOBAL_BATCH": "256", name: value}
+    words = ["--per_device_train_batch_size", environment.get("PER_DEVICE_BATCH", "2"), "--output_dir", "out"]
+    with pytest.raises(Refusal, match=f"^{name}={value} is not a whole number"):
+        resolve(environment, "train.py", words)
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_visible_devices_are_counted():
+    assert resolve_devices({"CUDA_VISIBLE_DEVICES": "2,3"}) == Devices(1, 2, True)
+    assert str(resolve_devices({"CUDA_VISIBLE_DEVICES": ""})) == "1 = 1 node x 1 CPU rank"
+    assert resolve_devices({"CUDA_VISIBLE_DEVICES": "-1", "CPU_RANKS": "2", "NNODES": "3"}).total == 6
+
+
+def test_hostfile_gives_nodes_and_gpus(tmp_path):
+    hostfile = tmp_path / "host file"
+    hostfile.write_text("# comment slots=99\nnode-1 slots=8\nnode-2 slots=8\n")
+    assert str(resolve_devices({"HOSTFILE": str(hostfile)})) == "16 = 2 nodes x 8 GPUs"
+    assert resolve_devices({"HOSTFILE": str(hostfile), "NUM_GPUS": "4", "NNODES": "1"}) == Devices(1, 4, True)
+    words = launcher(HOSTFILE=hostfile, NNODES=2, MASTER_PORT=7).removeprefix("python -m deepspeed.launcher.runner ")
+    assert words == f"--hostfile {hostfile} --num_nodes 2 --num_gpus 8 --master_port 7"
+    hostfile.write_text("node-1 slots=8\nnode-2 slots=4\n")
+    with pytest.raises(Refusal, match="NUM_GPUS"):
+        resolve_devices({"HOSTFILE": str(hostfile)})
+
+
+def test_cpu_quota_of_either_version_of_control_groups(tmp_path):
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("250000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert cpu_quota(tmp_path) == 2.5
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert cpu_quota(tmp_path) == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cpu_quota(tmp_path) is None
+
+
+# --- launch -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_node_runs_under_deepspeed():
+    assert launcher(MASTER_PORT=29600) == "python -m deepspeed.launcher.runner --num_gpus 8 --master_port 29600"
+    assert launcher().split()[-2] == "--master_port"
+
+
+def test_one_gpu_without_deepspeed_is_one_process_that_sees_one_gpu():
+    assert launcher(deepspeed="", NUM_GPUS=1, CUDA_VISIBLE_DEVICES="3,5") == "env CUDA_VISIBLE_DEVICES=3 python"
+
+
+def test_cuda_visible_devices_is_kept_by_torchrun_since_deepspeed_would_ignore_it():
+    words = launcher(NUM_GPUS=2, CUDA_VISIBLE_DEVICES="2,3")
+    assert words == "python -m torch.distributed.run --standalone --nproc_per_node 2"
+    with pytest.raises(Refusal, match="CUDA_VISIBLE_DEVICES=2,3"):
+        launcher(NUM_GPUS=2, CUDA_VISIBLE_DEVICES="2,3", LAUNCHER="deepspeed")
+
+
+def test_torchrun_rendezvous_over_nodes():
+    words = launcher(NNODES=4, MASTER_ADDR="node-1", MASTER_PORT=29611, NODE_RANK=2)
+    meeting = "--node_rank 2 --master_addr node-1 --master_port 29611"
+    assert words == f"python -m torch.distributed.run --nnodes 4 --nproc_per_node 8 {meeting}"
+    assert "--node_rank 3 " in launcher(NNODES=4, MASTER_ADDR="node-1", SLURM_NODEID=3)
+
+
+def test_rendezvous_without_address_is_listed_as_missing():
+    environment = {"NUM_GPUS": "8", "NNODES": "4"}
+    devices = resolve_devices(environment)
+    launch = resolve_launch(environment, devices, "", "name", "python", 8)
+    missing = [found.what for found in check_inputs(environment, parse_flags([]), devices, launch)]
+    assert missing == ["MASTER_ADDR", "NODE_RANK"]
+
+
+def test_restarts_over_nodes_meet_again_without_node_numbers():
+    words = launcher(NNODES=2, MAX_RESTARTS=3, MASTER_ADDR="node-1", MASTER_PORT=1234, RDZV_ID="a")
+    assert "--max_restarts 3 --rdzv_backend c10d --rdzv_id a --rdzv_endpoint node-1:1234" in words
+    assert "--node_rank" not in words and "is_host" not in words
+    for rank, host in ((0, 1), (1, 0)):
+        assert f"--rdzv_conf is_host={host}" in launcher(NNODES=2, MAX_RESTARTS=3, NODE_RANK=rank)
+
+
+def test_restarts_choose_torchrun_with_a_store_of_each_start_and_refuse_other_launchers():
+    words = launcher(MAX_RESTARTS=1)
+    assert words.startswith("env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ") and "--max_restarts 1" in words
+    for other in ({"LAUNCHER": "deepspeed"}, {"HOSTFILE": "hosts", "NNODES": 1}):
+        with pytest.raises(Refusal, match="MAX_RESTARTS=1 needs LAUNCHER=torchrun"):
+            launcher(MAX_RESTARTS=1, **other)
+
+
+def test_cpu_ranks_run_under_deepspeed_and_share_the_cores():
+    words = launcher(**CPU, CPU_RANKS=2, MASTER_PORT=29612)
+    variables = "CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu OMP_NUM_THREADS=4"
+    assert words == f"env {variables} python -m deepspeed.launcher.runner --num_accelerators 2 --master_port 29612"
+    assert "OMP_NUM_THREADS=1 " in launcher(**CPU, CPU_RANKS=16)
+    with pytest.raises(Refusal, match="DEEPSPEED_CONFIG"):  # without it each rank would train alone
+        launcher(deepspeed="", **CPU, CPU_RANKS=2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"LAUNCHER": "nonsense"}, "LAUNCHER=nonsense is not one of: auto python deepspeed torchrun"),
+        ({"LAUNCHER": "python"}, "one process, not NNODES=1 x NUM_GPUS=8"),
+        ({"LAUNCHER": "python", "NUM_GPUS": 1}, "cannot start DeepSpeed"),
+        ({"LAUNCHER": "deepspeed", "NNODES": 2}, "needs HOSTFILE"),
+    ],
+)
+def test_launcher_that_does_not_fit_is_refused(variables, said):
+    with pytest.raises(Refusal, match=said):
+        launcher(**variables)
+
+
+def test_precision_follows_the_devices_unless_it_is_chosen():
+    def flags(*words, **environment):
+        given = {"GLOBAL_BATCH": "8", "NUM_GPUS": "1"} | environment
+        return resolve(
+            given, "e", ["--per_device_train_batch_size", "auto", "--output_dir", "a/b", *words]
+        ).flags.values()
+
+    assert (flags()["bf16"], flags()["tf32"], flags()["run_name"]) == ("True", "True", "b")
+    assert (flags(**CPU)["tf32"], flags(**CPU, BF16="False")["bf16"]) == ("False", "False")
+    assert flags("--bf16", "False", BF16="True")["bf16"] == "False"
+    assert flags("--fp16", "True")["bf16"] == "False"
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def test_hub_names_are_told_from_local_paths_and_missing_files_say_what_to_do(tmp_path):
+    (tmp_path / "data.json").write_text("[]")
+    data = f"{tmp_path}/data.json,{tmp_path}/*.json,/no/such.json"
+    words = ["--model_name_or_path", "owner/model", "--vision_tower", "./no/such/tower", "--data_path", data]
+    words += ["--pretrain_mm_mlp_adapter", "llava/no-such-folder", "--deepspeed", "deepspeed_configs/zero3.json"]
+    devices = Devices(1, 1, True)
+    launch = resolve_launch({"LAUNCHER": "torchrun"}, devices, "", "name", "python", 1)
+    found = check_inputs({"DATA_SOURCE": "fetch it"}, parse_flags(words), devices, launch)
+    expected = [
+        ("hub", "model"),
+        ("MISSING", "vision tower"),
+        ("found", "data"),
+        ("found", "data"),
+        ("MISSING", "data"),
+    ]
+    assert [(f.state, f.what) for f in found] == [*expected, ("MISSING", "adapter"), ("found", "deepspeed")]
+    hints = {f.what: f.hint for f in found if f.state == "MISSING"}
+    assert "VISION_TOWER" in hints["vision tower"] and hints["data"] == "fetch it, or set DATA_PATH"
+    assert "scripts/pretrain.sh" in hints["adapter"] and "PRETRAIN_ADAPTER" in hints["adapter"]
+
+
+def test_folder_of_this_repository_is_never_taken_for_a_hub_name():
+    words = parse_flags(["--model_name_or_path", "llava/no-such-folder"])
+    devices = Devices(1, 1, True)
+    launch = resolve_launch({}, devices, "", "name", "python", 1)
+    assert [f.state for f in check_inputs({}, words, devices, launch)] == ["MISSING"]
+
+
+# --- misspellings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("MAX_STEP", "MAX_STEPS"),
+        ("MAXSTEPS", "MAX_STEPS"),
+        ("PRESETS", "PRESET"),
+        ("NUM_GPU", "NUM_GPUS"),
+        ("LEARNIGN_RATE", "LEARNING_RATE"),
+        ("LEARING_RATES", "LEARNING_RATE"),
+        ("OUTPUT_DIRS", "OUTPUT_DIR"),
+        ("GLOBAL_BACTH", "GLOBAL_BATCH"),
+        ("PER_DEVICE_BATCH_SIZE", None),
+    ],
+)
+def test_misspelt_variable_finds_its_name(wrong, meant):
+    assert misspelt({wrong: "1"}) == ({wrong: meant} if meant else {})
+
+
+def test_no_variable_of_another_program_looks_like_ours():
+    foreign = """
+    AWS_REGION CC CFLAGS COLUMNS CONDA_PREFIX CUDA_HOME CUDA_VISIBLE_DEVICES CXX DATA DBUS_SESSION_BUS_ADDRESS
+    DEBUG DISPLAY EDITOR ENV GOMP_SPINCOUNT GROUP_RANK HF_HOME HF_HUB_OFFLINE HISTSIZE HOME HOST HOSTNAME
+    INPUT_DIR JOB_ID KMP_BLOCKTIME LANG LC_ALL LD_LIBRARY_PATH LD_PRELOAD LINES LOCAL_RANK LOGNAME LS_COLORS
+    MAIL MAKEFLAGS MANPATH MASTER_HOST MKL_NUM_THREADS MODEL MODULEPATH NCCL_DEBUG NODE_ENV NODE_NAME NODE_PATH
+    NUM_NODES OLDPWD OMP_NUM_THREADS OUTPUT PAGER PATH PBS_JOBID PORT PS1 PWD PYTHONPATH PYTHONHASHSEED RANK
+    SHELL SHLVL SLURM_JOB_ID SLURM_NNODES SLURM_NODEID SLURM_NTASKS SPEED SSH_AUTH_SOCK SSH_TTY TERM TMPDIR
+    TOKENIZERS_PARALLELISM TORCH_HOME TZ USER VIRTUAL_ENV WANDB_API_KEY WANDB_PROJECT WORLD_SIZE XDG_RUNTIME_DIR
+    FORM LOCA CHECKS
+    """
+    assert not misspelt(dict.fromkeys([*foreign.split(), *os.environ], "1"))
+    assert not misspelt(dict.fromkeys(NAMES, "1"))
+
+
+def test_edit_distance_counts_letters_and_swaps():
+    pairs = [("", "abc", 3), ("abc", "abc", 0), ("abc", "acb", 1), ("kitten", "sitting", 3), ("ab", "ba", 1)]
+    assert all(edit_distance(a, b) == edit_distance(b, a) == distance for a, b, distance in pairs)
+
+
+def test_tables_read_without_torch_are_those_that_training_uses():
+    assert torch.__version__ and list(arms()) == list(NORM_TYPES)
+    from dataclasses import fields
+
+    from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
+
+    theirs = {field.name for owner in TrainingArguments.__mro__[1:-1] for field in fields(owner)}
+    ours = {field.name for owner in (ModelArguments, DataArguments, TrainingArguments) for field in fields(owner)}
+    assert ours - theirs <= own_flags() <= ours
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max_grad_nrm", "1"], "--max_grad_nrm is not a flag of the trainer; did you mean --max_grad_norm?"),
+        (["--learning_rate", "abc"], "--learning_rate.* 'abc'"),
+        (["--mm_projector_norm_init", "tex_norm"], "--mm_projector_norm_init.*'tex_norm'"),
+        (["--label_masking", "all"], "--label_masking"),
+    ],
+)
+def test_the_trainers_own_parser_names_the_flag_at_fault(words, said):
+    needed = ["--model_name_or_path", "x", "--output_dir", "y"]
+    check([*needed, "--mm_projector_norm_init", "2.5", "--no_lazy_preprocess"])
+    with pytest.raises(ValueError, match=said) as refused:
+        check([*needed, *words])
+    assert "\n" not in str(refused.value)
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+def test_threads_sleep_while_they_wait_only_beside_other_work_and_where_the_user_did_not_choose():
+    assert not wait_policy({}, threads=2, idle=2.0) and not wait_policy({}, threads=2, idle=1.8)
+    assert not wait_policy({}, threads=2, idle=60.0)
+    assert wait_policy({}, threads=2, idle=1.0) == {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100"}
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        assert not wait_policy({name: "active"}, threads=2, idle=0.0)
+
+
+def test_idle_cores_are_counted_among_those_that_the_run_may_use(tmp_path, monkeypatch):
+    stat = tmp_path / "stat"
+    before = "cpu  9 9 9 9 9\ncpu0 100 0 0 100 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0 0 0\n"
+    after = "cpu  9 9 9 9 9\ncpu0 200 0 0 100 0 0 0 0 0 0\ncpu1 25 0 0 70 5 0 0 0 0 0\ncpu2 9 0 0 1 0 0 0 0 0 0\n"
+    stat.write_text(before)
+    monkeypatch.setattr("time.sleep", lambda seconds: stat.write_text(after))
+    assert idle_cores({0, 1}, stat) == pytest.approx(0.75)
+    assert idle_cores({0, 1}, tmp_path / "none") == 2.0
