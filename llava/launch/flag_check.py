@@ -41,7 +41,8 @@ def check_sources(plan: Plan) -> list[str]:
 @cache
 def own_flags() -> frozenset[str]:
     """The fields of the trainer's dataclasses that stand in this tree; those of its libraries are not among them."""
-    classes = [node for node in ast.parse(_ARGUMENTS.read_text()).body if isinstance(node, ast.ClassDef)]
+    sources = [ast.parse(file.read_text()).body for file in (_ARGUMENTS, _NORMS)]
+    classes = [node for body in sources for node in body if isinstance(node, ast.ClassDef)]
     fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
     return frozenset(target.id for target in fields if isinstance(target, ast.Name))
 

@@ -110,11 +110,6 @@ class Watchdog:
         os._exit(HANG_EXIT_CODE)  # the main thread may be inside a call that never returns
 
 
-def clear_reports(output_dir: str) -> None:
-    """Removes the reports of an earlier start."""
-    shutil.rmtree(Path(output_dir, FOLDER), ignore_errors=True)
-
-
 def sorted_reports(output_dir: str | Path) -> list[Path]:
     """The ranks' reports, the cause first."""
     return sorted(Path(output_dir, FOLDER).glob("*.txt"))
@@ -123,6 +118,11 @@ def sorted_reports(output_dir: str | Path) -> list[Path]:
 def is_of_lost_peer(report: Path) -> bool:
     """Whether the rank says no more than that another one is gone."""
     return report.name.split("-")[2] == "1"
+
+
+def clear_reports(output_dir: str) -> None:
+    """Removes the reports of an earlier start."""
+    shutil.rmtree(Path(output_dir, FOLDER), ignore_errors=True)
 
 
 # --- what the user can mend -------------------------------------------------------------------------------------------
