@@ -366,6 +366,24 @@ def test_alpha_one_and_the_whole_swap_are_exact_controls(probe, question, outcom
     assert outcomes[interventions.TEXT_ONLY].visual_share == 0
 
 
+def test_a_processor_that_makes_no_inputs_of_text_alone_leaves_that_control_out(
+    checkpoint, tiny, tmp_path, capsys, monkeypatch
+):
+    prepare = Probe.prepare
+
+    def with_pictures_alone(probe, samples):
+        if samples[0].image is None:
+            raise ValueError("no images")
+        return prepare(probe, samples)
+
+    monkeypatch.setattr(Probe, "prepare", with_pictures_alone)
+    given = ["--model", f"m={checkpoint}", "--data", str(tiny / "data/finetune.json"), "--samples", "1"]
+    assert main(["interventions", *given, "--device", "cpu", "--output-dir", str(tmp_path), "--alphas", "2"]) == 0
+    assert "m: not run: no picture; its processor makes no inputs of text alone" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "interventions.json").read_text())["rows"]
+    assert interventions.TEXT_ONLY not in [row["intervention"] for row in rows] and len(rows) == 7
+
+
 def plain_run(probe, question, scale):
     """Log probabilities of the next token, and keys and values of visual tokens, by the model's own cache."""
     batch = probe.prepare([question])

@@ -108,6 +108,8 @@ def run(args: argparse.Namespace) -> None:
         found = measure(model, samples, args)
         rows += [table_row(model.name, outcomes) for outcomes in found["outcomes"].values()]
         verdicts.append(verdict(model.name, found))
+        if TEXT_ONLY not in found["outcomes"]:
+            print(f"{model.name}: not run: {TEXT_ONLY}; its processor makes no inputs of text alone")
         without = np.flatnonzero(np.isnan(found["outcomes"][UNTOUCHED][0].keys))
         if len(without):
             layers = ", ".join(map(str, without))
@@ -180,10 +182,20 @@ def interventions(
     yield TEXT_NORM, _run(probe, batch, at_visual(lambda tokens: text_norm * F.normalize(tokens, dim=-1)))
     blank = _run(probe, probe.prepare([sample._replace(image=Image.new("RGB", sample.image.size, GREY))]))
     yield BLANK, blank
-    yield TEXT_ONLY, _run(probe, probe.prepare([sample._replace(image=None)]))
+    text_only = _text_alone(probe, sample)
+    if text_only is not None:
+        yield TEXT_ONLY, _run(probe, text_only)
     visual = probe.groups(batch)[0] == VISUAL
     for name, which in SWAPS.items():
         yield name, _run(probe, batch, change=_taking(blank, visual, *which))
+
+
+def _text_alone(probe: Probe, sample: Sample) -> Batch | None:
+    # None where the model's processor makes no inputs without a picture (GOT-OCR), whatever it says then.
+    try:
+        return probe.prepare([sample._replace(image=None)])
+    except (ValueError, TypeError):
+        return None
 
 
 def at_visual(change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
@@ -372,7 +384,7 @@ def draw(args: argparse.Namespace, rows: list[dict[str, Any]], details: dict[str
                 middle.plot(alphas, cosines, style, color=colour, label=f"{part}, {model}")
             names = [BLANK, *SWAPS, TEXT_ONLY]
             positions = np.arange(len(names)) + (index - (len(details) - 1) / 2) * 0.8 / len(details)
-            heights = [own[name]["KL (nats)"] for name in names]
+            heights = [own[name]["KL (nats)"] if name in own else math.nan for name in names]
             right.barh(positions, heights, 0.8 / len(details), color=colour)
         left.set(xscale="log", xlabel="alpha (factor on visual tokens)", ylabel="KL from the untouched output (nats)")
         left.set_title("Scaling at inference\n(dotted: blank picture; star: set to text norm)")

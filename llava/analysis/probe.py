@@ -274,11 +274,6 @@ class Probe:
             if len(entering) != len(output):
                 raise ValueError(f"{start}are not the {len(output)} rows that the projector gave; {remedy}")
             return
-        if bool((_cosine(entering, own) > SAME).any()):
-            raise ValueError(
-                f"{start}hold that token's own text embedding, not what the projector gave: {remedy}. A model whose "
-                "pictures enter by cross-attention (Mllama) has no visual tokens and cannot be measured"
-            )
         some = torch.linspace(0, len(entering) - 1, min(len(entering), COMPARED)).long().to(states.device)
         factor = (states[text].norm(dim=-1) / rows.norm(dim=-1))[kept].median()
         for given in (entering[some], entering[some] - factor * own[some]):  # Molmo 2 adds the picture to the embedding
@@ -286,6 +281,11 @@ class Probe:
                 return
         if not output.any() and not entering.any():  # a projector that nothing has trained may give zeros
             return
+        if bool((_cosine(entering, own) > SAME).any()):
+            raise ValueError(
+                f"{start}hold that token's own text embedding, not what the projector gave: {remedy}. A model whose "
+                "pictures enter by cross-attention (Mllama) has no visual tokens and cannot be measured"
+            )
         raise ValueError(
             f"{start}hold none of the {len(output)} rows that the projector gave: {remedy}, or the module whose output "
             "enters the LLM by --projector-path"
