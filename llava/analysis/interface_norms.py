@@ -62,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vision-layer", type=int, default=-2, help="of an encoder on its own: the state to take, -2 as LLaVA does"
     )
+    parser.add_argument(
+        "--embedding-name", help="the tensor of text embeddings (default: found by the families' names)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -89,7 +92,8 @@ def interface(model: NamedModel, args: argparse.Namespace) -> Interface:
         streams[PROJECTED] = measured.stream("projector output")
         streams[ENTERING] = measured.stream("norm", VISUAL, 0, WITH_SINKS)
         streams[TEXT_IN] = measured.stream("norm", TEXT, 0, WITH_SINKS)
-    norms = embedding_norms(NamedModel(model.name, loading.base_of(model.path, args) or model.path)).norms
+    files = NamedModel(model.name, loading.base_of(model.path, args) or model.path)
+    norms = embedding_norms(files, args.embedding_name).norms
     streams[TABLE] = stream_of(norms[norms > 0])
     vocabulary = family_of(model_type).vocabulary
     if vocabulary:
