@@ -72,13 +72,18 @@ class Stream:
         return math.sqrt(self.sum_squares / self.count) if self.count else math.nan
 
     def percentile(self, percent: float) -> float:
-        """The value below which `percent` of all values lie, within `RELATIVE_ERROR`; NaN where there are none."""
+        """The value below which `percent` of all values lie, between the two nearest as NumPy's; NaN if there are none.
+
+        Each of the two is within `RELATIVE_ERROR`.
+        """
         if not self.count:
             return math.nan
         values, counts = self._table()
         rank = percent / 100 * (self.count - 1)
-        value = values[np.searchsorted(np.cumsum(counts), rank, side="right")]
-        return float(np.clip(value, self.min, self.max))
+        below = math.floor(rank)
+        ends = np.searchsorted(np.cumsum(counts), [below, min(below + 1, self.count - 1)], side="right")
+        low, high = np.clip(values[ends], self.min, self.max)
+        return float(low + (rank - below) * (high - low))
 
     @property
     def median(self) -> float:
