@@ -71,13 +71,18 @@ def tokenizer_of(saved: Saved) -> PreTrainedTokenizerFast:
     )
 
 
-def write(saved: Saved, folder) -> torch.nn.Module:
-    """Writes the folder; returns the model in it."""
-    model = saved.model()
-    with torch.no_grad():  # no two tokens alike, no part of it zero
-        generator = torch.Generator().manual_seed(3)
+def filled(model: torch.nn.Module) -> torch.nn.Module:
+    """`model` with noise on every parameter, so that no two tokens are alike and no part of it is zero."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def write(saved: Saved, folder) -> torch.nn.Module:
+    """Writes the folder; returns the model in it."""
+    model = filled(saved.model())
     model.save_pretrained(folder)
     tokenizer_of(saved).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(saved.image | {"processor_class": saved.processor}))

@@ -1,5 +1,6 @@
 """Every family through the command line, from a folder with model, tokenizer and processor as people download them."""
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -10,11 +11,12 @@ import torch
 import transformers
 from PIL import Image
 from saved_models import SAVED
-from vision_language_models import IMAGE
+from vision_language_models import IMAGE, ids_for, pixels
 
 from llava.analysis import interface_norms
 from llava.analysis.__main__ import main
-from llava.analysis.families import REFUSED, family_of
+from llava.analysis.families import REFUSED, family_of, find_parts
+from llava.analysis.probe import Probe
 from llava.analysis.processors import load_processor
 
 PROMPT = "What is it?"
@@ -45,46 +47,52 @@ def run(command, folder, out, pictures, *flags) -> list[dict]:
     return json.loads((out / f"{command}.json").read_text())["rows"]
 
 
-@torch.no_grad()
-def alone(name, model, folder, pictures) -> dict[str, torch.Tensor]:
-    """The norms of `KINDS`, and per layer those of the visual states, each picture run alone with hooks by path."""
-    saved, found = SAVED[name], {kind: [] for kind in KINDS}
-    processor = load_processor(str(folder), model.config)
-    family = family_of(model.config.model_type)
-    if saved.mark is None:
-        text = family.prompt.format(picture=family.picture, prompt=PROMPT)
-    else:
-        text = f"user: {saved.mark}{PROMPT}\nassistant:"
+@contextlib.contextmanager
+def watching(saved, model):
+    """While it is open, a forward fills the dict with the encoder's and the projector's tokens, seen by their paths."""
+    found = {kind: [] for kind in KINDS}
 
     def see_encoder(module, args, kwargs, result):
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         given = given | given.pop("kwargs", {})
-        rows = saved.encoder[1](given, result)
-        found[KINDS[0]].append(rows.flatten(0, -2).norm(dim=-1))
+        found[KINDS[0]].append(saved.encoder[1](given, result).flatten(0, -2))
 
-    def see_projector(module, args, result):
+    def see_projector(module, args, kwargs, result):
+        first = next(iter((*args, *kwargs.values())))
         for rows in result if isinstance(result, list) else [result]:
-            if args[0].is_floating_point() if args else True:  # Ovis also looks up its markers
-                rows = rows if isinstance(rows, torch.Tensor) else rows[0]
-                found[KINDS[1]].append(rows.flatten(0, -2).norm(dim=-1))
+            if first.is_floating_point():  # Ovis also looks its markers up
+                found[KINDS[1]].append((rows if isinstance(rows, torch.Tensor) else rows[0]).flatten(0, -2))
 
     handles = [model.get_submodule(saved.encoder[0]).register_forward_hook(see_encoder, with_kwargs=True)]
-    handles.append(model.get_submodule(saved.projector).register_forward_hook(see_projector))
-    layers = []
-    for file in sorted(pictures.iterdir()):
-        picture = Image.open(file)
-        images = [picture] if family.page_lists else [[picture]]
-        inputs = processor(images=images, text=[text], return_tensors="pt")
-        inputs.pop("labels", None)
-        inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}  # Llama 4's are bf16
-        states = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
-        visual = inputs["input_ids"] == IMAGE
-        found[KINDS[2]].append(states[0][visual].norm(dim=-1))
-        layers.append([state[visual].norm(dim=-1) for state in states[:-1]])
+    handles.append(model.get_submodule(saved.projector).register_forward_hook(see_projector, with_kwargs=True))
+    yield found
     for handle in handles:
         handle.remove()
-    norms = {kind: torch.cat(rows).double() for kind, rows in found.items()}
-    return norms | {index: torch.cat(rows).double() for index, rows in enumerate(zip(*layers, strict=True))}
+
+
+@torch.no_grad()
+def alone(name, model, folder, pictures) -> dict[str, torch.Tensor]:
+    """The norms of `KINDS`, and per layer those of the visual states, each picture run alone."""
+    saved, family = SAVED[name], family_of(model.config.model_type)
+    processor = load_processor(str(folder), model.config)
+    if saved.mark is None:
+        text = family.prompt.format(picture=family.picture, prompt=PROMPT)
+    else:
+        text = f"user: {saved.mark}{PROMPT}\nassistant:"
+    layers = []
+    with watching(saved, model) as found:
+        for file in sorted(pictures.iterdir()):
+            picture = Image.open(file)
+            images = [picture] if family.page_lists else [[picture]]
+            inputs = processor(images=images, text=[text], return_tensors="pt")
+            inputs.pop("labels", None)
+            inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}  # Llama 4's are bf16
+            states = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
+            visual = inputs["input_ids"] == IMAGE
+            found[KINDS[2]].append(states[0][visual])
+            layers.append([state[visual] for state in states[:-1]])
+    rows = found | dict(enumerate(zip(*layers, strict=True)))
+    return {kind: torch.cat(parts).norm(dim=-1).double() for kind, parts in rows.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +125,45 @@ def test_a_saved_familys_tables_equal_an_independent_run_and_do_not_depend_on_th
     for index, norms in expected.items():
         if isinstance(index, int) and index not in saved.added:
             assert visual[index]["norm mean with sinks"] == pytest.approx(float(norms.mean()), rel=1e-4), index
+
+
+def _pixels(*shape: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": pixels(*shape)}
+
+
+# What a processor that needs torchvision makes of two pictures: visual tokens of each, and the pictures' part.
+TENSORS = {
+    "cohere2_vision": ([4, 8], _pixels(3, 3, 16, 16)),
+    "mistral3": ([4, 2], _pixels(2, 3, 16, 16) | {"image_sizes": torch.tensor([[16, 16], [8, 16]])}),
+    "llava with Pixtral": ([16, 8], _pixels(2, 3, 16, 16) | {"image_sizes": torch.tensor([[16, 16], [8, 16]])}),
+    "llama4": ([4, 8], _pixels(3, 3, 16, 16)),
+    "lfm2_vl": (
+        [4, 2],
+        _pixels(2, 16, 48)
+        | {"spatial_shapes": torch.tensor([[4, 4], [2, 4]])}
+        | {"pixel_attention_mask": (torch.arange(16) < torch.tensor([[16], [8]])).int()},
+    ),
+    "molmo2": (
+        [8, 8],
+        _pixels(4, 16, 48)
+        | {"image_token_pooling": torch.arange(64).view(16, 4), "image_grids": torch.full((2, 4), 2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@torch.no_grad()
+def test_a_family_that_needs_torchvision_is_right_from_tensors(name):
+    counts, given = TENSORS[name]
+    model = saved_models.filled(SAVED[name].model()).eval()
+    probe = Probe("m", model, find_parts(model, family_of(model.config.model_type)))
+    batch = probe.batch_from_inputs(**ids_for(counts), **given)
+    seen = probe.run(batch)
+    with watching(SAVED[name], model) as found:
+        first = model(**batch.inputs, output_hidden_states=True, use_cache=False).hidden_states[0]
+    for tokens, kind in ((seen.vision_features, KINDS[0]), (seen.projector_output, KINDS[1])):
+        assert torch.allclose(tokens, torch.cat(found[kind]), atol=1e-6), kind
+    assert torch.allclose(seen.hidden_states[0][seen.visual], first[batch.input_ids == IMAGE], atol=1e-6)
 
 
 def test_pictures_are_cast_to_the_models_dtype(pictures, tmp_path):
