@@ -449,6 +449,17 @@ SAVED = {
         tokens={"image_token": "<imgpad>"},
         extra=("<img>", "</img>"),
     ),
+    "deepseek_vl": Saved(
+        config_of("DeepseekVL", text_config=LLAMA, vision_config=SIGLIP_VISION, image_token_id=IMAGE),
+        "DeepseekVLProcessor",
+        {"image_processor_type": "DeepseekVLImageProcessor", "size": {"height": SIDE, "width": SIDE}, "min_size": 4}
+        | MEAN,
+        ("model.vision_model", last),
+        "model.aligner",
+        mark="<image_placeholder>",
+        tokens={"image_token": "<image_placeholder>"},
+        settings={"num_image_tokens": 16},
+    ),
     "minicpmv4_6": Saved(
         config_of(
             "MiniCPMV4_6",

@@ -174,6 +174,15 @@ def test_pictures_are_cast_to_the_models_dtype(pictures, tmp_path):
         assert rows[0]["mean"] != exact[0]["mean"] == pytest.approx(rows[0]["mean"], rel=0.02)
 
 
+def test_a_model_without_its_processor_is_refused_in_one_line(pictures, tmp_path, capsys):
+    saved_models.write(SAVED["llava"], tmp_path)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / name).unlink()
+    assert main(["layer-norms", "--model", str(tmp_path), "--data", str(pictures), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("llava.analysis layer-norms: ") and "preprocessor_config.json" in error
+
+
 def test_a_projector_of_zeros_is_refused(pictures, tmp_path, capsys):
     model = saved_models.write(SAVED["llava"], tmp_path)
     for parameter in model.model.multi_modal_projector.parameters():

@@ -321,6 +321,7 @@ def test_everything_is_checked_before_anything_is_measured(tiny, checkpoint, dat
         ("layer-norms", ("--model", tiny / "llama"), "has no visual tokens"),
         ("layer-norms", ("--model", tmp_path / "strange"), "has no image-text-to-text class for strange"),
         ("interface-norms", ("--model", tmp_path / "empty"), "no weights there"),
+        ("interface-norms", ("--batch-size", 0), "--batch-size 0: expected at least 1"),
     ):
         assert main([command, *map(str, (*good, "--output-dir", tmp_path / "out", *flags))]) == 2
         error = capsys.readouterr().err

@@ -117,7 +117,7 @@ REFUSED = {
     "git": _NO_PROJECTOR,
     "phi4_multimodal": "transformers gives it no class that takes pictures by one common interface",
 }
-"""Families that have no visual tokens in the paper's sense, by model_type, with the reason."""
+"""Families that cannot be measured, by model_type, with the reason."""
 
 
 class Features(NamedTuple):

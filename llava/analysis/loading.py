@@ -105,7 +105,7 @@ def check(model: NamedModel, args: argparse.Namespace) -> None:
     fields = config_fields(model.path, args.trust_remote_code)
     refuse(fields, model.path)
     base = base_of(model.path, args)
-    if Path(model.path).is_dir():
+    if base is None and Path(model.path).is_dir():
         WeightFiles(model.path)
     if args.command != "interface-norms":  # which reads encoders and language models as well
         _needs_sight(fields, model, args)
@@ -272,6 +272,11 @@ def saved_processor(path: str, family: Family, config: Any, args: argparse.Names
         ValueError, ImportError: it has neither; see `load_processor`.
     """
     processor = load_processor(path, config, args.trust_remote_code)
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(
+            f"--model {path}: no processor of pictures and text is saved with it (preprocessor_config.json), found a "
+            f"{type(processor).__name__}"
+        )
     if args.chat_template:
         processor.chat_template = args.chat_template.read_text()
     elif not getattr(processor, "chat_template", None):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def load_processor(path: str, config: Any, trust_remote_code: bool = False) -> A
                 return _pictures_only(kind).from_pretrained(path)
         return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (ImportError, ValueError) as error:
-        missing = [name for name in PACKAGES if name in str(error).lower()]
+        missing = [name for name in PACKAGES if name in str(error).lower() and find_spec(name) is None]
         if not missing:
             raise
         fits = f" (the build that fits PyTorch {torch.__version__})" if "torchvision" in missing else ""
@@ -42,11 +43,14 @@ def load_processor(path: str, config: Any, trust_remote_code: bool = False) -> A
 def _class_of(path: str, config: Any) -> type | None:
     """The class that the saved files name, or transformers for the model; None where neither does."""
     for name in ("processor_config.json", "preprocessor_config.json"):
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        named = json.loads(Path(file).read_text()).get("processor_class") if file else None
-        if named:
+        if named := _saved(path, name).get("processor_class"):
             return processor_class_from_name(named)
     return PROCESSOR_MAPPING.get(type(config), None)
+
+
+def _saved(path: str, file_name: str) -> dict[str, Any]:
+    file = cached_file(path, file_name, _raise_exceptions_for_missing_entries=False)
+    return json.loads(Path(file).read_text()) if file else {}
 
 
 class VideoSettings(dict):
@@ -62,12 +66,8 @@ class VideoSettings(dict):
     @classmethod
     def from_pretrained(cls, path: str, **options: Any) -> "VideoSettings":
         """The settings in `processor_config.json` or `video_preprocessor_config.json`."""
-        found = cls()
-        for name in ("video_preprocessor_config.json", "processor_config.json"):
-            file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-            fields = json.loads(Path(file).read_text()) if file else {}
-            found.update(fields.get("video_processor", fields))
-        return found
+        together = _saved(path, "processor_config.json").get("video_processor", {})
+        return cls(_saved(path, "video_preprocessor_config.json") | together)
 
 
 def _pictures_only(kind: type) -> type:
