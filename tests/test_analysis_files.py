@@ -76,6 +76,17 @@ def test_the_text_embedding_is_found_in_shards_among_other_tables(tmp_path):
     assert torch.equal(torch.cat(chunks), weight)
 
 
+def test_an_embedding_in_two_tensors_is_read_as_one_and_interface_norms_takes_its_name(tmp_path):
+    first, second = embedding(), embedding(5, 1)
+    names = [f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding")]
+    path = save(tmp_path / "two", dict(zip(names, (first, second), strict=True)))
+    norms = torch.cat([first, second]).norm(dim=1).double()
+    assert torch.allclose(torch.from_numpy(measure(NamedModel("m", path)).norms), norms, rtol=1e-6)
+    path = save(tmp_path / "odd", {"words": first})
+    (row,) = run(tmp_path / "out", "interface-norms", "--model", path, "--embedding-name", "words")["rows"]
+    assert row["mean"] == pytest.approx(first.norm(dim=1).mean().item(), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     "name",
     ["transformer.wte.weight", "language_model.model.tok_embeddings.weight", "llm.model.embed_tokens.weight"]

@@ -81,6 +81,8 @@ def test_unusable_data_is_refused_with_what_is_expected(tmp_path, monkeypatch):
             chosen("--data", path)
     with pytest.raises(ValueError, match="bad.parquet, row 0: the picture cannot be read"):
         chosen("--data", tmp_path / "bad.parquet")[0]
+    with pytest.raises(ValueError, match="none of 1 pictures can be read, the last because of .*bad.parquet, row 0"):
+        chosen("--data", tmp_path / "bad.parquet")[:]
     with pytest.raises(ValueError, match="expected a column conversations or question, found image"):
         inputs.row_sample({"image": {"bytes": png("red")}}, "x, row 0")
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +23,7 @@ from transformers import (
 )
 from vision_language_models import our_checkpoint
 
-from llava.analysis import encoders, inputs, interface_norms, loading, measure, resume
+from llava.analysis import encoders, inputs, interface_norms, loading, measure
 from llava.analysis.__main__ import main, parser
 from llava.analysis.embedding_norms import measure as embedding_norms
 from llava.analysis.families import family_of, find_parts
@@ -190,22 +191,22 @@ def test_results_do_not_depend_on_the_batch_size(checkpoint, data, tmp_path):
         assert (stream.mean, stream.std, stream.min) == pytest.approx((other.mean, other.std, other.min), abs=1e-4)
 
 
-def test_an_interrupted_measurement_continues_and_a_finished_one_is_taken(
-    checkpoint, data, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
+def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_taken(
+    checkpoint, data, tmp_path, monkeypatch, capsys, stop
 ):
     flags = ("--samples", 8, "--batch-size", 2)
     whole = measured(checkpoint, data, tmp_path / "whole", *flags)
     observe, calls = measure.observe, []
 
-    def stop_after_two(*args):
+    def stop_in_the_third(measurement, *args):
         calls.append(1)
+        observe(measurement, *args)  # the third is there, and lost
         if len(calls) == 3:
-            raise KeyboardInterrupt
-        observe(*args)
+            raise stop
 
-    monkeypatch.setattr(resume, "_SAVE_SECONDS", -1)
-    monkeypatch.setattr(measure, "observe", stop_after_two)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(measure, "observe", stop_in_the_third)
+    with pytest.raises(stop):
         measured(checkpoint, data, tmp_path / "cut", *flags)
     monkeypatch.setattr(measure, "observe", observe)
     (state,) = (tmp_path / "cut").rglob("*.json.gz")
@@ -219,6 +220,36 @@ def test_an_interrupted_measurement_continues_and_a_finished_one_is_taken(
     for others in (("--seed", 1), ("--samples", 7), ("--conv-mode", "v1")):  # another setting is another measurement
         with pytest.raises(pytest.fail.Exception):
             measured(checkpoint, data, tmp_path / "cut", *flags, *others)
+
+
+def test_a_damaged_state_is_said_and_measured_again(checkpoint, data, tmp_path, capsys):
+    whole = measured(checkpoint, data, tmp_path, "--samples", 2).to_dict()
+    (state,) = tmp_path.rglob("*.json.gz")
+    for content in (b"", b"no zip", state.read_bytes()[:50], gzip.compress(b'{"done": 2}')):
+        state.write_bytes(content)
+        assert measured(checkpoint, data, tmp_path, "--samples", 2).to_dict() == whole
+        assert f"{state} is damaged" in capsys.readouterr().out
+
+
+def test_unreadable_pictures_are_left_out_and_named_also_when_the_result_is_taken_again(checkpoint, tmp_path, capsys):
+    (tmp_path / "p").mkdir()
+    for index in range(5):
+        Image.new("RGB", (9, 9), (50 * index, 0, 0)).save(tmp_path / f"p/{index}.png")
+    flags = ("--model", f"m={checkpoint}", "--data", tmp_path / "p", "--batch-size", 2)
+    expected = {}
+    for number in (1, 3):
+        (tmp_path / f"p/{number}.png").write_bytes(b"no picture")
+    for _ in range(2):
+        rows = run(tmp_path / "out", "interface-norms", *flags)["rows"]
+        error = capsys.readouterr().err
+        assert "2 samples left out: --data " in error and all(f"p/{i}.png: the picture cannot" in error for i in (1, 3))
+        expected = expected or rows
+        assert rows == expected and rows[0]["count"] == 3 * 4
+    left_out = json.loads((tmp_path / "out/interface-norms.json").read_text())["provenance"]["unreadable"]
+    assert len(left_out) == 2
+    for number in (1, 3):
+        (tmp_path / f"p/{number}.png").unlink()
+    assert run(tmp_path / "without", "interface-norms", *flags)["rows"][0]["mean"] == pytest.approx(rows[0]["mean"])
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -313,6 +344,29 @@ def test_ovis_visual_vocabulary_is_read_beside_its_text_embeddings(tmp_path):
     assert text.tolist() == pytest.approx(model.get_input_embeddings().weight.detach().norm(dim=1).tolist(), rel=1e-6)
     with pytest.raises(ValueError, match="expected one tensor that ends in nothing.weight, found none"):
         vocabulary_norms(str(tmp_path), "model.nothing")
+
+
+def test_everything_is_checked_before_anything_is_measured(tiny, checkpoint, data, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    shutil.copy(f"{checkpoint}/config.json", tmp_path / "empty")
+    shutil.copytree(tiny / "llama", tmp_path / "strange")
+    (tmp_path / "strange/config.json").write_text('{"model_type": "strange", "vision_config": {}}')
+    monkeypatch.setattr(measure, "measure", lambda *args: pytest.fail("measured"))
+    good = ("--data", data, "--model", checkpoint)
+    for command, flags, message in (
+        ("layer-norms", ("--output-dir", tmp_path / "file/out"), f"{tmp_path / 'file'} is a file, expected a folder"),
+        ("layer-norms", ("--output-dir", "/proc/self/out"), "cannot be written to"),
+        ("layer-norms", ("--model", tmp_path / "nowhere"), "no usable config.json"),
+        ("layer-norms", ("--model", tiny / "llama"), "has no visual tokens"),
+        ("layer-norms", ("--model", tmp_path / "strange"), "has no image-text-to-text class for strange"),
+        ("interface-norms", ("--model", tmp_path / "empty"), "no weights there"),
+        ("interface-norms", ("--batch-size", 0), "--batch-size 0: expected at least 1"),
+    ):
+        assert main([command, *map(str, (*good, "--output-dir", tmp_path / "out", *flags))]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_plain_llm_and_a_folder_without_config_are_refused_where_pictures_are_needed(tiny, data, tmp_path, capsys):

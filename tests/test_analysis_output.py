@@ -146,7 +146,7 @@ def test_commands_return_their_status_and_refuse_in_one_line(monkeypatch, capsys
         return args.seed
 
     module = SimpleNamespace(__doc__="Demo.", add_arguments=lambda parser: None, run=run)
-    monkeypatch.setattr(command_line.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(command_line, "module_of", lambda name: module)
     assert command_line.main(["theory", "--seed", "1"]) == 1
     assert command_line.main(["theory", "--seed", "0"]) == 2
     assert capsys.readouterr().err == "llava.analysis theory: --seed 0: not today\n"
@@ -154,3 +154,24 @@ def test_commands_return_their_status_and_refuse_in_one_line(monkeypatch, capsys
         with pytest.raises(SystemExit) as stop:
             command_line.main(wrong)
         assert stop.value.code == 2
+
+
+def test_a_torchvision_for_another_pytorch_is_named_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "torchvision", raising=False)
+    assert command_line.main(["theory"]) == 2
+    error = capsys.readouterr().err
+    assert "torchvision does not fit PyTorch 2." in error and "nms does not exist); install the build" in error
+    assert error.count("\n") == 1
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def run(args):
+        raise KeyboardInterrupt
+
+    module = SimpleNamespace(__doc__="Demo.", add_arguments=lambda parser: None, run=run)
+    monkeypatch.setattr(command_line, "module_of", lambda name: module)
+    assert command_line.main(["theory"]) == 130
+    line = "llava.analysis theory: interrupted; the same command goes on from what is saved\n"
+    assert capsys.readouterr().err == line

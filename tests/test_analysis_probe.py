@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vision_language_models import our_checkpoint
 
 from llava.analysis import loading
-from llava.analysis.families import Family, family_of, find_parts
+from llava.analysis.families import Family, Features, family_of, find_parts, output_rows
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import PADDING, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
 from llava.model.multimodal_projector.norm import NORM_TYPES
@@ -167,12 +167,12 @@ def test_an_unknown_model_says_what_to_name_and_how():
         (Odd(), {"layers": "nowhere"}, "--layers-path nowhere: Odd .* has no such module. Modules: words"),
         (Odd(projectors=0), {}, "found none. Name it by --projector-path. Modules: words"),
         (Odd(projectors=2), {}, "found part0.mm_projector, part1.mm_projector. Name it by --projector-path"),
-        (Odd(), {}, "found none. Name it by --vision-path"),
-        (Odd(), {"vision": "eye"}, "visual positions are unknown; .* by --image-token-id"),
+        (Odd(), {"vision": "ear"}, "--vision-path ear: Odd .* has no such module. Modules: words"),
+        (Odd(), {}, "visual positions are unknown; .* by --image-token-id"),
     ):
         with pytest.raises(ValueError, match=message):
             find_parts(model, family_of("odd", **named))
-    parts = find_parts(Odd(projectors=2), Family("stack.towers", "part1.mm_projector", "eye"), image_token_id=7)
+    parts = find_parts(Odd(projectors=2), Family("stack.towers", "part1.mm_projector"), image_token_id=7)
     assert len(parts.layers) == 3 and parts.image_token_id == 7
 
 
@@ -237,7 +237,34 @@ def test_remote_families_are_found_by_their_override():
     model.get_input_embeddings = lambda: model.llm.model.embed_tokens
     parts = find_parts(model, family_of("ovis2_5"))
     assert parts.image_token_id == -300 and parts.vocabulary is model.vte and len(parts.layers) == 3
-    assert parts.features == (
-        "input",
-        model.visual_tokenizer.head,
-    )
+    assert parts.features.side == "input" and parts.features.module is model.visual_tokenizer.head
+
+
+def test_vision_path_names_the_module_whose_result_is_the_encoders_tokens():
+    case = models.llava()
+    case.model.idle = nn.Linear(1, 1)
+    for named, part in (({"vision": "idle"}, "vision"), ({"projector": "idle"}, "projector")):
+        probe = Probe("x", case.model, find_parts(case.model, family_of("llava", **named)))
+        with pytest.raises(ValueError, match=f"its {part}.* never ran; name the one that does by --{part}-path"):
+            probe.run(probe.batch_from_inputs(**case.inputs))
+    parts = find_parts(case.model, family_of("llava", vision="model.vision_tower.encoder.layers.0"))
+    seen = Probe("x", case.model, parts).run(probe.batch_from_inputs(**case.inputs))
+    states = case.model.model.vision_tower(case.inputs["pixel_values"], output_hidden_states=True).hidden_states
+    assert torch.equal(seen.vision_features, states[1].flatten(0, 1))
+    assert family_of("aria", vision="tower").tokens is None  # the projector's mask is not the tower's
+
+
+@pytest.mark.parametrize("tokens", ["mask", "~mask"])
+def test_padding_is_no_token_of_the_encoder_and_rows_put_side_by_side_are_several(tokens):
+    rows, mask = torch.arange(24.0).view(2, 2, 6), torch.tensor([[True, False], [True, True]])
+    features = Features("input", nn.Identity(), tokens, width=3)
+    found = features.of((rows,), {"mask": mask if tokens == "mask" else ~mask}, None)
+    assert torch.equal(found, rows[mask].reshape(-1, 3)) and len(found) == 6
+
+
+def test_a_second_encoder_is_refused_and_several_pictures_results_are_one():
+    two = torch.ones(1, 4, 3), torch.ones(1, 9, 5)
+    with pytest.raises(ValueError, match="Identity takes tokens of more than one vision encoder; .* --vision-path"):
+        Features("input", nn.Identity()).of(two, {}, None)
+    assert output_rows([torch.ones(4, 3), torch.ones(2, 3)]).shape == (6, 3)
+    assert output_rows((torch.ones(2, 4, 3), None)).shape == (8, 3)

@@ -1,12 +1,15 @@
 """`python -m llava.analysis <command>`: the paper's measurements, tables and figures, one command each."""
 
 import argparse
-import importlib
+import importlib.metadata
+import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from llava.analysis.models import named_model
-from llava.commands import REFUSALS, Parser
+
+INTERRUPTED = 130  # as shells count it
 
 # A command is the module of its name, with `add_arguments(parser)` and `run(args)`. Only the one asked for is imported.
 COMMANDS = {
@@ -24,6 +27,8 @@ COMMANDS = {
 
 def parser(command: str | None) -> argparse.ArgumentParser:
     """The command-line parser; only `command` gets its own flags beside the shared ones."""
+    from llava.commands import Parser
+
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument(
         "--model",
@@ -43,7 +48,7 @@ def parser(command: str | None) -> argparse.ArgumentParser:
         if name != command:
             commands.add_parser(name, help=summary, add_help=False)
             continue
-        module = importlib.import_module("llava.analysis." + name.replace("-", "_"))
+        module = module_of(name)
         style = argparse.ArgumentDefaultsHelpFormatter
         sub = commands.add_parser(
             name, parents=[shared], help=summary, description=module.__doc__, formatter_class=style
@@ -53,16 +58,72 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     return top
 
 
+def module_of(command: str) -> ModuleType:
+    """A command's module."""
+    return importlib.import_module("llava.analysis." + command.replace("-", "_"))
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; 0, what the command returns, or 2 with one line where it refuses its arguments."""
+    """Runs one command; 0, what the command returns, 2 with one line where it refuses its arguments, 130 on Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
-    args = parser(argv[0] if argv else None).parse_args(argv)
-    args.argv = argv
+    name = f"llava.analysis {argv[0]}" if argv else "llava.analysis"
     try:
-        return args.run(args) or 0
-    except REFUSALS as error:
-        print(f"llava.analysis {args.command}: {error}", file=sys.stderr)
-        return 2
+        if broken := misfit():
+            print(f"{name}: {broken}", file=sys.stderr)
+            return 2
+        from llava.commands import REFUSALS  # takes seconds, in which Ctrl-C may come
+
+        args = parser(argv[0] if argv else None).parse_args(argv)
+        args.argv = argv
+        try:
+            check(args)
+            return args.run(args) or 0
+        except REFUSALS as error:
+            print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
+        finally:
+            tell_unreadable(args)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; the same command goes on from what is saved", file=sys.stderr)
+        return INTERRUPTED
+
+
+def misfit() -> str | None:
+    """What is wrong with a torchvision that cannot be imported, which breaks transformers; None where nothing is."""
+    if importlib.util.find_spec("torchvision") is None:
+        return None
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:  # operators of another PyTorch, libraries of another CUDA
+        torch = importlib.metadata.version("torch")
+        return f"the installed torchvision does not fit PyTorch {torch} ({error}); install the build that fits, or none"
+    return None
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses, before anything is measured, what would fail at the end: the output folder, figures, any of the models.
+
+    Raises:
+        ValueError, OSError, ImportError: what is wrong.
+    """
+    from llava.analysis import output
+
+    output.check(args)
+    if getattr(args, "batch_size", 1) < 1:
+        raise ValueError(f"--batch-size {args.batch_size}: expected at least 1")
+    if "layers_path" in args:
+        from llava.analysis import loading
+
+        for model in args.models:
+            loading.check(model, args)
+
+
+def tell_unreadable(args: argparse.Namespace) -> None:
+    """Names the samples that were left out, on stderr."""
+    found = list(getattr(args, "unreadable", {}).values())
+    if found:
+        rest = f"; and {len(found) - 10} more, see the result's provenance" if len(found) > 10 else ""
+        print(f"{len(found)} samples left out: {'; '.join(found[:10])}{rest}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llava.analysis import inputs
+from llava.analysis import inputs, loading
 from llava.analysis.measure import (
     ADDED,
     ONLY_SINKS,
@@ -81,6 +81,8 @@ def measure_all(args: argparse.Namespace) -> tuple[dict[str, Measurement], list[
     """Every model of the command line by name, those of `--checkpoints` among them."""
     runs = [expand(folder, args.models) for folder in args.checkpoints]
     samples = inputs.choose(args)
+    for model in args.models:
+        loading.check(model, args)
     return {model.name: measure(model, samples, args) for model in required_models(args.models)}, runs
 
 

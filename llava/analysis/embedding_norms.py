@@ -70,7 +70,7 @@ def measure(model: NamedModel, embedding_name: str | None = None) -> EmbeddingNo
     files = WeightFiles(model.path)
     name = files.embedding_name(embedding_name)
     norms, hidden_size = [], 0
-    for chunk in files.rows(name):
+    for chunk in files.embedding_rows(name):
         if not chunk.is_floating_point() or chunk.ndim != 2:
             raise ValueError(
                 f"{model.path}: {name} is {chunk.dtype} with {chunk.ndim} dimensions, expected a matrix of floats"

@@ -1,11 +1,12 @@
 """Where a model's parts are: rules that find them by structure, and the families that structure does not tell.
 
-Shapes: D LLM hidden size, E vision hidden size.
+Shapes: N tokens of all samples, D LLM hidden size, E vision hidden size.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 PROJECTOR_NAMES = (
@@ -18,8 +19,8 @@ PROJECTOR_NAMES = (
     "aligner",
     "embed_vision",
 )
-VISION_NAMES = ("vision_tower", "vision_model", "visual", "vision_encoder", "image_tower", "visual_tokenizer")
 IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+FEATURE_LAYER_FIELDS = ("vision_feature_layer", "vision_feature_layers")
 
 
 @dataclass(frozen=True)
@@ -29,30 +30,54 @@ class Family:
     Attributes:
         layers: the ModuleList of decoder layers.
         projector: the module whose output enters the LLM.
-        vision: the vision encoder.
         features: the module whose `input:` or `output:` is the encoder's tokens; default the projector's input.
+        tokens: the boolean argument [B, N] of that module that is True at tokens and False at padding; `~name` if it
+            is True at padding.
         vocabulary: the module whose `weight` is a visual vocabulary (Ovis).
         image_token_id: the id at visual positions.
         auto_class: the transformers class that loads it.
         own_inputs: the model makes its inputs itself, by `preprocess_inputs(messages)`.
+        prompt: what the processor takes for `{prompt}` about `{picture}`, of a family that has no chat template.
+        picture: the mark in it; nothing where there is no picture.
+        one_by_one: several pictures of different shape cannot be in one batch.
+        page_lists: the processor takes a list of pictures in a sample for pages of one, so they are given one by one.
     """
 
     layers: str | None = None
     projector: str | None = None
-    vision: str | None = None
     features: str | None = None
+    tokens: str | None = None
     vocabulary: str | None = None
     image_token_id: int | None = None
     auto_class: str = "AutoModelForImageTextToText"
     own_inputs: bool = False
+    prompt: str | None = None
+    picture: str = "<image>"
+    one_by_one: bool = False
+    page_lists: bool = False
 
 
 # By model_type.
 _GLM = Family(features="output:model.visual.post_layernorm")  # the projector begins with a convolution
+_GOT = Family(
+    prompt="<|im_start|>user\n{picture}{prompt}<|im_end|><|im_start|>assistant\n",
+    picture="<img><imgpad></img>\n",
+    page_lists=True,
+)
 FAMILIES = {
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "glm46v": _GLM,
+    "glm_ocr": _GLM,
+    # The projector's attention leaves padded patches out, the encoder computes them.
+    "idefics2": Family(tokens="attention_mask"),
+    "aria": Family(tokens="~attn_mask"),
+    # The vision model ends in a pixel shuffle with an MLP of its own, or in pooling.
+    "llama4": Family(features="input:vision_model.vision_adapter"),
+    "gemma4": Family(features="input:model.vision_tower.pooler", tokens="~padding_positions"),
+    "perception_lm": Family(one_by_one=True),
+    "got_ocr2": _GOT,
+    "paligemma": Family(prompt="{picture}{prompt}"),
     # The picture becomes weights of a visual vocabulary's rows: the matrix product with it is the projection.
     "ovis2": Family(
         projector="model.visual_embeddings_table",
@@ -63,15 +88,71 @@ FAMILIES = {
     "ovis2_5": Family(
         layers="llm.model.layers",
         projector="vte",
-        vision="visual_tokenizer.vit",
         features="input:visual_tokenizer.head",
         vocabulary="vte",
         image_token_id=-300,
         auto_class="AutoModelForCausalLM",
         own_inputs=True,
+        one_by_one=True,
     ),
     "kimi_vl": Family(auto_class="AutoModelForCausalLM"),
 }
+
+_CROSS = "its LLM looks at the picture by cross-attention, so no visual token enters it"
+_QFORMER = "a Q-Former stands between its encoder and its projector"
+_NO_PROJECTOR = "it has no projector whose output enters an LLM as visual tokens"
+REFUSED = {
+    "mllama": _CROSS,
+    "blip": _CROSS,
+    "idefics": _CROSS,
+    "evolla": _CROSS,
+    "blip-2": _QFORMER,
+    "instructblip": _QFORMER,
+    "instructblipvideo": _QFORMER,
+    "florence2": "it is an encoder-decoder",
+    "gemma3n": "its layers carry four states per token",
+    "chameleon": _NO_PROJECTOR,
+    "emu3": _NO_PROJECTOR,
+    "fuyu": _NO_PROJECTOR,
+    "git": _NO_PROJECTOR,
+    "phi4_multimodal": "transformers gives it no class that takes pictures by one common interface",
+}
+"""Families that cannot be measured, by model_type, with the reason."""
+
+
+class Features(NamedTuple):
+    """Where the encoder's tokens pass.
+
+    Attributes:
+        side: of `module`, "input" or "output".
+        tokens: see `Family.tokens`.
+        width: E; rows that are wider by a whole factor are neighbouring patches put side by side, each whole.
+    """
+
+    side: str
+    module: nn.Module
+    tokens: str | None = None
+    width: int | None = None
+
+    def of(self, args: tuple, kwargs: dict[str, Any], output: Any) -> torch.Tensor:
+        """The encoder's tokens [N, E] in one call of `module`, without padding.
+
+        Raises:
+            ValueError: the module takes the tokens of two encoders.
+        """
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        found = output if self.side == "output" else given[0]
+        if self.side == "input" and sum(value.is_floating_point() and value.ndim > 2 for value in given) > 1:
+            raise ValueError(
+                f"{type(self.module).__name__} takes tokens of more than one vision encoder; name the one to measure "
+                "by --vision-path"
+            )
+        found = output_rows(found)
+        mask = kwargs.get(self.tokens.lstrip("~")) if self.tokens else None
+        if mask is not None:
+            found = found[(~mask.bool() if self.tokens.startswith("~") else mask.bool()).flatten()]
+        whole = self.width and found.shape[-1] % self.width == 0
+        return found.reshape(-1, self.width) if whole else found
 
 
 class Parts(NamedTuple):
@@ -80,15 +161,36 @@ class Parts(NamedTuple):
     embedding: nn.Module | None
     layers: list[nn.Module]
     projector: nn.Module | None
-    vision: nn.Module | None
-    features: tuple[str, nn.Module] | None  # ("input" or "output", module)
+    features: Features | None
     vocabulary: nn.Module | None
     image_token_id: int | None
 
 
-def family_of(model_type: str, **named: Any) -> Family:
-    """The table's entry of `model_type`, with what the command line names (None: nothing) in its place."""
-    return replace(FAMILIES.get(model_type, Family()), **{k: v for k, v in named.items() if v is not None})
+def family_of(model_type: str, vision: str | None = None, **named: Any) -> Family:
+    """The table's entry of `model_type`, with what the command line names (None: nothing) in its place.
+
+    Args:
+        vision: path of the module whose output is the encoder's tokens.
+    """
+    if vision:
+        named |= {"features": f"output:{vision}", "tokens": None}
+    family = FAMILIES.get(model_type, Family())
+    return replace(family, **{k: v for k, v in named.items() if v is not None or (vision and k == "tokens")})
+
+
+def refuse(fields: dict[str, Any], path: str) -> None:
+    """Raises ValueError, with the reason, for a family that cannot be measured.
+
+    Args:
+        fields: of config.json.
+    """
+    model_type = fields.get("model_type", "")
+    reason = REFUSED.get(model_type)
+    parts = (fields, fields.get("text_config") or {})
+    if reason is None and any(part.get("is_encoder_decoder") for part in parts):
+        reason = "it is an encoder-decoder"
+    if reason:
+        raise ValueError(f"--model {path}: {model_type} cannot be measured: {reason}")
 
 
 def find_parts(model: nn.Module, family: Family, image_token_id: int | None = None) -> Parts:
@@ -102,18 +204,36 @@ def find_parts(model: nn.Module, family: Family, image_token_id: int | None = No
     """
     embedding = text_embedding(model)
     layers = decoder_layers(model, embedding, family.layers)
-    projector = _named(model, "--projector-path", family.projector, PROJECTOR_NAMES)
-    vision = _named(model, "--vision-path", family.vision, VISION_NAMES)
-    features = ("input", projector)
+    projector = _projector(model, family.projector)
+    side, module = "input", projector
     if family.features:
         side, path = family.features.split(":")
-        features = (side, _submodule(model, path, "families.py"))
+        module = _submodule(model, path, "--vision-path")
+    features = Features(side, module, family.tokens, encoder_width(model.config))
     vocabulary = _submodule(model, family.vocabulary, "families.py") if family.vocabulary else None
     if image_token_id is None:
         image_token_id = family.image_token_id
     if image_token_id is None:
         image_token_id = _image_token_of(model.config)
-    return Parts(embedding, layers, projector, vision, features, vocabulary, image_token_id)
+    return Parts(embedding, layers, projector, features, vocabulary, image_token_id)
+
+
+def encoder_width(config: Any) -> int | None:
+    """Width of what a model takes of one patch: E, times the encoder's layers whose states it puts side by side."""
+    vision = getattr(config, "vision_config", None)
+    # Qwen2-VL calls the encoder's width embed_dim, and the LLM's hidden_size.
+    width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
+    places = [part for part in (config, getattr(config, "adapter_config", None)) if part is not None]
+    layers = [getattr(part, name, None) for part in places for name in FEATURE_LAYER_FIELDS]
+    listed = next((found for found in layers if isinstance(found, list | tuple)), (None,))
+    return width * len(listed) if isinstance(width, int) else None
+
+
+def output_rows(output: Any) -> torch.Tensor:
+    """A module's result as rows [N, width]: the tensor itself, the first of a model output, or a list's one by one."""
+    if isinstance(output, list):  # a tensor per picture
+        return torch.cat([rows.flatten(0, -2) for rows in output])
+    return (output if isinstance(output, torch.Tensor) else output[0]).flatten(0, -2)
 
 
 def text_embedding(model: nn.Module) -> nn.Module:
@@ -152,17 +272,17 @@ def decoder_layers(model: nn.Module, embedding: nn.Module, path: str | None = No
     return list(found)
 
 
-def _named(model: nn.Module, flag: str, path: str | None, names: tuple[str, ...]) -> nn.Module:
-    """The module at `path`, or the one nearest to the root that has one of `names`."""
+def _projector(model: nn.Module, path: str | None) -> nn.Module:
+    """The module at `path`, or the one nearest to the root that has a projector's name."""
     if path:
-        return _submodule(model, path, flag)
-    found = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in names]
+        return _submodule(model, path, "--projector-path")
+    found = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in PROJECTOR_NAMES]
     shallowest = min((name.count(".") for name in found), default=0)
     nearest = [name for name in found if name.count(".") == shallowest]
     if len(nearest) != 1:
         raise ValueError(
-            f"{_name(model)}: expected one module called {', '.join(names)}; found {', '.join(nearest) or 'none'}. "
-            f"Name it by {flag}. Modules: {_outline(model)}"
+            f"{_name(model)}: expected one module called {', '.join(PROJECTOR_NAMES)}; found "
+            f"{', '.join(nearest) or 'none'}. Name it by --projector-path. Modules: {_outline(model)}"
         )
     return model.get_submodule(nearest[0])
 

@@ -64,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes a row per point of the backward pass with a column per arm, and the figure."""
     samples = inputs.choose(args)
+    for model in args.models:
+        require_ours(model)
     found = {model.name: measure(model, samples, args) for model in required_models(args.models)}
     sinks = {model: {name: arm.sinks for name, arm in arms.items()} for model, arms in found.items()}
     table = [row for model, arms in found.items() for row in rows(model, arms)]
@@ -79,9 +81,7 @@ def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace
     Raises:
         ValueError: not one of our checkpoints, or the samples have no answers.
     """
-    if not loading.is_ours(loading.config_fields(named.path)):
-        types = ", ".join(loading.OUR_TYPES)
-        raise ValueError(f"--model {named.path}: gradients need one of our checkpoints ({types})")
+    require_ours(named)
 
     def start() -> Callable[[Rows, Sequence[str]], None]:
         tokenizer, model, image_processor = loading.load_ours(named, args)
@@ -100,6 +100,12 @@ def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace
     file = state_file("gradients", named, samples, args)
     state = resumed(Rows(Arm), file, ARMS, start, args, name=named.name, unit="arm")
     return {arm.name: arm for arm in state.rows}
+
+
+def require_ours(named: NamedModel) -> None:
+    """Raises ValueError where a model is not one of our checkpoints."""
+    if not loading.is_ours(loading.config_fields(named.path)):
+        raise ValueError(f"--model {named.path}: gradients need one of our checkpoints (llava_llama, llava_qwen)")
 
 
 def training_batch(

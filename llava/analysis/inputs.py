@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.records import load_records, record_images, record_name
@@ -24,6 +24,10 @@ PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/hel
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 PROMPT = "Describe this image."
 OPTIONS = "ABCDEFGHIJ"
+
+
+class Unreadable(ValueError):
+    """A picture cannot be read."""
 
 
 class Sample(NamedTuple):
@@ -43,23 +47,27 @@ def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
 
 
 class Samples(Sequence[Sample]):
-    """The chosen samples, read when asked for.
+    """The chosen samples, read when asked for; a slice leaves out those whose picture cannot be read.
 
     Args:
         readers: per source (length, function from an index to a sample).
         chosen: indices into all sources, one behind the other.
         key: says which collection and choice this is.
+        unreadable: gets what a slice left out, with the reason, by position.
     """
 
-    def __init__(self, readers: list[tuple[int, Any]], chosen: list[int], key: str):
+    def __init__(
+        self, readers: list[tuple[int, Any]], chosen: list[int], key: str, unreadable: dict[str, str] | None = None
+    ):
         self.readers, self.chosen, self.key = readers, chosen, key
+        self.unreadable = {} if unreadable is None else unreadable
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+            return [sample for i in range(*index.indices(len(self))) if (sample := self._readable(i)) is not None]
         position = self.chosen[index]
         for length, read in self.readers:
             if position < length:
@@ -67,9 +75,22 @@ class Samples(Sequence[Sample]):
             position -= length
         raise IndexError(index)
 
+    def _readable(self, index: int) -> Sample | None:
+        try:
+            return self[index]
+        except Unreadable as error:
+            self.unreadable[str(index)] = str(error)
+        if len(self.unreadable) == len(self):
+            raise ValueError(
+                f"none of {len(self)} pictures can be read, the last because of {self.unreadable[str(index)]}"
+            )
+        return None
+
 
 def choose(args: argparse.Namespace) -> Samples:
     """The samples that `--data`, `--samples` and `--seed` choose, in random order; each has a picture.
+
+    What cannot be read of them is named in `args.unreadable` as soon as it is met.
 
     Raises:
         ValueError: nothing readable there, or no sample with a picture; says what `--data` may be.
@@ -87,7 +108,8 @@ def choose(args: argparse.Namespace) -> Samples:
     if not usable:
         raise ValueError(f"--data {data}: none of its {start} samples has exactly one picture")
     random.Random(args.seed).shuffle(usable)
-    return Samples(readers, usable[: args.samples], f"{data}|{args.image_folder}|{args.prompt}")
+    args.unreadable = getattr(args, "unreadable", {})
+    return Samples(readers, usable[: args.samples], f"{data}|{args.image_folder}|{args.prompt}", args.unreadable)
 
 
 def default_data() -> str:
@@ -208,14 +230,14 @@ def open_picture(source: Any, name: str) -> Image.Image:
     """The picture at a path, in bytes, or in a struct of `bytes` and `path`, in RGB.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        Unreadable: there is none, or it cannot be read.
     """
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path")
     if source is None:
-        raise ValueError(f"--data {name}: no picture")
+        raise Unreadable(f"--data {name}: no picture")
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             return to_rgb(image.copy())
-    except (OSError, UnidentifiedImageError) as error:
-        raise ValueError(f"--data {name}: the picture cannot be read ({error})") from error
+    except Exception as error:  # a decoder raises whatever it stumbles over
+        raise Unreadable(f"--data {name}: the picture cannot be read ({error})") from error

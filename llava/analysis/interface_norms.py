@@ -70,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vision-layer", type=int, default=-2, help="of an encoder on its own: the state to take, -2 as LLaVA does"
     )
+    parser.add_argument(
+        "--embedding-name", help="the tensor of text embeddings (default: found by the families' names)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -99,7 +102,8 @@ def interface(model: NamedModel, args: argparse.Namespace) -> Interface:
             without = measured.stream("norm", groups)
             streams |= {what + SINKLESS: without} if without.count < streams[what].count else {}
         factor = embedding_factor(measured.stream(SCALE, TEXT, 0, WITH_SINKS))
-    norms = embedding_norms(NamedModel(model.name, loading.base_of(model.path, args) or model.path)).norms
+    files = NamedModel(model.name, loading.base_of(model.path, args) or model.path)
+    norms = embedding_norms(files, args.embedding_name).norms
     streams[TABLE] = stream_of(norms[norms > 0])
     if factor not in (None, 1.0):
         streams[TABLE_IN] = stream_of(factor * norms[norms > 0])

@@ -1,18 +1,29 @@
 """Loads what `--model` names as a probe: our checkpoints, vision-language models of transformers, plain LLMs."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoProcessor, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from llava.analysis.families import FAMILIES, Family, Parts, decoder_layers, family_of, find_parts, text_embedding
+from llava.analysis.families import (
+    FAMILIES,
+    Family,
+    Parts,
+    decoder_layers,
+    family_of,
+    find_parts,
+    refuse,
+    text_embedding,
+)
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import Batch, Probe
+from llava.analysis.processors import library_inputs, load_processor, own_inputs
+from llava.analysis.weights import WeightFiles
 from llava.commands import DTYPES, add_device_argument
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
@@ -37,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model repository's own code")
     parser.add_argument("--layers-path", help="module path of the LLM's list of layers")
     parser.add_argument("--projector-path", help="module path of the projector")
-    parser.add_argument("--vision-path", help="module path of the vision encoder")
+    parser.add_argument(
+        "--vision-path", help="module whose output is the encoder's tokens (default: the projector's input)"
+    )
     parser.add_argument("--image-token-id", type=int, help="token id at visual positions")
 
 
@@ -52,6 +65,7 @@ def load(model: NamedModel, args: argparse.Namespace, **options: Any) -> Probe:
         ValueError, OSError: no such model, or a part of it is not found; says how to name it.
     """
     fields = config_fields(model.path, args.trust_remote_code)
+    refuse(fields, model.path)
     model_type = fields.get("model_type", "")
     if is_ours(fields):
         return _load_ours(model, args, options)
@@ -67,12 +81,42 @@ def load_with_vision(model: NamedModel, args: argparse.Namespace) -> Probe:
     Raises:
         ValueError, OSError: see `load`; a plain language model.
     """
-    if not sees(config_fields(model.path, args.trust_remote_code), args):
-        raise ValueError(
-            f"--model {model.path}: a language model without a vision encoder has no visual tokens; a vision-language "
-            "model that transformers does not know needs --projector-path"
-        )
+    fields = config_fields(model.path, args.trust_remote_code)
+    refuse(fields, model.path)
+    _needs_sight(fields, model, args)
     return load(model, args)
+
+
+def _needs_sight(fields: dict[str, Any], model: NamedModel, args: argparse.Namespace) -> None:
+    if sees(fields, args):
+        return
+    if "vision_config" in fields:
+        raise ValueError(
+            f"--model {model.path}: transformers {transformers.__version__} has no image-text-to-text class for "
+            f"{fields['model_type']}; if its own code has one, name its projector by --projector-path"
+        )
+    raise ValueError(f"--model {model.path}: a language model without a vision encoder has no visual tokens")
+
+
+def check(model: NamedModel, args: argparse.Namespace) -> None:
+    """Refuses a model without loading its weights, as far as its files tell that it cannot be measured.
+
+    Raises:
+        ValueError, OSError, ImportError: see `load_with_vision` and `saved_processor`; a folder without weights.
+    """
+    fields = config_fields(model.path, args.trust_remote_code)
+    refuse(fields, model.path)
+    base = base_of(model.path, args)
+    if base is None and Path(model.path).is_dir():
+        WeightFiles(model.path)
+    if args.command != "interface-norms":  # which reads encoders and language models as well
+        _needs_sight(fields, model, args)
+    if is_ours(fields) or base:
+        return
+    family = family_of(fields["model_type"])
+    if sees(fields, args) and not family.own_inputs:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=args.trust_remote_code)
+        saved_processor(model.path, family, config, args)
 
 
 def config_fields(path: str, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -208,59 +252,40 @@ def _load_library(named: NamedModel, family: Family, args: argparse.Namespace, o
     trust = {"trust_remote_code": args.trust_remote_code}
     model = getattr(transformers, family.auto_class).from_pretrained(named.path, **trust, **placement(args), **options)
     parts = find_parts(model.eval(), family, args.image_token_id)
+    if not any(parameter.any() for parameter in parts.projector.parameters()):
+        raise ValueError(
+            f"--model {named.path}: every weight of its projector is zero, so visual tokens have no direction"
+        )
     if family.own_inputs:
         tokenizer = model.text_tokenizer if hasattr(model, "text_tokenizer") else load_tokenizer(named.path)
-        prepare = _own_inputs(model)
+        prepare = own_inputs(model)
     else:
-        processor = AutoProcessor.from_pretrained(named.path, **trust)
-        if args.chat_template:
-            processor.chat_template = args.chat_template.read_text()
-        if not getattr(processor, "chat_template", None):
-            raise ValueError(f"{named.path}: its processor has no chat template; give a Jinja file by --chat-template")
+        processor = saved_processor(named.path, family, model.config, args)
         tokenizer = processor.tokenizer
-        prepare = library_inputs(processor, model.device)
-    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: tokenizer.decode([i]))
+        prepare = library_inputs(processor, model.device, model.dtype, family)
+    text = lambda i: tokenizer.decode([i])  # noqa: E731
+    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), text, family.one_by_one)
 
 
-def library_inputs(processor: Any, device: Any) -> Callable[[Sequence[Any]], Batch]:
-    """What makes batches with a transformers processor and its chat template."""
+def saved_processor(path: str, family: Family, config: Any, args: argparse.Namespace) -> Any:
+    """The processor of a model, with a chat template or the family's prompt.
 
-    def prepare(samples: Sequence[Any]) -> Batch:
-        texts = [processor.apply_chat_template(chat(sample), add_generation_prompt=True) for sample in samples]
-        pictures = [[sample.image] for sample in samples if sample.image is not None]
-        bos = processor.tokenizer.bos_token  # a template that writes it must not get a second one
-        options = {"add_special_tokens": not (bos and texts[0].startswith(bos))}
-        options |= {"padding": True, "padding_side": "right", "return_tensors": "pt"}
-        if all(sample.image is None for sample in samples):
-            inputs = processor(text=texts, **options)
-        elif len(pictures) == len(texts):
-            inputs = processor(images=pictures, text=texts, **options)
-        else:
-            raise ValueError("a batch needs a picture in every sample or in none")
-        inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-        return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool())
-
-    return prepare
-
-
-def chat(sample: Any) -> list[dict[str, Any]]:
-    """The sample as the one-turn conversation that processors take, with the picture first."""
-    content = [{"type": "text", "text": sample.prompt}]
-    if sample.image is not None:
-        content.insert(0, {"type": "image", "image": sample.image})
-    return [{"role": "user", "content": content}]
-
-
-def _own_inputs(model: Any) -> Callable[[Sequence[Any]], Batch]:
-    def prepare(samples: Sequence[Any]) -> Batch:
-        if len(samples) > 1:
-            raise ValueError(f"{type(model).__name__} makes its inputs one by one; use --batch-size 1")
-        ids, pixels, grids = model.preprocess_inputs(messages=chat(samples[0]), add_generation_prompt=True)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "grid_thws": grids}
-        inputs = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-        return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool())
-
-    return prepare
+    Raises:
+        ValueError, ImportError: it has neither; see `load_processor`.
+    """
+    processor = load_processor(path, config, args.trust_remote_code)
+    if not hasattr(processor, "image_processor"):
+        raise ValueError(
+            f"--model {path}: no processor of pictures and text is saved with it (preprocessor_config.json), found a "
+            f"{type(processor).__name__}"
+        )
+    if args.chat_template:
+        processor.chat_template = args.chat_template.read_text()
+    elif not getattr(processor, "chat_template", None):
+        processor.chat_template = getattr(processor.tokenizer, "chat_template", None)
+    if not (processor.chat_template or family.prompt):
+        raise ValueError(f"--model {path}: its processor has no chat template; give a Jinja file by --chat-template")
+    return processor
 
 
 def _load_language_model(named: NamedModel, family: Family, args: argparse.Namespace, options: dict[str, Any]) -> Probe:
@@ -271,7 +296,7 @@ def _load_language_model(named: NamedModel, family: Family, args: argparse.Names
     model = AutoModelForCausalLM.from_pretrained(named.path, **trust, **placement(args), **options).eval()
     embedding = text_embedding(model)
     layers = decoder_layers(model, embedding, family.layers)
-    parts = Parts(embedding, layers, None, None, None, None, IMAGE_TOKEN_INDEX)
+    parts = Parts(embedding, layers, None, None, None, IMAGE_TOKEN_INDEX)
     tokenizer = load_tokenizer(named.path)
 
     def prepare(samples: Sequence[Any]) -> Batch:

@@ -101,8 +101,8 @@ def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace
         options = {"logits_to_keep": 1} if takes_rows else {}  # all logits of a large vocabulary outgrow the states
 
         def add(measurement: Measurement, group: Sequence[inputs.Sample]) -> None:
-            batch = probe.prepare(group)
-            observe(measurement, probe.run(batch, **options), batch, probe)
+            for batch in probe.batches(group):
+                observe(measurement, probe.run(batch, **options), batch, probe)
 
         return add
 

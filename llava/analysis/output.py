@@ -5,6 +5,7 @@ import contextlib
 import csv
 import json
 import math
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,22 @@ def with_paper(row: Row, paper: Row | None) -> dict[str, Any]:
         if paper and name in paper:
             result[name + PAPER] = paper[name]
     return result
+
+
+def check(args: argparse.Namespace) -> None:
+    """Whether results can be written to `--output-dir` and figures drawn; makes nothing.
+
+    Raises:
+        ValueError: the folder is a file, or it cannot be written to.
+        ImportError: Matplotlib is not installed.
+    """
+    import_pyplot()
+    folder = args.output_dir.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"--output-dir {args.output_dir}: {there} is a file, expected a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--output-dir {args.output_dir}: {there} cannot be written to")
 
 
 def write_result(
@@ -73,6 +90,7 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
         "command": shlex.join(["python", "-m", "llava.analysis", *args.argv]),
         "models": [{"name": m.name, "path": m.path, "revision": revision(m.path)} for m in args.models],
         "data": data and {"path": str(data), "revision": revision(str(data))},
+        "unreadable": list(getattr(args, "unreadable", {}).values()),
         "seed": args.seed,
         "versions": {"python": sys.version.split()[0]} | {name: version_of(name) for name in PACKAGES},
         "git_commit": git_commit(),

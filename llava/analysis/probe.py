@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from llava.analysis.families import Parts
+from llava.analysis.families import Parts, output_rows
 
 # What a position of the LLM's input holds.
 PADDING, VISUAL, TEXT_BEFORE, TEXT_AFTER, SPECIAL = range(5)
@@ -96,6 +96,7 @@ class Probe:
         prepare: makes a `Batch` of samples; None where the caller makes its own.
         special_ids: ids of the tokenizer's special tokens.
         token_text: the text of a token id.
+        one_by_one: a batch holds one sample.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Probe:
         prepare: Callable[[Sequence[Any]], Batch] | None = None,
         special_ids: Sequence[int] = (),
         token_text: Callable[[int], str] = str,
+        one_by_one: bool = False,
     ):
         self.name, self.model, self.parts = name, model, parts
         self._prepare = prepare
@@ -113,6 +115,7 @@ class Probe:
         self.token_text = token_text
         self._pictures_enter = False  # whether a run has shown that visual positions hold what the projector gave
         self.attention_checked = False  # see `attention_watch.run`
+        self.one_by_one = one_by_one
 
     @property
     def device(self) -> torch.device:
@@ -123,18 +126,16 @@ class Probe:
         """Text embedding matrix [rows, D]."""
         return self.parts.embedding.weight.detach()
 
-    @property
-    def vision_width(self) -> int | None:
-        """E, from the config."""
-        config = getattr(self.model.config, "vision_config", None)
-        # Qwen2-VL calls the encoder's width embed_dim, and the LLM's hidden_size.
-        return getattr(config, "embed_dim", None) or getattr(config, "hidden_size", None)
-
     def prepare(self, samples: Sequence[Any]) -> Batch:
         """Inputs of samples, each with `image` (a picture or None) and `prompt`."""
         if self._prepare is None:
             raise ValueError(f"{self.name}: has no processor that makes inputs of pictures and prompts")
         return self._prepare(samples)
+
+    def batches(self, samples: Sequence[Any]) -> Iterator[Batch]:
+        """`prepare` of all samples at a time, or of each where the family cannot do otherwise."""
+        for group in [[sample] for sample in samples] if self.one_by_one else [samples]:
+            yield self.prepare(group)
 
     def batch_from_inputs(self, **inputs: Any) -> Batch:
         """A batch of inputs that are already what the model's forward takes."""
@@ -174,7 +175,7 @@ class Probe:
         return Observation(
             groups,
             seen["states"],
-            self._vision_features(seen),
+            _rows(seen["features"]),
             _rows(seen["projector_input"]),
             _rows(seen["projector_output"]),
             outputs.logits,
@@ -221,30 +222,23 @@ class Probe:
         def project(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if _first(args, kwargs).is_floating_point():  # Ovis also looks its picture markers up in the table
                 seen["projector_input"].append(_first(args, kwargs))
-                seen["projector_output"].append(_tensor(output))
+                seen["projector_output"].append(output_rows(output))
 
         def features(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            seen["features"].append(_first(args, kwargs) if parts.features[0] == "input" else _tensor(output))
+            if _first(args, kwargs).is_floating_point():
+                seen["features"].append(parts.features.of(args, kwargs, output))
 
         for index, layer in enumerate(parts.layers):
             handles.append(layer.register_forward_pre_hook(enter(index), with_kwargs=True))
             handles.append(layer.register_forward_hook(leave(index)))
         if parts.projector is not None:
             handles.append(parts.projector.register_forward_hook(project, with_kwargs=True))
-            if parts.features[1] is not parts.projector:
-                handles.append(parts.features[1].register_forward_hook(features, with_kwargs=True))
+            handles.append(parts.features.module.register_forward_hook(features, with_kwargs=True))
         try:
             yield seen
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _vision_features(self, seen: dict[str, list[Any]]) -> torch.Tensor | None:
-        found = _rows(seen["features"] or seen["projector_input"])
-        width = self.vision_width
-        if found is None or not width or found.shape[-1] % width:
-            return found
-        return found.reshape(-1, width)  # neighbouring patches that were put side by side, each whole
 
     def _check(self, seen: dict[str, list[Any]], groups: torch.Tensor) -> None:
         shape = tuple(seen["states"][0].shape[:2]) if seen["states"] else ()
@@ -253,7 +247,11 @@ class Probe:
                 f"{self.name}: expected {len(self.parts.layers) + 1} hidden states of {tuple(groups.shape)} positions, "
                 f"found {len(seen['states'])} of {shape}; is --layers-path the list of decoder layers?"
             )
-        if seen["projector_output"] and not bool((groups == VISUAL).any()):
+        visual = bool((groups == VISUAL).any())
+        if visual and not (seen["projector_output"] and seen["features"]):
+            part, flag = ("vision encoder", "vision") if seen["projector_output"] else ("projector", "projector")
+            raise ValueError(f"{self.name}: its {part} never ran; name the one that does by --{flag}-path")
+        if seen["projector_output"] and not visual:
             raise ValueError(
                 f"{self.name}: the projector ran, but no position of the input holds the image token "
                 f"{self.parts.image_token_id}; name its id by --image-token-id"

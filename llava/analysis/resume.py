@@ -1,7 +1,7 @@
 """Keeps what was measured, so that an interrupted command goes on, and a finished measurement is taken as it is.
 
 The state of one measurement of one model is a file below `--output-dir`, saved every half a minute; its name says
-model, data and every setting that decides a result.
+model, data and every setting that decides a result. It is saved as well when anything stops the command.
 """
 
 import argparse
@@ -9,7 +9,9 @@ import gzip
 import hashlib
 import json
 import os
+import pickle
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -96,34 +98,54 @@ def resumed(
         name: of the model, in messages and the progress bar.
         size: items that are added at a time.
     """
+    unreadable = vars(args).setdefault("unreadable", {})
     if file.is_file() and not args.fresh:
-        saved = json.loads(gzip.decompress(file.read_bytes()), object_hook=_decode)
-        state.restore(saved["found"])
-        state.done = saved["done"]
+        state = _restored(state, file, unreadable)
     if state.done == len(items):
         print(f"{name}: {state.done} {unit}s are measured already ({file}; --fresh measures them again)")
         return state
     if state.done:
         print(f"{name}: continues after {state.done} of {len(items)} {unit}s ({file})")
-    add, saved_at = start(), time.monotonic()
+    add, saved_at, saved_done, whole = start(), time.monotonic(), state.done, pickle.dumps(state)
     with tqdm(total=len(items), initial=state.done, desc=f"{args.command}, {name}", unit=unit) as bar:
-        for first in range(state.done, len(items), size):
-            some = items[first : first + size]
-            add(state, some)
-            state.done += len(some)
-            bar.update(len(some))
-            if time.monotonic() - saved_at > _SAVE_SECONDS:
-                _save(state, file)
-                saved_at = time.monotonic()
-    _save(state, file)
+        try:
+            for first in range(state.done, len(items), size):
+                some = items[first : first + size]
+                if some:
+                    add(state, some)
+                state.done = min(first + size, len(items))
+                bar.update(state.done - first)
+                whole = pickle.dumps(state)
+                if time.monotonic() - saved_at > _SAVE_SECONDS:
+                    _save(state, file, unreadable)
+                    saved_at, saved_done = time.monotonic(), state.done
+        except BaseException:  # also Ctrl-C; what was added last may be there by half, `whole` is before it
+            state = pickle.loads(whole)
+            if state.done > saved_done:
+                _save(state, file, unreadable)
+            raise
+    _save(state, file, unreadable)
     return state
 
 
-def _save(state: State, file: Path) -> None:
+def _restored(state: AnyState, file: Path, unreadable: dict[str, str]) -> AnyState:
+    new = pickle.dumps(state)
+    try:
+        saved = json.loads(gzip.decompress(file.read_bytes()), object_hook=_decode)
+        state.restore(saved["found"])
+        state.done = saved["done"]
+        unreadable.update(saved["unreadable"])
+        return state
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
+        print(f"{file} is damaged ({error}); everything is measured again")
+        return pickle.loads(new)
+
+
+def _save(state: State, file: Path, unreadable: dict[str, str]) -> None:
     # An interruption leaves the old or the new one.
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.{os.getpid()}")
-    content = {"done": state.done, "found": state.to_dict()}
+    content = {"done": state.done, "found": state.to_dict(), "unreadable": unreadable}
     unfinished.write_bytes(gzip.compress(json.dumps(content, default=_encode).encode(), 1))
     os.replace(unfinished, file)
 

@@ -23,7 +23,10 @@ EMBEDDING_NAMES = (
     "wte.weight",  # GPT-2, Qwen 1
     "word_embeddings.weight",  # GLM, BLOOM
     "embed_in.weight",  # GPT-NeoX
+    "wte.embedding",  # Molmo 2; new tokens are in a second tensor
 )
+CONTINUED = {"wte.embedding": "wte.new_embedding"}
+"""Embeddings in two tensors: the ending of the first one's name, and of the second's."""
 _VISION = ("vis", "vte", "audio", "image", "talker", "decoder_input")
 
 
@@ -76,6 +79,13 @@ class WeightFiles:
             step = chunk_rows or max(length, 1)
             for start in range(0, length, step):
                 yield piece[start : start + step]
+
+    def embedding_rows(self, name: str) -> Iterator[torch.Tensor]:
+        """`rows` of a text embedding matrix, also where it is stored in two tensors."""
+        yield from self.rows(name)
+        for first, second in CONTINUED.items():
+            if name.endswith(first) and name.removesuffix(first) + second in self._file_of:
+                yield from self.rows(name.removesuffix(first) + second)
 
     def embedding_name(self, wanted: str | None = None) -> str:
         """The name of the text embedding matrix; where the files hold only a tied output matrix, that one's.

@@ -1,0 +1,223 @@
+"""Every family through the command line, from a folder with model, tokenizer and processor as people download them."""
+
+import contextlib
+import importlib
+import inspect
+import json
+
+import pytest
+import saved_models
+import torch
+import transformers
+from PIL import Image
+from saved_models import SAVED
+from vision_language_models import IMAGE, ids_for, pixels
+
+from llava.analysis import interface_norms
+from llava.analysis.__main__ import main
+from llava.analysis.families import REFUSED, family_of, find_parts
+from llava.analysis.probe import Probe
+from llava.analysis.processors import load_processor
+
+PROMPT = "What is it?"
+KINDS = ("encoder tokens", "visual tokens after the projector", "visual tokens entering the LLM")
+NUMBERS = ("count", "mean", "std", "min", "max")
+
+
+def usable(package: str) -> bool:
+    try:
+        return bool(importlib.import_module(package))
+    except Exception:  # missing, or built for another PyTorch
+        return False
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder with three pictures of different shape."""
+    folder, generator = tmp_path_factory.mktemp("pictures"), torch.Generator().manual_seed(0)
+    for index, (width, height) in enumerate(((40, 20), (24, 36), (30, 30))):
+        noise = torch.rand(height, width, 3, generator=generator) * 255
+        Image.fromarray(noise.byte().numpy()).save(folder / f"{index}.png")
+    return folder
+
+
+def run(command, folder, out, pictures, *flags) -> list[dict]:
+    given = ("--model", f"m={folder}", "--data", str(pictures), "--samples", "3", "--prompt", PROMPT, "--device", "cpu")
+    assert main([command, *given, "--output-dir", str(out), *flags]) == 0
+    return json.loads((out / f"{command}.json").read_text())["rows"]
+
+
+@contextlib.contextmanager
+def watching(saved, model):
+    """While it is open, a forward fills the dict with the encoder's and the projector's tokens, seen by their paths."""
+    found = {kind: [] for kind in KINDS}
+
+    def see_encoder(module, args, kwargs, result):
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        given = given | given.pop("kwargs", {})
+        found[KINDS[0]].append(saved.encoder[1](given, result).flatten(0, -2))
+
+    def see_projector(module, args, kwargs, result):
+        first = next(iter((*args, *kwargs.values())))
+        for rows in result if isinstance(result, list) else [result]:
+            if first.is_floating_point():  # Ovis also looks its markers up
+                found[KINDS[1]].append((rows if isinstance(rows, torch.Tensor) else rows[0]).flatten(0, -2))
+
+    handles = [model.get_submodule(saved.encoder[0]).register_forward_hook(see_encoder, with_kwargs=True)]
+    handles.append(model.get_submodule(saved.projector).register_forward_hook(see_projector, with_kwargs=True))
+    yield found
+    for handle in handles:
+        handle.remove()
+
+
+@torch.no_grad()
+def alone(name, model, folder, pictures) -> dict[str, torch.Tensor]:
+    """The norms of `KINDS`, and per layer those of the visual states, each picture run alone."""
+    saved, family = SAVED[name], family_of(model.config.model_type)
+    processor = load_processor(str(folder), model.config)
+    if saved.mark is None:
+        text = family.prompt.format(picture=family.picture, prompt=PROMPT)
+    else:
+        text = f"user: {saved.mark}{PROMPT}\nassistant:"
+    layers = []
+    with watching(saved, model) as found:
+        for file in sorted(pictures.iterdir()):
+            picture = Image.open(file)
+            images = [picture] if family.page_lists else [[picture]]
+            inputs = processor(images=images, text=[text], return_tensors="pt")
+            inputs.pop("labels", None)
+            inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}  # Llama 4's are bf16
+            states = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
+            visual = inputs["input_ids"] == IMAGE
+            found[KINDS[2]].append(states[0][visual])
+            layers.append([state[visual] for state in states[:-1]])
+    rows = found | dict(enumerate(zip(*layers, strict=True)))
+    return {kind: torch.cat(parts).norm(dim=-1).double() for kind, parts in rows.items()}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(interface_norms, "draw", lambda *args: None)
+    monkeypatch.setattr(transformers.GotOcr2Processor, "num_image_tokens", 4)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_familys_tables_equal_an_independent_run_and_do_not_depend_on_the_batch_size(name, pictures, tmp_path):
+    saved = SAVED[name]
+    if missing := [package for package in saved.needs if not usable(package)]:
+        pytest.skip(f"needs {', '.join(missing)}")
+    saved_models.write(saved, tmp_path / "model")
+    rows = run("interface-norms", tmp_path / "model", tmp_path / "3", pictures, "--batch-size", "3")
+    alike = run("interface-norms", tmp_path / "model", tmp_path / "1", pictures, "--batch-size", "1")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype="float32").eval()
+    expected = alone(name, model, tmp_path / "model", pictures)
+    for row, single in zip(rows, alike, strict=True):
+        kind = row["norms of"]
+        numbers = [row[name] for name in NUMBERS]
+        assert numbers == pytest.approx([single[name] for name in NUMBERS], rel=1e-4, abs=1e-6), kind
+        if kind in KINDS:
+            norms = expected[kind]
+            reference = [len(norms), *(float(v) for v in (norms.mean(), norms.std(correction=0), *norms.aminmax()))]
+            assert numbers == pytest.approx(reference, rel=1e-4, abs=1e-6), kind
+    run("layer-norms", tmp_path / "model", tmp_path / "3", pictures)
+    layers = json.loads((tmp_path / "3/layer-norms-layers.json").read_text())["rows"]
+    visual = {row["layer"]: row for row in layers if row["tokens"] == "visual"}
+    for index, norms in expected.items():
+        if isinstance(index, int) and index not in saved.added:
+            assert visual[index]["norm mean with sinks"] == pytest.approx(float(norms.mean()), rel=1e-4), index
+
+
+def _pixels(*shape: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": pixels(*shape)}
+
+
+# What a processor that needs torchvision makes of two pictures: visual tokens of each, and the pictures' part.
+TENSORS = {
+    "cohere2_vision": ([4, 8], _pixels(3, 3, 16, 16)),
+    "mistral3": ([4, 2], _pixels(2, 3, 16, 16) | {"image_sizes": torch.tensor([[16, 16], [8, 16]])}),
+    "llava with Pixtral": ([16, 8], _pixels(2, 3, 16, 16) | {"image_sizes": torch.tensor([[16, 16], [8, 16]])}),
+    "llama4": ([4, 8], _pixels(3, 3, 16, 16)),
+    "lfm2_vl": (
+        [4, 2],
+        _pixels(2, 16, 48)
+        | {"spatial_shapes": torch.tensor([[4, 4], [2, 4]])}
+        | {"pixel_attention_mask": (torch.arange(16) < torch.tensor([[16], [8]])).int()},
+    ),
+    "molmo2": (
+        [8, 8],
+        _pixels(4, 16, 48)
+        | {"image_token_pooling": torch.arange(64).view(16, 4), "image_grids": torch.full((2, 4), 2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@torch.no_grad()
+def test_a_family_that_needs_torchvision_is_right_from_tensors(name):
+    counts, given = TENSORS[name]
+    model = saved_models.filled(SAVED[name].model()).eval()
+    probe = Probe("m", model, find_parts(model, family_of(model.config.model_type)))
+    batch = probe.batch_from_inputs(**ids_for(counts), **given)
+    seen = probe.run(batch)
+    with watching(SAVED[name], model) as found:
+        first = model(**batch.inputs, output_hidden_states=True, use_cache=False).hidden_states[0]
+    for tokens, kind in ((seen.vision_features, KINDS[0]), (seen.projector_output, KINDS[1])):
+        assert torch.allclose(tokens, torch.cat(found[kind]), atol=1e-6), kind
+    assert torch.allclose(seen.hidden_states[0][seen.visual], first[batch.input_ids == IMAGE], atol=1e-6)
+
+
+def test_pictures_are_cast_to_the_models_dtype(pictures, tmp_path):
+    for name in ("aria", "llava"):
+        saved_models.write(SAVED[name], tmp_path / name)
+        rows = run("interface-norms", tmp_path / name, tmp_path / "out", pictures, "--dtype", "bfloat16")
+        exact = run("interface-norms", tmp_path / name, tmp_path / "out", pictures)
+        assert rows[0]["mean"] != exact[0]["mean"] == pytest.approx(rows[0]["mean"], rel=0.02)
+
+
+def test_a_model_without_its_processor_is_refused_in_one_line(pictures, tmp_path, capsys):
+    saved_models.write(SAVED["llava"], tmp_path)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / name).unlink()
+    assert main(["layer-norms", "--model", str(tmp_path), "--data", str(pictures), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("llava.analysis layer-norms: ") and "preprocessor_config.json" in error
+
+
+def test_a_projector_of_zeros_is_refused(pictures, tmp_path, capsys):
+    model = saved_models.write(SAVED["llava"], tmp_path)
+    for parameter in model.model.multi_modal_projector.parameters():
+        torch.nn.init.zeros_(parameter)
+    model.save_pretrained(tmp_path)
+    given = (
+        "--model",
+        str(tmp_path),
+        "--data",
+        str(pictures),
+        "--device",
+        "cpu",
+        "--output-dir",
+        str(tmp_path / "out"),
+    )
+    for command in ("interventions", "theory"):
+        assert main([command, *given]) == 2
+        assert "every weight of its projector is zero" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(usable("torchvision"), reason="torchvision is there")
+@pytest.mark.parametrize("name", [name for name, saved in SAVED.items() if saved.needs])
+def test_a_family_whose_processor_needs_a_missing_package_is_refused_with_its_name(name, pictures, tmp_path, capsys):
+    if "timm" not in SAVED[name].needs:  # else not even the model can be made
+        saved_models.write(SAVED[name], tmp_path)
+        assert main(["interface-norms", "--model", str(tmp_path), "--data", str(pictures), "--device", "cpu"]) == 2
+        error = capsys.readouterr().err.splitlines()
+        assert "its processor needs torchvision; install it (the build that fits PyTorch" in error[-1]
+
+
+@pytest.mark.parametrize("model_type", [*REFUSED, "t5gemma2", "pix2struct"])
+def test_a_family_without_visual_tokens_is_refused_by_name(model_type, pictures, tmp_path, capsys):
+    fields = {"model_type": model_type, "is_encoder_decoder": model_type not in REFUSED}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for command in ("interface-norms", "update-rates", "attention"):
+        assert main([command, "--model", str(tmp_path), "--data", str(pictures), "--output-dir", str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert f"{model_type} cannot be measured: " in error and error.count("\n") == 1
