@@ -235,10 +235,20 @@ def test_counted_operations_equal_pytorchs_counter(models, name):
         model(**inputs).loss.backward()
     work = batch_work(inputs, model.get_vision_tower().num_tokens)
     work = dataclasses.replace(work, pairs=work.tokens**2, window_pairs=work.tokens**2)
+    assert counter.get_total_flops() == required_flops(flop_costs(model), work)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_with_a_window_are_counted_as_their_attention_has_it(models, monkeypatch, name):
+    model = copy.deepcopy(models[name]).train().requires_grad_(True)
+    model.padding_free, model.config._attn_implementation = True, SEGMENTS
+    windows = []
+    monkeypatch.setattr("llava.model.attention._window_mask", lambda length, window, device: windows.append(window))
+    model(**batch(SAMPLES[:1]))
+    windowed = [window for window in windows if window is not None]
     costs = flop_costs(model)
-    assert counter.get_total_flops() == required_flops(costs, work)
-    layers = {"Qwen": 1, "Mistral": 2, "Gemma3": 1, "Phi3": 2}.get(name, 0)
-    assert costs.per_window_pair * (2 - layers) == costs.per_pair * layers
+    assert costs.per_window_pair * (len(windows) - len(windowed)) == costs.per_pair * len(windowed)
+    assert costs.sliding_window == (windowed[0] if windowed else None)
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])

@@ -17,7 +17,7 @@ class ModelArguments:
 
     model_name_or_path: str = field(
         metadata={
-            "help": "Language model (families: docs/launch.md) or LLaVA checkpoint of this tree: local folder or hub id."
+            "help": "Language model (families: docs/launch.md) or LLaVA checkpoint of this tree: folder or hub id."
         }
     )
     version: str = field(
