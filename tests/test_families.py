@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from llava.model.attention import SEGMENTS, VARLEN, segments_attention, varlen_attention
+from llava.model.builder import read_config
 from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_CLASSES, family_of
 from llava.train.compilation import compile_layers
 from llava.train.flops import batch_work, flop_costs, required_flops
@@ -139,6 +140,30 @@ def test_visual_tokens_enter_the_layers_with_the_texts_mean_norm(models, name):
     assert text[text > 0].mean().item() == pytest.approx(torch.stack(visual).mean().item(), rel=1e-3)
 
 
+LONG = {"rope_type": "longrope", "rope_theta": 5e5, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+ROPES = {
+    "Gemma3": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    },
+    "Phi3": LONG | {"original_max_position_embeddings": 32, "partial_rotary_factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_embeddings_of_every_kind_survive_plain_and_llava_configs(tmp_path, name):
+    family = next(family for family in FAMILIES if family.name == name)
+    options = {key: value for key, value in CASES[name].items() if key != "partial_rotary_factor"}
+    family.config(**SIZES, **options | {"pad_token_id": 0}, rope_parameters=ROPES[name]).save_pretrained(tmp_path)
+    for _ in range(2):
+        config = read_config(str(tmp_path))
+        assert type(config) is LLAVA_CLASSES[family.model_type].config
+        for kind, expected in ROPES[name].items():
+            found = config.rope_parameters[kind]
+            assert expected.items() <= found.items() if isinstance(expected, dict) else expected == found
+        config.save_pretrained(tmp_path)
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -210,10 +235,20 @@ def test_counted_operations_equal_pytorchs_counter(models, name):
         model(**inputs).loss.backward()
     work = batch_work(inputs, model.get_vision_tower().num_tokens)
     work = dataclasses.replace(work, pairs=work.tokens**2, window_pairs=work.tokens**2)
+    assert counter.get_total_flops() == required_flops(flop_costs(model), work)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_with_a_window_are_counted_as_their_attention_has_it(models, monkeypatch, name):
+    model = copy.deepcopy(models[name]).train().requires_grad_(True)
+    model.padding_free, model.config._attn_implementation = True, SEGMENTS
+    windows = []
+    monkeypatch.setattr("llava.model.attention._window_mask", lambda length, window, device: windows.append(window))
+    model(**batch(SAMPLES[:1]))
+    windowed = [window for window in windows if window is not None]
     costs = flop_costs(model)
-    assert counter.get_total_flops() == required_flops(costs, work)
-    layers = {"Qwen": 1, "Mistral": 2, "Gemma3": 1, "Phi3": 2}.get(name, 0)
-    assert costs.per_window_pair * (2 - layers) == costs.per_pair * layers
+    assert costs.per_window_pair * (len(windows) - len(windowed)) == costs.per_pair * len(windowed)
+    assert costs.sliding_window == (windowed[0] if windowed else None)
 
 
 @pytest.mark.parametrize("window", [1, 3, 100])

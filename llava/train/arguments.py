@@ -18,7 +18,7 @@ class ModelArguments(ProjectorNormArguments):
     model_name_or_path: str = field(
         kw_only=True,  # the norm's fields, which have defaults, come before it
         metadata={
-            "help": "Language model (Llama or Qwen2 family) or LLaVA checkpoint of this tree: local folder or hub id."
+            "help": "Language model (families: docs/launch.md) or LLaVA checkpoint of this tree: folder or hub id."
         },
     )
     version: str = field(

@@ -1,6 +1,6 @@
 """The decoders that LLaVA is built on: one row per family, from which its LLaVA classes are made.
 
-A new family is a row here, a template in `llava.conversation`, and a case in tests/test_families.py. All else that
+A new family is a row here, a template in `llava.conversation`, and a case in tests/decoder_families.py. All else that
 depends on the family is read from this table or asked of the decoder itself.
 """
 
