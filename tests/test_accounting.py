@@ -9,9 +9,9 @@ import pytest
 import torch
 from test_model import IMG, make
 from test_packed import batch
-from test_scripts import DryRun
 from torch.utils.flop_counter import FlopCounterMode
 
+from llava.launch.recipe import resolved_run
 from llava.model.attention import SEGMENTS
 from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
 from llava.model.language_model.llava_qwen import LlavaQwenForCausalLM
@@ -311,8 +311,7 @@ def test_presets_recompute_nothing_on_eight_cards_of_80_gb(preset, stage, parts)
     model.tie_weights()
     set_trainable(model, parts)
     model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
-    run = DryRun(stage, PRESET=preset, NUM_GPUS=8)
-    tokens = int(run.flag("--max_tokens_per_micro_batch"))
+    tokens = int(resolved_run(stage, PRESET=preset, NUM_GPUS=8)["flags"]["max_tokens_per_micro_batch"])
     estimate = estimate_memory(model, zero_arguments(3, 8), tokens)
     total = estimate.total(plan_checkpointing("auto", estimate, 0.9 * 79 * 2**30))
     comment = (REPO / "scripts/presets" / f"{preset}.sh").read_text()
