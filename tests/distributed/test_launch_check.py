@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 
 from llava.train.launch_check import NodeFacts, check_launch, facts_table, judge
 
-ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "deepspeed_configs").glob("*.json"))
 
 

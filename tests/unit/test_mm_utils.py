@@ -2,12 +2,12 @@
 
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from paths import GOLDEN
 from PIL import Image
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from transformers import AutoTokenizer
@@ -27,7 +27,6 @@ from llava.mm_utils import (
     tokenizer_image_token,
 )
 
-GOLDEN = Path(__file__).parent / "golden"
 LEVELS = np.load(GOLDEN / "images/levels.npz")
 PROCESSORS = {
     "clip": CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),

@@ -2,11 +2,11 @@
 
 import dataclasses
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from paths import ROOT
 from test_model import IMG, make
 from test_packed import batch
 from torch.utils.flop_counter import FlopCounterMode
@@ -283,7 +283,6 @@ def test_unclear_checkpointing_flags_are_refused(tmp_path, newer, older, message
         training_arguments(tmp_path, activation_checkpointing=newer, gradient_checkpointing=older)
 
 
-REPO = Path(__file__).parent.parent
 SHAPES = {
     "llama-3.2-3b": (
         LlavaLlamaForCausalLM,
@@ -314,7 +313,7 @@ def test_presets_recompute_nothing_on_eight_cards_of_80_gb(preset, stage, parts)
     tokens = int(resolved_run(stage, PRESET=preset, NUM_GPUS=8)["flags"]["max_tokens_per_micro_batch"])
     estimate = estimate_memory(model, zero_arguments(3, 8), tokens)
     total = estimate.total(plan_checkpointing("auto", estimate, 0.9 * 79 * 2**30))
-    comment = (REPO / "scripts/presets" / f"{preset}.sh").read_text()
+    comment = (ROOT / "scripts/presets" / f"{preset}.sh").read_text()
     said = re.search(r"estimated (\d+) and (\d+) GiB", comment)
     assert total == estimate.total(CheckpointPlan())
     assert total / 2**30 == pytest.approx(int(said[1 if stage == "pretrain" else 2]), abs=1)

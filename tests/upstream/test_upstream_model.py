@@ -3,16 +3,15 @@
 import json
 import shutil
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from paths import GOLDEN, ROOT
 from safetensors.torch import load_file
 
 from llava.model.builder import load_language_model, load_pretrained_model
 from llava.model.llava_arch import LlavaMetaForCausalLM
 
-GOLDEN = Path(__file__).parent / "golden"
 RESULTS = {up: json.loads((GOLDEN / f"model/{up}/results.json").read_text()) for up in ("orig", "next")}
 NEXT_PAD = 597  # LLaVA-NeXT's collator takes the mask from the padding id
 
@@ -243,6 +242,6 @@ def test_layout_of_the_published_llava_1_5_loads(tmp_path, monkeypatch):
 
 
 def test_every_deviation_is_in_the_documentation():
-    text = (GOLDEN.parents[1] / "docs/upstream.md").read_text()
+    text = (ROOT / "docs/upstream.md").read_text()
     cases = {name for _, name in [*REFUSED, *NO_TARGETS, *WHOLE_BATCH]}
     assert {name for name in cases if f"`{name}`" not in text} == set()

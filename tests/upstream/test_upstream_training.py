@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import GOLDEN
 from safetensors.torch import load_file
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from llava.train import train as train_module
 from llava.train.llava_trainer import LLaVATrainer
 
-GOLDEN = Path(__file__).parent / "golden/train"
-RUNS = json.loads((GOLDEN / "runs.json").read_text())
+RUNS = json.loads((GOLDEN / "train/runs.json").read_text())
 STAGE_1 = {"s2": "s1", "s2_gc": "s1", "n2": "n1", "n2_hi": "n1"}
 # Trained by upstream without ever seeing a gradient; frozen here.
 WITHOUT_GRADIENT = "vision_model.post_layernorm."
@@ -73,14 +73,14 @@ def upstreams_settings(run: str) -> dict[str, tuple[float, float]]:
 
 
 def recorded_tensors(prefix: str) -> dict[str, torch.Tensor]:
-    tensors = load_file(GOLDEN / "projectors.safetensors")
+    tensors = load_file(GOLDEN / "train/projectors.safetensors")
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
 def repeat(run: str, folder: Path) -> Path:
     """Trains with upstream's flags, its samples in its order, from its projector; returns the output folder."""
     flags = dict(zip(*[iter(RUNS[run]["args"].split())] * 2, strict=True))
-    inputs = GOLDEN / "inputs"
+    inputs = GOLDEN / "train/inputs"
     records = json.loads((inputs / Path(flags["--data_path"]).name).read_text())
     order = RUNS[run]["sample_order"][: len(RUNS[run]["losses"]) * int(flags["--per_device_train_batch_size"])]
     (folder / "data.json").write_text(json.dumps([records[i] for i in order]))

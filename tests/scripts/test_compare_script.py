@@ -9,10 +9,10 @@ from functools import partial
 
 import psutil
 import pytest
+from paths import ROOT
 
 from llava.compare.__main__ import main
 from llava.compare.arms import Arm, parse_arm
-from llava.provenance import ROOT
 
 # A stand-in for Python that writes down what it is asked and leaves the files of a training.
 PYTHON = """#!/usr/bin/env bash

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 
 from llava.analysis import __main__ as analysis
 from llava.eval import evaluate, run_llava
 from llava.model import merge_lora
 from llava.serve import cli
 
-ROOT = Path(__file__).resolve().parent.parent
 ASKING = ["--model-path", "x", "--image-file", "y"]
 COMMANDS = {
     "chat": (cli.main, ASKING),

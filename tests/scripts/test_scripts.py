@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import NAMES
 from llava.launch.supervise import is_running
 
-ROOT = Path(__file__).resolve().parent.parent
 SHELL_FILES = sorted(p for p in (ROOT / "scripts").rglob("*") if p.suffix in {".sh", ".sbatch"})
 STAGES = ("pretrain", "finetune")
 PRESETS = sorted(p.stem for p in (ROOT / "scripts/presets").glob("*.sh"))

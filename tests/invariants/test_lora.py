@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import GOLDEN
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from test_train import STAGE_2, flags
@@ -24,7 +25,6 @@ from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import quantized_loading
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL
 
-GOLDEN = Path(__file__).parent / "golden/train"
 PREFIX = "base_model.model."
 LM_AND_PROJECTOR = "mm_mlp_adapter,mm_language_model"
 LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "mm_tunable_parts": LM_AND_PROJECTOR}
@@ -118,11 +118,13 @@ class RecordedTrainer(LLaVATrainer):
 def upstream(request, tmp_path_factory):
     """(upstream's record, our trainer after the same run, parameters before it, learning rates, folder)."""
     name, root = request.param, tmp_path_factory.mktemp("upstream")
-    golden = json.loads((GOLDEN / f"{name}.json").read_text())
-    init = {k.removeprefix(f"{name}/"): v for k, v in load_file(GOLDEN / "lora_init.safetensors").items() if name in k}
+    golden = json.loads((GOLDEN / f"train/{name}.json").read_text())
+    init = {
+        k.removeprefix(f"{name}/"): v for k, v in load_file(GOLDEN / "train/lora_init.safetensors").items() if name in k
+    }
     init = {k.removeprefix(PREFIX): v for k, v in init.items()}
     torch.save({k: v for k, v in init.items() if "mm_projector" in k}, root / "mm_projector.bin")
-    argv = [re.sub(r"^(tiny|data)/", f"{GOLDEN / 'inputs'}/", arg) for arg in golden["args"]]
+    argv = [re.sub(r"^(tiny|data)/", f"{GOLDEN / 'train/inputs'}/", arg) for arg in golden["args"]]
     argv[argv.index("--output_dir") + 1] = str(root / "run")
     argv[argv.index("--pretrain_mm_mlp_adapter") + 1] = str(root / "mm_projector.bin")
     with pytest.MonkeyPatch.context() as patch:

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
+from paths import ROOT
 from PIL import Image
 
 from llava.conversation import conv_templates
@@ -25,7 +25,6 @@ from llava.mm_utils import KeywordsStoppingCriteria
 from llava.serve import cli
 from playground import compare
 
-ROOT = Path(__file__).resolve().parent.parent
 ASK = QUESTIONS[0] + POPE_SUFFIX
 LINE = QUESTIONS[0]
 

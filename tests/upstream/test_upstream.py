@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 
-REPO = Path(__file__).parent.parent
-INPUTS = REPO / "tests/golden/train/inputs"
-VENV = REPO / ".venv-upstream"
+INPUTS = ROOT / "tests/golden/train/inputs"
+VENV = ROOT / ".venv-upstream"
 PACKAGE = "llava-torch==1.2.2.post1"
 ARMS, STAGES = ["none", "layernorm", "gwc_layernorm"], ["pretrain", "finetune"]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 def run(command, **env) -> subprocess.CompletedProcess:
     return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=False, cwd=REPO, env=ENV | env, timeout=3000
+        list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT, env=ENV | env, timeout=3000
     )
 
 
@@ -148,7 +148,7 @@ def loaded(baseline, tmp_path_factory):
     script, paths = write(folder / "load.py", LOAD), [baseline[1] / name for name in CHECKPOINTS]
     for done in (
         upstream(script, folder / "upstream.pt", *paths),
-        run([sys.executable, script, folder / "ours.pt", *paths], PYTHONPATH=str(REPO)),
+        run([sys.executable, script, folder / "ours.pt", *paths], PYTHONPATH=str(ROOT)),
     ):
         assert done.returncode == 0, done.stderr[-3000:]
     return [list(torch.load(folder / name).values()) for name in ("upstream.pt", "ours.pt")]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paths import ROOT
 
-REPO = Path(__file__).parent.parent
 TRAIN, BUILDER = "llava/train/train.py", "llava/model/multimodal_projector/builder.py"
 ORIGINALS = {TRAIN: "import os\n\n\ndef train():\n    pass\n", BUILDER: "x = 1\n"}
 PATCHED = {TRAIN: "import os\nimport ours\n\n\ndef train():\n    ours.go()\n    pass\n", BUILDER: "x = 1\nx += 1\n"}
@@ -29,7 +29,7 @@ def load_apply(folder: Path):
     return module
 
 
-REAL = load_apply(REPO / "patches")
+REAL = load_apply(ROOT / "patches")
 
 
 def unified(old: str, new: str, path: str) -> str:
@@ -42,7 +42,7 @@ def repository(tmp_path):
     """A repository with apply.py, one made-up patch, and stand-ins for the files that it copies."""
     folder = tmp_path / "repository/patches"
     folder.mkdir(parents=True)
-    shutil.copy(REPO / "patches/apply.py", folder)
+    shutil.copy(ROOT / "patches/apply.py", folder)
     (folder / "made-up.patch").write_text("".join(unified(ORIGINALS[p], PATCHED[p], p) for p in ORIGINALS))
     rows = [f"{hashlib.sha256(text.encode()).hexdigest()}  {path}\n" for path, text in ORIGINALS.items()]
     (folder / "made-up.sha256").write_text("".join(rows))
@@ -216,7 +216,7 @@ def test_a_patch_that_does_more_than_insert_is_refused(line):
         REAL.parse_insertions(diff.encode(), "f.patch")
 
 
-@pytest.mark.parametrize("patch", sorted((REPO / "patches").glob("*.patch")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("patch", sorted((ROOT / "patches").glob("*.patch")), ids=lambda path: path.stem)
 def test_patches_hold_inserted_lines_only(patch):
     headers = re.compile(r"--- a/\S+|\+\+\+ b/\S+|@@ -\d+,0 \+\d+(,\d+)? @@")
     for line in patch.read_text().splitlines():
@@ -227,7 +227,7 @@ def test_both_patches_insert_the_same_lines():
     """The anchors differ between the trees; what is inserted must not drift apart."""
     first, second = (
         [[lines for _, lines in p.insertions[path]] for path in sorted(p.insertions)]
-        for p in REAL.read_patches(REPO / "patches")
+        for p in REAL.read_patches(ROOT / "patches")
     )
     assert first == second
 
@@ -236,7 +236,7 @@ def test_both_patches_insert_the_same_lines():
 def test_copied_files_need_nothing_that_upstream_lacks(path):
     copied = {name.removesuffix(".py").replace("/", ".") for name in REAL.COPIED}
     allowed = set(sys.stdlib_module_names) | copied | {"torch", "transformers", "deepspeed"}
-    for node in ast.walk(ast.parse((REPO / path).read_text())):
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
         assert all(name in allowed or name.split(".")[0] in allowed for name in names), names

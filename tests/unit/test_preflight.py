@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import re
-import sys
 import time
 from pathlib import Path
 
@@ -657,7 +656,6 @@ def version_is_not_upstreams(version: str) -> bool:
 
 @pytest.mark.parametrize(("target", "count"), [("bytes", 60), ("keys", 80)])
 def test_the_fuzz_targets_find_nothing_in_their_first_cases(tmp_path, target, count):
-    sys.path.insert(0, str(Path(__file__).parent))
     import fuzz_data
 
     cases, outcomes = fuzz_data.run(tmp_path, seed=1, seconds=60, cases=count, target=target)

@@ -4,14 +4,13 @@ import copy
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import GOLDEN, ROOT
 
 from llava.conversation import SeparatorStyle, conv_templates, default_conversation, get_template
 
-GOLDEN = Path(__file__).parent / "golden" / "text"
-RECORDED = json.loads((GOLDEN / "prompts.json").read_text(encoding="utf-8"))
+RECORDED = json.loads((GOLDEN / "text/prompts.json").read_text(encoding="utf-8"))
 SCENARIOS = {
     "q_only": ["<image>\nWhat is this?", None],
     "one_round": ["<image>\nWhat is this?", "A cat."],
@@ -147,4 +146,4 @@ def test_templates_load_without_torch_or_transformers():
     code = (
         "import sys, llava.conversation; sys.exit(bool({'torch', 'transformers', 'tokenizers'} & sys.modules.keys()))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from decoder_families import NAMES, write_families
+from paths import ROOT
 from test_accounting import STAGE_1, STAGE_2, trained
 from test_model import IMG
 from test_packed import batch, loss_and_gradients
@@ -171,8 +172,11 @@ def compare_liger(folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("liger_kernel") or not find_spec("triton"), reason="needs liger-kernel and triton")
 def test_ligers_kernels_equal_the_plain_layers(tiny):
-    here = Path(__file__).parent
-    code = f"import test_kernels; test_kernels.compare_liger({str(tiny)!r})"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{here.parent}:{here}"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
+    command = [sys.executable, __file__, str(tiny)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    compare_liger(sys.argv[1])

@@ -3,10 +3,10 @@
 import json
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +16,7 @@ from llava.analysis.models import NamedModel
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.weights import WeightFiles
 
-SMOLLM2 = Path(__file__).parents[1] / "playground/data/smollm2-135m-instruct"
+SMOLLM2 = ROOT / "playground/data/smollm2-135m-instruct"
 
 
 def run(folder, *flags) -> dict:

@@ -13,6 +13,7 @@ import benchmark_data
 import pytest
 import torch
 from benchmark_data import HELLASWAG, KINDS, MMLU, PLAN, POPE, answer, picture
+from paths import ROOT
 from test_train import flags
 
 from llava.eval.ask import load_assistant
@@ -21,7 +22,6 @@ from llava.eval.results import read_results
 from llava.train.train import train
 from playground import heldout
 
-ROOT = Path(__file__).parents[1]
 TASKS = (
     "mmbench_en_dev_static",
     "mmstar",

@@ -6,10 +6,10 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import transformers
+from paths import ROOT
 from test_train import flags
 
 from llava.train import train as train_module
@@ -17,7 +17,6 @@ from llava.train.arguments import DataArguments, ModelArguments, TrainingArgumen
 from llava.train.closing import closing_lines
 from llava.train.flags import REFUSED, REST, FlagParser, group_of, parse_flags
 
-ROOT = Path(__file__).resolve().parent.parent
 REQUIRED = ["--model_name_or_path", "x", "--output_dir", "y"]
 
 

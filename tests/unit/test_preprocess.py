@@ -3,12 +3,12 @@
 import json
 import unicodedata
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import GOLDEN, ROOT
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,8 +17,6 @@ from llava.conversation import get_template
 from llava.data.preprocess import generation_ids, parse_turns, preprocess
 from llava.mm_utils import load_tokenizer
 
-ROOT = Path(__file__).parents[1]
-GOLDEN = Path(__file__).parent / "golden"
 CONVERSATIONS = {
     record["id"]: record for record in json.loads((GOLDEN / "text/conversations.json").read_text(encoding="utf-8"))
 }

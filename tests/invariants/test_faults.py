@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 from safetensors.torch import load_file
 from test_train import flags
 from transformers import TrainerCallback
@@ -30,7 +31,6 @@ from llava.train.resume import ALLOWED, ResumeError, moved_step
 from llava.train.stop_signal import REQUEUE_EXIT_CODE
 from llava.train.telemetry import LOG_FILE
 
-ROOT = Path(__file__).parent.parent
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 

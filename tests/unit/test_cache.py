@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import ROOT
 
 import llava.data.json_files as json_files
 import llava.data.records as records_module
@@ -23,8 +24,6 @@ from llava.constants import IMAGE_TOKEN_INDEX
 from llava.data import cache, lengths
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import RecordTable, load_records
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def record(index: int, text: str = "yes", image: object = None) -> dict:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 from safetensors.torch import load_file
 from test_train import flags
 
@@ -16,8 +17,7 @@ from llava.model.lora import NON_LORA_FILE
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
 
-REPO = Path(__file__).parent.parent
-TRAIN = REPO / "llava/train/train_mem.py"
+TRAIN = ROOT / "llava/train/train_mem.py"
 # Adam divides by the gradient's size; where that is pure rounding noise a larger epsilon keeps runs comparable.
 COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 5, "mm_vision_tower_lr": 5e-4}
 
@@ -30,20 +30,20 @@ def launch(argv: list[str], deepspeed: dict | str, tmp_path: Path, timeout: int 
         config = tmp_path / "deepspeed.json"
         config.write_text(json.dumps(deepspeed))
     else:
-        config = REPO / "deepspeed_configs" / f"{deepspeed}.json"
+        config = ROOT / "deepspeed_configs" / f"{deepspeed}.json"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
     command += [str(script), *argv, "--deepspeed", str(config)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
 
 
 def zero_1() -> dict:
-    config = json.loads((REPO / "deepspeed_configs/zero2.json").read_text())
+    config = json.loads((ROOT / "deepspeed_configs/zero2.json").read_text())
     config["zero_optimization"]["stage"] = 1
     return config
 
