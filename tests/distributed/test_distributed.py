@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoder_families import NAMES, write_families
 from paths import ROOT
 from safetensors.torch import load_file
-from test_train import flags
+from training import flags
 
 from llava.model.lora import NON_LORA_FILE
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
@@ -178,3 +179,28 @@ def lora_files(folder: Path) -> dict[str, torch.Tensor]:
     """Everything that a LoRA folder holds of the model."""
     assert not (folder / "model.safetensors").exists()
     return load_file(folder / "adapter_model.safetensors") | torch.load(folder / NON_LORA_FILE, weights_only=True)
+
+
+# Trains one family after the other in one process group: starting takes longer than a tiny model's five steps.
+EVERY_FAMILY = """
+import sys
+import torch
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from llava.train.train import train
+torch.distributed.destroy_process_group = lambda: None  # a second group would find the first one's store
+for name in {names!r}:
+    train([argument.replace("FAMILY", name) for argument in sys.argv[1:]])
+    unset_hf_deepspeed_config()
+"""
+
+
+def test_five_steps_under_zero_3_on_two_ranks_equal_one_process(tiny, tmp_path):
+    families = write_families(tiny)
+    worker = tmp_path / "every_family.py"
+    worker.write_text(EVERY_FAMILY.format(names=NAMES))
+    options = {"model": "families/FAMILY", **COMPARABLE}
+    launch(flags(families, tmp_path / "two/FAMILY", 2, **options), "zero3", tmp_path, script=worker)
+    for name in NAMES:
+        options = {"model": f"families/{name}", "per_device_train_batch_size": 8, **COMPARABLE}
+        train_module.train(flags(families, tmp_path / "one" / name, 2, **options))
+        assert_same(tmp_path / "two" / name, tmp_path / "one" / name)

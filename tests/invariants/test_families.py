@@ -5,16 +5,13 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import SIZES
+from activations import kept_by_one_layer
+from batches import BACKENDS, IMG, batch, loss_and_gradients, one_by_one, pictures
 from decoder_families import CASES, NAMES, write_families
-from test_accounting import kept_by_one_layer, training_arguments
-from test_distributed import COMPARABLE, assert_same, launch
-from test_lora import LORA, fit, load, logits
-from test_model import IMG, make, pictures
-from test_packed import BACKENDS, batch, loss_and_gradients, one_by_one
-from test_train import flags
+from tiny_models import SIZES, make
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from training import LORA, fit, flags, load, logits, training_arguments
 from transformers import AutoModelForCausalLM
 
 from llava.model.attention import SEGMENTS, VARLEN, segments_attention, varlen_attention
@@ -23,7 +20,6 @@ from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_C
 from llava.train.compilation import compile_layers
 from llava.train.flops import batch_work, flop_costs, required_flops
 from llava.train.memory import estimate_memory
-from llava.train.train import train
 
 SAMPLES = [[5, 6, IMG, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [IMG, 17, IMG, 18, 19, 20]]  # each with several targets
 
@@ -297,28 +293,3 @@ def test_lora_trains_and_merges_into_the_model_that_was_trained(families, tmp_pa
     merged = load(tmp_path, None)
     assert not any("lora" in n for n, _ in merged.named_parameters())
     torch.testing.assert_close(logits(merged), logits(trained), rtol=0, atol=1e-4)
-
-
-# Trains one family after the other in one process group: starting takes longer than a tiny model's five steps.
-EVERY_FAMILY = """
-import sys
-import torch
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from llava.train.train import train
-torch.distributed.destroy_process_group = lambda: None  # a second group would find the first one's store
-for name in {names!r}:
-    train([argument.replace("FAMILY", name) for argument in sys.argv[1:]])
-    unset_hf_deepspeed_config()
-"""
-
-
-@pytest.mark.slow
-def test_five_steps_under_zero_3_on_two_ranks_equal_one_process(families, tmp_path):
-    worker = tmp_path / "every_family.py"
-    worker.write_text(EVERY_FAMILY.format(names=NAMES))
-    options = {"model": "families/FAMILY", **COMPARABLE}
-    launch(flags(families, tmp_path / "two/FAMILY", 2, **options), "zero3", tmp_path, script=worker)
-    for name in NAMES:
-        options = {"model": f"families/{name}", "per_device_train_batch_size": 8, **COMPARABLE}
-        train(flags(families, tmp_path / "one" / name, 2, **options))
-        assert_same(tmp_path / "two" / name, tmp_path / "one" / name)

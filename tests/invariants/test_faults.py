@@ -15,7 +15,7 @@ import pytest
 import torch
 from paths import ROOT
 from safetensors.torch import load_file
-from test_train import flags
+from training import flags
 from transformers import TrainerCallback
 
 from llava.data.parallel import in_processes

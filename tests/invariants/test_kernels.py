@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import IMG, batch, loss_and_gradients
 from decoder_families import NAMES, write_families
 from paths import ROOT
-from test_accounting import STAGE_1, STAGE_2, trained
-from test_model import IMG
-from test_packed import batch, loss_and_gradients
-from test_train import flags
+from tiny_models import STAGE_1, STAGE_2, trained
+from training import flags
 
 from llava.model.attention import SEGMENTS, packed_attention
 from llava.model.language_model.families import FAMILIES

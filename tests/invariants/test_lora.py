@@ -12,11 +12,10 @@ import torch
 from paths import GOLDEN
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
-from test_train import STAGE_2, flags
+from training import ALL_PARTS, LM_AND_PROJECTOR, LORA, build, finish, fit, flags, load, logits
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from llava.constants import IMAGE_TOKEN_INDEX
-from llava.data.records import load_records
 from llava.model import builder, merge_lora
 from llava.model.builder import load_pretrained_model
 from llava.model.lora import NON_LORA_FILE, apply_lora
@@ -26,43 +25,6 @@ from llava.train.lora import quantized_loading
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL
 
 PREFIX = "base_model.model."
-LM_AND_PROJECTOR = "mm_mlp_adapter,mm_language_model"
-LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "mm_tunable_parts": LM_AND_PROJECTOR}
-
-
-def build(argv: list[str]):
-    """(model, trainer) before the first step, from the entry point's own parts."""
-    parsed = train_module.parse_arguments(argv)
-    train_module.check_flags(*parsed)
-    train_module.set_seed(parsed[2].seed)
-    model = train_module.build_model(*parsed)
-    return model, train_module.build_trainer(model, load_records(parsed[1].data_path), *parsed)
-
-
-def fit(argv: list[str]):
-    """Trains, writes the final folder and returns the model that was trained."""
-    model, trainer = build(argv)
-    finish(trainer)
-    return model.eval()
-
-
-def finish(trainer) -> None:
-    trainer.train()
-    trainer.save_state()
-    trainer.save_model()
-
-
-@torch.no_grad()
-def logits(model) -> torch.Tensor:
-    """For two images and a text [2, S', C]."""
-    side = model.get_vision_tower().config.image_size
-    images = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(1))
-    ids = torch.tensor([[5, IMAGE_TOKEN_INDEX, 7, 8, 9], [3, 4, IMAGE_TOKEN_INDEX, 11, 12]])
-    return model(input_ids=ids, attention_mask=torch.ones_like(ids), images=images).logits.float()
-
-
-def load(path, base):
-    return load_pretrained_model(str(path), base and str(base), "anything", device="cpu")[1]
 
 
 def closed_form(folder: Path, base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -222,7 +184,7 @@ def test_base_and_tower_stay_as_they_were(tiny, trained):
 
 
 def test_tuned_tower_and_fixed_norm_are_saved_whole(tiny, tmp_path):
-    options = LORA | {"mm_tunable_parts": STAGE_2, "mm_projector_norm_learnable": False, "max_steps": 1}
+    options = LORA | {"mm_tunable_parts": ALL_PARTS, "mm_projector_norm_learnable": False, "max_steps": 1}
     model = fit(flags(tiny, tmp_path / "run", 2, **options))
     others = torch.load(tmp_path / "run" / NON_LORA_FILE, weights_only=True)
     state = model.state_dict()
@@ -259,7 +221,7 @@ def test_activation_checkpointing_changes_nothing_even_behind_a_frozen_projector
 @pytest.mark.parametrize("bf16", [False, True])
 def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, bf16):
     options = LORA | {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "bf16": bf16}
-    options |= {"mm_tunable_parts": STAGE_2, "lora_dropout": 0.3, "lora_bias": "all", "model": "qwen"}
+    options |= {"mm_tunable_parts": ALL_PARTS, "lora_dropout": 0.3, "lora_bias": "all", "model": "qwen"}
     whole = fit(flags(tiny, tmp_path / "whole", 2, **options)).state_dict()
     (tmp_path / "resumed").mkdir()
     shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4")

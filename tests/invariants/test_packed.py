@@ -2,17 +2,15 @@
 
 import pytest
 import torch
+from batches import BACKENDS, BATCHES, IMG, batch, loss_and_gradients, one_by_one
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_model import BATCHES, IMG, make, pictures
+from tiny_models import make
 
 from llava.constants import IGNORE_INDEX
 from llava.data.sampler import BalancedBatchSampler, RandomOrder, balanced_groups, micro_batches_for
 from llava.model.attention import MASKED, SEGMENTS, packed_attention, segments_attention
-from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.loss import chunked_loss, plain_loss
-
-BACKENDS = [SEGMENTS, "sdpa", "eager"]  # those that run without a GPU
 
 
 @pytest.fixture(scope="module")
@@ -20,40 +18,6 @@ def model(tiny):
     model = make(tiny, tower="clip").train()
     model.requires_grad_(True)
     return model
-
-
-def batch(samples: list[list[int]]) -> dict:
-    """Right-padded; every second token is a target."""
-    longest = max(map(len, samples))
-    ids = torch.tensor([s + [0] * (longest - len(s)) for s in samples])
-    mask = torch.tensor([[True] * len(s) + [False] * (longest - len(s)) for s in samples])
-    labels = torch.where(mask & (ids != IMG) & (torch.arange(longest) % 2 == 1), ids, IGNORE_INDEX)
-    images = pictures(int((ids == IMG).sum()))
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "images": images if len(images) else None}
-
-
-def loss_and_gradients(model: LlavaMetaForCausalLM, padding_free: bool, backend: str, **inputs) -> tuple:
-    model.zero_grad()
-    model.padding_free = padding_free
-    model.config._attn_implementation = backend
-    loss = model(**inputs, num_items_in_batch=10).loss
-    loss.backward()
-    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def one_by_one(model: LlavaMetaForCausalLM, inputs: dict) -> tuple:
-    """Each sample in a batch of its own, without padding; losses and gradients add up."""
-    total, sums, taken = 0.0, {}, 0
-    for ids, mask, labels in zip(inputs["input_ids"], inputs["attention_mask"], inputs["labels"], strict=True):
-        count = int((ids == IMG).sum())
-        images = inputs["images"][taken : taken + count] if count else None
-        taken += count
-        alone = {"input_ids": ids[None, mask], "labels": labels[None, mask], "images": images}
-        loss, gradients = loss_and_gradients(model, False, "eager", **alone)
-        total += loss
-        for name, gradient in gradients.items():
-            sums[name] = sums.get(name, 0) + gradient
-    return total, sums
 
 
 @pytest.mark.parametrize("limit", [None, 6])

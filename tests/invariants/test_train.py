@@ -2,48 +2,17 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from training import flags, run
 
 from llava.data.records import load_records
 from llava.model.builder import load_pretrained_model
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
 from llava.train.telemetry import GRADIENTS, LOG_FILE, TOKENS
-
-STAGE_2 = "mm_vision_tower,mm_mlp_adapter,mm_language_model"
-
-
-def flags(tiny, output_dir, stage: int, model="llama", tower="siglip", norm="gwc_layernorm", **overrides) -> list[str]:
-    values = {
-        "model_name_or_path": tiny / model,
-        "vision_tower": tiny / tower,
-        "version": "chatml",
-        "data_path": tiny / "data" / ("pretrain.json" if stage == 1 else "finetune.json"),
-        "image_folder": tiny / "data" / "images",
-        "output_dir": output_dir,
-        "mm_projector_norm": norm,
-        "learning_rate": 1e-3,
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    values |= {"tune_mm_mlp_adapter": True} if stage == 1 else {"mm_tunable_parts": STAGE_2}
-    return [x for k, v in (values | overrides).items() if v is not None for x in (f"--{k}", str(v))]
-
-
-def run(*args, **kwargs):
-    """Trains and returns the weights and config of the final folder."""
-    argv = flags(*args, **kwargs)
-    train_module.train(argv)
-    folder = argv[argv.index("--output_dir") + 1]
-    return load_file(f"{folder}/model.safetensors"), json.loads(Path(folder, "config.json").read_text())
 
 
 def build(tiny, tmp_path, stage, **overrides):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_scripts import bash
+from shell import bash
 
 ALL = ["interface-norms", "embedding-norms", "layer-norms", "update-rates", "norm-params", "gradients"] + [
     "attention",

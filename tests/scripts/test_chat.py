@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
+from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
 from paths import ROOT
 from PIL import Image
 
@@ -77,7 +77,7 @@ def talk(checkpoint, images, capsys, monkeypatch):
 @pytest.fixture
 def captioner(tiny, tmp_path):
     """A stage-1 checkpoint, whose template is `plain`."""
-    from test_train import flags
+    from training import flags
 
     from llava.train.train import train
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
+from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
 from PIL import Image
-from test_train import run
+from training import run
 from transformers.utils import logging as transformers_logging
 
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX

@@ -14,7 +14,7 @@ import pytest
 import torch
 from benchmark_data import HELLASWAG, KINDS, MMLU, PLAN, POPE, answer, picture
 from paths import ROOT
-from test_train import flags
+from training import flags
 
 from llava.eval.ask import load_assistant
 from llava.eval.evaluate import main

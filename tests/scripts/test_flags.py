@@ -10,7 +10,7 @@ import sys
 import pytest
 import transformers
 from paths import ROOT
-from test_train import flags
+from training import flags
 
 from llava.train import train as train_module
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments

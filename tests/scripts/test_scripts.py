@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from shell import bash, only
 
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import NAMES
@@ -22,17 +23,6 @@ SHELL_FILES = sorted(p for p in (ROOT / "scripts").rglob("*") if p.suffix in {".
 STAGES = ("pretrain", "finetune")
 PRESETS = sorted(p.stem for p in (ROOT / "scripts/presets").glob("*.sh"))
 NORMS = ["none", "layernorm", "gwc_layernorm", "rmsnorm", "gwc_rmsnorm"]
-
-
-def only(**env: object) -> dict[str, str]:
-    """An environment with nothing but these variables, so that the caller's cannot change the outcome."""
-    return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")} | {k: str(v) for k, v in env.items()}
-
-
-def bash(*command: str, cwd: Path = ROOT, path: str = os.environ["PATH"], **env: object) -> subprocess.CompletedProcess:
-    """Runs a script with only the given variables."""
-    variables = only(**env) | {"PATH": path}
-    return subprocess.run(["bash", *command], cwd=cwd, env=variables, capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ at all to black) has a known score on each.
 
 from pathlib import Path
 
-from conftest import COLOURS, POPE_SUFFIX, WARM
+from data_files import COLOURS, POPE_SUFFIX, WARM
 from PIL import Image
 
 LETTER = "\nAnswer with the option's letter from the given choices directly."

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from conftest import SIZES, byte_tokenizer
+from tiny_models import SIZES, byte_tokenizer
 
 from llava.model.language_model.families import FAMILIES
 

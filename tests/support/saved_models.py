@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 import vision_language_models as models
-from conftest import byte_tokenizer
+from tiny_models import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 from vision_language_models import IMAGE, TEXT, VISION
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import transformers
+from tiny_models import make
 
 IMAGE = 300
 TEXT = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3} | {
@@ -341,7 +342,6 @@ CASES = (llava, llava_next, llava_onevision, qwen2_vl, qwen2_5_vl, qwen3_vl, glm
 
 def our_checkpoint(tiny, folder, norm: str = "none", language_model: str = "llama", tower: str = "siglip") -> str:
     """A folder with an untrained model of this tree, complete with tokenizer and image processor."""
-    from test_model import make
 
     from llava.mm_utils import load_tokenizer
 

@@ -6,22 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from activations import Kept, kept_by_one_layer
+from batches import IMG, batch
 from paths import ROOT
-from test_model import IMG, make
-from test_packed import batch
+from tiny_models import STAGE_1, STAGE_2, make, trained
 from torch.utils.flop_counter import FlopCounterMode
+from training import training_arguments
 
 from llava.launch.recipe import resolved_run
 from llava.model.attention import SEGMENTS
 from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
 from llava.model.language_model.llava_qwen import LlavaQwenForCausalLM
 from llava.model.lora import add_lora
-from llava.train.arguments import TrainingArguments
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
 from llava.train.memory import CheckpointPlan, MemoryEstimate, estimate_memory, plan_checkpointing
-from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER, set_trainable
+from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
 
-STAGE_1, STAGE_2 = frozenset({ADAPTER}), frozenset({ADAPTER, LANGUAGE_MODEL, VISION_TOWER})
 V = 4  # visual tokens per image: 16 px in patches of 8
 # Weight elements of the tiny models, by hand: width 32, 4 heads of 8, 2 of them for keys; tower 24 wide.
 LAYERS = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
@@ -29,13 +29,6 @@ HEAD = 320 * 32
 PATCHES = 3 * 8 * 8 * 24
 TOWER = 2 * (4 * 24 * 24 + 2 * 24 * 32)  # two of the three layers run
 PROJECTOR = (24 * 32, 32 * 32)
-
-
-def trained(tiny, parts, **options):
-    model = make(tiny, **options).train()
-    set_trainable(model, parts)
-    model.padding_free = True
-    return model
 
 
 def test_costs_of_stage_1_equal_hand_counts(tiny):
@@ -115,49 +108,6 @@ def test_peak_is_the_datasheets_dense_bf16(monkeypatch, name, expected):
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-
-class Kept:
-    """What autograd keeps between forward and backward: bytes of its storages, parameters left out."""
-
-    def __init__(self, model):
-        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.storages = {}
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
-
-    def pack(self, tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.parameters:
-            self.storages[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor keeps its address taken
-        return tensor
-
-    def __enter__(self):
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *args):
-        self.hooks.__exit__(*args)
-
-    def bytes(self) -> int:
-        return sum(nbytes for nbytes, _ in self.storages.values())
-
-
-def training_arguments(tmp_path, **overrides) -> TrainingArguments:
-    return TrainingArguments(output_dir=str(tmp_path), report_to="none", **overrides)
-
-
-def kept_by_one_layer(model, tokens: int, autocast: bool) -> int:
-    decoder = model.get_model()
-    hidden = torch.randn(1, tokens, decoder.config.hidden_size, requires_grad=True)
-    positions = torch.arange(tokens)[None]
-    kind = decoder.config.layer_types[:1] if isinstance(decoder.rotary_emb.rope_type, dict) else []
-    embeddings = decoder.rotary_emb(hidden, positions, *kind)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        with Kept(model) as kept:
-            decoder.layers[0](hidden, position_embeddings=embeddings, attention_mask=None)
-    tables = sum(x.untyped_storage().nbytes() for x in embeddings)
-    copies = 2 * sum(p.numel() for p in decoder.layers[0].parameters() if p.ndim == 2) if autocast else 0
-    return kept.bytes() - tables - copies
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_analysis_measure import arguments, run
+from analysis_commands import arguments, run
 from torch.nn import functional as F
 from vision_language_models import our_checkpoint
 

@@ -5,8 +5,8 @@ import io
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from analysis_commands import arguments
 from PIL import Image
-from test_analysis_measure import arguments
 
 from llava.analysis import inputs
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 import vision_language_models as models
-from conftest import VISION_SIZES
+from analysis_commands import arguments, run
 from PIL import Image
+from tiny_models import VISION_SIZES
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
@@ -24,7 +25,7 @@ from transformers import (
 from vision_language_models import our_checkpoint
 
 from llava.analysis import encoders, inputs, interface_norms, loading, measure
-from llava.analysis.__main__ import main, parser
+from llava.analysis.__main__ import main
 from llava.analysis.embedding_norms import measure as embedding_norms
 from llava.analysis.families import family_of, find_parts
 from llava.analysis.interface_norms import vocabulary_norms
@@ -41,17 +42,6 @@ def checkpoint(tiny, tmp_path_factory):
 @pytest.fixture
 def data(tiny):
     return str(tiny / "data/finetune.json")  # 24 records, every third without a picture
-
-
-def arguments(command, *flags):
-    args = parser(command).parse_args([command, "--device", "cpu", *map(str, flags)])
-    args.argv = [command]
-    return args
-
-
-def run(folder, *flags) -> dict:
-    assert main([*map(str, flags), "--device", "cpu", "--output-dir", str(folder)]) == 0
-    return json.loads((folder / f"{flags[0]}.json").read_text())
 
 
 def measured(path, data, folder, *flags) -> Measurement:

@@ -38,9 +38,7 @@ def write(path: Path, records: list[dict], **options) -> Path:
 
 
 @pytest.fixture
-def old_clock(monkeypatch):
-    """Files written in the test count as written long ago, so that their stamps are trusted."""
-    monkeypatch.setattr(cache, "_CLOCK_STEP", 0.0)
+def old_clock(files_count_as_old):
     return lambda: time.sleep(0.02)
 
 

@@ -1,6 +1,5 @@
 """Pictures from folders, zip files and Parquet rows are the same pictures; what is hostile or broken is named."""
 
-import io
 import os
 import pickle
 import random
@@ -14,31 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_files import encoded, noise
 from PIL import Image
 
-from llava.data import cache, images, row_images
+from llava.data import images, row_images
 from llava.data.checks import RowImage
 from llava.data.images import ImageError, ImageStore
 from llava.data.row_images import RowReader
 from llava.data.zip_files import ZipMembers
 from llava.mm_utils import to_rgb
 
-
-@pytest.fixture(autouse=True)
-def files_count_as_old(monkeypatch):
-    monkeypatch.setattr(cache, "_CLOCK_STEP", 0.0)
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def noise(mode: str = "RGB", size: tuple[int, int] = (9, 7), seed: int = 0) -> Image.Image:
-    bands = len(Image.new(mode, (1, 1)).getbands())
-    levels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], bands), dtype=np.uint8)
-    return Image.fromarray(levels if bands > 1 else levels[:, :, 0], mode)
+pytestmark = pytest.mark.usefixtures("files_count_as_old")
 
 
 def kind_of(store: ImageStore, image, full_decode: bool = False) -> str | None:

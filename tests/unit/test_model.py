@@ -5,39 +5,22 @@ import json
 
 import pytest
 import torch
-from conftest import SIZES
+from batches import BATCHES, IMG, pictures
+from tiny_models import SIZES, V, make
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.constants import IGNORE_INDEX
 from llava.model import LlavaLlamaConfig
 from llava.model.builder import load_language_model, load_pretrained_model, read_config
 from llava.model.llava_arch import match_images
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import ModelArguments
 
-V = 4  # visual tokens of a tiny picture
-IMG = IMAGE_TOKEN_INDEX
-
-
-def vision_arguments(tiny, tower="siglip", norm="gwc_layernorm", **fields) -> ModelArguments:
-    return ModelArguments(model_name_or_path="", vision_tower=str(tiny / tower), mm_projector_norm=norm, **fields)
-
-
-def make(tiny, language_model="llama", tower="siglip", norm="gwc_layernorm", **fields):
-    torch.manual_seed(0)
-    model = load_language_model(str(tiny / language_model))
-    model.get_model().initialize_vision_modules(vision_arguments(tiny, tower, norm, **fields))
-    return model.eval()
-
 
 @pytest.fixture(scope="module")
 def model(tiny):
     return make(tiny)
-
-
-def pictures(n: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(n, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
 
 
 def spliced_by_hand(model, ids: list[int], labels: list[int], images: torch.Tensor, limit: int | None = None):
@@ -51,14 +34,6 @@ def spliced_by_hand(model, ids: list[int], labels: list[int], images: torch.Tens
             embeds.append(model.get_model().embed_tokens(torch.tensor([token])))
             targets.append(label)
     return torch.cat(embeds)[:limit], torch.tensor(targets)[:limit]
-
-
-BATCHES = {
-    "image_first_middle_last": [[IMG, 5, 6], [7, IMG, 8, 9], [10, 11, 12, IMG]],
-    "several_images": [[IMG, IMG, 5], [6, IMG, 7, IMG, 8], [9, 10]],
-    "text_only": [[5, 6, 7], [8]],
-    "image_alone": [[IMG], [IMG, IMG]],
-}
 
 
 @pytest.mark.parametrize("name", BATCHES)

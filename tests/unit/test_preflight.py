@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from data_files import BYTES, GPT, HUMAN, STRUCT, TURNS, encoded, noise, shard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from test_images import encoded, noise
-from test_train import flags
+from training import flags, losses
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.conversation import conv_templates, get_template
@@ -34,14 +34,9 @@ from llava.train import preflight as train_preflight
 from llava.train import resume
 from llava.train import train as train_module
 
-HUMAN, GPT = {"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "yes"}
-TURNS = [HUMAN, GPT]
+pytestmark = pytest.mark.usefixtures("files_count_as_old")
+
 TEXT = [{"from": "human", "value": "?"}, GPT]
-
-
-@pytest.fixture(autouse=True)
-def files_count_as_old(monkeypatch):
-    monkeypatch.setattr(cache, "_CLOCK_STEP", 0.0)
 
 
 @pytest.fixture
@@ -388,34 +383,9 @@ def test_training_says_that_a_check_is_remembered_and_checks_again_if_asked_to(t
     assert not resume._decides("recheck_data")
 
 
-def losses(path: Path) -> list[float]:
-    lines = map(json.loads, path.read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
-
-
 # --- Parquet ----------------------------------------------------------------------------------------------------------
 
-STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
-
-def shard(path: Path, images: pa.Array | None, count: int, rows: int = 3, turns: list | None = None, **more) -> Path:
-    """Rows with a placeholder for each image that they have, unless `turns` are given."""
-    counts = [how_many(image) for image in images.to_pylist()] if images is not None else [0] * count
-    conversations = pa.array([turns or [{"from": "human", "value": "<image>" * n + "?"}, GPT] for n in counts])
-    columns = {"id": pa.array([f"{path.stem}-{i}" for i in range(count)]), "conversations": conversations}
-    columns |= {"data_source": pa.array(["x"] * count), **more} | ({} if images is None else {"image": images})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path, row_group_size=rows)
-    return path
-
-
-def how_many(image: object) -> int:
-    if isinstance(image, list):
-        return len(image)
-    return any(image.values()) if isinstance(image, dict) else image is not None
-
-
-BYTES = [encoded(noise(seed=i)) for i in range(8)]
 SOME = [BYTES[0], None, BYTES[2], BYTES[3], None, None, BYTES[6]]
 COLUMNS = {
     "struct": pa.array([b and {"bytes": b, "path": f"{i}.png"} for i, b in enumerate(SOME)], STRUCT),

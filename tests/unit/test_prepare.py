@@ -6,15 +6,15 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-from test_images import encoded, noise
-from test_preflight import BYTES, STRUCT, TURNS, files_count_as_old, losses, pa, shard
-from test_train import flags
+from data_files import BYTES, STRUCT, TURNS, encoded, noise, shard
+from training import flags, losses
 
 from llava.data import prepare
 from llava.train import train as train_module
 
-assert files_count_as_old  # a fixture for every test here
+pytestmark = pytest.mark.usefixtures("files_count_as_old")
 
 
 def pretrain_layout(folder: Path, extracted: bool = False) -> Path:

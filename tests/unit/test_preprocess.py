@@ -6,20 +6,19 @@ from functools import cache
 
 import pytest
 import torch
+from data_files import turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import GOLDEN, ROOT
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from upstream_labels import CONVERSATIONS, DEVIATIONS
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
 from llava.data.preprocess import generation_ids, parse_turns, preprocess
 from llava.mm_utils import load_tokenizer
 
-CONVERSATIONS = {
-    record["id"]: record for record in json.loads((GOLDEN / "text/conversations.json").read_text(encoding="utf-8"))
-}
 RUNS = json.loads((GOLDEN / "text/labels.json").read_text(encoding="utf-8"))
 LLAMA_3_MARKERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
@@ -46,10 +45,6 @@ def merging_tokenizer():
     )
 
 
-def turns(*texts):
-    return [{"from": ("human", "gpt")[index % 2], "value": text} for index, text in enumerate(texts)]
-
-
 def pieces(sample, tok):
     """Runs of (`context` | `target` | `image`, text), without the spaces at their start: decoding may drop them."""
     runs = []
@@ -64,20 +59,6 @@ def pieces(sample, tok):
 
 
 # --- upstream's labels ------------------------------------------------------------------------------------------------
-
-# Golden cases that this tree decides otherwise; docs/upstream.md says why.
-SEVERAL_IMAGES = {"two_images_one_turn", "two_images_adjacent"}
-DEVIATIONS = {
-    ("orig", "plain"): SEVERAL_IMAGES,
-    ("next", "plain"): SEVERAL_IMAGES,
-    ("orig", "v1"): SEVERAL_IMAGES | {"noisy_tag", "system_first"},
-    ("orig", "llama_2"): SEVERAL_IMAGES | {"noisy_tag", "system_first", "empty_question_text"},
-    ("next", "v1"): {"system_first"},
-    ("next", "qwen_1_5"): {"function_role", "system_first"},
-    ("next", "llava_llama_3"): {"function_role", "system_first"},
-    ("next", "mpt"): {"multi3_img_first", "multi3_no_image", "empty_question_text", "ends_with_human", "system_first"}
-    | {"special_tokens_in_text"},
-}
 
 
 def labelled_like_upstream(case, version, tok):

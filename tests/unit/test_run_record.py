@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_train import flags
+from training import flags
 
 from llava.provenance import RUN_FILE, read_starts
 from llava.train.run_record import order_digest, weights_digests

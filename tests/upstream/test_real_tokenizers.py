@@ -6,7 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from test_preprocess import CONVERSATIONS, DEVIATIONS, GOLDEN, turns
+from data_files import turns
+from paths import GOLDEN
+from upstream_labels import CONVERSATIONS, DEVIATIONS
 
 from benchmarks.inputs import npm_tokenizer
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
