@@ -22,12 +22,12 @@ from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import Batch, Probe
 from llava.analysis.resume import Rows, resumed, state_file
-from llava.compare import paper
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.preprocess import preprocess
 from llava.eval.ask import choose_template, is_captioner
 from llava.mm_utils import process_images
 from llava.model.multimodal_projector.norm import (
+    PAPER_ARMS,
     AlignedLayerNorm,
     end_with_norm,
     mean_text_embedding_norm,
@@ -35,7 +35,7 @@ from llava.model.multimodal_projector.norm import (
 )
 from llava.presentation import COLOURS
 
-ARMS = tuple(paper.ARMS)
+ARMS = tuple(PAPER_ARMS)
 INPUT, BEFORE, FEATURES = "LLM input", "before the norm", "vision features"
 
 

@@ -1,11 +1,7 @@
 """The paper's Table 4, in percent (arXiv 2512.08374)."""
 
 from llava.eval.results import PAPER_COLUMNS
-from llava.model.multimodal_projector.norm import NORM_TYPES
-
-_NORMED = {name: norm.paper_name for name, norm in NORM_TYPES.items() if norm and norm.paper_name}
-ARMS = {"none": "w/o Norm", **_NORMED}
-"""Arms as `--mm_projector_norm` names them, and as the paper does."""
+from llava.model.multimodal_projector.norm import PAPER_ARMS as ARMS
 
 # A row for each of `ARMS`.
 _SCORES = {

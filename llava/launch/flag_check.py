@@ -43,6 +43,7 @@ def own_flags() -> frozenset[str]:
     """The fields of the trainer's dataclasses that stand in this tree; those of its libraries are not among them."""
     sources = [ast.parse(file.read_text()).body for file in (_ARGUMENTS, _NORMS)]
     classes = [node for body in sources for node in body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in classes if node.name.endswith("Arguments")]
     fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
     return frozenset(target.id for target in fields if isinstance(target, ast.Name))
 

@@ -45,7 +45,7 @@ class ModelArguments(ProjectorNormArguments):
         },
     )
     vision_tower: str | None = field(
-        default=None, metadata={"help": "SigLIP or CLIP vision encoder: local folder or hub id."}
+        default=None, metadata={"help": "Vision encoder (kinds: docs/launch.md): local folder or hub id."}
     )
     mm_vision_select_layer: int = field(
         default=-2,

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from llava.launch.__main__ import considerate
 from llava.launch.batch import resolve_batch
 from llava.launch.command import resolve_launch
 from llava.launch.devices import Devices, cpu_quota, resolve_devices
@@ -248,6 +249,8 @@ def test_folder_of_this_repository_is_never_taken_for_a_hub_name():
         ("MAX_STEP", "MAX_STEPS"),
         ("MAXSTEPS", "MAX_STEPS"),
         ("PRESETS", "PRESET"),
+        ("PRESTE", "PRESET"),
+        ("MAX_SETPS", "MAX_STEPS"),
         ("NUM_GPU", "NUM_GPUS"),
         ("LEARNIGN_RATE", "LEARNING_RATE"),
         ("LEARING_RATES", "LEARNING_RATE"),
@@ -307,8 +310,8 @@ def test_the_trainers_own_parser_names_the_flag_at_fault(words, said, monkeypatc
     monkeypatch.setattr("sys.argv", [*needed, *words])
     with pytest.raises(SystemExit) as refused:
         flag_check.main()
-    error = capsys.readouterr().err
-    assert refused.value.code == 2 and re.search(said, error) and error.count("\n") == 1
+    line = capsys.readouterr().err
+    assert refused.value.code == 2 and re.search(said, line) and line.count("\n") == 1
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
@@ -320,6 +323,17 @@ def test_threads_sleep_while_they_wait_only_beside_other_work_and_where_the_user
     assert wait_policy({}, threads=2, idle=1.0) == {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100"}
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         assert not wait_policy({name: "active"}, threads=2, idle=0.0)
+
+
+def test_a_cpu_run_beside_other_work_says_what_it_sets_and_a_gpu_run_does_not_look(monkeypatch, capsys):
+    monkeypatch.setattr("llava.launch.__main__.idle_cores", lambda cores: 0.5)
+    words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]
+    plans = [resolve({"GLOBAL_BATCH": "8", "NUM_GPUS": gpus}, "entry", words, cores=2) for gpus in ("0", "1")]
+    assert considerate(plans[0], {})["OMP_WAIT_POLICY"] == "passive"
+    said = capsys.readouterr().out
+    assert said.startswith("note: other programs use ") and said.count("\n") == 1 and "GOMP_SPINCOUNT=100" in said
+    assert not considerate(plans[1], {}) and not considerate(plans[0], {"GOMP_SPINCOUNT": "10000"})
+    assert not capsys.readouterr().out
 
 
 def test_idle_cores_are_counted_among_those_that_the_run_may_use(tmp_path, monkeypatch):

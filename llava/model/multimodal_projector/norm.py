@@ -191,6 +191,8 @@ NORM_TYPES: dict[str, type[ProjectorNorm] | None] = {
     "gwc_scale": GlobalWeightCompensatedScale,
     "clip": NormClip,
 }
+PAPER_ARMS = {"none": "w/o Norm"} | {name: t.paper_name for name, t in NORM_TYPES.items() if t and t.paper_name}
+"""The paper's arms, and what it calls them."""
 
 
 @dataclass
