@@ -17,6 +17,7 @@ import json
 import logging
 import random
 import shutil
+import sys
 import tempfile
 import time
 import warnings
@@ -29,7 +30,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from conftest import byte_tokenizer
 from PIL import Image
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -42,6 +42,9 @@ from llava.data.images import ImageStore
 from llava.data.manifest import Rules, preflight
 from llava.data.records import RecordTable, load_records
 from llava.mm_utils import process_images
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # so that it also runs as a file
+from tiny_models import byte_tokenizer
 
 _LONGEST_CASE = 20.0  # seconds
 _KINDS = ("json", "jsonl", "parquet", "zip", "picture")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conftest import write_tiny
 from safetensors.torch import load_file
+from tiny_models import write_tiny
 
 ROOT = Path(__file__).parent.parent.parent
 WORK = Path(os.environ["WORK"])

@@ -10,7 +10,7 @@ LLAVA_PYTHON=$(command -v "$PYTHON_BIN")
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
 export LLAVA_PYTHON WORK DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export PYTHONPATH="$ROOT:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$ROOT:$ROOT/tests:$ROOT/tests/support${PYTHONPATH:+:$PYTHONPATH}"
 mkdir "$WORK/small"
 # The full disk is a small one of its own where the machine lets us mount it, inside a namespace that ends with us.
 if unshare --mount --map-root-user mount -t tmpfs tmpfs "$WORK/small" 2>/dev/null; then

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conftest import write_tiny
 from safetensors.torch import load_file
+from tiny_models import write_tiny
 
 from chaos.faults import COMMON, ROOT, WORK, Run, same_weights, settings, steps_finished
 

@@ -34,5 +34,5 @@ hostname node0
 printf '127.0.0.1 localhost\n10.77.0.1 node0\n10.77.0.2 node1\n' >"$WORK/hosts"
 mount --bind "$WORK/hosts" /etc/hosts
 export LLAVA_PYTHON WORK OTHER_HOST DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export PYTHONPATH="$ROOT:$ROOT/tests${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$ROOT:$ROOT/tests:$ROOT/tests/support${PYTHONPATH:+:$PYTHONPATH}"
 "$LLAVA_PYTHON" -m chaos.two_nodes "$MODEL"

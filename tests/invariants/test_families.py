@@ -1,0 +1,320 @@
+"""Every decoder family, tiny and random: the same properties for each row of the table."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from activations import kept_by_one_layer
+from batches import BACKENDS, IMG, batch, loss_and_gradients, one_by_one, pictures
+from decoder_families import CASES, NAMES, write_families
+from tiny_models import SIZES, make
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from training import LORA, fit, flags, load, logits, training_arguments
+from transformers import AutoModelForCausalLM
+
+from llava.model.attention import SEGMENTS, VARLEN, has_varlen, segments_attention, varlen_attention
+from llava.model.builder import read_config
+from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_CLASSES, family_of
+from llava.train.compilation import compile_layers
+from llava.train.flops import batch_work, flop_costs, required_flops
+from llava.train.memory import estimate_memory
+
+SAMPLES = [[5, 6, IMG, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [IMG, 17, IMG, 18, 19, 20]]  # each with several targets
+
+
+@pytest.fixture(scope="module")
+def families(tiny):
+    """`tiny` with a language model in `families/<name>` for each family."""
+    return write_families(tiny)
+
+
+@pytest.fixture(scope="module")
+def models(families):
+    """An untrained LLaVA of each family, in eval mode; tests leave it as they found it."""
+    return {name: make(families, f"families/{name}", tower="clip") for name in NAMES}
+
+
+def plain(families, name):
+    return AutoModelForCausalLM.from_pretrained(families / "families" / name).eval()
+
+
+def spliced(model, *samples):
+    """`inputs_embeds` and mask of samples, padded on the left."""
+    inputs = batch(list(samples))
+    _, _, mask, _, embeds, _ = model.prepare_inputs_labels_for_multimodal(
+        inputs["input_ids"], None, inputs["attention_mask"], None, None, inputs["images"], padding_side="left"
+    )
+    return inputs, embeds, mask
+
+
+def test_every_row_has_a_case_and_names_of_its_own():
+    assert list(CASES) == NAMES
+    assert len({family.config.model_type for family in FAMILIES} | set(LLAVA_CLASSES)) == 2 * len(FAMILIES)
+    for family in FAMILIES:
+        classes = LLAVA_CLASSES[family.model_type]
+        assert MODEL_CLASSES[family.config.model_type] is MODEL_CLASSES[family.model_type] is classes.causal_lm
+        assert classes.causal_lm.__name__ == f"Llava{family.name}ForCausalLM"
+        assert family_of(classes.config) is family
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(models, name):
+    model = copy.deepcopy(models[name]).train().requires_grad_(True)
+    inputs = batch(SAMPLES)
+    expected_loss, expected = one_by_one(model, inputs)
+    assert {n for n, p in model.get_model().layers.named_parameters()} <= {
+        n.removeprefix("model.layers.") for n in expected
+    }
+    for padding_free, backend in [(False, "sdpa"), *((True, backend) for backend in BACKENDS)]:
+        loss, gradients = loss_and_gradients(model, padding_free, backend, **inputs)
+        assert loss == pytest.approx(expected_loss, abs=1e-5)
+        assert gradients.keys() == expected.keys()
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[parameter], rtol=0, atol=1e-5, msg=f"{backend} {parameter}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_loss_and_generation_are_the_plain_decoders_on_the_same_embeddings(families, models, name):
+    model, decoder = copy.deepcopy(models[name]), plain(families, name)
+    inputs, embeds, mask = spliced(model, [5, IMG, 6, 7], [8, 9, 10, 11, 12, 13, IMG, 14])
+    ours = model(inputs_embeds=embeds, attention_mask=mask).logits
+    theirs = decoder(inputs_embeds=embeds, attention_mask=mask).logits
+    assert torch.equal(ours, theirs)
+
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model.config.tokenizer_padding_side = "left"
+    new = model.generate(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], images=inputs["images"], **options
+    )
+    assert torch.equal(new, decoder.generate(inputs_embeds=embeds, attention_mask=mask, **options))
+
+    labels = torch.tensor([[-100, -100, 20, 30, 40]])
+    logits = decoder(inputs_embeds=embeds[1:, -5:]).logits
+    expected = F.cross_entropy(logits[0, :-1], labels[0, 1:])
+    for head in ("plain", "chunked"):
+        model.lm_head.loss_head = head
+        torch.testing.assert_close(model(inputs_embeds=embeds[1:, -5:], labels=labels).loss, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_save_and_load_keep_every_bit(models, tmp_path, name):
+    model = copy.deepcopy(models[name])
+    with torch.no_grad():
+        for parameter in model.get_model().mm_projector.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    ours, theirs = (dict(m.named_parameters()) | dict(m.named_buffers()) for m in (model, again))
+    assert ours.keys() == theirs.keys() and model.state_dict().keys() == again.state_dict().keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    ids = torch.tensor([[5, IMG, 6, 7, 8]])
+    assert torch.equal(again(ids, images=pictures(1)).logits, model(ids, images=pictures(1)).logits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_visual_tokens_enter_the_layers_with_the_texts_mean_norm(models, name):
+    """What `embed_tokens` returns is measured; what the decoder does to it then it does to visual tokens too."""
+    model = models[name]
+    entered = []
+    hook = (
+        model.get_model()
+        .layers[0]
+        .register_forward_pre_hook(
+            lambda module, args, kwargs: entered.append((args[0] if args else kwargs["hidden_states"])[0]),
+            with_kwargs=True,
+        )
+    )
+    vocabulary = torch.arange(SIZES["vocab_size"])
+    with torch.no_grad():
+        model(vocabulary[None])
+        model(torch.tensor([[5, IMG]]), images=pictures(1))
+    hook.remove()
+    text, (_, *visual) = entered[0].norm(dim=-1), entered[1].norm(dim=-1)
+    assert text[text > 0].mean().item() == pytest.approx(torch.stack(visual).mean().item(), rel=1e-3)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 5e5, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+ROPES = {
+    "Gemma3": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    },
+    "Phi3": LONG | {"original_max_position_embeddings": 32, "partial_rotary_factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_embeddings_of_every_kind_survive_plain_and_llava_configs(tmp_path, name):
+    family = next(family for family in FAMILIES if family.name == name)
+    options = {key: value for key, value in CASES[name].items() if key != "partial_rotary_factor"}
+    family.config(**SIZES, **options | {"pad_token_id": 0}, rope_parameters=ROPES[name]).save_pretrained(tmp_path)
+    for _ in range(2):
+        config = read_config(str(tmp_path))
+        assert type(config) is LLAVA_CLASSES[family.model_type].config
+        for kind, expected in ROPES[name].items():
+            found = config.rope_parameters[kind]
+            assert expected.items() <= found.items() if isinstance(expected, dict) else expected == found
+        config.save_pretrained(tmp_path)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def windowed(query, key, value, lengths, window):
+    """Attention with an explicit mask over all pairs of tokens."""
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(len(sample))
+    seen = (sample[:, None] == sample) & (position <= position[:, None]) & (position[:, None] - position < window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("window", [1, 4, 100])
+def test_a_sliding_window_reaches_inside_samples_only(monkeypatch, window):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8)
+    lengths = [3, 9]
+    expected = windowed(query, key, value, lengths, window)
+    ours, _ = segments_attention(None, query, key, value, None, segment_lengths=lengths, sliding_window=window)
+    torch.testing.assert_close(ours, expected)
+
+    def varlen_attn(query, key, value, boundaries, *args, window_size, **kwargs):
+        before, after = window_size
+        assert after == 0
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return windowed(q, k, v, boundaries.diff().tolist(), before + 1)[0]
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    boundaries = torch.tensor([0, 3, 12], dtype=torch.int32)
+    options = {"cu_seq_lens_q": boundaries, "max_length_q": 9, "sliding_window": window}
+    torch.testing.assert_close(varlen_attention(None, query, key, value, None, **options)[0], expected)
+
+
+def test_the_varlen_kernel_gets_one_half_precision_and_arguments_that_it_has(monkeypatch):
+    """Under autocast rotary positions are fp32, and so are queries and keys; the values are not."""
+    given = {}
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        given.update(locals())
+        return query
+
+    assert has_varlen()
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    assert has_varlen()
+    query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8).bfloat16()
+    boundaries = torch.tensor([0, 3, 12], dtype=torch.int32)
+    output, _ = varlen_attention(None, query, key, value, None, 0.5, cu_seq_lens_q=boundaries, max_length_q=9)
+    assert {given[name].dtype for name in ("query", "key", "value")} == {torch.bfloat16} and output.shape == (
+        1,
+        12,
+        4,
+        8,
+    )
+    assert given["cu_seq_q"].dtype == torch.int32 and given["enable_gqa"] and given["scale"] == 0.5
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value, is_causal=False: query)
+    assert not has_varlen()
+
+
+@pytest.mark.parametrize("backend", [SEGMENTS, VARLEN])
+def test_what_a_packed_backend_does_not_know_is_refused_by_name(backend):
+    x = torch.randn(1, 2, 4, 8)
+    function = {SEGMENTS: segments_attention, VARLEN: varlen_attention}[backend]
+    packed = {"segment_lengths": [4]} if backend == SEGMENTS else {"cu_seq_lens_q": torch.tensor([0, 4])}
+    with pytest.raises(ValueError, match=rf"--attn_implementation {backend}: .* asks for softcap, s_aux, which"):
+        function(None, x, x, x, None, softcap=30.0, s_aux=torch.zeros(2), use_cache=False, **packed)
+    module = torch.nn.Module()
+    module.is_causal = False
+    with pytest.raises(ValueError, match="Module asks for is_causal=False"):
+        function(module, x, x, x, None, **packed)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"final_logit_softcapping": 30.0}, {"attn_logit_softcapping": 50.0}, {"use_bidirectional_attention": True}],
+)
+def test_a_config_that_asks_for_what_is_not_computed_is_refused_by_name(field):
+    config = LLAVA_CLASSES["llava_gemma3"].config(**SIZES, **CASES["Gemma3"] | field)
+    (name,) = field
+    with pytest.raises(ValueError, match=rf"config.{name}=.*llava_gemma3"):
+        LLAVA_CLASSES["llava_gemma3"].causal_lm(config)
+
+
+# --- accounting -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counted_operations_equal_pytorchs_counter(models, name):
+    """Eager attention computes all pairs, so these are counted here as well, with and without a window."""
+    model = copy.deepcopy(models[name]).train().requires_grad_(True)
+    model.padding_free = True
+    model.config._attn_implementation = "eager"
+    model.get_vision_tower().vision_model.set_attn_implementation("eager")
+    inputs = batch([[5, IMG, *range(6, 40), IMG, 41]])
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs).loss.backward()
+    work = batch_work(inputs, model.get_vision_tower().num_tokens)
+    work = dataclasses.replace(work, pairs=work.tokens**2, window_pairs=work.tokens**2)
+    assert counter.get_total_flops() == required_flops(flop_costs(model), work)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_with_a_window_are_counted_as_their_attention_has_it(models, monkeypatch, name):
+    model = copy.deepcopy(models[name]).train().requires_grad_(True)
+    model.padding_free, model.config._attn_implementation = True, SEGMENTS
+    windows = []
+    monkeypatch.setattr("llava.model.attention._window_mask", lambda length, window, device: windows.append(window))
+    model(**batch(SAMPLES[:1]))
+    windowed = [window for window in windows if window is not None]
+    costs = flop_costs(model)
+    assert costs.per_window_pair * (len(windows) - len(windowed)) == costs.per_pair * len(windowed)
+    assert costs.sliding_window == (windowed[0] if windowed else None)
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_pairs_in_a_window_are_counted_one_by_one(window):
+    lengths = [7, 2]
+    expected = sum(q - k < window for length in lengths for q in range(length) for k in range(q + 1))
+    assert batch_work(batch([[5, IMG, 6, 7], [8, 9]]), 4, sliding_window=window).window_pairs == expected
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layers_activations_are_about_what_autograd_keeps(models, tmp_path, name, trained):
+    model, tokens = copy.deepcopy(models[name]).train().requires_grad_(trained), 64
+    model.config._attn_implementation = SEGMENTS
+    estimate = estimate_memory(model, training_arguments(tmp_path), tokens)
+    assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, False), rel=0.1)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Gemma3", "SmolLM3"])  # whose layers are of two kinds
+def test_compiled_layers_equal_eager_ones(models, name):
+    model = copy.deepcopy(models[name]).train().requires_grad_(True)
+    model.get_vision_tower().num_layers_used = 0  # compiling its layers as well would take as long again
+    rows = [batch(SAMPLES), batch(SAMPLES[:1])]
+    expected = [loss_and_gradients(model, True, "sdpa", **row) for row in rows]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_layers(model, backend="eager")
+    for row, (loss, gradients) in zip(rows, expected, strict=True):
+        compiled_loss, compiled = loss_and_gradients(model, True, "sdpa", **row)
+        assert compiled_loss == pytest.approx(loss, abs=1e-5)
+        for parameter in gradients:
+            torch.testing.assert_close(compiled[parameter], gradients[parameter], rtol=0, atol=1e-5, msg=parameter)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # one or several samples, for both kinds
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lora_trains_and_merges_into_the_model_that_was_trained(families, tmp_path, name):
+    trained = fit(flags(families, tmp_path, 2, model=f"families/{name}", **LORA, max_steps=2, learning_rate=1e-2))
+    adapters = {n: p for n, p in trained.named_parameters() if "lora_B" in n}
+    projections = [n for n, m in plain(families, name).model.layers.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert len(adapters) == len(projections) and all(p.any() for p in adapters.values())
+    merged = load(tmp_path, None)
+    assert not any("lora" in n for n, _ in merged.named_parameters())
+    torch.testing.assert_close(logits(merged), logits(trained), rtol=0, atol=1e-4)

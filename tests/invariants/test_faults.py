@@ -1,0 +1,675 @@
+"""What happens to a run when something breaks, in one process; tests/chaos/run.sh breaks real processes."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from paths import ROOT
+from safetensors.torch import load_file
+from training import flags
+from transformers import TrainerCallback
+
+from llava.data.parallel import in_processes
+from llava.data.records import load_records
+from llava.train import failures, preflight, run_folder, stop_signal, trial
+from llava.train import train as train_module
+from llava.train.arguments import TrainingArguments
+from llava.train.checkpoint import MANIFEST, STAGING, SaveError, checkpoint_faults, find_checkpoint
+from llava.train.failures import PHASES, Watchdog
+from llava.train.llava_trainer import LLaVATrainer
+from llava.train.nonfinite import NonFiniteError, poisoned
+from llava.train.resume import ALLOWED, ResumeError, moved_step
+from llava.train.stop_signal import REQUEUE_EXIT_CODE
+from llava.train.telemetry import LOG_FILE
+
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def log_lines(folder: Path) -> list[dict]:
+    return [line for line in map(json.loads, (folder / LOG_FILE).read_text().splitlines()) if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """An uninterrupted stage-2 run of four steps with checkpoints 2 and 4."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train_module.train(flags(tiny, folder, 2, **SAVING))
+    return folder
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """The same run as it stood after its last checkpoint."""
+    folder = tmp_path / "copy"
+    for step in (2, 4):
+        shutil.copytree(whole / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    shutil.copy(whole / LOG_FILE, folder)
+    return folder
+
+
+def at_step(monkeypatch, step: int, do) -> None:
+    """Calls `do(trainer, batches)` when the batches of optimizer step `step` (from 1) have been read."""
+    original = LLaVATrainer.get_batch_samples
+
+    def struck(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        if self.state.global_step + 1 == step:
+            do(self, result[0])
+        return result
+
+    monkeypatch.setattr(LLaVATrainer, "get_batch_samples", struck)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_manifest_has_every_file_of_a_checkpoint_and_nothing_stays_behind(whole):
+    folder = whole / "checkpoint-4"
+    listed = json.loads((folder / MANIFEST).read_text())["files"]
+    assert listed.keys() == {f.name for f in folder.iterdir()} - {MANIFEST}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= listed.keys()
+    assert not checkpoint_faults(folder) and not (whole / STAGING).exists()
+    shares = [checkpoint_faults(folder, rank, 3) for rank in range(3)]
+    assert shares == [[], [], []]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest"])
+def test_damaged_checkpoint_is_skipped_with_a_warning_and_never_loaded(copy, caplog, damage):
+    file = copy / "checkpoint-4/optimizer.pt"
+    content = bytearray(file.read_bytes())
+    if damage == "truncated":
+        file.write_bytes(content[:-1])
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif damage == "missing":
+        file.unlink()
+    else:
+        (copy / "checkpoint-4" / MANIFEST).unlink()
+    assert find_checkpoint(str(copy), None) == str(copy / "checkpoint-2")
+    warning = next(r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert "checkpoint-4" in warning and ("manifest" if damage == "no manifest" else "optimizer.pt") in warning
+    with pytest.raises(FileNotFoundError, match="--resume_from_checkpoint .*checkpoint-4: no complete checkpoint"):
+        find_checkpoint(str(copy), str(copy / "checkpoint-4"))
+
+
+def test_disk_full_in_a_save_keeps_the_previous_checkpoint_and_the_same_command_goes_on(
+    tiny, tmp_path, whole, monkeypatch
+):
+    def full_disk(self, output_dir):
+        if self.state.global_step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(self, output_dir)
+
+    original = LLaVATrainer._save_rng_state
+    monkeypatch.setattr(LLaVATrainer, "_save_rng_state", full_disk)
+    argv = flags(tiny, tmp_path / "run", 2, save_total_limit=1, **SAVING)
+    with pytest.raises(SaveError, match="checkpoint-4 could not be written: .*No space.*checkpoint-2 is complete"):
+        train_module.train(argv)
+    assert not (tmp_path / "run/checkpoint-4").exists()
+    monkeypatch.undo()
+    train_module.train(argv)
+    ours, theirs = weights(tmp_path / "run"), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert sorted(f.name for f in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-4"]
+
+
+def test_too_small_a_disk_is_refused_before_the_first_step(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "free_gib", lambda folder: 1e-6)
+    with pytest.raises(SaveError, match="--output_dir .*per checkpoint.*--save_total_limit"):
+        train_module.train(flags(tiny, tmp_path / "run", 2, **SAVING))
+    assert not (tmp_path / "run/checkpoint-2").exists()
+
+
+def test_estimated_size_of_a_checkpoint_is_near_the_real_one(tiny, whole):
+    parsed = train_module.parse_arguments(flags(tiny, whole, 2, **SAVING))
+    records = load_records(parsed[1].data_path)
+    trainer = train_module.build_trainer(train_module.build_model(*parsed), records, *parsed)
+    tensors = ("model.safetensors", "optimizer.pt")
+    real = sum((whole / "checkpoint-4" / name).stat().st_size for name in tensors)
+    assert trial.checkpoint_bytes(trainer) == pytest.approx(real, rel=0.25)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_what_would_fail_after_the_last_step_fails_before_the_first(tiny, tmp_path, monkeypatch, full):
+    if not full:
+        monkeypatch.setattr(trial, "FULL_TRIAL", 0)
+    argv = flags(tiny, tmp_path / "run", 1, max_steps=1)
+    train_module.train(argv)  # the trial itself passes
+    assert not (tmp_path / "run" / STAGING).exists()
+    original = LLaVATrainer._save
+
+    def lossy(self, output_dir=None, state_dict=None):
+        state_dict = dict(state_dict or self.model.state_dict())
+        del state_dict["model.mm_projector.3.weight"]
+        original(self, output_dir, state_dict)
+
+    monkeypatch.setattr(LLaVATrainer, "_save", lossy)
+    with pytest.raises(SaveError, match="trial before the first step: .*mm_projector.3.weight"):
+        train_module.train([*argv, "--overwrite_output_dir", "True"])
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sides"),
+    [
+        ({"learning_rate": 0.5}, "learning_rate: checkpoint 0.001, now 0.5"),
+        (
+            {"version": "qwen_1_5"},
+            "template: checkpoint '.*', now '.*'\n  version: checkpoint 'chatml', now 'qwen_1_5'",
+        ),
+        ({"data_path": "DATA/pretrain.json"}, "data: checkpoint '24 records, SHA-256 .*, now '24 records, SHA-256"),
+        ({"norm": "layernorm"}, "mm_projector_norm: checkpoint 'gwc_layernorm', now 'layernorm'"),
+    ],
+)
+def test_other_settings_are_refused_with_both_sides(tiny, copy, change, sides):
+    change = {k: str(v).replace("DATA", str(tiny / "data")) for k, v in change.items()}
+    with pytest.raises(ResumeError, match=f"(?s)checkpoint-4 was written by a run with other settings.*{sides}"):
+        train_module.train(flags(tiny, copy, 2, **SAVING, **change))
+    with pytest.raises(ResumeError, match="--resume_allow_changes: .* cannot change within a run"):
+        train_module.train(flags(tiny, copy, 2, **SAVING, **change, resume_allow_changes="learning_rate,version,data"))
+
+
+def test_sound_changes_are_accepted_by_name_only_and_moved_data_needs_none(tiny, copy, tmp_path, caplog):
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(tiny / "data", moved)
+    options = SAVING | {"max_steps": 5, "data_path": moved / "finetune.json", "image_folder": moved / "images"}
+    with pytest.raises(ResumeError, match="accept with --resume_allow_changes max_steps"):
+        train_module.train(flags(tiny, copy, 2, **options))
+    train_module.train(flags(tiny, copy, 2, **options, resume_allow_changes="max_steps"))
+    assert [line["step"] for line in log_lines(copy)] == [1, 2, 3, 4, 5]
+    assert "accepted change: max_steps: checkpoint 4, now 5" in caplog.text
+
+
+@pytest.mark.parametrize(("before", "now"), [(8, 4), (4, 8), (6, 4), (5, 5)])
+def test_position_in_the_data_is_that_of_the_samples(before, now):
+    samples = 24
+    saved = {"step_size": before, "num_samples": samples}
+    for step in range(12):
+        epoch, inside = divmod(step, -(-samples // before))
+        seen = epoch * samples + min(samples, inside * before)
+        moved = moved_step(step, saved, now)
+        epoch, inside = divmod(moved, -(-samples // now))
+        seen_now = epoch * samples + min(samples, inside * now)
+        assert seen - now < seen_now <= seen
+
+
+def test_smaller_batches_after_a_restart_see_every_sample_once(tiny, tmp_path, monkeypatch):
+    seen: list[list[int]] = []
+    original = LLaVATrainer.get_batch_samples
+
+    def recorded(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        seen.append([i for samples, _ in self.guard.micro_batches for i in samples])
+        return result
+
+    monkeypatch.setattr(LLaVATrainer, "get_batch_samples", recorded)
+    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1, "lr_scheduler_type": "constant"}
+    at_step(monkeypatch, 5, lambda *_: (_ for _ in ()).throw(KeyError("stop")))
+    with pytest.raises(KeyError):
+        train_module.train(flags(tiny, tmp_path, 2, **options, max_steps=-1))
+    monkeypatch.undo()
+    first, seen[:] = [i for step in seen[:4] for i in step], []
+    monkeypatch.setattr(LLaVATrainer, "get_batch_samples", recorded)
+    options |= {"max_steps": -1, "per_device_train_batch_size": 2}
+    accepted = "per_device_train_batch_size,max_steps"
+    train_module.train(flags(tiny, tmp_path, 2, **options, resume_allow_changes=accepted))
+    second = [i for step in seen for i in step]
+    assert sorted(first + second) == list(range(24)) and len(seen) == 4
+    assert log_lines(tmp_path)[-1]["step"] == 12
+
+
+# --- folders that hold a run already ----------------------------------------------------------------------------------
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Time of change and content of every file, but for the errors that were reported."""
+    files = [f for f in folder.rglob("*") if f.is_file() and failures.FOLDER not in f.parts]
+    return {str(f): (f.stat().st_mtime_ns, f.read_bytes()) for f in files}
+
+
+FINISHED = {
+    "steps": (2, SAVING),
+    "no checkpoints": (2, {"max_steps": 2}),
+    "epochs": (2, {"max_steps": -1, "num_train_epochs": 1, "save_strategy": "epoch"}),
+    "stage 1": (1, SAVING),
+    "LoRA": (2, SAVING | {"lora_enable": True, "mm_tunable_parts": "mm_mlp_adapter,mm_language_model"}),
+    "records left out": (2, {"max_steps": 2, "on_bad_record": "skip"}),
+}
+
+
+@pytest.mark.parametrize("kind", FINISHED)
+def test_finished_run_is_recognised_and_nothing_is_written(tiny, tmp_path, caplog, kind):
+    stage, options = FINISHED[kind]
+    if kind == "records left out":
+        records = json.loads((tiny / "data/finetune.json").read_text())
+        (tmp_path / "some.json").write_text(json.dumps([*records, {"id": "x", "conversations": []}]))
+        options = options | {"data_path": tmp_path / "some.json"}
+    argv = flags(tiny, tmp_path / "run", stage, **options)
+    train_module.train(argv)
+    before = snapshot(tmp_path / "run")
+    for again in (argv, [*argv, "--resume_from_checkpoint", "True"]):
+        caplog.clear()
+        caplog.set_level("INFO")
+        train_module.train(again)
+        assert snapshot(tmp_path / "run") == before
+        steps = log_lines(tmp_path / "run")[-1]["step"]
+        (said,) = [r.getMessage() for r in caplog.records if "this run is finished" in r.getMessage()]
+        assert f"{tmp_path / 'run'}: this run is finished, after {steps} steps; nothing is written" in said
+
+
+@pytest.fixture
+def no_steps(monkeypatch):
+    """No training step can be computed."""
+    monkeypatch.setattr(LLaVATrainer, "training_step", lambda *_, **__: pytest.fail("a step was trained"))
+
+
+@pytest.mark.parametrize("killed", ["before the final save", "in the final save", "model was removed"])
+def test_kill_behind_the_last_checkpoint_costs_the_final_save_alone(tiny, copy, whole, no_steps, killed):
+    if killed != "before the final save":
+        for name in ("config.json", "resume.json"):
+            shutil.copy(whole / name, copy)
+        (copy / STAGING / "final").mkdir(parents=True)
+    if killed == "model was removed":
+        shutil.copy(whole / MANIFEST, copy)
+    log = (copy / LOG_FILE).read_text()
+    train_module.train(flags(tiny, copy, 2, **SAVING))
+    ours, theirs = weights(copy), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert (copy / LOG_FILE).read_text() == log
+    assert sorted(f.name for f in copy.iterdir()) == sorted(f.name for f in whole.iterdir())
+    assert json.loads((copy / MANIFEST).read_text())["step"] == 4
+
+
+@pytest.mark.parametrize("kind", ["stage 1", "LoRA"])
+def test_the_repeated_final_save_has_the_same_tensors_in_other_kinds_of_runs(tiny, tmp_path, monkeypatch, kind):
+    stage, options = FINISHED[kind]
+    argv = flags(tiny, tmp_path / "run", stage, **options)
+    train_module.train(argv)
+    files = {f.name: saved_tensors(f) for pattern in run_folder.MODEL for f in (tmp_path / "run").glob(pattern)}
+    for name in [*files, MANIFEST]:
+        (tmp_path / "run" / name).unlink()
+    monkeypatch.setattr(LLaVATrainer, "training_step", lambda *_, **__: pytest.fail("a step was trained"))
+    train_module.train(argv)
+    for name, tensors in files.items():
+        again = saved_tensors(tmp_path / "run" / name)
+        assert again.keys() == tensors.keys() and all(torch.equal(again[k], tensors[k]) for k in tensors)
+
+
+def saved_tensors(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix == ".json" or file.name == "training_args.bin":
+        return {}
+    return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+
+
+def test_more_steps_extend_a_finished_run_when_they_are_accepted(tiny, tmp_path, whole, caplog):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    argv = flags(tiny, folder, 2, **SAVING | {"max_steps": 5})
+    before = snapshot(folder)
+    with pytest.raises(ResumeError, match="(?s)max_steps: there 4, now 5.*accept with --resume_allow_changes max_st"):
+        train_module.train(argv)
+    assert snapshot(folder) == before
+    accepted = [*argv, "--resume_allow_changes", "max_steps"]
+    train_module.train(accepted)
+    assert [line["step"] for line in log_lines(folder)] == [1, 2, 3, 4, 5]
+    assert caplog.text.count("accepted change") == 1
+    before = snapshot(folder)
+    train_module.train(accepted)
+    assert snapshot(folder) == before
+
+
+def test_finished_run_without_a_checkpoint_cannot_be_extended(tiny, tmp_path):
+    train_module.train(flags(tiny, tmp_path, 2, max_steps=1))
+    with pytest.raises(ResumeError, match="a run of 1 steps without a checkpoint to continue from"):
+        train_module.train(flags(tiny, tmp_path, 2, max_steps=2, resume_allow_changes="max_steps"))
+
+
+@pytest.mark.parametrize("state", ["finished", "killed before a checkpoint", "not recorded"])
+def test_other_settings_replace_nothing_unless_told_to(tiny, tmp_path, monkeypatch, state):
+    argv = flags(tiny, tmp_path, 2, max_steps=3)
+    if state == "killed before a checkpoint":
+        at_step(monkeypatch, 3, lambda *_: (_ for _ in ()).throw(KeyError("killed")))
+        with pytest.raises(KeyError):
+            train_module.train(argv)
+        monkeypatch.undo()
+    else:
+        train_module.train(argv)
+    if state == "not recorded":
+        (tmp_path / "resume.json").unlink()
+    (tmp_path / "notes.txt").write_text("mine")
+    held = snapshot(tmp_path)
+    other = flags(tiny, tmp_path, 2, max_steps=2, learning_rate=0.5)
+    said = "learning_rate: there 0.001, now 0.5\n  max_steps"
+    said = "a log of .*no resume.json" if state == "not recorded" else said
+    for argv, words in ((other, said), ([*other, "--resume_from_checkpoint", "False"], "starts anew")):
+        with pytest.raises(ResumeError, match=f"(?s){words}.*--overwrite_output_dir True"):
+            train_module.train(argv)
+        assert snapshot(tmp_path) == held
+    train_module.train([*other, "--overwrite_output_dir", "True"])
+    assert [line["step"] for line in log_lines(tmp_path)] == [1, 2] and (tmp_path / "notes.txt").exists()
+    assert not (tmp_path / failures.FOLDER).exists()
+
+
+def test_overwriting_removes_what_the_earlier_run_wrote(tiny, tmp_path, whole):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
+    train_module.train(flags(tiny, folder, 1, max_steps=1, overwrite_output_dir=True))
+    fresh = tmp_path / "fresh"
+    train_module.train(flags(tiny, fresh, 1, max_steps=1))
+    assert sorted(f.name for f in folder.iterdir()) == sorted(f.name for f in fresh.iterdir())
+    assert torch.equal(*(weights(f)["model.mm_projector.0.weight"] for f in (folder, fresh)))
+
+
+def test_an_unfinished_run_goes_on_although_overwriting_is_allowed(tiny, copy, whole, no_steps, caplog):
+    caplog.set_level("INFO")
+    argv = flags(tiny, copy, 2, **SAVING, overwrite_output_dir=True)
+    train_module.train(argv)
+    assert "resuming from" in caplog.text
+    with pytest.raises(pytest.fail.Exception, match="a step was trained"):
+        train_module.train(argv)  # finished now, so that it starts anew
+    with pytest.raises(ResumeError, match="--overwrite_output_dir True starts anew and .* continues; pass one"):
+        train_module.train([*argv, "--resume_from_checkpoint", "True"])
+
+
+def test_overwriting_never_removes_what_the_run_starts_from(tiny, whole):
+    for flag in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
+        with pytest.raises(ValueError, match=f"would remove --{flag} .*, which lies in --output_dir"):
+            train_module.train(flags(tiny, whole, 2, overwrite_output_dir=True, **{flag: whole}))
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", stop_signal.SIGNALS)
+def test_signal_saves_after_the_step_and_the_same_command_ends_with_the_same_weights(
+    tiny, tmp_path, whole, monkeypatch, number
+):
+    before = signal.getsignal(number)
+    at_step(monkeypatch, 3, lambda *_: [os.kill(os.getpid(), number) for _ in range(2)])  # as terminal and launcher do
+    argv = flags(tiny, tmp_path, 2, **SAVING)
+    with pytest.raises(SystemExit) as stopped:
+        train_module.train(argv)
+    assert stopped.value.code == REQUEUE_EXIT_CODE and signal.getsignal(number) == before
+    assert not checkpoint_faults(tmp_path / "checkpoint-3") and not (tmp_path / "model.safetensors").exists()
+    monkeypatch.undo()
+    train_module.train(argv)
+    ours, theirs = weights(tmp_path), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("number", stop_signal.SIGNALS)
+def test_signal_before_training_ends_at_once_and_saves_nothing(tiny, tmp_path, monkeypatch, number, caplog):
+    monkeypatch.setattr(train_module, "build_model", lambda *_: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as stopped:
+        train_module.train(flags(tiny, tmp_path / "run", 2, **SAVING))
+    assert stopped.value.code == REQUEUE_EXIT_CODE and not (tmp_path / "run").exists()
+    assert f"{signal.Signals(number).name} before the first step: nothing is saved" in caplog.text
+
+
+def test_second_ctrl_c_ends_at_once_and_workers_leave_it_to_their_rank(monkeypatch, capfd):
+    ended: list[int] = []
+    stop = stop_signal.StopSignal()
+    stop.training = True
+    monkeypatch.setattr(stop, "_end", ended.append)
+    stop._receive(signal.SIGINT, None)
+    stop._receive(signal.SIGINT, None)
+    assert not ended and capfd.readouterr().err.count("Ctrl-C again ends at once") == 1
+    stop._since -= 2
+    stop._receive(signal.SIGTERM, None)
+    assert not ended
+    stop._receive(signal.SIGINT, None)
+    assert ended == [signal.SIGINT]
+    stop.process = -1  # as in a forked worker
+    for number in stop_signal.SIGNALS:
+        stop._receive(number, None)
+    assert ended == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_ctrl_c_is_not_taken_over_where_the_shell_ignores_it():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        stop = stop_signal.StopSignal().install()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN != signal.getsignal(signal.SIGUSR1)
+        stop.remove()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_the_demo_keeps_its_newest_checkpoint(stage):
+    env = os.environ | {"PRESET": "demo", "DRY_RUN": "1", "NUM_GPUS": "0"}
+    command = ["bash", str(ROOT / f"scripts/{stage}.sh")]
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()
+    values = {flag: shown[shown.index(flag) + 1] for flag in ("--save_strategy", "--save_steps", "--save_total_limit")}
+    assert values == {"--save_strategy": "steps", "--save_steps": "40", "--save_total_limit": "1"}
+    assert int(shown[shown.index("--max_steps") + 1]) == 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c_in_a_terminal_saves_or_ends_and_shows_no_traceback(tiny, tmp_path, twice):
+    argv = flags(tiny, tmp_path / "run", 2, max_steps=100_000, dataloader_num_workers=2)
+    chaos = {"what": "hang" if twice else "none", "step": 2, "ranks": [0], "struck": str(tmp_path / "struck")}
+    paths = f"{ROOT}:{ROOT / 'tests/chaos/inject'}"
+    env = os.environ | {"PYTHONPATH": paths, "CHAOS": json.dumps(chaos), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "llava/train/train_mem.py"), *argv]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
+        limit = time.monotonic() + 120
+        while not (tmp_path / "struck").exists() and process.poll() is None and time.monotonic() < limit:
+            time.sleep(0.2)
+        for pause in (1.5, 0) if twice else (0,):
+            os.killpg(process.pid, signal.SIGINT)  # every process of the terminal's group
+            time.sleep(pause)
+        code = process.wait(timeout=60)
+    text = (tmp_path / "output").read_text()
+    assert code == (-signal.SIGINT if twice else REQUEUE_EXIT_CODE) and "Traceback" not in text, text[-3000:]
+    assert "Ctrl-C: saving after the current step" in text
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == (0 if twice else 1)
+
+
+# --- steps that are not finite ----------------------------------------------------------------------------------------
+
+
+class Trace(TrainerCallback):
+    """The trained weights' sum and the learning rate behind every step."""
+
+    def __init__(self):
+        self.sums, self.rates = [], []
+
+    def on_step_end(self, args, state, control, model=None, lr_scheduler=None, **kwargs):
+        self.sums.append(sum(float(p.detach().double().sum()) for p in model.parameters()))
+        self.rates.append(lr_scheduler.get_last_lr()[0])
+
+
+def test_step_that_is_not_finite_changes_nothing_and_names_its_records(tiny, tmp_path, monkeypatch, caplog):
+    trace = Trace()
+    at_step(monkeypatch, 2, lambda trainer, batches: batches[0]["images"].fill_(torch.nan))
+    original = LLaVATrainer.__init__
+    monkeypatch.setattr(LLaVATrainer, "__init__", lambda self, **kw: original(self, **kw, callbacks=[trace]))
+    train_module.train(flags(tiny, tmp_path, 2, max_steps=3, gradient_accumulation_steps=2))
+    assert trace.sums[1] == trace.sums[0] != trace.sums[2]
+    assert trace.rates[1] == trace.rates[0] != trace.rates[2]
+    message = next(r.getMessage() for r in caplog.records if "is not applied" in r.getMessage())
+    assert message.startswith("step 2 is not applied: gradient norm nan; loss nan on rank 0: record ")
+    assert message.count("(id 'q") == 4  # of the one micro-batch at fault
+    assert [line.get("nonfinite_steps") for line in log_lines(tmp_path)] == [None, 1, 1]
+
+
+def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
+    original = LLaVATrainer.get_batch_samples
+
+    def spoilt(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        if self.state.global_step >= 2:
+            result[0][0]["images"].fill_(torch.inf)
+        return result
+
+    monkeypatch.setattr(LLaVATrainer, "get_batch_samples", spoilt)
+    with pytest.raises(NonFiniteError, match=r"(?s)step 4 .*2 in a row \(--max_nonfinite_steps 2\)"):
+        train_module.train(flags(tiny, tmp_path, 2, **SAVING, max_nonfinite_steps=2))
+    assert [f.name for f in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "checkpoint-2").values())
+
+
+def test_infinite_loss_with_a_finite_gradient_poisons_it_and_a_finite_one_is_untouched():
+    for logits, finite in ([0.3, -0.7], True), ([0.0, -torch.inf], False):
+        gradients = []
+        for change in (lambda loss: loss, poisoned):
+            x = torch.tensor([logits], requires_grad=True)
+            change(torch.nn.functional.cross_entropy(x, torch.tensor([1]))).backward()
+            gradients.append(x.grad)
+        assert gradients[0].isfinite().all()
+        assert torch.equal(*gradients) if finite else gradients[1].isnan().any()
+
+
+# --- which rank failed first ------------------------------------------------------------------------------------------
+
+
+def test_reports_sort_by_progress_then_cause_then_time(tmp_path):
+    late, lost, cause = (Watchdog(str(tmp_path), rank) for rank in range(3))
+    late.enter("computing", 7)
+    lost.enter("reading data", 6)
+    cause.enter("reading data", 6)
+    late.report_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
+    lost.report_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
+    cause.report_exception(ValueError("record 7: image x.png cannot be decoded"))
+    reports = [f.read_text() for f in sorted((tmp_path / failures.FOLDER).iterdir())]
+    assert [text.split(" on ")[0] for text in reports] == ["rank 2", "rank 1", "rank 0"]
+    assert "reading data after 6 finished steps" in reports[0] and "record 7" in reports[0]
+    assert PHASES.index("saving") < PHASES.index("reading data") < PHASES.index("computing")
+
+
+def test_rank_without_progress_says_where_it_hangs_and_ends(tmp_path, monkeypatch, capfd):
+    ends: list[int] = []
+    monkeypatch.setattr(failures.os, "_exit", ends.append)
+    watch = Watchdog(str(tmp_path), 1, timeout=0.2)
+    watch.enter("computing", 3)
+    watch.start()
+    for _ in range(4):  # progress keeps it quiet
+        time.sleep(0.1)
+        watch.enter("computing", 3)
+        assert not ends
+    time.sleep(0.6)
+    watch.stop()
+    assert ends and ends[0] == failures.HANG_EXIT_CODE
+    assert "test_rank_without_progress" in capfd.readouterr().err
+    assert "no progress" in sorted((tmp_path / failures.FOLDER).iterdir())[0].read_text()
+
+
+# --- what the user can mend -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch, capsys):
+    """A function that runs the process's entry with flags; its status and its last line."""
+
+    def start(argv):
+        monkeypatch.setattr(sys, "argv", ["train_mem.py", *argv])
+        with pytest.raises(SystemExit) as ended:
+            train_module.main()
+        return ended.value.code, capsys.readouterr().err
+
+    return start
+
+
+def reports(folder: Path) -> dict[str, str]:
+    return {f.suffix: f.read_text() for f in (folder / failures.FOLDER).iterdir()}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path, monkeypatch, started, workers):
+    shutil.copytree(tiny / "data", tmp_path / "data")
+    build = train_module.build_model
+
+    def build_and_lose(*args):
+        shutil.rmtree(tmp_path / "data/images")
+        (tmp_path / "data/images").mkdir()
+        return build(*args)
+
+    monkeypatch.setattr(train_module, "build_model", build_and_lose)
+    data = {"data_path": tmp_path / "data/pretrain.json", "image_folder": tmp_path / "data/images"}
+    status, error = started(flags(tiny, tmp_path / "run", 1, dataloader_num_workers=workers, **data))
+    line = error.splitlines()[-1]
+    assert status == 2 and "Traceback" not in error and line.endswith(f"(traceback: {tmp_path / 'run/errors'})")
+    message = re.match(r"error: (record \d+ \(id 'c\d+'\): image .*\.png does not exist; .*record) \(", line)[1]
+    found = reports(tmp_path / "run")
+    assert found[".txt"].splitlines()[1] == f"error: {message}" and len(found[".txt"].splitlines()) == 3
+    assert "Traceback" in found[".traceback"] and found[".traceback"].startswith("rank 0 on ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ({"report_to": "wandb"}, "error: --report_to wandb: its package is not installed"),
+        ({"report_to": "wandbb"}, "error: --report_to wandbb: expected none, all, or some of .*wandb"),
+        ({"version": "nope"}, "error: --version 'nope': no such conversation template"),
+        ({"model_name_or_path": "/nowhere/model"}, "error: --model_name_or_path /nowhere/model: no tokenizer found"),
+        ({"vision_tower": "/nowhere"}, "error: --vision_tower /nowhere: "),
+        ({"data_path": "/nowhere.json"}, "error: --data_path /nowhere.json: no such file"),
+        ({"optim": "adamm"}, "error: --optim adamm: adamm is not a valid OptimizerNames"),
+        ({"lr_scheduler_type": "cosin"}, "error: --lr_scheduler_type cosin: cosin is not a valid SchedulerType"),
+        ({"warmup_ratio": 3}, "error: --warmup_ratio: expected a share"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_that_names_it(tiny, tmp_path, monkeypatch, started, overrides, line):
+    monkeypatch.setattr(preflight, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    status, error = started(flags(tiny, tmp_path / "run", 2, **overrides))
+    assert status == 2 and "Traceback" not in error and re.match(line, error.splitlines()[-1])
+
+
+def test_a_deepspeed_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="--deepspeed /nowhere.json: no such file"):
+        TrainingArguments(output_dir=str(tmp_path), deepspeed="/nowhere.json")
+
+
+def test_a_bug_shows_its_traceback(tiny, tmp_path, monkeypatch, started):
+    at_step(monkeypatch, 1, lambda *_: int("x"))
+    status, error = started(flags(tiny, tmp_path, 2))
+    assert status == 1 and "Traceback" in error and error.splitlines()[-1].startswith("ValueError: invalid literal")
+    assert "Traceback" in reports(tmp_path)[".txt"] and len(reports(tmp_path)) == 1
+
+
+def test_errors_are_reported_elsewhere_where_the_folder_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(failures.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    (tmp_path / "file").touch()
+    watch = Watchdog(str(tmp_path / "file"), 0)
+    watch.report_exception(KeyError("why"))
+    assert watch.folder == tmp_path and "KeyError" in next(tmp_path.glob("*.txt")).read_text()
+
+
+def load_nothing(state, path):
+    """For a process of a pool: what `load_picture` refuses."""
+    from llava.eval.ask import load_picture
+
+    load_picture(path)
+
+
+def test_only_what_was_foreseen_is_one_line():
+    def caught(do):
+        with pytest.raises(Exception) as raised:
+            do()
+        return failures.refusal(raised.value)
+
+    assert caught(lambda: list(in_processes(load_nothing, None, ["/x.png"]))) == "--image-file /x.png: no such file"
+    assert caught(lambda: Path("/x.json").read_text()) == "[Errno 2] No such file or directory: '/x.json'"
+    assert caught(lambda: json.loads("{")) is None and caught(lambda: {}["x"]) is None
+
+
+def test_every_change_that_can_be_accepted_says_why():
+    assert all(reason for reason in ALLOWED.values())

@@ -1,0 +1,181 @@
+"""Compiled layers and Liger's kernels compute what the plain layers compute."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from batches import IMG, batch, loss_and_gradients
+from decoder_families import NAMES, write_families
+from paths import ROOT
+from tiny_models import STAGE_1, STAGE_2, trained
+from training import flags
+
+from llava.model.attention import SEGMENTS, packed_attention
+from llava.model.language_model.families import FAMILIES
+from llava.train import liger
+from llava.train import train as train_module
+from llava.train.compilation import compile_layers
+
+CPU = torch.device("cpu")
+ROWS = {
+    "image and text": [[5, IMG, 6, 7], [8, 9, 10, 11]],
+    "one sample": [[5, IMG, 6, 7]],
+    "three samples, two images": [[1, 2, 3], [5, 6, 7, 8, 9], [IMG, 5, IMG, 6]],
+    "text alone": [[5, 6, 7]],
+    "long": [[7] * 40, [IMG, IMG, IMG, 5, 5, 5]],
+}
+
+
+def results(model, names=ROWS, backend: str = "sdpa") -> list:
+    return [loss_and_gradients(model, True, backend, **batch(ROWS[name])) for name in names]
+
+
+def assert_same(results, expected, atol=1e-5):
+    for (loss, gradients), (expected_loss, expected_gradients) in zip(results, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=atol)
+        assert gradients.keys() == expected_gradients.keys()
+        for name in gradients:
+            torch.testing.assert_close(gradients[name], expected_gradients[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.slow
+def test_compiled_layers_equal_eager_ones_with_few_compilations(tiny):
+    """Whatever the lengths, images and samples; and with either kind of recomputation."""
+    model = trained(tiny, STAGE_2)
+    expected = results(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_layers(model, backend="eager")
+    assert_same(results(model), expected)
+    stats = torch._dynamo.utils.counters["stats"]
+    assert stats["unique_graphs"] == 4  # decoder: one or several samples; tower: one or several images
+    for use_reentrant in (True, False):
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        assert_same(results(model), expected)
+    assert stats["unique_graphs"] == 8  # reentrant recomputation runs the layers without gradients first
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_inductor_equals_eager_within_bf16_tolerance(tiny):
+    model = trained(tiny, STAGE_1)
+    model.get_vision_tower().num_layers_used = 0  # compiling its layers as well would take as long again
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = results(model, ["image and text"])
+        torch._dynamo.reset()
+        compile_layers(model)
+        assert_same(results(model, ["image and text"]), expected, atol=2e-2)
+
+
+def test_compiled_layers_take_a_backend_that_is_compiled_once():
+    assert packed_attention(None, CPU, torch.float32, compiled=True) == "sdpa"
+    assert packed_attention(None, CPU, torch.float32) == SEGMENTS
+    with pytest.raises(ValueError, match="packed_segments with --compile_layers True"):
+        packed_attention(SEGMENTS, CPU, torch.float32, compiled=True)
+
+
+def test_both_stages_train_compiled(tiny, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(train_module, "compile_layers", compiled.append)
+    train_module.train(flags(tiny, tmp_path, 1, compile_layers=True, max_steps=1))
+    assert compiled[0].config._attn_implementation == "sdpa"
+
+
+# --- Liger ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--use_liger_kernel", "--loss_head"])
+def test_liger_without_gpu_or_package_is_refused(tiny, tmp_path, monkeypatch, flag):
+    overrides = {"use_liger_kernel": True} if flag == "--use_liger_kernel" else {"loss_head": "liger"}
+    with pytest.raises(ValueError, match=f"{flag}.*need an NVIDIA GPU"):
+        train_module.train(flags(tiny, tmp_path, 1, **overrides))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(liger, "has_liger", lambda: False)
+    with pytest.raises(ImportError, match="needs liger-kernel 0.6.2 or newer.*EXTRAS=liger"):
+        liger.check_liger(flag)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_liger_is_applied_to_the_decoder_of_every_family(tiny, monkeypatch, name):
+    calls = {}
+
+    def function(plain_type):
+        def swiglu(*, model, rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy):
+            calls.update(vars(), type=plain_type)
+
+        def geglu(*, model, rope, rms_norm, geglu, cross_entropy, fused_linear_cross_entropy):
+            calls.update(vars(), type=plain_type)
+
+        return geglu if plain_type.startswith("gemma") else swiglu
+
+    types = [family.config.model_type for family in FAMILIES]
+    fake = SimpleNamespace(**{f"apply_liger_kernel_to_{plain_type}": function(plain_type) for plain_type in types})
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(transformers=fake))
+    model = trained(write_families(tiny), STAGE_1, language_model=f"families/{name}")
+    liger.apply_liger(model)
+    assert calls["model"] is model.get_model()
+    assert calls["type"] == types[NAMES.index(name)]
+    assert calls["rope"] == (name != "Phi3")  # the tiny Phi-3 rotates half of each head, which Liger does not know
+    assert calls["rms_norm"] and (calls.get("swiglu") or calls.get("geglu"))
+    assert not calls["cross_entropy"] and not calls["fused_linear_cross_entropy"]
+    delattr(fake, f"apply_liger_kernel_to_{calls['type']}")
+    with pytest.raises(ValueError, match=f"--use_liger_kernel: Liger has no kernels for {calls['type']} decoders"):
+        liger.apply_liger(model)
+
+
+def let_triton_interpret() -> None:
+    """What Triton's interpreter lacks for Liger's kernels: float arguments, and functions of CUDA's library."""
+    import numpy as np
+    from liger_kernel.ops import geglu, rms_norm
+    from triton import language
+    from triton.runtime import interpreter
+
+    convert = interpreter._implicit_cvt
+
+    def convert_floats_too(arg):
+        if isinstance(arg, float):
+            handle = interpreter.TensorHandle(np.array([arg], dtype=np.float32), language.float32)
+            return language.tensor(handle, language.float32)
+        return convert(arg)
+
+    interpreter._implicit_cvt = convert_floats_too
+    rms_norm.rsqrt = lambda x: 1.0 / language.sqrt(x)
+    geglu.tanh = lambda x: 2.0 * language.sigmoid(2.0 * x) - 1.0
+
+
+def compare_liger(folder: str) -> None:
+    """Runs in a process of its own, where Triton interprets its kernels on the CPU."""
+    let_triton_interpret()
+    tiny = write_families(Path(folder))
+    for name in NAMES:
+        for parts in (STAGE_1, STAGE_2) if name == NAMES[0] else (STAGE_2,):
+            model = trained(tiny, parts, language_model=f"families/{name}")
+            model.lm_head.loss_head = "plain"
+            expected = results(model, ["image and text"], SEGMENTS)
+            liger.apply_liger(model)
+            layers = repr(model.get_model().layers)
+            assert "LigerRMSNorm" in layers and re.search("Liger(Phi3SwiGLU|SwiGLU|GEGLU)MLP", layers)
+            model.lm_head.loss_head = "liger"
+            assert_same(results(model, ["image and text"], SEGMENTS), expected)
+            nothing = batch([[5, 6, 7]])
+            nothing["labels"].fill_(-100)
+            assert loss_and_gradients(model, True, SEGMENTS, **nothing)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("liger_kernel") or not find_spec("triton"), reason="needs liger-kernel and triton")
+def test_ligers_kernels_equal_the_plain_layers(tiny):
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
+    command = [sys.executable, __file__, str(tiny)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    compare_liger(sys.argv[1])

@@ -1,0 +1,190 @@
+"""Padding-free batches: whatever the backend and the loss head, loss and gradients are those of each sample alone."""
+
+import pytest
+import torch
+from batches import BACKENDS, BATCHES, IMG, batch, loss_and_gradients, one_by_one
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import make
+
+from llava.constants import IGNORE_INDEX
+from llava.data.sampler import BalancedBatchSampler, RandomOrder, balanced_groups, micro_batches_for
+from llava.model.attention import MASKED, SEGMENTS, packed_attention, segments_attention
+from llava.model.loss import chunked_loss, plain_loss
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    model = make(tiny, tower="clip").train()
+    model.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("limit", [None, 6])
+@pytest.mark.parametrize("name", BATCHES)
+def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(model, name, limit):
+    model.config.tokenizer_model_max_length = limit
+    inputs = batch(BATCHES[name])
+    expected_loss, expected = one_by_one(model, inputs)
+    for padding_free, backend in [(False, "sdpa"), *((True, backend) for backend in BACKENDS)]:
+        loss, gradients = loss_and_gradients(model, padding_free, backend, **inputs)
+        assert loss == pytest.approx(expected_loss, abs=1e-5)
+        assert gradients.keys() == expected.keys()
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[parameter], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_samples_of_a_row_do_not_see_each_other(model, backend):
+    """Another second sample changes nothing at all in the first and the third."""
+    model.padding_free, model.config.tokenizer_model_max_length = True, None
+    model.config._attn_implementation = backend
+    rows = []
+    hook = model.get_model().norm.register_forward_hook(lambda module, args, out: rows.append(out[0]))
+    samples = [[5, IMG, 6, 7], [8, 9, 10, 11, 12], [13, 14, IMG, 15]]
+    for second in (samples[1], [20, 21, 22, 23, 24]):
+        inputs = batch([samples[0], second, samples[2]])
+        model(**inputs)
+    hook.remove()
+    first, other = rows
+    changed = (first != other).any(dim=-1).nonzero().flatten().tolist()
+    assert changed == list(range(7, 12))
+
+
+def test_a_sample_that_is_not_learnt_from_shifts_no_targets(model):
+    """The last token of a sample never predicts the first of the next."""
+    model.padding_free, model.config.tokenizer_model_max_length = True, None
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    only_first = torch.tensor([[IGNORE_INDEX] * 3, [8, IGNORE_INDEX, IGNORE_INDEX]])
+    assert model(input_ids=ids, labels=only_first).loss.item() == 0
+
+
+def test_half_precision_on_a_cpu_is_computed_in_fp32():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 6, 9, 4), torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4)
+    lengths = [2, 7]
+    exact, _ = segments_attention(None, query, key, value, None, segment_lengths=lengths)
+    half, _ = segments_attention(None, *(x.bfloat16() for x in (query, key, value)), None, segment_lengths=lengths)
+    rounded = [x.bfloat16().float() for x in (query, key, value)]
+    expected, _ = segments_attention(None, *rounded, None, segment_lengths=lengths)
+    assert torch.equal(half, expected.bfloat16())
+    torch.testing.assert_close(half.float(), exact, rtol=0.05, atol=0.05)
+
+
+def test_a_model_in_training_still_evaluates_padded_batches_and_generates(model):
+    """The backend for packed rows takes the library's SDPA where rows are not packed."""
+    model.config.tokenizer_model_max_length = None
+    inputs = batch(BATCHES["several_images"])
+    model.eval()
+    try:
+        results = []
+        for backend in ("sdpa", SEGMENTS):
+            model.config._attn_implementation = backend
+            logits = model(**inputs).logits.detach()
+            results.append(
+                (logits, model.generate(inputs["input_ids"][:1], images=inputs["images"][:2], max_new_tokens=4))
+            )
+    finally:
+        model.train()
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_the_backend_is_chosen_by_the_machine_and_others_are_refused(caplog):
+    assert packed_attention(None, torch.device("cpu"), torch.float32) == SEGMENTS
+    assert packed_attention("sdpa", torch.device("cpu"), torch.float32) in MASKED
+    with pytest.raises(ValueError, match="--attn_implementation paged.*packed_segments.*--padding_free False"):
+        packed_attention("paged", torch.device("cpu"), torch.float32)
+
+
+# --- loss head --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 64])
+@pytest.mark.parametrize("trained_head", [True, False])
+def test_chunked_loss_equals_float64(monkeypatch, rows, trained_head):
+    monkeypatch.setattr("llava.model.loss._CHUNK_ELEMENTS", 10 * 50)  # ten rows at a time
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, 16, generator=generator)
+    weight = torch.randn(50, 16, generator=generator)
+    targets = torch.randint(50, (rows,), generator=generator)
+    results = []
+    for function, dtype in ((chunked_loss, torch.float32), (plain_loss, torch.float64)):
+        h = hidden.to(dtype, copy=True).requires_grad_()
+        w = weight.to(dtype, copy=True).requires_grad_(trained_head)
+        loss = function(h, w, targets)
+        (3 * loss).backward()
+        results.append((loss, h.grad, w.grad if trained_head else torch.zeros(())))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_chunked_loss_under_autocast_equals_the_plain_one(monkeypatch):
+    monkeypatch.setattr("llava.model.loss._CHUNK_ELEMENTS", 10 * 50)
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(64, 16), torch.randn(50, 16), torch.randint(50, (64,))
+    gradients = []
+    for function in (plain_loss, chunked_loss):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            function(h, w, targets).backward()
+        gradients.append((h.grad, w.grad))
+    for ours, plain in zip(*reversed(gradients), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("head", ["plain", "chunked"])
+def test_loss_heads_agree_in_a_step(model, head):
+    inputs = batch(BATCHES["several_images"])
+    model.lm_head.loss_head = "plain"
+    expected_loss, expected = loss_and_gradients(model, True, SEGMENTS, **inputs)
+    model.lm_head.loss_head = head
+    loss, gradients = loss_and_gradients(model, True, SEGMENTS, **inputs)
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5)
+
+
+# --- micro-batches ----------------------------------------------------------------------------------------------------
+
+LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=200)
+
+
+@settings(derandomize=True, max_examples=100, deadline=None, database=None)
+@given(lengths=LENGTHS, ranks=st.integers(1, 5), micro=st.integers(1, 4), size=st.integers(1, 6))
+def test_every_step_is_dealt_out_exactly_and_every_rank_has_as_many_micro_batches(lengths, ranks, micro, size):
+    def sampler(rank: int) -> BalancedBatchSampler:
+        return BalancedBatchSampler(RandomOrder(len(lengths), seed=3), lengths, ranks, micro, size, rank)
+
+    per_rank = [list(sampler(rank)) for rank in range(ranks)]
+    assert {len(batches) for batches in per_rank} == {len(sampler(0))}
+    assert all(micro_batch for batches in per_rank for micro_batch in batches)
+    order = list(RandomOrder(len(lengths), seed=3))
+    step_size = ranks * micro * size
+    for step, start in enumerate(range(0, len(lengths), step_size)):
+        dealt = [i for batches in per_rank for b in batches[step * micro : (step + 1) * micro] for i in b]
+        assert sorted(i for i in dealt if i >= 0) == sorted(order[start : start + step_size])
+        assert sum(i < 0 for i in dealt) < ranks  # repeated without targets
+
+
+def test_groups_are_within_one_sample_of_even():
+    lengths = torch.randint(50, 2000, (256,), generator=torch.Generator().manual_seed(0)).tolist()
+    sums = [sum(lengths[i] for i in group) for group in balanced_groups(lengths, 8)]
+    assert max(sums) - min(sums) <= min(lengths)
+    assert max(sums) <= 1.01 * sum(lengths) / 8
+
+
+def test_epochs_differ_and_repeat():
+    order = RandomOrder(20, seed=1)
+    sampler = BalancedBatchSampler(order, [5] * 20, 1, 2, 2, 0)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "expected"), [([8000, 16000], 16000, 1), ([33000], 16000, 4), ([10**6], 100, 32)]
+)
+def test_micro_batches_are_the_fewest_that_hold_the_tokens(tokens, max_tokens, expected):
+    assert micro_batches_for(tokens, ranks=1, samples_per_rank=32, max_tokens=max_tokens) == expected

@@ -1,0 +1,362 @@
+"""Both stages through the real entry point: what is trained, written, refused and resumed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training import flags, run
+
+from llava.data.records import load_records
+from llava.model.builder import load_pretrained_model
+from llava.model.multimodal_projector.norm import mean_text_embedding_norm
+from llava.train import train as train_module
+from llava.train.telemetry import GRADIENTS, LOG_FILE, TOKENS
+
+
+def build(tiny, tmp_path, stage, **overrides):
+    """The model before the first step."""
+    parsed = train_module.parse_arguments(flags(tiny, tmp_path / "unused", stage, **overrides))
+    return train_module.build_model(*parsed)
+
+
+@pytest.fixture(scope="module")
+def stage_1(tiny, tmp_path_factory):
+    """A finished stage-1 folder with gwc_layernorm."""
+    folder = tmp_path_factory.mktemp("stage1") / "run"
+    train_module.train(flags(tiny, folder, 1, max_steps=6, save_strategy="steps", save_steps=3))
+    return folder
+
+
+def test_stage_1_trains_projector_and_norm_only(tiny, stage_1):
+    weights = load_file(stage_1 / "model.safetensors")
+    language_model, tower = (
+        load_file(tiny / "llama" / "model.safetensors"),
+        load_file(tiny / "siglip/model.safetensors"),
+    )
+    for name, tensor in language_model.items():
+        assert torch.equal(weights[name], tensor)
+    for name, tensor in weights.items():
+        if "vision_tower" in name:
+            assert torch.equal(tensor, tower[name.split("vision_model.")[1]])
+    config = json.loads((stage_1 / "config.json").read_text())
+    gain = weights["model.mm_projector.3.weight"]
+    assert (gain - config["mm_projector_norm_init_gain"]).abs().max() > 1e-4
+    adapter = torch.load(stage_1 / "mm_projector.bin", weights_only=True)
+    assert sorted(adapter) == sorted(k for k in weights if "mm_projector" in k)
+    assert all(torch.equal(adapter[k], weights[k]) for k in adapter)
+
+
+def test_target_is_measured_and_recorded(tiny, stage_1):
+    config = json.loads((stage_1 / "config.json").read_text())
+    embedding = load_file(tiny / "llama/model.safetensors")["model.embed_tokens.weight"]
+    target = mean_text_embedding_norm(embedding)
+    assert config["mm_projector_norm_target"] == pytest.approx(target, rel=1e-6)
+    assert config["mm_projector_norm_init_gain"] == pytest.approx(target / embedding.shape[1] ** 0.5, rel=1e-6)
+    first = json.loads((stage_1 / LOG_FILE).read_text().splitlines()[0])
+    assert first["norm/llm_input"] == pytest.approx(target, rel=1e-3)
+
+
+def test_scale_starts_from_the_first_images_and_stage_2_from_what_stage_1_learnt(tiny, tmp_path):
+    weights, config = run(tiny, tmp_path / "s1", 1, norm="scale", max_steps=1, learning_rate=0)
+    first = json.loads((tmp_path / "s1" / LOG_FILE).read_text().splitlines()[0])
+    assert first["norm/llm_input"] == pytest.approx(config["mm_projector_norm_target"], rel=0.2)  # other images
+    assert first["norm/before_norm"] > 2 * first["norm/llm_input"]
+    assert weights["model.mm_projector.3.weight"].item() == pytest.approx(config["mm_projector_norm_init_gain"])
+    adapter = torch.load(tmp_path / "s1/mm_projector.bin", weights_only=True)
+    adapter["model.mm_projector.3.weight"] *= 3
+    torch.save(adapter, tmp_path / "s1/mm_projector.bin")
+    options = {"norm": "scale", "max_steps": 1, "learning_rate": 0}
+    weights, config = run(tiny, tmp_path / "s2", 2, pretrain_mm_mlp_adapter=tmp_path / "s1", **options)
+    assert torch.equal(weights["model.mm_projector.3.weight"], adapter["model.mm_projector.3.weight"])
+    assert config["mm_projector_norm_init_gain"] == pytest.approx(adapter["model.mm_projector.3.weight"].item())
+    text = tmp_path / "text.json"
+    turns = [{"from": "human", "value": "Which colour?"}, {"from": "gpt", "value": "Red."}]
+    text.write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(4)]))
+    with pytest.raises(ValueError, match="--mm_projector_norm scale.*no sample of --data_path has an image"):
+        run(tiny, tmp_path / "s3", 2, data_path=text, **options)
+
+
+def test_log_has_every_measurement(stage_1):
+    lines = [json.loads(line) for line in (stage_1 / LOG_FILE).read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    wanted = {f"grad_norm/{place}" for place in GRADIENTS} | {f"norm/{place}" for place in TOKENS}
+    wanted |= {"norm/gain_mean_abs", "tokens_per_second", "samples_per_second", "padding_share", "data_wait_share"}
+    wanted |= {"model_tflops_per_second", "peak_memory_gib"}
+    for line in steps:
+        assert wanted <= line.keys()
+        assert all(line[key] > 0 for key in wanted - {"padding_share"})
+        assert "mfu" not in line  # a CPU has no datasheet peak
+
+
+def test_step_without_pictures_logs_nothing_about_visual_tokens(tiny, tmp_path):
+    turns = [{"from": "human", "value": "Which colour?"}, {"from": "gpt", "value": "Red."}]
+    (tmp_path / "text.json").write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(4)]))
+    run(tiny, tmp_path / "run", 2, max_steps=1, data_path=tmp_path / "text.json")
+    line = json.loads((tmp_path / "run" / LOG_FILE).read_text().splitlines()[0])
+    places = {key.split("/")[1] for key in line if key.startswith(("norm/", "grad_norm/"))}
+    assert places == {"text_embeddings", "gain_mean_abs"}
+
+
+def test_mfu_is_a_share_of_the_peak_that_is_given(tiny, tmp_path):
+    run(tiny, tmp_path, 1, max_steps=1, peak_tflops=0.5)
+    line = json.loads((tmp_path / LOG_FILE).read_text().splitlines()[0])
+    assert line["mfu"] == pytest.approx(line["model_tflops_per_second"] / 0.5, rel=1e-4)
+
+
+def test_telemetry_steps_may_differ_from_logging_steps(tiny, tmp_path):
+    run(tiny, tmp_path, 1, max_steps=4, telemetry_steps=2)
+    lines = [json.loads(line) for line in (tmp_path / LOG_FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines if "grad_norm/llm_input" in line] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("model", "norm"),
+    [(model, norm) for model in ("llama", "qwen_tied") for norm in ("none", "layernorm", "gwc_rmsnorm")]
+    + [("llama", "gwc_scale"), ("llama", "clip")],
+)
+def test_both_stages_and_inference_from_the_folder_alone(tiny, tmp_path, model, norm):
+    run(tiny, tmp_path / "s1", 1, model=model, norm=norm)
+    weights, _ = run(
+        tiny, tmp_path / "s2", 2, model=model, norm=norm, pretrain_mm_mlp_adapter=tmp_path / "s1/mm_projector.bin"
+    )
+    moved = shutil.move(tmp_path / "s2", tmp_path / "moved")
+    tokenizer, loaded, image_processor, context_len = load_pretrained_model(str(moved), None, "llava")
+    assert loaded.get_vision_tower().num_tokens == 4 and image_processor.size["height"] == 16 and context_len == 512
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    assert ("model.mm_projector.3.weight" in state) == (norm != "none")
+
+
+def test_intermediate_stage_1_folder_loads_on_its_language_model(tiny, stage_1):
+    folder = stage_1 / "checkpoint-3"
+    assert not (folder / "model.safetensors").exists()
+    _, model, image_processor, _ = load_pretrained_model(str(folder), str(tiny / "llama"), "llava")
+    adapter = torch.load(folder / "mm_projector.bin", weights_only=True)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in adapter.items())
+    language_model, tower = load_file(tiny / "llama/model.safetensors"), load_file(tiny / "siglip/model.safetensors")
+    assert all(torch.equal(state[name], tensor) for name, tensor in language_model.items())
+    fc1 = "encoder.layers.0.mlp.fc1.weight"
+    assert torch.equal(state[f"model.vision_tower.vision_tower.vision_model.{fc1}"], tower[fc1])
+    assert not model.training and image_processor is not None
+
+
+def test_stage_2_takes_the_norm_bit_for_bit_and_trains_every_part(tiny, tmp_path, stage_1):
+    trained = torch.load(stage_1 / "mm_projector.bin", weights_only=True)
+    model = build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=stage_1)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    assert all(torch.equal(before[k], v) for k, v in trained.items())
+    after, _ = run(tiny, tmp_path / "s2", 2, pretrain_mm_mlp_adapter=stage_1)
+    for part in ("mm_projector.3.weight", "layers.0.mlp", "lm_head", "embed_tokens", "encoder.layers.1.mlp.fc1.weight"):
+        assert any(part in name and not torch.equal(after[name], before[name]) for name in after), part
+
+
+@pytest.mark.parametrize(
+    ("overrides", "both_sides"),
+    [
+        ({"norm": "none"}, r"3\.weight: adapter \(32,\), flags have none"),
+        ({"norm": "layernorm"}, "adapter 'gwc_layernorm'.*flags 'layernorm'"),
+        ({"norm": "gwc_rmsnorm"}, r"3\.bias: adapter \(32,\), flags have none"),
+        ({"mm_projector_norm_eps": 1e-6}, "norm_eps: adapter 1e-05.*flags 1e-06"),
+        ({"mm_projector_type": "linear"}, r"2\.weight: adapter \(32, 32\), flags have none"),
+    ],
+)
+def test_adapter_that_contradicts_the_flags_is_refused(tiny, tmp_path, stage_1, overrides, both_sides):
+    with pytest.raises(ValueError, match=f"(?s)--pretrain_mm_mlp_adapter.*{both_sides}"):
+        build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=stage_1, **overrides)
+
+
+def test_adapter_without_norm_is_refused_where_flags_ask_for_one(tiny, tmp_path):
+    run(tiny, tmp_path / "s1", 1, norm="none", max_steps=1)
+    with pytest.raises(ValueError, match=r"(?s)3\.weight: adapter has none, flags \(32,\)"):
+        build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=tmp_path / "s1")
+
+
+def test_adapter_of_other_width_is_refused(tiny, tmp_path, stage_1):
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    adapter = torch.load(stage_1 / "mm_projector.bin", weights_only=True)
+    adapter["model.mm_projector.3.weight"] = torch.ones(64)
+    torch.save(adapter, folder / "mm_projector.bin")
+    with pytest.raises(ValueError, match=r"3\.weight: adapter \(64,\), flags \(32,\)"):
+        build(tiny, tmp_path, 2, pretrain_mm_mlp_adapter=folder / "mm_projector.bin")
+
+
+def test_checkpoint_with_projector_refuses_other_norm_flags(tiny, tmp_path, stage_1):
+    with pytest.raises(ValueError, match="mm_projector_norm: checkpoint 'gwc_layernorm', flags 'none'"):
+        build(tiny, tmp_path, 2, model_name_or_path=stage_1, norm="none")
+    model = build(tiny, tmp_path, 2, model_name_or_path=stage_1, vision_tower=None)
+    saved = load_file(stage_1 / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in saved.items())
+
+
+def test_fixed_norm_keeps_its_scale(tiny, tmp_path):
+    weights, config = run(tiny, tmp_path / "s1", 1, mm_projector_norm_learnable=False)
+    gain = weights["model.mm_projector.3.weight"]
+    assert torch.equal(gain, torch.full_like(gain, config["mm_projector_norm_init_gain"]))
+    assert not weights["model.mm_projector.3.bias"].any()
+
+
+def test_checkpoint_with_a_norm_refuses_other_settings_and_may_fix_it(tiny, tmp_path):
+    train_module.train(flags(tiny, tmp_path / "first", 2, max_steps=1))
+    again = {"model_name_or_path": tmp_path / "first", "max_steps": 2}
+    with pytest.raises(ValueError, match="mm_projector_norm_min_gain: checkpoint 0.001, flags 0.1"):
+        train_module.train(flags(tiny, tmp_path / "other", 2, mm_projector_norm_min_gain=0.1, **again))
+    train_module.train(flags(tiny, tmp_path / "fixed", 2, mm_projector_norm_learnable=False, **again))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "fixed"))
+    assert torch.equal(before["model.mm_projector.3.weight"], after["model.mm_projector.3.weight"])
+    assert not torch.equal(before["model.mm_projector.2.weight"], after["model.mm_projector.2.weight"])
+    assert json.loads((tmp_path / "fixed/config.json").read_text())["mm_projector_norm_learnable"] is False
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, stage, bf16):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "bf16": bf16}
+    options |= {"group_by_modality_length": True} if stage == 2 else {}
+    whole, _ = run(tiny, tmp_path / "whole", stage, **options)
+    (tmp_path / "resumed").mkdir()
+    shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4")
+    (tmp_path / "resumed/checkpoint-6").mkdir()  # a crash while saving leaves an incomplete folder
+    log = (tmp_path / "whole" / LOG_FILE).read_text().splitlines()
+    (tmp_path / "resumed" / LOG_FILE).write_text("\n".join(log[:5]) + "\n")
+    resumed, _ = run(tiny, tmp_path / "resumed", stage, **options)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    continued = [json.loads(line) for line in (tmp_path / "resumed" / LOG_FILE).read_text().splitlines()]
+    original = [json.loads(line) for line in log]
+    assert [(x["step"], x.get("loss")) for x in continued] == [(x["step"], x.get("loss")) for x in original]
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(1, 8), (4, 2)])
+def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation):
+    options = {"max_steps": 3, "adam_epsilon": 1e-4, "max_grad_norm": 1e9}
+    large, _ = run(tiny, tmp_path / "large", 2, per_device_train_batch_size=8, **options)
+    small, _ = run(
+        tiny,
+        tmp_path / "small",
+        2,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        **options,
+    )
+    for name in large:
+        torch.testing.assert_close(small[name], large[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("cap", "micro_batches"), [(10**6, 1), (300, 4)])
+def test_a_token_cap_merges_micro_batches_and_changes_nothing(tiny, tmp_path, caplog, cap, micro_batches):
+    options = {"max_steps": 3, "adam_epsilon": 1e-4, "max_grad_norm": 1e9}
+    options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    plain, _ = run(tiny, tmp_path / "plain", 2, **options)
+    capped, _ = run(tiny, tmp_path / "capped", 2, max_tokens_per_micro_batch=cap, **options)
+    assert f"--max_tokens_per_micro_batch {cap}: {micro_batches} micro-batches" in caplog.text
+    for name in plain:
+        torch.testing.assert_close(capped[name], plain[name], rtol=0, atol=1e-6)
+
+
+def test_loss_is_the_mean_over_targets_or_over_micro_batches(tiny, tmp_path):
+    def logged(name: str, **overrides) -> list[float]:
+        options = {"learning_rate": 0, "train_sampling_strategy": "sequential", "padding_free": False} | overrides
+        train_module.train(flags(tiny, tmp_path / name, 2, **options))
+        lines = map(json.loads, (tmp_path / name / LOG_FILE).read_text().splitlines())
+        return [line["loss"] for line in lines if "loss" in line]
+
+    alone = logged("alone", max_steps=2)  # each micro-batch as a step of its own
+    both = {"max_steps": 1, "gradient_accumulation_steps": 2}
+    over_micro_batches = logged("micro", loss_reduction="micro_batch_mean", **both)
+    over_targets = logged("token", **both)
+    assert over_micro_batches == [pytest.approx(sum(alone) / 2, abs=1e-5)]
+    assert abs(over_targets[0] - over_micro_batches[0]) > 2e-5 and min(alone) < over_targets[0] < max(alone)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("layers", ["True", 1])
+def test_activation_checkpointing_changes_nothing(tiny, tmp_path, layers, use_reentrant, stage):
+    plain, _ = run(tiny, tmp_path / "plain", stage, activation_checkpointing=False)
+    options = {
+        "activation_checkpointing": layers,
+        "activation_checkpointing_kwargs": f'{{"use_reentrant": {json.dumps(use_reentrant)}}}',
+    }
+    checkpointed, _ = run(tiny, tmp_path / "ckpt", stage, **options)
+    for name in plain:
+        torch.testing.assert_close(checkpointed[name], plain[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "decoder", "tower"),
+    [
+        ({}, [False, False], [False, False]),  # auto: there is room
+        ({"gradient_checkpointing": True}, [True, True], [True, True]),
+        ({"gradient_checkpointing": False}, [False, False], [False, False]),
+        ({"activation_checkpointing": 1}, [True, False], [False, False]),
+    ],
+)
+def test_the_planned_layers_are_checkpointed(tiny, tmp_path, monkeypatch, caplog, options, decoder, tower):
+    caplog.set_level("INFO")
+    parsed = train_module.parse_arguments(flags(tiny, tmp_path, 2, **options))
+    model = train_module.build_model(*parsed)
+    trainer = train_module.build_trainer(model, load_records(parsed[1].data_path), *parsed)
+    trainer.train()
+    assert [layer.gradient_checkpointing for layer in model.get_model().layers] == decoder
+    assert [layer.gradient_checkpointing for layer in model.get_vision_tower().layers] == tower
+    table = next(r.getMessage() for r in caplog.records if r.getMessage().startswith("memory estimate"))
+    assert f"{sum(decoder)} of 2 decoder layers" in table
+
+
+def test_learning_rates_reach_their_groups(tiny, tmp_path, caplog):
+    caplog.set_level("INFO")
+    run(tiny, tmp_path / "s2", 2, max_steps=1, mm_vision_tower_lr=2e-6, mm_projector_lr=1e-4, weight_decay=0.1)
+    groups = [r.getMessage().split() for r in caplog.records if r.getMessage().startswith("optimizer group")]
+    found = {(group[2], float(group[4]), float(group[7])) for group in groups}
+    assert found == {
+        (part, rate, decay)
+        for part, rate in [("mm_language_model", 1e-3), ("mm_mlp_adapter", 1e-4), ("mm_vision_tower", 2e-6)]
+        for decay in (0.0, 0.1)
+    }
+
+
+def test_unknown_norm_names_the_allowed_ones(tiny, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train_module.train(flags(tiny, tmp_path, 1, norm="batchnorm"))
+    error = capsys.readouterr().err
+    assert "--mm_projector_norm" in error and "batchnorm" in error
+    assert all(name in error for name in ("none", "layernorm", "gwc_layernorm", "rmsnorm", "gwc_rmsnorm"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"data_path": "/nowhere.json"}, "--data_path /nowhere.json: no such file"),
+        ({"image_folder": "/nowhere"}, "--image_folder /nowhere: no such folder"),
+        ({"version": "v99"}, "v99"),
+        ({"vision_tower": None}, "--vision_tower is missing"),
+        ({"vision_tower": "/nowhere"}, "--vision_tower /nowhere"),
+        ({"mm_vision_select_layer": -9}, "--mm_vision_select_layer -9: the tower has 3 layers"),
+        (
+            {"mm_vision_select_feature": "cls_patch"},
+            "--mm_vision_select_feature: a siglip_vision_model tower offers patch",
+        ),
+        ({"mm_projector_type": "qformer"}, "--mm_projector_type.*qformer"),
+        ({"mm_projector_norm_init": "abc"}, "--mm_projector_norm_init.*abc"),
+        ({"mm_tunable_parts": "everything", "tune_mm_mlp_adapter": None}, "--mm_tunable_parts: unknown everything"),
+        ({"mm_tunable_parts": "mm_mlp_adapter"}, "leave out --tune_mm_mlp_adapter"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 5}, "--warmup_ratio and --warmup_steps"),
+        ({"activation_checkpointing": 9}, "--activation_checkpointing 9: the language model has 2 layers"),
+        ({"resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere"),
+    ],
+)
+def test_bad_flags_are_named(tiny, tmp_path, overrides, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train_module.train(flags(tiny, tmp_path, 1, **overrides))
+
+
+def test_checkpoint_without_the_optimizers_state_is_not_continued(tiny, tmp_path):
+    """With `--save_only_model` the library would go on with a fresh optimizer."""
+    options = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    train_module.train(flags(tiny, tmp_path, 2, **options))
+    with pytest.raises(ValueError, match="checkpoint-2 holds no optimizer's state.*--resume_from_checkpoint False"):
+        train_module.train(flags(tiny, tmp_path, 2, **options))

@@ -1,0 +1,372 @@
+"""The chat and the single question: what they print, remember and refuse."""
+
+import ast
+import functools
+import http.server
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
+from paths import ROOT
+from PIL import Image
+
+from llava.conversation import conv_templates
+from llava.data.preprocess import preprocess
+from llava.eval import run_llava
+from llava.eval.ask import Assistant, choose_template, load_assistant, load_picture
+from llava.mm_utils import KeywordsStoppingCriteria
+from llava.serve import cli
+from playground import compare
+
+ASK = QUESTIONS[0] + POPE_SUFFIX
+LINE = QUESTIONS[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(trained):
+    return str(trained("gwc_layernorm"))
+
+
+@pytest.fixture(scope="module")
+def assistant(checkpoint):
+    return load_assistant(checkpoint)
+
+
+@pytest.fixture
+def images(tiny, checkpoint):
+    """The folder with `<colour>.png`."""
+    return tiny / "data/images"
+
+
+@pytest.fixture
+def ask(checkpoint, images, capsys):
+    """A function that runs the single question and returns its status, answer and error."""
+
+    def run(*flags, query=ASK, image=None, model=checkpoint):
+        image = image or images / "red.png"
+        argv = ["--model-path", str(model), "--image-file", str(image), "--query", query, "--temperature", "0", *flags]
+        status = run_llava.main([*argv, "--max_new_tokens", "8"])
+        captured = capsys.readouterr()
+        return SimpleNamespace(status=status, answer=captured.out.strip(), error=captured.err)
+
+    return run
+
+
+@pytest.fixture
+def talk(checkpoint, images, capsys, monkeypatch):
+    """A function that types lines into the chat and returns its status, what it printed and its error."""
+
+    def run(typed, *flags, image=None, model=checkpoint):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        image = image or images / "red.png"
+        argv = ["--model-path", str(model), "--image-file", str(image), "--temperature", "0", "--max-new-tokens", "8"]
+        status = cli.main([*argv, *flags])
+        captured = capsys.readouterr()
+        return SimpleNamespace(status=status, printed=captured.out, error=captured.err)
+
+    return run
+
+
+@pytest.fixture
+def captioner(tiny, tmp_path):
+    """A stage-1 checkpoint, whose template is `plain`."""
+    from training import flags
+
+    from llava.train.train import train
+
+    train(flags(tiny, tmp_path / "stage1", 1, max_steps=1, version="plain"))
+    return tmp_path / "stage1"
+
+
+# --- single question --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_the_answer_is_about_the_picture(ask, images, colour):
+    assert ask(image=images / f"{colour}.png").answer == ("Yes" if colour in WARM else "No")
+
+
+def test_a_picture_comes_from_an_address(ask, images):
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=images)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert ask(image=f"{address}/blue.png").answer == "No"
+        assert f"{address}/none.png" in ask(image=f"{address}/none.png").error
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("query", "flags", "placed"),
+    [
+        ("Same?", (), "<image>\n<image>\nSame?"),
+        ("Is <image-placeholder> like <image-placeholder>?", (), "Is <image> like <image>?"),
+        ("Same?", ("--sep", ";"), "<image>\n<image>\nSame?"),
+    ],
+)
+def test_several_pictures_stand_before_the_question_or_where_it_says(ask, images, monkeypatch, query, flags, placed):
+    asked = []
+    answer = Assistant.answer
+    monkeypatch.setattr(
+        Assistant,
+        "answer",
+        lambda self, turns, *args, **kwargs: asked.append(turns) or answer(self, turns, *args, **kwargs),
+    )
+    sep = flags[1] if flags else ","
+    result = ask(*flags, query=query, image=f"{images / 'red.png'}{sep} {images / 'blue.png'}")
+    assert result.status == 0 and asked == [[[{"from": "human", "value": placed}]]]
+
+
+def test_placeholders_must_agree_with_the_pictures(ask):
+    assert "2 times, --image-file names 1 pictures" in ask(query="<image-placeholder> or <image-placeholder>?").error
+
+
+def test_beams_sampling_and_other_templates_are_taken(ask):
+    assert ask("--num_beams", "2").answer == "Yes"
+    assert ask("--temperature", "0.7", "--top_p", "0.9").status == 0
+    assert ask("--conv-mode", "v1").status == 0
+
+
+def test_llavas_function_takes_its_callers_arguments(checkpoint, images, capsys):
+    args = SimpleNamespace(model_path=checkpoint, model_base=None, model_name="llava", query=ASK, conv_mode=None)
+    vars(args).update(image_file=str(images / "red.png"), sep=",", temperature=0, top_p=None, num_beams=1)
+    vars(args).update(max_new_tokens=8)
+    assert run_llava.eval_model(args) == "Yes" and capsys.readouterr().out == "Yes\n"
+
+
+def test_a_stage_1_checkpoint_captions_and_says_so(ask, captioner):
+    result = ask(model=captioner)
+    assert result.status == 0 and "it captions, --query is unread" in result.error
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ("/nowhere/x.png", "--image-file /nowhere/x.png: no such file"),
+        (__file__, "not a picture in a format that Pillow reads"),
+        (str(ROOT), "cannot be read"),
+    ],
+)
+def test_unreadable_pictures_are_named_before_the_model_is_loaded(ask, talk, image, message):
+    for result in (ask(image=image, model="/nowhere"), talk("", image=image, model="/nowhere")):
+        assert result.status == 2 and message in result.error
+
+
+def test_a_cut_off_picture_is_named(images, tmp_path):
+    (tmp_path / "cut.png").write_bytes((images / "red.png").read_bytes()[:60])
+    with pytest.raises(ValueError, match=r"cut\.png: cannot be read"):
+        load_picture(str(tmp_path / "cut.png"))
+
+
+def test_a_language_model_without_a_vision_tower_is_refused(ask, talk, tiny):
+    for result in (ask("--conv-mode", "v1", model=tiny / "llama"), talk("", "--conv-mode", "v1", model=tiny / "llama")):
+        assert result.status == 2 and str(tiny / "llama") in result.error and "has no vision tower" in result.error
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(ask, tmp_path):
+    result = ask(model=tmp_path)
+    assert result.status == 2 and str(tmp_path) in result.error
+
+
+def test_the_template_is_the_checkpoints_never_guessed_from_its_path(assistant):
+    config = SimpleNamespace(mm_conv_version="qwen_1_5")
+    assert choose_template(config, "llava-llama-2") == conv_templates["qwen_1_5"] == assistant.template
+    assert choose_template(config, "x", "v1") == conv_templates["v1"]
+    with pytest.raises(ValueError, match=r"llava-v1\.5-7b: config\.json has no mm_conv_version.*--conv-mode"):
+        choose_template(SimpleNamespace(), "llava-v1.5-7b")
+
+
+def test_the_demos_scoring_asks_the_same_way(checkpoint, images):
+    records = [
+        {"image": f"{colour}.png", "conversations": [{"from": "human", "value": f"<image>\n{ASK}"}, {"from": "gpt"}]}
+        for colour in COLOURS
+    ]
+    answers = compare.answer(checkpoint, records, images, batch_size=3, max_new_tokens=8, name="x")
+    assert answers == ["Yes" if colour in WARM else "No" for colour in COLOURS]
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["\n", ""], ids=["empty line", "Ctrl-D"])
+def test_a_chat_answers_every_line_and_ends(talk, ending):
+    result = talk(f"{LINE}\n{LINE}\n{ending}", "--debug")
+    assert result.status == 0 and result.error.count("Traceback") == 0
+    assert result.printed.count("USER: ") == 3 and result.printed.count("ASSISTANT: ") == 2
+    assert result.printed.endswith("exit...\n")
+
+
+def test_a_later_turn_is_asked_with_the_history_that_training_would_write(talk, assistant):
+    result = talk(f"{LINE}\nReally?\n", "--debug")
+    shown = [ast.literal_eval(line) for line in result.printed.splitlines() if line.startswith("{'prompt'")]
+    assert len(shown) == 2
+    answers = [entry["outputs"] for entry in shown]
+    turns = [{"from": "human", "value": f"<image>\n{LINE}"}, {"from": "gpt", "value": answers[0]}]
+    turns += [{"from": "human", "value": "Really?"}]
+    trained_on = preprocess([*turns, {"from": "gpt", "value": answers[1]}], assistant.tokenizer, assistant.template)
+    asked = assistant.prompt_ids(turns)
+    assert torch.equal(trained_on.input_ids[: len(asked)], asked)
+    assert shown[1]["prompt"] == assistant.prompt_text(turns)
+    assert shown[1]["prompt"].count("<image>") == 1 and answers[0] in shown[1]["prompt"]
+
+
+def test_what_is_streamed_is_the_answer(talk, assistant):
+    result = talk(f"{LINE}\n", "--debug")
+    streamed = result.printed.split("ASSISTANT: ")[1].splitlines()[0]
+    assert streamed == assistant.answer(
+        [[{"from": "human", "value": f"<image>\n{LINE}"}]],
+        [Image.new("RGB", (20, 16), COLOURS["red"])],
+        do_sample=False,
+        max_new_tokens=8,
+    )[0]  # fmt: skip
+
+
+def test_text_appears_before_the_answer_is_complete_and_without_its_end(assistant, capsys):
+    tokenizer = assistant.tokenizer
+    streamer = cli.AnswerStreamer(assistant._replace(template=conv_templates["llava_v0"]))
+    streamer.put(torch.zeros(1, 0, dtype=torch.long))
+    for token in tokenizer("a red cat sits.").input_ids:
+        streamer.put(torch.tensor([token]))
+    assert capsys.readouterr().out == "a red cat "
+    for token in tokenizer("###").input_ids:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert capsys.readouterr().out == "sits.\n"
+
+
+def test_the_image_token_is_not_taken_from_the_keyboard(talk):
+    result = talk("What is <image>?\n\n")
+    assert result.status == 0 and "ask without <image>" in result.printed and "ASSISTANT" not in result.printed
+
+
+def test_a_conversation_longer_than_the_model_is_refused_and_the_chat_goes_on(talk):
+    result = talk(f"{'long ' * 120}\n{LINE}\n")
+    assert "error: the conversation has" in result.error and "more than the 512 of" in result.error
+    assert result.status == 0 and "(/reset)" in result.error and result.printed.count("ASSISTANT: ") == 1
+
+
+def shown_prompts(printed):
+    return [ast.literal_eval(line)["prompt"] for line in printed.splitlines() if line.startswith("{'prompt'")]
+
+
+def test_commands_change_the_picture_forget_and_quit(talk, images, monkeypatch):
+    pictures = []
+    asked = Assistant.answer
+    monkeypatch.setattr(
+        Assistant, "answer", lambda self, turns, seen, **kw: pictures.append(seen[0]) or asked(self, turns, seen, **kw)
+    )
+    lines = [LINE, "/image /nowhere.png", "Really?", f"/image {images / 'blue.png'}", LINE, "/reset", LINE, "/quit"]
+    result = talk("\n".join([*lines, "not read"]), "--debug")
+    assert result.status == 0 and result.printed.endswith("USER: exit...\n")
+    assert "error: /image /nowhere.png: no such file; the picture stays" in result.error
+    assert [picture.getpixel((0, 0)) for picture in pictures] == [COLOURS[c] for c in ("red", "red", "blue", "blue")]
+    first, second, other, again = shown_prompts(result.printed)
+    assert first in second and first == other == again
+
+
+def test_the_first_line_and_help_say_every_command_and_an_unknown_one_is_named(talk):
+    result = talk("/help\n/bye\n")
+    first, again, unknown = [line for line in result.error.splitlines() if "/image PATH" in line]
+    for line in (first, again, unknown):
+        assert all(command in line for command in ("/image", "/reset", "/quit", "/help"))
+    assert "Ctrl-C ends an answer" in first and unknown.startswith("error: no command /bye;")
+    assert result.printed == "USER: USER: USER: exit...\n"
+
+
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C interrupts, also where the tests run in the background and a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_ctrl_c_ends_the_answer_and_not_the_chat(talk, monkeypatch, ctrl_c, after):
+    put, tokens = cli.AnswerStreamer.put, []
+
+    def pressed(self, value):
+        tokens.append(value)
+        if len(tokens) == after + 1:  # the first is the prompt
+            os.kill(os.getpid(), signal.SIGINT)
+        put(self, value)
+
+    monkeypatch.setattr(cli.AnswerStreamer, "put", pressed)
+    monkeypatch.setattr(cli.AnswerStreamer, "on_finalized_text", shown_at_once)
+    result = talk(f"{LINE}\n{LINE}\n", "--debug")
+    assert result.status == 0 and result.printed.count("ASSISTANT: ") == 2 and "Traceback" not in result.error
+    *kept, last = shown_prompts(result.printed)
+    if after:
+        assert "the answer ends here" in result.error and len(kept) == 1 and kept[0] in last and kept[0] != last
+    else:
+        assert "the question is forgotten" in result.error and not kept and last.count(LINE) == 1
+
+
+def shown_at_once(self, text, stream_end=False):
+    self.shown += text or "x"
+    print(end="\n" if stream_end else "")
+
+
+def test_ctrl_c_at_the_prompt_says_how_to_quit_and_quits_on_the_second(talk, monkeypatch):
+    typed = iter([KeyboardInterrupt, LINE, KeyboardInterrupt, KeyboardInterrupt])
+
+    def keyboard(prompt):
+        key = next(typed)
+        if key is KeyboardInterrupt:
+            raise key
+        return key
+
+    monkeypatch.setattr("builtins.input", keyboard)
+    result = talk("")
+    assert result.status == 0 and result.error.count("Ctrl-C again or /quit ends the chat") == 2
+    assert result.printed.count("ASSISTANT: ") == 1 and result.printed.endswith("exit...\n")
+
+
+def test_ctrl_c_while_the_model_is_loaded_is_one_word(talk, monkeypatch, ctrl_c):
+    monkeypatch.setattr(cli, "load_assistant", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    result = talk("")
+    assert (result.status, result.error) == (130, "interrupted\n")
+
+
+def test_a_stage_1_checkpoint_cannot_chat(talk, captioner):
+    result = talk("Hi\n", model=captioner)
+    assert result.status == 2 and "template 'plain'" in result.error and "run_llava" in result.error
+
+
+def test_the_aspect_ratio_flag_changes_the_pixels(talk, monkeypatch):
+    seen = []
+    monkeypatch.setattr("llava.serve.cli.chat", lambda assistant, *_: seen.append(assistant.model.config))
+    talk("", "--image-aspect-ratio", "pad")
+    talk("")
+    assert [config.image_aspect_ratio for config in seen] == ["pad", "square"]
+
+
+@pytest.mark.parametrize("name", sorted(conv_templates))
+def test_every_template_says_how_an_answer_ends(assistant, name):
+    """The text is what generation stops at, so it must follow every finished answer."""
+    ended = assistant._replace(template=conv_templates[name])
+    conversation = conv_templates[name].copy()
+    conversation.messages = [[conversation.roles[0], "Hi"], [conversation.roles[1], "Hello"]]
+    after = conversation.get_prompt().split("Hello")[-1]
+    assert ended.end and after.strip(" ").startswith(ended.end)
+    ids = torch.tensor([assistant.tokenizer(f"Hello{ended.end}").input_ids])
+    assert KeywordsStoppingCriteria([ended.end], assistant.tokenizer, ids[:, :0])(ids).tolist() == [True]
+
+
+@pytest.mark.slow
+def test_both_commands_run_as_processes(checkpoint, images):
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    flags = ["--model-path", checkpoint, "--image-file", str(images / "green.png"), "--temperature", "0"]
+    run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment, timeout=120)
+    asked = run([sys.executable, "-m", "llava.eval.run_llava", *flags, "--query", ASK])
+    assert (asked.returncode, asked.stdout) == (0, "No\n"), asked.stderr
+    chatted = run([sys.executable, "-m", "llava.serve.cli", *flags, "--device", "cpu"], input=f"{LINE}\n")
+    assert chatted.returncode == 0, chatted.stderr
+    assert chatted.stdout.startswith("USER: ASSISTANT: ") and chatted.stdout.endswith("USER: exit...\n")

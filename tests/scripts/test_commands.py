@@ -1,0 +1,122 @@
+"""What all commands have in common: checked devices and precisions, refusals of one line."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from paths import ROOT
+
+from llava.analysis import __main__ as analysis
+from llava.eval import evaluate, run_llava
+from llava.model import merge_lora
+from llava.serve import cli
+
+ASKING = ["--model-path", "x", "--image-file", "y"]
+COMMANDS = {
+    "chat": (cli.main, ASKING),
+    "question": (run_llava.main, [*ASKING, "--query", "z"]),
+    **{
+        name: (analysis.main, [name, "--model", "x"])
+        for name in ("interface-norms", "layer-norms", "update-rates", "gradients", "attention", "interventions")
+    },
+}
+
+
+def refusal(main, argv: list[str], capsys) -> str:
+    """The one line on stderr of a command that exits with status 2."""
+    try:
+        status = main(argv)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("device", ["banana", "cuda:99", "cpu:1", ""])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_device_that_this_machine_lacks_is_refused_in_one_line(command, device, capsys):
+    main, argv = COMMANDS[command]
+    line = refusal(main, [*argv, "--device", device], capsys)
+    assert f"--device: this machine has no device {device!r}; expected one of cpu" in line
+
+
+def test_devices_of_an_accelerator_are_known_by_name(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for device in ("cpu", "cuda", "cuda:0", "cuda:1"):
+        argv = ["--model-path", "x", "--image-file", "y", "--device", device]
+        assert cli.parser().parse_args(argv).device == device
+    with pytest.raises(SystemExit):
+        cli.parser().parse_args([*argv, "--device", "cuda:2"])
+
+
+@pytest.mark.parametrize(
+    ("main", "argv"),
+    [
+        (analysis.main, ["interface-norms", "--model", "x"]),
+        (merge_lora.main, ["--model-path", "x", "--save-model-path", "y"]),
+    ],
+)
+def test_unknown_precision_is_refused_in_one_line(main, argv, capsys):
+    line = refusal(main, [*argv, "--dtype", "float33"], capsys)
+    assert "--dtype" in line and "float33" in line and "bfloat16" in line
+
+
+@pytest.mark.parametrize("count", ["-1", "99"])
+def test_gpus_that_this_machine_lacks_are_refused(count, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(evaluate, "require_harnesses", lambda tasks: None)
+    line = refusal(evaluate.main, ["x", "--num-gpus", count], capsys)
+    assert line == f"error: --num-gpus {count}: this machine has 2; expected 0 (CPU) to 2"
+
+
+# --- the scripts ------------------------------------------------------------------------------------------------------
+
+SCRIPTS = ("setup", "evaluate", "analyze", "quickstart", "test", "upstream_baseline", "compare")
+
+
+@pytest.fixture
+def fresh_tree(tmp_path):
+    """A copy of the scripts without an environment, and a PATH whose Python and pip leave a trace."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "tree/scripts")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / "tree")
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "python3", "pip", "uv", "deepspeed", "torchrun"):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\necho {name} >>{tmp_path}/tree/called\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path / "tree", f"{tmp_path}/bin:{os.environ['PATH']}"
+
+
+def call(tree: Path, path: str, *command: str) -> subprocess.CompletedProcess:
+    """Calls a script from a folder below the root, as a path that is wrong from elsewhere."""
+    options = {"cwd": tree / "scripts/presets", "env": {"PATH": path, "HOME": str(tree)}, "timeout": 60}
+    return subprocess.run(["bash", *command], capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_of_a_script_prints_what_stands_at_its_head_and_does_nothing_else(fresh_tree, script, flag):
+    tree, path = fresh_tree
+    before = sorted(tree.rglob("*"))
+    run = call(tree, path, f"../{script}.sh", flag)
+    assert run.returncode == 0 and not run.stderr
+    lines = (tree / f"scripts/{script}.sh").read_text().splitlines()
+    head = [line.removeprefix("#").removeprefix(" ") for line in lines[1 : lines.index("set -euo pipefail")]]
+    assert len(head[0]) > 40 and run.stdout.splitlines()[: len(head)] == head
+    assert sorted(tree.rglob("*")) == before
+
+
+@pytest.mark.parametrize("script", ["setup", "quickstart", "upstream_baseline", "analyze", "compare"])
+def test_argument_that_a_script_does_not_know_is_refused_before_anything_is_done(fresh_tree, script):
+    tree, path = fresh_tree
+    before = sorted(tree.rglob("*"))
+    run = call(tree, path, f"../{script}.sh", "--epochs")
+    assert run.returncode == 2 and "--epochs" in run.stderr and "--help" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+    assert sorted(tree.rglob("*")) == before

@@ -1,0 +1,155 @@
+"""The trainer's command line: what its help shows, what it refuses, and what a finished run says last."""
+
+import argparse
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import transformers
+from paths import ROOT
+from training import flags
+
+from llava.train import train as train_module
+from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava.train.closing import closing_lines
+from llava.train.flags import REFUSED, REST, FlagParser, group_of, parse_flags
+
+REQUIRED = ["--model_name_or_path", "x", "--output_dir", "y"]
+
+
+@pytest.fixture(scope="module")
+def sections():
+    """The help's groups by title, each a mapping from an option as it is shown to its text."""
+    found = {}
+    for group in FlagParser()._action_groups:
+        shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        found[group.title] = {"/".join(action.option_strings): action.help for action in shown}
+    return found
+
+
+def test_help_is_grouped_and_every_flag_stands_in_it_once_with_a_text(sections):
+    for title in ("model", "norm", "data", "optimisation", "saving and resuming", "logging"):
+        assert len(sections[title]) > 3, title
+    options = [option for group in sections.values() for option in group if option != "-h/--help"]
+    assert len(options) == len(set(options)) > 100
+    assert all(re.fullmatch("--[a-z0-9_]+", option) for option in options)  # one spelling, no --no_x
+    assert all(text for group in sections.values() for text in group.values())
+    printed = FlagParser().format_help()
+    assert all(f"  {option} " in printed for option in options)
+    assert "--no_padding_free" not in printed and "--mm-projector" not in printed
+
+
+def test_every_flag_of_this_tree_has_a_group_of_its_own():
+    for owner in (ModelArguments, DataArguments, TrainingArguments):
+        library = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+        own = {field.name for field in dataclasses.fields(owner)} - library
+        hidden = {"evaluation_strategy"}
+        assert not {name for name in own - hidden if group_of(owner, name) == REST}
+
+
+def test_flag_that_cannot_work_is_neither_shown_nor_taken(sections, capsys):
+    shown = {option for group in sections.values() for option in group}
+    assert not {f"--{name}" for names in REFUSED.values() for name in names.split()} & shown
+    for argument, reason in (
+        (["--eval_strategy", "steps"], "scripts/evaluate.sh"),
+        (["--torch_compile", "True"], "--compile_layers True"),
+        (["--label_smoothing_factor", "0.1"], "no smoothing"),
+        (["--push_to_hub"], "upload it then"),
+        (["--fsdp", "full_shard"], "--deepspeed"),
+        (["--auto_find_batch_size", "True"], "order of the data"),
+        (["--no_dataloader_in_order"], "same order"),
+        (["--neftune_noise_alpha", "5"], "one row with visual tokens"),
+    ):
+        assert reason in refusal(argument, capsys)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (["--learning_rat", "1"], "error: --learning_rat is not a flag; did you mean --learning_rate?"),
+        (["--mm-projector-nrom=none"], "--mm-projector-nrom is not a flag; did you mean --mm_projector_norm?"),
+        (["--qqqqqq"], "error: --qqqqqq is not a flag (--help"),
+        (["stray"], "error: stray is not a flag"),
+        (["--learning_rate", "abc"], "argument --learning_rate: invalid float value: 'abc'"),
+        (["--save_strategy", "best"], "argument --save_strategy: invalid choice: 'best'"),
+        (["--train_sampling_strategy", "group_by_length"], "argument --train_sampling_strategy: invalid choice"),
+        (["--max_step", "5"], "--max_step is not a flag; did you mean --max_steps?"),
+    ],
+)
+def test_wrong_flag_is_named_in_one_line(argument, message, capsys):
+    assert message in refusal(argument, capsys)
+
+
+def refusal(argument: list[str], capsys) -> str:
+    """The one line on stderr of a command line with a fault."""
+    with pytest.raises(SystemExit) as stop:
+        parse_flags([*REQUIRED, *argument])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_spellings_of_llavas_scripts_and_of_the_library_are_taken():
+    given = ["--evaluation_strategy", "no", "--per_device_eval_batch_size", "4", "--lazy_preprocess", "True"]
+    given += ["--gradient_checkpointing", "True", "--mm_use_im_start_end", "False", "--max-steps", "7", "--bf16"]
+    given += ["--no_padding_free", "--no-trial-save", "--local_rank=0", "--mm_patch_merge_type", "flat"]
+    _, _, training = parse_flags([*REQUIRED, *given])
+    assert (training.max_steps, training.bf16, training.padding_free) == (7, True, False)
+    assert training.trial_save is False and training.activation_checkpointing is True
+
+
+# --- what a run says --------------------------------------------------------------------------------------------------
+
+
+def messages(caplog, logger: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == f"llava.train.{logger}"]
+
+
+@pytest.mark.parametrize(("decay", "lines"), [(0.0, 1), (0.1, 2)])
+def test_groups_with_the_same_settings_are_one_line(tiny, tmp_path, caplog, decay, lines):
+    caplog.set_level("INFO")
+    train_module.train(flags(tiny, tmp_path, 1, max_steps=1, weight_decay=decay))
+    logged = [line for line in messages(caplog, "optim") if line.startswith("optimizer group")]
+    assert len(logged) == lines
+    assert decay or "6 tensors, 1,920 parameters" in logged[0]
+
+
+def test_finished_run_says_where_the_model_is_and_what_comes_next(tiny, tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    monkeypatch.delenv("PRESET", raising=False)
+    monkeypatch.chdir(tmp_path)
+    train_module.train(flags(tiny, "stage 1", 1, max_steps=1))
+    where, following = messages(caplog, "closing")[-2:]
+    adapter = tmp_path / "stage 1/mm_projector.bin"
+    assert where == f"stage 1 is done, projector and norm are in {adapter}" and adapter.is_file()
+    words = shlex.split(following.split("settings: ")[1])
+    assert words[:2] == [f"MODEL_PATH={tiny}/llama", f"VISION_TOWER={tiny}/siglip"]
+    assert words[2:] == ["NORM=gwc_layernorm", f"PRETRAIN_ADAPTER={adapter}", "bash", "scripts/finetune.sh"]
+    caplog.clear()
+    train_module.train(flags(tiny, "stage 2", 2, max_steps=1))
+    where, following = messages(caplog, "closing")[-2:]
+    assert where.startswith(
+        f"the model is in {tmp_path}/stage 2; to talk to it: python -m llava.serve.cli --model-path"
+    )
+    assert following == f"next, its scores: bash scripts/evaluate.sh '{tmp_path}/stage 2'"
+
+
+def test_closing_lines_reach_the_console_of_the_real_command(tiny, tmp_path):
+    command = [sys.executable, "-m", "llava.train.train", *flags(tiny, tmp_path, 1, max_steps=1)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "bash scripts/finetune.sh" in run.stderr.splitlines()[-1]
+
+
+def test_next_command_names_the_preset_or_merges_adapters(monkeypatch):
+    monkeypatch.setenv("PRESET", "demo")
+    model_args = ModelArguments(model_name_or_path="m", vision_tower="v", mm_projector_norm="none")
+    assert closing_lines(model_args, "/out", adapter_only=True, lora=False)[1].endswith(
+        ": PRESET=demo NORM=none PRETRAIN_ADAPTER=/out/mm_projector.bin bash scripts/finetune.sh"
+    )
+    assert closing_lines(model_args, "/out", adapter_only=False, lora=True)[1].endswith(
+        ": python -m llava.model.merge_lora --model-path /out --save-model-path /out-merged"
+    )

@@ -1,0 +1,583 @@
+"""The shell scripts as people call them: what a dry run shows, what is refused, signals, and that set-up works once."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from shell import bash, only
+
+from llava.launch.recipe import resolved_run
+from llava.launch.settings import NAMES
+from llava.launch.supervise import is_running
+
+SHELL_FILES = sorted(p for p in (ROOT / "scripts").rglob("*") if p.suffix in {".sh", ".sbatch"})
+STAGES = ("pretrain", "finetune")
+PRESETS = sorted(p.stem for p in (ROOT / "scripts/presets").glob("*.sh"))
+NORMS = ["none", "layernorm", "gwc_layernorm", "rmsnorm", "gwc_rmsnorm"]
+
+
+@pytest.fixture
+def tool_path(tmp_path):
+    """A function that puts a stand-in program in front of PATH and returns that PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+
+    def add(name: str, body: str) -> str:
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+        return f"{folder}:{os.environ['PATH']}"
+
+    return add
+
+
+@pytest.mark.parametrize("script", SHELL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_script_is_valid_bash(script):
+    check = bash("-n", str(script))
+    assert check.returncode == 0, check.stderr
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_resolves_in_both_stages(stage, preset):
+    run = resolved_run(stage, PRESET=preset, NORM="gwc_rmsnorm", NUM_GPUS=8)
+    flags = run["flags"]
+    assert flags["mm_projector_norm"] == "gwc_rmsnorm"
+    assert flags["output_dir"] == f"checkpoints/{preset}-gwc_rmsnorm-{stage}"
+    assert flags["seed"] == "42"
+    if stage == "finetune":
+        assert flags["pretrain_mm_mlp_adapter"] == f"checkpoints/{preset}-gwc_rmsnorm-pretrain/mm_projector.bin"
+        assert flags["mm_tunable_parts"] == "mm_vision_tower,mm_mlp_adapter,mm_language_model"
+        assert "tune_mm_mlp_adapter" not in flags
+    else:
+        assert flags["tune_mm_mlp_adapter"] == "True"
+        assert "pretrain_mm_mlp_adapter" not in flags
+    assert not [word for word in run["command"] if run["command"].count(word) > 1 and word.startswith("--")]
+
+
+@pytest.mark.parametrize(
+    ("preset", "model", "version"),
+    [
+        ("llama-3.2-3b", "meta-llama/Llama-3.2-3B-Instruct", "llava_llama_3"),
+        ("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", "qwen_1_5"),
+    ],
+)
+def test_recipe_presets_carry_the_papers_hyper_parameters(preset, model, version):
+    stage1, stage2 = (resolved_run(stage, PRESET=preset, NUM_GPUS=8)["flags"] for stage in STAGES)
+    shared = {
+        "model_name_or_path": model,
+        "vision_tower": "google/siglip-so400m-patch14-384",
+        "image_aspect_ratio": "square",
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": "0.03",
+        "weight_decay": "0.0",
+        "num_train_epochs": "1",
+        "max_steps": "-1",
+        "label_masking": "upstream",
+        "bf16": "True",
+        "tf32": "True",
+        "deepspeed": "deepspeed_configs/zero3.json",
+    }
+    for name, value in shared.items():
+        assert (stage1[name], stage2[name]) == (value, value), name
+    assert (stage1["version"], stage2["version"]) == ("plain", version)
+    assert (stage1["per_device_train_batch_size"], stage2["per_device_train_batch_size"]) == ("2", "1")
+    assert (stage1["learning_rate"], stage2["learning_rate"]) == ("1e-3", "1e-5")
+    assert stage2["mm_vision_tower_lr"] == "2e-6"
+    assert Path(stage1["data_path"]).name == "blip_laion_cc_sbu_558k.json"
+
+
+@pytest.mark.parametrize(("stage", "gpus", "batch"), [("pretrain", 64, (2, 2, 256)), ("finetune", 32, (1, 4, 128))])
+def test_the_papers_batch_on_the_papers_gpus(stage, gpus, batch):
+    run = resolved_run(stage, NUM_GPUS=8, NNODES=gpus // 8)["batch"]
+    assert (run["per_device"], run["accumulation"], run["global"]) == batch
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lora_has_llavas_recipe_for_every_preset(preset):
+    run = resolved_run("finetune", LORA=1, PRESET=preset, NUM_GPUS=8)["flags"]
+    expected = {"lora_enable": "True", "lora_r": "128", "lora_alpha": "256", "learning_rate": "2e-4"}
+    expected |= {"mm_projector_lr": "2e-5", "mm_tunable_parts": "mm_mlp_adapter,mm_language_model"}
+    assert {name: run.get(name) for name in expected} == expected
+    assert "mm_vision_tower_lr" not in run
+    assert run["output_dir"] == f"checkpoints/{preset}-gwc_layernorm-finetune-lora"
+    assert (
+        not {"lora_enable", "lora_r", "lora_alpha"}
+        & resolved_run("finetune", LORA=0, LORA_R=8, NUM_GPUS=8)["flags"].keys()
+    )
+
+
+def test_demo_preset_is_one_plain_process_on_a_cpu():
+    stage1, stage2 = (resolved_run(stage, PRESET="demo", NUM_GPUS=0) for stage in STAGES)
+    for run in (stage1, stage2):
+        assert run["launcher"] == "python" and ".venv/bin/python" in run["command"]
+        assert run["flags"]["per_device_train_batch_size"] == "8"
+        assert "deepspeed" not in run["flags"]
+        assert (run["flags"]["tf32"], run["flags"]["version"]) == ("False", "chatml")
+        assert (run["flags"]["optim"], run["flags"]["max_steps"]) == ("adamw_torch_fused", "80")
+    rates = [stage2["flags"][name] for name in ("learning_rate", "mm_projector_lr", "mm_vision_tower_lr")]
+    assert rates == ["1e-4", "1e-3", "1e-4"]
+
+
+def test_environment_wins_over_preset_and_the_callers_flags_over_both():
+    flags = ("--max_grad_norm", "0.5", "--learning-rate=5e-4")
+    run = resolved_run("pretrain", *flags, PRESET="demo", NUM_GPUS=0, MAX_STEPS=7, LEARNING_RATE="2e-4")
+    assert run["flags"]["max_steps"] == "7"
+    assert run["command"][-3:] == list(flags)
+    assert run["flags"]["learning_rate"] == "5e-4" and "2e-4" not in run["command"]
+
+
+def test_flags_that_others_hang_on_are_followed_by_folder_adapter_optimizer_and_batch():
+    flags = ["--mm-projector-norm", "rmsnorm", "--deepspeed=deepspeed_configs/zero2.json"]
+    run = resolved_run("finetune", *flags, "--per_device_train_batch_size", "2", PRESET="demo", NUM_GPUS=2)
+    assert run["flags"]["output_dir"] == "checkpoints/demo-rmsnorm-finetune"
+    assert run["flags"]["run_name"] == "demo-rmsnorm-finetune"
+    assert run["flags"]["pretrain_mm_mlp_adapter"] == "checkpoints/demo-rmsnorm-pretrain/mm_projector.bin"
+    assert run["launcher"] == "deepspeed" and "optim" not in run["flags"]
+    assert run["batch"] == {"per_device": 2, "accumulation": 2, "global": 8}
+    without = resolved_run("finetune", "--deepspeed", "", "--output_dir", "a/b", NUM_GPUS=1)
+    assert without["launcher"] == "python" and "deepspeed" not in without["flags"]
+    assert (without["flags"]["output_dir"], without["flags"]["run_name"]) == ("a/b", "b")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_empty_image_folder_is_honoured_by_every_preset(preset):
+    assert "image_folder" not in resolved_run("pretrain", PRESET=preset, NUM_GPUS=1, IMAGE_FOLDER="")["flags"]
+
+
+# --- what a call shows and refuses ------------------------------------------------------------------------------------
+
+
+def test_dry_run_shows_configuration_command_and_inputs_and_asks_the_trainers_parser():
+    env = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": sys.executable}
+    shown = bash("scripts/pretrain.sh", "--max_steps", "3", "--mm_projector_norm", "rmsnorm", **env)
+    assert shown.returncode == 0, shown.stderr
+    configuration, rest = shown.stdout.split("command\n")
+    command, inputs = rest.split("inputs\n")
+    for row in ("arm (NORM)           rmsnorm", "length               3 steps", "global batch         8 = 1 x 8 x 1"):
+        assert f"  {row}\n" in configuration
+    assert "\n    --output_dir checkpoints/demo-rmsnorm-pretrain \\\n" in command and "--max_steps 3 \\\n" in command
+    assert "vision tower" in inputs and inputs.endswith("dry run: nothing was installed or started\n")
+    assert "not checked" not in shown.stderr
+    wrong = bash("scripts/pretrain.sh", **env, LEARNING_RATE="abc")
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+    assert "learning_rate" in wrong.stderr and "'abc'" in wrong.stderr
+
+
+def test_dry_run_without_an_environment_says_what_it_did_not_check(tmp_path):
+    for part in ("scripts", "llava", "deepspeed_configs"):
+        (tmp_path / part).symlink_to(ROOT / part)
+    shown = bash(str(tmp_path / "scripts/pretrain.sh"), "--max_grad_norm", "1", cwd=tmp_path, DRY_RUN=1, NUM_GPUS=1)
+    assert shown.returncode == 0, shown.stderr
+    assert "not checked: the flags' values, and whether its libraries have --max_grad_norm\n" in shown.stderr
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_help_names_every_variable_of_the_script_and_starts_nothing(stage, tmp_path):
+    told = bash(f"scripts/{stage}.sh", "--help", PRESET="demo", OUTPUT_DIR=tmp_path / "out", LLAVA_PYTHON="false")
+    assert told.returncode == 0, told.stderr
+    texts = [
+        (ROOT / f"scripts/{name}").read_text() for name in (f"{stage}.sh", "presets/demo.sh", "presets/qwen2.5-7b.sh")
+    ]
+    used = {name for text in texts for name in re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text)} - {"BASH_SOURCE", "STAGE"}
+    assert used <= NAMES
+    for name in used - ({"LORA_R", "PROJECTOR_LR", "VISION_TOWER_LR"} if stage == "pretrain" else set()):
+        assert re.search(rf"^  {name} +\S", told.stdout, re.MULTILINE), name
+    assert re.search(r"LEARNING_RATE .*\[1e-[34]\]", told.stdout) and "GLOBAL_BATCH" in told.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_launcher_helps_with_no_package_installed():
+    """`-S` and `-I` leave out all that is installed beside the standard library."""
+    code = "import sys; sys.path.insert(0, '.'); import runpy; sys.argv = ['launch', '--help']; "
+    code += "runpy.run_module('llava.launch', run_name='__main__')"
+    told = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode == 0 and "PRESET" in told.stdout, told.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"PRESET": "nonsense"}, ["PRESET=nonsense", *PRESETS]),
+        ({"NORM": "nonsense"}, ["NORM=nonsense", *NORMS]),
+        ({"PROMPT_VERSION": "plian"}, ["PROMPT_VERSION=plian", "plain", "qwen_1_5"]),
+        ({"NUM_GPUS": "7"}, ["GLOBAL_BATCH", "PER_DEVICE_BATCH", "NNODES", "1 2 4 8 16 32 64 128"]),
+    ],
+)
+def test_wrong_variable_is_refused_with_what_would_do(variables, said):
+    run = bash("scripts/pretrain.sh", **{"DRY_RUN": 1, "NUM_GPUS": 8} | variables)
+    assert run.returncode == 2 and run.stderr.startswith("error: ")
+    assert all(text in run.stderr for text in said), run.stderr
+
+
+def test_words_behind_the_script_that_are_no_flags_are_refused():
+    run = bash("scripts/pretrain.sh", "MAX_STEPS=3", DRY_RUN=1, NUM_GPUS=8)
+    assert run.returncode == 2 and "MAX_STEPS=3" in run.stderr and "before the command" in run.stderr
+
+
+def test_misspelt_variable_is_named_with_the_one_that_is_meant():
+    run = bash("scripts/pretrain.sh", DRY_RUN="json", NUM_GPUS=8, MAX_STEP=5, SLURM_NNODES=3, WORLD_SIZE=2)
+    assert run.returncode == 0 and json.loads(run.stdout)["flags"]["max_steps"] == "-1"
+    assert run.stderr == "note: MAX_STEP is set, but is no variable of these scripts; is it meant to be MAX_STEPS?\n"
+
+
+def test_relative_paths_start_at_the_root_and_the_refusal_says_so(tmp_path):
+    (tmp_path / "mine.json").write_text("[]")
+    run = bash(str(ROOT / "scripts/pretrain.sh"), cwd=tmp_path, NUM_GPUS=1, DATA_PATH="mine.json", IMAGE_FOLDER="no")
+    assert run.returncode == 2 and "MISSING" in run.stderr
+    assert f"MISSING  data           mine.json\n{'':<26}-> give {tmp_path}/mine.json: relative paths" in run.stdout
+    assert f"  relative paths start at {ROOT}\n" in run.stdout
+
+
+# --- launch kinds -----------------------------------------------------------------------------------------------------
+
+
+def test_gpus_are_counted_when_num_gpus_is_not_set(tool_path):
+    path = tool_path("nvidia-smi", 'printf "GPU 0: a\\nGPU 1: b\\nGPU 2: c\\nGPU 3: d\\n"')
+    assert "  devices              4 = 1 node x 4 GPUs\n" in bash("scripts/pretrain.sh", path=path, DRY_RUN=1).stdout
+
+
+def test_own_environment_is_used_and_told_where_the_package_lies(tool_path):
+    path = tool_path("mypython", "exit 0")
+    run = bash("scripts/pretrain.sh", path=path, DRY_RUN=1, PRESET="demo", NUM_GPUS=0, LLAVA_PYTHON="mypython")
+    assert (
+        f" PYTHONPATH={ROOT} " in run.stdout
+        and f" {path.split(':')[0]}/mypython llava/train/train_mem.py" in run.stdout
+    )
+
+
+@pytest.mark.parametrize(("stage", "nodes", "global_batch"), [("pretrain", 8, 256), ("finetune", 4, 128)])
+def test_slurm_job_starts_one_torchrun_per_node(stage, nodes, global_batch, tool_path, tmp_path):
+    tool_path("scontrol", "printf 'node-7\\nnode-8\\n'")
+    path = tool_path("srun", f'printf "%s\\n" "$@" >"{tmp_path}/srun"; shift 3; DRY_RUN=1 SLURM_NODEID=1 exec "$@"')
+    slurm = {
+        "SLURM_SUBMIT_DIR": ROOT,
+        "SLURM_JOB_ID": 123456,
+        "SLURM_JOB_NODELIST": "node-[7-8]",
+        "SLURM_JOB_NUM_NODES": nodes,
+        "SLURM_GPUS_ON_NODE": 8,
+        "SLURM_CPUS_PER_TASK": 32,
+        "LLAVA_PYTHON": "bash",
+    }
+    copy = tmp_path / "slurm_script"  # SLURM runs a copy from its own folder
+    shutil.copy(ROOT / f"scripts/slurm/{stage}.sbatch", copy)
+    run = bash(str(copy), "--max_grad_norm", "0.5", cwd=tmp_path, path=path, **slurm)
+    assert run.returncode == 0, run.stderr
+    command = run.stdout.replace("\\\n", " ")
+    assert f"-m torch.distributed.run --nnodes {nodes} --nproc_per_node 8 --node_rank 1" in command
+    assert "--master_addr node-7 --master_port 23456" in command
+    assert f"  global batch         {global_batch} = " in run.stdout
+    assert "--cpus-per-task=32" in (tmp_path / "srun").read_text()
+    assert (tmp_path / "srun").read_text().endswith(f"scripts/{stage}.sh\n--max_grad_norm\n0.5\n")
+    assert "MISSING  NODE_RANK" not in run.stdout
+
+    header = (ROOT / f"scripts/slurm/{stage}.sbatch").read_text()
+    assert f"#SBATCH --nodes={nodes}\n" in header
+    assert "#SBATCH --ntasks-per-node=1\n" in header
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(85, True), (1, False)])
+def test_slurm_job_is_requeued_when_a_signal_ended_it_after_a_save(code, requeued, tool_path, tmp_path):
+    record = f'case $1 in show) echo node-7 ;; *) echo "$@" >"{tmp_path}/scontrol" ;; esac'
+    tool_path("scontrol", record)
+    path = tool_path("srun", f"exit {code}")
+    slurm = {"SLURM_SUBMIT_DIR": ROOT, "SLURM_JOB_ID": 123456, "SLURM_JOB_NODELIST": "node-7"}
+    slurm |= {"SLURM_JOB_NUM_NODES": 1, "SLURM_GPUS_ON_NODE": 8, "LLAVA_PYTHON": "bash"}
+    run = bash("scripts/slurm/pretrain.sbatch", path=path, **slurm)
+    assert run.returncode == code
+    record = tmp_path / "scontrol"
+    assert record.exists() == requeued
+    assert not requeued or record.read_text() == "requeue 123456\n"
+    for stage in ("pretrain", "finetune"):
+        header = (ROOT / f"scripts/slurm/{stage}.sbatch").read_text()
+        assert "#SBATCH --signal=USR1@" in header and "#SBATCH --requeue\n" in header
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+# In place of Python: a rank that saves on SIGUSR1, as the trainer does, or ends in other ways.
+STAND_IN_TRAINER = """#!/usr/bin/env bash
+if [ "$BEHAVIOUR" = fails ]; then
+  mkdir -p "$ERRORS"
+  echo "rank 0: connection closed by peer" >"$ERRORS/00000005-3-1-100-rank0.txt"
+  echo "rank 1: the real error" >"$ERRORS/00000005-2-0-200-rank1.txt"
+  exit 3
+fi
+exec "$REAL_PYTHON" -c '
+import os, pathlib, signal, subprocess, sys, time
+folder, behaviour = pathlib.Path(os.environ["LLAVA_RUN_DIR"]), os.environ["BEHAVIOUR"]
+def save(*_):
+    if behaviour == "saves":
+        (folder / "requeue").touch()
+        os._exit(0)
+signal.signal(signal.SIGUSR1, save)
+signal.signal(signal.SIGTERM, save)
+if behaviour != "loads":
+    (folder / "0.pid").write_text(str(os.getpid()))
+else:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+if behaviour.startswith("SIG"):
+    os.kill(os.getpid(), getattr(signal, behaviour))
+if behaviour == "leaves":
+    os._exit(4)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True,
+    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print("ready", worker.pid, flush=True)
+time.sleep(60)
+'
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that starts stage 1 with a stand-in for Python, which behaves as it is told."""
+    python = tmp_path / "python"
+    python.write_text(STAND_IN_TRAINER)
+    python.chmod(0o755)
+    inputs = dict.fromkeys(("MODEL_PATH", "VISION_TOWER", "DATA_PATH", "IMAGE_FOLDER"), tmp_path)
+    output = tmp_path / "out"
+    env = {"PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": python, "OUTPUT_DIR": output, "ERRORS": output / "errors"}
+    env |= inputs | {"REAL_PYTHON": sys.executable}
+
+    def run(behaviour: str) -> subprocess.Popen:
+        # Where tests run in the background Ctrl-C may be ignored, which children inherit.
+        options = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), "start_new_session": True}
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+        return subprocess.Popen(["bash", "scripts/pretrain.sh"], env=only(**env, BEHAVIOUR=behaviour), **options)
+
+    return run
+
+
+def when_ready(process: subprocess.Popen) -> int:
+    """Waits for the rank's first step; the process id of what it started."""
+    for line in process.stdout:
+        if line.startswith("ready"):
+            return int(line.split()[1])
+    raise AssertionError(process.stderr.read())
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_lets_the_ranks_save_and_asks_for_another_start(start, sent):
+    process = start("saves")
+    worker = when_ready(process)
+    os.killpg(process.pid, sent)  # as a terminal does with Ctrl-C
+    _, stderr = process.communicate(timeout=20)
+    os.kill(worker, signal.SIGKILL)
+    assert process.returncode == 85, stderr
+    assert "signal received: the ranks save after the current step and stop" in stderr
+    assert ("Ctrl-C again" in stderr) == (sent == signal.SIGINT)
+    assert "was killed" not in stderr and "Traceback" not in stderr
+
+
+def test_a_signal_before_training_ends_the_run_and_asks_for_another_start(start):
+    process = start("loads")
+    worker = when_ready(process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    os.kill(worker, signal.SIGKILL)
+    assert process.returncode == 85 and "before training" in stderr and "was killed" not in stderr
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(start):
+    process = start("stubborn")
+    worker = when_ready(process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert "the ranks save" in process.stderr.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130, stderr
+    assert "ended at once" in stderr and "was killed" not in stderr
+    for _ in range(50):
+        if not is_running(worker):
+            return
+        time.sleep(0.1)
+    raise AssertionError("what the rank had started lives on")
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "said"),
+    [
+        (
+            "SIGKILL",
+            137,
+            "rank 0 on .*, process .*, ended without a message: it was killed, by hand or for want of memory",
+        ),
+        ("SIGABRT", 134, "ended without a message: it was ended by SIGABRT"),
+        ("leaves", 4, None),
+    ],
+)
+def test_a_rank_is_said_to_be_killed_only_where_it_was(start, behaviour, code, said):
+    process = start(behaviour)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert re.search(said, stderr) if said else "ended without" not in stderr
+
+
+def test_the_error_of_the_rank_that_failed_first_is_shown_last(start):
+    process = start("fails")
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 3
+    assert stderr.endswith("rank 1: the real error\n")
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
+
+
+def test_real_run_refuses_missing_inputs_with_the_same_list_and_makes_nothing(tmp_path):
+    output = tmp_path / "out"
+    run = bash("scripts/pretrain.sh", NUM_GPUS=8, DATA_PATH="/no/such/file.json", OUTPUT_DIR=output)
+    assert run.returncode == 2
+    assert "MISSING  data           /no/such/file.json" in run.stdout
+    assert "MISSING" in run.stderr
+    assert not output.exists()
+
+
+def test_real_run_starts_what_it_shows_and_records_it(tmp_path, tool_path):
+    path = tool_path("mypython", f'printf "%s\\n" "$@" >"{tmp_path}/started"')
+    env = {"PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": "mypython", "OUTPUT_DIR": tmp_path / "out put"}
+    env |= {"DATA_PATH": tmp_path / "it's $HOME"}
+    env["DATA_PATH"].mkdir()
+    for name in ("MODEL_PATH", "VISION_TOWER", "IMAGE_FOLDER"):
+        env[name] = tmp_path
+    shown = json.loads(bash("scripts/pretrain.sh", path=path, DRY_RUN="json", **env).stdout)["command"]
+    assert not (tmp_path / "started").exists() and not (tmp_path / "out put").exists()
+    run = bash("scripts/pretrain.sh", path=path, **env)
+    assert run.returncode == 0, run.stderr
+    arguments = shown[shown.index("llava/train/train_mem.py") :]
+    assert (tmp_path / "started").read_text().splitlines() == arguments
+    (tmp_path / "started").unlink()
+    assert bash(str(tmp_path / "out put" / "command.sh"), cwd=tmp_path).returncode == 0
+    assert (tmp_path / "started").read_text().splitlines() == arguments
+
+
+# --- DeepSpeed configurations -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [("zero2", 2), ("zero3", 3), ("zero3_offload", 3), ("zero3_hpz", 3), ("zeropp", 3)]
+)
+def test_deepspeed_config_leaves_to_the_trainer_what_the_trainer_knows(name, stage):
+    config = json.loads((ROOT / f"deepspeed_configs/{name}.json").read_text())
+    for key in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    ):
+        assert config[key] == "auto", key
+    assert config["bf16"]["enabled"] == config["fp16"]["enabled"] == "auto"
+    zero = config["zero_optimization"]
+    assert zero["stage"] == stage
+    assert zero["reduce_bucket_size"] == "auto"
+    if stage == 3:
+        assert zero["stage3_gather_16bit_weights_on_model_save"] is True
+        assert zero["stage3_prefetch_bucket_size"] == zero["stage3_param_persistence_threshold"] == "auto"
+    devices = [zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")]
+    assert devices == (["cpu", "cpu"] if name.endswith("offload") else [None, None])
+
+
+# --- set-up -----------------------------------------------------------------------------------------------------------
+
+STAND_IN_PYTHON = """#!/bin/sh
+# As much of an interpreter as setup.sh uses; `-m pip install` only writes down its arguments.
+case "$*" in
+  *version_info[*) echo "${STAND_IN_VERSION:-3.11.7}" ;;
+  *"sys.exit("*) case "${STAND_IN_VERSION:-3.11.7}" in 3.9.*) exit 1 ;; esac ;;
+  "-m venv --clear .venv")
+    echo venv >>"$CALLS"
+    rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo "version = 3.11.7" >.venv/pyvenv.cfg ;;
+  "-m pip install"*)
+    sleep "${STAND_IN_SLEEP:-0}"; echo "$*" >>"$CALLS"; echo pip was here; exit "${STAND_IN_STATUS:-0}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """A function that runs setup.sh in a small tree with a stand-in interpreter; `.calls()` lists what it installed."""
+    tree = tmp_path / "a tree"
+    (tree / "scripts").mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh", "scripts/help.sh"):
+        shutil.copy(ROOT / name, tree / name)
+    python = tmp_path / "python3"
+    python.write_text(STAND_IN_PYTHON)
+    python.chmod(0o755)
+    calls = tmp_path / "calls"
+
+    def run(**env: object) -> subprocess.CompletedProcess:
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        return bash("scripts/setup.sh", cwd=tree, path=path, CALLS=calls, **env)
+
+    run.tree = tree
+    run.calls = lambda: calls.read_text().splitlines() if calls.exists() else []
+    return run
+
+
+def test_setup_installs_torch_first_and_once(setup):
+    first = setup()
+    assert first.returncode == 0, first.stderr
+    venv, torch, package = setup.calls()
+    assert venv == "venv"
+    assert torch.endswith(" torch") and "-c constraints.txt" in torch
+    assert package.endswith("-e .[dev,playground,train]") and "-c constraints.txt" in package
+    assert "up to date" in setup().stdout
+    assert len(setup.calls()) == 3
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+def test_setup_runs_again_when_the_requirements_change_and_keeps_the_environment(setup, name):
+    setup()
+    (setup.tree / name).write_text((setup.tree / name).read_text() + "\n# changed\n")
+    setup()
+    assert len(setup.calls()) == 5 and setup.calls().count("venv") == 1
+
+
+def test_setup_extras_add_up_and_unknown_ones_are_refused(setup):
+    setup(EXTRAS="dev")
+    setup(EXTRAS="eval")
+    package, harnesses = setup.calls()[-2:]
+    assert package.endswith("-e .[dev,eval]")
+    assert harnesses.endswith("--no-deps lmms-eval lm-eval") and "-c constraints.txt" in harnesses
+    assert "up to date" in setup(EXTRAS="dev").stdout
+    refused = setup(EXTRAS="dev,nonsense")
+    assert refused.returncode != 0
+    assert "nonsense" in refused.stderr and "playground" in refused.stderr
+
+
+def test_setup_that_failed_shows_pips_words_and_starts_again(setup):
+    failed = setup(STAND_IN_STATUS=1)
+    assert failed.returncode != 0
+    assert "pip was here" in failed.stderr
+    assert setup().returncode == 0
+    assert "up to date" in setup().stdout
+
+
+def test_setup_calls_at_the_same_time_install_once(setup):
+    with ThreadPoolExecutor() as pool:
+        runs = list(pool.map(lambda _: setup(STAND_IN_SLEEP=0.3), range(3)))
+    assert [run.returncode for run in runs] == [0, 0, 0]
+    assert len(setup.calls()) == 3
+
+
+def test_setup_refuses_an_old_python_and_names_the_variable(setup):
+    run = setup(STAND_IN_VERSION="3.9.18")
+    assert run.returncode != 0
+    assert "PYTHON" in run.stderr and "3.9.18" in run.stderr and "3.10" in run.stderr
+    assert setup.calls() == []
+
+
+def test_setup_leaves_the_callers_own_environment_alone(setup):
+    run = setup(LLAVA_PYTHON="/opt/python")
+    assert run.returncode == 0
+    assert setup.calls() == [] and not (setup.tree / ".venv").exists()

@@ -1,0 +1,54 @@
+"""Batches for the tiny models, and the loss and gradients that a model has on them."""
+
+import torch
+
+from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.model.attention import SEGMENTS
+from llava.model.llava_arch import LlavaMetaForCausalLM
+
+IMG = IMAGE_TOKEN_INDEX
+BACKENDS = [SEGMENTS, "sdpa", "eager"]  # those that run without a GPU
+BATCHES = {
+    "image_first_middle_last": [[IMG, 5, 6], [7, IMG, 8, 9], [10, 11, 12, IMG]],
+    "several_images": [[IMG, IMG, 5], [6, IMG, 7, IMG, 8], [9, 10]],
+    "text_only": [[5, 6, 7], [8]],
+    "image_alone": [[IMG], [IMG, IMG]],
+}
+
+
+def pictures(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def batch(samples: list[list[int]]) -> dict:
+    """Right-padded; every second token is a target."""
+    longest = max(map(len, samples))
+    ids = torch.tensor([s + [0] * (longest - len(s)) for s in samples])
+    mask = torch.tensor([[True] * len(s) + [False] * (longest - len(s)) for s in samples])
+    labels = torch.where(mask & (ids != IMG) & (torch.arange(longest) % 2 == 1), ids, IGNORE_INDEX)
+    images = pictures(int((ids == IMG).sum()))
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "images": images if len(images) else None}
+
+
+def loss_and_gradients(model: LlavaMetaForCausalLM, padding_free: bool, backend: str, **inputs) -> tuple:
+    model.zero_grad()
+    model.padding_free = padding_free
+    model.config._attn_implementation = backend
+    loss = model(**inputs, num_items_in_batch=10).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def one_by_one(model: LlavaMetaForCausalLM, inputs: dict) -> tuple:
+    """Each sample in a batch of its own, without padding; losses and gradients add up."""
+    total, sums, taken = 0.0, {}, 0
+    for ids, mask, labels in zip(inputs["input_ids"], inputs["attention_mask"], inputs["labels"], strict=True):
+        count = int((ids == IMG).sum())
+        images = inputs["images"][taken : taken + count] if count else None
+        taken += count
+        alone = {"input_ids": ids[None, mask], "labels": labels[None, mask], "images": images}
+        loss, gradients = loss_and_gradients(model, False, "eager", **alone)
+        total += loss
+        for name, gradient in gradients.items():
+            sums[name] = sums.get(name, 0) + gradient
+    return total, sums

@@ -1,0 +1,232 @@
+"""The benchmarks in small: Parquet files in the real schemas, and the prompts that the stock tasks make of them.
+
+Every picture has one colour. A checkpoint that says A to warm colours and B to cold ones (Yes and No to POPE, nothing
+at all to black) has a known score on each.
+"""
+
+from pathlib import Path
+
+from data_files import COLOURS, POPE_SUFFIX, WARM
+from PIL import Image
+
+LETTER = "\nAnswer with the option's letter from the given choices directly."
+OPTIONS = "\nA. warm\nB. cold"
+PICTURES = COLOURS | {"black": (0, 0, 0)}
+PLAN = [("red", "A"), ("green", "A"), ("blue", "B"), ("yellow", "B"), ("yellow", "A"), ("green", "B"), ("blue", "B")]
+"""Colour and recorded answer of the samples of a multiple-choice benchmark: two of seven will be wrong."""
+POPE = [
+    ("red", "yes"), ("green", "no"), ("blue", "no"), ("yellow", "yes"),
+    ("red", "no"), ("green", "no"), ("blue", "yes"), ("yellow", "no"),
+]  # fmt: skip
+"""Picture and recorded answer: a checkpoint that tells warm from cold gets five of eight right, two by "yes"."""
+KINDS = ("one", "one", "one", "one", "one", "two", "two")
+PROMPTS = {
+    "mmbench_en_dev_static": f"Bench? There are several options:{OPTIONS}\n{LETTER}",
+    "mmstar": f"Star?{OPTIONS}{LETTER.removesuffix('.')}",
+    "ocrbench": "Which letter?",
+    "seedbench_2_plus": f"Seed?{OPTIONS}\nC. no\nD. yes{LETTER}",
+    "scienceqa": f"Context: Some.\nScience?{OPTIONS}{LETTER}",
+    "ai2d": f"Diagram?{OPTIONS}{LETTER}",
+    "pope": f"Is there a warm colour?{POPE_SUFFIX}",
+    "scenes": "What is it?",
+}
+TEXT_PROMPT = f"No picture?{OPTIONS}{LETTER}"
+HELLASWAG = [
+    (f"Task {i}", f"A man goes {i}.", "he", ["runs.", "waits for long.", "sings a.", "is off"]) for i in range(4)
+]
+MMLU = [(f"Which is {i}?", ["warm", "cold", "red", "blue"]) for i in range(2)]
+
+
+def picture(colour: str) -> Image.Image:
+    return Image.new("RGB", (20, 16), PICTURES[colour])
+
+
+def answer(task: str, colour: str) -> str:
+    """What the checkpoint learns to say."""
+    if colour == "black":
+        return ""
+    return ("Yes", "No")[colour not in WARM] if task == "pope" else "AB"[colour not in WARM]
+
+
+def records() -> list[dict]:
+    """Training records for a checkpoint of that kind."""
+    found = [
+        (f"<image>\n{prompt}", answer(task, colour), {"image": f"{colour}.png"})
+        for task, prompt in PROMPTS.items()
+        for colour in PICTURES
+    ]
+    found += [(TEXT_PROMPT, "A", {})] * 5
+    return [
+        {"id": str(i), "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}], **image}
+        for i, (q, a, image) in enumerate(found)
+    ]
+
+
+def write(folder: Path, configs: dict[str, dict[str, list[dict]]]) -> None:
+    """Writes a data set as the hub has it: `configs` maps names to splits to rows; equal rows share a file."""
+    import datasets
+
+    (folder / "data").mkdir(parents=True)
+    files: dict[int, str] = {}
+    lines = ["---", "configs:"]
+    for config, splits in configs.items():
+        lines += [f"- config_name: {config}", "  data_files:"]
+        for split, rows in splits.items():
+            if id(rows) not in files:
+                files[id(rows)] = f"data/{config}-{split}-00000-of-00001.parquet"
+                datasets.Dataset.from_list(rows).to_parquet(folder / files[id(rows)])
+            lines += [f"  - split: {split}", f"    path: {files[id(rows)]}"]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+
+
+def write_all(root: Path) -> None:
+    """Writes every benchmark below `root`."""
+    write(root / "lmms-lab-encoder/MMBench", {"en": {"dev": mmbench()}})
+    write(root / "Lin-Chen/MMStar", {"val": {"val": mmstar(PLAN)}})
+    write(root / "echo840/OCRBench", {"default": {"test": ocrbench()}})
+    write(root / "doolayer/SEED-Bench-2-Plus", {"default": {"test": seedbench()}})
+    science = scienceqa()
+    pictures = [row for row in science if row["image"] is not None]
+    write(
+        root / "lmms-lab-encoder/ScienceQA", {"ScienceQA-FULL": {"test": science}, "ScienceQA-IMG": {"test": pictures}}
+    )
+    write(root / "lmms-lab-encoder/ai2d", {"default": {"test": ai2d()}})
+    write(root / "lmms-lab-encoder/POPE", {"default": {"test": pope(POPE)}})
+
+
+def mmbench() -> list[dict]:
+    """Questions 0 to 6; the fifth is asked with its options in both orders, and is right in the first only."""
+    rows = [
+        {
+            "index": index,
+            "question": "Bench?",
+            "hint": "nan",
+            "answer": target,
+            "A": "warm",
+            "B": "cold",
+            "C": "nan",
+            "D": "nan",
+            "category": f"category {KINDS[index]}",
+            "image": picture(colour),
+            "source": "made",
+            "L2-category": "level 2",
+            "comment": "nan",
+            "split": "dev",
+        }
+        for index, (colour, target) in enumerate(PLAN)
+    ]
+    return [*rows, rows[4] | {"index": 1_000_004, "answer": "B"}]
+
+
+def mmstar(plan: list[tuple[str, str]]) -> list[dict]:
+    return [
+        {
+            "index": index,
+            "question": f"Star?{OPTIONS}",
+            "image": picture(colour),
+            "answer": target,
+            "category": "math",
+            "l2_category": f"kind {KINDS[index]}",
+            "meta_info": {"source": "made", "split": "val", "image_path": f"{index}.jpg"},
+        }
+        for index, (colour, target) in enumerate(plan)
+    ]
+
+
+def ocrbench() -> list[dict]:
+    return [
+        {
+            "dataset": "made",
+            "question": PROMPTS["ocrbench"],
+            "question_type": "Doc-oriented VQA" if KINDS[index] == "one" else "Key Information Extraction",
+            "answer": [target],
+            "image": picture(colour),
+        }
+        for index, (colour, target) in enumerate(PLAN)
+    ]
+
+
+def seedbench() -> list[dict]:
+    return [
+        {
+            "question_id": str(index),
+            "question": "Seed?",
+            "choice_A": "warm",
+            "choice_B": "cold",
+            "choice_C": "no",
+            "choice_D": "yes",
+            "answer": target,
+            "data_id": f"{index}.png",
+            "data_type": "single-image",
+            "data_source": "made",
+            "level": "L1",
+            "question_image_type": "chart" if KINDS[index] == "one" else "map",
+            "question_image_subtype": "bar",
+            "image": picture(colour),
+        }
+        for index, (colour, target) in enumerate(PLAN)
+    ]
+
+
+def scienceqa() -> list[dict]:
+    """As `PLAN`, and two questions without a picture, whose answer the checkpoint always takes for A."""
+    fields = {"task": "closed choice", "grade": "grade2", "subject": "natural science", "topic": "physics"}
+    fields |= {"category": "colours", "skill": "see", "lecture": "", "solution": ""}
+    rows = [
+        {"image": picture(colour), "question": "Science?", "hint": "Some.", "answer": "AB".index(target)}
+        for colour, target in PLAN
+    ]
+    rows += [{"image": None, "question": "No picture?", "hint": "", "answer": answer} for answer in (0, 1)]
+    return [row | {"choices": ["warm", "cold"]} | fields for row in rows]
+
+
+def ai2d() -> list[dict]:
+    return [
+        {
+            "question": "Diagram?",
+            "options": ["warm", "cold"],
+            "answer": str("AB".index(target)),
+            "image": picture(colour),
+        }
+        for colour, target in PLAN
+    ]
+
+
+def pope(plan: list[tuple[str, str]], question: str = "Is there a warm colour?") -> list[dict]:
+    return [
+        {
+            "id": str(index),
+            "question_id": str(index),
+            "question": question,
+            "answer": target,
+            "image_source": colour,
+            "image": picture(colour),
+            "category": "adversarial",
+        }
+        for index, (colour, target) in enumerate(plan)
+    ]
+
+
+def hellaswag(labels: list[int]) -> list[dict]:
+    return [
+        {
+            "ind": index,
+            "activity_label": activity,
+            "ctx_a": first,
+            "ctx_b": second,
+            "ctx": f"{first} {second}",
+            "endings": endings,
+            "source_id": str(index),
+            "split": "val",
+            "split_type": "indomain",
+            "label": str(label),
+        }
+        for index, ((activity, first, second, endings), label) in enumerate(zip(HELLASWAG, labels, strict=True))
+    ]
+
+
+def mmlu(labels: list[int]) -> list[dict]:
+    return [
+        {"question": question, "subject": "made", "choices": choices, "answer": label}
+        for (question, choices), label in zip(MMLU, labels, strict=True)
+    ]

@@ -1,0 +1,90 @@
+"""Records and pictures, and the files that hold them."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 220), "yellow": (230, 210, 40)}
+WARM = ("red", "yellow")
+QUESTIONS = ["Is there a warm colour?", "Is there a warm colour in the image?"]
+POPE_SUFFIX = "\nAnswer the question using a single word or phrase."  # what lmms-eval's task writes after a question
+HUMAN, GPT = {"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "yes"}
+TURNS = [HUMAN, GPT]
+
+
+def turns(*texts):
+    """A conversation that begins with the human."""
+    return [{"from": ("human", "gpt")[index % 2], "value": text} for index, text in enumerate(texts)]
+
+
+def write_data(folder, num_records: int = 24) -> None:
+    """Coloured squares with questions; every third record is text only."""
+    (folder / "images").mkdir(parents=True)
+    captions, questions = [], []
+    for index in range(num_records):
+        colour = list(COLOURS)[index % len(COLOURS)]
+        image = Image.new("RGB", (20, 16), "white")
+        ImageDraw.Draw(image).rectangle((4, 4, 12, 12), fill=COLOURS[colour])
+        image.save(folder / "images" / f"{index}.png")
+        captions.append(
+            {
+                "id": f"c{index}",
+                "image": f"{index}.png",
+                "conversations": [
+                    {"from": "human", "value": "<image>\nSay what it is."},
+                    {"from": "gpt", "value": f"a {colour} square"},
+                ],
+            }
+        )
+        question = {
+            "id": f"q{index}",
+            "image": f"{index}.png",
+            "conversations": [
+                {"from": "human", "value": "<image>\nWhich colour?"},
+                {"from": "gpt", "value": colour + "!" * (index % 5)},
+            ],
+        }
+        if index % 3 == 2:
+            del question["image"]
+            question["conversations"][0]["value"] = f"Spell {colour}."
+        questions.append(question)
+    (folder / "pretrain.json").write_text(json.dumps(captions))
+    (folder / "finetune.json").write_text(json.dumps(questions))
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def noise(mode: str = "RGB", size: tuple[int, int] = (9, 7), seed: int = 0) -> Image.Image:
+    bands = len(Image.new(mode, (1, 1)).getbands())
+    levels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], bands), dtype=np.uint8)
+    return Image.fromarray(levels if bands > 1 else levels[:, :, 0], mode)
+
+
+STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+BYTES = [encoded(noise(seed=i)) for i in range(8)]
+
+
+def shard(path: Path, images: pa.Array | None, count: int, rows: int = 3, turns: list | None = None, **more) -> Path:
+    """Rows with a placeholder for each image that they have, unless `turns` are given."""
+    counts = [how_many(image) for image in images.to_pylist()] if images is not None else [0] * count
+    conversations = pa.array([turns or [{"from": "human", "value": "<image>" * n + "?"}, GPT] for n in counts])
+    columns = {"id": pa.array([f"{path.stem}-{i}" for i in range(count)]), "conversations": conversations}
+    columns |= {"data_source": pa.array(["x"] * count), **more} | ({} if images is None else {"image": images})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=rows)
+    return path
+
+
+def how_many(image: object) -> int:
+    if isinstance(image, list):
+        return len(image)
+    return any(image.values()) if isinstance(image, dict) else image is not None

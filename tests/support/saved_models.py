@@ -1,0 +1,644 @@
+"""Folders as people download them, tiny and random: model, tokenizer and processor files of many families.
+
+The processor's files are written as published folders have them (`preprocessor_config.json`, `processor_config.json`,
+`chat_template.jinja`), so that none needs its class to be made, and with it the packages that the class imports.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+import vision_language_models as models
+from tiny_models import byte_tokenizer
+from transformers import PreTrainedTokenizerFast
+from vision_language_models import IMAGE, TEXT, VISION
+
+SIDE = 16
+MEAN = {"image_mean": [0.5] * 3, "image_std": [0.4] * 3}
+SQUARE = {"size": {"height": SIDE, "width": SIDE}} | MEAN
+CLIP = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": SIDE}} | MEAN
+CLIP |= {"crop_size": {"height": SIDE, "width": SIDE}}
+SIGLIP = {"image_processor_type": "SiglipImageProcessor"} | SQUARE
+QWEN = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "size": {"shortest_edge": 64}} | MEAN
+QWEN["size"] |= {"longest_edge": 1024}
+
+
+@dataclass
+class Saved:
+    """One family's folder and how an independent run finds what the commands print.
+
+    Attributes:
+        model: makes it, with `IMAGE` as the image token's id.
+        processor: its class.
+        image: `preprocessor_config.json`.
+        tokens: the tokenizer's named tokens.
+        visual: the token at visual positions, with the id `IMAGE`; default the named `image_token`.
+        mark: what the chat template writes for a picture; None where the family has no template.
+        settings: `processor_config.json`.
+        encoder: a module's path and what its arguments (a dict) and result tell of the encoder's tokens.
+        projector: a module's path, whose result is the visual tokens.
+        extra: tokens that only have to be there.
+        added: layers that get something added to their states on the way in (DeepStack), which are not compared.
+        needs: packages without which the family cannot be loaded.
+    """
+
+    model: Callable[[], torch.nn.Module]
+    processor: str
+    image: dict[str, Any]
+    encoder: tuple[str, Callable]
+    projector: str = "model.multi_modal_projector"
+    mark: str | None = "<image>"
+    tokens: dict[str, str] = field(default_factory=lambda: {"image_token": "<image>"})
+    settings: dict[str, Any] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+    added: tuple[int, ...] = ()
+    needs: tuple[str, ...] = ()
+    visual: str | None = None
+
+
+def tokenizer_of(saved: Saved) -> PreTrainedTokenizerFast:
+    """One token per byte; the image token has the id `IMAGE`, the family's others follow."""
+    named = saved.tokens
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<unused{i}>" for i in range(IMAGE - len(tokenizer))])
+    tokenizer.add_tokens([saved.visual or named["image_token"], *named.values(), *saved.extra], special_tokens=True)
+    roles = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, **roles, model_specific_special_tokens=named
+    )
+
+
+def filled(model: torch.nn.Module) -> torch.nn.Module:
+    """`model` with noise on every parameter, so that no two tokens are alike and no part of it is zero."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def write(saved: Saved, folder) -> torch.nn.Module:
+    """Writes the folder; returns the model in it."""
+    model = filled(saved.model())
+    model.save_pretrained(folder)
+    tokenizer_of(saved).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(saved.image | {"processor_class": saved.processor}))
+    (folder / "processor_config.json").write_text(json.dumps(saved.settings | {"processor_class": saved.processor}))
+    if saved.mark is not None:
+        part = f"{{{{ '{saved.mark}' if part['type'] == 'image' else part['text'] }}}}"
+        inner = f"{{% for part in turn['content'] %}}{part}{{% endfor %}}"
+        template = f"{{% for turn in messages %}}{{{{ turn['role'] }}}}: {inner}{{% endfor %}}\nassistant:"
+        (folder / "chat_template.jinja").write_text(template)
+    return model
+
+
+def of(case: Callable) -> Callable[[], torch.nn.Module]:
+    return lambda: case().model
+
+
+def states(layer: int, first: int = 0) -> Callable:
+    """The encoder's hidden state `layer`, from token `first` on."""
+    return lambda given, result: result.hidden_states[layer][:, first:]
+
+
+def last(given: dict, result: Any) -> torch.Tensor:
+    return result.last_hidden_state
+
+
+def config_of(prefix: str, **fields: Any) -> Callable[[], torch.nn.Module]:
+    """Makes `<prefix>ForConditionalGeneration` of a config with these fields."""
+    return lambda: models.build(prefix, getattr(transformers, f"{prefix}Config")(**fields))
+
+
+LLAMA = {"model_type": "llama"} | TEXT
+QWEN2 = {"model_type": "qwen2"} | TEXT
+COHERE2 = {"model_type": "cohere2", "sliding_window": 64} | TEXT
+GEMMA = {"model_type": "gemma", "head_dim": 8} | TEXT
+CLIP_VISION = {"model_type": "clip_vision_model"} | VISION
+SIGLIP_VISION = {"model_type": "siglip_vision_model", "vision_use_head": False} | VISION
+PIXTRAL_VISION = {"model_type": "pixtral", "head_dim": 12} | VISION | {"image_size": 64}
+GRID_VISION = {"depth": 2, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+GRID_VISION |= {"out_hidden_size": 32}
+GRID_IDS = {"image_token_id": IMAGE, "video_token_id": 301}
+MROPE = {"rope_parameters": models.MROPE}
+
+
+def glm_ocr() -> torch.nn.Module:
+    rope = {"rope_parameters": models.MROPE | {"partial_rotary_factor": 1.0}, "head_dim": 8}
+    return config_of(
+        "GlmOcr",
+        text_config=TEXT | rope,
+        vision_config=GRID_VISION | {"image_size": 16},
+        **GRID_IDS,
+        image_start_token_id=302,
+        image_end_token_id=303,
+    )()
+
+
+def qwen3_5() -> torch.nn.Module:
+    linear = {
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+    }
+    text = TEXT | linear | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    text |= {"rope_parameters": models.MROPE | {"partial_rotary_factor": 1.0}}
+    vision = GRID_VISION | {"num_position_embeddings": 16}
+    return config_of("Qwen3_5", text_config=text, vision_config=vision, **GRID_IDS, vision_start_token_id=302)()
+
+
+def idefics2() -> torch.nn.Module:
+    perceiver = {"hidden_size": 32, "resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 2}
+    perceiver |= {"resampler_head_dim": 8, "num_key_value_heads": 1}
+    vision = VISION | {"image_size": 32}
+    text = {"model_type": "mistral", "sliding_window": None} | TEXT
+    return config_of(
+        "Idefics2", text_config=text, vision_config=vision, perceiver_config=perceiver, image_token_id=IMAGE
+    )()
+
+
+def aria() -> torch.nn.Module:
+    text = TEXT | {"moe_num_experts": 2, "moe_topk": 1, "moe_num_shared_experts": 1}
+    vision = {"model_type": "idefics3_vision"} | VISION | {"image_size": 980, "patch_size": 140}
+    queries = {"projector_patch_to_query_dict": {"49": 4}}
+    return config_of("Aria", text_config=text, vision_config=vision, image_token_index=IMAGE, **queries)()
+
+
+def gemma4() -> torch.nn.Module:
+    text = TEXT | {"head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0, "sliding_window": 64}
+    text |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    vision = VISION | {
+        "head_dim": 12,
+        "num_key_value_heads": 2,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+    }
+    return config_of("Gemma4", text_config=text, vision_config=vision, image_token_id=IMAGE, audio_config=None)()
+
+
+def lfm2_vl() -> torch.nn.Module:
+    text = {
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    } | TEXT
+    vision = {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False} | VISION
+    del vision["image_size"]
+    config = {"projector_hidden_size": 20, "downsample_factor": 2, "image_token_id": IMAGE}
+    return config_of("Lfm2Vl", text_config=text, vision_config=vision, **config)()
+
+
+def llama4() -> torch.nn.Module:
+    text = TEXT | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 64}
+    vision = VISION | {"projector_input_dim": 20, "projector_output_dim": 20, "vision_output_dim": 20}
+    vision |= {"intermediate_size": 96}
+    return config_of("Llama4", text_config=text, vision_config=vision, image_token_index=IMAGE)()
+
+
+def molmo2() -> torch.nn.Module:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 12}
+    text = {k: v for k, v in TEXT.items() if not k.endswith("token_id")} | {"head_dim": 8, "additional_vocab_size": 0}
+    vision = VISION | heads | {"image_size": [16, 16], "num_position_embeddings": 16}
+    adapter = {
+        "hidden_size": 24,
+        "text_hidden_size": 32,
+        "intermediate_size": 48,
+        "vision_feature_layer": [-1, -2],
+    } | heads
+    ids = {"image_patch_id": IMAGE, "image_start_token_id": 301, "image_end_token_id": 302}
+    ids |= {"low_res_image_start_token_id": 303, "frame_start_token_id": 304, "frame_end_token_id": 305}
+    return config_of("Molmo2", text_config=text, vision_config=vision, adapter_config=adapter, **ids)()
+
+
+def kimi_k25() -> torch.nn.Module:
+    text = {
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 2,
+    } | TEXT
+    text |= {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_group": 2,
+    }
+    text |= {"topk_group": 1, "num_experts_per_tok": 1, "num_key_value_heads": 4}
+    vision = VISION | {"pos_emb_height": 4, "pos_emb_width": 4}
+    del vision["image_size"]
+    config = {"projection_hidden_size": 24, "image_token_id": IMAGE, "video_token_id": 301}
+    return config_of("Kimi_K25", text_config=text, vision_config=vision, **config)()
+
+
+def masked(argument: str, padding: bool) -> Callable:
+    """A module's first argument without padding, told by `argument`."""
+    return lambda given, result: next(iter(given.values()))[given[argument].bool() != padding]
+
+
+MINICPM_TOKENS = ("image_start", "image_end", "slice_start", "slice_end", "image_id_start", "image_id_end")
+FEATURES = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+TILES = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
+QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+GLM_TOKENS = {"image_token": "<|image|>", "video_token": "<|video|>"}
+MERGER = {"encoder": ("model.visual", last), "projector": "model.visual.merger"}
+
+
+def qwen(model: Callable, processor: str, **options: Any) -> Saved:
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    extra = ("<|vision_start|>", "<|vision_end|>")
+    return Saved(model, processor, QWEN, tokens=QWEN_TOKENS, mark=mark, extra=extra, **(MERGER | options))
+
+
+SAVED = {
+    "llava": Saved(of(models.llava), "LlavaProcessor", CLIP, ("model.vision_tower", states(-2, 1)), settings=FEATURES),
+    "llava_next": Saved(
+        of(models.llava_next),
+        "LlavaNextProcessor",
+        CLIP | TILES | {"image_processor_type": "LlavaNextImageProcessor"},
+        ("model.vision_tower", states(-2, 1)),
+        settings=FEATURES,
+    ),
+    "llava_onevision": Saved(
+        of(models.llava_onevision),
+        "LlavaOnevisionProcessor",
+        SQUARE | TILES | {"image_processor_type": "LlavaOnevisionImageProcessor"},
+        ("model.vision_tower", states(-2)),
+        settings={"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+        tokens={"image_token": "<image>", "video_token": "<video>"},
+    ),
+    "qwen2_vl": qwen(of(models.qwen2_vl), "Qwen2VLProcessor"),
+    "qwen2_5_vl": qwen(of(models.qwen2_5_vl), "Qwen2_5_VLProcessor"),
+    "qwen3_vl": qwen(of(models.qwen3_vl), "Qwen3VLProcessor", added=(1, 2)),
+    "glm4v": Saved(
+        of(models.glm4v),
+        "Glm4vProcessor",
+        QWEN | {"image_processor_type": "Glm4vImageProcessor"},
+        ("model.visual.post_layernorm", lambda given, result: result),
+        "model.visual.merger",
+        "<|image|>",
+        GLM_TOKENS,
+    ),
+    "glm_ocr": Saved(
+        glm_ocr,
+        "Glm46VProcessor",
+        QWEN | {"image_processor_type": "Glm46VImageProcessor"},
+        ("model.visual.post_layernorm", lambda given, result: result),
+        "model.visual.merger",
+        "<|image|>",
+        GLM_TOKENS,
+    ),
+    "qwen3_5": qwen(qwen3_5, "Qwen3VLProcessor"),
+    "ovis2": Saved(
+        of(models.ovis2),
+        "Ovis2Processor",
+        SQUARE | {"image_processor_type": "Ovis2ImageProcessor"},
+        ("model.vision_tower.transformer", lambda given, result: result[0]),
+        "model.visual_embeddings_table",
+        settings={"image_seq_length": 4},
+        tokens={"image_token": "<IMG_ATOM>"},
+        extra=("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>", "<image>"),
+    ),
+    "internvl": Saved(
+        of(models.internvl),
+        "InternVLProcessor",
+        SQUARE | {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True, "max_patches": 3},
+        ("model.vision_tower", lambda given, result: result.last_hidden_state[:, 1:]),
+        settings={"image_seq_length": 4},
+        mark="<IMG_CONTEXT>",
+        tokens={"image_token": "<IMG_CONTEXT>", "video_token": "<video>", "context_image_token": "<IMG_CONTEXT>"}
+        | {"start_image_token": "<img>", "end_image_token": "</img>"},
+    ),
+    "gemma3": Saved(
+        of(models.gemma3),
+        "Gemma3Processor",
+        SQUARE | {"image_processor_type": "Gemma3ImageProcessor"},
+        ("model.vision_tower", last),
+        settings={"image_seq_length": 4},
+        mark="<start_of_image>",
+        tokens={"image_token": "<soft>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    ),
+    "idefics3": Saved(
+        of(models.idefics3),
+        "Idefics3Processor",
+        MEAN
+        | {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 32}}
+        | {"max_image_size": {"longest_edge": 16}},
+        ("model.vision_model", last),
+        "model.connector",
+        settings={"image_seq_len": 4},
+        extra=("<fake_token_around_image>", "<end_of_utterance>"),
+    ),
+    "smolvlm": Saved(
+        of(models.smolvlm),
+        "SmolVLMProcessor",
+        MEAN
+        | {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 32}}
+        | {"max_image_size": {"longest_edge": 16}},
+        ("model.vision_model", last),
+        "model.connector",
+        settings={"image_seq_len": 4},
+        extra=("<fake_token_around_image>", "<end_of_utterance>"),
+    ),
+    "idefics2": Saved(
+        idefics2,
+        "Idefics2Processor",
+        MEAN | {"image_processor_type": "Idefics2ImageProcessor", "size": {"shortest_edge": 12, "longest_edge": 32}},
+        ("model.connector", masked("attention_mask", False)),
+        "model.connector",
+        settings={"image_seq_len": 3},
+        tokens={"image_token": "<image>", "image_boundary_token": "<fake_token_around_image>"},
+        extra=("<end_of_utterance>",),
+    ),
+    "aria": Saved(
+        aria,
+        "AriaProcessor",
+        MEAN | {"image_processor_type": "AriaImageProcessor", "max_image_size": 980, "min_image_size": 336},
+        ("model.multi_modal_projector", masked("attn_mask", True)),
+        settings={"size_conversion": {"980": 4}},
+    ),
+    "aya_vision": Saved(
+        config_of("AyaVision", text_config=COHERE2, vision_config=SIGLIP_VISION, image_token_index=IMAGE),
+        "AyaVisionProcessor",
+        SQUARE | {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True, "max_patches": 3},
+        ("model.vision_tower", states(-1)),
+        settings={"patch_size": 4, "img_size": 16, "downsample_factor": 2, "image_token": "<image>"}
+        | {"img_patch_token": "<|IMG_PATCH|>"},
+        tokens={"image_token": "<|IMG_PATCH|>"},
+        extra=("<image>",),
+    ),
+    "vipllava": Saved(
+        config_of(
+            "VipLlava",
+            text_config=LLAMA,
+            vision_config=CLIP_VISION,
+            image_token_index=IMAGE,
+            vision_feature_layer=[-2, 1],
+        ),
+        "LlavaProcessor",
+        CLIP,
+        ("model.vision_tower", lambda given, result: torch.cat([result.hidden_states[i][:, 1:] for i in (-2, 1)], -1)),
+        settings=FEATURES,
+    ),
+    "llava with a list of layers": Saved(
+        config_of(
+            "Llava", text_config=LLAMA, vision_config=CLIP_VISION, image_token_index=IMAGE, vision_feature_layer=[-2, 1]
+        ),
+        "LlavaProcessor",
+        CLIP,
+        ("model.vision_tower", lambda given, result: torch.cat([result.hidden_states[i][:, 1:] for i in (-2, 1)], -1)),
+        settings=FEATURES,
+    ),
+    "paligemma": Saved(
+        config_of(
+            "PaliGemma",
+            text_config=GEMMA,
+            vision_config=SIGLIP_VISION | {"projection_dim": 32},
+            image_token_index=IMAGE,
+            projection_dim=32,
+            hidden_size=32,
+        ),
+        "PaliGemmaProcessor",
+        SIGLIP | {"image_seq_length": 16},
+        ("model.vision_tower", last),
+        mark=None,
+    ),
+    "gemma4": Saved(
+        gemma4,
+        "Gemma4Processor",
+        {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "max_soft_tokens": 70,
+        },
+        ("model.vision_tower.pooler", masked("padding_positions", True)),
+        "model.embed_vision",
+        settings={"image_seq_length": 70},
+        tokens={"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+        | {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+        mark="<|image|>",
+    ),
+    "got_ocr2": Saved(
+        config_of(
+            "GotOcr2",
+            text_config=QWEN2,
+            image_token_index=IMAGE,
+            image_seq_length=4,
+            vision_config={
+                "hidden_size": 24,
+                "output_channels": 8,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "mlp_dim": 32,
+                "image_size": 128,
+                "patch_size": 16,
+                "global_attn_indexes": [1],
+                "window_size": 4,
+            },
+        ),
+        "GotOcr2Processor",
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 128, "width": 128}} | MEAN,
+        ("model.vision_tower", last),
+        mark=None,
+        tokens={"image_token": "<imgpad>"},
+        extra=("<img>", "</img>"),
+    ),
+    "deepseek_vl": Saved(
+        config_of("DeepseekVL", text_config=LLAMA, vision_config=SIGLIP_VISION, image_token_id=IMAGE),
+        "DeepseekVLProcessor",
+        {"image_processor_type": "DeepseekVLImageProcessor", "size": {"height": SIDE, "width": SIDE}, "min_size": 4}
+        | MEAN,
+        ("model.vision_model", last),
+        "model.aligner",
+        mark="<image_placeholder>",
+        tokens={"image_token": "<image_placeholder>"},
+        settings={"num_image_tokens": 16},
+    ),
+    "minicpmv4_6": Saved(
+        config_of(
+            "MiniCPMV4_6",
+            text_config=QWEN2,
+            vision_config=VISION | {"image_size": 64, "insert_layer_id": 1},
+            insert_layer_id=1,
+            image_token_id=IMAGE,
+            video_token_id=301,
+        ),
+        "MiniCPMV4_6Processor",
+        MEAN | {"image_processor_type": "MiniCPMV4_6ImageProcessor", "scale_resolution": 32, "patch_size": 4},
+        ("model.vision_tower", last),
+        "model.merger",
+        tokens={"image_token": "<image_pad>", "video_token": "<video_pad>"}
+        | {f"{name}_token": f"<{name}>" for name in MINICPM_TOKENS},
+        mark="<image_pad>",
+    ),
+    "cohere2_vision": Saved(
+        config_of(
+            "Cohere2Vision",
+            text_config=COHERE2,
+            vision_config=SIGLIP_VISION,
+            image_token_id=IMAGE,
+            alignment_intermediate_size=40,
+        ),
+        "Cohere2VisionProcessor",
+        SQUARE | {"image_processor_type": "Cohere2VisionImageProcessor", "patch_size": 2, "max_patches": 3},
+        ("model.vision_tower", last),
+        tokens={"image_token": "<|IMG_PATCH|>", "boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"}
+        | {"img_line_break_token": "<|IMG_LINE_BREAK|>"},
+        mark="<|IMG_PATCH|>",
+        needs=("torchvision",),
+    ),
+    "mistral3": Saved(
+        config_of(
+            "Mistral3",
+            text_config={"model_type": "mistral", "head_dim": 8} | TEXT,
+            vision_config=PIXTRAL_VISION,
+            image_token_index=IMAGE,
+        ),
+        "PixtralProcessor",
+        MEAN | {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}, "patch_size": 4},
+        ("model.vision_tower", last),
+        settings={"patch_size": 4, "spatial_merge_size": 2},
+        mark="[IMG]",
+        tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        needs=("torchvision",),
+    ),
+    "llava with Pixtral": Saved(
+        config_of(
+            "Llava",
+            text_config={"model_type": "mistral", "head_dim": 8} | TEXT,
+            vision_config=PIXTRAL_VISION,
+            image_token_index=IMAGE,
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+        ),
+        "PixtralProcessor",
+        MEAN | {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 32}, "patch_size": 4},
+        ("model.vision_tower", last),
+        settings={"patch_size": 4},
+        mark="[IMG]",
+        tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        needs=("torchvision",),
+    ),
+    "lfm2_vl": Saved(
+        lfm2_vl,
+        "Lfm2VlProcessor",
+        {
+            "image_processor_type": "Lfm2VlImageProcessor",
+            "tile_size": 16,
+            "encoder_patch_size": 4,
+            "min_image_tokens": 1,
+        }
+        | {
+            "max_image_tokens": 4,
+            "do_image_splitting": False,
+            "max_num_patches": 16,
+            "size": {"height": 16, "width": 16},
+        },
+        ("model.vision_tower", lambda given, result: result.last_hidden_state[given["pixel_attention_mask"].bool()]),
+        tokens={"image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
+        | {"image_thumbnail": "<|img_thumbnail|>"},
+        needs=("torchvision",),
+    ),
+    "llama4": Saved(
+        llama4,
+        "Llama4Processor",
+        SQUARE | {"image_processor_type": "Llama4ImageProcessor", "max_patches": 4},
+        ("vision_model.vision_adapter", lambda given, result: next(iter(given.values()))),
+        "multi_modal_projector",
+        settings={
+            "patch_size": 4,
+            "pixel_shuffle_ratio": 0.5,
+            "fake_image_token": "<|image|>",
+            "image_token": "<|image|>",
+        }
+        | {"patch_token": "<|patch|>"},
+        mark="<|image|>",
+        tokens={"image_token": "<|patch|>"},
+        extra=("<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+        needs=("torchvision",),
+    ),
+    "molmo2": Saved(
+        molmo2,
+        "Molmo2Processor",
+        SQUARE
+        | {"image_processor_type": "Molmo2ImageProcessor", "max_crops": 2, "overlap_margins": [1, 1], "patch_size": 4},
+        ("model.vision_tower", lambda given, result: torch.cat([result.hidden_states[i] for i in (-1, -2)], -1)),
+        mark="<|image|>",
+        tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
+        visual="<im_patch>",
+        extra=("<im_start>", "<im_end>", "<low_res_im_start>", "<frame_start>", "<frame_end>", "<im_col>", "<im_low>"),
+        needs=("torchvision",),
+    ),
+    "kimi_k25": Saved(
+        kimi_k25,
+        "Kimi_K25Processor",
+        MEAN
+        | {
+            "image_processor_type": "Kimi_K25ImageProcessor",
+            "patch_size": 4,
+            "size": {"max_height": 32, "max_width": 32},
+        },
+        ("model.vision_tower", lambda given, result: torch.cat([rows.flatten(0, -2) for rows in result.pooler_output])),
+        "model.mm_projector",
+        mark="<|media_pad|>",
+        tokens={"image_token": "<|media_pad|>", "video_token": "<|video|>"},
+        needs=("torchvision",),
+    ),
+    "fast_vlm": Saved(
+        config_of(
+            "FastVlm",
+            text_config=QWEN2,
+            vision_config={
+                "model_type": "timm_wrapper",
+                "architecture": "fastvit_mci0",
+                "hidden_size": 128,
+                "do_pooling": True,
+                "global_pool": "avg",
+                "model_args": {"layers": [1, 1, 1, 1], "embed_dims": [8, 16, 32, 64], "inference_mode": True},
+            },
+            image_token_index=IMAGE,
+        ),
+        "LlavaProcessor",
+        CLIP | {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
+        ("model.vision_tower", lambda given, result: result.last_hidden_state.flatten(2).transpose(1, 2)),
+        settings={"patch_size": 32, "vision_feature_select_strategy": "full"},
+        needs=("timm", "torchvision"),
+    ),
+    "perception_lm": Saved(
+        config_of(
+            "PerceptionLM",
+            text_config=LLAMA,
+            image_token_id=IMAGE,
+            video_token_id=301,
+            projector_pooling_ratio=2,
+            vision_config={
+                "model_type": "timm_wrapper",
+                "architecture": "vit_pe_core_tiny_patch16_384",
+                "hidden_size": 24,
+                "model_args": {
+                    "embed_dim": 24,
+                    "depth": 2,
+                    "num_heads": 2,
+                    "img_size": [16, 16],
+                    "patch_size": 4,
+                    "ref_feat_shape": [4, 4],
+                    "global_pool": "",
+                    "use_post_transformer_norm": False,
+                },
+            },
+        ),
+        "PerceptionLMProcessor",
+        SQUARE | {"image_processor_type": "PerceptionLMImageProcessor", "tile_size": 16, "max_num_tiles": 4},
+        ("model.vision_tower", lambda given, result: result.last_hidden_state[:, 1:]),
+        settings={"patch_size": 4, "pooling_ratio": 2},
+        tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
+        mark="<|image|>",
+        needs=("timm", "torchvision"),
+    ),
+}

@@ -1,0 +1,93 @@
+"""The trainer's flags for the tiny models, and runs by its own parts."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from llava.constants import IMAGE_TOKEN_INDEX
+from llava.data.records import load_records
+from llava.model.builder import load_pretrained_model
+from llava.train import train as train_module
+from llava.train.arguments import TrainingArguments
+
+ALL_PARTS = "mm_vision_tower,mm_mlp_adapter,mm_language_model"
+LM_AND_PROJECTOR = "mm_mlp_adapter,mm_language_model"
+LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "mm_tunable_parts": LM_AND_PROJECTOR}
+
+
+def flags(tiny, output_dir, stage: int, model="llama", tower="siglip", norm="gwc_layernorm", **overrides) -> list[str]:
+    """The trainer's command line for two steps of a stage; None leaves a flag out."""
+    values = {
+        "model_name_or_path": tiny / model,
+        "vision_tower": tiny / tower,
+        "version": "chatml",
+        "data_path": tiny / "data" / ("pretrain.json" if stage == 1 else "finetune.json"),
+        "image_folder": tiny / "data" / "images",
+        "output_dir": output_dir,
+        "mm_projector_norm": norm,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    values |= {"tune_mm_mlp_adapter": True} if stage == 1 else {"mm_tunable_parts": ALL_PARTS}
+    return [x for k, v in (values | overrides).items() if v is not None for x in (f"--{k}", str(v))]
+
+
+def run(*args, **kwargs):
+    """Trains and returns the weights and config of the final folder."""
+    argv = flags(*args, **kwargs)
+    train_module.train(argv)
+    folder = argv[argv.index("--output_dir") + 1]
+    return load_file(f"{folder}/model.safetensors"), json.loads(Path(folder, "config.json").read_text())
+
+
+def training_arguments(tmp_path, **overrides) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(tmp_path), report_to="none", **overrides)
+
+
+def build(argv: list[str]):
+    """(model, trainer) before the first step, from the entry point's own parts."""
+    parsed = train_module.parse_arguments(argv)
+    train_module.check_flags(*parsed)
+    train_module.set_seed(parsed[2].seed)
+    model = train_module.build_model(*parsed)
+    return model, train_module.build_trainer(model, load_records(parsed[1].data_path), *parsed)
+
+
+def fit(argv: list[str]):
+    """Trains, writes the final folder and returns the model that was trained."""
+    model, trainer = build(argv)
+    finish(trainer)
+    return model.eval()
+
+
+def finish(trainer) -> None:
+    trainer.train()
+    trainer.save_state()
+    trainer.save_model()
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    """For two images and a text [2, S', C]."""
+    side = model.get_vision_tower().config.image_size
+    images = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([[5, IMAGE_TOKEN_INDEX, 7, 8, 9], [3, 4, IMAGE_TOKEN_INDEX, 11, 12]])
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), images=images).logits.float()
+
+
+def load(path, base):
+    """The model of a checkpoint folder, on its base if that is given."""
+    return load_pretrained_model(str(path), base and str(base), "anything", device="cpu")[1]
+
+
+def losses(path: Path) -> list[float]:
+    """The loss of every step in a train_log.jsonl."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]

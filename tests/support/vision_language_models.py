@@ -1,0 +1,353 @@
+"""Tiny random vision-language models of transformers' families, and what passes through them computed without a probe.
+
+Every reference calls the model's own parts one by one, as its family is described, for two samples with one picture.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+from tiny_models import make
+
+IMAGE = 300
+TEXT = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3} | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+VISION = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2} | {
+    "image_size": 16,
+    "patch_size": 4,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+GRID = torch.tensor([[1, 4, 4], [1, 4, 2]])
+
+
+@dataclass
+class Case:
+    """A model, the inputs of its forward, and the reference: encoder tokens [N, E] and visual tokens [N, D]."""
+
+    model: torch.nn.Module
+    inputs: dict
+    features: torch.Tensor
+    projected: torch.Tensor
+    inserted: torch.Tensor  # what the LLM finds at visual positions
+    scale: float = 1.0  # of the text embeddings on their way into the LLM
+
+
+def ids_for(counts: list[int]) -> dict:
+    """Two samples: text, `counts[i]` visual positions, text; the second is shorter and padded."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for index, count in enumerate(counts):
+        text = torch.randint(3, 290, (9 - 3 * index,), generator=generator)
+        rows.append(torch.cat([text[:3], torch.full((count,), IMAGE), text[3:]]))
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def pixels(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+def build(prefix: str, config) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+
+
+def rows(tensors) -> torch.Tensor:
+    return (
+        torch.cat([t.flatten(0, -2) for t in tensors])
+        if not isinstance(tensors, torch.Tensor)
+        else tensors.flatten(0, -2)
+    )
+
+
+def llava(text=None) -> Case:
+    """LLaVA, with any language model of transformers by its config."""
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**VISION),
+        text_config=text or transformers.LlamaConfig(**TEXT),
+        image_token_index=IMAGE,
+    )
+    model = build("Llava", config)
+    images = pixels(2, 3, 16, 16)
+    features = model.model.vision_tower(images, output_hidden_states=True).hidden_states[-2][:, 1:]
+    projected = rows(model.model.multi_modal_projector(features))
+    return Case(model, ids_for([16, 16]) | {"pixel_values": images}, rows(features), projected, projected)
+
+
+def saved_llava(tiny, folder, text=None) -> str:
+    """A folder with `llava(text)`, the tokenizer of `tiny`, and a processor."""
+    from llava.mm_utils import load_tokenizer
+
+    model = llava(text).model
+    tokenizer = load_tokenizer(str(tiny / "llama"))
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    model.config.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
+    part = "{{ '<image>' if part['type'] == 'image' else part['text'] }}"
+    template = f"{{% for part in messages[0]['content'] %}}{part}{{% endfor %}}"
+    picture = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    options = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    options |= {"image_processor": picture, "tokenizer": tokenizer, "chat_template": template}
+    model.save_pretrained(folder)
+    transformers.LlavaProcessor(**options).save_pretrained(folder)
+    return str(folder)
+
+
+def hybrid() -> transformers.PretrainedConfig:
+    """A language model whose middle layer alone has attention; the others are convolutions."""
+    return transformers.Lfm2Config(**TEXT, layer_types=["conv", "full_attention", "conv"], block_multiple_of=8)
+
+
+def _tiles(prefix: str, vision, strategy: str) -> Case:
+    config = getattr(transformers, f"{prefix}Config")(
+        vision_config=vision,
+        text_config=transformers.Qwen2Config(**TEXT),
+        image_token_index=IMAGE,
+        image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
+        vision_feature_select_strategy=strategy,
+        vision_feature_layer=-2,
+    )
+    model = build(prefix, config)
+    sizes = torch.tensor([[16, 32], [32, 16]])
+    images = pixels(2, 3, 3, 16, 16)  # the whole picture and two tiles
+    states = model.model.vision_tower(images.flatten(0, 1), output_hidden_states=True).hidden_states[-2]
+    features = states[:, 1:] if strategy == "default" else states
+    projected = model.model.multi_modal_projector(features)
+    newline = model.model.image_newline
+    inserted = []
+    for picture, (tall, wide) in zip(projected.view(2, 3, 16, 32), [(1, 2), (2, 1)], strict=True):
+        grid = torch.cat([torch.cat([t.view(4, 4, 32) for t in picture[1:]], dim=1 if wide == 2 else 0)])
+        lines = torch.cat([grid, newline.expand(4 * tall, 1, 32)], dim=1)
+        inserted.append(torch.cat([picture[0], lines.reshape(-1, 32)]))
+    counts = [len(one) for one in inserted]
+    inputs = ids_for(counts) | {"pixel_values": images, "image_sizes": sizes}
+    return Case(model, inputs, rows(features), rows(projected), torch.cat(inserted))
+
+
+def llava_next() -> Case:
+    return _tiles("LlavaNext", transformers.CLIPVisionConfig(**VISION), "default")
+
+
+def llava_onevision() -> Case:
+    vision = transformers.SiglipVisionConfig(**VISION, vision_use_head=False)
+    return _tiles("LlavaOnevision", vision, "full")
+
+
+def _grid_inputs(model, patch: int, merge: int = 2) -> tuple[dict, torch.Tensor]:
+    images = pixels(int(GRID.prod(1).sum()), 3 * 2 * patch * patch)
+    counts = (GRID.prod(1) // merge**2).tolist()
+    inputs = ids_for(counts) | {"pixel_values": images, "image_grid_thw": GRID}
+    return inputs | {"mm_token_type_ids": (inputs["input_ids"] == IMAGE).int()}, images
+
+
+def _argument_of(module: torch.nn.Module, run: Callable) -> torch.Tensor:
+    """The first argument that `module` gets while `run` runs, by replacing its forward."""
+    seen, forward = [], module.forward
+    module.forward = lambda x, *args, **kwargs: (seen.append(x), forward(x, *args, **kwargs))[1]
+    run()
+    module.forward = forward
+    return seen[0]
+
+
+def _qwen(prefix: str, vision: dict, text: dict = TEXT) -> Case:
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config=text | {"rope_parameters": MROPE},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=301,
+        vision_start_token_id=302,
+        vision_end_token_id=303,
+    )
+    model = build(prefix, config)
+    inputs, images = _grid_inputs(model, vision["patch_size"])
+    visual = model.model.visual
+    features = visual(images, grid_thw=GRID).last_hidden_state
+    projected = visual.merger(features)
+    inserted = visual(images, grid_thw=GRID).pooler_output
+    return Case(model, inputs, features, projected, inserted)
+
+
+def qwen2_vl() -> Case:
+    vision = {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    return _qwen("Qwen2VL", vision)
+
+
+def qwen2_5_vl() -> Case:
+    vision = {"depth": 2, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+    return _qwen("Qwen2_5_VL", vision | {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]})
+
+
+def qwen3_vl() -> Case:
+    vision = {"depth": 3, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    return _qwen("Qwen3VL", vision, TEXT | {"head_dim": 8})
+
+
+def glm4v() -> Case:
+    vision = {"depth": 2, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": 32, "image_size": 16, "attention_bias": False}
+    config = transformers.Glm4vConfig(
+        text_config=TEXT | {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=301,
+        image_start_token_id=302,
+        image_end_token_id=303,
+    )
+    model = build("Glm4v", config)
+    inputs, images = _grid_inputs(model, 4)
+    visual = model.model.visual
+    squares = _argument_of(visual.downsample, lambda: visual(images, grid_thw=GRID))  # [6, E, 2, 2]
+    features = squares.permute(0, 2, 3, 1).reshape(-1, 24)
+    projected = visual.merger(visual.downsample(squares).flatten(1))
+    return Case(model, inputs, features, projected, projected)
+
+
+def ovis2() -> Case:
+    vision = VISION | {"vocab_size": 40, "num_visual_indicator_tokens": 5, "hidden_stride": 2}
+    config = transformers.Ovis2Config(
+        text_config={"model_type": "qwen2"} | TEXT,
+        vision_config=vision | {"qkv_bias": False},
+        image_token_id=IMAGE,
+        visual_indicator_token_ids=[301, 302, 303, 304, 305],
+        hidden_size=32,
+    )
+    model = build("Ovis2", config)
+    images = pixels(2, 3, 16, 16)
+    tower = model.model.vision_tower
+    grouped = tower(images).last_hidden_state  # four patches side by side
+    features = tower.transformer(images)[0]
+    weights = torch.softmax(tower.head_norm(tower.head_linear(grouped)), dim=-1)
+    projected = rows(weights @ model.model.visual_embeddings_table.weight[:35])
+    inputs = ids_for([4, 4]) | {"pixel_values": images}
+    return Case(model, inputs, rows(features), projected, projected)
+
+
+def internvl() -> Case:
+    vision = VISION | {"image_size": [16, 16], "patch_size": [4, 4]}
+    config = transformers.InternVLConfig(
+        vision_config=transformers.InternVLVisionConfig(**vision),
+        text_config=transformers.Qwen2Config(**TEXT),
+        image_token_id=IMAGE,
+        image_seq_length=4,
+    )
+    model = build("InternVL", config)
+    images = pixels(2, 3, 16, 16)
+    features = model.model.vision_tower(images).last_hidden_state[:, 1:]
+    projected = rows(model.model.get_image_features(images).pooler_output)
+    return Case(model, ids_for([4, 4]) | {"pixel_values": images}, rows(features), projected, projected)
+
+
+def gemma3() -> Case:
+    config = transformers.Gemma3Config(
+        text_config=TEXT | {"head_dim": 8, "sliding_window": 64},
+        vision_config=VISION | {"vision_use_head": False},
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+    )
+    model = build("Gemma3", config)
+    images = pixels(2, 3, 16, 16)
+    features = model.model.vision_tower(images).last_hidden_state
+    projected = rows(model.model.multi_modal_projector(features))
+    inputs = ids_for([4, 4])
+    inputs |= {"pixel_values": images, "token_type_ids": (inputs["input_ids"] == IMAGE).long()}
+    return Case(model, inputs, rows(features), projected, projected, scale=32**0.5)
+
+
+def paligemma() -> Case:
+    config = transformers.PaliGemmaConfig(
+        text_config={"model_type": "gemma", "head_dim": 8} | TEXT,
+        vision_config={"model_type": "siglip_vision_model", "vision_use_head": False} | VISION,
+        image_token_index=IMAGE,
+        projection_dim=32,
+        hidden_size=32,
+    )
+    model = build("PaliGemma", config)
+    images = pixels(2, 3, 16, 16)
+    features = model.model.vision_tower(images).last_hidden_state
+    projected = rows(model.model.multi_modal_projector(features))
+    inputs = ids_for([16, 16])
+    inputs |= {"pixel_values": images, "token_type_ids": torch.zeros_like(inputs["input_ids"])}
+    return Case(model, inputs, rows(features), projected, projected, scale=32**0.5)
+
+
+def mllama() -> Case:
+    """Pictures enter by cross-attention: the one position of each holds its token's own embedding."""
+    vision = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_global_layers": 1}
+    vision |= {"attention_heads": 2, "image_size": 16, "patch_size": 4, "vision_output_dim": 72}
+    vision |= {"intermediate_layers_indices": [0, 1], "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+    text = TEXT | {"cross_attention_layers": [1]}
+    model = build("Mllama", transformers.MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE))
+    inputs = ids_for([1, 1])
+    ones = torch.ones(2, 1, 1, dtype=torch.long)
+    inputs |= {"pixel_values": pixels(2, 1, 1, 3, 16, 16), "aspect_ratio_ids": ones[..., 0], "aspect_ratio_mask": ones}
+    inputs["cross_attention_mask"] = torch.ones(*inputs["input_ids"].shape, 1, 1, dtype=torch.long)
+    nothing = torch.zeros(0)
+    return Case(model, inputs, nothing, nothing, nothing)
+
+
+def _idefics(prefix: str) -> Case:
+    config = getattr(transformers, f"{prefix}Config")(
+        vision_config=VISION, text_config=transformers.LlamaConfig(**TEXT), scale_factor=2, image_token_id=IMAGE
+    )
+    model = build(prefix, config)
+    images = pixels(2, 1, 3, 16, 16)
+    features = model.model.vision_model(
+        images[:, 0], patch_attention_mask=torch.ones(2, 4, 4, dtype=torch.bool)
+    ).last_hidden_state
+    projected = rows(model.model.connector(features))
+    return Case(model, ids_for([4, 4]) | {"pixel_values": images}, rows(features), projected, projected)
+
+
+def idefics3() -> Case:
+    return _idefics("Idefics3")
+
+
+def smolvlm() -> Case:
+    return _idefics("SmolVLM")
+
+
+def kimi() -> Case:
+    vision = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4}
+    config = transformers.Kimi_K25Config(
+        vision_config=vision,
+        text_config=transformers.LlamaConfig(**TEXT),
+        projection_hidden_size=24,
+        image_token_id=IMAGE,
+        video_token_id=301,
+    )
+    model = build("Kimi_K25", config)
+    images = pixels(int(GRID.prod(1).sum()), 3, 4, 4)
+    inputs = ids_for((GRID.prod(1) // 4).tolist()) | {"pixel_values": images, "image_grid_thw": GRID}
+    features = model.model.vision_tower(images, grid_thw=GRID).pooler_output
+    projected = rows(model.model.mm_projector(features))
+    return Case(model, inputs, rows(features), projected, projected)
+
+
+CASES = (llava, llava_next, llava_onevision, qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v, ovis2, internvl, gemma3) + (
+    idefics3,
+    smolvlm,
+    kimi,
+    paligemma,
+)
+
+
+def our_checkpoint(tiny, folder, norm: str = "none", language_model: str = "llama", tower: str = "siglip") -> str:
+    """A folder with an untrained model of this tree, complete with tokenizer and image processor."""
+
+    from llava.mm_utils import load_tokenizer
+
+    model = make(tiny, language_model, tower, norm)
+    model.config.mm_conv_version = "chatml"
+    model.save_pretrained(folder)
+    load_tokenizer(str(tiny / language_model)).save_pretrained(folder)
+    model.get_vision_tower().default_image_processor().save_pretrained(folder)
+    return str(folder)

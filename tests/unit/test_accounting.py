@@ -1,0 +1,269 @@
+"""Operations and memory: what is counted equals hand counts, PyTorch's own counter, and what autograd really keeps."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from activations import Kept, kept_by_one_layer
+from batches import IMG, batch
+from paths import ROOT
+from tiny_models import STAGE_1, STAGE_2, make, trained
+from torch.utils.flop_counter import FlopCounterMode
+from training import training_arguments
+
+from llava.launch.recipe import resolved_run
+from llava.model.attention import SEGMENTS
+from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
+from llava.model.language_model.llava_qwen import LlavaQwenForCausalLM
+from llava.model.lora import add_lora
+from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
+from llava.train.memory import CheckpointPlan, MemoryEstimate, estimate_memory, plan_checkpointing
+from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
+
+V = 4  # visual tokens per image: 16 px in patches of 8
+# Weight elements of the tiny models, by hand: width 32, 4 heads of 8, 2 of them for keys; tower 24 wide.
+LAYERS = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+HEAD = 320 * 32
+PATCHES = 3 * 8 * 8 * 24
+TOWER = 2 * (4 * 24 * 24 + 2 * 24 * 32)  # two of the three layers run
+PROJECTOR = (24 * 32, 32 * 32)
+
+
+def test_costs_of_stage_1_equal_hand_counts(tiny):
+    costs = flop_costs(trained(tiny, STAGE_1))
+    assert costs.per_token == 4 * LAYERS
+    assert costs.per_pair == 3 * (2 * 2 * 32) * 2
+    assert costs.per_target == 4 * HEAD
+    tower = V * 2 * PATCHES + V * 2 * TOWER + 2 * 4 * V * V * 24
+    assert costs.per_image == tower + V * (4 * PROJECTOR[0] + 6 * PROJECTOR[1])
+
+
+def test_costs_of_stage_2_equal_hand_counts(tiny):
+    costs = flop_costs(trained(tiny, STAGE_2))
+    assert costs.per_token == 6 * LAYERS
+    assert costs.per_target == 6 * HEAD
+    tower = V * 4 * PATCHES + V * 6 * TOWER + 3 * 2 * 4 * V * V * 24
+    assert costs.per_image == tower + V * 6 * sum(PROJECTOR)
+
+
+def test_without_gradients_below_the_decoder_costs_two_per_weight(tiny):
+    model = trained(tiny, STAGE_2)
+    model.requires_grad_(False)
+    costs = flop_costs(model)
+    assert (costs.per_token, costs.per_target) == (2 * LAYERS, 2 * HEAD)
+
+
+def test_work_of_a_batch_equals_hand_counts():
+    work = batch_work(batch([[5, IMG, 6, 7], [8, 9]]), V)
+    assert [int(x) for x in work.values()] == [2, 9, 14, 7 * 8 // 2 + 3, 1, 2, 0]
+    cut = batch_work(batch([[5, IMG, 6, 7], [8, 9]]), V, max_length=5)
+    assert [int(x) for x in cut.values()][:4] == [2, 7, 10, 15 + 3]
+
+
+@pytest.mark.parametrize("tower", ["siglip", "clip"])
+@pytest.mark.parametrize("case", ["stage 1", "stage 2", "decoder only", "lora"])
+def test_counted_operations_equal_pytorchs_counter(tiny, tower, case):
+    """Eager attention computes all pairs, so these are counted here as well."""
+    parts = {
+        "stage 1": STAGE_1,
+        "stage 2": STAGE_2,
+        "decoder only": {LANGUAGE_MODEL},
+        "lora": {ADAPTER, LANGUAGE_MODEL},
+    }
+    model = make(tiny, tower=tower).train()
+    if case == "lora":
+        add_lora(model, r=4, alpha=8, dropout=0.0, bias="none", dtype=torch.float32)
+    set_trainable(model, frozenset(parts[case]))
+    model.padding_free = True
+    model.config._attn_implementation = "eager"
+    model.get_vision_tower().vision_model.set_attn_implementation("eager")
+    inputs = batch([[5, IMG, *range(6, 40), IMG, 41]])
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs).loss.backward()
+    work = batch_work(inputs, V)
+    work = dataclasses.replace(work, pairs=work.tokens**2)
+    assert counter.get_total_flops() == required_flops(flop_costs(model), work)
+
+
+def test_work_adds_up():
+    assert Work(1, 2, 3, 4, 5, 6) + Work(1, 1, 1, 1, 1, 1) == Work(2, 3, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GeForce GTX 1060", None),
+    ],
+)
+def test_peak_is_the_datasheets_dense_bf16(monkeypatch, name, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(torch.device("cuda")) == expected
+    assert peak_tflops(torch.device("cpu")) is None
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("parts", [STAGE_1, STAGE_2])
+def test_a_layers_activations_are_what_autograd_keeps(tiny, tmp_path, parts, autocast):
+    model, tokens = trained(tiny, parts), 64
+    model.config._attn_implementation = SEGMENTS
+    estimate = estimate_memory(model, training_arguments(tmp_path, bf16=autocast), tokens)
+    assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, autocast), rel=0.1)
+
+
+def test_lora_and_tower_activations_are_what_autograd_keeps(tiny, tmp_path):
+    model, tokens = make(tiny).train(), 64
+    add_lora(model, r=4, alpha=8, dropout=0.1, bias="none", dtype=torch.float32)
+    set_trainable(model, STAGE_2)
+    model.config._attn_implementation = SEGMENTS
+    estimate = estimate_memory(model, training_arguments(tmp_path), tokens)
+    assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, False), rel=0.1)
+    tower = model.get_vision_tower()
+    images = tokens // V
+    hidden = torch.randn(images, V, tower.hidden_size, requires_grad=True)
+    with Kept(model) as kept:
+        tower.layers[0](hidden, attention_mask=None)
+    assert estimate.tower_layer == pytest.approx(kept.bytes(), rel=0.15)
+
+
+def test_frozen_layers_keep_no_inputs(tiny):
+    """Stage 1: the decoder's linear layers pass gradients on and keep nothing but their weights."""
+    model = trained(tiny, STAGE_1)
+    model.config._attn_implementation = SEGMENTS
+    inputs = []
+    for name, module in model.get_model().layers.named_modules():
+        if name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj")):
+            module.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    with Kept(model) as kept:
+        model(**batch([[5, IMG, *range(6, 40)]])).loss.backward()
+    assert len(inputs) == 12 and not {x.untyped_storage().data_ptr() for x in inputs} & kept.storages.keys()
+    assert all(p.grad is None for name, p in model.named_parameters() if "mm_projector" not in name)
+
+
+def test_the_frozen_tower_keeps_nothing(tiny, monkeypatch):
+    model = trained(tiny, STAGE_1)
+    monkeypatch.setattr(model.get_model(), "mm_projector", torch.nn.Identity())
+    with Kept(model) as kept:
+        model.encode_images(torch.randn(3, 3, 16, 16))
+    assert not kept.storages
+
+
+def zero_arguments(stage: int, ranks: int, offload: str = "none", **overrides) -> SimpleNamespace:
+    config = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": offload}}}
+    fields = {"deepspeed": "zero.json", "hf_deepspeed_config": SimpleNamespace(config=config), "world_size": ranks}
+    fields |= {"optim": "adamw_torch", "bf16": True, "fp16": False, "use_liger_kernel": False}
+    return SimpleNamespace(device=torch.device("cuda"), **(fields | overrides))
+
+
+def test_states_are_divided_as_zero_divides_them(tiny):
+    model = trained(tiny, STAGE_2).bfloat16()
+    elements = sum(p.numel() for p in model.parameters())
+    learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    def states(*args, **kwargs):
+        estimate = estimate_memory(model, zero_arguments(*args, **kwargs), 64)
+        return estimate.parameters, estimate.gradients, estimate.optimizer
+
+    assert states(2, 4) == (2 * elements, 2 * learnt // 4, 16 * learnt // 4)
+    assert states(3, 4) == (2 * elements + 2 * elements // 4, 2 * learnt // 4, 16 * learnt // 4)
+    assert states(2, 4, offload="cpu") == (2 * elements, 0, 0)
+    assert states(1, 4, optim="adamw_bnb_8bit") == (2 * elements, 2 * learnt, 10 * learnt // 4)
+
+
+def test_stage_1_has_states_for_the_projector_alone(tiny, tmp_path):
+    model = trained(tiny, STAGE_1)
+    elements = sum(p.numel() for p in model.get_model().mm_projector.parameters())
+    estimate = estimate_memory(model, training_arguments(tmp_path), 64)
+    assert (estimate.gradients, estimate.optimizer, estimate.tower_layers) == (4 * elements, 8 * elements, 0)
+
+
+def estimate_of(**fields) -> MemoryEstimate:
+    zeros = dict.fromkeys((f.name for f in dataclasses.fields(MemoryEstimate)), 0)
+    return MemoryEstimate(**(zeros | {"parameters": 100, "num_layers": 4, "layer": 50, "layer_input": 10} | fields))
+
+
+@pytest.mark.parametrize(
+    ("requested", "budget", "expected"),
+    [
+        (False, 0, (0, False)),
+        (True, 10**6, (4, True)),
+        (3, 0, (3, False)),
+        ("auto", 100 + 50 + 200 + 2 * 30, (0, False)),  # parameters, working space, four layers, tower
+        ("auto", 409, (1, False)),
+        ("auto", 409 - 40, (2, False)),
+        ("auto", 100, (4, True)),
+    ],
+)
+def test_auto_recomputes_as_few_layers_as_needed(requested, budget, expected):
+    estimate = estimate_of(tower_layers=2, tower_layer=30, tower_layer_input=5)
+    plan = plan_checkpointing(requested, estimate, budget)
+    assert (plan.decoder_layers, plan.tower) == expected
+    if requested == "auto" and not plan.tower:
+        assert estimate.total(plan) <= budget
+        assert not plan.decoder_layers or estimate.total(CheckpointPlan(plan.decoder_layers - 1)) > budget
+
+
+def test_more_layers_than_there_are_cannot_be_recomputed():
+    with pytest.raises(ValueError, match="--activation_checkpointing 5: the language model has 4 layers"):
+        plan_checkpointing(5, estimate_of(), 0)
+
+
+@pytest.mark.parametrize(
+    ("newer", "older", "expected"),
+    [(None, None, "auto"), ("auto", None, "auto"), ("true", None, True), (None, False, False), ("7", None, 7)],
+)
+def test_checkpointing_flag_and_its_older_name(tmp_path, newer, older, expected):
+    args = training_arguments(tmp_path, activation_checkpointing=newer, gradient_checkpointing=older)
+    assert args.activation_checkpointing is expected or args.activation_checkpointing == expected
+
+
+@pytest.mark.parametrize(
+    ("newer", "older", "message"), [("some", None, "found 'some'"), ("True", False, "contradicts --gradient_check")]
+)
+def test_unclear_checkpointing_flags_are_refused(tmp_path, newer, older, message):
+    with pytest.raises(ValueError, match=message):
+        training_arguments(tmp_path, activation_checkpointing=newer, gradient_checkpointing=older)
+
+
+SHAPES = {
+    "llama-3.2-3b": (
+        LlavaLlamaForCausalLM,
+        {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24}
+        | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": True},
+    ),
+    "qwen2.5-7b": (
+        LlavaQwenForCausalLM,
+        {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28}
+        | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    ),
+}
+SO400M = {"hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "num_attention_heads": 16}
+SO400M |= {"num_hidden_layers": 27, "patch_size": 14, "model_type": "siglip_vision_model"}
+
+
+@pytest.mark.parametrize(("stage", "parts"), [("pretrain", STAGE_1), ("finetune", STAGE_2)])
+@pytest.mark.parametrize("preset", SHAPES)
+def test_presets_recompute_nothing_on_eight_cards_of_80_gb(preset, stage, parts):
+    model_class, shapes = SHAPES[preset]
+    vision = {"mm_vision_tower": "siglip", "mm_vision_config": dict(SO400M), "mm_projector_type": "mlp2x_gelu"}
+    config = model_class.config_class(num_hidden_layers=28, **shapes, **vision)
+    with torch.device("meta"):
+        model = model_class(config).bfloat16()
+    model.tie_weights()
+    set_trainable(model, parts)
+    model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
+    tokens = int(resolved_run(stage, PRESET=preset, NUM_GPUS=8)["flags"]["max_tokens_per_micro_batch"])
+    estimate = estimate_memory(model, zero_arguments(3, 8), tokens)
+    total = estimate.total(plan_checkpointing("auto", estimate, 0.9 * 79 * 2**30))
+    comment = (ROOT / "scripts/presets" / f"{preset}.sh").read_text()
+    said = re.search(r"estimated (\d+) and (\d+) GiB", comment)
+    assert total == estimate.total(CheckpointPlan())
+    assert total / 2**30 == pytest.approx(int(said[1 if stage == "pretrain" else 2]), abs=1)

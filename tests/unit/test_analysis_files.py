@@ -1,0 +1,211 @@
+"""`embedding-norms` and `norm-params`: what they read from files alone, against loaded models and closed forms."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from paths import ROOT
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from llava.analysis.__main__ import main
+from llava.analysis.embedding_norms import PAPER_NORMS, measure, paper_of
+from llava.analysis.models import NamedModel
+from llava.analysis.norm_params import checkpoints, step_of
+from llava.analysis.weights import WeightFiles
+
+SMOLLM2 = ROOT / "playground/data/smollm2-135m-instruct"
+
+
+def run(folder, *flags) -> dict:
+    assert main([*map(str, flags), "--output-dir", str(folder)]) == 0
+    return json.loads((folder / f"{flags[0]}.json").read_text())
+
+
+def save(folder, tensors, config=None, file_name="model.safetensors"):
+    folder.mkdir(parents=True, exist_ok=True)
+    if file_name.endswith(".bin"):
+        torch.save(tensors, folder / file_name)
+    else:
+        save_file(tensors, folder / file_name)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | (config or {})))
+    return str(folder)
+
+
+def embedding(rows=40, seed=0):
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen", "qwen_tied"])
+def test_norms_from_the_file_equal_those_of_the_loaded_model(tiny, name):
+    weight = AutoModelForCausalLM.from_pretrained(tiny / name).get_input_embeddings().weight.detach().double()
+    found = measure(NamedModel(name, str(tiny / name)))
+    assert torch.allclose(torch.from_numpy(found.norms), weight.norm(dim=1), rtol=1e-6)
+    assert found.tokens[65] == "b" and found.tokens[-1] == "(unused row)"
+
+
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="needs python -m playground smollm2")
+def test_smollm2s_mean_norm_by_direct_reading_and_by_loading(tmp_path):
+    row = run(tmp_path, "embedding-norms", "--model", SMOLLM2)["rows"][0]
+    weight = AutoModelForCausalLM.from_pretrained(SMOLLM2).get_input_embeddings().weight.detach().float()
+    assert row["mean"] == pytest.approx(3.2022, abs=1e-3)
+    assert row["mean"] == pytest.approx(weight.norm(dim=1).mean().item(), abs=1e-5)
+    assert row["rows"] == 49152
+
+
+def test_the_text_embedding_is_found_in_shards_among_other_tables(tmp_path):
+    weight = embedding().bfloat16()
+    save(
+        tmp_path, {"model.visual.embed_tokens.weight": embedding(3), "vte.weight": embedding(4)}, None, "a.safetensors"
+    )
+    save(tmp_path, {"model.language_model.embed_tokens.weight": weight}, None, "b.safetensors")
+    shards = {
+        "model.visual.embed_tokens.weight": "a",
+        "vte.weight": "a",
+        "model.language_model.embed_tokens.weight": "b",
+    }
+    index = {"weight_map": {name: f"{shard}.safetensors" for name, shard in shards.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "a.safetensors").write_bytes(b"never read")
+    files = WeightFiles(str(tmp_path))
+    assert files.embedding_name() == "model.language_model.embed_tokens.weight"
+    chunks = list(files.rows(files.embedding_name(), 7))
+    assert [len(chunk) for chunk in chunks] == [7] * 5 + [5]
+    assert torch.equal(torch.cat(chunks), weight)
+
+
+def test_an_embedding_in_two_tensors_is_read_as_one_and_interface_norms_takes_its_name(tmp_path):
+    first, second = embedding(), embedding(5, 1)
+    names = [f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding")]
+    path = save(tmp_path / "two", dict(zip(names, (first, second), strict=True)))
+    norms = torch.cat([first, second]).norm(dim=1).double()
+    assert torch.allclose(torch.from_numpy(measure(NamedModel("m", path)).norms), norms, rtol=1e-6)
+    path = save(tmp_path / "odd", {"words": first})
+    (row,) = run(tmp_path / "out", "interface-norms", "--model", path, "--embedding-name", "words")["rows"]
+    assert row["mean"] == pytest.approx(first.norm(dim=1).mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["transformer.wte.weight", "language_model.model.tok_embeddings.weight", "llm.model.embed_tokens.weight"]
+    + ["transformer.embedding.word_embeddings.weight", "embed_tokens.weight"],
+)
+def test_each_familys_name_of_the_embedding_is_known(tmp_path, name):
+    path = save(tmp_path, {name: embedding(), "lm_head.weight": embedding(seed=1)})
+    assert WeightFiles(path).embedding_name() == name
+
+
+def test_a_tied_matrix_stored_as_the_output_is_taken_only_where_the_config_ties(tmp_path):
+    tied = save(tmp_path / "tied", {"lm_head.weight": embedding()}, {"text_config": {"tie_word_embeddings": True}})
+    assert WeightFiles(tied).embedding_name() == "lm_head.weight"
+    untied = save(tmp_path / "untied", {"lm_head.weight": embedding()})
+    with pytest.raises(ValueError, match="found none; name it by --embedding-name"):
+        WeightFiles(untied).embedding_name()
+    assert WeightFiles(untied).embedding_name("lm_head.weight") == "lm_head.weight"
+
+
+def test_a_hub_id_is_read_from_the_cache(tmp_path, monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--some--model"
+    save(repository / "snapshots" / commit, {"model.embed_tokens.weight": embedding()})
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    for module in ("huggingface_hub.file_download", "transformers.utils.hub"):
+        constants = __import__(module, fromlist=["constants"]).constants
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path), raising=False)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True, raising=False)
+    document = run(tmp_path / "out", "embedding-norms", "--model", "some/model")
+    assert document["rows"][0]["mean"] == pytest.approx(embedding().norm(dim=1).mean().item(), rel=1e-6)
+    assert document["provenance"]["models"][0]["revision"] == commit
+
+
+def test_zero_rows_are_counted_and_a_descendant_stands_beside_its_base(tmp_path):
+    base, descendant = embedding(), embedding()
+    base[:4] = 0
+    descendant[7] *= 100
+    save(tmp_path / "Qwen2.5-7B", {"model.embed_tokens.weight": base})
+    save(tmp_path / "vl", {"model.embed_tokens.weight": descendant})
+    models = ["--model", f"base={tmp_path / 'Qwen2.5-7B'}", "--model", f"vl={tmp_path / 'vl'}"]
+    first, second = run(tmp_path / "out", "embedding-norms", *models, "--top", "3")["rows"]
+    assert (first["zero rows"], second["zero rows"]) == (4, 0)
+    assert first["mean without zero rows"] == pytest.approx(first["mean"] * 40 / 36)
+    assert (first["mean (paper)"], first["std (paper)"]) == (0.8031, 0.1801) and "mean (paper)" not in second
+    tokens = json.loads((tmp_path / "out/embedding-norms-tokens.json").read_text())["rows"]
+    assert [row["model"] for row in tokens] == ["base"] * 3 + ["vl"] * 3
+    assert tokens[3]["id"] == 7
+    assert tokens[3]["norm"] == pytest.approx(100 * tokens[3]["norm in base"])
+    assert (tmp_path / "out/embedding-norms.png").stat().st_size > 10_000
+
+
+def test_the_papers_numbers_go_to_the_model_of_that_name_alone():
+    assert paper_of(PAPER_NORMS, NamedModel("a", "Qwen/Qwen2.5-VL-7B-Instruct"))["mean"] == 0.8965
+    assert paper_of(PAPER_NORMS, NamedModel("a", "Qwen/Qwen2-7B"))["mean"] == 0.6908
+    assert paper_of(PAPER_NORMS, NamedModel("a", "qwen2-7b/other")) is None
+
+
+def run_folder(folder, gain, bias):
+    tensors = {"model.mm_projector.0.weight": torch.ones(4, 2), "model.mm_projector.2.weight": torch.ones(4, 4)}
+    for step, file_name in ((20, "mm_projector.bin"), (100, "model.safetensors")):
+        norm = {"model.mm_projector.3.weight": gain * step, "model.mm_projector.3.bias": bias}
+        config = {"mm_projector_norm_init": "text_norm", "mm_projector_norm_target": 3.0}
+        save(folder / f"checkpoint-{step}", tensors | norm, config, file_name)
+    save(folder / "plain", tensors)
+    return folder
+
+
+def test_gain_and_bias_over_a_runs_checkpoints_equal_closed_forms(tmp_path, capsys):
+    folder = run_folder(tmp_path / "run", torch.tensor([1.0, -1.0, 3.0, -3.0]), torch.tensor([0.5, -0.5, 0.5, -0.5]))
+    shutil.move(folder / "plain", tmp_path / "plain")
+    flags = ["--model", f"run={folder}", "--model", f"plain={tmp_path / 'plain'}"]
+    first, second, *paper = run(tmp_path / "out", "norm-params", *flags)["rows"]
+    assert (first["step"], second["step"]) == (20, 100)
+    for row, step in ((first, 20), (second, 100)):
+        assert row["gain L2"] == pytest.approx(step * math.sqrt(20))
+        assert row["gain mean |.|"] == pytest.approx(2 * step) and row["gain std |.|"] == pytest.approx(step)
+        assert (row["bias mean |.|"], row["bias std |.|"]) == (0.5, 0)
+    assert [row["gain L2"] for row in paper] == [53.25, 2.2812]
+    assert f"no norm after the projector, so no row: {tmp_path / 'plain'}" in capsys.readouterr().out
+
+
+def test_a_bfloat16_gain_is_summed_in_double_precision(tmp_path):
+    gain = torch.full((3072,), 0.0400, dtype=torch.bfloat16)
+    path = save(tmp_path / "m", {"mm_projector.2.weight": torch.ones(2, 2), "mm_projector.3.weight": gain})
+    row = run(tmp_path / "out", "norm-params", "--model", path)["rows"][0]
+    assert row["gain mean |.|"] == gain[0].item() and row["bias mean |.|"] is None
+    assert row["gain L2"] == pytest.approx(gain[0].item() * math.sqrt(3072), rel=1e-12)
+
+
+def test_steps_come_from_the_folder_or_the_trainers_state(tmp_path):
+    folder = run_folder(tmp_path, torch.ones(4), torch.ones(4))
+    assert checkpoints(str(folder)) == [str(folder / "checkpoint-20"), str(folder / "checkpoint-100")]
+    assert step_of(str(folder / "checkpoint-20")) == 20 and step_of(str(folder / "plain")) is None
+    (folder / "plain/trainer_state.json").write_text('{"global_step": 7}')
+    assert step_of(str(folder / "plain")) == 7
+    save(folder, {"a": torch.ones(1)})
+    assert checkpoints(str(folder))[-1] == str(folder)
+
+
+@pytest.mark.parametrize("command", ["norm-params", "embedding-norms"])
+def test_what_holds_no_readable_weights_is_refused_in_one_line(tmp_path, command, capsys):
+    zero = tmp_path / "checkpoint-5"
+    (zero / "global_step5").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    for path, message in (
+        (zero, "only DeepSpeed's partitioned state (global_step5)"),
+        (tmp_path / "empty", "no weights there"),
+        (tmp_path / "absent", "no such folder"),
+    ):
+        assert main([command, "--model", str(path), "--output-dir", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert main([command]) == 2
+
+
+def test_a_run_without_any_norm_is_refused(tmp_path, capsys):
+    path = save(tmp_path / "m", {"model.mm_projector.2.weight": torch.ones(2, 2)})
+    assert main(["norm-params", "--model", path, "--output-dir", str(tmp_path)]) == 2
+    assert "none of the given models has a norm" in capsys.readouterr().err
+    assert main(["norm-params", "--model", path, "--norm-name", "model.ln", "--output-dir", str(tmp_path)]) == 2
+    assert "has no tensor model.ln.weight" in capsys.readouterr().err

@@ -1,0 +1,467 @@
+"""Statistics over layers and at the interface against plain NumPy over the same tokens; resuming, commands."""
+
+import gzip
+import json
+import re
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import vision_language_models as models
+from analysis_commands import arguments, run
+from PIL import Image
+from tiny_models import VISION_SIZES
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPVisionModel,
+    GemmaConfig,
+    GraniteConfig,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+)
+from vision_language_models import our_checkpoint
+
+from llava.analysis import encoders, inputs, interface_norms, loading, measure
+from llava.analysis.__main__ import main
+from llava.analysis.embedding_norms import measure as embedding_norms
+from llava.analysis.families import family_of, find_parts
+from llava.analysis.interface_norms import vocabulary_norms
+from llava.analysis.measure import ONLY_SINKS, TEXT, WITH_SINKS, Measurement
+from llava.analysis.models import NamedModel
+from llava.analysis.probe import SPECIAL, TEXT_AFTER, VISUAL, Observation, Probe
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny, tmp_path_factory):
+    return our_checkpoint(tiny, tmp_path_factory.mktemp("ours") / "model")
+
+
+@pytest.fixture
+def data(tiny):
+    return str(tiny / "data/finetune.json")  # 24 records, every third without a picture
+
+
+def measured(path, data, folder, *flags) -> Measurement:
+    args = arguments("layer-norms", "--data", data, "--output-dir", folder, *flags)
+    return measure.measure(NamedModel("m", path), inputs.choose(args), args)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", models.CASES, ids=lambda case: case.__name__)
+@torch.no_grad()
+def test_interface_norms_equal_the_plain_reference_on_every_family(family):
+    case = family()
+    probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
+    batch = probe.batch_from_inputs(**case.inputs)
+    found = Measurement()
+    measure.observe(found, probe.run(batch), batch, probe)
+    expected = {"vision features": case.features, "projector output": case.projected, "norm": case.inserted}
+    for what, tensor in expected.items():
+        norms = np.linalg.norm(tensor.double().numpy(), axis=-1)
+        stream = found.stream(what, VISUAL, 0, WITH_SINKS)
+        assert stream.count == len(norms)
+        assert (stream.mean, stream.std, stream.max) == pytest.approx(
+            (norms.mean(), norms.std(), norms.max()), abs=1e-5
+        )
+
+
+def observation(states, groups, left=None) -> Observation:
+    return Observation(
+        torch.tensor(groups, dtype=torch.uint8),
+        states,
+        torch.ones(1, 1),
+        None,
+        torch.ones(1, 1),
+        None,
+        None,
+        left or {},
+        torch.ones(states[0].shape[:2]),
+    )
+
+
+def test_each_layers_statistics_equal_plain_numpy():
+    states = [torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)]
+    groups = [[SPECIAL, VISUAL, VISUAL, TEXT_AFTER, TEXT_AFTER], [VISUAL, TEXT_AFTER, TEXT_AFTER, 0, 0]]
+    found = Measurement()
+    batch = SimpleNamespace(input_ids=torch.zeros(2, 5, dtype=torch.long))
+    measure.observe(found, observation(states, groups), batch, SimpleNamespace(name="x", token_text=str))
+    for group in (SPECIAL, VISUAL, TEXT_AFTER):
+        picked = [state.numpy()[np.array(groups) == group] for state in states]
+        for layer in range(2):
+            old, new = picked[layer], picked[layer + 1]
+            cosine = (old * new).sum(1) / np.linalg.norm(old, axis=1) / np.linalg.norm(new, axis=1)
+            start = (picked[0] * new).sum(1) / np.linalg.norm(picked[0], axis=1) / np.linalg.norm(new, axis=1)
+            expected = {
+                "norm": np.linalg.norm(old, axis=1),
+                "cosine": cosine,
+                "turn": np.rad2deg(np.arccos(cosine)),
+                "update": np.linalg.norm(new - old, axis=1) / np.linalg.norm(old, axis=1),
+            }
+            for what, values in expected.items():
+                assert found.stream(what, group, layer).mean == pytest.approx(values.mean(), rel=1e-5, abs=1e-6)
+            drift = found.stream("drift", group, layer + 1).mean
+            assert drift == pytest.approx(np.rad2deg(np.arccos(start)).mean(), rel=1e-5)
+
+
+@torch.no_grad()
+def test_features_added_between_layers_are_in_no_layers_turn():
+    from llava.analysis.curves import layer_rows
+
+    case = models.qwen3_vl()  # adds the encoder's earlier states behind the first two layers
+    entered, left = {}, {}
+    for index, layer in enumerate(case.model.model.language_model.layers):
+        layer.register_forward_pre_hook(lambda _, args, index=index: entered.update({index: args[0].double()}))
+        layer.register_forward_hook(lambda _, args, output, index=index: left.update({index: output.double()}))
+    probe = Probe("x", case.model, find_parts(case.model, family_of("qwen3_vl")))
+    batch, found = probe.batch_from_inputs(**case.inputs), Measurement()
+    measure.observe(found, probe.run(batch), batch, probe)
+    visual = case.inputs["input_ids"] == models.IMAGE
+    assert [bool((left[layer] != entered[layer + 1])[visual].any()) for layer in (0, 1)] == [True, True]
+
+    def angles(before, after):
+        cosine = torch.cosine_similarity(before[visual], after[visual], dim=-1)
+        return torch.rad2deg(torch.acos(cosine.clamp(-1, 1))).mean().item()
+
+    for layer in range(3):
+        own = found.stream("turn", VISUAL, layer, WITH_SINKS)
+        assert own.mean == pytest.approx(angles(entered[layer], left[layer]), rel=1e-3)
+        if layer < 2:
+            added = found.stream("added turn", VISUAL, layer, WITH_SINKS)
+            assert added.mean == pytest.approx(angles(left[layer], entered[layer + 1]), rel=1e-3)
+            whole = angles(entered[layer], entered[layer + 1])
+            assert own.mean != pytest.approx(whole, rel=1e-2)
+    rows = [row for row in layer_rows({"x": found}, ("norm", "cosine", "turn")) if "added" in row["tokens"]]
+    assert [(row["tokens"], row["layer"], row["count with sinks"]) for row in rows] == [
+        ("visual: added behind the layer", 0, 6),
+        ("visual: added behind the layer", 1, 6),
+    ]
+    again = Measurement()
+    again.restore(json.loads(json.dumps(found.to_dict())))
+    assert layer_rows({"x": again}, ("turn",)) == layer_rows({"x": found}, ("turn",))
+
+
+def test_small_angles_are_exact():
+    tiny = torch.tensor([1e-4, 1e-6], dtype=torch.float64)
+    one = torch.tensor([[1.0, 0.0]]).expand(2, 2)
+    two = torch.stack([tiny.cos(), tiny.sin()], dim=-1).float()
+    assert measure.angle(one, two).tolist() == pytest.approx(torch.rad2deg(tiny).tolist(), rel=1e-4)
+
+
+def test_a_sink_is_named_and_kept_apart():
+    states = [torch.ones(1, 8, 4), torch.ones(1, 8, 4), torch.ones(1, 8, 4)]
+    states[1][0, 0] *= 1000  # first text token
+    states[2][0, 4] *= 30  # third visual token
+    states[2][0, 5] *= 9  # large, but no sink
+    groups = [[SPECIAL, TEXT_AFTER, VISUAL, VISUAL, VISUAL, VISUAL, VISUAL, TEXT_AFTER]]
+    found = Measurement()
+    batch = SimpleNamespace(input_ids=torch.arange(8)[None] + 70)
+    probe = SimpleNamespace(name="x", token_text=lambda i: f"<{i}>")
+    for _ in range(2):
+        measure.observe(found, observation(states, groups), batch, probe)
+    assert found.sinks == {
+        (SPECIAL, 0, "<70>"): {"samples": 2, "first": 1, "last": 1, "norm": 2000.0, "ratio": 1000.0},
+        (VISUAL, 2, ""): {"samples": 2, "first": 2, "last": 2, "norm": 60.0, "ratio": 30.0},
+    }
+    assert found.stream("norm", VISUAL, 2).max == 18 and found.stream("norm", VISUAL, 2, WITH_SINKS).max == 60
+    assert found.stream("norm", VISUAL, 0, ONLY_SINKS).count == 2 and found.stream("norm", SPECIAL).count == 0
+
+
+def test_results_do_not_depend_on_the_batch_size(checkpoint, data, tmp_path):
+    one = measured(checkpoint, data, tmp_path / "1", "--samples", 7, "--batch-size", 1)
+    five = measured(checkpoint, data, tmp_path / "5", "--samples", 7, "--batch-size", 5)
+    assert one.streams.keys() == five.streams.keys() and one.done == five.done == 7
+    for key, stream in one.streams.items():
+        other = five.streams[key]
+        assert stream.count == other.count
+        assert (stream.mean, stream.std, stream.min) == pytest.approx((other.mean, other.std, other.min), abs=1e-4)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
+def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_taken(
+    checkpoint, data, tmp_path, monkeypatch, capsys, stop
+):
+    flags = ("--samples", 8, "--batch-size", 2)
+    whole = measured(checkpoint, data, tmp_path / "whole", *flags)
+    observe, calls = measure.observe, []
+
+    def stop_in_the_third(measurement, *args):
+        calls.append(1)
+        observe(measurement, *args)  # the third is there, and lost
+        if len(calls) == 3:
+            raise stop
+
+    monkeypatch.setattr(measure, "observe", stop_in_the_third)
+    with pytest.raises(stop):
+        measured(checkpoint, data, tmp_path / "cut", *flags)
+    monkeypatch.setattr(measure, "observe", observe)
+    (state,) = (tmp_path / "cut").rglob("*.json.gz")
+    assert json.loads(gzip.decompress(state.read_bytes()))["done"] == 4
+    continued = measured(checkpoint, data, tmp_path / "cut", *flags)
+    assert "continues after 4 of 8" in capsys.readouterr().out
+    assert {k: s.to_dict() for k, s in continued.streams.items()} == {k: s.to_dict() for k, s in whole.streams.items()}
+
+    monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("measured again"))
+    assert measured(checkpoint, data, tmp_path / "cut", *flags).to_dict() == continued.to_dict()
+    for others in (("--seed", 1), ("--samples", 7), ("--conv-mode", "v1")):  # another setting is another measurement
+        with pytest.raises(pytest.fail.Exception):
+            measured(checkpoint, data, tmp_path / "cut", *flags, *others)
+
+
+def test_a_damaged_state_is_said_and_measured_again(checkpoint, data, tmp_path, capsys):
+    whole = measured(checkpoint, data, tmp_path, "--samples", 2).to_dict()
+    (state,) = tmp_path.rglob("*.json.gz")
+    for content in (b"", b"no zip", state.read_bytes()[:50], gzip.compress(b'{"done": 2}')):
+        state.write_bytes(content)
+        assert measured(checkpoint, data, tmp_path, "--samples", 2).to_dict() == whole
+        assert f"{state} is damaged" in capsys.readouterr().out
+
+
+def test_unreadable_pictures_are_left_out_and_named_also_when_the_result_is_taken_again(checkpoint, tmp_path, capsys):
+    (tmp_path / "p").mkdir()
+    for index in range(5):
+        Image.new("RGB", (9, 9), (50 * index, 0, 0)).save(tmp_path / f"p/{index}.png")
+    flags = ("--model", f"m={checkpoint}", "--data", tmp_path / "p", "--batch-size", 2)
+    expected = {}
+    for number in (1, 3):
+        (tmp_path / f"p/{number}.png").write_bytes(b"no picture")
+    for _ in range(2):
+        rows = run(tmp_path / "out", "interface-norms", *flags)["rows"]
+        error = capsys.readouterr().err
+        assert "2 samples left out: --data " in error and all(f"p/{i}.png: the picture cannot" in error for i in (1, 3))
+        expected = expected or rows
+        assert rows == expected and rows[0]["count"] == 3 * 4
+    left_out = json.loads((tmp_path / "out/interface-norms.json").read_text())["provenance"]["unreadable"]
+    assert len(left_out) == 2
+    for number in (1, 3):
+        (tmp_path / f"p/{number}.png").unlink()
+    assert run(tmp_path / "without", "interface-norms", *flags)["rows"][0]["mean"] == pytest.approx(rows[0]["mean"])
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_write_tables_and_figures_of_several_models_and_checkpoints(tiny, checkpoint, data, tmp_path):
+    aligned = our_checkpoint(tiny, tmp_path / "run/checkpoint-4", "gwc_layernorm")
+    our_checkpoint(tiny, tmp_path / "run/checkpoint-12", "gwc_layernorm")
+    shared = ("--data", data, "--samples", 3)
+    several = ("--model", f"baseline={checkpoint}", "--checkpoints", tmp_path / "run")
+    rates = run(tmp_path / "out", "update-rates", *shared, *several)["rows"]
+    name = f"{tmp_path.name}/run"
+    assert list(dict.fromkeys(row["model"] for row in rates)) == ["baseline", f"{name}, step 4", f"{name}, step 12"]
+    layers = json.loads((tmp_path / "out/update-rates-layers.json").read_text())["rows"]
+    ours = [row["cosine mean"] for row in layers if (row["model"], row["tokens"]) == ("baseline", "visual")][:2]
+    assert np.mean(ours) == pytest.approx(rates[0]["cosine mean"])
+    run(tmp_path / "out", "layer-norms", *shared, *several)
+    for name in ("update-rates", "update-rates-gap", "update-rates-checkpoints", "layer-norms"):
+        assert (tmp_path / f"out/{name}.png").stat().st_size > 10_000
+    found = run(
+        tmp_path / "out", "interface-norms", *shared, "--model", f"aligned={aligned}", "--model", tiny / "llama"
+    )
+    rows = {(row["model"], row["norms of"]): row for row in found["rows"]}
+    target = json.loads((tmp_path / "run/checkpoint-4/config.json").read_text())["mm_projector_norm_target"]
+    assert rows["aligned", "visual tokens entering the LLM"]["mean"] == pytest.approx(target, rel=1e-3)
+    assert rows["aligned", "text embedding matrix"]["mean"] == pytest.approx(target, rel=1e-6)
+    assert [what for model, what in rows if model.endswith("llama")] == ["text embedding matrix"]
+
+
+def test_a_model_of_transformers_is_measured_through_its_own_processor(tiny, data, tmp_path):
+    path = models.saved_llava(tiny, tmp_path / "llava-1.5-7b")
+    flags = ("--data", data, "--samples", 2, "--model", f"hf={path}")
+    rows = run(tmp_path / "out", "interface-norms", *flags)["rows"]
+    assert [row["count"] for row in rows[:3]] == [32, 32, 32]
+
+
+@pytest.mark.parametrize("text, adds", [("<s>user: hi", False), ("user: hi", True)])
+def test_a_template_that_writes_the_first_token_gets_no_second_one(text, adds):
+    class Processor:
+        tokenizer = SimpleNamespace(bos_token="<s>")
+        apply_chat_template = staticmethod(lambda conversation, **options: text)
+
+        def __call__(self, **options):
+            assert options["add_special_tokens"] is adds and options["padding_side"] == "right"
+            return {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
+
+    batch = loading.library_inputs(Processor(), "cpu")([inputs.Sample("x", Image.new("RGB", (2, 2)), "hi")])
+    assert batch.mask.all()
+
+
+@pytest.mark.parametrize("tower", ["clip", "siglip"])
+def test_a_lone_encoders_tokens_are_those_of_the_tower(tiny, data, tmp_path, tower, monkeypatch):
+    if tower == "clip":
+        from transformers import CLIPImageProcessorPil
+
+        CLIPVisionModel.from_pretrained(tiny / "clip").save_pretrained(tmp_path / tower)
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=16).save_pretrained(tmp_path / tower)
+    path = tmp_path / tower if tower == "clip" else tiny / tower
+    flags = ("--data", data, "--samples", 5, "--model", f"encoder={path}")
+    (row,) = run(tmp_path / "out", "interface-norms", *flags)["rows"]
+    ours = our_checkpoint(tiny, tmp_path / "ours", tower=tower)
+    expected = run(tmp_path / "out2", "interface-norms", *flags[:4], "--model", f"ours={ours}")["rows"][0]
+    assert row["count"] == expected["count"] == 5 * 4
+    assert (row["mean"], row["std"]) == pytest.approx((expected["mean"], expected["std"]), rel=1e-4)
+    monkeypatch.setattr(interface_norms, "load_encoder", lambda *args: pytest.fail("measured again"))
+    assert run(tmp_path / "out", "interface-norms", *flags)["rows"] == [row]
+    with pytest.raises(pytest.fail.Exception):
+        run(tmp_path / "out", "interface-norms", *flags, "--vision-layer", -1)
+
+
+@torch.no_grad()
+def test_siglip_2s_padding_is_left_out():
+    sizes = {k: v for k, v in VISION_SIZES.items() if k != "image_size"} | {"vision_use_head": False, "num_patches": 16}
+    model = Siglip2VisionModel(Siglip2VisionConfig(**sizes)).eval()
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    shapes = {"pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[2, 3], [2, 2]])}
+    batch = {"pixel_values": torch.randn(2, 6, 3 * 64)} | shapes
+    tokens = encoders.patch_tokens(model, batch, -2)
+    states = model(**batch, output_hidden_states=True).hidden_states[-2]
+    assert torch.equal(tokens, torch.cat([states[0], states[1, :4]]))
+    with pytest.raises(ValueError, match="--vision-layer 9: the encoder has 4 states"):
+        encoders.patch_tokens(model, batch, 9)
+
+
+def test_ovis_visual_vocabulary_is_read_beside_its_text_embeddings(tmp_path):
+    model = models.ovis2().model
+    model.save_pretrained(tmp_path)
+    norms = vocabulary_norms(str(tmp_path), family_of("ovis2").vocabulary)
+    expected = model.model.visual_embeddings_table.weight.detach().double().norm(dim=1)
+    assert norms.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    text = embedding_norms(NamedModel("x", str(tmp_path))).norms
+    assert text.tolist() == pytest.approx(model.get_input_embeddings().weight.detach().norm(dim=1).tolist(), rel=1e-6)
+    with pytest.raises(ValueError, match="expected one tensor that ends in nothing.weight, found none"):
+        vocabulary_norms(str(tmp_path), "model.nothing")
+
+
+def test_everything_is_checked_before_anything_is_measured(tiny, checkpoint, data, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    shutil.copy(f"{checkpoint}/config.json", tmp_path / "empty")
+    shutil.copytree(tiny / "llama", tmp_path / "strange")
+    (tmp_path / "strange/config.json").write_text('{"model_type": "strange", "vision_config": {}}')
+    monkeypatch.setattr(measure, "measure", lambda *args: pytest.fail("measured"))
+    good = ("--data", data, "--model", checkpoint)
+    for command, flags, message in (
+        ("layer-norms", ("--output-dir", tmp_path / "file/out"), f"{tmp_path / 'file'} is a file, expected a folder"),
+        ("layer-norms", ("--output-dir", "/proc/self/out"), "cannot be written to"),
+        ("layer-norms", ("--model", tmp_path / "nowhere"), "no usable config.json"),
+        ("layer-norms", ("--model", tiny / "llama"), "has no visual tokens"),
+        ("layer-norms", ("--model", tmp_path / "strange"), "has no image-text-to-text class for strange"),
+        ("interface-norms", ("--model", tmp_path / "empty"), "no weights there"),
+        ("interface-norms", ("--batch-size", 0), "--batch-size 0: expected at least 1"),
+    ):
+        assert main([command, *map(str, (*good, "--output-dir", tmp_path / "out", *flags))]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plain_llm_and_a_folder_without_config_are_refused_where_pictures_are_needed(tiny, data, tmp_path, capsys):
+    for path, message in ((tiny / "llama", "has no visual tokens"), (tmp_path, "no usable config.json")):
+        assert main(["update-rates", "--data", data, "--model", str(path), "--output-dir", str(tmp_path / "o")]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
+# --- the LLM's input --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def text_and_visual_norms(path, data) -> tuple[list[float], list[float]]:
+    """Norms of what the first decoder layer gets, by a hook on the plain model; text that is no special token."""
+    processor = AutoProcessor.from_pretrained(path)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
+    seen, text, visual = [], [], []
+    model.model.language_model.layers[0].register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(args[0]), with_kwargs=True
+    )
+    for sample in inputs.choose(arguments("interface-norms", "--data", data, "--samples", 3)):
+        batch = processor(images=sample.image, text="<image>" + sample.prompt, return_tensors="pt").to(torch.float64)
+        model(**batch)
+        ids, norms = batch["input_ids"][0], seen.pop()[0].norm(dim=-1)
+        picture = ids == model.config.image_token_id
+        special = torch.isin(ids, torch.tensor(sorted(loading.special_ids(processor.tokenizer))))
+        visual += norms[picture].tolist()
+        text += norms[~picture & ~special].tolist()
+    return text, visual
+
+
+@pytest.mark.parametrize(
+    "text, factor",
+    [(GemmaConfig(**models.TEXT, head_dim=8), 32**0.5), (GraniteConfig(**models.TEXT, embedding_multiplier=12.0), 12.0)]
+    + [(None, 1.0)],
+)
+def test_visual_tokens_are_compared_with_text_as_it_enters_the_llm(tiny, data, tmp_path, capsys, text, factor):
+    path = models.saved_llava(tiny, tmp_path / "model", text)
+    found = run(tmp_path / "out", "interface-norms", "--data", data, "--samples", 3, "--model", f"m={path}")["rows"]
+    rows = {row["norms of"]: row for row in found}
+    words, visual = text_and_visual_norms(path, data)
+    assert rows[interface_norms.TEXT_IN]["p50"] == pytest.approx(np.median(words), rel=3e-3)
+    expected = np.median(visual) / np.median(words)
+    shown = re.search(
+        r"with (\S+) times the norm of text tokens .*; (\S+) times the mean embedding", capsys.readouterr().out
+    )
+    assert float(shown[1]) == pytest.approx(expected, rel=6e-3)
+    raw = rows[interface_norms.TABLE]["mean"]
+    assert float(shown[2]) == pytest.approx(np.median(visual) / raw / factor, rel=6e-3)
+    assert (interface_norms.TABLE_IN in rows) == (factor != 1)
+    if factor != 1:
+        assert rows[interface_norms.TABLE_IN]["mean"] == pytest.approx(factor * raw, rel=1e-5)
+
+
+def test_embeddings_that_no_one_factor_scales_have_no_scaled_table():
+    scales, same = interface_norms.stream_of(np.array([3.0, 5.0, 4.0])), interface_norms.stream_of(np.ones(5))
+    assert interface_norms.embedding_factor(scales) is None and interface_norms.embedding_factor(same) == 1
+    streams = dict.fromkeys((interface_norms.ENTERING, interface_norms.TEXT_IN, interface_norms.TABLE), same)
+    assert "mean embedding" not in interface_norms.headline(interface_norms.Interface("x", "x", streams, None))
+
+
+def test_one_sink_does_not_move_the_headline(checkpoint, data, tmp_path, monkeypatch, capsys):
+    found = Measurement()
+    for group, values, sinks in ((VISUAL, [0.9, 1.0, 1.1], [500.0]), (TEXT_AFTER, [2.0, 3.0, 4.0], [])):
+        found.streams["norm", group, 0, False].add(values)
+        found.streams["norm", group, 0, True].add(sinks)
+    monkeypatch.setattr(measure, "measure", lambda *args: found)
+    rows = run(tmp_path / "out", "interface-norms", "--data", data, "--model", f"m={checkpoint}")["rows"]
+    text = capsys.readouterr().out
+    assert "0.333 times the norm of text tokens (medians without sinks; with sinks 0.35" in text
+    rows = {row["norms of"]: row for row in rows}
+    assert (rows[interface_norms.ENTERING]["max"], rows[interface_norms.ENTERING]["count"]) == (500, 4)
+    assert rows[interface_norms.ENTERING + ", without sinks"]["max"] == 1.1
+    assert interface_norms.TEXT_IN + ", without sinks" not in rows
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+def test_gap_is_the_ratio_of_median_angles():
+    from llava.analysis.update_rates import gap, verdict
+
+    found = Measurement()
+    found.layers = 2
+    for layer, (visual, text) in enumerate(((2.0, 8.0), (5.0, 5.0))):
+        found.streams["turn", VISUAL, layer, False].add([visual] * 3)
+        found.streams["turn", TEXT[1], layer, False].add([text] * 2)
+    assert gap(found).tolist() == pytest.approx([4, 1], rel=3e-3)
+    assert "by 2.00 times the angle" in verdict("x", found) and "slower in 1 of 2 layers" in verdict("x", found)
+
+
+def test_a_cosines_quantiles_are_those_of_the_cosines_and_rows_count_the_sinks():
+    from llava.analysis.curves import curve, layer_rows
+
+    found, degrees = Measurement(), np.linspace(1, 41, 81)
+    found.layers = 1
+    for what, values in (("turn", degrees), ("cosine", np.cos(np.deg2rad(degrees)))):
+        found.streams[what, VISUAL, 0, False].add(values)
+    found.streams["cosine", VISUAL, 0, True].add([1.0])
+    one = curve(found, "cosine", VISUAL)
+    cosines = np.cos(np.deg2rad(degrees))
+    quantiles = np.percentile(cosines, [25, 50, 75])
+    assert [one.low[0], one.median[0], one.high[0]] == pytest.approx(quantiles, abs=1e-3)
+    (row,) = layer_rows({"x": found}, ("cosine",))
+    assert (row["count with sinks"], row["sinks"]) == (82, 1)
+    assert row["cosine mean"] == pytest.approx(cosines.mean())
+    assert row["cosine mean with sinks"] == pytest.approx((cosines.sum() + 1) / 82)

@@ -1,0 +1,96 @@
+"""The house stands: no import runs back up, and docs/architecture.md draws it as it is."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+PAGE = (ROOT / "docs/architecture.md").read_text()
+DRAWING = PAGE.split("```")[1]
+FLOORS = {
+    room.rstrip("/"): int(number)
+    for number, floor in re.findall(r"^(\d) (.*?)(?=^\d |\Z)", DRAWING, re.MULTILINE | re.DOTALL)
+    for room in re.findall(r"(?:llava/\w+(?:\.py|/)|\b(?:scripts|benchmarks|patches|playground)/)", floor)
+}
+# Takes nothing but Python's own library, so that a dry run needs no environment.
+EXCEPTIONS = {("llava/launch", "llava/train/failures.py")}
+
+
+def room_of(path: str) -> str:
+    """The room of a file: the folder below llava/, a module on the ground, or the folder beside the house."""
+    parts = path.split("/")
+    return "/".join(parts[:2]) if parts[0] == "llava" else parts[0]
+
+
+def imported_files(file: Path) -> set[str]:
+    """The files of this tree that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    paths = {
+        name.replace(".", "/") + ".py" for name in found if name.split(".")[0] in ("llava", "benchmarks", "playground")
+    }
+    return {path for path in paths if (ROOT / path).is_file()}
+
+
+SOURCES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("llava", "benchmarks", "playground")
+    for path in (ROOT / folder).rglob("*.py")
+    if "playground/data" not in path.as_posix() and path.name != "__init__.py"
+)
+
+
+def test_every_room_is_drawn():
+    assert {room_of(path) for path in SOURCES} <= FLOORS.keys()
+
+
+def test_no_import_runs_back_up():
+    wrong = []
+    for source in SOURCES:
+        for target in imported_files(ROOT / source):
+            here, there = room_of(source), room_of(target)
+            if here != there and FLOORS[there] >= FLOORS[here] and (here, target) not in EXCEPTIONS:
+                wrong.append(f"{source} -> {target}")
+    assert wrong == []
+
+
+def test_the_launcher_needs_python_alone():
+    needed, seen = {path for path in SOURCES if path.startswith("llava/launch/")}, set()
+    while needed:
+        path = needed.pop()
+        seen.add(path)
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+            strange = {name.split(".")[0] for name in names} & {"torch", "transformers", "numpy", "deepspeed", "psutil"}
+            assert not strange, f"{path} imports {strange}"
+        needed |= imported_files(ROOT / path) - seen
+
+
+@cache
+def definitions(path: str) -> set[str]:
+    """Classes, functions and methods of a file, methods as `Class.method`."""
+    names = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return names
+
+
+@pytest.mark.parametrize(("path", "name"), sorted(set(re.findall(r"`([\w/]+\.py):([\w.]+)`", PAGE))))
+def test_what_the_page_names_is_there(path, name):
+    assert name in definitions(path)
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:llava|scripts|tests)/[\w/.]+\.(?:py|sh))`", PAGE))))
+def test_files_that_the_page_names_are_there(path):
+    assert (ROOT / path).is_file()

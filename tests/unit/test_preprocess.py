@@ -1,0 +1,314 @@
+"""Labels are right by the characters they cover, whatever is said, and equal upstream's where that is asked for."""
+
+import json
+import unicodedata
+from functools import cache
+
+import pytest
+import torch
+from data_files import turns
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paths import GOLDEN, ROOT
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from upstream_labels import CONVERSATIONS, DEVIATIONS
+
+from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.conversation import get_template
+from llava.data.preprocess import generation_ids, parse_turns, preprocess
+from llava.mm_utils import load_tokenizer
+
+RUNS = json.loads((GOLDEN / "text/labels.json").read_text(encoding="utf-8"))
+LLAMA_3_MARKERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+
+@cache
+def tokenizer(name):
+    if name == "merging":
+        return merging_tokenizer()
+    loaded = load_tokenizer(str(GOLDEN / "train/inputs" / {"llama": "llama", "qwen": "qwen_untied"}[name]))
+    if name == "qwen":
+        loaded.add_tokens([AddedToken(marker, special=True, normalized=False) for marker in LLAMA_3_MARKERS])
+    return loaded
+
+
+def merging_tokenizer():
+    """Bytes, and one token for two newlines: header and answer may then share a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate([*alphabet, "ĊĊ"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, extra_special_tokens=["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>"
+    )
+
+
+def pieces(sample, tok):
+    """Runs of (`context` | `target` | `image`, text), without the spaces at their start: decoding may drop them."""
+    runs = []
+    for token, label in zip(sample.input_ids.tolist(), sample.labels.tolist(), strict=True):
+        assert label in (IGNORE_INDEX, token)
+        kind = "image" if token == IMAGE_TOKEN_INDEX else "context" if label == IGNORE_INDEX else "target"
+        if not runs or runs[-1][0] != kind or kind == "image":
+            runs.append((kind, []))
+        runs[-1][1].append(token)
+    texts = [(kind, "<image>" if kind == "image" else tok.decode(ids).lstrip(" ")) for kind, ids in runs]
+    return [(kind, text) for kind, text in texts if text]
+
+
+# --- upstream's labels ------------------------------------------------------------------------------------------------
+
+
+def labelled_like_upstream(case, version, tok):
+    """`pieces`, or "error"."""
+    record = CONVERSATIONS[case]
+    try:
+        sample = preprocess(
+            record["conversations"], tok, version, label_masking="upstream", has_image="image" in record
+        )
+    except ValueError:
+        return "error"
+    if tok.bos_token_id is not None:
+        assert sample.input_ids[0] == tok.bos_token_id
+        sample = type(sample)(sample.input_ids[1:], sample.labels[1:])
+    return pieces(sample, tok)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[f"{run['upstream']}-{run['version']}" for run in RUNS])
+def test_upstream_labels_equal_the_recorded_ones(run):
+    tok = tokenizer(run["tokenizer"])
+    differing = set()
+    for case, recorded in run["rows"].items():
+        expected = "error"
+        if isinstance(recorded, list):
+            expected = [(kind, text.lstrip(" ")) for kind, text in recorded if text.lstrip(" ")]
+        if labelled_like_upstream(case, run["version"], tok) != expected:
+            differing.add(case)
+    assert differing == DEVIATIONS[run["upstream"], run["version"]]
+
+
+def test_every_deviation_is_in_the_documentation():
+    text = (ROOT / "docs/upstream.md").read_text(encoding="utf-8")
+    cases = set().union(*DEVIATIONS.values())
+    assert {case for case in cases if f"`{case}`" not in text} == set()
+
+
+def test_upstream_v1_learns_the_space_token_before_the_answer():
+    # Cut off by "- 2" in upstream's arithmetic, it stays a target wherever it is a token of its own.
+    sample = preprocess(turns("<image>\nHi", "图"), tokenizer("llama"), "v1", label_masking="upstream")
+    first = sample.labels[sample.labels != IGNORE_INDEX][0]
+    assert tokenizer("llama").convert_ids_to_tokens(int(first)) == "▁"
+
+
+def test_upstream_keeps_the_labels_of_a_broken_sample_that_is_long_enough():
+    tok = tokenizer("llama")
+    conversation = turns("<image>\nHi", "Yes.", "Thanks")
+    length = len(preprocess(turns("<image>\nHi", "Yes."), tok, "v1").input_ids)
+    limit = tok.model_max_length
+    try:
+        for limit_tokens, learns in ((length + 1, False), (length, True)):
+            tok.model_max_length = limit_tokens
+            labels = preprocess(conversation, tok, "v1", label_masking="upstream").labels
+            assert bool((labels != IGNORE_INDEX).any()) == learns
+    finally:
+        tok.model_max_length = limit
+
+
+def test_upstream_drops_a_leading_answer_but_never_an_image():
+    tok = tokenizer("llama")
+    conversation = [{"from": "gpt", "value": "Welcome!"}, *turns("Hi", "Yes.")]
+    dropped = preprocess(conversation, tok, "v1", label_masking="upstream")
+    assert torch.equal(dropped.input_ids, preprocess(turns("Hi", "Yes."), tok, "v1").input_ids)
+    assert pieces(preprocess(conversation, tok, "v1"), tok)[1] == ("target", "Welcome!</s>")
+    conversation[0]["value"] = "<image> Welcome!"
+    with pytest.raises(ValueError, match="holds an image"):
+        preprocess(conversation, tok, "v1", label_masking="upstream")
+
+
+# --- the assistant's labels -------------------------------------------------------------------------------------------
+
+FRAGMENTS = (
+    "cat", "Dog", " ", "  ", "\n", "\n\n", ".", "!", ": ", "ASSISTANT:", " ASSISTANT: ", "USER: ", "[/INST] ", "###",
+    "</s>", "<|im_end|>", "<|im_start|>assistant\n", "<|eot_id|>", "assistant", "图片", "é", "😀", "\t", "1", "<image>",
+    "<", "<unk>",
+)  # fmt: skip
+WORDS = st.lists(st.sampled_from(FRAGMENTS) | st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=8)
+TEXTS = WORDS.map("".join).filter(lambda text: unicodedata.is_normalized("NFC", text) and "▁" not in text)
+SETTINGS = settings(derandomize=True, max_examples=60, deadline=None, database=None)
+ENDS = {"v1": "</s>", "llama_2": " </s>", "llava_llama_3": "<|eot_id|>", "plain": "\n"}
+COMBINATIONS = [
+    ("v1", "llama"), ("v1", "qwen"), ("llama_2", "llama"), ("llava_llama_3", "qwen"), ("qwen_1_5", "qwen"),
+    ("qwen_1_5", "merging"), ("chatml", "qwen"), ("chatml", "merging"), ("mpt", "qwen"),
+]  # fmt: skip
+
+
+def expected_targets(answers, version):
+    end = ENDS.get(version, "<|im_end|>")
+    answers = [answer.strip() if version == "llava_llama_3" else answer for answer in answers]
+    runs = [piece.lstrip(" ") for answer in answers for piece in (answer + end).split("<image>")]
+    return [run for run in runs if run]
+
+
+def targets(sample, tok):
+    return [text for kind, text in pieces(sample, tok) if kind == "target"]
+
+
+@pytest.mark.parametrize(("version", "name"), COMBINATIONS)
+@SETTINGS
+@given(texts=st.lists(TEXTS, min_size=2, max_size=5))
+def test_exactly_the_assistants_text_and_end_token_are_learnt(version, name, texts):
+    tok = tokenizer(name)
+    conversation = turns(*texts)
+    sample = preprocess(conversation, tok, version)
+    assert targets(sample, tok) == expected_targets(texts[1::2], version)
+    assert int((sample.input_ids == IMAGE_TOKEN_INDEX).sum()) == sum(text.count("<image>") for text in texts)
+
+
+@pytest.mark.parametrize(("version", "name"), COMBINATIONS)
+@SETTINGS
+@given(texts=st.lists(TEXTS, min_size=2, max_size=4).filter(lambda texts: len(texts) % 2 == 0))
+def test_learning_begins_where_generation_begins(version, name, texts):
+    tok = tokenizer(name)
+    prompt = generation_ids(turns(*texts[:-1]), tok, version)
+    sample = preprocess(turns(*texts), tok, version)
+    assert torch.equal(sample.input_ids[: len(prompt)], prompt)
+    rest = sample.labels[len(prompt) :], sample.input_ids[len(prompt) :]
+    learnt = rest[0] != IGNORE_INDEX
+    after_end = 1 if version in ("qwen_1_5", "chatml") else 0  # the newline after <|im_end|>
+    assert bool((learnt | (rest[1] == IMAGE_TOKEN_INDEX))[: len(learnt) - after_end].all())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+@SETTINGS
+@given(question=TEXTS, answer=TEXTS)
+def test_plain_learns_the_caption_and_its_newline(name, question, answer):
+    tok = tokenizer(name)
+    conversation = turns("<image>" + question, answer)
+    sample = preprocess(conversation, tok, "plain")
+    assert targets(sample, tok) == expected_targets([answer], "plain")
+    prompt = generation_ids(conversation[:1], tok, "plain")
+    assert torch.equal(sample.input_ids[: len(prompt)], prompt)
+    assert set(prompt.tolist()) <= {tok.bos_token_id, IMAGE_TOKEN_INDEX}
+
+
+def test_a_newline_that_begins_an_answer_is_not_taken_for_the_headers():
+    tok = tokenizer("merging")
+    sample = preprocess(turns("Hi", "\nYes"), tok, "chatml")
+    ids = tok.convert_tokens_to_ids(["Ċ", "Y", "e", "s", "<|im_end|>"])
+    assert sample.labels[sample.labels != IGNORE_INDEX].tolist() == ids
+
+
+def test_the_space_that_sentencepiece_adds_after_an_image_belongs_to_the_answer():
+    sample = preprocess(turns("Hi", "See <image> it."), tokenizer("llama"), "v1")
+    after = sample.input_ids.tolist().index(IMAGE_TOKEN_INDEX) + 1
+    assert torch.equal(sample.labels[after:], sample.input_ids[after:])
+
+
+def test_a_trailing_question_is_context_and_loses_nothing():
+    sample = preprocess(turns("<image>\nHi", "Yes.", "Thanks"), tokenizer("llama"), "v1")
+    assert targets(sample, tokenizer("llama")) == ["Yes.</s>"]
+
+
+def test_a_system_turn_is_context():
+    conversation = [{"from": "system", "value": "Be terse."}, *turns("Hi", "Yes.")]
+    sample = preprocess(conversation, tokenizer("qwen"), "qwen_1_5")
+    assert pieces(sample, tokenizer("qwen")) == [
+        ("context", "<|im_start|>system\nBe terse.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        ("target", "Yes.<|im_end|>"),
+        ("context", "\n"),
+    ]
+
+
+def test_images_stay_where_they_are():
+    sample = preprocess(turns("See <image> and <image>.", "Like <image>?"), tokenizer("qwen"), "chatml")
+    written = "".join(text for _, text in pieces(sample, tokenizer("qwen")))
+    assert "See <image>and <image>." in written  # `pieces` leaves out the space after an image
+    assert "Like <image>?" in written
+
+
+def test_a_record_without_images_reads_the_placeholder_as_a_word():
+    tok = tokenizer("qwen")
+    sample = preprocess(turns("Write an <image> tag.", "<image>"), tok, "chatml", has_image=False)
+    assert IMAGE_TOKEN_INDEX not in sample.input_ids
+    assert targets(sample, tok) == ["<image><|im_end|>"]
+
+
+@pytest.mark.parametrize("masking", ["assistant", "upstream"])
+def test_start_and_end_tokens_go_around_every_image(masking):
+    tok = tokenizer("qwen")
+    sample = preprocess(turns("<image>\nHi", "Yes."), tok, "v1", label_masking=masking, mm_use_im_start_end=True)
+    written = "".join(text for _, text in pieces(sample, tok))
+    assert "USER: <im_start><image><im_end>\nHi ASSISTANT:" in written
+
+
+def test_a_prompt_that_writes_its_bos_gets_only_one():
+    tok = merging_tokenizer()
+    tok.add_tokens([AddedToken(marker, special=True) for marker in LLAMA_3_MARKERS])
+    tok.bos_token = "<|begin_of_text|>"
+    ids = preprocess(turns("Hi", "Yes."), tok, "llava_llama_3").input_ids
+    assert int((ids == tok.bos_token_id).sum()) == 1
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}
+SYSTEM = {"from": "system", "value": "Be terse."}
+
+
+@pytest.mark.parametrize(
+    ("conversation", "version", "message"),
+    [
+        ("Hi", "v1", "non-empty list of turns, found str"),
+        ([], "v1", "non-empty list of turns, found an empty list"),
+        ([HUMAN, "Yes."], "v1", "turn 1: expected {'from': ..., 'value': ...}, found str"),
+        ([{"role": "user", "content": "Hi"}], "v1", "turn 0: .*found the keys \\['content', 'role'\\]"),
+        ([{"from": "human"}, GPT], "v1", "turn 0: .*found the keys \\['from'\\]"),
+        ([HUMAN, {"from": "gpt", "value": None}], "v1", "turn 1: 'value' is NoneType, expected a string"),
+        (
+            [HUMAN, {"from": "function", "value": "{}"}, GPT],
+            "qwen_1_5",
+            "turn 1: 'from' is 'function', expected one of",
+        ),
+        ([HUMAN, SYSTEM, GPT], "v1", "turn 1: a system turn must be the first"),
+        ([SYSTEM], "v1", "expected a human or gpt turn"),
+        ([HUMAN, HUMAN, GPT], "v1", "two 'human' turns in a row"),
+        ([HUMAN, GPT, GPT], "llama_2", "two 'gpt' turns in a row"),
+        ([GPT, HUMAN, GPT], "llama_2", "the human to speak first"),
+        ([HUMAN], "v1", "at least one 'gpt' turn"),
+        ([HUMAN, GPT], "plain", "template plain: expected the turns"),
+        ([HUMAN, GPT], "v9", "no such conversation template"),
+    ],
+)
+def test_a_malformed_conversation_is_an_error_that_says_what_was_expected(conversation, version, message):
+    with pytest.raises(ValueError, match=message):
+        preprocess(conversation, tokenizer("llama"), version)
+
+
+def test_role_tagged_templates_take_two_turns_of_one_role():
+    sample = preprocess([HUMAN, HUMAN, GPT, GPT], tokenizer("qwen"), "qwen_1_5")
+    assert targets(sample, tokenizer("qwen")) == ["Yes.<|im_end|>"] * 2
+
+
+def test_an_unknown_masking_and_a_template_without_recorded_labels_are_errors():
+    with pytest.raises(ValueError, match="--label_masking 'all': expected one of assistant, upstream"):
+        preprocess([HUMAN, GPT], tokenizer("llama"), "v1", label_masking="all")
+    with pytest.raises(ValueError, match="not available for templates of style SINGLE"):
+        preprocess([HUMAN, GPT], tokenizer("llama"), "llava_v0", label_masking="upstream")
+
+
+def test_generation_wants_a_question_last():
+    with pytest.raises(ValueError, match="expected the last turn to be 'human', found 'gpt'"):
+        generation_ids([HUMAN, GPT], tokenizer("llama"), "v1")
+
+
+def test_a_template_and_its_name_are_the_same():
+    by_name = preprocess([HUMAN, GPT], tokenizer("llama"), "v1")
+    by_template = preprocess([HUMAN, GPT], tokenizer("llama"), get_template("v1"))
+    assert torch.equal(by_name.labels, by_template.labels)
+    assert by_name.input_ids.dtype == by_name.labels.dtype == torch.long
+
+
+def test_turns_are_read_as_speaker_and_text():
+    assert parse_turns([SYSTEM, HUMAN, GPT]) == [("system", "Be terse."), ("human", "Hi"), ("gpt", "Yes.")]

@@ -1,0 +1,65 @@
+"""`run.json`: what decides a run's weights is in it, and an arm changes nothing but its own fields."""
+
+import json
+
+import pytest
+import torch
+from training import flags
+
+from llava.provenance import RUN_FILE, read_starts
+from llava.train.run_record import order_digest, weights_digests
+from llava.train.train import build_model, parse_arguments, train
+
+
+def configuration(folder):
+    return read_starts(folder / RUN_FILE)[-1]["configuration"]
+
+
+@pytest.fixture(scope="module")
+def runs(tiny, tmp_path_factory):
+    """Stage-1 folders of two arms, and of one with another seed."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, norm, seed in (("none", "none", 42), ("norm", "gwc_layernorm", 42), ("seed", "none", 43)):
+        train(flags(tiny, root / name, 1, norm=norm, max_steps=2, seed=seed, save_strategy="steps", save_steps=1))
+    return root
+
+
+def test_arms_differ_in_the_norm_alone(runs):
+    none, norm = configuration(runs / "none"), configuration(runs / "norm")
+    assert none["model"].pop("mm_projector_norm") == "none" and norm["model"].pop("mm_projector_norm") != "none"
+    assert norm["initial_weights"].pop("mm_projector_norm")
+    assert set(none["initial_weights"]) == {"mm_language_model", "mm_vision_tower", "mm_mlp_adapter"}
+    assert none == norm
+
+
+def test_another_seed_changes_order_and_projector_and_not_the_language_model(runs):
+    first, second = configuration(runs / "none"), configuration(runs / "seed")
+    assert first["order"] != second["order"]
+    changed = {part for part, digest in first["initial_weights"].items() if second["initial_weights"][part] != digest}
+    assert changed == {"mm_mlp_adapter"}
+
+
+def test_a_resumed_run_adds_a_start_and_a_new_one_replaces_them(tiny, runs, tmp_path):
+    more = {"max_steps": 3, "resume_allow_changes": "max_steps", "save_strategy": "steps", "save_steps": 1}
+    train(flags(tiny, runs / "norm", 1, **more))
+    starts = read_starts(runs / "norm" / RUN_FILE)
+    assert [start["configuration"]["training"]["max_steps"] for start in starts] == [2, 3]
+    train(flags(tiny, runs / "norm", 1, max_steps=1, overwrite_output_dir=True))
+    assert len(read_starts(runs / "norm" / RUN_FILE)) == 1
+
+
+def test_one_bit_of_a_weight_or_two_samples_exchanged_change_the_digest(tiny, tmp_path):
+    model = build_model(*parse_arguments(flags(tiny, tmp_path, 1)))
+    before = weights_digests(model)
+    with torch.no_grad():
+        model.get_model().embed_tokens.weight.view(torch.int32)[0, 0] ^= 1
+    assert {k for k, v in weights_digests(model).items() if before[k] != v} == {"mm_language_model"}
+    assert order_digest([0, 1, 2]) != order_digest([0, 2, 1])
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", json.dumps({"format": 2, "starts": [{}]})])
+def test_a_record_that_cannot_be_used_is_refused_by_name(content, tmp_path):
+    if content is not None:
+        (tmp_path / RUN_FILE).write_text(content)
+    with pytest.raises(ValueError, match=RUN_FILE):
+        read_starts(tmp_path / RUN_FILE)
