@@ -43,6 +43,7 @@ def own_flags() -> frozenset[str]:
     """The fields of the trainer's dataclasses that stand in this tree; those of its libraries are not among them."""
     sources = [ast.parse(file.read_text()).body for file in (_ARGUMENTS, _NORMS)]
     classes = [node for body in sources for node in body if isinstance(node, ast.ClassDef)]
+    classes = [node for node in classes if node.name.endswith("Arguments")]
     fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
     return frozenset(target.id for target in fields if isinstance(target, ast.Name))
 
@@ -73,7 +74,7 @@ def check_by_trainer(python: str, words: Sequence[str], environment: Mapping[str
     if not Path(python).exists():
         return False
     quiet = {**environment, "PYTHONPATH": f"{ROOT}:{environment.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
-    command = [python, "-m", "llava.train.flag_check", *words]
+    command = [python, "-m", "llava.train.flags", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=quiet)
     if done.returncode == 2:
         raise Refusal(done.stderr.strip().splitlines()[-1].removeprefix("error: "))

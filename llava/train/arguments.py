@@ -182,7 +182,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default=True,
         metadata={
             "help": "Run a micro-batch as one row without padding, with micro-batches of even length; False pads, and "
-            "deals samples to ranks as LLaVA does. The numbers are the same."
+            "deals samples to ranks as LLaVA does (as --loss_reduction micro_batch_mean always does). The numbers are "
+            "the same."
         },
     )
     max_tokens_per_micro_batch: int | None = field(
@@ -203,7 +204,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default="token_mean",
         metadata={
             "help": "token_mean: mean over the targets of the whole step; micro_batch_mean: mean of the micro-batches' "
-            "means, as upstream with gradient accumulation."
+            "means, as upstream with gradient accumulation; their samples are those of upstream's. Not with "
+            "--max_tokens_per_micro_batch."
         },
     )
     warmup_ratio: float = field(
