@@ -608,7 +608,7 @@ def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path,
     status, error = started(flags(tiny, tmp_path / "run", 1, dataloader_num_workers=workers, **data))
     line = error.splitlines()[-1]
     assert status == 2 and "Traceback" not in error and line.endswith(f"(traceback: {tmp_path / 'run/errors'})")
-    message = re.match(r"error: (record \d+ \(id 'c\d+'\): image .*\.png does not exist; .*record) \(", line)[1]
+    message = re.match(r"error: (\S+: record \d+ \(id 'c\d+'\): image .*\.png does not exist; .*record) \(", line)[1]
     found = reports(tmp_path / "run")
     assert found[".txt"].splitlines()[1] == f"error: {message}" and len(found[".txt"].splitlines()) == 3
     assert "Traceback" in found[".traceback"] and found[".traceback"].startswith("rank 0 on ")

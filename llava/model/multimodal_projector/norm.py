@@ -28,6 +28,9 @@ from llava.model.zero3 import full_shape, gathered
 
 logger = logging.getLogger(__name__)
 
+EPS = 1e-5
+MIN_GAIN = 1e-3
+
 
 class _ScaleGradient(torch.autograd.Function):
     """Identity in the forward pass; multiplies the gradient by a 0-dim tensor in the backward pass."""
@@ -70,9 +73,9 @@ class ProjectorNorm(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        eps: float = 1e-5,
+        eps: float = EPS,
         init_gain: float = 1.0,
-        min_gain: float = 1e-3,
+        min_gain: float = MIN_GAIN,
         learnable: bool = True,
     ):
         super().__init__()
@@ -216,9 +219,10 @@ class ProjectorNormArguments:
             "root of the hidden size)."
         },
     )
-    mm_projector_norm_eps: float = field(default=1e-5, metadata={"help": "Epsilon inside the norm's root."})
+    mm_projector_norm_eps: float = field(default=EPS, metadata={"help": "Epsilon inside the norm's root."})
     mm_projector_norm_min_gain: float = field(
-        default=1e-3, metadata={"help": "Lower bound of the mean |gain| by which compensation divides the gradient."}
+        default=MIN_GAIN,
+        metadata={"help": "Lower bound of the mean |gain| by which compensation divides the gradient."},
     )
     mm_projector_norm_learnable: bool = field(
         default=True, metadata={"help": "Train gain and bias of the norm; False keeps the initial scale."}
