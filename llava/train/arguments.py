@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from llava.model.loss import LossHead
+from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
 
 
@@ -45,14 +46,15 @@ class ModelArguments(ProjectorNormArguments):
         },
     )
     vision_tower: str | None = field(
-        default=None, metadata={"help": "SigLIP or CLIP vision encoder: local folder or hub id."}
+        default=None, metadata={"help": f"Vision encoder ({', '.join(TOWERS)}): local folder or hub id."}
     )
     mm_vision_select_layer: int = field(
         default=-2,
         metadata={"help": "Hidden state of the tower that becomes visual tokens; -2 is the last layer's input."},
     )
     mm_vision_select_feature: Literal["patch", "cls_patch"] = field(
-        default="patch", metadata={"help": "Visual tokens: the patches, or (CLIP) the class token and the patches."}
+        default="patch",
+        metadata={"help": "Visual tokens: the patches, or the class token, where there is one, and the patches."},
     )
     pretrain_mm_mlp_adapter: str | None = field(
         default=None,

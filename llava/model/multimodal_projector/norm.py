@@ -194,7 +194,14 @@ NORM_TYPES: dict[str, type[ProjectorNorm] | None] = {
     "gwc_scale": GlobalWeightCompensatedScale,
     "clip": NormClip,
 }
-PAPER_ARMS = {"none": "w/o Norm"} | {name: t.paper_name for name, t in NORM_TYPES.items() if t and t.paper_name}
+
+
+def paper_names(types: Mapping[str, type[ProjectorNorm] | None]) -> dict[str, str]:
+    """The arms among `types` that the paper has, with its names; one that is derived from such an arm is none."""
+    return {name: norm.paper_name for name, norm in types.items() if norm and vars(norm).get("paper_name")}
+
+
+PAPER_ARMS = {"none": "w/o Norm"} | paper_names(NORM_TYPES)
 """The paper's arms, and what it calls them."""
 
 
