@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from llava.model.attention import SEGMENTS, VARLEN, segments_attention, varlen_attention
+from llava.model.attention import SEGMENTS, VARLEN, has_varlen, segments_attention, varlen_attention
 from llava.model.builder import read_config
 from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_CLASSES, family_of
 from llava.train.compilation import compile_layers
@@ -194,6 +194,31 @@ def test_a_sliding_window_reaches_inside_samples_only(monkeypatch, window):
     boundaries = torch.tensor([0, 3, 12], dtype=torch.int32)
     options = {"cu_seq_lens_q": boundaries, "max_length_q": 9, "sliding_window": window}
     torch.testing.assert_close(varlen_attention(None, query, key, value, None, **options)[0], expected)
+
+
+def test_the_varlen_kernel_gets_one_half_precision_and_arguments_that_it_has(monkeypatch):
+    """Under autocast rotary positions are fp32, and so are queries and keys; the values are not."""
+    given = {}
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        given.update(locals())
+        return query
+
+    assert has_varlen()
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    assert has_varlen()
+    query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8).bfloat16()
+    boundaries = torch.tensor([0, 3, 12], dtype=torch.int32)
+    output, _ = varlen_attention(None, query, key, value, None, 0.5, cu_seq_lens_q=boundaries, max_length_q=9)
+    assert {given[name].dtype for name in ("query", "key", "value")} == {torch.bfloat16} and output.shape == (
+        1,
+        12,
+        4,
+        8,
+    )
+    assert given["cu_seq_q"].dtype == torch.int32 and given["enable_gqa"] and given["scale"] == 0.5
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value, is_causal=False: query)
+    assert not has_varlen()
 
 
 @pytest.mark.parametrize("backend", [SEGMENTS, VARLEN])

@@ -104,6 +104,7 @@ def test_an_exclamation_mark_is_never_taken_for_padding():
     answers = ("!", "Hello there, you!")
     samples = [preprocess(turns("Say it!", answer), tok, "llava_llama_3")._asdict() for answer in answers]
     batch = DataCollatorForSupervisedDataset(tok.eos_token_id)(samples)
-    for sample, ids, labels, mask in zip(samples, *batch.values(), strict=True):
+    rows = (batch[name] for name in ("input_ids", "labels", "attention_mask"))
+    for sample, ids, labels, mask in zip(samples, *rows, strict=True):
         assert torch.equal(ids[mask], sample["input_ids"]) and torch.equal(labels[mask], sample["labels"])
         assert 0 in labels[mask]

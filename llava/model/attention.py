@@ -4,7 +4,7 @@ Every backend computes the same; `packed_attention` chooses one and says how to 
 Shapes: T packed tokens, H heads, K key/value heads, C channels per head.
 """
 
-import importlib.util
+import inspect
 import logging
 from typing import Any
 
@@ -70,13 +70,27 @@ def _fastest(device: torch.device, dtype: torch.dtype, compiled: bool) -> tuple[
             return "sdpa", f"with a mask over all pairs of tokens; without --compile_layers {SEGMENTS} does without it"
         return SEGMENTS, "the fastest without a GPU"
     half = dtype in (torch.float16, torch.bfloat16)
-    if half and is_flash_attn_3_available():
-        return "flash_attention_3", ""
-    if half and is_flash_attn_2_available():
-        return "flash_attention_2", ""
-    if half and importlib.util.find_spec("torch.nn.attention.varlen") and torch.cuda.get_device_capability() >= (8, 0):
+    if half and (flash := installed_flash()):
+        return flash, ""
+    if half and has_varlen() and torch.cuda.get_device_capability() >= (8, 0):
         return VARLEN, "EXTRAS=train,flash bash scripts/setup.sh installs FlashAttention, which may be faster"
     return "sdpa", "with a mask over all pairs of tokens; --bf16 True allows kernels that skip it"
+
+
+def installed_flash() -> str | None:
+    """The newest FlashAttention that is installed and can run here, as `attn_implementation`; None without one."""
+    if is_flash_attn_3_available():
+        return "flash_attention_3"
+    return "flash_attention_2" if is_flash_attn_2_available() else None
+
+
+def has_varlen() -> bool:
+    """Whether PyTorch's own variable-length attention is there, with the arguments that its later releases take."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
 def packed_attention_arguments(packed: PackedSequences, backend: str) -> dict[str, Any]:
@@ -187,7 +201,8 @@ def varlen_attention(
         raise ValueError(f"{VARLEN} has no attention dropout; pass --attn_implementation {SEGMENTS}, or set it to 0")
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    # Under autocast rotary positions, which are fp32, make queries and keys fp32; the kernel takes one half precision.
+    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     output = varlen_attn(
         query,
         key,

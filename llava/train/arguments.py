@@ -8,7 +8,6 @@ import torch
 import transformers
 
 from llava.model.loss import LossHead
-from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
 
 
@@ -46,7 +45,7 @@ class ModelArguments(ProjectorNormArguments):
         },
     )
     vision_tower: str | None = field(
-        default=None, metadata={"help": f"Vision encoder ({', '.join(TOWERS)}): local folder or hub id."}
+        default=None, metadata={"help": "Vision encoder (kinds: docs/launch.md): local folder or hub id."}
     )
     mm_vision_select_layer: int = field(
         default=-2,
