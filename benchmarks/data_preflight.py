@@ -79,7 +79,7 @@ def started(data: str, images: str | None, check: bool) -> dict:
     """One start: seconds of its parts."""
     from llava.conversation import get_template
     from llava.data.images import ImageStore
-    from llava.data.manifest import Rules, preflight
+    from llava.data.preflight_manifest import Rules, preflight
     from llava.data.records import load_records
 
     times = [time.perf_counter()]

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.train_step import PRESETS, SO400M, STAGES
 from llava.launch.recipe import resolved_run
-from llava.model import LlavaLlamaConfig, LlavaLlamaForCausalLM, LlavaQwenConfig, LlavaQwenForCausalLM
+from llava.model.language_model.families import LLAVA_CLASSES
 from llava.train.flops import Work, flop_costs, required_flops
 from llava.train.memory import CheckpointPlan, estimate_memory, plan_checkpointing
 from llava.train.optim import set_trainable
@@ -58,15 +58,12 @@ NETWORKS = {"8 x 400 Gb/s per node": 400e9, "100 Gb/s per node": 12.5e9}  # byte
 def build(name: str, stage: int) -> Any:
     """The preset's model in bf16 without memory, with `requires_grad` set."""
     preset = PRESETS[name]
-    model_class, config_class = {
-        "llama": (LlavaLlamaForCausalLM, LlavaLlamaConfig),
-        "qwen": (LlavaQwenForCausalLM, LlavaQwenConfig),
-    }[preset.family]
+    classes = LLAVA_CLASSES[preset.model_type]
     vision = {"mm_vision_tower": "siglip", "mm_vision_config": SO400M | {"model_type": "siglip_vision_model"}}
-    tied = preset.family == "llama"
-    config = config_class(**preset.language_model, **vision, tie_word_embeddings=tied, mm_projector_type="mlp2x_gelu")
+    tied = preset.model_type == "llava_llama"
+    config = classes.config(**preset.language_model, **vision, tie_word_embeddings=tied, mm_projector_type="mlp2x_gelu")
     with torch.device("meta"):
-        model = model_class(config).bfloat16()
+        model = classes.causal_lm(config).bfloat16()
     if tied:
         model.tie_weights()
     set_trainable(model, frozenset(STAGES[stage]))

@@ -90,7 +90,7 @@ def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -
     from llava.data.collate import DataCollatorForSupervisedDataset
     from llava.data.dataset import LazySupervisedDataset
     from llava.data.images import ImageStore
-    from llava.data.manifest import Rules, preflight
+    from llava.data.preflight_manifest import Rules, preflight
     from llava.data.records import load_records
     from llava.mm_utils import load_tokenizer
     from llava.train.batches import balanced_dataloader, sample_order

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, Qwen2Config, SiglipVisionConfig
+from transformers import SiglipVisionConfig
 
 from benchmarks.common import alternate, spread, write_result
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
-from llava.model import LlavaLlamaConfig, LlavaLlamaForCausalLM, LlavaQwenConfig, LlavaQwenForCausalLM
 from llava.model.attention import SEGMENTS, packed_attention
+from llava.model.language_model.families import LLAVA_CLASSES
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER, set_trainable
@@ -39,7 +39,7 @@ SMALL_TOWER = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers"
 class Preset:
     """Shapes of language model and tower."""
 
-    family: str
+    model_type: str  # a key of LLAVA_CLASSES
     language_model: dict[str, int]
     tower: dict[str, int]
 
@@ -56,10 +56,10 @@ def decoder_sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_he
 
 
 PRESETS = {
-    "tiny": Preset("llama", decoder_sizes(256, 688, 4, 4, 4, 2048), SMALL_TOWER),
-    "demo": Preset("llama", decoder_sizes(576, 1536, 30, 9, 3, 49_152), SMALL_TOWER),
-    "llama-3.2-3b": Preset("llama", decoder_sizes(3072, 8192, 28, 24, 8, 128_256), SO400M),
-    "qwen2.5-7b": Preset("qwen", decoder_sizes(3584, 18_944, 28, 28, 4, 152_064), SO400M),
+    "tiny": Preset("llava_llama", decoder_sizes(256, 688, 4, 4, 4, 2048), SMALL_TOWER),
+    "demo": Preset("llava_llama", decoder_sizes(576, 1536, 30, 9, 3, 49_152), SMALL_TOWER),
+    "llama-3.2-3b": Preset("llava_llama", decoder_sizes(3072, 8192, 28, 24, 8, 128_256), SO400M),
+    "qwen2.5-7b": Preset("llava_qwen", decoder_sizes(3584, 18_944, 28, 28, 4, 152_064), SO400M),
 }
 STAGES = {1: {ADAPTER}, 2: {VISION_TOWER, ADAPTER, LANGUAGE_MODEL}}
 
@@ -120,9 +120,8 @@ def runnable_arms(device: torch.device) -> list[Arm]:
 
 def build_model(preset: Preset, device: torch.device, dtype: torch.dtype) -> Any:
     """A model with random weights, its projector without norm."""
-    llama = preset.family == "llama"
-    base = (LlamaConfig if llama else Qwen2Config)(**preset.language_model, max_position_embeddings=4096)
-    config = (LlavaLlamaConfig if llama else LlavaQwenConfig)(**base.to_dict())
+    classes = LLAVA_CLASSES[preset.model_type]
+    config = classes.config(**preset.language_model, max_position_embeddings=4096)
     config.mm_vision_config = SiglipVisionConfig(**preset.tower).to_dict()
     config.mm_projector_type, config.mm_projector_norm = "mlp2x_gelu", "none"
     config.tokenizer_model_max_length = 2048
@@ -131,7 +130,7 @@ def build_model(preset: Preset, device: torch.device, dtype: torch.dtype) -> Any
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = (LlavaLlamaForCausalLM if llama else LlavaQwenForCausalLM)(config)
+            model = classes.causal_lm(config)
     finally:
         torch.set_default_dtype(before)
     return model.train()

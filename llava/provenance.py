@@ -3,19 +3,22 @@
 import hashlib
 import importlib.metadata
 import json
+import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_FILE = "run.json"
-"""Beside `train_log.jsonl`: what a run was made from. `llava.train.run_record` writes it and describes its content."""
+"""Beside `train_log.jsonl`: what a run was made from. `llava.train.run_record` writes it."""
 RUN_FORMAT = 1
 DONE = "done"  # in the folder of a stage that a comparison or the quickstart has trained to its end
 WEIGHT_FILES = {".json", ".safetensors", ".bin", ".parquet"}
 _WHOLE, _STRIDE, _BLOCK = 64 << 20, 1 << 20, 4 << 10
 TRAINING = ("data", "model", "train")  # folders of the package
+PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft", "numpy", "pillow", "liger-kernel")
+"""What training computes with."""
 
 
 def git_commit(ignored: Sequence[str] = ()) -> str | None:
@@ -51,6 +54,20 @@ def code_digest() -> str:
     for path in sorted(files):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def software(packages: Sequence[str] = PACKAGES) -> dict[str, dict[str, str | None]]:
+    """The code and the versions that run here, as `run.json` holds them."""
+    return {
+        "code": {"digest": code_digest(), "commit": git_commit()},
+        "versions": {name: version_of(name) for name in packages} | {"python": platform.python_version()},
+    }
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any], absent: Any = None) -> dict[str, tuple[Any, Any]]:
+    """Names with both values where those differ, sorted; one that a side lacks has the value `absent` there."""
+    pairs = {name: (first.get(name, absent), second.get(name, absent)) for name in sorted({**first, **second})}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:

@@ -12,10 +12,7 @@ if [ $# -gt 0 ]; then
   echo "setup: takes no arguments, found: $*; it reads the variables that --help names" >&2
   exit 2
 fi
-if [ -n "${LLAVA_PYTHON:-}" ]; then
-  printf 'setup: skipped, LLAVA_PYTHON=%s\n' "$LLAVA_PYTHON"
-  exit 0
-fi
+[ -z "${LLAVA_PYTHON:-}" ] || { printf 'setup: skipped, LLAVA_PYTHON=%s\n' "$LLAVA_PYTHON" && exit 0; }
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT"
@@ -43,15 +40,17 @@ inputs_hash() { { cat pyproject.toml constraints.txt && venv_version; } | sha256
 stamp_line() { sed -n "$1p" "$STAMP" 2>/dev/null || true; }
 
 python_version() { "$1" -c 'import sys; print(".".join(map(str, sys.version_info[:3])))' 2>/dev/null || true; }
+is_wanted_python() { [ -z "${PYTHON:-}" ] || [ "$(python_version "$PYTHON")" = "$(venv_version)" ]; }
 
 up_to_date() {
   [ -x "$VENV_PYTHON" ] && [ "$(stamp_line 1)" = "$(inputs_hash)" ] && [ "$(stamp_line 2)" = "$ROOT" ] || return 1
-  [ -z "${PYTHON:-}" ] || [ "$(python_version "$PYTHON")" = "$(venv_version)" ] || return 1
+  is_wanted_python || return 1
   local extra
   for extra in ${wanted//,/ }; do
     [[ ",$(stamp_line 3)," == *",$extra,"* ]] || return 1
   done
 }
+end_if_up_to_date() { ! up_to_date || { echo "setup: .venv is up to date" && exit 0; }; }
 
 # One line per step with its time; what the command printed is shown only when it fails.
 step() {
@@ -59,12 +58,10 @@ step() {
   shift
   printf 'setup: %-52s' "$title"
   "$@" >"$log" 2>&1 </dev/null || status=$?
-  if [ "$status" -ne 0 ]; then
-    printf ' failed\n'
-    cat "$log" >&2
-    fail "this command failed: $*"
-  fi
-  printf '%5d s\n' $((SECONDS - start))
+  [ "$status" -ne 0 ] || { printf '%5d s\n' $((SECONDS - start)) && return; }
+  printf ' failed\n'
+  cat "$log" >&2
+  fail "this command failed: $*"
 }
 
 make_venv() {
@@ -81,20 +78,19 @@ usable_venv() {
   local place
   place=$(stamp_line 2)
   "$VENV_PYTHON" -m pip --version >/dev/null 2>&1 && [ "${place:-$ROOT}" = "$ROOT" ] || return 1
-  [ -z "${PYTHON:-}" ] || [ "$(python_version "$PYTHON")" = "$(venv_version)" ]
+  is_wanted_python
 }
 
 pip_install() { "$VENV_PYTHON" -m pip install --progress-bar off -c constraints.txt "$@"; }
 
 install() {
-  local installed="" extras
+  local installed="" extras rest
   if usable_venv; then installed=$(stamp_line 3); else make_venv; fi
   extras=$(tr ',' '\n' <<<"$wanted,$installed" | sed '/^$/d' | sort -u | paste -sd, -)
   # While the stamp's first line is empty the environment counts as unfinished.
   printf '\n%s\n%s\n' "$ROOT" "$installed" >"$STAMP"
   # Torch before everything else: a looser requirement elsewhere must not choose another build of it.
   step "torch $(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)" pip_install "pip>=23" torch
-  local rest
   rest=$(tr ',' '\n' <<<"$extras" | sed '/^flash$/d' | paste -sd, -)
   step "llava${rest:+[$rest]}" pip_install -e ".${rest:+[$rest]}"
   if [[ ",$extras," == *,flash,* ]]; then
@@ -109,20 +105,14 @@ install() {
 }
 
 require_known_extras
-if up_to_date; then
-  echo "setup: .venv is up to date"
-  exit 0
-fi
+end_if_up_to_date
 
 exec 9>.venv.lock
 if command -v flock >/dev/null && ! flock -n 9; then
   echo "setup: waiting for another setup.sh"
   flock 9
 fi
-if up_to_date; then
-  echo "setup: .venv is up to date"
-  exit 0
-fi
+end_if_up_to_date
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 install

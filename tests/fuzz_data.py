@@ -39,7 +39,7 @@ from llava.data import cache
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
-from llava.data.manifest import Rules, preflight
+from llava.data.preflight_manifest import Rules, preflight
 from llava.data.records import RecordTable, load_records
 from llava.mm_utils import process_images
 

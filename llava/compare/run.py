@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llava.compare.arms import parse_arm, parse_arms, parse_seeds
+from llava.compare.paper import ARMS
 from llava.compare.runs import STAGES, Run
 from llava.compare.stage import train_stage
 from llava.provenance import DONE, ROOT
 
 DEMO = "demo"
-_ARMS = "none,layernorm,gwc_layernorm"
 _ANALYSIS = "interface-norms layer-norms update-rates norm-params attention"
 # Settings of a preset's runs that its upstream baseline, which has models and data of its own, must not see.
 _NOT_UPSTREAMS = (
@@ -171,8 +171,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     presets = sorted(path.stem for path in (ROOT / "scripts/presets").glob("*.sh"))
     parser.add_argument("--preset", choices=presets, default="llama-3.2-3b", help="recipe (default: %(default)s)")
     parser.add_argument(
-        "--arms", default=_ARMS, help="joined by commas, none first; with another initial norm as in layernorm@4x "
-        "or layernorm@default (default: %(default)s)",
+        "--arms", default=",".join(ARMS), help="joined by commas, none first; with another initial norm as in "
+        "layernorm@4x or layernorm@default (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--seeds", default="1", help="how many (42, 43, ...), or which, as in 1,2 (default: 1)")
     parser.add_argument("--tasks", help="of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps)")

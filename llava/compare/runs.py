@@ -5,7 +5,6 @@
 
 import hashlib
 import json
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,9 +14,10 @@ from typing import Any
 from llava.compare.arms import BASELINE, parse_arm
 from llava.compare.stage import LOG_FILE
 from llava.eval.results import Results, read_results
-from llava.provenance import DONE, RUN_FILE, code_digest, git_commit, read_starts, revision, version_of
+from llava.provenance import DONE, RUN_FILE, differences, read_starts, revision, software
 
 STAGES = ("pretrain", "finetune")
+ABSENT = "(absent)"  # stands for the value of a field that a run does not have
 # Beginnings of the names of fields in which runs may differ, and nothing else.
 ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")
 SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")
@@ -59,7 +59,7 @@ class Run:
         """
         first, *later = [dict(flattened(start["configuration"])) for start in self.starts(stage)]
         for again in later:
-            if changed := differences(first, again):
+            if changed := differences(first, again, ABSENT):
                 raise ValueError(
                     f"{self.name}, {stage}: continued with another configuration than it was started with"
                     f"{listed(changed, ('at first', 'later'))}\n{TRAIN_AGAIN.format(self.folder(stage))}"
@@ -83,12 +83,6 @@ def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from flattened(item, f"{name}{key}" if name.endswith(".") or not name else f"{name}.{key}")
     else:
         yield name, value
-
-
-def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Fields with both values where those differ; a field that one of them lacks counts as `(absent)`."""
-    pairs = {name: (first.get(name, "(absent)"), second.get(name, "(absent)")) for name in {**first, **second}}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def listed(changed: Mapping[str, tuple[Any, Any]], names: tuple[str, str]) -> str:
@@ -115,7 +109,7 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
         allowed = ARM_FIELDS if run.arm != other.arm else ()
         allowed += SEED_FIELDS if run.seed != other.seed else ()
         allowed += OWN_STAGE_1 if stage == "finetune" else ()
-        found = differences(other.configuration(stage), run.configuration(stage))
+        found = differences(other.configuration(stage), run.configuration(stage), ABSENT)
         refused = {name: pair for name, pair in found.items() if not name.startswith(allowed)}
         if refused:
             again = TRAIN_AGAIN.format(run.folder(stage))
@@ -126,11 +120,12 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
 
 def check_present(runs: Sequence[Run]) -> None:
     """Raises ValueError if code or packages have changed since the finished stages were trained."""
-    present = {"code.digest": code_digest(), "code.commit": git_commit(), "versions.python": platform.python_version()}
     for run, stage in [(run, stage) for run in runs for stage in STAGES if run.has_finished(stage)]:
         found = run.configuration(stage)
         recorded = {name: found[name] for name in found if name.startswith(("code.", "versions."))}
-        now = {name: present.get(name, version_of(name.removeprefix("versions."))) for name in recorded}
+        packages = [name.removeprefix("versions.") for name in recorded if name.startswith("versions.")]
+        present = dict(flattened(software(packages)))
+        now = {name: present[name] for name in recorded}
         if changed := differences(recorded, now):
             names = (run.name, "now")
             raise ValueError(
@@ -166,7 +161,7 @@ def check_results(runs: Sequence[Run]) -> None:
                 f"{run.folder('eval')}: of other weights ({found.fingerprint}) than {run.folder('finetune')} "
                 f"has ({now}); evaluate again"
             )
-        changed = differences(asked(first), asked(found))
+        changed = differences(asked(first), asked(found), ABSENT)
         if changed:
             raise ValueError(f"evaluation: runs were asked differently{listed(changed, (runs[0].name, run.name))}")
         for task in first.tasks:
@@ -190,7 +185,7 @@ def arm_differences(runs: Sequence[Run]) -> list[dict[str, str]]:
     for stage in STAGES:
         found = {run.name: run.configuration(stage) for run in runs}
         for name in sorted({field for values in found.values() for field in values}):
-            values = [str(values.get(name, "(absent)")) for values in found.values()]
+            values = [str(values.get(name, ABSENT)) for values in found.values()]
             if len(set(values)) > 1:
                 rows.append({"stage": stage, "field": name, **dict(zip(found, values, strict=True))})
     return rows

@@ -11,7 +11,8 @@ import time
 
 from llava.conversation import get_template
 from llava.data.images import ImageStore
-from llava.data.manifest import (
+from llava.data.parquet_files import largest_image_group
+from llava.data.preflight_manifest import (
     FAULTS,
     MOST_FOLDERS,
     WARNINGS,
@@ -23,7 +24,6 @@ from llava.data.manifest import (
     usable_records,
     when,
 )
-from llava.data.parquet_files import largest_image_group
 from llava.data.records import RecordTable, load_records
 from llava.data.turns import LABEL_MASKINGS
 

@@ -74,7 +74,7 @@ def check_by_trainer(python: str, words: Sequence[str], environment: Mapping[str
     if not Path(python).exists():
         return False
     quiet = {**environment, "PYTHONPATH": f"{ROOT}:{environment.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
-    command = [python, "-m", "llava.train.flag_check", *words]
+    command = [python, "-m", "llava.train.flags", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=quiet)
     if done.returncode == 2:
         raise Refusal(done.stderr.strip().splitlines()[-1].removeprefix("error: "))

@@ -5,7 +5,7 @@ Shapes: B batch, S sequence, D LLM hidden size, R supervised rows, C vocabulary.
 
 from functools import cache
 from importlib import metadata
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from packaging.version import Version
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from llava.constants import IGNORE_INDEX
 
 LossHead = Literal["auto", "liger", "chunked", "plain"]
-LOSS_HEADS = get_args(LossHead)
 LIGER_MINIMUM = "0.6.2"  # the first whose fused loss accumulates in fp32
 _CHUNK_ELEMENTS = 2**24  # logits that exist at a time: 64 MiB in fp32
 

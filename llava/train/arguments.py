@@ -52,7 +52,8 @@ class ModelArguments(ProjectorNormArguments):
         metadata={"help": "Hidden state of the tower that becomes visual tokens; -2 is the last layer's input."},
     )
     mm_vision_select_feature: Literal["patch", "cls_patch"] = field(
-        default="patch", metadata={"help": "Visual tokens: the patches, or (CLIP) the class token and the patches."}
+        default="patch",
+        metadata={"help": "Visual tokens: the patches, or the class token, where there is one, and the patches."},
     )
     pretrain_mm_mlp_adapter: str | None = field(
         default=None,
@@ -182,7 +183,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default=True,
         metadata={
             "help": "Run a micro-batch as one row without padding, with micro-batches of even length; False pads, and "
-            "deals samples to ranks as LLaVA does. The numbers are the same."
+            "deals samples to ranks as LLaVA does (as --loss_reduction micro_batch_mean always does). The numbers are "
+            "the same."
         },
     )
     max_tokens_per_micro_batch: int | None = field(
@@ -203,7 +205,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default="token_mean",
         metadata={
             "help": "token_mean: mean over the targets of the whole step; micro_batch_mean: mean of the micro-batches' "
-            "means, as upstream with gradient accumulation."
+            "means, as upstream with gradient accumulation; their samples are those of upstream's. Not with "
+            "--max_tokens_per_micro_batch."
         },
     )
     warmup_ratio: float = field(

@@ -37,6 +37,11 @@ def global_batch_size(args: Any) -> int:
     return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
 
+def deals_by_length(args: Any) -> bool:
+    """Whether a step's samples are dealt to micro-batches of even length; a mean of their means needs LLaVA's own."""
+    return args.padding_free and args.loss_reduction == "token_mean"
+
+
 def fit_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
     """Sets micro-batch size and accumulation of `args` to the fewest micro-batches that hold the flag's tokens.
 
@@ -73,11 +78,11 @@ def lengths_by_step(dataset: LazySupervisedDataset, args: Any) -> list[list[int]
 
 
 def largest_micro_batch(dataset: LazySupervisedDataset, args: Any) -> int:
-    """Tokens, with padding, of the fullest micro-batch: the first epoch's, or without `--padding_free` what could be.
+    """Tokens, with padding, of the fullest micro-batch: the first epoch's, or where not dealt by length what could be.
 
     Only the steps with most tokens and with the longest samples are dealt out.
     """
-    if not args.padding_free:
+    if not deals_by_length(args):
         return args.train_batch_size * args.model_max_length
     steps = lengths_by_step(dataset, args)
     candidates = [*sorted(steps, key=sum)[-4:], *sorted(steps, key=max)[-4:]]

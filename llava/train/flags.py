@@ -1,16 +1,19 @@
 """The trainer's command line: every flag in its group, what cannot work here refused with the reason.
 
-The flags themselves, with types, defaults and texts, are the fields of `llava.train.arguments`.
+The flags themselves, with types, defaults and texts, are the fields of `llava.train.arguments`. A dry run of the
+scripts asks `python -m llava.train.flags FLAGS`, which parses them and does nothing else.
 """
 
 import argparse
 import dataclasses
 import difflib
+import sys
 from typing import Any
 
 from transformers import HfArgumentParser
 
 from llava.commands import Parser
+from llava.model.multimodal_projector.norm import NORM_FIELDS, ProjectorNormArguments
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 
 REST = "other flags of the Hugging Face Trainer, as its documentation says"
@@ -146,3 +149,18 @@ class _Formatter(argparse.HelpFormatter):
         if action.default in (None, "", argparse.SUPPRESS) or action.default == []:
             return action.help
         return f"{action.help} (default: %(default)s)"
+
+
+def main() -> int:
+    """0; ends the process with status 2 where a flag is wrong. What takes a model or a device to know is not asked."""
+    parser = FlagParser()
+    found, _ = parser.parse_known_args(sys.argv[1:])
+    try:
+        ProjectorNormArguments(**{name: getattr(found, name) for name in NORM_FIELDS})
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -21,12 +21,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llava.provenance import git_commit, version_of
+from llava.provenance import PACKAGES, git_commit, version_of
 from llava.train.ranks import barrier, from_all, from_first
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "safetensors")
 _MAX_CLOCK_SECONDS = 2.0  # more confuses time stamps of files, and certificates
 _SLOW = 0.5  # of the median link: a node below it holds all others up
 _MIN_FREE_GIB = 1.0
@@ -56,7 +55,9 @@ def node_name() -> str:
 
 def versions() -> dict[str, str]:
     """Of Python, packages, CUDA and the driver."""
-    found = {"python": platform.python_version()} | {name: version_of(name) or "none" for name in _PACKAGES}
+    found = {"python": platform.python_version()} | {
+        name: version_of(name) or "none" for name in (*PACKAGES, "safetensors")
+    }
     if torch.cuda.is_available():
         found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         found |= {"device": torch.cuda.get_device_name(), "devices": str(torch.cuda.device_count())}

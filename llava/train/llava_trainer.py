@@ -14,7 +14,7 @@ from llava.mm_utils import save_tokenizer
 from llava.model.lora import has_lora, load_adapters, load_non_lora, lora_state_dict, read_non_lora, save_non_lora
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
-from llava.train.batches import balanced_dataloader, global_batch_size, sample_order
+from llava.train.batches import balanced_dataloader, deals_by_length, global_batch_size, sample_order
 from llava.train.checkpoint import (
     STAGING,
     commit,
@@ -26,7 +26,8 @@ from llava.train.checkpoint import (
 from llava.train.failures import Watchdog
 from llava.train.nonfinite import NonFiniteGuard, poisoned
 from llava.train.optim import optimizer_groups
-from llava.train.resume import ResumeError, moved_step, write_identity
+from llava.train.resume import ResumeError, moved_step
+from llava.train.run_record import write_identity
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput, measures_step
 from llava.train.trial import check_disk, try_save
@@ -39,7 +40,7 @@ class LLaVATrainer(Trainer):
 
     Args:
         image_processor: saved with every checkpoint.
-        identity: settings that a checkpoint's continuation must share (`llava.train.resume.run_identity`).
+        identity: settings that a checkpoint's continuation must share (`llava.train.run_identity.run_identity`).
         resumed: what `resume.json` of the checkpoint says that the run continues from.
         watchdog: told of every phase of a step.
         stop_signal: ends the run early.
@@ -78,7 +79,7 @@ class LLaVATrainer(Trainer):
         return sample_order(self.train_dataset if train_dataset is None else train_dataset, self.args)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        if not self.args.padding_free:
+        if not deals_by_length(self.args):
             return super().get_train_dataloader()
         return balanced_dataloader(self._get_train_sampler(), self.train_dataset, self.data_collator, self.args)
 

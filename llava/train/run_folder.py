@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llava.provenance import RUN_FILE
+from llava.provenance import RUN_FILE, differences
 from llava.train.batches import global_batch_size
 from llava.train.checkpoint import (
     MANIFEST,
@@ -22,7 +22,8 @@ from llava.train.checkpoint import (
 )
 from llava.train.failures import clear_reports
 from llava.train.ranks import barrier, from_first
-from llava.train.resume import IDENTITY, ResumeError, accepted_changes, check_identity, differences, write_identity
+from llava.train.resume import ResumeError, accepted_changes, check_identity
+from llava.train.run_record import IDENTITY, write_identity
 from llava.train.telemetry import LOG_FILE
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ def choose_start(args: Any, identity: dict[str, Any]) -> Start:
         start = Start(replaces=True)
     if start.finished is not None and args.overwrite_output_dir:
         start = Start(replaces=True)
-    for name, (before, now) in differences(start.resumed, identity).items() if start.resumed else ():
+    settings = start.resumed["settings"] if start.resumed else identity
+    for name, (before, now) in differences(settings, identity).items():
         logger.warning("accepted change: %s: checkpoint %r, now %r", name, before, now)
     if start.finished is None:
         is_main = args.process_index == 0
@@ -85,7 +87,7 @@ def _without_loss(args: Any, identity: dict[str, Any], accepted: set[str]) -> St
         return Start()
     if step is not None:
         before = _check_earlier(folder, left, identity, accepted, step_size)
-        if not _LENGTH & differences(before, identity).keys() and before["step_size"] == step_size:
+        if not _LENGTH & differences(before["settings"], identity).keys() and before["step_size"] == step_size:
             faults = faults_on_any_rank(folder, args.process_index, args.world_size)
             if not faults:
                 return Start(finished=step)

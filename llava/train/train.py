@@ -37,10 +37,11 @@ from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
 from llava.train.memory import set_up_checkpointing
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
-from llava.train.preflight import QUARANTINE, check_flags, checked_records, image_store, report_left_out
 from llava.train.ranks import joined
-from llava.train.resume import run_identity, use_universal_checkpoint
+from llava.train.resume import use_universal_checkpoint
+from llava.train.run_checks import QUARANTINE, check_flags, checked_records, image_store, report_left_out
 from llava.train.run_folder import begin_run, choose_start
+from llava.train.run_identity import run_identity
 from llava.train.run_record import write_run_record
 from llava.train.stop_signal import StoppedEarly, StopSignal
 

@@ -20,14 +20,15 @@ from transformers import TrainerCallback
 
 from llava.data.parallel import in_processes
 from llava.data.records import load_records
-from llava.train import failures, preflight, run_folder, stop_signal, trial
+from llava.train import failures, run_checks, run_folder, stop_signal, trial
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
 from llava.train.checkpoint import MANIFEST, STAGING, SaveError, checkpoint_faults, find_checkpoint
 from llava.train.failures import PHASES, Watchdog
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.nonfinite import NonFiniteError, poisoned
-from llava.train.resume import ALLOWED, ResumeError, moved_step
+from llava.train.resume import ResumeError, moved_step
+from llava.train.run_identity import ALLOWED
 from llava.train.stop_signal import REQUEUE_EXIT_CODE
 from llava.train.telemetry import LOG_FILE
 
@@ -607,7 +608,7 @@ def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path,
     status, error = started(flags(tiny, tmp_path / "run", 1, dataloader_num_workers=workers, **data))
     line = error.splitlines()[-1]
     assert status == 2 and "Traceback" not in error and line.endswith(f"(traceback: {tmp_path / 'run/errors'})")
-    message = re.match(r"error: (record \d+ \(id 'c\d+'\): image .*\.png does not exist; .*record) \(", line)[1]
+    message = re.match(r"error: (\S+: record \d+ \(id 'c\d+'\): image .*\.png does not exist; .*record) \(", line)[1]
     found = reports(tmp_path / "run")
     assert found[".txt"].splitlines()[1] == f"error: {message}" and len(found[".txt"].splitlines()) == 3
     assert "Traceback" in found[".traceback"] and found[".traceback"].startswith("rank 0 on ")
@@ -625,10 +626,14 @@ def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path,
         ({"optim": "adamm"}, "error: --optim adamm: adamm is not a valid OptimizerNames"),
         ({"lr_scheduler_type": "cosin"}, "error: --lr_scheduler_type cosin: cosin is not a valid SchedulerType"),
         ({"warmup_ratio": 3}, "error: --warmup_ratio: expected a share"),
+        (
+            {"loss_reduction": "micro_batch_mean", "max_tokens_per_micro_batch": 100},
+            "error: --max_tokens_per_micro_batch merges the micro-batches whose means --loss_reduction",
+        ),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_it(tiny, tmp_path, monkeypatch, started, overrides, line):
-    monkeypatch.setattr(preflight, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr(run_checks, "get_available_reporting_integrations", lambda: ["tensorboard"])
     status, error = started(flags(tiny, tmp_path / "run", 2, **overrides))
     assert status == 2 and "Traceback" not in error and re.match(line, error.splitlines()[-1])
 

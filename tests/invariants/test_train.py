@@ -267,6 +267,8 @@ def test_loss_is_the_mean_over_targets_or_over_micro_batches(tiny, tmp_path):
     alone = logged("alone", max_steps=2)  # each micro-batch as a step of its own
     both = {"max_steps": 1, "gradient_accumulation_steps": 2}
     over_micro_batches = logged("micro", loss_reduction="micro_batch_mean", **both)
+    packed = logged("packed", loss_reduction="micro_batch_mean", **both | {"padding_free": True})
+    assert packed == pytest.approx(over_micro_batches, abs=1e-6)
     over_targets = logged("token", **both)
     assert over_micro_batches == [pytest.approx(sum(alone) / 2, abs=1e-5)]
     assert abs(over_targets[0] - over_micro_batches[0]) > 2e-5 and min(alone) < over_targets[0] < max(alone)

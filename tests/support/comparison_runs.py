@@ -8,7 +8,7 @@ import numpy as np
 from llava.compare.runs import STAGES, Run
 from llava.eval.results import Answered, Results, TaskResult, write_results
 from llava.provenance import DONE, RUN_FILE, revision
-from llava.train.run_record import adapter_digest
+from llava.train.run_identity import adapter_digest
 
 CHANCE = {"scenes": 25.0, "pope": 50.0}
 

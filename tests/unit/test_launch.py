@@ -17,7 +17,7 @@ from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import resolve
 from llava.launch.settings import NAMES, Refusal, edit_distance, misspelt
 from llava.model.multimodal_projector.norm import NORM_TYPES
-from llava.train import flag_check
+from llava.train import flags
 
 CPU = {"NUM_GPUS": "0"}
 
@@ -304,12 +304,12 @@ def test_tables_read_without_torch_are_those_that_training_uses():
     ],
 )
 def test_the_trainers_own_parser_names_the_flag_at_fault(words, said, monkeypatch, capsys):
-    needed = ["flag_check", "--model_name_or_path", "x", "--output_dir", "y"]
+    needed = ["flags", "--model_name_or_path", "x", "--output_dir", "y"]
     monkeypatch.setattr("sys.argv", [*needed, "--mm_projector_norm_init", "2.5", "--no_lazy_preprocess"])
-    assert flag_check.main() == 0
+    assert flags.main() == 0
     monkeypatch.setattr("sys.argv", [*needed, *words])
     with pytest.raises(SystemExit) as refused:
-        flag_check.main()
+        flags.main()
     line = capsys.readouterr().err
     assert refused.value.code == 2 and re.search(said, line) and line.count("\n") == 1
 

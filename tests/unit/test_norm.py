@@ -21,6 +21,7 @@ from llava.model.multimodal_projector.norm import (
     fit_to_tokens,
     mean_text_embedding_norm,
     norm_differences,
+    paper_names,
     record_norm,
     resolve_target_norm,
     with_norm_arguments,
@@ -309,3 +310,10 @@ def test_settings_that_decide_what_a_norm_means_are_compared_with_their_defaults
     assert norm_differences(recorded, wanted) == [("mm_projector_norm_eps", 1e-6, 1e-5)]
     assert norm_differences({}, wanted) == [("mm_projector_norm", "none", "rmsnorm")]
     assert norm_differences({}, ProjectorNormArguments(mm_projector_norm_eps=1.0)) == []
+
+
+def test_an_arm_that_is_derived_from_one_of_the_papers_is_none_of_them():
+    class Derived(GlobalWeightCompensatedLayerNorm):
+        pass
+
+    assert paper_names({"none": None, "derived": Derived, "of_the_paper": Derived.__base__}).keys() == {"of_the_paper"}

@@ -22,16 +22,16 @@ from training import flags, losses
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.conversation import conv_templates, get_template
-from llava.data import cache, json_files, manifest, parquet_files
+from llava.data import cache, json_files, parquet_files
 from llava.data import preflight as command
+from llava.data import preflight_manifest as manifest
 from llava.data.checks import LONGEST_RECORD, RowImage
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
-from llava.data.manifest import Rules, preflight, usable_records
 from llava.data.parallel import in_processes
+from llava.data.preflight_manifest import Rules, preflight, usable_records
 from llava.data.records import RecordTable, load_records
-from llava.train import preflight as train_preflight
-from llava.train import resume
+from llava.train import run_checks, run_identity
 from llava.train import train as train_module
 
 pytestmark = pytest.mark.usefixtures("files_count_as_old")
@@ -378,9 +378,9 @@ def test_training_says_that_a_check_is_remembered_and_checks_again_if_asked_to(t
     for again, checks in ((False, 1), (False, 1), (True, 2)):
         assert ("which is remembered; --recheck_data True checks again" in caplog.text) == (again is True)
         parsed = train_module.parse_arguments(flags(tiny, tmp_path, 2, recheck_data=again, **options))
-        train_preflight.checked_records(*parsed)
+        run_checks.checked_records(*parsed)
         assert len(done) == checks
-    assert not resume._decides("recheck_data")
+    assert not run_identity._decides("recheck_data")
 
 
 # --- Parquet ----------------------------------------------------------------------------------------------------------

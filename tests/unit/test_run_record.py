@@ -7,7 +7,7 @@ import torch
 from training import flags
 
 from llava.provenance import RUN_FILE, read_starts
-from llava.train.run_record import order_digest, weights_digests
+from llava.train.run_identity import order_digest, weights_digests
 from llava.train.train import build_model, parse_arguments, train
 
 

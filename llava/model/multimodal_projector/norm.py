@@ -28,6 +28,9 @@ from llava.model.zero3 import full_shape, gathered
 
 logger = logging.getLogger(__name__)
 
+EPS = 1e-5
+MIN_GAIN = 1e-3
+
 
 class _ScaleGradient(torch.autograd.Function):
     """Identity in the forward pass; multiplies the gradient by a 0-dim tensor in the backward pass."""
@@ -70,9 +73,9 @@ class ProjectorNorm(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        eps: float = 1e-5,
+        eps: float = EPS,
         init_gain: float = 1.0,
-        min_gain: float = 1e-3,
+        min_gain: float = MIN_GAIN,
         learnable: bool = True,
     ):
         super().__init__()
@@ -191,7 +194,14 @@ NORM_TYPES: dict[str, type[ProjectorNorm] | None] = {
     "gwc_scale": GlobalWeightCompensatedScale,
     "clip": NormClip,
 }
-PAPER_ARMS = {"none": "w/o Norm"} | {name: t.paper_name for name, t in NORM_TYPES.items() if t and t.paper_name}
+
+
+def paper_names(types: Mapping[str, type[ProjectorNorm] | None]) -> dict[str, str]:
+    """The arms among `types` that the paper has, with its names; one that is derived from such an arm is none."""
+    return {name: norm.paper_name for name, norm in types.items() if norm and vars(norm).get("paper_name")}
+
+
+PAPER_ARMS = {"none": "w/o Norm"} | paper_names(NORM_TYPES)
 """The paper's arms, and what it calls them."""
 
 
@@ -216,9 +226,10 @@ class ProjectorNormArguments:
             "root of the hidden size)."
         },
     )
-    mm_projector_norm_eps: float = field(default=1e-5, metadata={"help": "Epsilon inside the norm's root."})
+    mm_projector_norm_eps: float = field(default=EPS, metadata={"help": "Epsilon inside the norm's root."})
     mm_projector_norm_min_gain: float = field(
-        default=1e-3, metadata={"help": "Lower bound of the mean |gain| by which compensation divides the gradient."}
+        default=MIN_GAIN,
+        metadata={"help": "Lower bound of the mean |gain| by which compensation divides the gradient."},
     )
     mm_projector_norm_learnable: bool = field(
         default=True, metadata={"help": "Train gain and bias of the norm; False keeps the initial scale."}

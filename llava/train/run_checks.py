@@ -15,7 +15,15 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from llava.conversation import get_template
 from llava.data.checks import starts_from
 from llava.data.images import ImageStore
-from llava.data.manifest import WARNINGS, Rules, preflight, unread_fields, usable_records, when, write_quarantine
+from llava.data.preflight_manifest import (
+    WARNINGS,
+    Rules,
+    preflight,
+    unread_fields,
+    usable_records,
+    when,
+    write_quarantine,
+)
 from llava.data.records import RecordTable, load_records
 from llava.train.liger import check_liger
 from llava.train.lora import check_lora_flags
@@ -50,6 +58,11 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
             raise ValueError(f"--{flag}: expected a positive number, found {value}")
     if training_args.max_tokens_per_micro_batch and not training_args.padding_free:
         raise ValueError("--max_tokens_per_micro_batch needs --padding_free True")
+    if training_args.max_tokens_per_micro_batch and training_args.loss_reduction == "micro_batch_mean":
+        raise ValueError(
+            "--max_tokens_per_micro_batch merges the micro-batches whose means --loss_reduction micro_batch_mean "
+            "averages; leave one of them out"
+        )
     if training_args.length_group_window > 1 and not training_args.group_by_modality_length:
         raise ValueError("--length_group_window has no effect without --group_by_modality_length True")
     if training_args.model_max_length < 1:

@@ -1,0 +1,153 @@
+"""What identifies a run: flags, data, template, tokenizer, code, versions, devices, initial weights.
+
+Two questions are asked of it. `run_identity` holds what a checkpoint that continues a run must share with it, so that
+its numbers go on (`resume.json`); `run_configuration` holds all that decides the trained weights, so that two runs can
+be compared (`run.json`).
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from llava.conversation import get_template
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+from llava.model.multimodal_projector.norm import projector_norm
+from llava.model.zero3 import gathered
+from llava.provenance import software
+from llava.train.batches import sample_order
+from llava.train.optim import part_of
+
+# Flags that say where a run writes and what it continues.
+_PLACES = {"output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "local_rank", "hub_token"}
+# Flags that decide how a run works, never what it computes.
+_IRRELEVANT_PREFIXES = ("logging_", "log_", "save_", "eval_", "hub_", "push_to", "dataloader_", "resume_", "trackio_")
+# fmt: off
+_IRRELEVANT = _PLACES | {
+    "project", "report_to", "deepspeed_plugin", "disable_tqdm", "ddp_timeout",
+    "hang_timeout", "max_nonfinite_steps", "telemetry_steps", "peak_tflops", "cache_dir", "data_cache_dir",
+    "data_path", "image_folder", "activation_checkpointing", "activation_checkpointing_kwargs",
+    "gradient_checkpointing", "gradient_checkpointing_kwargs", "lazy_preprocess", "is_multimodal",
+    "evaluation_strategy", "do_train", "do_eval", "do_predict", "skip_memory_metrics",
+    "include_num_input_tokens_seen", "use_cache", "per_device_eval_batch_size", "batch_eval_metrics",
+    "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "torch_empty_cache_steps", "trial_save",
+    "ignore_data_skip", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint", "ddp_backend",
+    "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "debug", "use_cpu", "on_bad_record",
+    "recheck_data",
+}
+# fmt: on
+# Differences that a run can be continued with, and why.
+ALLOWED = {
+    "world_size": "samples stay in order; DeepSpeed's states are converted to a universal checkpoint",
+    "per_device_train_batch_size": "the position in the data is kept by samples",
+    "gradient_accumulation_steps": "the position in the data is kept by samples",
+    "max_steps": "the schedule's length changes from here on",
+    "num_train_epochs": "the schedule's length changes from here on",
+    "model_name_or_path": "for a moved folder: what is frozen comes from there",
+    "vision_tower": "for a moved folder: what is frozen comes from there",
+    "pretrain_mm_mlp_adapter": "the checkpoint's own projector is loaded over it",
+    "max_grad_norm": "applies from here on",
+    "attn_implementation": "changes rounding only",
+    "padding_free": "changes rounding only",
+    "max_tokens_per_micro_batch": "changes rounding only",
+    "loss_head": "changes rounding only",
+    "use_liger_kernel": "changes rounding only",
+    "compile_layers": "changes rounding only",
+    "tf32": "changes rounding only",
+}
+
+
+def run_identity(model_args: Any, data_args: Any, training_args: Any, records: Any, tokenizer: Any) -> dict[str, Any]:
+    """What decides the numbers of a run, as JSON values: the settings in `resume.json`."""
+    flags = {f.name: getattr(args, f.name) for args in (model_args, data_args, training_args) for f in _fields(args)}
+    flags = {k: v for k, v in flags.items() if _decides(k)}
+    flags["deepspeed"] = _deepspeed_settings(training_args)
+    settings = {k: v if isinstance(v, bool | int | float | None) else str(v) for k, v in flags.items()}
+    settings["world_size"] = training_args.world_size
+    settings["data"] = f"{len(records)} records, SHA-256 {records.key}"
+    settings["template"] = _digest(repr(get_template(model_args.version)))
+    settings["tokenizer"] = _digest(json.dumps(sorted(tokenizer.get_vocab().items())))
+    return settings
+
+
+def run_configuration(trainer: Any, model_args: Any, data_args: Any, training_args: Any) -> dict[str, Any]:
+    """Everything that decides the trained weights, as `run.json` holds it. Every rank must call."""
+    return {
+        "model": dataclasses.asdict(model_args),
+        "data": dataclasses.asdict(data_args) | {"records": trainer.train_dataset.records.key},
+        "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
+        "deepspeed_config": _json_file(training_args.deepspeed),
+        "adapter": adapter_digest(model_args.pretrain_mm_mlp_adapter),
+        "order": order_digest(sample_order(trainer.train_dataset, training_args)),
+        "initial_weights": weights_digests(trainer.model),
+        **software(),
+        "devices": {"ranks": training_args.world_size, "kind": device_name(training_args.device)},
+    }
+
+
+def _decides(flag: str) -> bool:
+    """Whether a flag can change the numbers."""
+    if flag in _IRRELEVANT or flag.startswith(_IRRELEVANT_PREFIXES):
+        return flag == "dataloader_drop_last"
+    return True
+
+
+def _fields(args: Any) -> list[dataclasses.Field]:
+    return [f for f in dataclasses.fields(args) if f.init and not f.name.startswith("_")]
+
+
+def _deepspeed_settings(args: Any) -> str:
+    """The part of the DeepSpeed configuration that decides which states a checkpoint holds."""
+    if not args.deepspeed:
+        return "none"
+    config = args.hf_deepspeed_config.config
+    return f"ZeRO-{config.get('zero_optimization', {}).get('stage', 0)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def weights_digests(model: nn.Module) -> dict[str, str]:
+    """SHA-256 of names, types and bytes of the parameters of each part; the projector's norm is a part of its own.
+
+    Costs one reading of the weights; under ZeRO-3 one parameter at a time is gathered, and every rank must call.
+    """
+    norm = projector_norm(model.get_model().mm_projector)
+    of_norm = set() if norm is None else {id(p) for p in norm.parameters()}
+    digests: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        part = "mm_projector_norm" if id(parameter) in of_norm else part_of(name)
+        with gathered(parameter):
+            data = parameter.detach().cpu().contiguous().reshape(-1)
+            digest = digests.setdefault(part, hashlib.sha256())
+            digest.update(f"{name} {data.dtype}\0".encode() + data.view(torch.uint8).numpy().tobytes())
+    return {part: digest.hexdigest() for part, digest in digests.items()}
+
+
+def order_digest(order: Iterable[int]) -> str:
+    """SHA-256 of the first epoch's order of samples; later epochs follow from the same seed."""
+    return hashlib.sha256(np.fromiter(order, np.int64).tobytes()).hexdigest()
+
+
+def adapter_digest(path: str | None) -> str | None:
+    """SHA-256 of the adapter file that the projector starts from (given by its path or folder), or None."""
+    if not path:
+        return None
+    file = Path(path)
+    return hashlib.sha256((file / ADAPTER_FILE if file.is_dir() else file).read_bytes()).hexdigest()
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the kind of device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _json_file(path: Any) -> Any:
+    return json.loads(Path(path).read_text()) if isinstance(path, str) and path else path
