@@ -3,9 +3,13 @@
 import functools
 import json
 import os
+import signal
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A shell has Ctrl-C ignored in what it starts in the background, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM

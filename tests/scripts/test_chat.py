@@ -280,16 +280,8 @@ def test_the_first_line_and_help_say_every_command_and_an_unknown_one_is_named(t
     assert result.printed == "USER: USER: USER: exit...\n"
 
 
-@pytest.fixture
-def ctrl_c():
-    """Ctrl-C interrupts, also where the tests run in the background and a shell has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("after", [0, 3])
-def test_ctrl_c_ends_the_answer_and_not_the_chat(talk, monkeypatch, ctrl_c, after):
+def test_ctrl_c_ends_the_answer_and_not_the_chat(talk, monkeypatch, after):
     put, tokens = cli.AnswerStreamer.put, []
 
     def pressed(self, value):
@@ -329,7 +321,7 @@ def test_ctrl_c_at_the_prompt_says_how_to_quit_and_quits_on_the_second(talk, mon
     assert result.printed.count("ASSISTANT: ") == 1 and result.printed.endswith("exit...\n")
 
 
-def test_ctrl_c_while_the_model_is_loaded_is_one_word(talk, monkeypatch, ctrl_c):
+def test_ctrl_c_while_the_model_is_loaded_is_one_word(talk, monkeypatch):
     monkeypatch.setattr(cli, "load_assistant", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     result = talk("")
     assert (result.status, result.error) == (130, "interrupted\n")
