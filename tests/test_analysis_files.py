@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from llava.analysis.__main__ import main
-from llava.analysis.embedding_norms import PAPER_NORMS, measure, paper_of
+from llava.analysis.embedding_norms import PAPER_NORMS, paper_of, read_embedding_norms
 from llava.analysis.models import NamedModel
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.weights import WeightFiles
@@ -41,7 +41,7 @@ def embedding(rows=40, seed=0):
 @pytest.mark.parametrize("name", ["llama", "qwen", "qwen_tied"])
 def test_norms_from_the_file_equal_those_of_the_loaded_model(tiny, name):
     weight = AutoModelForCausalLM.from_pretrained(tiny / name).get_input_embeddings().weight.detach().double()
-    found = measure(NamedModel(name, str(tiny / name)))
+    found = read_embedding_norms(NamedModel(name, str(tiny / name)))
     assert torch.allclose(torch.from_numpy(found.norms), weight.norm(dim=1), rtol=1e-6)
     assert found.tokens[65] == "b" and found.tokens[-1] == "(unused row)"
 
@@ -81,7 +81,7 @@ def test_an_embedding_in_two_tensors_is_read_as_one_and_interface_norms_takes_it
     names = [f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding")]
     path = save(tmp_path / "two", dict(zip(names, (first, second), strict=True)))
     norms = torch.cat([first, second]).norm(dim=1).double()
-    assert torch.allclose(torch.from_numpy(measure(NamedModel("m", path)).norms), norms, rtol=1e-6)
+    assert torch.allclose(torch.from_numpy(read_embedding_norms(NamedModel("m", path)).norms), norms, rtol=1e-6)
     path = save(tmp_path / "odd", {"words": first})
     (row,) = run(tmp_path / "out", "interface-norms", "--model", path, "--embedding-name", "words")["rows"]
     assert row["mean"] == pytest.approx(first.norm(dim=1).mean().item(), rel=1e-6)

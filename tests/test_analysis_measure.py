@@ -23,12 +23,12 @@ from transformers import (
 )
 from vision_language_models import our_checkpoint
 
-from llava.analysis import encoders, inputs, interface_norms, loading, measure
+from llava.analysis import encoders, inputs, interface_norms, layer_statistics, loading
 from llava.analysis.__main__ import main, parser
-from llava.analysis.embedding_norms import measure as embedding_norms
+from llava.analysis.embedding_norms import read_embedding_norms
 from llava.analysis.families import family_of, find_parts
 from llava.analysis.interface_norms import vocabulary_norms
-from llava.analysis.measure import ONLY_SINKS, TEXT, WITH_SINKS, Measurement
+from llava.analysis.layer_statistics import ONLY_SINKS, TEXT_GROUPS, WITH_SINKS, Measurement
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, VISUAL, Observation, Probe
 
@@ -56,7 +56,7 @@ def run(folder, *flags) -> dict:
 
 def measured(path, data, folder, *flags) -> Measurement:
     args = arguments("layer-norms", "--data", data, "--output-dir", folder, *flags)
-    return measure.measure(NamedModel("m", path), inputs.choose(args), args)
+    return layer_statistics.measure_layers(NamedModel("m", path), inputs.choose(args), args)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def test_interface_norms_equal_the_plain_reference_on_every_family(family):
     probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
     batch = probe.batch_from_inputs(**case.inputs)
     found = Measurement()
-    measure.observe(found, probe.run(batch), batch, probe)
+    layer_statistics.observe(found, probe.run(batch), batch, probe)
     expected = {"vision features": case.features, "projector output": case.projected, "norm": case.inserted}
     for what, tensor in expected.items():
         norms = np.linalg.norm(tensor.double().numpy(), axis=-1)
@@ -99,7 +99,7 @@ def test_each_layers_statistics_equal_plain_numpy():
     groups = [[SPECIAL, VISUAL, VISUAL, TEXT_AFTER, TEXT_AFTER], [VISUAL, TEXT_AFTER, TEXT_AFTER, 0, 0]]
     found = Measurement()
     batch = SimpleNamespace(input_ids=torch.zeros(2, 5, dtype=torch.long))
-    measure.observe(found, observation(states, groups), batch, SimpleNamespace(name="x", token_text=str))
+    layer_statistics.observe(found, observation(states, groups), batch, SimpleNamespace(name="x", token_text=str))
     for group in (SPECIAL, VISUAL, TEXT_AFTER):
         picked = [state.numpy()[np.array(groups) == group] for state in states]
         for layer in range(2):
@@ -129,7 +129,7 @@ def test_features_added_between_layers_are_in_no_layers_turn():
         layer.register_forward_hook(lambda _, args, output, index=index: left.update({index: output.double()}))
     probe = Probe("x", case.model, find_parts(case.model, family_of("qwen3_vl")))
     batch, found = probe.batch_from_inputs(**case.inputs), Measurement()
-    measure.observe(found, probe.run(batch), batch, probe)
+    layer_statistics.observe(found, probe.run(batch), batch, probe)
     visual = case.inputs["input_ids"] == models.IMAGE
     assert [bool((left[layer] != entered[layer + 1])[visual].any()) for layer in (0, 1)] == [True, True]
 
@@ -159,7 +159,7 @@ def test_small_angles_are_exact():
     tiny = torch.tensor([1e-4, 1e-6], dtype=torch.float64)
     one = torch.tensor([[1.0, 0.0]]).expand(2, 2)
     two = torch.stack([tiny.cos(), tiny.sin()], dim=-1).float()
-    assert measure.angle(one, two).tolist() == pytest.approx(torch.rad2deg(tiny).tolist(), rel=1e-4)
+    assert layer_statistics.angle(one, two).tolist() == pytest.approx(torch.rad2deg(tiny).tolist(), rel=1e-4)
 
 
 def test_a_sink_is_named_and_kept_apart():
@@ -172,7 +172,7 @@ def test_a_sink_is_named_and_kept_apart():
     batch = SimpleNamespace(input_ids=torch.arange(8)[None] + 70)
     probe = SimpleNamespace(name="x", token_text=lambda i: f"<{i}>")
     for _ in range(2):
-        measure.observe(found, observation(states, groups), batch, probe)
+        layer_statistics.observe(found, observation(states, groups), batch, probe)
     assert found.sinks == {
         (SPECIAL, 0, "<70>"): {"samples": 2, "first": 1, "last": 1, "norm": 2000.0, "ratio": 1000.0},
         (VISUAL, 2, ""): {"samples": 2, "first": 2, "last": 2, "norm": 60.0, "ratio": 30.0},
@@ -197,7 +197,7 @@ def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_tak
 ):
     flags = ("--samples", 8, "--batch-size", 2)
     whole = measured(checkpoint, data, tmp_path / "whole", *flags)
-    observe, calls = measure.observe, []
+    observe, calls = layer_statistics.observe, []
 
     def stop_in_the_third(measurement, *args):
         calls.append(1)
@@ -205,10 +205,10 @@ def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_tak
         if len(calls) == 3:
             raise stop
 
-    monkeypatch.setattr(measure, "observe", stop_in_the_third)
+    monkeypatch.setattr(layer_statistics, "observe", stop_in_the_third)
     with pytest.raises(stop):
         measured(checkpoint, data, tmp_path / "cut", *flags)
-    monkeypatch.setattr(measure, "observe", observe)
+    monkeypatch.setattr(layer_statistics, "observe", observe)
     (state,) = (tmp_path / "cut").rglob("*.json.gz")
     assert json.loads(gzip.decompress(state.read_bytes()))["done"] == 4
     continued = measured(checkpoint, data, tmp_path / "cut", *flags)
@@ -296,7 +296,7 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one(text, adds):
             assert options["add_special_tokens"] is adds and options["padding_side"] == "right"
             return {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
 
-    batch = loading.library_inputs(Processor(), "cpu")([inputs.Sample("x", Image.new("RGB", (2, 2)), "hi")])
+    batch = loading.library_inputs(Processor(), "cpu")([inputs.PicturePrompt("x", Image.new("RGB", (2, 2)), "hi")])
     assert batch.mask.all()
 
 
@@ -340,7 +340,7 @@ def test_ovis_visual_vocabulary_is_read_beside_its_text_embeddings(tmp_path):
     norms = vocabulary_norms(str(tmp_path), family_of("ovis2").vocabulary)
     expected = model.model.visual_embeddings_table.weight.detach().double().norm(dim=1)
     assert norms.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
-    text = embedding_norms(NamedModel("x", str(tmp_path))).norms
+    text = read_embedding_norms(NamedModel("x", str(tmp_path))).norms
     assert text.tolist() == pytest.approx(model.get_input_embeddings().weight.detach().norm(dim=1).tolist(), rel=1e-6)
     with pytest.raises(ValueError, match="expected one tensor that ends in nothing.weight, found none"):
         vocabulary_norms(str(tmp_path), "model.nothing")
@@ -352,7 +352,7 @@ def test_everything_is_checked_before_anything_is_measured(tiny, checkpoint, dat
     shutil.copy(f"{checkpoint}/config.json", tmp_path / "empty")
     shutil.copytree(tiny / "llama", tmp_path / "strange")
     (tmp_path / "strange/config.json").write_text('{"model_type": "strange", "vision_config": {}}')
-    monkeypatch.setattr(measure, "measure", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(layer_statistics, "measure_layers", lambda *args: pytest.fail("measured"))
     good = ("--data", data, "--model", checkpoint)
     for command, flags, message in (
         ("layer-norms", ("--output-dir", tmp_path / "file/out"), f"{tmp_path / 'file'} is a file, expected a folder"),
@@ -434,7 +434,7 @@ def test_one_sink_does_not_move_the_headline(checkpoint, data, tmp_path, monkeyp
     for group, values, sinks in ((VISUAL, [0.9, 1.0, 1.1], [500.0]), (TEXT_AFTER, [2.0, 3.0, 4.0], [])):
         found.streams["norm", group, 0, False].add(values)
         found.streams["norm", group, 0, True].add(sinks)
-    monkeypatch.setattr(measure, "measure", lambda *args: found)
+    monkeypatch.setattr(layer_statistics, "measure_layers", lambda *args: found)
     rows = run(tmp_path / "out", "interface-norms", "--data", data, "--model", f"m={checkpoint}")["rows"]
     text = capsys.readouterr().out
     assert "0.333 times the norm of text tokens (medians without sinks; with sinks 0.35" in text
@@ -454,7 +454,7 @@ def test_gap_is_the_ratio_of_median_angles():
     found.layers = 2
     for layer, (visual, text) in enumerate(((2.0, 8.0), (5.0, 5.0))):
         found.streams["turn", VISUAL, layer, False].add([visual] * 3)
-        found.streams["turn", TEXT[1], layer, False].add([text] * 2)
+        found.streams["turn", TEXT_GROUPS[1], layer, False].add([text] * 2)
     assert gap(found).tolist() == pytest.approx([4, 1], rel=3e-3)
     assert "by 2.00 times the angle" in verdict("x", found) and "slower in 1 of 2 layers" in verdict("x", found)
 

@@ -10,26 +10,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llava.analysis import inputs, loading
-from llava.analysis.measure import (
+from llava.analysis.layer_statistics import (
     ADDED,
     ONLY_SINKS,
     SINK_RATIO,
     STATE_METRICS,
     STEP_METRICS,
-    TEXT,
+    TEXT_GROUPS,
     WITH_SINKS,
     WITHOUT_SINKS,
     Measurement,
-    measure,
+    measure_layers,
 )
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
-from llava.presentation import SPECIAL as SPECIAL_COLOUR
-from llava.presentation import TEXT as TEXT_COLOUR
-from llava.presentation import TEXT_BEFORE as BEFORE_COLOUR
-from llava.presentation import VISUAL as VISUAL_COLOUR
+from llava.presentation import SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
 
 SHOWN_SINKS = 12
 SUFFIX = {WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
@@ -37,7 +34,7 @@ SUFFIX = {WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
 LINES = {
     VISUAL: (VISUAL_COLOUR, "-", True),
     TEXT_AFTER: (TEXT_COLOUR, "-", True),
-    TEXT_BEFORE: (BEFORE_COLOUR, "--", False),
+    TEXT_BEFORE: (TEXT_BEFORE_COLOUR, "--", False),
     SPECIAL: (SPECIAL_COLOUR, ":", False),
 }
 LABELS = {
@@ -83,7 +80,7 @@ def measure_all(args: argparse.Namespace) -> tuple[dict[str, Measurement], list[
     samples = inputs.choose(args)
     for model in args.models:
         loading.check(model, args)
-    return {model.name: measure(model, samples, args) for model in required_models(args.models)}, runs
+    return {model.name: measure_layers(model, samples, args) for model in required_models(args.models)}, runs
 
 
 def expand(folder: Path, models: list[NamedModel]) -> Run:
@@ -243,7 +240,7 @@ def draw_runs(args: argparse.Namespace, measured: dict[str, Measurement], runs: 
         last = max(max(run.steps) for run in runs)
         scale = ScalarMappable(Normalize(0, last), colormaps["viridis_r"])
         for column, run in enumerate(runs):
-            for row, (groups, label) in enumerate(((VISUAL, "visual tokens"), (TEXT, "text tokens"))):
+            for row, (groups, label) in enumerate(((VISUAL, "visual tokens"), (TEXT_GROUPS, "text tokens"))):
                 for step, model in zip(run.steps, run.models, strict=True):
                     mean = curve(measured[model], "cosine", groups).mean
                     axes[row, column].plot(mean, color=scale.to_rgba(step), linewidth=1.6)

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     """Writes the norms' table, the tokens' table (`embedding-norms-tokens`) and the figure."""
     if args.top < 1:
         raise ValueError(f"--top {args.top}: expected at least 1")
-    models = [measure(model, args.embedding_name) for model in required_models(args.models)]
+    models = [read_embedding_norms(model, args.embedding_name) for model in required_models(args.models)]
     rows = [with_paper(table_row(one), paper_of(PAPER_NORMS, m)) for one, m in zip(models, args.models, strict=True)]
     write_result(args, rows)
     papers = [paper_of(PAPER_TOKENS, model) for model in args.models]
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     draw(args, models)
 
 
-def measure(model: NamedModel, embedding_name: str | None = None) -> EmbeddingNorms:
+def read_embedding_norms(model: NamedModel, embedding_name: str | None = None) -> EmbeddingNorms:
     """Reads the embedding matrix of `model` chunk by chunk.
 
     Raises:

@@ -30,7 +30,7 @@ class Unreadable(ValueError):
     """A picture cannot be read."""
 
 
-class Sample(NamedTuple):
+class PicturePrompt(NamedTuple):
     """A picture (None: text alone) with what is asked about it, and the answer where the data has one."""
 
     name: str
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
     parser.add_argument("--prompt", default=PROMPT, help="for a folder of pictures")
 
 
-class Samples(Sequence[Sample]):
+class Samples(Sequence[PicturePrompt]):
     """The chosen samples, read when asked for; a slice leaves out those whose picture cannot be read.
 
     Args:
@@ -75,7 +75,7 @@ class Samples(Sequence[Sample]):
             position -= length
         raise IndexError(index)
 
-    def _readable(self, index: int) -> Sample | None:
+    def _readable(self, index: int) -> PicturePrompt | None:
         try:
             return self[index]
         except Unreadable as error:
@@ -144,8 +144,8 @@ def _source(path: Path, args: argparse.Namespace) -> tuple[int, Any, Sequence[in
 
 
 def _folder(pictures: list[Path], prompt: str) -> tuple[int, Any, Sequence[int]]:
-    def read(index: int) -> Sample:
-        return Sample(pictures[index].name, open_picture(pictures[index], str(pictures[index])), prompt)
+    def read(index: int) -> PicturePrompt:
+        return PicturePrompt(pictures[index].name, open_picture(pictures[index], str(pictures[index])), prompt)
 
     return len(pictures), read, range(len(pictures))
 
@@ -153,12 +153,12 @@ def _folder(pictures: list[Path], prompt: str) -> tuple[int, Any, Sequence[int]]
 def _records(path: Path, folder: Path) -> tuple[int, Any, Sequence[int]]:
     records = load_records(str(path))
 
-    def read(index: int) -> Sample:
+    def read(index: int) -> PicturePrompt:
         record = records[index]
         name = record_name(record, index)
         picture = folder / record_images(record)[0]
         prompt, answer = first_turns(record["conversations"])
-        return Sample(name, open_picture(picture, f"{path}, {name}: {picture}"), prompt, answer)
+        return PicturePrompt(name, open_picture(picture, f"{path}, {name}: {picture}"), prompt, answer)
 
     return len(records), read, [i for i, record in enumerate(records) if len(record_images(record)) == 1]
 
@@ -179,7 +179,7 @@ def _parquet(paths: list[Path]) -> tuple[int, Any, Sequence[int]]:
         ends.append(total)
     cached: dict[int, Any] = {}
 
-    def read(index: int) -> Sample:
+    def read(index: int) -> PicturePrompt:
         number = next(i for i, end in enumerate(ends) if index < end)
         if number not in cached:  # one group of rows at a time stays in memory
             cached.clear()
@@ -208,7 +208,7 @@ def _rows_with_picture(tables: list[pq.ParquetFile]) -> list[int]:
     return found
 
 
-def row_sample(row: dict[str, Any], name: str) -> Sample:
+def row_sample(row: dict[str, Any], name: str) -> PicturePrompt:
     """A sample of a Parquet row with LLaVA-NeXT's columns, or a benchmark's.
 
     Raises:
@@ -217,13 +217,13 @@ def row_sample(row: dict[str, Any], name: str) -> Sample:
     picture = row.get("image") if row.get("image") is not None else (row.get("images") or [None])[0]
     image = open_picture(picture, name)
     if row.get("conversations"):
-        return Sample(name, image, *first_turns(row["conversations"]))
+        return PicturePrompt(name, image, *first_turns(row["conversations"]))
     if row.get("question") is None:
         raise ValueError(f"--data {name}: expected a column conversations or question, found {', '.join(row)}")
     parts = [row.get("hint") or "", row["question"]]
     parts += [f"{letter}. {row[letter]}" for letter in OPTIONS if isinstance(row.get(letter), str)]
     answer = row.get("answer")
-    return Sample(name, image, "\n".join(p for p in parts if p), None if answer is None else str(answer))
+    return PicturePrompt(name, image, "\n".join(p for p in parts if p), None if answer is None else str(answer))
 
 
 def open_picture(source: Any, name: str) -> Image.Image:

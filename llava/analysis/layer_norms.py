@@ -6,14 +6,14 @@ Paper figure 4. A norm is taken of what enters each layer, and of what leaves th
 import argparse
 from typing import Any
 
-from llava.analysis import curves, measure
-from llava.analysis.measure import WITH_SINKS, WITHOUT_SINKS, Measurement
+from llava.analysis import curves, layer_statistics
+from llava.analysis.layer_statistics import WITH_SINKS, WITHOUT_SINKS, Measurement
 from llava.analysis.output import write_result
 from llava.analysis.probe import GROUPS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    measure.add_arguments(parser)
+    layer_statistics.add_arguments(parser)
     curves.add_checkpoints(parser)
 
 

@@ -84,7 +84,7 @@ def measure_models(args: argparse.Namespace) -> None:
     """Prints and writes how far the assumptions hold in every model (`theory-model`), with a figure over its layers."""
     samples, rows = inputs.choose(args), []
     for model in required_models(args.models):
-        rows += theory_model.measure(model, samples, args)
+        rows += theory_model.measure_assumptions(model, samples, args)
     own = [[row for row in rows if row["model"] == model.name] for model in args.models]
     write_result(args, [line for one in own for line in theory_model.summary(one)], rows, name="theory-model")
     theory_model.draw(args, args.models, rows)

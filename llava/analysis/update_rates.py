@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from llava.analysis import curves, measure
-from llava.analysis.measure import ADDED, TEXT, WITH_SINKS, WITHOUT_SINKS, Measurement
+from llava.analysis import curves, layer_statistics
+from llava.analysis.layer_statistics import ADDED, TEXT_GROUPS, WITH_SINKS, WITHOUT_SINKS, Measurement
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import GROUPS, VISUAL
 from llava.presentation import COLOURS
@@ -21,7 +21,7 @@ VALUES = {"cosine": "cosine of successive layers", "update": "update over norm",
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    measure.add_arguments(parser)
+    layer_statistics.add_arguments(parser)
     curves.add_checkpoints(parser)
 
 
@@ -68,7 +68,7 @@ def summary(measured: dict[str, Measurement]) -> list[dict[str, Any]]:
 
 def gap(measurement: Measurement) -> np.ndarray:
     """Median angle that text turns by over the median angle that visual tokens turn by, per layer [L]."""
-    return curves.curve(measurement, "turn", TEXT).median / curves.curve(measurement, "turn", VISUAL).median
+    return curves.curve(measurement, "turn", TEXT_GROUPS).median / curves.curve(measurement, "turn", VISUAL).median
 
 
 def verdict(model: str, measurement: Measurement) -> str:
