@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from llava.analysis.embedding_norms import PAPER_NORMS, paper_of, read_embedding
 from llava.analysis.models import NamedModel
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.weights import WeightFiles
+from llava.model.multimodal_projector.norm import NORM_TYPES, end_with_norm, projector_norm
 
 SMOLLM2 = Path(__file__).parents[1] / "playground/data/smollm2-135m-instruct"
 
@@ -209,3 +211,19 @@ def test_a_run_without_any_norm_is_refused(tmp_path, capsys):
     assert "none of the given models has a norm" in capsys.readouterr().err
     assert main(["norm-params", "--model", path, "--norm-name", "model.ln", "--output-dir", str(tmp_path)]) == 2
     assert "has no tensor model.ln.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arm", [name for name, norm in NORM_TYPES.items() if norm])
+def test_every_arms_width_and_initial_gain_are_told(tmp_path, arm):
+    config = SimpleNamespace(hidden_size=8, mm_projector_norm=arm, mm_projector_norm_target=3.0)
+    config.mm_projector_norm_init_gain = 0.25 if NORM_TYPES[arm].measures_tokens else None
+    projector = end_with_norm(
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)), config
+    )
+    tensors = {f"model.mm_projector.{name}": tensor for name, tensor in projector.state_dict().items()}
+    row, *_ = run(tmp_path, "norm-params", "--model", save(tmp_path / "m", tensors, vars(config)))["rows"]
+    gain = projector_norm(projector).weight
+    assert (row["D"], row["gains"]) == (8, len(gain))
+    assert row["initial gain"] == pytest.approx(gain[0].item()) and row["gain mean |.|"] == pytest.approx(
+        gain[0].item()
+    )

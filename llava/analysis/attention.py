@@ -22,6 +22,7 @@ import torch
 from llava.analysis import attention_watch, inputs, loading, resume
 from llava.analysis.attention_figures import draw_heatmaps, draw_profiles
 from llava.analysis.attention_watch import Attention
+from llava.analysis.commands import Needs
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel, required_models
@@ -29,6 +30,8 @@ from llava.analysis.output import write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Probe
 from llava.analysis.resume import Rows, resumed, state_file
 from llava.analysis.visual_grid import visual_grid
+
+NEEDS = Needs()
 
 SHOWN = 5
 METHODS = ("mean", "rollout")

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from llava.analysis.commands import Needs
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, with_paper, write_result
 from llava.analysis.weights import WeightFiles
 from llava.mm_utils import load_tokenizer
 from llava.presentation import COLOURS
+
+NEEDS = Needs(flags=())
 
 # Table 6 where it has the model, else Table 1; the key is found in the last part of the path.
 PAPER_NORMS = {

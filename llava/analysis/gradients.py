@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from llava.analysis import inputs, loading, resume
+from llava.analysis.commands import OURS, Needs
 from llava.analysis.families import Family, find_parts
 from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel, required_models
@@ -34,6 +35,8 @@ from llava.model.multimodal_projector.norm import (
     projector_norm,
 )
 from llava.presentation import COLOURS
+
+NEEDS = Needs(OURS, flags=("data",))  # one batch, so that `--samples` of the others is not for it
 
 ARMS = tuple(paper.ARMS)
 INPUT, BEFORE, FEATURES = "LLM input", "before the norm", "vision features"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llava.analysis import inputs, layer_statistics, loading
+from llava.analysis.commands import Needs
 from llava.analysis.embedding_norms import paper_of, read_embedding_norms
 from llava.analysis.encoders import MODEL_TYPES, load_encoder
 from llava.analysis.families import family_of
@@ -25,6 +26,8 @@ from llava.analysis.resume import resumed, state_file
 from llava.analysis.statistics import Stream
 from llava.analysis.weights import WeightFiles
 from llava.presentation import SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
+
+NEEDS = Needs()
 
 FEATURES, PROJECTED = "encoder tokens", "visual tokens after the projector"
 ENTERING, TEXT_IN = "visual tokens entering the LLM", "text tokens entering the LLM"

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from llava.analysis import attention_watch, inputs, loading, resume
 from llava.analysis.attention_watch import Attention, Change
+from llava.analysis.commands import Needs
 from llava.analysis.inputs import PicturePrompt, Samples
 from llava.analysis.layer_statistics import TEXT_GROUPS, embedding_scale, sink_mask
 from llava.analysis.models import NamedModel, required_models
@@ -27,6 +28,8 @@ from llava.analysis.resume import Rows, resumed, state_file
 from llava.analysis.statistics import Stream
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.presentation import COLOURS
+
+NEEDS = Needs()
 
 UNTOUCHED, TEXT_NORM, BLANK, TEXT_ONLY = "untouched", "text norm", "blank picture", "no picture"
 SWAPS = {"blank's keys": (True, False), "blank's values": (False, True), "blank's keys and values": (True, True)}

@@ -7,9 +7,12 @@ import argparse
 from typing import Any
 
 from llava.analysis import curves, layer_statistics
+from llava.analysis.commands import Needs
 from llava.analysis.layer_statistics import WITH_SINKS, WITHOUT_SINKS, Measurement
 from llava.analysis.output import write_result
 from llava.analysis.probe import GROUPS
+
+NEEDS = Needs()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

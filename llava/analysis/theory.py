@@ -14,10 +14,13 @@ from llava.analysis import inputs, loading, resume, theory_model
 from llava.analysis import theory_checks as turning
 from llava.analysis import theory_formulas as formulas
 from llava.analysis import theory_spectrum as attention
+from llava.analysis.commands import Needs
 from llava.analysis.models import required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.theory_checks import Check
 from llava.presentation import COLOURS
+
+NEEDS = Needs()
 
 CHECKS: tuple[Callable[[np.random.Generator, int], Check], ...] = (
     turning.update_ignores_norm,

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 
 from llava.analysis import curves, layer_statistics
+from llava.analysis.commands import Needs
 from llava.analysis.layer_statistics import ADDED, TEXT_GROUPS, WITH_SINKS, WITHOUT_SINKS, Measurement
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import GROUPS, VISUAL
 from llava.presentation import COLOURS
+
+NEEDS = Needs()
 
 VALUES = {"cosine": "cosine of successive layers", "update": "update over norm", "drift": "angle to the input (°)"}
 
