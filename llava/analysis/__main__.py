@@ -103,7 +103,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 def tell_unreadable(args: argparse.Namespace) -> None:
-    """Names the samples that were left out, on stderr."""
+    """Names the samples that cannot be read, on stderr, and counts those without one picture."""
+    if left_out := getattr(args, "left_out", ""):
+        print(f"samples that do not have exactly one picture are left out: {left_out}", file=sys.stderr)
     found = list(getattr(args, "unreadable", {}).values())
     if found:
         rest = f"; and {len(found) - 10} more, see the result's provenance" if len(found) > 10 else ""
