@@ -18,9 +18,8 @@ from transformers import (
     CLIPVisionModel,
     GemmaConfig,
     GraniteConfig,
-    Siglip2VisionConfig,
-    Siglip2VisionModel,
 )
+from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 from vision_language_models import our_checkpoint
 
 from llava.analysis import encoders, inputs, interface_norms, layer_statistics, loading
@@ -31,6 +30,7 @@ from llava.analysis.interface_norms import vocabulary_norms
 from llava.analysis.layer_statistics import ONLY_SINKS, TEXT_GROUPS, WITH_SINKS, Measurement
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, VISUAL, Observation, Probe
+from llava.model.multimodal_encoder.towers import TOWERS
 
 
 @pytest.fixture(scope="module")
@@ -320,18 +320,55 @@ def test_a_lone_encoders_tokens_are_those_of_the_tower(tiny, data, tmp_path, tow
         run(tmp_path / "out", "interface-norms", *flags, "--vision-layer", -1)
 
 
+def saved_encoder(folder, model_type, **more):
+    tower = TOWERS[model_type]
+    sizes = VISION_SIZES | {"vision_use_head": False} | more
+    encoder = tower.model_class(tower.config_class(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    encoder.save_pretrained(folder)
+    return encoder
+
+
+def load_encoder(folder, layer):
+    args = arguments("interface-norms", "--vision-layer", layer)
+    return encoders.load_encoder(NamedModel("encoder", str(folder)), args)
+
+
+@pytest.mark.parametrize("layer", [-2, 0, 2])
+@pytest.mark.parametrize("model_type", sorted(TOWERS.keys() - {"siglip2_vision_model"}))
 @torch.no_grad()
-def test_siglip_2s_padding_is_left_out():
-    sizes = {k: v for k, v in VISION_SIZES.items() if k != "image_size"} | {"vision_use_head": False, "num_patches": 16}
-    model = Siglip2VisionModel(Siglip2VisionConfig(**sizes)).eval()
-    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-    shapes = {"pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[2, 3], [2, 2]])}
-    batch = {"pixel_values": torch.randn(2, 6, 3 * 64)} | shapes
-    tokens = encoders.patch_tokens(model, batch, -2)
-    states = model(**batch, output_hidden_states=True).hidden_states[-2]
-    assert torch.equal(tokens, torch.cat([states[0], states[1, :4]]))
-    with pytest.raises(ValueError, match="--vision-layer 9: the encoder has 4 states"):
-        encoders.patch_tokens(model, batch, 9)
+def test_a_lone_encoders_tokens_are_the_librarys_patches(tmp_path, model_type, layer):
+    encoder = saved_encoder(tmp_path, model_type)
+    picture = Image.new("RGB", (16, 16), (200, 40, 90))
+    picture.paste((0, 90, 0), (3, 3, 9, 12))
+    tokens = load_encoder(tmp_path, layer)([inputs.PicturePrompt("x", picture, "")] * 2)
+    tower = TOWERS[model_type](encoder.config)
+    pixels = tower.default_image_processor()(images=[picture], return_tensors="pt")["pixel_values"]
+    state = encoder(pixels, output_hidden_states=True).hidden_states[layer]
+    patches = state[:, tower.num_prefix_tokens :].flatten(0, 1)
+    assert len(patches) == (16 // VISION_SIZES["patch_size"]) ** 2
+    torch.testing.assert_close(tokens, torch.cat([patches, patches]), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_siglip_2_sees_pictures_in_their_shape_and_its_padding_is_left_out(tmp_path):
+    encoder = saved_encoder(tmp_path, "siglip2_vision_model", num_patches=16)
+    processor = Siglip2ImageProcessorPil(patch_size=VISION_SIZES["patch_size"], max_num_patches=6)
+    processor.save_pretrained(tmp_path)
+    pictures = [Image.new("RGB", size, colour) for size, colour in (((48, 32), "red"), ((32, 32), "blue"))]
+    samples = [inputs.PicturePrompt("x", picture, "") for picture in pictures]
+    batch = processor(images=pictures, return_tensors="pt")
+    count = batch["pixel_attention_mask"].sum(1).tolist()
+    assert count == [6, 4]
+    states = encoder(**batch, output_hidden_states=True).hidden_states
+    for layer in (-2, 0):
+        expected = torch.cat([one[:n] for one, n in zip(states[layer], count, strict=True)])
+        torch.testing.assert_close(load_encoder(tmp_path, layer)(samples), expected, rtol=1e-5, atol=1e-5)
+    depth = encoder.config.num_hidden_layers
+    with pytest.raises(ValueError, match=f"^--vision-layer 9: the tower has {depth} layers"):
+        load_encoder(tmp_path, 9)
 
 
 def test_ovis_visual_vocabulary_is_read_beside_its_text_embeddings(tmp_path):

@@ -179,7 +179,7 @@ def gradient_norms(arm: str, model: Any, batch: Batch, labels: torch.Tensor) -> 
 
     sinks = visual_sinks(model, batch)
     handles = [module.register_forward_hook(keeper(name, side)) for name, module, side in places]
-    tower.vision_model.embeddings.requires_grad_(True)  # the graph begins where the tower does
+    tower.patch_embedding().requires_grad_(True)  # the graph begins where the tower does
     try:
         model(**batch.inputs, labels=labels).loss.backward()
     finally:
