@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import VISION_SIZES
 from test_analysis_measure import arguments, run
 from torch.nn import functional as F
 from vision_language_models import our_checkpoint
@@ -13,6 +14,7 @@ from llava.analysis.gradients import ARMS, BEFORE, FEATURES, INPUT
 from llava.analysis.models import NamedModel
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
+from llava.model.multimodal_encoder.towers import TOWERS
 
 
 def setting(tiny, path):
@@ -123,6 +125,16 @@ def test_the_command_writes_table_and_figure(tiny, tmp_path, capsys, monkeypatch
     assert "before the norm remains layernorm" in capsys.readouterr().out
     monkeypatch.setattr(loading, "load_ours", lambda *args: pytest.fail("measured again"))
     assert run(tmp_path / "out", *flags)["rows"] == rows
+
+
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_gradients_reach_every_layer_of_every_tower(tiny, tmp_path, model_type):
+    tower = TOWERS[model_type]
+    sizes = VISION_SIZES | ({"num_patches": 4} if model_type.startswith("siglip2") else {})
+    tower.model_class(tower.config_class(**sizes)).save_pretrained(tmp_path / "tower")
+    named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m", tower=str(tmp_path / "tower")))
+    norms = gradients.measure_gradients(named, samples, args)["none"].norms
+    assert list(norms)[3:] == ["tower layer 1", "tower layer 0"] and all(norm > 0 for norm in norms.values())
 
 
 def test_data_without_answers_and_other_models_are_refused(tiny, tmp_path):

@@ -148,12 +148,14 @@ def test_a_missing_pictures_message_says_where_a_relative_path_starts(tmp_path, 
 
 def test_unusable_data_is_refused_with_what_is_expected(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "text.parquet")
     pq.write_table(
         pa.table({"image": [{"bytes": b"no picture", "path": "x"}], "question": ["?"]}), tmp_path / "bad.parquet"
     )
     for path, message in (
         (tmp_path / "nothing", "expected a folder, .json, .jsonl or .parquet"),
+        (tmp_path / "cut.parquet", "cut.parquet: cannot be read as Parquet"),
         (tmp_path / "empty", "neither pictures nor Parquet"),
         (tmp_path / "text.parquet", "without a column image or images; it has text"),
     ):

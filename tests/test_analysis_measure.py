@@ -485,7 +485,7 @@ def test_one_sink_does_not_move_the_headline(checkpoint, data, tmp_path, monkeyp
 
 
 def test_gap_is_the_ratio_of_median_angles():
-    from llava.analysis.update_rates import gap, verdict
+    from llava.analysis.curves import gap, verdict
 
     found = Measurement()
     found.layers = 2

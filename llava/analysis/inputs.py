@@ -149,9 +149,11 @@ def _source(path: Path, args: argparse.Namespace) -> Source:
         return _records(path, args.image_folder or path.parent / "images")
     shards = [path] if path.suffix == ".parquet" and path.is_file() else sorted(path.rglob("*.parquet"))
     if shards:
-        if "conversations" in pq.read_schema(shards[0]).names:
-            return _records(path, args.image_folder)
-        return _benchmark(shards)
+        try:
+            has_conversations = "conversations" in pq.read_schema(shards[0]).names
+            return _records(path, args.image_folder) if has_conversations else _benchmark(shards)
+        except pa.ArrowException as error:
+            raise ValueError(f"--data {path}: cannot be read as Parquet ({error})") from error
     if path.is_dir():
         pictures = sorted(file for file in path.rglob("*") if file.suffix.lower() in PICTURES)
         if pictures:
@@ -176,7 +178,7 @@ def _records(path: Path, folder: Path | None) -> Source:
         store = ImageStore(folder, follow_links=True)
     except (ValueError, OSError) as error:
         raise ValueError(_in_our_words(error)) from error
-    # A row may say nothing of its picture's place: the placeholder is put in front anyway.
+    # Placeholders that are missing do not matter here: the prompt is asked about its one picture anyway.
     malformed = {i for i in records.malformed().tolist() if records.problem(i).kind != "placeholders"}
     pictures = [MALFORMED if i in malformed else len(record_images(records[i])) for i in range(len(records))]
 

@@ -75,6 +75,10 @@ class Measurement:
                 merged.merge(self.streams.get((what, group, layer, of_sinks), Stream()))
         return merged
 
+    def added_layers(self) -> list[int]:
+        """The layers behind which the model adds visual features."""
+        return sorted({layer for what, _, layer, _ in self.streams if what.startswith(ADDED)})
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, as what JSON can hold."""
         streams = [[*key, stream.to_dict()] for key, stream in self.streams.items()]
