@@ -9,7 +9,7 @@ PAPER = " (paper)"
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; a modality has the same one in every figure.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-VISUAL, TEXT, TEXT_BEFORE, SPECIAL = "#D55E00", "#0072B2", "#56B4E9", "#999999"
+VISUAL_COLOUR, TEXT_COLOUR, TEXT_BEFORE_COLOUR, SPECIAL_COLOUR = "#D55E00", "#0072B2", "#56B4E9", "#999999"
 STYLE = {
     "figure.dpi": 100,
     "savefig.dpi": 200,

@@ -5,24 +5,9 @@ import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
+from llava.analysis.commands import ALL, INTERRUPTED, SUMMARIES, module_of
 from llava.analysis.models import named_model
-
-INTERRUPTED = 130  # as shells count it
-
-# A command is the module of its name, with `add_arguments(parser)` and `run(args)`. Only the one asked for is imported.
-COMMANDS = {
-    "interface-norms": "norms of vision features, visual tokens and text embeddings (Tables 1, 2, 3)",
-    "embedding-norms": "norms of text embeddings, read from the weight files alone (Tables 6, 7, 8)",
-    "layer-norms": "norms of visual and text tokens per layer (Figure 4)",
-    "update-rates": "how fast visual and text tokens turn per layer (Figures 2, 3, 4, 5)",
-    "norm-params": "gain and bias of the projector's norm over checkpoints, from the files alone (Table 5)",
-    "attention": "where a query looks in the picture, and how much attention visual tokens get (Appendix G)",
-    "theory": "the paper's statements checked numerically, and its assumptions in a real model (sections 3 and B)",
-    "interventions": "what visual tokens' norms do to a trained model at inference",
-    "gradients": "gradients above and below the projector's norm (section 5.1)",
-}
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
@@ -44,23 +29,22 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     shared.add_argument("--seed", type=int, default=42, help="of every random choice")
     top = Parser(prog="python -m llava.analysis", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
-    for name, summary in COMMANDS.items():
+    for name, summary in SUMMARIES.items():
         if name != command:
             commands.add_parser(name, help=summary, add_help=False)
             continue
         module = module_of(name)
         style = argparse.ArgumentDefaultsHelpFormatter
         sub = commands.add_parser(
-            name, parents=[shared], help=summary, description=module.__doc__, formatter_class=style
+            name,
+            parents=[] if name == ALL else [shared],
+            help=summary,
+            description=module.__doc__,
+            formatter_class=style,
         )
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     return top
-
-
-def module_of(command: str) -> ModuleType:
-    """A command's module."""
-    return importlib.import_module("llava.analysis." + command.replace("-", "_"))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -119,7 +103,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 def tell_unreadable(args: argparse.Namespace) -> None:
-    """Names the samples that were left out, on stderr."""
+    """Names the samples that cannot be read, on stderr, and counts those without one picture."""
+    if left_out := getattr(args, "left_out", ""):
+        print(f"samples that do not have exactly one picture are left out: {left_out}", file=sys.stderr)
     found = list(getattr(args, "unreadable", {}).values())
     if found:
         rest = f"; and {len(found) - 10} more, see the result's provenance" if len(found) > 10 else ""

@@ -22,13 +22,16 @@ import torch
 from llava.analysis import attention_watch, inputs, loading, resume
 from llava.analysis.attention_figures import draw_heatmaps, draw_profiles
 from llava.analysis.attention_watch import Attention
-from llava.analysis.inputs import Sample
-from llava.analysis.measure import sink_mask
+from llava.analysis.commands import Needs
+from llava.analysis.inputs import PicturePrompt
+from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Probe
 from llava.analysis.resume import Rows, resumed, state_file
 from llava.analysis.visual_grid import visual_grid
+
+NEEDS = Needs()
 
 SHOWN = 5
 METHODS = ("mean", "rollout")
@@ -44,7 +47,8 @@ class Picture(NamedTuple):
         entropy: per layer, of the distribution over the visual tokens, in units of ln of how many of them the query may
             look at (1 is uniform); NaN where it may look at none.
         top: per layer, the most seen visual token's share of the picture's attention; large where it serves as sink.
-        share_without_sinks, entropy_without_sinks: the same of the visual tokens that are no sinks (see `measure`).
+        share_without_sinks, entropy_without_sinks: the same of the visual tokens that are no sinks, which
+            `layer_statistics` defines.
         sinks: which visual tokens are sinks, by their place in the picture.
         uniform: per layer, the visual tokens' share of the tokens that a query token may look at.
     """
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
     samples = inputs.choose(args)
     results = {}
     for model in required_models(args.models):
-        results[model.name] = measure(model, samples, args)
+        results[model.name] = measure_attention(model, samples, args)
     rows = [table_row(name, pictures) for name, pictures in results.items()]
     profiles = {name: curves(pictures) for name, pictures in results.items()}
     write_result(args, rows, profiles)
@@ -95,10 +99,10 @@ def run(args: argparse.Namespace) -> None:
     draw_profiles(args, profiles)
 
 
-def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> list[Picture]:
+def measure_attention(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> list[Picture]:
     """What each sample's attention says, from `--output-dir` as far as it is there."""
 
-    def start() -> Callable[[Rows, Sequence[Sample]], None]:
+    def start() -> Callable[[Rows, Sequence[PicturePrompt]], None]:
         probe = loading.load_with_vision(named, args)
         return lambda state, some: state.rows.extend(look(probe, sample, args) for sample in some)
 
@@ -106,7 +110,7 @@ def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace
     return resumed(Rows(Picture), file, samples, start, args, name=named.name).rows
 
 
-def look(probe: Probe, sample: Sample, args: argparse.Namespace) -> Picture:
+def look(probe: Probe, sample: PicturePrompt, args: argparse.Namespace) -> Picture:
     """Runs one sample and reduces its attention, layer by layer."""
     batch = probe.prepare([sample])
     groups = probe.groups(batch)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from llava.analysis.inputs import Sample
+from llava.analysis.inputs import PicturePrompt
 from llava.analysis.output import figure
 from llava.presentation import COLOURS
 
 
 def draw_heatmaps(
-    args: argparse.Namespace, samples: Sequence[Sample], results: dict[str, list[np.ndarray]], method: str
+    args: argparse.Namespace, samples: Sequence[PicturePrompt], results: dict[str, list[np.ndarray]], method: str
 ) -> None:
     """One column per sample: the picture, then a row per model in the given order; one colour scale per column.
 

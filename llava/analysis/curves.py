@@ -1,35 +1,35 @@
-"""Curves over the LLM's layers, as tables and figures: what `layer-norms` and `update-rates` share."""
+"""Curves over the LLM's layers, as tables and figures: one measurement, of which each command is a view.
+
+A view (`layer-norms`, `update-rates`) says which values it shows; the measurement is that of `layer_statistics`.
+"""
 
 import argparse
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from llava.analysis import inputs, loading
-from llava.analysis.measure import (
+from llava.analysis import inputs, layer_statistics, loading
+from llava.analysis.layer_statistics import (
     ADDED,
     ONLY_SINKS,
     SINK_RATIO,
     STATE_METRICS,
     STEP_METRICS,
-    TEXT,
+    TEXT_GROUPS,
     WITH_SINKS,
     WITHOUT_SINKS,
     Measurement,
-    measure,
+    measure_layers,
 )
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
-from llava.presentation import SPECIAL as SPECIAL_COLOUR
-from llava.presentation import TEXT as TEXT_COLOUR
-from llava.presentation import TEXT_BEFORE as BEFORE_COLOUR
-from llava.presentation import VISUAL as VISUAL_COLOUR
+from llava.presentation import COLOURS, SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
 
 SHOWN_SINKS = 12
 SUFFIX = {WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
@@ -37,7 +37,7 @@ SUFFIX = {WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
 LINES = {
     VISUAL: (VISUAL_COLOUR, "-", True),
     TEXT_AFTER: (TEXT_COLOUR, "-", True),
-    TEXT_BEFORE: (BEFORE_COLOUR, "--", False),
+    TEXT_BEFORE: (TEXT_BEFORE_COLOUR, "--", False),
     SPECIAL: (SPECIAL_COLOUR, ":", False),
 }
 LABELS = {
@@ -58,6 +58,24 @@ class Curve(NamedTuple):
     count: np.ndarray
 
 
+class View(NamedTuple):
+    """What one command shows of the measurement.
+
+    Attributes:
+        cells: a row of the summary, of one group of tokens without the sinks or with them.
+        columns: the values in the table of all layers.
+        panels: the values in the figure, a row of panels each, with the label of its axis.
+        logarithmic: those whose axis is logarithmic; a cosine's spreads what is near 1.
+        sinks: whether the figure shows the sinks.
+    """
+
+    cells: Callable[[Measurement, int, tuple[bool, ...]], dict[str, Any]]
+    columns: tuple[str, ...]
+    panels: dict[str, str]
+    logarithmic: tuple[str, ...] = ()
+    sinks: bool = False
+
+
 class Run(NamedTuple):
     """The checkpoints of one training run, by optimizer step."""
 
@@ -66,7 +84,8 @@ class Run(NamedTuple):
     models: list[str]
 
 
-def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    layer_statistics.add_arguments(parser)
     parser.add_argument(
         "--checkpoints",
         type=Path,
@@ -77,13 +96,23 @@ def add_checkpoints(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def write_view(args: argparse.Namespace, view: View) -> tuple[dict[str, Measurement], list[Run]]:
+    """Measures every model and writes the view's summary, `-layers`, `-sinks` and figure; returns what was measured."""
+    measured, runs = measure_all(args)
+    write_result(args, summary(measured, view))
+    write_result(args, layer_rows(measured, view.columns), name=f"{args.command}-layers", show=False)
+    write_sinks(args, measured)
+    draw_view(args, without_earlier(measured, runs), view)
+    return measured, runs
+
+
 def measure_all(args: argparse.Namespace) -> tuple[dict[str, Measurement], list[Run]]:
     """Every model of the command line by name, those of `--checkpoints` among them."""
     runs = [expand(folder, args.models) for folder in args.checkpoints]
     samples = inputs.choose(args)
     for model in args.models:
         loading.check(model, args)
-    return {model.name: measure(model, samples, args) for model in required_models(args.models)}, runs
+    return {model.name: measure_layers(model, samples, args) for model in required_models(args.models)}, runs
 
 
 def expand(folder: Path, models: list[NamedModel]) -> Run:
@@ -122,6 +151,20 @@ def curve(measurement: Measurement, what: str, groups: Any, part: tuple[bool, ..
         columns = [columns[0], columns[2], columns[1]]  # the larger angle has the smaller cosine
     mean = np.array([stream.mean if stream.count else math.nan for stream in streams])
     return Curve(mean, *columns, np.array([stream.count for stream in streams]))
+
+
+def summary(measured: dict[str, Measurement], view: View) -> list[dict[str, Any]]:
+    """A row per model and group that has tokens, without the sinks, and with them where there are any."""
+    rows = []
+    for model, measurement in measured.items():
+        for group, label in GROUPS.items():
+            without, everything = (measurement.stream("norm", group, 0, part).count for part in SUFFIX)
+            for part, count in ((WITHOUT_SINKS, without), (WITH_SINKS, everything)):
+                if not count or (part == WITH_SINKS and count == without):
+                    continue  # no tokens, or no sinks among them
+                row = {"model": model, "tokens": label + SUFFIX[part], "count": count}
+                rows.append(row | view.cells(measurement, group, part))
+    return rows
 
 
 def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -178,6 +221,22 @@ def write_sinks(args: argparse.Namespace, measured: dict[str, Measurement]) -> N
         print(f"no sinks: no token's norm exceeds {SINK_RATIO:.0f} times the median of its kind in its sample")
 
 
+def gap(measurement: Measurement) -> np.ndarray:
+    """Median angle that text turns by over the median angle that visual tokens turn by, per layer [L]."""
+    return curve(measurement, "turn", TEXT_GROUPS).median / curve(measurement, "turn", VISUAL).median
+
+
+def verdict(model: str, measurement: Measurement) -> str:
+    """One sentence: by how much text turns faster than visual tokens, or slower."""
+    ratio = gap(measurement)
+    mean = math.exp(float(np.nanmean(np.log(ratio))))
+    slower = int((ratio > 1).sum())
+    return (
+        f"{model}: a layer turns text by {mean:.2f} times the angle of visual tokens (geometric mean of the layers); "
+        f"visual tokens are slower in {slower} of {len(ratio)} layers"
+    )
+
+
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +250,24 @@ def panels(args: argparse.Namespace, measured: dict[str, Measurement], rows: int
             axis.set_title(name)
         handles = dict(zip(*reversed(a[0, 0].get_legend_handles_labels()), strict=True))
         f.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 3))
+
+
+def draw_view(args: argparse.Namespace, measured: dict[str, Measurement], view: View) -> None:
+    """A column per model, a row per value."""
+    with panels(args, measured, len(view.panels)) as axes:
+        for column, measurement in enumerate(measured.values()):
+            for row, what in enumerate(view.panels):
+                draw_groups(axes[row, column], measurement, what)
+                if view.sinks:
+                    draw_sinks(axes[row, column], measurement, what)
+            axes[-1, column].set_xlabel("layer")
+        for row, (what, label) in enumerate(view.panels.items()):
+            axes[row, 0].set_ylabel(label)
+            for axis in axes[row]:  # a shared axis shares limits, not the scale
+                if what == "cosine":
+                    cosine_scale(axis)
+                elif what in view.logarithmic:
+                    axis.set_yscale("log")
 
 
 def draw_groups(axis: Any, measurement: Measurement, what: str) -> None:
@@ -243,7 +320,7 @@ def draw_runs(args: argparse.Namespace, measured: dict[str, Measurement], runs: 
         last = max(max(run.steps) for run in runs)
         scale = ScalarMappable(Normalize(0, last), colormaps["viridis_r"])
         for column, run in enumerate(runs):
-            for row, (groups, label) in enumerate(((VISUAL, "visual tokens"), (TEXT, "text tokens"))):
+            for row, (groups, label) in enumerate(((VISUAL, "visual tokens"), (TEXT_GROUPS, "text tokens"))):
                 for step, model in zip(run.steps, run.models, strict=True):
                     mean = curve(measured[model], "cosine", groups).mean
                     axes[row, column].plot(mean, color=scale.to_rgba(step), linewidth=1.6)
@@ -253,3 +330,23 @@ def draw_runs(args: argparse.Namespace, measured: dict[str, Measurement], runs: 
         for axis in axes.flat:
             cosine_scale(axis)
         drawn.colorbar(scale, ax=axes, label="optimizer step", shrink=0.7)
+
+
+def draw_gap(args: argparse.Namespace, measured: dict[str, Measurement]) -> None:
+    """One line per model: how many times the visual tokens' angle a layer turns text by."""
+    with figure(args, name="update-rates-gap", figsize=(7, 3.8)) as (_, axis):
+        for index, (model, measurement) in enumerate(measured.items()):
+            axis.plot(gap(measurement), color=COLOURS[index % len(COLOURS)], label=model)
+        axis.axhline(1, color="black", linewidth=1, linestyle="--")
+        low, high = axis.get_ylim()
+        low, high = min(low, 0.7), max(high, 1.5)
+        axis.set(xlabel="layer", yscale="log", ylim=(low, high))
+        ticks = [tick for tick in (0.1, 0.2, 0.5, 0.7, 1, 1.4, 2, 3, 5, 10, 20, 50, 100) if low <= tick <= high]
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+        axis.set_ylabel("angle text turns by over\nangle visual tokens turn by")
+        axis.text(0.99, 0.97, "visual tokens slower", transform=axis.transAxes, ha="right", va="top", color="#555555")
+        axis.text(
+            0.99, 0.03, "visual tokens faster", transform=axis.transAxes, ha="right", va="bottom", color="#555555"
+        )
+        axis.legend(loc="best")

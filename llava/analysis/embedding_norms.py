@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from llava.analysis.commands import Needs
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, with_paper, write_result
 from llava.analysis.weights import WeightFiles
 from llava.mm_utils import load_tokenizer
 from llava.presentation import COLOURS
+
+NEEDS = Needs(flags=())
 
 # Table 6 where it has the model, else Table 1; the key is found in the last part of the path.
 PAPER_NORMS = {
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     """Writes the norms' table, the tokens' table (`embedding-norms-tokens`) and the figure."""
     if args.top < 1:
         raise ValueError(f"--top {args.top}: expected at least 1")
-    models = [measure(model, args.embedding_name) for model in required_models(args.models)]
+    models = [read_embedding_norms(model, args.embedding_name) for model in required_models(args.models)]
     rows = [with_paper(table_row(one), paper_of(PAPER_NORMS, m)) for one, m in zip(models, args.models, strict=True)]
     write_result(args, rows)
     papers = [paper_of(PAPER_TOKENS, model) for model in args.models]
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     draw(args, models)
 
 
-def measure(model: NamedModel, embedding_name: str | None = None) -> EmbeddingNorms:
+def read_embedding_norms(model: NamedModel, embedding_name: str | None = None) -> EmbeddingNorms:
     """Reads the embedding matrix of `model` chunk by chunk.
 
     Raises:

@@ -1,46 +1,70 @@
-"""Vision encoders on their own (CLIP, SigLIP, SigLIP 2): the tokens that an LLM would get (Table 1)."""
+"""Vision encoders on their own, of every family that a tower may have: the tokens that an LLM would get (Table 1)."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoImageProcessor, AutoModel
+from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
+from llava.analysis.inputs import PicturePrompt
 from llava.analysis.loading import placement
 from llava.analysis.models import NamedModel
+from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor
+from llava.model.multimodal_encoder.towers import TOWERS, Siglip2VisionTower
+from llava.model.multimodal_encoder.vision_tower import VisionTower
 
-ENCODERS = ("clip", "siglip", "siglip2")
-MODEL_TYPES = {*ENCODERS, *(f"{name}_vision_model" for name in ENCODERS)}
+# Also those with a text encoder beside it (`clip`).
+MODEL_TYPES = {*TOWERS, *(model_type.removesuffix("_vision_model") for model_type in TOWERS)}
 
 
-def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[Sequence[Any]], torch.Tensor]:
-    """What turns samples into the encoder's tokens [N, E], of patches alone, after layer `--vision-layer`."""
-    model = AutoModel.from_pretrained(named.path, **placement(args)).eval()
-    model = getattr(model, "vision_model", model)
-    processor = AutoImageProcessor.from_pretrained(named.path)
+def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[Sequence[PicturePrompt]], torch.Tensor]:
+    """What turns samples into the encoder's tokens [N, E], of patches alone, after layer `--vision-layer`.
+
+    Raises:
+        ValueError: no such encoder, or it has no such layer.
+    """
+    tower = load_tower(named.path, args)
+    if isinstance(tower, Siglip2VisionTower):  # NaFlex sees pictures in their own shape; a tower's are squares
+        processor, tokens = Siglip2ImageProcessorPil.from_pretrained(named.path), shaped_tokens
+    else:
+        processor, tokens = load_image_processor(named.path, tower), square_tokens
 
     @torch.no_grad()
-    def encode(samples: Sequence[Any]) -> torch.Tensor:
+    def encode(samples: Sequence[PicturePrompt]) -> torch.Tensor:
         inputs = processor(images=[sample.image for sample in samples], return_tensors="pt")
-        return patch_tokens(model, inputs.to(model.device, model.dtype), args.vision_layer)
+        return tokens(tower, inputs.to(tower.device, tower.dtype))
 
     return encode
 
 
-def patch_tokens(model: Any, inputs: Any, layer: int) -> torch.Tensor:
-    """Patches' states [N, E] after `layer`, as an index into the hidden states; neither class token nor padding.
+def load_tower(path: str, args: argparse.Namespace) -> VisionTower:
+    """The encoder as a tower that ends after layer `--vision-layer`."""
+    where = placement(args)
+    try:
+        with torch.device("meta"):
+            tower = build_vision_tower(SimpleNamespace(mm_vision_tower=path, mm_vision_select_layer=args.vision_layer))
+        tower.load_pretrained(path, where["dtype"])
+    except ValueError as error:
+        words = str(error).replace("--mm_vision_select_layer", "--vision-layer").replace("--vision_tower", "--model")
+        raise ValueError(words) from error
+    return tower.to(where["device_map"][""]).eval()
 
-    Raises:
-        ValueError: the encoder has no such layer.
-    """
-    states = model(**inputs, output_hidden_states=True).hidden_states
-    if not -len(states) <= layer < len(states):
-        raise ValueError(
-            f"--vision-layer {layer}: the encoder has {len(states)} states, -{len(states)} to -1 or from 0"
-        )
-    tokens = states[layer]
-    if hasattr(model.embeddings, "class_embedding"):
-        tokens = tokens[:, 1:]
-    mask = inputs.get("pixel_attention_mask")  # SigLIP 2 pads pictures of different shape
-    return tokens.flatten(0, 1) if mask is None else tokens[mask.bool()]
+
+def square_tokens(tower: VisionTower, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Patches' states [N, E] of pictures that all have the tower's size."""
+    return tower(inputs["pixel_values"]).flatten(0, 1)
+
+
+def shaped_tokens(tower: Siglip2VisionTower, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Patches' states [N, E] of pictures of different shapes, without padding."""
+    found: list[Any] = []
+    last = [tower.vision_model.embeddings, *tower.layers][-1]
+    handle = last.register_forward_hook(lambda module, args, output: found.append(output))
+    try:
+        tower.vision_model(**inputs)
+    finally:
+        handle.remove()
+    (states,) = found
+    return states[inputs["pixel_attention_mask"].bool()]

@@ -2,7 +2,7 @@
 
 Paper section 5.1. One of our checkpoints trains on one batch with its projector ending in nothing, in the plain and in
 the compensated LayerNorm, with the same weights in all other parts. Gradients are L2 norms over the whole batch; where
-each visual token has its own, also over those that are no sinks (see `measure`) in that arm.
+each visual token has its own, also over those that are no sinks (see `layer_statistics`) in that arm.
 
 Shapes: B samples, S sequence, N pictures, V visual tokens per picture, D LLM hidden size.
 """
@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from llava.analysis import inputs, loading, resume
+from llava.analysis.commands import OURS, Needs
 from llava.analysis.families import Family, find_parts
-from llava.analysis.measure import sink_mask
+from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import Batch, Probe
@@ -34,6 +35,8 @@ from llava.model.multimodal_projector.norm import (
     projector_norm,
 )
 from llava.presentation import COLOURS
+
+NEEDS = Needs(OURS, flags=("data",))  # one batch, so that `--samples` of the others is not for it
 
 ARMS = tuple(PAPER_ARMS)
 INPUT, BEFORE, FEATURES = "LLM input", "before the norm", "vision features"
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     samples = inputs.choose(args)
     for model in args.models:
         require_ours(model)
-    found = {model.name: measure(model, samples, args) for model in required_models(args.models)}
+    found = {model.name: measure_gradients(model, samples, args) for model in required_models(args.models)}
     sinks = {model: {name: arm.sinks for name, arm in arms.items()} for model, arms in found.items()}
     table = [row for model, arms in found.items() for row in rows(model, arms)]
     write_result(args, table, {"visual sinks in the batch": sinks})
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     draw(args, found)
 
 
-def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> dict[str, Arm]:
+def measure_gradients(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> dict[str, Arm]:
     """Every arm's gradients, from `--output-dir` as far as they are there.
 
     Raises:
@@ -109,7 +112,7 @@ def require_ours(named: NamedModel) -> None:
 
 
 def training_batch(
-    samples: Sequence[inputs.Sample], tokenizer: Any, image_processor: Any, model: Any, template: Any
+    samples: Sequence[inputs.PicturePrompt], tokenizer: Any, image_processor: Any, model: Any, template: Any
 ) -> tuple[Batch, torch.Tensor]:
     """The samples with their answers as the model takes them in training, and labels [B, text tokens]."""
     ids, labels = [], []
@@ -176,7 +179,7 @@ def gradient_norms(arm: str, model: Any, batch: Batch, labels: torch.Tensor) -> 
 
     sinks = visual_sinks(model, batch)
     handles = [module.register_forward_hook(keeper(name, side)) for name, module, side in places]
-    tower.vision_model.embeddings.requires_grad_(True)  # the graph begins where the tower does
+    tower.patch_embedding().requires_grad_(True)  # the graph begins where the tower does
     try:
         model(**batch.inputs, labels=labels).loss.backward()
     finally:

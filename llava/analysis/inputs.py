@@ -1,22 +1,27 @@
 """Pictures with prompts to measure on: a folder of pictures, LLaVA records, or Parquet tables of a benchmark.
 
 What `--data` may be, found by what is there:
-    a folder of pictures (with `--prompt`); a folder of Parquet files, or one of them (LLaVA-NeXT's columns
-    `image` + `conversations`, or a benchmark's `image` + `question`, as MMBench, POPE and MMStar have); LLaVA's `.json`
-    or `.jsonl` (with `--image-folder`). Several, separated by commas, are one collection.
+    a folder of pictures (with `--prompt`); LLaVA's records as `.json`, `.jsonl` or Parquet, with their pictures in
+    `--image-folder`, which may be a zip file, or in the rows (see `llava.data.records`); a benchmark's Parquet files,
+    one or a folder of them, with columns `image` and `question` (MMBench, POPE and MMStar). Several, separated by
+    commas, are one collection.
 """
 
 import argparse
 import io
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.data.checks import IMAGE_KEYS, starts_from
+from llava.data.images import ImageError, ImageStore
 from llava.data.records import load_records, record_images, record_name
 from llava.mm_utils import to_rgb
 
@@ -24,13 +29,15 @@ PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/hel
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 PROMPT = "Describe this image."
 OPTIONS = "ABCDEFGHIJ"
+MALFORMED = -1
+"""Stands for the number of pictures of a record that is none."""
 
 
 class Unreadable(ValueError):
-    """A picture cannot be read."""
+    """A sample cannot be read."""
 
 
-class Sample(NamedTuple):
+class PicturePrompt(NamedTuple):
     """A picture (None: text alone) with what is asked about it, and the answer where the data has one."""
 
     name: str
@@ -42,24 +49,29 @@ class Sample(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
     """The flags that choose the samples, beside `--data` and `--seed`."""
     parser.add_argument("--samples", type=int, default=samples, help="how many, drawn at random; the paper takes 1000")
-    parser.add_argument("--image-folder", type=Path, help="of LLaVA records (default: images/ beside them)")
+    parser.add_argument("--image-folder", type=Path, help="of LLaVA records, or a zip file (default: images/ beside)")
     parser.add_argument("--prompt", default=PROMPT, help="for a folder of pictures")
 
 
-class Samples(Sequence[Sample]):
+class Source(NamedTuple):
+    """One of the collections: how many pictures each of its samples has, and what reads a sample by its index."""
+
+    pictures: Sequence[int]
+    read: Callable[[int], PicturePrompt]
+
+
+class Samples(Sequence[PicturePrompt]):
     """The chosen samples, read when asked for; a slice leaves out those whose picture cannot be read.
 
     Args:
-        readers: per source (length, function from an index to a sample).
+        sources: see `Source`.
         chosen: indices into all sources, one behind the other.
         key: says which collection and choice this is.
         unreadable: gets what a slice left out, with the reason, by position.
     """
 
-    def __init__(
-        self, readers: list[tuple[int, Any]], chosen: list[int], key: str, unreadable: dict[str, str] | None = None
-    ):
-        self.readers, self.chosen, self.key = readers, chosen, key
+    def __init__(self, sources: list[Source], chosen: list[int], key: str, unreadable: dict[str, str] | None = None):
+        self.sources, self.chosen, self.key = sources, chosen, key
         self.unreadable = {} if unreadable is None else unreadable
 
     def __len__(self) -> int:
@@ -69,13 +81,13 @@ class Samples(Sequence[Sample]):
         if isinstance(index, slice):
             return [sample for i in range(*index.indices(len(self))) if (sample := self._readable(i)) is not None]
         position = self.chosen[index]
-        for length, read in self.readers:
-            if position < length:
-                return read(position)
-            position -= length
+        for source in self.sources:
+            if position < len(source.pictures):
+                return source.read(position)
+            position -= len(source.pictures)
         raise IndexError(index)
 
-    def _readable(self, index: int) -> Sample | None:
+    def _readable(self, index: int) -> PicturePrompt | None:
         try:
             return self[index]
         except Unreadable as error:
@@ -88,28 +100,34 @@ class Samples(Sequence[Sample]):
 
 
 def choose(args: argparse.Namespace) -> Samples:
-    """The samples that `--data`, `--samples` and `--seed` choose, in random order; each has a picture.
+    """The samples that `--data`, `--samples` and `--seed` choose, in random order; each has exactly one picture.
 
-    What cannot be read of them is named in `args.unreadable` as soon as it is met.
+    What cannot be read of them is named in `args.unreadable` as soon as it is met; `args.left_out` counts the others.
 
     Raises:
-        ValueError: nothing readable there, or no sample with a picture; says what `--data` may be.
+        ValueError, OSError: nothing readable there, or no sample with a picture; says what `--data` may be.
     """
     if args.samples < 1:
         raise ValueError(f"--samples {args.samples}: expected at least 1")
-    data = args.data or default_data()
-    args.data = data
-    readers, usable, start = [], [], 0
-    for part in data.split(","):
-        length, read, with_picture = _source(Path(part.strip()), args)
-        readers.append((length, read))
-        usable += [start + index for index in with_picture]
-        start += length
+    args.data = args.data or default_data()
+    sources = [_source(Path(part.strip()), args) for part in args.data.split(",")]
+    pictures = [count for source in sources for count in source.pictures]
+    usable = [index for index, count in enumerate(pictures) if count == 1]
+    args.left_out = left_out(pictures)
     if not usable:
-        raise ValueError(f"--data {data}: none of its {start} samples has exactly one picture")
+        raise ValueError(
+            f"--data {args.data}: none of its {len(pictures)} samples has exactly one picture ({args.left_out})"
+        )
     random.Random(args.seed).shuffle(usable)
     args.unreadable = getattr(args, "unreadable", {})
-    return Samples(readers, usable[: args.samples], f"{data}|{args.image_folder}|{args.prompt}", args.unreadable)
+    return Samples(sources, usable[: args.samples], f"{args.data}|{args.image_folder}|{args.prompt}", args.unreadable)
+
+
+def left_out(pictures: Sequence[int]) -> str:
+    """How many samples are left out, by the reason; empty where none is."""
+    several = sum(count > 1 for count in pictures)
+    reasons = {"without a picture": pictures.count(0), "with several": several, "malformed": pictures.count(MALFORMED)}
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
 
 
 def default_data() -> str:
@@ -126,41 +144,59 @@ def default_data() -> str:
     return found[0]
 
 
-def _source(path: Path, args: argparse.Namespace) -> tuple[int, Any, Sequence[int]]:
-    """Length of one source, what reads a sample of it, and the indices that have exactly one picture."""
-    if path.suffix == ".parquet":
-        return _parquet([path])
+def _source(path: Path, args: argparse.Namespace) -> Source:
     if path.suffix in (".json", ".jsonl"):
         return _records(path, args.image_folder or path.parent / "images")
+    shards = [path] if path.suffix == ".parquet" and path.is_file() else sorted(path.rglob("*.parquet"))
+    if shards:
+        try:
+            has_conversations = "conversations" in pq.read_schema(shards[0]).names
+            return _records(path, args.image_folder) if has_conversations else _benchmark(shards)
+        except pa.ArrowException as error:
+            raise ValueError(f"--data {path}: cannot be read as Parquet ({error})") from error
     if path.is_dir():
-        tables = sorted(path.rglob("*.parquet"))
-        if tables:
-            return _parquet(tables)
         pictures = sorted(file for file in path.rglob("*") if file.suffix.lower() in PICTURES)
         if pictures:
             return _folder(pictures, args.prompt)
         raise ValueError(f"--data {path}: the folder holds neither pictures nor Parquet files")
-    raise ValueError(f"--data {path}: expected a folder, .json, .jsonl or .parquet; found none of that name")
+    raise ValueError(
+        f"--data {path}: expected a folder, .json, .jsonl or .parquet; found none of that name{starts_from(path)}"
+    )
 
 
-def _folder(pictures: list[Path], prompt: str) -> tuple[int, Any, Sequence[int]]:
-    def read(index: int) -> Sample:
-        return Sample(pictures[index].name, open_picture(pictures[index], str(pictures[index])), prompt)
+def _folder(pictures: list[Path], prompt: str) -> Source:
+    def read(index: int) -> PicturePrompt:
+        return PicturePrompt(pictures[index].name, open_picture(pictures[index], str(pictures[index])), prompt)
 
-    return len(pictures), read, range(len(pictures))
+    return Source([1] * len(pictures), read)
 
 
-def _records(path: Path, folder: Path) -> tuple[int, Any, Sequence[int]]:
-    records = load_records(str(path))
+def _records(path: Path, folder: Path | None) -> Source:
+    """LLaVA's records; of Parquet the malformed rows are left out, of JSON none may be."""
+    try:
+        records = load_records(str(path), check=path.suffix in (".json", ".jsonl"))
+        store = ImageStore(folder, follow_links=True)
+    except (ValueError, OSError) as error:
+        raise ValueError(_in_our_words(error)) from error
+    # Placeholders that are missing do not matter here: the prompt is asked about its one picture anyway.
+    malformed = {i for i in records.malformed().tolist() if records.problem(i).kind != "placeholders"}
+    pictures = [MALFORMED if i in malformed else len(record_images(records[i])) for i in range(len(records))]
 
-    def read(index: int) -> Sample:
+    def read(index: int) -> PicturePrompt:
         record = records[index]
         name = record_name(record, index)
-        picture = folder / record_images(record)[0]
-        prompt, answer = first_turns(record["conversations"])
-        return Sample(name, open_picture(picture, f"{path}, {name}: {picture}"), prompt, answer)
+        try:
+            picture = to_rgb(store.open(record_images(record)[0]))
+        except ImageError as error:
+            raise Unreadable(f"--data {path}, {name}: {_in_our_words(error)}") from error
+        return PicturePrompt(name, picture, *first_turns(record["conversations"]))
 
-    return len(records), read, [i for i, record in enumerate(records) if len(record_images(record)) == 1]
+    return Source(pictures, read)
+
+
+def _in_our_words(error: Exception) -> str:
+    """The message with this program's flags in place of the trainer's."""
+    return str(error).replace("--data_path", "--data").replace("--image_folder", "--image-folder")
 
 
 def first_turns(conversations: list[dict[str, str]]) -> tuple[str, str | None]:
@@ -170,60 +206,65 @@ def first_turns(conversations: list[dict[str, str]]) -> tuple[str, str | None]:
     return turns[0]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip(), answer
 
 
-def _parquet(paths: list[Path]) -> tuple[int, Any, Sequence[int]]:
-    tables = [pq.ParquetFile(path) for path in paths]
-    groups = [(t, p, g) for t, p in zip(tables, paths, strict=True) for g in range(t.num_row_groups)]
+def _benchmark(shards: list[Path]) -> Source:
+    tables = [pq.ParquetFile(shard) for shard in shards]
+    pictures = [count for table, shard in zip(tables, shards, strict=True) for count in _row_pictures(table, shard)]
+    groups = [(t, shard, g) for t, shard in zip(tables, shards, strict=True) for g in range(t.num_row_groups)]
     ends, total = [], 0
     for table, _, group in groups:
         total += table.metadata.row_group(group).num_rows
         ends.append(total)
     cached: dict[int, Any] = {}
 
-    def read(index: int) -> Sample:
+    def read(index: int) -> PicturePrompt:
         number = next(i for i, end in enumerate(ends) if index < end)
+        table, shard, group = groups[number]
         if number not in cached:  # one group of rows at a time stays in memory
             cached.clear()
-            table, _, group = groups[number]
             cached[number] = table.read_row_group(group)
-        start = ends[number - 1] if number else 0
-        row = cached[number].slice(index - start, 1).to_pylist()[0]
-        return row_sample(row, f"{groups[number][1]}, row {index}")
+        place = index - (ends[number - 1] if number else 0)
+        first = sum(table.metadata.row_group(before).num_rows for before in range(group))
+        return row_sample(cached[number].slice(place, 1).to_pylist()[0], f"{shard}, row {first + place}")
 
-    return total, read, _rows_with_picture(tables)
-
-
-def _rows_with_picture(tables: list[pq.ParquetFile]) -> list[int]:
-    """Rows whose picture is not null; reads the short `path` beside the pictures' bytes where there is one."""
-    found, start = [], 0
-    for table in tables:
-        names = table.schema_arrow.names
-        column = next((name for name in ("image", "images") if name in names), None)
-        if column is None:
-            raise ValueError(f"--data: Parquet without a column image or images; it has {', '.join(names)}")
-        leaves = [table.schema.column(i).path for i in range(len(table.schema))]
-        column = f"{column}.path" if f"{column}.path" in leaves else column
-        for batch in table.iter_batches(columns=[column]):
-            found += [start + index for index, ok in enumerate(batch.column(0).is_valid().to_pylist()) if ok]
-            start += len(batch)
-    return found
+    return Source(pictures, read)
 
 
-def row_sample(row: dict[str, Any], name: str) -> Sample:
-    """A sample of a Parquet row with LLaVA-NeXT's columns, or a benchmark's.
+def _row_pictures(table: pq.ParquetFile, shard: Path) -> list[int]:
+    """How many pictures each row has; reads the short `path` beside the pictures' bytes where there is one.
 
     Raises:
-        ValueError: it has neither conversations nor a question, or no readable picture.
+        ValueError: the columns of a benchmark are missing; the message names those that are there.
     """
-    picture = row.get("image") if row.get("image") is not None else (row.get("images") or [None])[0]
-    image = open_picture(picture, name)
-    if row.get("conversations"):
-        return Sample(name, image, *first_turns(row["conversations"]))
-    if row.get("question") is None:
-        raise ValueError(f"--data {name}: expected a column conversations or question, found {', '.join(row)}")
+    names = table.schema_arrow.names
+    column = next((name for name in IMAGE_KEYS if name in names), None)
+    for wanted, found in (("image or images", column), ("conversations or question", "question" in names)):
+        if not found:
+            raise ValueError(f"--data {shard}: Parquet without a column {wanted}; it has {', '.join(names)}")
+    leaves = [table.schema.column(i).path for i in range(len(table.schema))]
+    leaf = next((leaf for leaf in leaves if leaf.startswith(f"{column}.") and leaf.endswith(".path")), column)
+    counts: list[int] = []
+    for batch in table.iter_batches(columns=[leaf]):
+        values = batch.column(0)
+        is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+        there = pc.list_value_length(values) if is_list else values.is_valid().cast(pa.int64())
+        counts += pc.fill_null(there, 0).to_pylist()
+    return counts
+
+
+def row_sample(row: dict[str, Any], name: str) -> PicturePrompt:
+    """A sample of a benchmark's Parquet row, which has one picture.
+
+    Raises:
+        Unreadable: its question is null, or its picture cannot be read.
+    """
+    picture = next(row[key] for key in IMAGE_KEYS if row.get(key) is not None)
+    image = open_picture(picture[0] if isinstance(picture, list) else picture, name)
+    if row["question"] is None:
+        raise Unreadable(f"--data {name}: its question is null")
     parts = [row.get("hint") or "", row["question"]]
     parts += [f"{letter}. {row[letter]}" for letter in OPTIONS if isinstance(row.get(letter), str)]
     answer = row.get("answer")
-    return Sample(name, image, "\n".join(p for p in parts if p), None if answer is None else str(answer))
+    return PicturePrompt(name, image, "\n".join(p for p in parts if p), None if answer is None else str(answer))
 
 
 def open_picture(source: Any, name: str) -> Image.Image:
@@ -240,4 +281,5 @@ def open_picture(source: Any, name: str) -> Image.Image:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             return to_rgb(image.copy())
     except Exception as error:  # a decoder raises whatever it stumbles over
-        raise Unreadable(f"--data {name}: the picture cannot be read ({error})") from error
+        where = starts_from(source) if isinstance(error, FileNotFoundError) else ""
+        raise Unreadable(f"--data {name}: the picture cannot be read ({error}{where})") from error

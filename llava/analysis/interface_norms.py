@@ -13,29 +13,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llava.analysis import inputs, loading, measure
-from llava.analysis.embedding_norms import measure as embedding_norms
-from llava.analysis.embedding_norms import paper_of
+from llava.analysis import inputs, layer_statistics, loading
+from llava.analysis.commands import Needs
+from llava.analysis.embedding_norms import paper_of, read_embedding_norms
 from llava.analysis.encoders import MODEL_TYPES, load_encoder
 from llava.analysis.families import family_of
-from llava.analysis.measure import SCALE, TEXT, WITH_SINKS
+from llava.analysis.layer_statistics import SCALE, TEXT_GROUPS, WITH_SINKS
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, with_paper, write_result
 from llava.analysis.probe import VISUAL
 from llava.analysis.resume import resumed, state_file
 from llava.analysis.statistics import Stream
 from llava.analysis.weights import WeightFiles
-from llava.presentation import SPECIAL as GREY
-from llava.presentation import TEXT as TEXT_COLOUR
-from llava.presentation import TEXT_BEFORE
-from llava.presentation import VISUAL as VISUAL_COLOUR
+from llava.presentation import SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
+
+NEEDS = Needs()
 
 FEATURES, PROJECTED = "encoder tokens", "visual tokens after the projector"
 ENTERING, TEXT_IN = "visual tokens entering the LLM", "text tokens entering the LLM"
 TABLE, TABLE_IN, VOCABULARY = "text embedding matrix", "text embedding matrix as it enters the LLM", "visual vocabulary"
 SINKLESS = ", without sinks"
-COLOURS = {FEATURES: GREY, ENTERING: VISUAL_COLOUR, VOCABULARY: VISUAL_COLOUR, TABLE: TEXT_COLOUR}
-COLOURS |= {TABLE_IN: TEXT_COLOUR, TEXT_IN: TEXT_BEFORE}
+COLOURS = {FEATURES: SPECIAL_COLOUR, ENTERING: VISUAL_COLOUR, VOCABULARY: VISUAL_COLOUR, TABLE: TEXT_COLOUR}
+COLOURS |= {TABLE_IN: TEXT_COLOUR, TEXT_IN: TEXT_BEFORE_COLOUR}
 UNSCALED, CONSTANT = 0.01, 0.02
 """How far from 1 a factor on the embeddings is none; how far apart the tokens' factors are still one."""
 
@@ -66,7 +65,7 @@ class Interface(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    measure.add_arguments(parser)
+    layer_statistics.add_arguments(parser)
     parser.add_argument(
         "--vision-layer", type=int, default=-2, help="of an encoder on its own: the state to take, -2 as LLaVA does"
     )
@@ -94,16 +93,16 @@ def interface(model: NamedModel, args: argparse.Namespace) -> Interface:
         return Interface(model.name, model.path, {FEATURES: encoder_norms(model, args)})
     streams, factor = {}, None
     if loading.sees(fields, args):
-        measured = measure.measure(model, inputs.choose(args), args)
+        measured = layer_statistics.measure_layers(model, inputs.choose(args), args)
         streams[FEATURES] = measured.stream("vision features")
         streams[PROJECTED] = measured.stream("projector output")
-        for what, groups in ((ENTERING, VISUAL), (TEXT_IN, TEXT)):
+        for what, groups in ((ENTERING, VISUAL), (TEXT_IN, TEXT_GROUPS)):
             streams[what] = measured.stream("norm", groups, 0, WITH_SINKS)
             without = measured.stream("norm", groups)
             streams |= {what + SINKLESS: without} if without.count < streams[what].count else {}
-        factor = embedding_factor(measured.stream(SCALE, TEXT, 0, WITH_SINKS))
+        factor = embedding_factor(measured.stream(SCALE, TEXT_GROUPS, 0, WITH_SINKS))
     files = NamedModel(model.name, loading.base_of(model.path, args) or model.path)
-    norms = embedding_norms(files, args.embedding_name).norms
+    norms = read_embedding_norms(files, args.embedding_name).norms
     streams[TABLE] = stream_of(norms[norms > 0])
     if factor not in (None, 1.0):
         streams[TABLE_IN] = stream_of(factor * norms[norms > 0])
@@ -165,7 +164,7 @@ def encoder_norms(model: NamedModel, args: argparse.Namespace) -> Stream:
     """Norms of an encoder's tokens over the samples."""
     samples = inputs.choose(args)
 
-    def start() -> Callable[[EncoderNorms, Sequence[inputs.Sample]], None]:
+    def start() -> Callable[[EncoderNorms, Sequence[inputs.PicturePrompt]], None]:
         encode = load_encoder(model, args)
         return lambda state, group: state.stream.add(encode(group).float().norm(dim=-1))
 

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from llava.analysis import attention_watch, inputs, loading, resume
 from llava.analysis.attention_watch import Attention, Change
-from llava.analysis.inputs import Sample, Samples
-from llava.analysis.measure import TEXT, embedding_scale, sink_mask
+from llava.analysis.commands import Needs
+from llava.analysis.inputs import PicturePrompt, Samples
+from llava.analysis.layer_statistics import TEXT_GROUPS, embedding_scale, sink_mask
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import VISUAL, Batch, Edit, Probe
@@ -27,6 +28,8 @@ from llava.analysis.resume import Rows, resumed, state_file
 from llava.analysis.statistics import Stream
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.presentation import COLOURS
+
+NEEDS = Needs()
 
 UNTOUCHED, TEXT_NORM, BLANK, TEXT_ONLY = "untouched", "text norm", "blank picture", "no picture"
 SWAPS = {"blank's keys": (True, False), "blank's values": (False, True), "blank's keys and values": (True, True)}
@@ -52,7 +55,7 @@ class Outcome(NamedTuple):
         visual_share: visual tokens' share of the last token's attention, mean over layers with attention, and heads.
         keys, values: cosine of the visual tokens' keys and values with the untouched ones, mean per layer, NaN where a
             layer has no attention; None without a picture.
-        sinks: how many visual tokens are sinks (see `measure`) in this run.
+        sinks: how many visual tokens are sinks (see `layer_statistics`) in this run.
         visual_norm_without_sinks, visual_share_without_sinks: of the visual tokens that are no sinks in this run.
         keys_without_sinks, values_without_sinks: of those that are none in the untouched one.
     """
@@ -105,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
     samples = inputs.choose(args)
     rows, details, verdicts = [], {}, []
     for model in required_models(args.models):
-        found = measure(model, samples, args)
+        found = measure_interventions(model, samples, args)
         rows += [table_row(model.name, outcomes) for outcomes in found["outcomes"].values()]
         verdicts.append(verdict(model.name, found))
         if TEXT_ONLY not in found["outcomes"]:
@@ -123,17 +126,17 @@ def run(args: argparse.Namespace) -> None:
     print("\n" + "\n".join(verdicts))
 
 
-def measure(named: NamedModel, samples: Samples, args: argparse.Namespace) -> dict[str, Any]:
+def measure_interventions(named: NamedModel, samples: Samples, args: argparse.Namespace) -> dict[str, Any]:
     """Every intervention's outcomes over all samples, and the norms of visual tokens and text: medians of the samples'.
 
     What `--output-dir` has is not measured again.
     """
 
-    def start() -> Callable[[Rows, Sequence[Sample]], None]:
+    def start() -> Callable[[Rows, Sequence[PicturePrompt]], None]:
         probe = loading.load_with_vision(named, args)
         embedding_norm = mean_text_embedding_norm(probe.embedding_weight)
 
-        def add(state: Rows, some: Sequence[Sample]) -> None:
+        def add(state: Rows, some: Sequence[PicturePrompt]) -> None:
             state.about["embedding norm"] = embedding_norm
             for sample in some:
                 state.rows += outcomes_of(probe, sample, args.alphas)
@@ -158,7 +161,7 @@ def measure(named: NamedModel, samples: Samples, args: argparse.Namespace) -> di
     }
 
 
-def outcomes_of(probe: Probe, sample: Sample, alphas: list[float]) -> Iterator[Outcome]:
+def outcomes_of(probe: Probe, sample: PicturePrompt, alphas: list[float]) -> Iterator[Outcome]:
     """Every intervention's outcome for one sample, the untouched run's first.
 
     Raises:
@@ -174,7 +177,7 @@ def outcomes_of(probe: Probe, sample: Sample, alphas: list[float]) -> Iterator[O
 
 
 def interventions(
-    probe: Probe, sample: Sample, batch: Batch, alphas: list[float], text_norm: float
+    probe: Probe, sample: PicturePrompt, batch: Batch, alphas: list[float], text_norm: float
 ) -> Iterator[tuple[str, _Run]]:
     """Runs each one after the other: name and run."""
     for alpha in alphas:
@@ -190,7 +193,7 @@ def interventions(
         yield name, _run(probe, batch, change=_taking(blank, visual, *which))
 
 
-def _text_alone(probe: Probe, sample: Sample) -> Batch | None:
+def _text_alone(probe: Probe, sample: PicturePrompt) -> Batch | None:
     # None where the model's processor makes no inputs without a picture (GOT-OCR), whatever it says then.
     try:
         return probe.prepare([sample._replace(image=None)])
@@ -238,7 +241,7 @@ def _run(probe: Probe, batch: Batch, edit: Edit | None = None, change: Change | 
     seen = attention_watch.run(probe, batch, edit, see, change)
     log_probs = seen.logits[0, -1].double().log_softmax(dim=-1)
     norms, sinks = seen.hidden_states[0][0].float().norm(dim=-1).cpu(), sink_mask(seen)[0]
-    text = torch.isin(seen.groups[0].cpu(), torch.tensor(TEXT)) & ~sinks
+    text = torch.isin(seen.groups[0].cpu(), torch.tensor(TEXT_GROUPS)) & ~sinks
     return _Run(
         log_probs,
         torch.stack(shares).mean(dim=0),

@@ -6,15 +6,20 @@ Paper table 5.
 import argparse
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from llava.analysis.commands import NORMED, Needs
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.weights import WeightFiles
+from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.presentation import COLOURS
+
+NEEDS = Needs(NORMED, flags=())
 
 PAPER_ROWS = (
     {"model": "paper, default init", "D": 3072, "gain L2": 53.2500, "gain mean |.|": 0.9609}
@@ -77,12 +82,15 @@ def table_row(model: NamedModel, folder: str, norm_name: str | None = None) -> d
     gain = files.read(f"{prefix}.weight").double()
     bias = files.read(f"{prefix}.bias").double() if f"{prefix}.bias" in files.names else None
     config = _read_json(Path(folder, "config.json"))
+    width = len(gain) if len(gain) > 1 else projector_width(files)
     return {
         "model": model.name,
         "step": step_of(folder),
-        "D": len(gain),
+        "D": width,
         "init": str(config.get("mm_projector_norm_init", "")),
         "target norm": config.get("mm_projector_norm_target"),
+        "gains": len(gain),
+        "initial gain": initial_gain(config, width),
         "gain L2": gain.norm().item(),
         "gain mean |.|": gain.abs().mean().item(),
         "gain std |.|": gain.abs().std(correction=0).item(),
@@ -93,15 +101,29 @@ def table_row(model: NamedModel, folder: str, norm_name: str | None = None) -> d
 
 def find_norm(files: WeightFiles) -> str | None:
     """The prefix of the norm that ends `mm_projector`: its last element, where that has a vector for a weight."""
-    numbers = {}
-    for name in files.names:
-        match = re.fullmatch(r"(.*mm_projector)\.(\d+)\.weight", name)
-        if match:
-            numbers[int(match[2])] = f"{match[1]}.{match[2]}"
-    if not numbers:
-        return None
-    last = numbers[max(numbers)]
-    return last if files.read(f"{last}.weight").ndim == 1 else None
+    elements = _elements(files)
+    return elements[-1] if elements and files.read(f"{elements[-1]}.weight").ndim == 1 else None
+
+
+def projector_width(files: WeightFiles) -> int | None:
+    """D by the rows of the projector's last matrix, since an arm of one gain does not tell it; None without one."""
+    weights = (files.read(f"{element}.weight") for element in reversed(_elements(files)))
+    return next((len(weight) for weight in weights if weight.ndim == 2), None)
+
+
+def initial_gain(config: Mapping[str, Any], width: int | None) -> float | None:
+    """Every element of the gain at the start: as recorded, else what the arm makes of the target; None if unknown."""
+    recorded, target = config.get("mm_projector_norm_init_gain"), config.get("mm_projector_norm_target")
+    norm_type = NORM_TYPES.get(config.get("mm_projector_norm", "layernorm"))
+    if recorded is not None or not (target and width and norm_type) or norm_type.measures_tokens:
+        return recorded
+    return norm_type.gain_for(target, width)
+
+
+def _elements(files: WeightFiles) -> list[str]:
+    """The prefixes of the projector's elements that have weights, in order."""
+    matches = (re.fullmatch(r"(.*mm_projector\.(\d+))\.weight", name) for name in files.names)
+    return [match[1] for match in sorted(filter(None, matches), key=lambda match: int(match[2]))]
 
 
 def step_of(folder: str) -> int | None:
@@ -133,10 +155,11 @@ def draw(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 def _draw_run(axes: Any, name: str, colour: str, points: list[dict[str, Any]]) -> None:
     steps = [row["step"] or 0 for row in points]
     axes[0].plot(steps, [row["gain L2"] for row in points], "o-", color=colour, label=name, markersize=4)
-    target = points[-1]["target norm"]
-    if target is not None:
-        axes[0].axhline(target, color=colour, linestyle=":", linewidth=1.2, label=f"{name}: initial value")
-        axes[1].axhline(target / points[-1]["D"] ** 0.5, color=colour, linestyle=":", linewidth=1.2)
+    initial = points[-1]["initial gain"]
+    if initial is not None:
+        norm = initial * points[-1]["gains"] ** 0.5
+        axes[0].axhline(norm, color=colour, linestyle=":", linewidth=1.2, label=f"{name}: initial value")
+        axes[1].axhline(initial, color=colour, linestyle=":", linewidth=1.2)
     for axis, kind in ((axes[1], "gain"), (axes[2], "bias")):
         shown = [(step, row) for step, row in zip(steps, points, strict=True) if row[f"{kind} mean |.|"] is not None]
         if not shown:

@@ -263,8 +263,6 @@ class Probe:
         entering, own, rows = states[visual], rows.to(states.device)[visual], rows.to(states.device)[text]
         token, remedy = self.parts.image_token_id, "name the id of the visual positions by --image-token-id"
         start = f"{self.name}: the {len(entering)} positions of token {token} "
-        if not seen["projector_output"]:
-            raise ValueError(f"{start}are no pictures: the projector did not run; {remedy}, or --projector-path")
         output = _rows(seen["projector_output"]).float().to(states.device)
         # A factor on the embeddings keeps their directions; where the LLM does more to them, values cannot be compared.
         kept = _cosine(states[text], rows) > SAME

@@ -14,10 +14,13 @@ from llava.analysis import inputs, loading, resume, theory_model
 from llava.analysis import theory_checks as turning
 from llava.analysis import theory_formulas as formulas
 from llava.analysis import theory_spectrum as attention
+from llava.analysis.commands import Needs
 from llava.analysis.models import required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.theory_checks import Check
 from llava.presentation import COLOURS
+
+NEEDS = Needs()
 
 CHECKS: tuple[Callable[[np.random.Generator, int], Check], ...] = (
     turning.update_ignores_norm,
@@ -84,7 +87,7 @@ def measure_models(args: argparse.Namespace) -> None:
     """Prints and writes how far the assumptions hold in every model (`theory-model`), with a figure over its layers."""
     samples, rows = inputs.choose(args), []
     for model in required_models(args.models):
-        rows += theory_model.measure(model, samples, args)
+        rows += theory_model.measure_assumptions(model, samples, args)
     own = [[row for row in rows if row["model"] == model.name] for model in args.models]
     write_result(args, [line for one in own for line in theory_model.summary(one)], rows, name="theory-model")
     theory_model.draw(args, args.models, rows)

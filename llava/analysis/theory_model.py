@@ -1,7 +1,7 @@
 """How far the assumptions behind the paper's theory hold in a real model, layer by layer.
 
 Measured where the theory speaks of it: the update between what enters a layer and what leaves it. Attention sinks
-(see `measure`) are counted and left out; the table also has the values with them.
+(see `layer_statistics`) are counted and left out; the table also has the values with them.
 
 Shapes: N tokens of one modality, D LLM hidden size.
 """
@@ -16,15 +16,15 @@ import torch
 
 from llava.analysis import loading
 from llava.analysis import theory_formulas as formulas
-from llava.analysis.inputs import Sample, Samples
-from llava.analysis.measure import sink_mask
+from llava.analysis.inputs import PicturePrompt, Samples
+from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel
 from llava.analysis.output import figure
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
 from llava.analysis.probe import VISUAL as VISUAL_GROUP
 from llava.analysis.resume import resumed, state_file
 from llava.analysis.statistics import Stream
-from llava.presentation import TEXT, VISUAL
+from llava.presentation import TEXT_COLOUR, VISUAL_COLOUR
 
 MODALITIES = {"visual": (VISUAL_GROUP,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
 QUANTITIES = ("norm", "C", "phi", "w")
@@ -138,7 +138,7 @@ class Tallies:
         self.parts: dict[str, list[LayerTally]] = {part: [] for part in PARTS}
 
     @torch.no_grad()
-    def add(self, probe: Probe, sample: Sample) -> None:
+    def add(self, probe: Probe, sample: PicturePrompt) -> None:
         """Runs one sample through the model."""
         seen = probe.run(probe.prepare([sample]))
         groups, sinks = seen.groups.cpu()[0], sink_mask(seen)[0]
@@ -163,10 +163,10 @@ class Tallies:
         ]
 
 
-def measure(named: NamedModel, samples: Samples, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_assumptions(named: NamedModel, samples: Samples, args: argparse.Namespace) -> list[dict[str, Any]]:
     """`Tallies.rows` over all samples, from `--output-dir` as far as they are there."""
 
-    def start() -> Callable[[Tallies, Sequence[Sample]], None]:
+    def start() -> Callable[[Tallies, Sequence[PicturePrompt]], None]:
         probe = loading.load_with_vision(named, args)
         return lambda state, some: [state.add(probe, sample) for sample in some]
 
@@ -225,7 +225,7 @@ def draw(args: argparse.Namespace, models: list[NamedModel], rows: list[dict[str
         for model, (left, middle, right) in zip(models, axes, strict=True):
             own = [row for row in rows if row["model"] == model.name and row["tokens"] == WITHOUT_SINKS]
             layers = [row["layer"] for row in own]
-            for name, colour in (("visual", VISUAL), ("text", TEXT)):
+            for name, colour in (("visual", VISUAL_COLOUR), ("text", TEXT_COLOUR)):
                 left.plot(layers, [row[f"{name} C"] for row in own], color=colour, label=name)
                 left.plot(layers, [row[f"{name} |h|"] for row in own], color=colour, linestyle=":")
                 phi, spread = (np.array([row[f"{name} {key}"] for row in own]) for key in ("phi", "phi std"))

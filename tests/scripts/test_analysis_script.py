@@ -1,29 +1,36 @@
-"""`scripts/analyze.sh`: which commands run on which checkpoints, and that a failure is reported after the others."""
+"""`llava.analysis all` and its script: which commands run on which checkpoints, and that a failure stops no other."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from shell import bash
 
-ALL = ["interface-norms", "embedding-norms", "layer-norms", "update-rates", "norm-params", "gradients"] + [
-    "attention",
-    "interventions",
-    "theory",
-]
+from llava.analysis import all as everything
+from llava.analysis.__main__ import main
+from llava.analysis.commands import COMMANDS
+
+ALL = list(COMMANDS)
 
 
 @pytest.fixture
-def analyze(tmp_path):
-    """Runs the script with a stand-in for Python; returns its result and the command lines, by command."""
+def analyze(tmp_path, monkeypatch, capfd):
+    """Runs the command with a stand-in for Python; returns status, output, and the command lines by command."""
     calls, python = tmp_path / "calls", tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nshift 2\necho "$@" >>{calls}\n[ "$1" != "$FAILING" ]\n')
+    python.write_text(f'#!/bin/sh\nshift 2\necho "$@" >>{calls}\n[ "$1" != "$FAILING" ] || exit $STATUS\n')
     python.chmod(0o755)
+    monkeypatch.setattr(everything.sys, "executable", str(python))
 
-    def run(*checkpoints, **env):
+    def run(*words, failing="", status=1):
         calls.write_text("")
-        done = bash("scripts/analyze.sh", *map(str, checkpoints), LLAVA_PYTHON=python, OUTPUT_DIR="out", **env)
+        monkeypatch.setenv("FAILING", failing)
+        monkeypatch.setenv("STATUS", str(status))
+        found = main(["all", *map(str, words), "--output-dir", "out"])
         lines = [line.split() for line in calls.read_text().splitlines()]
-        return done, {line[0]: line[1:] for line in lines}
+        return found, capfd.readouterr(), {line[0]: line[1:] for line in lines}
 
     return run
 
@@ -38,26 +45,87 @@ def models(words):
     return [words[i + 1] for i, word in enumerate(words) if word == "--model"]
 
 
-def test_every_command_runs_on_the_checkpoints_it_is_about(tmp_path, analyze):
-    plain, normed = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b", "llava_qwen", "gwc_rmsnorm")
-    other = checkpoint(tmp_path / "c", "llava")
-    done, calls = analyze(plain, f"aligned={normed}", other, SAMPLES=7, DATA="x.json")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("norm", ["gwc_rmsnorm", "scale", "clip"])
+def test_every_command_runs_on_the_checkpoints_it_is_about(tmp_path, analyze, norm):
+    paths = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b", "llava_qwen", norm), checkpoint(tmp_path / "c", "x")
+    named = [f"{name}={path}" for name, path in zip(("plain", "aligned", "other"), paths, strict=True)]
+    status, output, calls = analyze(*named, "--samples", 7, "--data", "x.json")
+    assert status == 0, output.err
     assert list(calls) == ALL
-    everything = [str(plain), f"aligned={normed}", str(other)]
     for command, words in calls.items():
-        expected = {"norm-params": everything[1:2], "gradients": everything[:2]}.get(command, everything)
-        assert models(words) == expected
+        assert models(words) == {"norm-params": named[1:2], "gradients": named[:2]}.get(command, named)
         assert words[-2:] == ["--output-dir", "out"]
         assert ("--samples 7" in " ".join(words)) == (command not in ("embedding-norms", "norm-params", "gradients"))
         assert ("--data x.json" in " ".join(words)) == (command not in ("embedding-norms", "norm-params"))
 
 
 def test_a_failure_does_not_stop_the_others_and_what_does_not_apply_is_said(tmp_path, analyze):
-    done, calls = analyze(checkpoint(tmp_path / "a", "llava"), FAILING="layer-norms")
-    assert done.returncode == 2 and "failed: layer-norms" in done.stderr
+    path = checkpoint(tmp_path / "a", "llava")
+    status, output, calls = analyze(path, failing="layer-norms")
+    assert status == 2 and output.err == "llava.analysis all: failed: layer-norms\n"
     assert list(calls) == [name for name in ALL if name not in ("norm-params", "gradients")]
-    assert "skipped: no checkpoint has a norm" in done.stdout
-    done, calls = analyze(tmp_path / "a", COMMANDS="theory attention")
-    assert done.returncode == 0 and list(calls) == ["theory", "attention"]
-    assert analyze(tmp_path / "a", SAMPLES="many")[0].returncode == 2
+    assert "skipped: no checkpoint has a norm" in output.out and "=== time of each command" in output.out
+    status, _, calls = analyze(path, "--commands", "theory attention")
+    assert status == 0 and list(calls) == ["theory", "attention"]
+
+
+def test_an_interrupted_command_is_the_last(tmp_path, analyze):
+    status, output, calls = analyze(checkpoint(tmp_path / "a"), failing="layer-norms", status=130)
+    assert status == 130 and list(calls) == ALL[:3] and "goes on from what is saved" in output.err
+
+
+def test_a_termination_lets_the_running_command_save(tmp_path):
+    saved = tmp_path / "saved"
+    child = f"trap 'sleep 0.2; touch {saved}; exit 130' INT; touch {tmp_path}/started; while :; do sleep 0.05; done"
+    code = f"from llava.analysis.all import call; call(['bash', '-c', {child!r}])"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    end = time.monotonic() + 60
+    while not (tmp_path / "started").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM and saved.exists()
+
+
+def test_wrong_input_is_refused_before_any_command_runs(tmp_path, analyze, monkeypatch, capfd):
+    path = checkpoint(tmp_path / "a")
+    for words, message in (
+        ((tmp_path / "nowhere",), "no usable config.json"),
+        ((path, path), "stands for two models"),
+        ((path, "--samples", "many"), "expected a whole number of at least 1, found 'many'"),
+        ((path, "--commands", "theory,atention"), "found atention"),
+        ((path, "--commands", ""), "found none"),
+    ):
+        try:
+            status, output, calls = analyze(*words)
+        except SystemExit as stop:
+            status, output, calls = stop.code, capfd.readouterr(), {}
+        assert status == 2 and not calls
+        assert message in output.err and output.err.count("\n") == 1
+    monkeypatch.chdir(tmp_path)
+    assert analyze()[0] == 2
+    checkpoint_of_quickstart = tmp_path / "outputs/quickstart/none/finetune"
+    checkpoint_of_quickstart.parent.mkdir(parents=True)
+    checkpoint(checkpoint_of_quickstart)
+    status, _, calls = analyze("--commands", "theory")
+    assert status == 0 and models(calls["theory"]) == ["none/finetune=outputs/quickstart/none/finetune"]
+
+
+def test_the_script_hands_its_variables_and_flags_over(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "<%s> " "$@"\n')
+    python.chmod(0o755)
+    env = {
+        "LLAVA_PYTHON": python,
+        "OUTPUT_DIR": "my out",
+        "DATA": "x.json",
+        "SAMPLES": 7,
+        "COMMANDS": "theory attention",
+    }
+    done = bash("scripts/analyze.sh", "a=CKPT", "--samples", "8", **env)
+    assert done.stdout.strip().endswith(
+        "<-m> <llava.analysis> <all> <--output-dir> <my out> <--data> <x.json> <--samples> <7> "
+        "<--commands> <theory attention> <a=CKPT> <--samples> <8>"
+    )
+    empty = dict.fromkeys(("OUTPUT_DIR", "DATA", "SAMPLES", "COMMANDS"), "")
+    assert bash("scripts/analyze.sh", LLAVA_PYTHON=python, **empty).stdout.strip().endswith("<llava.analysis> <all>")
+    assert bash("scripts/analyze.sh", LLAVA_PYTHON=python, SAMPLES="many").returncode == 2

@@ -15,7 +15,7 @@ from llava.compare.__main__ import main
 from llava.compare.arms import Arm, parse_arm
 
 # A stand-in for Python that writes down what it is asked and leaves the files of a training.
-PYTHON = """#!/usr/bin/env bash
+PYTHON = r"""#!/usr/bin/env bash
 case "$*" in
   *train_mem.py*)
     while [ "$1" != --output_dir ]; do
@@ -27,7 +27,9 @@ case "$*" in
     mkdir -p "$2" && touch "$2"/{model.safetensors,mm_projector.bin}
     echo '{"model_type": "llava_llama"}' >"$2/config.json" ;;
   *llava.eval.evaluate*) echo "evaluate ${3#$OUT/}" >>"$CALLS" ;;
-  *llava.analysis*) echo "analyze $3 $(grep -o 'model' <<<"$*" | wc -l)" >>"$CALLS" ;;
+  *llava.analysis*)
+    words=$(grep -oP -- '--commands \K\S+' <<<"$*")
+    echo "analyze $words $(grep -o '=/' <<<"$*" | wc -l)" >>"$CALLS" ;;
   *"llava.compare present"*) ;;
   *llava.compare*) echo "$3 ${*: -1}" >>"$CALLS"; [ "$3" != "$FAILING" ] || exit 2 ;;
   *playground*) echo "prepare $3" >>"$CALLS" ;;

@@ -19,7 +19,7 @@ from llava.analysis import attention, attention_watch, interventions, loading, t
 from llava.analysis.__main__ import main, parser
 from llava.analysis.attention_watch import watched, watched_attention
 from llava.analysis.families import family_of, find_parts
-from llava.analysis.inputs import Sample
+from llava.analysis.inputs import PicturePrompt
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
 from llava.analysis.visual_grid import visual_grid
@@ -45,7 +45,7 @@ def probe(checkpoint):
 
 @pytest.fixture(scope="module")
 def question():
-    return Sample("first", Image.new("RGB", (20, 16), (200, 40, 90)), QUESTION)
+    return PicturePrompt("first", Image.new("RGB", (20, 16), (200, 40, 90)), QUESTION)
 
 
 @pytest.fixture(scope="module")
@@ -573,7 +573,7 @@ def test_the_text_norm_is_that_of_text_as_it_enters_the_llm(tiny, tmp_path):
     path = models.saved_llava(tiny, tmp_path / "model", config)
     args = parser("interventions").parse_args(["interventions", "--device", "cpu"])
     probe = loading.load(NamedModel("m", path), args)
-    sample = Sample("first", Image.new("RGB", (20, 16), (200, 40, 90)), QUESTION)
+    sample = PicturePrompt("first", Image.new("RGB", (20, 16), (200, 40, 90)), QUESTION)
     ids = probe.prepare([sample]).input_ids[0]
     words = ids[(ids != probe.parts.image_token_id) & ~torch.isin(ids, probe.special_ids)]
     expected = 32**0.5 * float(np.median(probe.embedding_weight[words].norm(dim=1)))

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from llava.analysis.__main__ import main
-from llava.analysis.embedding_norms import PAPER_NORMS, measure, paper_of
+from llava.analysis.embedding_norms import PAPER_NORMS, paper_of, read_embedding_norms
 from llava.analysis.models import NamedModel
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.weights import WeightFiles
+from llava.model.multimodal_projector.norm import NORM_TYPES, end_with_norm, projector_norm
 
 SMOLLM2 = ROOT / "playground/data/smollm2-135m-instruct"
 
@@ -41,7 +43,7 @@ def embedding(rows=40, seed=0):
 @pytest.mark.parametrize("name", ["llama", "qwen", "qwen_tied"])
 def test_norms_from_the_file_equal_those_of_the_loaded_model(tiny, name):
     weight = AutoModelForCausalLM.from_pretrained(tiny / name).get_input_embeddings().weight.detach().double()
-    found = measure(NamedModel(name, str(tiny / name)))
+    found = read_embedding_norms(NamedModel(name, str(tiny / name)))
     assert torch.allclose(torch.from_numpy(found.norms), weight.norm(dim=1), rtol=1e-6)
     assert found.tokens[65] == "b" and found.tokens[-1] == "(unused row)"
 
@@ -81,7 +83,7 @@ def test_an_embedding_in_two_tensors_is_read_as_one_and_interface_norms_takes_it
     names = [f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding")]
     path = save(tmp_path / "two", dict(zip(names, (first, second), strict=True)))
     norms = torch.cat([first, second]).norm(dim=1).double()
-    assert torch.allclose(torch.from_numpy(measure(NamedModel("m", path)).norms), norms, rtol=1e-6)
+    assert torch.allclose(torch.from_numpy(read_embedding_norms(NamedModel("m", path)).norms), norms, rtol=1e-6)
     path = save(tmp_path / "odd", {"words": first})
     (row,) = run(tmp_path / "out", "interface-norms", "--model", path, "--embedding-name", "words")["rows"]
     assert row["mean"] == pytest.approx(first.norm(dim=1).mean().item(), rel=1e-6)
@@ -209,3 +211,19 @@ def test_a_run_without_any_norm_is_refused(tmp_path, capsys):
     assert "none of the given models has a norm" in capsys.readouterr().err
     assert main(["norm-params", "--model", path, "--norm-name", "model.ln", "--output-dir", str(tmp_path)]) == 2
     assert "has no tensor model.ln.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arm", [name for name, norm in NORM_TYPES.items() if norm])
+def test_every_arms_width_and_initial_gain_are_told(tmp_path, arm):
+    config = SimpleNamespace(hidden_size=8, mm_projector_norm=arm, mm_projector_norm_target=3.0)
+    config.mm_projector_norm_init_gain = 0.25 if NORM_TYPES[arm].measures_tokens else None
+    projector = end_with_norm(
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)), config
+    )
+    tensors = {f"model.mm_projector.{name}": tensor for name, tensor in projector.state_dict().items()}
+    row, *_ = run(tmp_path, "norm-params", "--model", save(tmp_path / "m", tensors, vars(config)))["rows"]
+    gain = projector_norm(projector).weight
+    assert (row["D"], row["gains"]) == (8, len(gain))
+    assert row["initial gain"] == pytest.approx(gain[0].item()) and row["gain mean |.|"] == pytest.approx(
+        gain[0].item()
+    )

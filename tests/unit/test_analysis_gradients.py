@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from analysis_commands import arguments, run
+from tiny_models import VISION_SIZES
 from torch.nn import functional as F
 from vision_language_models import our_checkpoint
 
@@ -13,6 +14,7 @@ from llava.analysis.gradients import ARMS, BEFORE, FEATURES, INPUT
 from llava.analysis.models import NamedModel
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
+from llava.model.multimodal_encoder.towers import TOWERS
 
 
 def setting(tiny, path):
@@ -54,7 +56,7 @@ def by_hand(named, samples, args, gain, bias, kept=slice(None)):
 @pytest.mark.parametrize("norm", ["none", "gwc_layernorm"])
 def test_each_arms_gradients_equal_those_of_the_parts_by_hand(tiny, tmp_path, norm):
     named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m", norm))
-    arms = gradients.measure(named, samples, args)
+    arms = gradients.measure_gradients(named, samples, args)
     weight = loading.load_ours(named, args)[1].get_input_embeddings().weight
     target = weight.norm(dim=1).mean().item()
     gain, bias = torch.full((32,), target / 32**0.5), torch.zeros(32)
@@ -80,7 +82,7 @@ def test_a_trained_norm_keeps_its_gain_in_both_arms(tiny, tmp_path):
         model.model.mm_projector[3].weight.copy_(torch.linspace(0.5, 2, 32))
         model.model.mm_projector[3].bias.fill_(0.1)
     model.save_pretrained(path)
-    arms = gradients.measure(named, samples, args)
+    arms = gradients.measure_gradients(named, samples, args)
     found = by_hand(named, samples, args, torch.linspace(0.5, 2, 32), torch.full((32,), 0.1))
     assert arms["layernorm"].norms[BEFORE] == pytest.approx(found[BEFORE], rel=1e-4)
     assert arms["gwc_layernorm"].norms[BEFORE] == pytest.approx(found[BEFORE] / 1.25, rel=1e-4)
@@ -91,7 +93,7 @@ def test_above_the_tower_gradients_are_also_given_without_sinks(tiny, tmp_path, 
     sinks = torch.zeros(3 * 4, dtype=torch.bool)
     sinks[[1, 7]] = True
     monkeypatch.setattr(gradients, "visual_sinks", lambda model, batch: sinks)
-    arms = gradients.measure(named, samples, args)
+    arms = gradients.measure_gradients(named, samples, args)
     found = by_hand(named, samples, args, None, None, ~sinks)
     assert arms["none"].without_sinks == pytest.approx(found, rel=1e-4)
     assert all(arm.sinks == 2 and arm.without_sinks[BEFORE] < arm.norms[BEFORE] for arm in arms.values())
@@ -125,10 +127,20 @@ def test_the_command_writes_table_and_figure(tiny, tmp_path, capsys, monkeypatch
     assert run(tmp_path / "out", *flags)["rows"] == rows
 
 
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_gradients_reach_every_layer_of_every_tower(tiny, tmp_path, model_type):
+    tower = TOWERS[model_type]
+    sizes = VISION_SIZES | ({"num_patches": 4} if model_type.startswith("siglip2") else {})
+    tower.model_class(tower.config_class(**sizes)).save_pretrained(tmp_path / "tower")
+    named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m", tower=str(tmp_path / "tower")))
+    norms = gradients.measure_gradients(named, samples, args)["none"].norms
+    assert list(norms)[3:] == ["tower layer 1", "tower layer 0"] and all(norm > 0 for norm in norms.values())
+
+
 def test_data_without_answers_and_other_models_are_refused(tiny, tmp_path):
     named, _, _ = setting(tiny, our_checkpoint(tiny, tmp_path / "m"))
     args = arguments("gradients", "--data", tiny / "data/images", "--samples", 1)
     with pytest.raises(ValueError, match="need an answer to learn"):
-        gradients.measure(named, inputs.choose(args), args)
+        gradients.measure_gradients(named, inputs.choose(args), args)
     with pytest.raises(ValueError, match="need one of our checkpoints"):
-        gradients.measure(NamedModel("x", str(tiny / "llama")), [], args)
+        gradients.measure_gradients(NamedModel("x", str(tiny / "llama")), [], args)

@@ -1,6 +1,8 @@
 """Samples from pictures, records and Parquet tables, and what is said of data that cannot be used."""
 
 import io
+import json
+import zipfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,7 +10,8 @@ import pytest
 from analysis_commands import arguments
 from PIL import Image
 
-from llava.analysis import inputs
+from llava.analysis import __main__ as command_line
+from llava.analysis import inputs, output
 
 
 @pytest.fixture
@@ -66,14 +69,93 @@ def test_benchmarks_and_llava_nexts_parquet(tmp_path):
     assert len(both) == 3 and {s.prompt for s in both} >= {"What?", "See?"}
 
 
+def records(folder, *images):
+    """Records about these pictures, each a name, a list of names or nothing; returns their file."""
+    folder.mkdir(exist_ok=True)
+    found = []
+    for image in images:
+        names = [image] if isinstance(image, str) else image
+        turns = [{"from": "human", "value": "<image>" * len(names) + "\nSee?"}, {"from": "gpt", "value": "Yes"}]
+        found.append({"id": "x", "conversations": turns} | ({"image": image} if image != () else {}))
+    (folder / "records.json").write_text(json.dumps(found))
+    return folder / "records.json"
+
+
+def test_pictures_of_records_may_be_in_a_zip_file(tmp_path):
+    path = records(tmp_path, "images/red.png", "images/none.png")
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        archive.writestr("images/red.png", png("red"))
+    samples = chosen("--data", path, "--image-folder", tmp_path / "images.zip")
+    (sample,) = samples[:]
+    assert sample.image.getpixel((0, 0)) == (255, 0, 0) and sample.prompt == "See?"
+    (message,) = samples.unreadable.values()
+    assert "record 1 (id 'x')" in message and "a member of the zip file is 'images/red.png'" in message
+
+
+def test_records_without_one_picture_are_counted(tmp_path, tiny, capsys):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/a.png").write_bytes(png("red"))
+    args = arguments("layer-norms", "--data", records(tmp_path, "a.png", ["a.png", "a.png"], (), []))
+    assert len(inputs.choose(args)) == 1 and args.left_out == "2 without a picture, 1 with several"
+    command_line.tell_unreadable(args)
+    assert "left out: 2 without a picture, 1 with several\n" in capsys.readouterr().err
+    assert output.provenance(args)["left out"] == args.left_out
+    with pytest.raises(ValueError, match="none of its 1 samples has exactly one picture \\(1 with several\\)"):
+        chosen("--data", records(tmp_path, ["a.png", "a.png"]))
+
+
+def test_a_row_without_exactly_one_picture_is_left_out_and_counted(tmp_path):
+    red, blue = ({"bytes": png(colour), "path": None} for colour in ("red", "blue"))
+    images = [[red, blue], [], None, [blue]]
+    kind = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    bench = {"question": ["two?", "none?", "null?", "one?"]}
+    turns = [
+        [{"from": "human", "value": "<image>" * n + "\none?"}, {"from": "gpt", "value": "1"}] for n in (2, 0, 0, 1)
+    ]
+    for name, columns in (("bench", bench), ("llava", {"conversations": turns})):
+        table = pa.table(columns | {"images": pa.array(images, kind)})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=3)
+        args = arguments("layer-norms", "--data", tmp_path / f"{name}.parquet")
+        (sample,) = inputs.choose(args)[:]
+        assert (sample.prompt, sample.image.getpixel((0, 0))) == ("one?", (0, 0, 255))
+        assert args.left_out == "2 without a picture, 1 with several"
+
+
+def test_a_row_is_called_by_its_place_in_its_own_file(tmp_path):
+    for name in ("a", "b"):
+        bad = {"image": [png("red")] * 2 + [b"no picture"], "question": ["?"] * 3}
+        pq.write_table(pa.table(bad), tmp_path / f"{name}.parquet", row_group_size=2)
+    samples = chosen("--data", tmp_path)
+    assert len(samples[:]) == 4
+    named = sorted(message.split(":")[0] for message in samples.unreadable.values())
+    assert named == [f"--data {tmp_path}/{name}.parquet, row 2" for name in ("a", "b")]
+
+
+def test_a_missing_pictures_message_says_where_a_relative_path_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    path = records(tmp_path, "a.png").relative_to(tmp_path)
+    with pytest.raises(ValueError, match="image images/a.png does not exist .from .*; check --image-folder"):
+        chosen("--data", path)[0]
+    with pytest.raises(ValueError, match="--image-folder gone: no such folder or zip file .from "):
+        chosen("--data", path, "--image-folder", "gone")
+    pq.write_table(pa.table({"image": ["b.png"], "question": ["?"]}), "p.parquet")
+    with pytest.raises(ValueError, match=f"p.parquet, row 0: .*b.png.*from {tmp_path}"):
+        chosen("--data", "p.parquet")[0]
+    with pytest.raises(ValueError, match=f"found none of that name .from {tmp_path}"):
+        chosen("--data", "gone.parquet")
+
+
 def test_unusable_data_is_refused_with_what_is_expected(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1")
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "text.parquet")
     pq.write_table(
         pa.table({"image": [{"bytes": b"no picture", "path": "x"}], "question": ["?"]}), tmp_path / "bad.parquet"
     )
     for path, message in (
         (tmp_path / "nothing", "expected a folder, .json, .jsonl or .parquet"),
+        (tmp_path / "cut.parquet", "cut.parquet: cannot be read as Parquet"),
         (tmp_path / "empty", "neither pictures nor Parquet"),
         (tmp_path / "text.parquet", "without a column image or images; it has text"),
     ):
@@ -83,8 +165,9 @@ def test_unusable_data_is_refused_with_what_is_expected(tmp_path, monkeypatch):
         chosen("--data", tmp_path / "bad.parquet")[0]
     with pytest.raises(ValueError, match="none of 1 pictures can be read, the last because of .*bad.parquet, row 0"):
         chosen("--data", tmp_path / "bad.parquet")[:]
-    with pytest.raises(ValueError, match="expected a column conversations or question, found image"):
-        inputs.row_sample({"image": {"bytes": png("red")}}, "x, row 0")
+    pq.write_table(pa.table({"image": [png("red")]}), tmp_path / "bare.parquet")
+    with pytest.raises(ValueError, match="without a column conversations or question; it has image"):
+        chosen("--data", tmp_path / "bare.parquet")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="run python -m playground scenes"):
         chosen()

@@ -19,19 +19,19 @@ from transformers import (
     CLIPVisionModel,
     GemmaConfig,
     GraniteConfig,
-    Siglip2VisionConfig,
-    Siglip2VisionModel,
 )
+from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 from vision_language_models import our_checkpoint
 
-from llava.analysis import encoders, inputs, interface_norms, loading, measure
+from llava.analysis import encoders, inputs, interface_norms, layer_statistics, loading
 from llava.analysis.__main__ import main
-from llava.analysis.embedding_norms import measure as embedding_norms
+from llava.analysis.embedding_norms import read_embedding_norms
 from llava.analysis.families import family_of, find_parts
 from llava.analysis.interface_norms import vocabulary_norms
-from llava.analysis.measure import ONLY_SINKS, TEXT, WITH_SINKS, Measurement
+from llava.analysis.layer_statistics import ONLY_SINKS, TEXT_GROUPS, WITH_SINKS, Measurement
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, VISUAL, Observation, Probe
+from llava.model.multimodal_encoder.towers import TOWERS
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def data(tiny):
 
 def measured(path, data, folder, *flags) -> Measurement:
     args = arguments("layer-norms", "--data", data, "--output-dir", folder, *flags)
-    return measure.measure(NamedModel("m", path), inputs.choose(args), args)
+    return layer_statistics.measure_layers(NamedModel("m", path), inputs.choose(args), args)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def test_interface_norms_equal_the_plain_reference_on_every_family(family):
     probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
     batch = probe.batch_from_inputs(**case.inputs)
     found = Measurement()
-    measure.observe(found, probe.run(batch), batch, probe)
+    layer_statistics.observe(found, probe.run(batch), batch, probe)
     expected = {"vision features": case.features, "projector output": case.projected, "norm": case.inserted}
     for what, tensor in expected.items():
         norms = np.linalg.norm(tensor.double().numpy(), axis=-1)
@@ -89,7 +89,7 @@ def test_each_layers_statistics_equal_plain_numpy():
     groups = [[SPECIAL, VISUAL, VISUAL, TEXT_AFTER, TEXT_AFTER], [VISUAL, TEXT_AFTER, TEXT_AFTER, 0, 0]]
     found = Measurement()
     batch = SimpleNamespace(input_ids=torch.zeros(2, 5, dtype=torch.long))
-    measure.observe(found, observation(states, groups), batch, SimpleNamespace(name="x", token_text=str))
+    layer_statistics.observe(found, observation(states, groups), batch, SimpleNamespace(name="x", token_text=str))
     for group in (SPECIAL, VISUAL, TEXT_AFTER):
         picked = [state.numpy()[np.array(groups) == group] for state in states]
         for layer in range(2):
@@ -119,7 +119,7 @@ def test_features_added_between_layers_are_in_no_layers_turn():
         layer.register_forward_hook(lambda _, args, output, index=index: left.update({index: output.double()}))
     probe = Probe("x", case.model, find_parts(case.model, family_of("qwen3_vl")))
     batch, found = probe.batch_from_inputs(**case.inputs), Measurement()
-    measure.observe(found, probe.run(batch), batch, probe)
+    layer_statistics.observe(found, probe.run(batch), batch, probe)
     visual = case.inputs["input_ids"] == models.IMAGE
     assert [bool((left[layer] != entered[layer + 1])[visual].any()) for layer in (0, 1)] == [True, True]
 
@@ -149,7 +149,7 @@ def test_small_angles_are_exact():
     tiny = torch.tensor([1e-4, 1e-6], dtype=torch.float64)
     one = torch.tensor([[1.0, 0.0]]).expand(2, 2)
     two = torch.stack([tiny.cos(), tiny.sin()], dim=-1).float()
-    assert measure.angle(one, two).tolist() == pytest.approx(torch.rad2deg(tiny).tolist(), rel=1e-4)
+    assert layer_statistics.angle(one, two).tolist() == pytest.approx(torch.rad2deg(tiny).tolist(), rel=1e-4)
 
 
 def test_a_sink_is_named_and_kept_apart():
@@ -162,7 +162,7 @@ def test_a_sink_is_named_and_kept_apart():
     batch = SimpleNamespace(input_ids=torch.arange(8)[None] + 70)
     probe = SimpleNamespace(name="x", token_text=lambda i: f"<{i}>")
     for _ in range(2):
-        measure.observe(found, observation(states, groups), batch, probe)
+        layer_statistics.observe(found, observation(states, groups), batch, probe)
     assert found.sinks == {
         (SPECIAL, 0, "<70>"): {"samples": 2, "first": 1, "last": 1, "norm": 2000.0, "ratio": 1000.0},
         (VISUAL, 2, ""): {"samples": 2, "first": 2, "last": 2, "norm": 60.0, "ratio": 30.0},
@@ -187,7 +187,7 @@ def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_tak
 ):
     flags = ("--samples", 8, "--batch-size", 2)
     whole = measured(checkpoint, data, tmp_path / "whole", *flags)
-    observe, calls = measure.observe, []
+    observe, calls = layer_statistics.observe, []
 
     def stop_in_the_third(measurement, *args):
         calls.append(1)
@@ -195,10 +195,10 @@ def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_tak
         if len(calls) == 3:
             raise stop
 
-    monkeypatch.setattr(measure, "observe", stop_in_the_third)
+    monkeypatch.setattr(layer_statistics, "observe", stop_in_the_third)
     with pytest.raises(stop):
         measured(checkpoint, data, tmp_path / "cut", *flags)
-    monkeypatch.setattr(measure, "observe", observe)
+    monkeypatch.setattr(layer_statistics, "observe", observe)
     (state,) = (tmp_path / "cut").rglob("*.json.gz")
     assert json.loads(gzip.decompress(state.read_bytes()))["done"] == 4
     continued = measured(checkpoint, data, tmp_path / "cut", *flags)
@@ -286,7 +286,7 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one(text, adds):
             assert options["add_special_tokens"] is adds and options["padding_side"] == "right"
             return {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
 
-    batch = loading.library_inputs(Processor(), "cpu")([inputs.Sample("x", Image.new("RGB", (2, 2)), "hi")])
+    batch = loading.library_inputs(Processor(), "cpu")([inputs.PicturePrompt("x", Image.new("RGB", (2, 2)), "hi")])
     assert batch.mask.all()
 
 
@@ -310,18 +310,55 @@ def test_a_lone_encoders_tokens_are_those_of_the_tower(tiny, data, tmp_path, tow
         run(tmp_path / "out", "interface-norms", *flags, "--vision-layer", -1)
 
 
+def saved_encoder(folder, model_type, **more):
+    tower = TOWERS[model_type]
+    sizes = VISION_SIZES | {"vision_use_head": False} | more
+    encoder = tower.model_class(tower.config_class(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    encoder.save_pretrained(folder)
+    return encoder
+
+
+def load_encoder(folder, layer):
+    args = arguments("interface-norms", "--vision-layer", layer)
+    return encoders.load_encoder(NamedModel("encoder", str(folder)), args)
+
+
+@pytest.mark.parametrize("layer", [-2, 0, 2])
+@pytest.mark.parametrize("model_type", sorted(TOWERS.keys() - {"siglip2_vision_model"}))
 @torch.no_grad()
-def test_siglip_2s_padding_is_left_out():
-    sizes = {k: v for k, v in VISION_SIZES.items() if k != "image_size"} | {"vision_use_head": False, "num_patches": 16}
-    model = Siglip2VisionModel(Siglip2VisionConfig(**sizes)).eval()
-    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-    shapes = {"pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[2, 3], [2, 2]])}
-    batch = {"pixel_values": torch.randn(2, 6, 3 * 64)} | shapes
-    tokens = encoders.patch_tokens(model, batch, -2)
-    states = model(**batch, output_hidden_states=True).hidden_states[-2]
-    assert torch.equal(tokens, torch.cat([states[0], states[1, :4]]))
-    with pytest.raises(ValueError, match="--vision-layer 9: the encoder has 4 states"):
-        encoders.patch_tokens(model, batch, 9)
+def test_a_lone_encoders_tokens_are_the_librarys_patches(tmp_path, model_type, layer):
+    encoder = saved_encoder(tmp_path, model_type)
+    picture = Image.new("RGB", (16, 16), (200, 40, 90))
+    picture.paste((0, 90, 0), (3, 3, 9, 12))
+    tokens = load_encoder(tmp_path, layer)([inputs.PicturePrompt("x", picture, "")] * 2)
+    tower = TOWERS[model_type](encoder.config)
+    pixels = tower.default_image_processor()(images=[picture], return_tensors="pt")["pixel_values"]
+    state = encoder(pixels, output_hidden_states=True).hidden_states[layer]
+    patches = state[:, tower.num_prefix_tokens :].flatten(0, 1)
+    assert len(patches) == (16 // VISION_SIZES["patch_size"]) ** 2
+    torch.testing.assert_close(tokens, torch.cat([patches, patches]), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_siglip_2_sees_pictures_in_their_shape_and_its_padding_is_left_out(tmp_path):
+    encoder = saved_encoder(tmp_path, "siglip2_vision_model", num_patches=16)
+    processor = Siglip2ImageProcessorPil(patch_size=VISION_SIZES["patch_size"], max_num_patches=6)
+    processor.save_pretrained(tmp_path)
+    pictures = [Image.new("RGB", size, colour) for size, colour in (((48, 32), "red"), ((32, 32), "blue"))]
+    samples = [inputs.PicturePrompt("x", picture, "") for picture in pictures]
+    batch = processor(images=pictures, return_tensors="pt")
+    count = batch["pixel_attention_mask"].sum(1).tolist()
+    assert count == [6, 4]
+    states = encoder(**batch, output_hidden_states=True).hidden_states
+    for layer in (-2, 0):
+        expected = torch.cat([one[:n] for one, n in zip(states[layer], count, strict=True)])
+        torch.testing.assert_close(load_encoder(tmp_path, layer)(samples), expected, rtol=1e-5, atol=1e-5)
+    depth = encoder.config.num_hidden_layers
+    with pytest.raises(ValueError, match=f"^--vision-layer 9: the tower has {depth} layers"):
+        load_encoder(tmp_path, 9)
 
 
 def test_ovis_visual_vocabulary_is_read_beside_its_text_embeddings(tmp_path):
@@ -330,7 +367,7 @@ def test_ovis_visual_vocabulary_is_read_beside_its_text_embeddings(tmp_path):
     norms = vocabulary_norms(str(tmp_path), family_of("ovis2").vocabulary)
     expected = model.model.visual_embeddings_table.weight.detach().double().norm(dim=1)
     assert norms.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
-    text = embedding_norms(NamedModel("x", str(tmp_path))).norms
+    text = read_embedding_norms(NamedModel("x", str(tmp_path))).norms
     assert text.tolist() == pytest.approx(model.get_input_embeddings().weight.detach().norm(dim=1).tolist(), rel=1e-6)
     with pytest.raises(ValueError, match="expected one tensor that ends in nothing.weight, found none"):
         vocabulary_norms(str(tmp_path), "model.nothing")
@@ -342,7 +379,7 @@ def test_everything_is_checked_before_anything_is_measured(tiny, checkpoint, dat
     shutil.copy(f"{checkpoint}/config.json", tmp_path / "empty")
     shutil.copytree(tiny / "llama", tmp_path / "strange")
     (tmp_path / "strange/config.json").write_text('{"model_type": "strange", "vision_config": {}}')
-    monkeypatch.setattr(measure, "measure", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(layer_statistics, "measure_layers", lambda *args: pytest.fail("measured"))
     good = ("--data", data, "--model", checkpoint)
     for command, flags, message in (
         ("layer-norms", ("--output-dir", tmp_path / "file/out"), f"{tmp_path / 'file'} is a file, expected a folder"),
@@ -424,7 +461,7 @@ def test_one_sink_does_not_move_the_headline(checkpoint, data, tmp_path, monkeyp
     for group, values, sinks in ((VISUAL, [0.9, 1.0, 1.1], [500.0]), (TEXT_AFTER, [2.0, 3.0, 4.0], [])):
         found.streams["norm", group, 0, False].add(values)
         found.streams["norm", group, 0, True].add(sinks)
-    monkeypatch.setattr(measure, "measure", lambda *args: found)
+    monkeypatch.setattr(layer_statistics, "measure_layers", lambda *args: found)
     rows = run(tmp_path / "out", "interface-norms", "--data", data, "--model", f"m={checkpoint}")["rows"]
     text = capsys.readouterr().out
     assert "0.333 times the norm of text tokens (medians without sinks; with sinks 0.35" in text
@@ -438,13 +475,13 @@ def test_one_sink_does_not_move_the_headline(checkpoint, data, tmp_path, monkeyp
 
 
 def test_gap_is_the_ratio_of_median_angles():
-    from llava.analysis.update_rates import gap, verdict
+    from llava.analysis.curves import gap, verdict
 
     found = Measurement()
     found.layers = 2
     for layer, (visual, text) in enumerate(((2.0, 8.0), (5.0, 5.0))):
         found.streams["turn", VISUAL, layer, False].add([visual] * 3)
-        found.streams["turn", TEXT[1], layer, False].add([text] * 2)
+        found.streams["turn", TEXT_GROUPS[1], layer, False].add([text] * 2)
     assert gap(found).tolist() == pytest.approx([4, 1], rel=3e-3)
     assert "by 2.00 times the angle" in verdict("x", found) and "slower in 1 of 2 layers" in verdict("x", found)
 

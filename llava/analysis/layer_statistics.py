@@ -36,7 +36,7 @@ STATE_METRICS, STEP_METRICS = ("norm", "drift"), ("cosine", "turn", "update")
 ADDED = "added "
 """Begins the names of an addition's step metrics; its layer is the one that it follows."""
 SCALE = "embedding scale"
-TEXT = (TEXT_BEFORE, TEXT_AFTER)
+TEXT_GROUPS = (TEXT_BEFORE, TEXT_AFTER)
 WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
 
 
@@ -75,6 +75,10 @@ class Measurement:
                 merged.merge(self.streams.get((what, group, layer, of_sinks), Stream()))
         return merged
 
+    def added_layers(self) -> list[int]:
+        """The layers behind which the model adds visual features."""
+        return sorted({layer for what, _, layer, _ in self.streams if what.startswith(ADDED)})
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, as what JSON can hold."""
         streams = [[*key, stream.to_dict()] for key, stream in self.streams.items()]
@@ -88,19 +92,19 @@ class Measurement:
         self.sinks = {tuple(key): sink for *key, sink in found["sinks"]}
 
 
-def measure(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> Measurement:
+def measure_layers(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> Measurement:
     """The model's statistics over `samples`, from `--output-dir` as far as they are there.
 
     Raises:
         ValueError: see `load`; no sample has visual positions.
     """
 
-    def start() -> Callable[[Measurement, Sequence[inputs.Sample]], None]:
+    def start() -> Callable[[Measurement, Sequence[inputs.PicturePrompt]], None]:
         probe = loading.load_with_vision(named, args)
         takes_rows = "logits_to_keep" in inspect.signature(probe.model.forward).parameters
         options = {"logits_to_keep": 1} if takes_rows else {}  # all logits of a large vocabulary outgrow the states
 
-        def add(measurement: Measurement, group: Sequence[inputs.Sample]) -> None:
+        def add(measurement: Measurement, group: Sequence[inputs.PicturePrompt]) -> None:
             for batch in probe.batches(group):
                 observe(measurement, probe.run(batch, **options), batch, probe)
 
@@ -135,7 +139,7 @@ def observe(measurement: Measurement, seen: Observation, batch: Batch, probe: Pr
                 changed = chosen & (left != state).any(dim=-1).cpu().numpy()
                 for what, found in step_values(left, state).items() if changed.any() else ():
                     measurement.streams[(ADDED + what, group, layer, of_sinks)].add(found[changed])
-            if group in TEXT and np.isfinite(scales[chosen]).any():
+            if group in TEXT_GROUPS and np.isfinite(scales[chosen]).any():
                 measurement.streams[(SCALE, group, 0, of_sinks)].add(scales[chosen & np.isfinite(scales)])
     for sample, position in np.argwhere(sinks & (groups > 0)):
         where = int((groups[sample, :position] == VISUAL).sum()) if groups[sample, position] == VISUAL else position

@@ -1,0 +1,133 @@
+"""Every measurement, table and figure of the paper for the given checkpoints.
+
+A command that fails is reported at the end; the others run all the same.
+"""
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llava.analysis import loading
+from llava.analysis.commands import ANY, COMMANDS, INTERRUPTED, NORMED, OURS, Needs, module_of
+from llava.analysis.models import NamedModel, named_model, required_models
+from llava.model.multimodal_projector.norm import NORM_TYPES
+
+QUICKSTART = Path("outputs/quickstart")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models",
+        metavar="[NAME=]CKPT",
+        nargs="*",
+        type=named_model,
+        help=f"checkpoint folder or hub id, with its name in the figures if wanted (default: {QUICKSTART}/*/finetune)",
+    )
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/analysis"), help="folder of the results")
+    parser.add_argument("--data", help="samples to measure on (default: the playground's held-out scenes)")
+    parser.add_argument("--samples", type=count, help="how many (default: few, as each command's --help says)")
+    parser.add_argument(
+        "--commands",
+        type=chosen,
+        default=tuple(COMMANDS),
+        help="only these, in one word: --commands 'theory attention'",
+    )
+
+
+def count(text: str) -> int:
+    """The value of `--samples`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def chosen(text: str) -> tuple[str, ...]:
+    """The value of `--commands`, separated by spaces or commas."""
+    names = tuple(text.replace(",", " ").split())
+    if not names or (unknown := [name for name in names if name not in COMMANDS]):
+        found = ", ".join(unknown) if names else "none"
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(COMMANDS)}; found {found}")
+    return names
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs every command in a process of its own, and prints how long each took.
+
+    Raises:
+        ValueError: no checkpoint, or one without a config; some commands failed.
+        KeyboardInterrupt: a command was interrupted.
+    """
+    models = required_models(args.models or quickstart_models())
+    fields = {model: loading.config_fields(model.path) for model in models}
+    failed, times, start = [], [], time.monotonic()
+    for command in args.commands:
+        print(f"\n=== {command}", flush=True)
+        needs = module_of(command).NEEDS
+        fitting = [model for model in models if fits(needs, fields[model])]
+        if not fitting:
+            print(f"skipped: no checkpoint {needs.models}", flush=True)
+            continue
+        began = time.monotonic()
+        if call(command_line(command, fitting, needs, args)):
+            failed.append(command)
+        times.append((command, time.monotonic() - began))
+    print("\n=== time of each command")
+    for command, seconds in [*times, ("all", time.monotonic() - start)]:
+        print(f"{command:<18} {seconds:5.0f} s")
+    print(f"tables and figures: {args.output_dir}")
+    if failed:
+        raise ValueError(f"failed: {' '.join(failed)}")
+
+
+def quickstart_models() -> list[NamedModel]:
+    """What scripts/quickstart.sh has trained.
+
+    Raises:
+        ValueError: nothing.
+    """
+    found = sorted(config.parent for config in QUICKSTART.glob("*/finetune/config.json"))
+    if not found:
+        raise ValueError(f"no checkpoint given, and {QUICKSTART} has none; run bash scripts/quickstart.sh")
+    return [named_model(str(folder)) for folder in found]
+
+
+def fits(needs: Needs, fields: dict[str, Any]) -> bool:
+    """Whether a model with these fields of config.json is what a command is about."""
+    normed = NORM_TYPES.get(fields.get("mm_projector_norm", "none")) is not None
+    return {ANY: True, OURS: loading.is_ours(fields), NORMED: normed}[needs.models]
+
+
+def command_line(command: str, models: list[NamedModel], needs: Needs, args: argparse.Namespace) -> list[str]:
+    """The words that run one command."""
+    words = [sys.executable, "-m", "llava.analysis", command]
+    for model in models:
+        words += ["--model", f"{model.name}={model.path}"]
+    for flag in needs.flags:
+        if (value := getattr(args, flag)) is not None:
+            words += [f"--{flag}", str(value)]
+    return [*words, "--output-dir", str(args.output_dir)]
+
+
+def call(words: Sequence[str]) -> int:
+    """The exit status of a command. One that is interrupted is waited for, since it saves what it has measured."""
+    old = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    process = subprocess.Popen(words)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:  # the command has got it from the terminal as well
+        process.wait()
+        raise
+    except SystemExit:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    if status in (INTERRUPTED, -signal.SIGINT):
+        raise KeyboardInterrupt
+    return status
