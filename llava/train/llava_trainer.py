@@ -239,7 +239,7 @@ class LLaVATrainer(Trainer):
         if not Path(resume_from_checkpoint, OPTIMIZER_NAME).is_file():  # the library would go on with a fresh one
             raise ResumeError(
                 f"{resume_from_checkpoint} holds no optimizer's state (--save_only_model True), so it cannot go on "
-                "as it was; start anew in another --output_dir or with --resume_from_checkpoint False"
+                "as it was; start anew in another --output_dir or with --overwrite_output_dir True"
             )
         model = self.model if model is None else model
         if has_lora(model):
