@@ -34,6 +34,13 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 
 
+def _cropping_to(side: int, processor: Any) -> Any:
+    """`processor`, which resizes the shorter side and cuts a square from the middle, set to that square's side."""
+    processor.size = {"shortest_edge": side}
+    processor.crop_size = {"height": side, "width": side}
+    return processor
+
+
 class SiglipVisionTower(VisionTower):
     """SigLIP and the fixed resolutions of SigLIP 2, as LLaVA-NeXT uses them; the pooling head is never built."""
 
@@ -91,8 +98,7 @@ class CLIPVisionTower(VisionTower):
         return self.vision_model.pre_layrnorm(self.vision_model.embeddings(images)), {}
 
     def default_image_processor(self) -> CLIPImageProcessorPil:
-        side = self.image_size
-        return CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+        return _cropping_to(self.image_size, CLIPImageProcessorPil())
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -107,10 +113,6 @@ class Dinov2VisionTower(VisionTower):
     image_processor_class = BitImageProcessorPil
     select_features = ("patch", "cls_patch")
 
-    def __init__(self, config: PretrainedConfig, select_layer: int = -2, select_feature: str = "patch"):
-        super().__init__(config, select_layer, select_feature)
-        self.gated_mlp = self.config.use_swiglu_ffn
-
     def encoder_layers(self) -> nn.ModuleList:
         return self.vision_model.encoder.layer
 
@@ -120,14 +122,8 @@ class Dinov2VisionTower(VisionTower):
     def final_norm(self) -> nn.Module:
         return self.vision_model.layernorm
 
-    def unused_parameters(self) -> list[nn.Parameter]:
-        mask = self.vision_model.embeddings.mask_token  # of DINO's own training; some configs leave it out
-        return super().unused_parameters() + ([] if mask is None else [mask])
-
     def fit_image_processor(self, processor: Any) -> Any:
-        processor.size = {"shortest_edge": self.image_size}
-        processor.crop_size = {"height": self.image_size, "width": self.image_size}
-        return processor
+        return _cropping_to(self.image_size, processor)
 
     def default_image_processor(self) -> BitImageProcessorPil:
         return self.fit_image_processor(
@@ -137,6 +133,10 @@ class Dinov2VisionTower(VisionTower):
     @property
     def num_prefix_tokens(self) -> int:
         return 1
+
+    @property
+    def gated_mlp(self) -> bool:
+        return self.config.use_swiglu_ffn
 
     @property
     def mlp_width(self) -> int:
@@ -164,10 +164,6 @@ class DINOv3VisionTower(VisionTower):
     image_processor_class = ViTImageProcessorPil
     select_features = ("patch", "cls_patch")
 
-    def __init__(self, config: PretrainedConfig, select_layer: int = -2, select_feature: str = "patch"):
-        super().__init__(config, select_layer, select_feature)
-        self.gated_mlp = self.config.use_gated_mlp
-
     def encoder_layers(self) -> nn.ModuleList:
         return self.vision_model.model.layer
 
@@ -177,8 +173,9 @@ class DINOv3VisionTower(VisionTower):
     def final_norm(self) -> nn.Module:
         return self.vision_model.norm
 
-    def unused_parameters(self) -> list[nn.Parameter]:
-        return [*super().unused_parameters(), self.vision_model.embeddings.mask_token]
+    @property
+    def gated_mlp(self) -> bool:
+        return self.config.use_gated_mlp
 
     def embed(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         positions = self.vision_model.rope_embeddings(images)
@@ -215,12 +212,15 @@ class Aimv2VisionTower(VisionTower):
     config_class = Aimv2VisionConfig
     model_class = Aimv2VisionModel
     image_processor_class = CLIPImageProcessorPil
-    gated_mlp = True
 
     def _architecture(self, config: PretrainedConfig) -> PretrainedConfig:
         kept = super()._architecture(config)
         kept.use_head = False
         return kept
+
+    @property
+    def gated_mlp(self) -> bool:
+        return True
 
     def patch_embedding(self) -> nn.Module:
         return self.vision_model.embeddings.patch_embed
@@ -229,9 +229,7 @@ class Aimv2VisionTower(VisionTower):
         return self.vision_model.rms_norm
 
     def fit_image_processor(self, processor: Any) -> Any:
-        processor.size = {"shortest_edge": self.image_size}
-        processor.crop_size = {"height": self.image_size, "width": self.image_size}
-        return processor
+        return _cropping_to(self.image_size, processor)
 
     def default_image_processor(self) -> CLIPImageProcessorPil:
         return self.fit_image_processor(CLIPImageProcessorPil())

@@ -47,7 +47,6 @@ class VisionTower(nn.Module):
     model_class: type[PreTrainedModel]
     image_processor_class: type
     select_features: tuple[str, ...] = ("patch",)
-    gated_mlp = False  # two products enter the MLP's middle, one multiplies the other
 
     def __init__(self, config: PretrainedConfig, select_layer: int = -2, select_feature: str = "patch"):
         super().__init__()
@@ -132,9 +131,14 @@ class VisionTower(nn.Module):
         self.vision_tower["vision_model"] = model if device.type == "meta" else model.to(device)
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Parameters that never see a gradient: the layers behind the selected one, and what follows the encoder."""
+        """Parameters that never see a gradient.
+
+        They are the layers behind the selected one, what follows the encoder, and the token that stands for a masked
+        patch where the encoder was trained with one.
+        """
         modules = [*self.encoder_layers()[self.num_layers_used :], self.final_norm()]
-        return [p for module in modules for p in module.parameters()]
+        mask = getattr(self.vision_model.embeddings, "mask_token", None)
+        return [p for module in modules for p in module.parameters()] + ([] if mask is None else [mask])
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Visual features [N, V, E] of `images` [N, 3, H, W], in the tower's dtype."""
@@ -182,6 +186,11 @@ class VisionTower(nn.Module):
     def num_tokens(self) -> int:
         """V, the visual tokens of one image."""
         return self.num_patches_per_side**2 + (self.select_feature == "cls_patch")
+
+    @property
+    def gated_mlp(self) -> bool:
+        """Whether two products enter the MLP's middle, of which one multiplies the other."""
+        return False
 
     @property
     def mlp_width(self) -> int:
