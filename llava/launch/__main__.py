@@ -24,6 +24,7 @@ from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import Plan, as_json, command_text, resolve, show
 from llava.launch.settings import ROOT, Refusal, is_on, misspelt
 from llava.launch.supervise import INTERRUPTED, supervise
+from llava.provenance import RUN_FILE
 
 LAUNCH_CHECK = "llava/train/launch_check.py"
 
@@ -65,20 +66,32 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     subprocess.run(["bash", "scripts/setup.sh"], check=True)
     entry = LAUNCH_CHECK if is_on(environment.get("CHECK", "")) else plan.entry
     first_node = node_rank(environment) in ("", "0")
+    records = first_node and entry == plan.entry
     try:
         plan.output_dir.mkdir(parents=True, exist_ok=True)
-        if first_node:
-            record_command(plan, entry)
+        run_before = run_file_stamp(plan.output_dir)
+        if records and not any(plan.output_dir.iterdir()):
+            record_command(plan)
     except OSError as error:
         raise Refusal(f"--output_dir {plan.output_dir} cannot be written: {error.strerror}; take another") from None
     variables = {**environment, **considerate(plan, environment)}
     alone = plan.launch.launcher == "python"
-    return supervise(plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone)
+    code = supervise(plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone)
+    # A folder that was in use keeps its command unless the trainer took this one: it may refuse it, or be finished.
+    if records and run_file_stamp(plan.output_dir) != run_before:
+        record_command(plan)
+    return code
 
 
-def record_command(plan: Plan, entry: str) -> None:
+def run_file_stamp(output_dir: Path) -> int | None:
+    """When the trainer last said in `output_dir` what it starts; None where it never has."""
+    file = output_dir / RUN_FILE
+    return file.stat().st_mtime_ns if file.exists() else None
+
+
+def record_command(plan: Plan) -> None:
     """Writes `command.sh`, which runs the same once more."""
-    lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(str(ROOT))} || exit", command_text(plan, entry)]
+    lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(str(ROOT))} || exit", command_text(plan, plan.entry)]
     Path(plan.output_dir, "command.sh").write_text("\n".join(lines) + "\n")
 
 

@@ -461,6 +461,23 @@ def test_real_run_starts_what_it_shows_and_records_it(tmp_path, tool_path):
     assert (tmp_path / "started").read_text().splitlines() == arguments
 
 
+def test_a_folder_keeps_its_command_unless_the_trainer_takes_another(tmp_path, tool_path):
+    out = tmp_path / "out"
+    path = tool_path("mypython", f'[ -e "{tmp_path}/refuses" ] && exit 2; date +%N >"{out}/run.json"')
+    env = {"PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": "mypython", "OUTPUT_DIR": out}
+    env |= dict.fromkeys(("DATA_PATH", "MODEL_PATH", "VISION_TOWER", "IMAGE_FOLDER"), tmp_path)
+    assert bash("scripts/pretrain.sh", path=path, **env).returncode == 0
+    first = (out / "command.sh").stat().st_mtime_ns, (out / "command.sh").read_text()
+    (tmp_path / "refuses").touch()
+    assert bash("scripts/pretrain.sh", path=path, LEARNING_RATE=0.5, **env).returncode == 2
+    assert first == ((out / "command.sh").stat().st_mtime_ns, (out / "command.sh").read_text())
+    assert bash("scripts/pretrain.sh", path=path, CHECK=1, **env).returncode == 2
+    assert (out / "command.sh").read_text() == first[1]
+    (tmp_path / "refuses").unlink()
+    assert bash("scripts/pretrain.sh", path=path, LEARNING_RATE=0.5, **env).returncode == 0
+    assert "--learning_rate 0.5" in (out / "command.sh").read_text()
+
+
 # --- DeepSpeed configurations -----------------------------------------------------------------------------------------
 
 
