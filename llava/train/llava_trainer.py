@@ -228,6 +228,8 @@ class LLaVATrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if state_dict is not None:  # ZeRO-1 and 2 give a tied weight as two tensors, which would both be written
+            state_dict = {n: t for n, t in state_dict.items() if n not in (self.model.all_tied_weights_keys or ())}
         super()._save(output_dir, state_dict)
         output_dir = output_dir or self.args.output_dir
         if self.args.should_save:
