@@ -52,7 +52,8 @@ def has_liger() -> bool:
 
 def supervised_loss(
     hidden_states: torch.Tensor,
-    labels: torch.Tensor,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
     lm_head: LMHead,
     num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
@@ -60,7 +61,8 @@ def supervised_loss(
 
     Args:
         hidden_states: [B, S, D], the decoder's normalised output.
-        labels: [B, S] unshifted, IGNORE_INDEX where nothing is to be learnt.
+        rows: [R] of [B * S], the positions whose next token is a target.
+        targets: [R], those tokens.
         lm_head: sums the losses of [R, D] against [R].
         num_items_in_batch: targets of the whole optimizer step over all ranks; None takes this batch's own number.
 
@@ -68,13 +70,8 @@ def supervised_loss(
         fp32 scalar: the sum over targets divided by `num_items_in_batch`. Without any target it is 0 and still
         connected to the graph, so that every rank runs its backward pass.
     """
-    targets = labels[:, 1:]
-    supervised = targets != IGNORE_INDEX
-    targets = targets[supervised]
-    total = lm_head(hidden_states[:, :-1][supervised], targets)
-    if num_items_in_batch is None:
-        num_items_in_batch = max(len(targets), 1)
-    return total / num_items_in_batch
+    total = lm_head(hidden_states.flatten(0, 1).index_select(0, rows), targets)
+    return total / (max(len(targets), 1) if num_items_in_batch is None else num_items_in_batch)
 
 
 def plain_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

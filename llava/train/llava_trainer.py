@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import rotate_checkpoints
@@ -24,7 +25,7 @@ from llava.train.checkpoint import (
     trains_adapter_only,
 )
 from llava.train.failures import Watchdog
-from llava.train.nonfinite import NonFiniteGuard, poisoned
+from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups
 from llava.train.resume import ResumeError, moved_step
 from llava.train.run_record import write_identity
@@ -65,6 +66,7 @@ class LLaVATrainer(Trainer):
         self.add_callback(self.stop_signal)
         self.staging: Path | None = None
         self.saved_step = -1
+        self.args.logging_nan_inf_filter = False  # would wait for every loss; see `training_step`
         self.args.use_liger_kernel = False  # done already, on the decoder; the library would look for the model type
         self.image_processor = image_processor
         if self.args.loss_reduction == "micro_batch_mean":
@@ -108,7 +110,13 @@ class LLaVATrainer(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.watchdog.enter("computing", self.state.global_step)
-        return super().training_step(*args, **kwargs)
+        loss = super().training_step(*args, **kwargs)
+        # As the library's filter, which is off: a loss that is not finite counts as the mean of those before it.
+        return finite_or(loss, self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged))
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        # The library would wait for every copy; pinned memory is read while the device goes on.
+        return send_to_device(inputs, self.args.device, non_blocking=True)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)

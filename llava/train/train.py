@@ -226,10 +226,15 @@ def training_tokenizer(model_args: ModelArguments, training_args: TrainingArgume
         ) from error
 
 
+def arithmetic_dtype(training_args: TrainingArguments) -> torch.dtype:
+    """What the model computes in, by `--bf16` and `--fp16`."""
+    return torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else torch.float32
+
+
 def build_model(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> Any:
     """The model with tower, projector and norm, `requires_grad` set, and every choice recorded in its config."""
     parts = tunable_parts(model_args)
-    frozen_dtype = torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else torch.float32
+    frozen_dtype = arithmetic_dtype(training_args)
     # DeepSpeed keeps fp32 masters itself; elsewhere what is trained stays fp32 and autocast lowers the arithmetic.
     trained_dtype = frozen_dtype if training_args.deepspeed else torch.float32
     attention = model_args.attn_implementation
@@ -299,16 +304,20 @@ def build_trainer(
         model_max_length=training_args.model_max_length,
         label_masking=data_args.label_masking,
         show_progress=training_args.process_index == 0,
+        pixel_dtype=arithmetic_dtype(training_args),
     )
     fit_norm_to_first_images(model, dataset, training_args.device)
     fit_micro_batches(dataset, training_args)
     set_up_checkpointing(model, training_args, largest_micro_batch(dataset, training_args))
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    collator = DataCollatorForSupervisedDataset(
+        pad_token_id or 0, tower.num_tokens, training_args.model_max_length, training_args.padding_free
+    )
     return LLaVATrainer(
         model=model,
         args=training_args,
         train_dataset=dataset,
-        data_collator=DataCollatorForSupervisedDataset(pad_token_id or 0),
+        data_collator=collator,
         processing_class=tokenizer,
         image_processor=image_processor,
         **options,
