@@ -25,7 +25,7 @@ from llava.model.builder import load_language_model, read_config
 from llava.model.lora import has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.batches import fit_micro_batches, largest_micro_batch
+from llava.train.batches import largest_micro_batch, log_micro_batches
 from llava.train.closing import say_what_comes_next
 from llava.train.compilation import compile_layers
 from llava.train.failures import Watchdog, of_flag, refusal
@@ -307,7 +307,7 @@ def build_trainer(
         pixel_dtype=arithmetic_dtype(training_args),
     )
     fit_norm_to_first_images(model, dataset, training_args.device)
-    fit_micro_batches(dataset, training_args)
+    log_micro_batches(dataset, training_args)
     set_up_checkpointing(model, training_args, largest_micro_batch(dataset, training_args))
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     collator = DataCollatorForSupervisedDataset(

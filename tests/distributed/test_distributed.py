@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_files import write_varied
 from decoder_families import NAMES, write_families
 from safetensors.torch import load_file
 from training import flags
@@ -51,12 +52,22 @@ def test_one_recomputed_layer_under_zero_3_equals_one_process(tiny, tmp_path, on
     assert_same(tmp_path / "two", one_process)
 
 
-def test_a_token_cap_under_deepspeed_equals_one_process(tiny, tmp_path, one_process):
-    """DeepSpeed is told of the fewer micro-batches."""
-    options = COMPARABLE | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    output = launch(flags(tiny, tmp_path / "two", 2, max_tokens_per_micro_batch=10**6, **options), "zero2", tmp_path)
-    assert "--max_tokens_per_micro_batch 1000000: 1 micro-batches" in output
-    assert_same(tmp_path / "two", one_process)
+@pytest.fixture(scope="module")
+def varied(tiny, tmp_path_factory):
+    """Data of varied lengths, and the run of one process with one micro-batch per step."""
+    folder = tmp_path_factory.mktemp("varied")
+    options = COMPARABLE | {"data_path": write_varied(tiny, folder / "data.json"), "per_device_train_batch_size": 8}
+    train_module.train(flags(tiny, folder / "run", 2, **options))
+    return options["data_path"], folder / "run"
+
+
+@pytest.mark.parametrize("config", [None, "zero2", "zero3"])
+def test_a_varying_number_of_micro_batches_equals_one_process_with_one(tiny, tmp_path, varied, config):
+    """Gradients are exchanged and applied with a step's last micro-batch, however many it has."""
+    options = COMPARABLE | {"data_path": varied[0], "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    output = launch(flags(tiny, tmp_path / "two", 2, max_tokens_per_micro_batch=450, **options), config, tmp_path)
+    assert "--max_tokens_per_micro_batch 450: 2.667 micro-batches per step and rank (2 to 3)" in output
+    assert_same(tmp_path / "two", varied[1])
 
 
 def test_rank_without_images_meets_the_others(tiny, tmp_path):
