@@ -32,7 +32,7 @@ from llava.train.failures import Watchdog, of_flag, refusal
 from llava.train.first_tokens import fit_norm_to_first_images
 from llava.train.flags import parse_flags
 from llava.train.launch_check import check_launch, spans_nodes
-from llava.train.liger import apply_liger
+from llava.train.liger import set_up_liger
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
 from llava.train.memory import set_up_checkpointing
@@ -44,6 +44,7 @@ from llava.train.run_folder import begin_run, choose_start
 from llava.train.run_identity import run_identity
 from llava.train.run_record import write_run_record
 from llava.train.stop_signal import StoppedEarly, StopSignal
+from llava.train.zero import fit_zero
 
 logger = logging.getLogger(__name__)
 
@@ -260,8 +261,7 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     decoder.mm_projector.to(trained_dtype)
     add_lora_by_flags(model, training_args, trained_dtype)
     set_trainable(model, parts)
-    if training_args.use_liger_kernel:
-        apply_liger(model)
+    set_up_liger(model, training_args)
     if training_args.compile_layers:
         compile_layers(model)
     model.padding_free = training_args.padding_free
@@ -308,6 +308,7 @@ def build_trainer(
     )
     fit_norm_to_first_images(model, dataset, training_args.device)
     log_micro_batches(dataset, training_args)
+    fit_zero(model, training_args)
     set_up_checkpointing(model, training_args, largest_micro_batch(dataset, training_args))
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     collator = DataCollatorForSupervisedDataset(

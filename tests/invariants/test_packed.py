@@ -12,7 +12,7 @@ from tiny_models import make
 from llava.constants import IGNORE_INDEX
 from llava.data.sampler import RandomOrder, StepSampler, balanced_groups, dealt_evenly, dealt_in_order
 from llava.model.attention import MASKED, SEGMENTS, packed_attention, segments_attention
-from llava.model.loss import chunked_loss, plain_loss
+from llava.model.loss import _CHUNK_ELEMENTS, chunked_loss, plain_loss, rows_at_a_time
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_the_backend_is_chosen_by_the_machine_and_others_are_refused(caplog):
 @pytest.mark.parametrize("rows", [0, 1, 7, 64])
 @pytest.mark.parametrize("trained_head", [True, False])
 def test_chunked_loss_equals_float64(monkeypatch, rows, trained_head):
-    monkeypatch.setattr("llava.model.loss._CHUNK_ELEMENTS", 10 * 50)  # ten rows at a time
+    monkeypatch.setitem(_CHUNK_ELEMENTS, "cpu", 10 * 50)  # ten rows at a time
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, 16, generator=generator)
     weight = torch.randn(50, 16, generator=generator)
@@ -120,8 +120,16 @@ def test_chunked_loss_equals_float64(monkeypatch, rows, trained_head):
         torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-5, atol=1e-5)
 
 
+def test_few_rows_are_one_chunk_and_chunks_are_alike():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert rows_at_a_time(0, 50, cpu) == 1 and rows_at_a_time(7, 10**9, cpu) == 1
+    assert rows_at_a_time(1000, 128_256, gpu) == 1000  # the weight is read twice
+    assert rows_at_a_time(1100, 128_256, gpu) == 550
+    assert rows_at_a_time(1100, 128_256, cpu) == 220
+
+
 def test_chunked_loss_under_autocast_equals_the_plain_one(monkeypatch):
-    monkeypatch.setattr("llava.model.loss._CHUNK_ELEMENTS", 10 * 50)
+    monkeypatch.setitem(_CHUNK_ELEMENTS, "cpu", 10 * 50)
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(64, 16), torch.randn(50, 16), torch.randint(50, (64,))
     gradients = []
