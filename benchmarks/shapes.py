@@ -1,8 +1,10 @@
-"""Models in the shapes of real ones with random weights, in memory or as folders, made where they will run.
+"""Models in the shapes of real ones with random weights, in memory or as folders, made on the GPU where there is one.
 
-`models/*.json` hold the sizes that the published `config.json` files have.
+`models/*.json` hold the sizes that the published `config.json` files have. `python -m benchmarks.shapes PRESET FOLDER`
+writes FOLDER/language_model and FOLDER/tower, which the recipes take as MODEL_PATH and VISION_TOWER.
 """
 
+import argparse
 import json
 import shutil
 from dataclasses import dataclass
@@ -119,3 +121,18 @@ def _made(make: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedMode
             return make()
     finally:
         torch.set_default_dtype(before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset", choices=PRESETS)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    where = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32
+    write_language_model(args.preset, args.folder / "language_model", *where)
+    write_tower(PRESETS[args.preset].tower_name, args.folder / "tower", *where)
+
+
+if __name__ == "__main__":
+    main()

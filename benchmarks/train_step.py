@@ -76,7 +76,9 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=4, help="different ones, in turn")
     parser.add_argument("--steps", type=int, default=8 if gpu else 4, help="of every arm in every round")
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
-    parser.add_argument("--arms", nargs="+", help="default: all that run here; on a CPU not `compiled`, a minute's wait")
+    parser.add_argument(
+        "--arms", nargs="+", help="default: all that run here; on a CPU not `compiled`, a minute's wait"
+    )
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--output-dir", type=Path, help="of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="of the result file")
