@@ -66,8 +66,9 @@ def write_result(name: str, rows: Sequence[Mapping[str, Any]], folder: Path | No
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     result = {"name": name, "environment": environment(), **meta, "rows": list(rows)}
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return path
+    written = path.with_suffix(".tmp")  # a run that is ended here leaves no half of a file
+    written.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return written.replace(path)
 
 
 def alternate(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 0) -> dict[str, list[float]]:

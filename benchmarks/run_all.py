@@ -28,7 +28,7 @@ BENCHMARKS = (
     "startup",
     "scaling",
 )
-GPU_RESULT = "train_step_h200"  # python -m benchmarks.train_step --suffix _h200, on that machine
+ON_GPU = "bash benchmarks/gpu_check.sh --parts {part}"  # fills gpu_<part>.json
 
 
 def main() -> int:
@@ -64,19 +64,21 @@ class Target:
     read: Callable[[dict], float | None]
     unit: str = ""
 
-    def line(self) -> str:
+    def line(self, folder: Path = RESULTS) -> str:
         goal = f"{'>=' if self.at_least else '<='} {number(self.bound)}{self.unit}"
-        found = load(self.result)
+        found = load(self.result, folder)
         value = None if found is None else self.read(found)
         if value is None:
-            return f"| {self.what} | {goal} | not measured | open |"
+            part = self.result.removeprefix("gpu_")
+            command = ON_GPU.format(part=part) if part != self.result else f"python -m benchmarks.{self.result}"
+            return f"| {self.what} | {goal} | not measured | open: `{command}` |"
         met = value >= self.bound if self.at_least else value <= self.bound
         return f"| {self.what} | {goal} | {number(value)}{self.unit} | {'met' if met else '**missed**'} |"
 
 
-def load(name: str) -> dict | None:
+def load(name: str, folder: Path = RESULTS) -> dict | None:
     """A result file, or None where the benchmark has not run."""
-    path = RESULTS / f"{name}.json"
+    path = folder / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
@@ -96,12 +98,29 @@ def value_of(field: str, **wanted: Any) -> Callable[[dict], float | None]:
     return read
 
 
-def largest(field: str, of: Callable[[dict], bool]) -> Callable[[dict], float | None]:
-    return lambda result: max((row[field] for row in result["rows"] if of(row)), default=None)
+def largest(field: str, of: Callable[[dict], bool] = bool) -> Callable[[dict], float | None]:
+    return lambda result: max((row[field] for row in result["rows"] if field in row and of(row)), default=None)
 
 
-def least(field: str, of: Callable[[dict], bool]) -> Callable[[dict], float | None]:
-    return lambda result: min((row[field] for row in result["rows"] if of(row)), default=None)
+def least(field: str, of: Callable[[dict], bool] = bool) -> Callable[[dict], float | None]:
+    return lambda result: min((row[field] for row in result["rows"] if field in row and of(row)), default=None)
+
+
+def best_mfu(stage: int) -> Callable[[dict], float | None]:
+    """Of the recipe's own way, with whatever fused kernels it found."""
+    return largest("mfu", lambda row: row["stage"] == stage and row["arm"] in ("packed", "compiled", "liger"))
+
+
+GPU_TARGETS = (
+    Target("one GPU, 3B shapes, stage 1, MFU", 0.5, True, "gpu_train_step", best_mfu(1)),
+    Target("one GPU, 3B shapes, stage 2, MFU", 0.5, True, "gpu_train_step", best_mfu(2)),
+    Target("one GPU, 3B shapes, samples/s over upstream's own code path", 2.0, True, "gpu_vs_upstream",
+           least("ratio")),
+    Target("one GPU, host syncs of a micro-batch", 0.0, False, "gpu_train_step",
+           largest("syncs", lambda row: row["arm"] == "packed")),
+    *(Target(f"one GPU, {size.upper()} shapes, ZeRO-{stage}, memory estimate off by", 0.1, False,
+             f"gpu_zero{stage}_{size}", largest("estimate_error")) for size in ("3b", "7b") for stage in (2, 3)),
+)  # fmt: skip
 
 
 TARGETS = (
@@ -128,10 +147,7 @@ TARGETS = (
     Target("slowest rank over mean, tokens per step, 64 ranks, 779K lengths", 1.02, False, "scaling",
            least("slowest_over_mean", lambda row: row.get("data") == "779K" and row.get("ranks") == 64
                  and "upstream" not in row["sampler"])),
-    Target("one H200, 3B shapes, stage 1, MFU", 0.5, True, GPU_RESULT, value_of("mfu", stage=1, arm="packed")),
-    Target("one H200, 3B shapes, stage 2, MFU", 0.5, True, GPU_RESULT, value_of("mfu", stage=2, arm="packed")),
-    Target("one H200, 3B shapes, tokens/s over upstream's own code path", 2.0, True, "vs_upstream_h200",
-           least("ratio", lambda row: True)),
+    *GPU_TARGETS,
 )  # fmt: skip
 
 
@@ -165,21 +181,29 @@ def section(result: dict) -> list[str]:
     environment = result["environment"]
     machine = environment["machine"]
     where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
-    meta = {k: v for k, v in result.items() if k not in ("name", "environment", "rows", "upstream")}
+    apart = ("name", "environment", "rows", "upstream", "command", "on", "figures", "status", "reason")
+    meta = {k: v for k, v in result.items() if k not in apart}
     upstream = ", ".join(f"{k} {v}" for k, v in result.get("upstream", {}).items())
     lines = [
         f"## {result['name']}",
         "",
-        f"`python -m benchmarks.{module_of(result['name'])}`, {where}, torch {environment['versions'].get('torch')}, "
+        f"`{result.get('command') or 'python -m benchmarks.' + module_of(result['name'])}`, {where}, "
+        f"torch {environment['versions'].get('torch')}, "
         f"commit {environment['commit']}; {', '.join(f'{k} {v}' for k, v in meta.items() if v not in (None, ''))}."
         + (f" Upstream: {upstream}." if upstream else ""),
     ]
+    return lines + tables(result["rows"])
+
+
+def tables(rows: list[dict]) -> list[str]:
+    """A table per kind of row."""
     kinds: dict[tuple, list[dict]] = {}
-    for row in result["rows"]:
+    for row in rows:
         kinds.setdefault(tuple(row), []).append(row)
-    for columns, rows in kinds.items():
+    lines = []
+    for columns, alike in kinds.items():
         lines += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        lines += [f"| {' | '.join(number(row[column]) for column in columns)} |" for row in rows]
+        lines += [f"| {' | '.join(number(row[column]).replace('|', '/') for column in columns)} |" for row in alike]
     return lines
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.train_step import PRESETS, SO400M, STAGES
+from benchmarks.shapes import PRESETS, SO400M, STAGES
 from llava.launch.recipe import resolved_run
 from llava.model.language_model.families import LLAVA_CLASSES
 from llava.train.flops import Work, flop_costs, required_flops

@@ -1,67 +1,49 @@
-"""Tokens per second, MFU and memory of a training step, by padding, attention backend, loss head and norm.
+"""Tokens per second, MFU, memory and host syncs of a training step, by padding, attention backend, loss head and norm.
 
 Random weights in the shapes of a preset, synthetic micro-batches with lengths like LLaVA's, one device, data in memory.
-Arms differ in one thing from the first, and take turns. The losses of all arms without a different norm must agree.
+Arms differ in one thing from the first, and take turns; compiled layers and Liger's kernels come after the plain ones.
+The losses of all arms with the same norm must agree. An arm that fails says why, the others go on, and the exit status
+is 1. A micro-batch has the recipe's tokens, or as many as fit by the memory estimate; where padding makes it too large,
+an arm takes the same samples in several pieces.
 """
 
 import argparse
 import gc
+import math
 import random
 import sys
 import time
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import SiglipVisionConfig
+from accelerate.utils import send_to_device
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from benchmarks.common import alternate, spread, write_result
+from benchmarks.shapes import PRESETS, STAGES, build_llava
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
-from llava.model.attention import SEGMENTS, packed_attention
-from llava.model.language_model.families import LLAVA_CLASSES
+from llava.launch.recipe import resolved_run
+from llava.model.attention import SEGMENTS, VARLEN, has_varlen, packed_attention
+from llava.model.loss import has_liger
 from llava.model.multimodal_projector.builder import build_vision_projector
-from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
-from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER, set_trainable
+from llava.train.arguments import TrainingArguments
+from llava.train.compilation import compile_layers
+from llava.train.flops import batch_work, flop_costs, peak_tflops, required_flops
+from llava.train.liger import apply_liger
+from llava.train.memory import estimate_memory, memory_budget, plan_checkpointing
+from llava.train.optim import set_trainable
 
-SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16} | {
-    "image_size": 384,
-    "patch_size": 14,
-}
-SMALL_TOWER = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 5, "num_attention_heads": 3} | {
-    "image_size": 64,
-    "patch_size": 16,
-}
+PLAIN, COMPILED, LIGER = "plain", "compiled", "liger"  # Liger last: it exchanges a function for the whole process
+LONGEST = 2048  # tokens of a sample
+CPU_TOKENS = 2048  # of a micro-batch on a CPU, and of presets whose recipe has no cap
 
-
-@dataclass(frozen=True)
-class Preset:
-    """Shapes of language model and tower."""
-
-    model_type: str  # a key of LLAVA_CLASSES
-    language_model: dict[str, int]
-    tower: dict[str, int]
-
-
-def decoder_sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-    }
-
-
-PRESETS = {
-    "tiny": Preset("llava_llama", decoder_sizes(256, 688, 4, 4, 4, 2048), SMALL_TOWER),
-    "demo": Preset("llava_llama", decoder_sizes(576, 1536, 30, 9, 3, 49_152), SMALL_TOWER),
-    "llama-3.2-3b": Preset("llava_llama", decoder_sizes(3072, 8192, 28, 24, 8, 128_256), SO400M),
-    "qwen2.5-7b": Preset("llava_qwen", decoder_sizes(3584, 18_944, 28, 28, 4, 152_064), SO400M),
-}
-STAGES = {1: {ADAPTER}, 2: {VISION_TOWER, ADAPTER, LANGUAGE_MODEL}}
+Sample = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -73,19 +55,32 @@ class Arm:
     backend: str | None = None
     loss_head: str = "auto"
     norm: str = "gwc_layernorm"
+    layers: str = PLAIN
 
 
-def main() -> None:
+@dataclass
+class Pieces:
+    """A micro-batch on the device, whole or in pieces, and what it asks for."""
+
+    batches: list[Any]
+    targets: int
+    positions: int  # of the largest piece, with its padding
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = torch.cuda.is_available()
     parser.add_argument("--preset", choices=PRESETS, default="llama-3.2-3b" if gpu else "tiny")
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--micro-batch-tokens", type=int, default=16_384 if gpu else 2048)
+    parser.add_argument("--micro-batch-tokens", type=int, nargs="+", help="one or more; too large ones are left out")
     parser.add_argument("--micro-batches", type=int, default=4, help="different ones, in turn")
     parser.add_argument("--steps", type=int, default=8 if gpu else 4, help="of every arm in every round")
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
-    parser.add_argument("--arms", nargs="+", help="names of arms; default: all that run on this machine")
+    parser.add_argument(
+        "--arms", nargs="+", help="default: all that run here; on a CPU not `compiled`, a minute's wait"
+    )
     parser.add_argument("--activation-checkpointing", action="store_true")
+    parser.add_argument("--output-dir", type=Path, help="of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="of the result file")
     parser.add_argument("--quick", action="store_true", help="one round of two steps")
     args = parser.parse_args()
@@ -93,142 +88,331 @@ def main() -> None:
         args.steps, args.micro_batches, args.repeats = 2, 2, 1
     device = torch.device("cuda" if gpu else "cpu")
     dtype = torch.bfloat16 if gpu else torch.float32
-    arms = {arm.name: arm for arm in runnable_arms(device)}
+    arms = {arm.name: arm for arm in runnable_arms(device, dtype)}
     if unknown := set(args.arms or ()) - arms.keys():
         parser.error(f"--arms: unknown {', '.join(sorted(unknown))}; this machine has {', '.join(arms)}")
+    names = args.arms or [name for name, arm in arms.items() if gpu or arm.layers != COMPILED]
     rows = []
-    for stage in args.stages:
-        rows += measure_stage(args, stage, [arms[n] for n in args.arms or arms], device, dtype)
-        gc.collect()  # the model of one stage must be gone before the next
-    names = ("preset", "micro_batch_tokens", "micro_batches", "steps", "repeats", "activation_checkpointing")
-    meta = {name: getattr(args, name) for name in names}
-    print(write_result(f"train_step{args.suffix}", rows, dtype=str(dtype), **meta))
+    for layers in (PLAIN, COMPILED, LIGER):
+        for stage in args.stages if any(arms[name].layers == layers for name in names) else ():
+            rows += measure(args, stage, [arms[n] for n in names if arms[n].layers == layers], device, dtype)
+            release(device)  # the model of one stage must be gone before the next
+    rows = compared(rows, 1e-4 if dtype == torch.float32 else 2e-2)
+    meta = {name: getattr(args, name) for name in ("preset", "micro_batches", "steps", "repeats")}
+    meta["activation_checkpointing"] = args.activation_checkpointing
+    print(write_result(f"train_step{args.suffix}", rows, folder=args.output_dir, dtype=str(dtype), **meta))
+    failed = [f"stage {row['stage']} {row['arm']}: {row['failed']}" for row in rows if "failed" in row]
+    if failed:
+        print("error: " + "; ".join(failed), file=sys.stderr)
+    return int(bool(failed))
 
 
-def runnable_arms(device: torch.device) -> list[Arm]:
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def runnable_arms(device: torch.device, dtype: torch.dtype) -> list[Arm]:
     """The reference first; each other differs from it in one thing, but for `padded_plain`, which is upstream's way."""
     arms = [Arm("packed"), Arm("padded", padding_free=False, backend="sdpa")]
     arms += [Arm("padded_plain", padding_free=False, backend="sdpa", loss_head="plain")]
-    fastest = packed_attention(None, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    others = ["sdpa", "eager"] if device.type == "cpu" else ["sdpa", SEGMENTS, "packed_varlen", "flash_attention_2"]
-    arms += [Arm(f"packed_{name.removeprefix('packed_')}", backend=name) for name in others if name != fastest]
+    fastest = packed_attention(None, device, dtype)
+    others = [name for name in backends(device, dtype) if name != fastest]
+    arms += [Arm(f"packed_{name.removeprefix('packed_')}", backend=name) for name in others]
     arms += [Arm("plain_loss", loss_head="plain")]
-    if device.type == "cuda":
+    liger = device.type == "cuda" and has_liger()
+    if liger:  # else the reference's loss is chunked
         arms += [Arm("chunked_loss", loss_head="chunked")]
-    return [*arms, Arm("no_norm", norm="none"), Arm("layernorm", norm="layernorm")]
+    arms += [Arm("no_norm", norm="none"), Arm("layernorm", norm="layernorm"), Arm("compiled", layers=COMPILED)]
+    return arms + [Arm("liger", layers=LIGER)] * liger
 
 
-def build_model(preset: Preset, device: torch.device, dtype: torch.dtype) -> Any:
-    """A model with random weights, its projector without norm."""
-    classes = LLAVA_CLASSES[preset.model_type]
-    config = classes.config(**preset.language_model, max_position_embeddings=4096)
-    config.mm_vision_config = SiglipVisionConfig(**preset.tower).to_dict()
-    config.mm_projector_type, config.mm_projector_norm = "mlp2x_gelu", "none"
-    config.tokenizer_model_max_length = 2048
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = classes.causal_lm(config)
-    finally:
-        torch.set_default_dtype(before)
-    return model.train()
+def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The attention backends for packed samples that run on this machine."""
+    if device.type == "cpu":
+        return [SEGMENTS, "sdpa", "eager"]
+    half = dtype in (torch.float16, torch.bfloat16)
+    there = {
+        SEGMENTS: True,
+        "sdpa": True,
+        VARLEN: half and has_varlen() and torch.cuda.get_device_capability(device) >= (8, 0),
+        "flash_attention_2": half and is_flash_attn_2_available(),
+        "flash_attention_3": half and is_flash_attn_3_available(),
+    }
+    return [name for name, runs in there.items() if runs]
 
 
-def micro_batches(args: argparse.Namespace, stage: int, model: Any, device: torch.device) -> list[dict]:
+def random_samples(stage: int, tokens: int, number: int, model: Any, dtype: torch.dtype) -> list[Sample]:
     """Stage 1: a picture and a caption of about 20 tokens. Stage 2: log-normal texts, one in eleven without picture."""
-    generator, visual = random.Random(stage), model.get_vision_tower().num_tokens
-    collate, side = DataCollatorForSupervisedDataset(0), model.get_vision_tower().image_size
-    vocabulary = model.config.vocab_size
-    batches = []
-    for number in range(args.micro_batches):
-        samples, tokens = [], 0
-        while tokens < args.micro_batch_tokens:
-            has_image = stage == 1 or generator.random() > 1 / 11
-            median = 20 if stage == 1 else 220
-            length = int(min(2048 - visual, max(8, generator.lognormvariate(torch.tensor(median).log().item(), 0.8))))
-            ids = torch.randint(5, vocabulary, (length,), generator=torch.Generator().manual_seed(number))
-            labels = ids.clone()
-            labels[: 0 if stage == 1 else length // 3] = IGNORE_INDEX
-            if has_image:
-                ids = torch.cat([torch.tensor([IMAGE_TOKEN_INDEX]), ids])
-                labels = torch.cat([torch.tensor([IGNORE_INDEX]), labels])
-            sample = {"input_ids": ids, "labels": labels}
-            if has_image:
-                sample["images"] = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(number))
-            samples.append(sample)
-            tokens += length + has_image * visual
-        batches.append({k: v.to(device) for k, v in collate(samples).items()})
-    return batches
+    generator = random.Random(100 * stage + number)
+    values = torch.Generator().manual_seed(number)
+    visual, side = model.get_vision_tower().num_tokens, model.get_vision_tower().image_size
+    samples, found = [], 0
+    while found < tokens:
+        has_image = stage == 1 or generator.random() > 1 / 11
+        median = 20 if stage == 1 else 220
+        length = int(min(LONGEST - visual, max(8, generator.lognormvariate(math.log(median), 0.8))))
+        ids = torch.randint(5, model.config.vocab_size, (length,), generator=values)
+        labels = ids.clone()
+        labels[: 0 if stage == 1 else length // 3] = IGNORE_INDEX
+        if has_image:
+            ids = torch.cat([torch.tensor([IMAGE_TOKEN_INDEX]), ids])
+            labels = torch.cat([torch.tensor([IGNORE_INDEX]), labels])
+        sample = {"input_ids": ids, "labels": labels}
+        if has_image:
+            sample["images"] = torch.randn(1, 3, side, side, generator=values).to(dtype)
+        samples.append(sample)
+        found += expanded(sample, visual)
+    return samples
 
 
-def measure_stage(
-    args: argparse.Namespace, stage: int, arms: list[Arm], device: torch.device, dtype: torch.dtype
-) -> list[dict]:
-    """One row per arm."""
-    model = build_model(PRESETS[args.preset], device, dtype)
-    if args.activation_checkpointing:
-        model.gradient_checkpointing_enable()
-    batches = micro_batches(args, stage, model, device)
-    set_trainable(model, frozenset(STAGES[stage]))
-    costs = flop_costs(model)
-    work = sum((batch_work(b, model.get_vision_tower().num_tokens, 2048) for b in batches), Work())
-    flops = required_flops(costs, work) / len(batches)
-    tokens = float(work.tokens) / len(batches)
-    projectors = {arm.norm: projector_for(model, arm.norm, device, dtype) for arm in arms}
-    losses, peaks = {}, {}
-    trained = {p for p in model.parameters() if p.requires_grad}
-    trained |= {p for projector in projectors.values() for p in projector.parameters()}
-    optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)  # weights stay as they are, so that losses agree
+def expanded(sample: Sample, visual: int) -> int:
+    """Tokens of a sample with its visual ones."""
+    return len(sample["input_ids"]) + (visual - 1) * ("images" in sample)
 
-    def prepare(arm: Arm) -> None:
-        model.get_model().mm_projector = projectors[arm.norm]
-        set_trainable(model, frozenset(STAGES[stage]))
+
+def sizes(args: argparse.Namespace, stage: int, device: torch.device, fits: Callable[[int], str]) -> list[int]:
+    """Tokens of a micro-batch: those that were asked for and fit, or the recipe's, lowered until they fit."""
+    if args.micro_batch_tokens:
+        reasons = {tokens: fits(tokens) for tokens in args.micro_batch_tokens}
+        for tokens, reason in reasons.items():
+            if reason:
+                print(f"stage {stage}: micro-batches of {tokens} tokens are left out: {reason}", flush=True)
+        return [tokens for tokens, reason in reasons.items() if not reason]
+    tokens = first = recipe_tokens(args.preset, stage) if device.type == "cuda" else CPU_TOKENS
+    while (reason := fits(tokens)) and tokens > LONGEST:
+        tokens = max(LONGEST, tokens * 3 // 4 // 256 * 256)
+        print(f"stage {stage}: micro-batches of {tokens} tokens in place of {first}: {reason}", flush=True)
+    return [tokens]
+
+
+def recipe_tokens(preset: str, stage: int) -> int:
+    """The cap of the preset's recipe."""
+    if preset not in ("llama-3.2-3b", "qwen2.5-7b"):
+        return CPU_TOKENS
+    flags = resolved_run("pretrain" if stage == 1 else "finetune", PRESET=preset, NUM_GPUS=1)["flags"]
+    return int(flags["max_tokens_per_micro_batch"])
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A model of one kind of layers, and its arms.
+
+    Args:
+        arms: all with the same `layers`.
+    """
+
+    def __init__(self, args: argparse.Namespace, stage: int, arms: list[Arm], device: torch.device, dtype: torch.dtype):
+        self.args, self.stage, self.device, self.dtype = args, stage, device, dtype
+        self.model = build_llava(PRESETS[args.preset], device, dtype)
+        if args.activation_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        self.layers = arms[0].layers
+        if self.layers == LIGER:
+            apply_liger(self.model)
+        elif self.layers == COMPILED:
+            torch._dynamo.reset()
+            compile_layers(self.model)
+        self.projectors = {arm.norm: projector_for(self.model, arm.norm, device, dtype) for arm in arms}
+        set_trainable(self.model, frozenset(STAGES[stage]))
+        trained = {p for p in self.model.parameters() if p.requires_grad}
+        trained |= {p for projector in self.projectors.values() for p in projector.parameters()}
+        # Weights stay as they are, so that losses agree.
+        self.optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)
+        self.arguments = TrainingArguments(output_dir="unused", report_to="none")
+        self.arguments.use_liger_kernel = self.layers == LIGER
+
+    def prepare(self, arm: Arm) -> None:
+        """Lets the model compute as the arm does."""
+        model = self.model
+        model.get_model().mm_projector = self.projectors[arm.norm]
+        set_trainable(model, frozenset(STAGES[self.stage]))
         model.padding_free, model.lm_head.loss_head = arm.padding_free, arm.loss_head
-        model.config._attn_implementation = arm.backend or packed_attention(None, device, dtype)
+        compiled = self.layers == COMPILED
+        fastest = packed_attention(None, self.device, self.dtype, compiled=compiled)
+        model.config._attn_implementation = arm.backend or fastest
+
+    def estimate(self, tokens: int) -> float:
+        """Bytes that a step takes by the tree's estimate, as the model was prepared last."""
+        estimate = estimate_memory(self.model, self.arguments, tokens)
+        moments = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        estimate = replace(estimate, optimizer=moments)  # in the weights' precision here
+        return estimate.total(plan_checkpointing(self.args.activation_checkpointing, estimate, 0))
+
+    def too_large(self, tokens: int) -> str:
+        """Why `tokens` positions do not fit; empty where they do."""
+        estimate, budget = self.estimate(tokens), memory_budget(self.device, 0)
+        return f"{estimate / 2**30:.1f} GiB estimated, {budget / 2**30:.1f} usable" if estimate > budget else ""
+
+    def on_device(self, samples: list[Sample], padding_free: bool) -> Pieces:
+        """The samples as batches: one, or as many as padding makes necessary."""
+        visual = self.model.get_vision_tower().num_tokens
+        for count in range(1, len(samples) + 1):
+            groups = [samples[start::count] for start in range(count)]
+            lengths = [[expanded(sample, visual) for sample in group] for group in groups]
+            positions = max(sum(of_group) if padding_free else max(of_group) * len(of_group) for of_group in lengths)
+            if padding_free or not self.too_large(positions):
+                break
+        collate = DataCollatorForSupervisedDataset(0)
+        targets = sum(int((s["labels"][1:] != IGNORE_INDEX).sum()) for s in samples)
+        return Pieces([send_to_device(collate(group), self.device) for group in groups], targets, positions)
+
+    def backward(self, pieces: Pieces) -> torch.Tensor:
+        """Forward and backward pass of a micro-batch; its loss."""
+        total = torch.zeros((), device=self.device)
+        for batch in pieces.batches:
+            loss = self.model(**batch, num_items_in_batch=pieces.targets).loss
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def run(self, arm: Arm, batches: list[Pieces], steps: int) -> tuple[float, torch.Tensor]:
+        """Seconds per step, and the first step's loss."""
+        self.prepare(arm)
+        synchronize(self.device)
+        start = time.perf_counter()
+        for step in range(steps):
+            loss = self.backward(batches[step % len(batches)])
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            if step == 0:
+                first = loss
+        synchronize(self.device)
+        return (time.perf_counter() - start) / steps, first
+
+
+def measure(
+    args: argparse.Namespace, stage: int, arms: list[Arm], device: torch.device, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """One row per size and arm; one that failed has the field `failed`."""
+    bench = Bench(args, stage, arms, device, dtype)
+    bench.prepare(arms[0])
+    rows = []
+    for tokens in sizes(args, stage, device, bench.too_large):
+        rows += measure_size(bench, tokens, arms)
+    return rows
+
+
+def measure_size(bench: Bench, tokens: int, arms: list[Arm]) -> list[dict[str, Any]]:
+    """One row per arm, of micro-batches of about `tokens`."""
+    args, device, model = bench.args, bench.device, bench.model
+    samples = [random_samples(bench.stage, tokens, n, model, bench.dtype) for n in range(args.micro_batches)]
+    facts: dict[str, dict[str, Any]] = {arm.name: {} for arm in arms}
+    batches: dict[str, list[Pieces]] = {}
+
+    def first_run(arm: Arm) -> None:
+        bench.prepare(arm)
+        batches[arm.name] = [bench.on_device(some, arm.padding_free) for some in samples]
+        facts[arm.name]["pieces"] = max(len(pieces.batches) for pieces in batches[arm.name])
+        if device.type != "cuda":
+            return
+        facts[arm.name]["estimate_gib"] = bench.estimate(max(b.positions for b in batches[arm.name])) / 2**30
+        bench.backward(batches[arm.name][0])  # compiles and chooses kernels, which waits for the device
+        facts[arm.name]["syncs"] = host_syncs(lambda: bench.backward(batches[arm.name][0]))
+        bench.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
 
     def run(arm: Arm) -> float:
-        prepare(arm)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for step in range(args.steps):
-            batch = batches[step % len(batches)]
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            if step == 0:
-                first = loss.detach()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            peaks[arm.name] = torch.cuda.max_memory_allocated() / 2**30
-        losses[arm.name] = first.item()
-        return (time.perf_counter() - start) / args.steps
+        fact = facts[arm.name]
+        if "failed" in fact:
+            return math.nan
+        try:
+            if arm.name not in batches:
+                first_run(arm)
+            seconds, loss = bench.run(arm, batches[arm.name], args.steps)
+            fact.setdefault("loss", loss.item())
+            if device.type == "cuda" and "peak_gib" not in fact:
+                fact["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            return seconds
+        except Exception as error:
+            fact["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        batches.pop(arm.name, None)
+        bench.optimizer.zero_grad(set_to_none=True)
+        release(device)
+        return math.nan
 
     times = alternate({arm.name: lambda arm=arm: run(arm) for arm in arms}, args.repeats, warmup=1)
-    check_losses(stage, arms, losses, dtype)
-    peak = peak_tflops(device)
-    rows = []
-    for arm in arms:
-        seconds = spread(times[arm.name])
-        row = {"stage": stage, "arm": arm.name, "seconds": seconds["median"], "seconds_max": seconds["max"]}
-        row |= {"tokens_per_second": tokens / seconds["median"], "tflops": flops / seconds["median"] / 1e12}
-        row |= {"speed_over_padded_plain": None, "loss": losses[arm.name]}
-        if peak:
-            row |= {"mfu": flops / seconds["median"] / 1e12 / peak, "peak_gib": peaks[arm.name]}
-        rows.append(row)
-    slow = next((row["seconds"] for row in rows if row["arm"] == "padded_plain"), None)
-    for row in rows:
-        row["speed_over_padded_plain"] = slow / row["seconds"] if slow else None
-        print(
-            f"stage {stage} {row['arm']:18} {row['seconds']:8.3f} s  {row['tokens_per_second']:10.0f} tokens/s"
-            + (f"  {row['mfu']:.1%} MFU  {row['peak_gib']:.1f} GiB" if peak else f"  {row['tflops']:.3f} TFLOP/s"),
-            flush=True,
-        )
-    return rows
+    return [row(bench, tokens, arm, samples, facts[arm.name], times[arm.name]) for arm in arms]
+
+
+def row(
+    bench: Bench, tokens: int, arm: Arm, samples: list[list[Sample]], facts: dict[str, Any], times: list[float]
+) -> dict[str, Any]:
+    """What an arm's line says."""
+    line: dict[str, Any] = {"stage": bench.stage, "arm": arm.name, "micro_batch_tokens": tokens, "norm": arm.norm}
+    if "failed" in facts:
+        return show(line | {"failed": facts["failed"]})
+    bench.prepare(arm)
+    collate, visual = DataCollatorForSupervisedDataset(0), bench.model.get_vision_tower().num_tokens
+    work = [batch_work(collate(some), visual, LONGEST) for some in samples[: bench.args.steps]]
+    done, seconds = sum(work[1:], work[0]), spread(times)
+    tflops = required_flops(flop_costs(bench.model), done) / len(work) / seconds["median"] / 1e12
+    line |= {"seconds": seconds["median"], "seconds_max": seconds["max"], "tflops": tflops}
+    line |= {"tokens_per_second": float(done.tokens) / len(work) / seconds["median"], "pieces": facts["pieces"]}
+    if peak := peak_tflops(bench.device):
+        line |= {"mfu": tflops / peak}
+    if bench.device.type == "cuda":
+        line |= {name: facts[name] for name in ("peak_gib", "estimate_gib", "syncs")}
+    return show(line | {"loss": facts["loss"], "speed_over_padded_plain": None})
+
+
+def show(line: dict[str, Any]) -> dict[str, Any]:
+    """Prints a row, and returns it."""
+    text = f"stage {line['stage']} {line['arm']:18} {line['micro_batch_tokens']:6} tokens"
+    if "failed" in line:
+        print(f"{text}  failed: {line['failed']}", flush=True)
+        return line
+    text += f"  {line['seconds']:8.3f} s  {line['tokens_per_second']:10.0f} tokens/s  {line['tflops']:.3f} TFLOP/s"
+    text += f"  {line['mfu']:.1%} MFU" if "mfu" in line else ""
+    text += f"  {line['peak_gib']:.1f} GiB  {line['syncs']} syncs" if "syncs" in line else ""
+    print(text, flush=True)
+    return line
+
+
+def compared(rows: list[dict[str, Any]], tolerance: float) -> list[dict[str, Any]]:
+    """The rows with their speed over `padded_plain`; one whose loss is not that of the first with its norm failed."""
+    checked = []
+    for line in rows:
+        same = [r for r in rows if "failed" not in r and _case(r) == _case(line)]
+        first = next((r["loss"] for r in same if r["norm"] == line["norm"]), None)
+        slow = next((r["seconds"] for r in same if r["arm"] == "padded_plain"), None)
+        if "failed" in line:
+            checked.append(line)
+        elif not abs(line["loss"] - first) <= tolerance * abs(first):
+            short = {name: line[name] for name in ("stage", "arm", "micro_batch_tokens", "norm")}
+            checked.append(show(short | {"failed": f"its loss is {line['loss']:.6g}, expected {first:.6g}"}))
+        else:
+            checked.append(line | {"speed_over_padded_plain": slow / line["seconds"] if slow else None})
+    return checked
+
+
+def _case(line: dict[str, Any]) -> tuple[int, int]:
+    return line["stage"], line["micro_batch_tokens"]
+
+
+def host_syncs(compute: Callable[[], Any]) -> int:
+    """How often `compute` makes the host wait for the GPU, as far as PyTorch sees it."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            compute()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in seen)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def release(device: torch.device) -> None:
+    """Gives back what nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def projector_for(model: Any, norm: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
@@ -244,14 +428,5 @@ def projector_for(model: Any, norm: str, device: torch.device, dtype: torch.dtyp
     return build_vision_projector(config).to(device=device, dtype=dtype).train()
 
 
-def check_losses(stage: int, arms: list[Arm], losses: dict[str, float], dtype: torch.dtype) -> None:
-    """Ends the program where arms with the same norm disagree."""
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    for norm in {arm.norm for arm in arms}:
-        values = [losses[arm.name] for arm in arms if arm.norm == norm]
-        if max(values) - min(values) > tolerance * max(values):
-            sys.exit(f"error: stage {stage}: losses of arms that should agree: {losses}")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -77,7 +77,7 @@ def main() -> None:
         [upstream / "bin/python", "-c", "import json, torch, transformers as t;"
          "print(json.dumps({'torch': torch.__version__, 'transformers': t.__version__}))"]
     )  # fmt: skip
-    print(write_result(f"vs_upstream{args.suffix}", rows, upstream=versions, **meta))
+    print(write_result(f"vs_upstream{args.suffix}", rows, folder=args.output_dir, upstream=versions, **meta))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -96,6 +96,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help="of the CLIP tower (patch size 14)")
     parser.add_argument("--bf16", action="store_true", help="both train in bf16, on a GPU")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs/vs_upstream", help="models, data and logs")
+    parser.add_argument("--output-dir", type=Path, help="of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="of the result file")
     parser.add_argument("--quick", action="store_true", help="two runs of 12 steps, in stage 1 of 36")
     args = parser.parse_args()

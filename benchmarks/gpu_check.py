@@ -1,0 +1,205 @@
+"""Runs the parts of benchmarks/gpu_parts.py one after another and writes a table of what was found.
+
+Each part is a process of its own with a time limit, and leaves `gpu_<part>.json` (its state, machine and rows) in the
+output folder. A part that is measured is not run again, unless --force asks for it; one that failed or did not run is.
+Exit status: 0, 1 where a part failed, 2 for what was refused, 130 after Ctrl-C.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT
+from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PARTS, Setting, run
+from benchmarks.run_all import GPU_TARGETS, number, tables
+from llava.launch.supervise import descendants
+
+SUMMARY = "summary.md"
+GRACE = 10.0  # seconds between asking a part to end and ending it
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.part:  # the process of one part
+        run(Setting(args.part, args.output_dir, args.cpu))
+        return 0
+    if reason := refusal(args.cpu):
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, interrupt)
+    with only_one(args.output_dir):
+        try:
+            for name in args.parts:
+                run_part(name, args)
+        except KeyboardInterrupt:
+            print("\ninterrupted: the part that ran is not kept; the same command goes on from there", file=sys.stderr)
+            return 130
+        finally:
+            Path(args.output_dir, SUMMARY).write_text(summary(args.output_dir, args.cpu), encoding="utf-8")
+    print(f"\n{part_table(args.output_dir, args.cpu)}\n\nthe whole of it: {args.output_dir / SUMMARY}")
+    states = {name: read(args.output_dir, name, args.cpu)["status"] for name in args.parts}
+    return int(FAILED in states.values())
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="parts:\n" + "\n".join(f"  {name:12} {part.what}" for name, part in PARTS.items()),
+    )  # fmt: skip
+    parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU: shows that every part runs")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; default all")
+    parser.add_argument("--force", action="store_true", help="also repeat those that are measured")
+    parser.add_argument("--output-dir", type=Path, help="default outputs/gpu_check, with --cpu outputs/gpu_check_cpu")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds that a part may take")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.parts = [name for name in args.parts.split(",") if name]
+    if unknown := [name for name in args.parts if name not in PARTS]:
+        parser.error(f"--parts: unknown {', '.join(unknown)}; expected some of {','.join(PARTS)}")
+    args.output_dir = (args.output_dir or ROOT / f"outputs/gpu_check{'_cpu' * args.cpu}").resolve()
+    return args
+
+
+def refusal(cpu: bool) -> str:
+    """Why nothing can run here; empty where something can."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"{sys.executable} cannot import torch ({error}); set LLAVA_PYTHON to an interpreter that has it"
+    if not cpu and (not torch.cuda.is_available() or torch.version.hip):
+        return f"no NVIDIA GPU: PyTorch {torch.__version__} sees none; --cpu shows that every part runs"
+    return ""
+
+
+def only_one(output_dir: Path) -> Any:
+    """Keeps a second call out of the folder; ends the program where one is at work."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(output_dir / ".lock")
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        print(f"error: another gpu_check works in {output_dir}; wait for it, or pass --output-dir", file=sys.stderr)
+        sys.exit(2)
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+# --- one part ---------------------------------------------------------------------------------------------------------
+
+
+def run_part(name: str, args: argparse.Namespace) -> None:
+    """Runs a part unless it is measured, and says how it went."""
+    setting, found = Setting(name, args.output_dir, args.cpu), read(args.output_dir, name, args.cpu)
+    if found and found["status"] == MEASURED and not args.force:
+        print(f"{name:12} measured before", flush=True)
+        return
+    setting.result.unlink(missing_ok=True)
+    setting.log.parent.mkdir(exist_ok=True)
+    print(f"{name:12} runs: {PARTS[name].what} (log: {setting.log})", flush=True)
+    command = [sys.executable, "-u", "-m", "benchmarks.gpu_check", "--part", name, "--output-dir", args.output_dir]
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if args.cpu else {})
+    start = time.monotonic()
+    with setting.log.open("w") as log:
+        process = subprocess.Popen(
+            [*map(str, command), *["--cpu"] * args.cpu], cwd=ROOT, env=environment, stdout=log,
+            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=args.limit)
+            reason = f"it ended with {code} and left no result, see {setting.log}"
+        except subprocess.TimeoutExpired:
+            reason = f"it took longer than {args.limit:g} s (--limit)"
+        finally:
+            end(process)
+            shutil.rmtree(setting.work, ignore_errors=True)
+    if not read(args.output_dir, name, args.cpu):
+        setting.write(FAILED, reason, time.monotonic() - start)
+    found = read(args.output_dir, name, args.cpu)
+    because = f": {found['reason']}" if found["reason"] else ""
+    print(f"{name:12} {found['status']} in {time.monotonic() - start:.0f} s{because}", flush=True)
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends a part with everything that it started; at once on a further Ctrl-C."""
+    started = descendants(process.pid) | {process.pid}
+    if process.poll() is not None and len(started) == 1:
+        return
+    try:
+        deadline = time.monotonic() + GRACE
+        send(started, signal.SIGTERM)
+        while time.monotonic() < deadline and (process.poll() is None or descendants(process.pid)):
+            time.sleep(0.1)
+    finally:
+        send(started | descendants(process.pid), signal.SIGKILL)
+        process.wait()
+
+
+def send(processes: set[int], number: int) -> None:
+    for process in processes:
+        try:
+            os.kill(process, number)
+        except ProcessLookupError:
+            continue
+
+
+def read(output_dir: Path, name: str, cpu: bool) -> dict[str, Any] | None:
+    """A part's result, or None where there is none of this kind of device."""
+    try:
+        found = json.loads(Setting(name, output_dir, cpu).result.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+    return found if found["on"] == ("cpu" if cpu else "gpu") else None
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def part_table(output_dir: Path, cpu: bool) -> str:
+    """One line per part: measured, failed with the reason, or open with the command."""
+    lines = ["| part | what | state | seconds |", "|---|---|---|---|"]
+    for name, part in PARTS.items():
+        found = read(output_dir, name, cpu)
+        command = Setting(name, output_dir, cpu).command
+        if found is None:
+            state = f"open: `{command}`"
+        elif found["status"] == NOT_RUN:
+            state = f"open, {found['reason']}: `{command}`"
+        else:
+            state = found["status"] + (f": {found['reason']}" if found["reason"] else "")
+        lines.append(f"| {name} | {part.what} | {state.replace('|', '/')} | {number(found and found['seconds'])} |")
+    return "\n".join(lines)
+
+
+def summary(output_dir: Path, cpu: bool) -> str:
+    """The parts, the targets, and every part's rows."""
+    lines = [
+        "# What the GPU shows" if not cpu else "# What a CPU shows of the GPU's check",
+        "",
+        part_table(output_dir, cpu),
+    ]
+    if not cpu:
+        lines += ["", "| what | target | measured | |", "|---|---|---|---|"]
+        lines += [target.line(output_dir) for target in GPU_TARGETS]
+    for name in PARTS:
+        if found := read(output_dir, name, cpu):
+            versions, machine = found["environment"]["versions"], found["environment"]["machine"]
+            where = f"{machine['gpu'] or machine['cpu']}, torch {versions.get('torch')}, commit "
+            lines += ["", f"## {name}", "", where + str(found["environment"]["commit"]), *tables(found["rows"])]
+            lines += ["", *(f"![{name}]({figure})" for figure in found["figures"])] if found["figures"] else []
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Models in the shapes of real ones with random weights, in memory or as folders, made on the GPU where there is one.
+
+`models/*.json` hold the sizes that the published `config.json` files have. `python -m benchmarks.shapes PRESET FOLDER`
+writes FOLDER/language_model and FOLDER/tower, which the recipes take as MODEL_PATH and VISION_TOWER.
+"""
+
+import argparse
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, SiglipVisionConfig, SiglipVisionModel
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from benchmarks.common import ROOT
+from llava.model.language_model.families import LLAVA_CLASSES
+from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER
+
+MODELS = Path(__file__).with_name("models")
+TOKENIZER = ROOT / "tests/golden/train/inputs/qwen_untied"  # 600 tokens, so that its ids fit every vocabulary
+STAGES = {1: {ADAPTER}, 2: {VISION_TOWER, ADAPTER, LANGUAGE_MODEL}}
+
+
+def sizes_of(name: str) -> dict[str, Any]:
+    """What `models/<name>.json` says."""
+    return json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+SO400M = {name: value for name, value in sizes_of("siglip-so400m").items() if name != "model_type"}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Shapes of a language model and a tower, each the name of a file in `models`."""
+
+    name: str
+    tower_name: str
+
+    @property
+    def model_type(self) -> str:
+        """A key of LLAVA_CLASSES."""
+        return {"llama": "llava_llama", "qwen2": "llava_qwen"}[sizes_of(self.name)["model_type"]]
+
+    @property
+    def language_model(self) -> dict[str, Any]:
+        return {k: v for k, v in sizes_of(self.name).items() if k not in ("model_type", "tie_word_embeddings")}
+
+    @property
+    def tied(self) -> bool:
+        return sizes_of(self.name)["tie_word_embeddings"]
+
+    @property
+    def tower(self) -> dict[str, Any]:
+        return {k: v for k, v in sizes_of(self.tower_name).items() if k != "model_type"}
+
+
+PRESETS = {
+    "tiny": Preset("tiny", "siglip-small"),
+    "demo": Preset("demo", "siglip-small"),
+    "llama-3.2-3b": Preset("llama-3.2-3b", "siglip-so400m"),
+    "qwen2.5-7b": Preset("qwen2.5-7b", "siglip-so400m"),
+}
+
+
+def build_llava(preset: Preset, device: torch.device, dtype: torch.dtype, **fields: Any) -> Any:
+    """A LLaVA with random weights, made on `device` (meta: without weights); its projector has no norm.
+
+    Args:
+        fields: of the language model's config, in place of the preset's.
+    """
+    classes = LLAVA_CLASSES[preset.model_type]
+    config = classes.config(**preset.language_model | {"tie_word_embeddings": preset.tied} | fields)
+    config.mm_vision_config = SiglipVisionConfig(**preset.tower).to_dict()
+    config.mm_projector_type, config.mm_projector_norm = "mlp2x_gelu", "none"
+    config.tokenizer_model_max_length = 2048
+    return _made(lambda: classes.causal_lm(config), device, dtype).train()
+
+
+def write_language_model(name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> Path:
+    """A folder like a published language model's, with random weights and a tokenizer of 600 tokens."""
+    special = {"bos_token_id": 597, "eos_token_id": 599}  # of the tokenizer
+    config = AutoConfig.for_model(**sizes_of(name), **special)
+    _made(lambda: AutoModelForCausalLM.from_config(config), device, dtype).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / file, folder)
+    return folder
+
+
+def write_tower(name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> Path:
+    """A folder like a published SigLIP's, with random weights and its image processor."""
+    sizes = sizes_of(name)
+    _made(lambda: SiglipVisionModel(SiglipVisionConfig(**sizes)), device, dtype).save_pretrained(folder)
+    side = sizes["image_size"]
+    SiglipImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
+    return folder
+
+
+def with_fewer_layers(folder: Path, layers: int, target: Path) -> Path:
+    """A model folder that reads only the first `layers` of the weights in `folder`, which it links to."""
+    target.mkdir(parents=True)
+    for file in folder.iterdir():
+        (target / file.name).symlink_to(file.resolve())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"num_hidden_layers": layers}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    (target / "config.json").unlink()
+    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return target
+
+
+def _made(make: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """What `make` returns, with weights of one seed, made on `device` in `dtype`."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return make()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset", choices=PRESETS)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    where = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32
+    write_language_model(args.preset, args.folder / "language_model", *where)
+    write_tower(PRESETS[args.preset].tower_name, args.folder / "tower", *where)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Every device computes the same: norms, attention, loss heads, Liger's layers and whole models.
+
+They run on the GPU where there is one, else on the CPU, so that they cannot rot where there is none.
+"""
+
+import copy
+
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from batches import BATCHES, batch, loss_and_gradients
+from tiny_models import STAGE_1, STAGE_2, trained
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from benchmarks.shapes import PRESETS, build_llava
+from benchmarks.train_step import backends, random_samples
+from llava.data.collate import DataCollatorForSupervisedDataset
+from llava.model.attention import FLASH, SEGMENTS, VARLEN, packed_attention
+from llava.model.loss import LMHead, has_liger
+from llava.model.multimodal_projector.norm import NORM_TYPES
+from llava.train.liger import apply_liger
+from llava.train.optim import set_trainable
+
+pytestmark = pytest.mark.gpu  # as in pytest -m gpu
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+# Relative to the exact tensor's own norm; rounding to bf16 alone is 2e-3.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
+NORMS = [name for name, norm in NORM_TYPES.items() if norm]
+needs_liger = pytest.mark.skipif(not CUDA or not has_liger(), reason="needs an NVIDIA GPU and liger-kernel")
+
+
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch):
+    """Convolutions would round fp32 to TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def random_tensor(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same values on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(ours: torch.Tensor, exact: torch.Tensor, tolerance: float, name: str = "") -> None:
+    ours, exact = ours.detach().cpu().double(), exact.detach().cpu().double()
+    error = (ours - exact).norm() / exact.norm().clamp(min=1e-30)
+    assert error <= tolerance, f"{name}: relative error {error:.2e}, expected at most {tolerance:.0e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_equal_float64_forward_and_backward(name, dtype):
+    width = 3072
+    norm = NORM_TYPES[name](width).to(dtype)
+    with torch.no_grad():
+        norm.weight.mul_(1 + 0.3 * random_tensor(*norm.weight.shape, seed=1).abs().to(dtype))
+    x, gradient = (
+        30 * random_tensor(2, 40, width, seed=2, dtype=dtype),
+        random_tensor(2, 40, width, seed=3, dtype=dtype),
+    )
+    results = []
+    for module, device in ((copy.deepcopy(norm).to(DEVICE), DEVICE), (copy.deepcopy(norm).double(), "cpu")):
+        own = x.detach().to(device, module.weight.dtype).requires_grad_()
+        output = module(own)
+        output.backward(gradient.to(device, output.dtype))
+        results.append([output, own.grad, *(p.grad for p in module.parameters())])
+    for ours, exact in zip(*results, strict=True):
+        assert_near(ours, exact, TOLERANCE[dtype])
+
+
+class Attention(nn.Module):
+    """What the library's attention functions ask of a layer."""
+
+    is_causal, layer_idx, num_key_value_groups = True, 0, 2
+
+    def __init__(self, backend: str):
+        super().__init__()
+        self.config = build_llava(PRESETS["tiny"], torch.device("meta"), torch.bfloat16, num_hidden_layers=1).config
+        self.config._attn_implementation = backend
+
+
+def allowed(lengths: list[int], window: int | None) -> torch.Tensor:
+    """Which keys each query sees [T, T]."""
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    distance = torch.arange(len(sample))[:, None] - torch.arange(len(sample))
+    return (sample[:, None] == sample) & (distance >= 0) & (distance < (window or len(sample)))
+
+
+@pytest.mark.parametrize("lengths", [[1, 2], [7, 1, 130], [513, 64], [1025, 3]], ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("backend", [SEGMENTS, "sdpa", VARLEN, *FLASH])
+def test_attention_over_packed_samples_equals_float64(backend, window, lengths):
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    if backend not in backends(DEVICE, dtype):
+        pytest.skip(f"{backend} does not run on this machine")
+    tokens, channels, mask = sum(lengths), 64, allowed(lengths, window)
+    inputs = [random_tensor(1, heads, tokens, channels, seed=heads, dtype=dtype) for heads in (4, 2, 2)]
+    gradient = random_tensor(1, tokens, 4, channels, seed=9, dtype=dtype)
+
+    exact = [x.double().requires_grad_() for x in inputs]
+    keys, values = (x.repeat_interleave(2, dim=1) for x in exact[1:])
+    scores = (exact[0] @ keys.transpose(2, 3) / channels**0.5).masked_fill(~mask, -torch.inf)
+    expected = (scores.softmax(-1) @ values).transpose(1, 2)
+    expected.backward(gradient.double())
+
+    ours = [x.to(DEVICE).requires_grad_() for x in inputs]
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
+    arguments = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
+    arguments |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    arguments |= {"segment_lengths": lengths} if backend == SEGMENTS else {}
+    seen = mask[None, None].to(DEVICE) if backend == "sdpa" else None
+    if backend != "sdpa":
+        arguments["sliding_window"] = window
+    function = ALL_ATTENTION_FUNCTIONS[backend]
+    output, _ = function(Attention(backend), *ours, seen, scaling=channels**-0.5, dropout=0.0, **arguments)
+    output.backward(gradient.to(DEVICE))
+    for name, x, y in zip("qkv", ours, exact, strict=True):
+        assert_near(x.grad, y.grad, TOLERANCE[dtype], f"gradient of {name}")
+    assert_near(output, expected, TOLERANCE[dtype], "output")
+
+
+@pytest.mark.parametrize("trained_head", [True, False])
+@pytest.mark.parametrize("head", ["plain", "chunked", pytest.param("liger", marks=needs_liger)])
+def test_loss_heads_equal_float64(head, trained_head):
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    rows, width, vocabulary = (700, 512, 32_000) if CUDA else (70, 64, 1000)
+    hidden = random_tensor(rows, width, seed=1, dtype=dtype)
+    weight = random_tensor(vocabulary, width, seed=2, dtype=dtype) / width**0.5
+    targets = torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(3))
+    results = []
+    for name, device, kind in ((head, DEVICE, dtype), ("plain", "cpu", torch.float64)):
+        layer = LMHead(width, vocabulary, bias=False, device=device, dtype=kind)
+        layer.weight = nn.Parameter(weight.to(device, kind), requires_grad=trained_head)
+        layer.loss_head = name
+        x = hidden.detach().to(device, kind).requires_grad_()
+        loss = layer(x, targets.to(device))
+        (loss / rows).backward()
+        results.append([loss, x.grad, *([layer.weight.grad] if trained_head else [])])
+    for ours, exact in zip(*results, strict=True):
+        assert_near(ours, exact, TOLERANCE[dtype])
+
+
+def assert_same_step(ours: tuple, exact: tuple, tolerance: float) -> None:
+    """Losses, and the gradients of all parameters together, so that one near 0 does not decide."""
+    assert ours[0] == pytest.approx(exact[0], rel=tolerance)
+    assert ours[1].keys() == exact[1].keys()
+    flat = [
+        torch.cat([gradients[name].flatten().cpu().double() for name in exact[1]]) for _, gradients in (ours, exact)
+    ]
+    assert_near(*flat, tolerance)
+
+
+@pytest.mark.parametrize("parts", [STAGE_1, STAGE_2], ids=["stage 1", "stage 2"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize("name", ["llama", "qwen", "qwen_tied"])
+def test_models_have_the_cpus_loss_and_gradients(tiny, name, dtype, tolerance, parts):
+    inputs = batch(BATCHES["several_images"])
+    exact = loss_and_gradients(trained(tiny, parts, language_model=name), True, SEGMENTS, **inputs)
+    model = trained(tiny, parts, language_model=name).to(DEVICE, dtype)
+    backend = packed_attention(None, DEVICE, dtype)
+    assert_same_step(loss_and_gradients(model, True, backend, **send_to_device(inputs, DEVICE)), exact, tolerance)
+
+
+@needs_liger
+def test_ligers_layers_equal_the_plain_ones(monkeypatch):
+    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):  # exchanged for the whole process
+        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
+    model = build_llava(PRESETS["tiny"], DEVICE, torch.float32)
+    set_trainable(model, STAGE_2)
+    samples = random_samples(2, 1500, 0, model, torch.float32)
+    inputs = send_to_device(DataCollatorForSupervisedDataset(0)(samples), DEVICE)
+    backend = packed_attention(None, DEVICE, torch.float32)
+    plain = loss_and_gradients(model, True, backend, **inputs)
+    apply_liger(model)
+    assert_same_step(loss_and_gradients(model, True, backend, **inputs), plain, 1e-3)
