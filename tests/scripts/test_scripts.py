@@ -291,7 +291,7 @@ def test_own_environment_is_used_and_told_where_the_package_lies(tool_path):
 @pytest.mark.parametrize(("stage", "nodes", "global_batch"), [("pretrain", 8, 256), ("finetune", 4, 128)])
 def test_slurm_job_starts_one_torchrun_per_node(stage, nodes, global_batch, tool_path, tmp_path):
     tool_path("scontrol", "printf 'node-7\\nnode-8\\n'")
-    path = tool_path("srun", f'printf "%s\\n" "$@" >"{tmp_path}/srun"; shift 3; DRY_RUN=1 SLURM_NODEID=1 exec "$@"')
+    path = tool_path("srun", f'printf "%s\\n" "$@" >"{tmp_path}/srun"; shift 5; DRY_RUN=1 SLURM_NODEID=1 exec "$@"')
     slurm = {
         "SLURM_SUBMIT_DIR": ROOT,
         "SLURM_JOB_ID": 123456,
@@ -303,7 +303,7 @@ def test_slurm_job_starts_one_torchrun_per_node(stage, nodes, global_batch, tool
     }
     copy = tmp_path / "slurm_script"  # SLURM runs a copy from its own folder
     shutil.copy(ROOT / f"scripts/slurm/{stage}.sbatch", copy)
-    run = bash(str(copy), "--max_grad_norm", "0.5", cwd=tmp_path, path=path, **slurm)
+    run = bash(str(copy), "--max_grad_norm", "0.5", path=path, **slurm)
     assert run.returncode == 0, run.stderr
     command = run.stdout.replace("\\\n", " ")
     assert f"-m torch.distributed.run --nnodes {nodes} --nproc_per_node 8 --node_rank 1" in command
@@ -316,23 +316,6 @@ def test_slurm_job_starts_one_torchrun_per_node(stage, nodes, global_batch, tool
     header = (ROOT / f"scripts/slurm/{stage}.sbatch").read_text()
     assert f"#SBATCH --nodes={nodes}\n" in header
     assert "#SBATCH --ntasks-per-node=1\n" in header
-
-
-@pytest.mark.parametrize(("code", "requeued"), [(85, True), (1, False)])
-def test_slurm_job_is_requeued_when_a_signal_ended_it_after_a_save(code, requeued, tool_path, tmp_path):
-    record = f'case $1 in show) echo node-7 ;; *) echo "$@" >"{tmp_path}/scontrol" ;; esac'
-    tool_path("scontrol", record)
-    path = tool_path("srun", f"exit {code}")
-    slurm = {"SLURM_SUBMIT_DIR": ROOT, "SLURM_JOB_ID": 123456, "SLURM_JOB_NODELIST": "node-7"}
-    slurm |= {"SLURM_JOB_NUM_NODES": 1, "SLURM_GPUS_ON_NODE": 8, "LLAVA_PYTHON": "bash"}
-    run = bash("scripts/slurm/pretrain.sbatch", path=path, **slurm)
-    assert run.returncode == code
-    record = tmp_path / "scontrol"
-    assert record.exists() == requeued
-    assert not requeued or record.read_text() == "requeue 123456\n"
-    for stage in ("pretrain", "finetune"):
-        header = (ROOT / f"scripts/slurm/{stage}.sbatch").read_text()
-        assert "#SBATCH --signal=USR1@" in header and "#SBATCH --requeue\n" in header
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -350,7 +333,7 @@ import os, pathlib, signal, subprocess, sys, time
 folder, behaviour = pathlib.Path(os.environ["LLAVA_RUN_DIR"]), os.environ["BEHAVIOUR"]
 def save(*_):
     if behaviour == "saves":
-        (folder / "requeue").touch()
+        (folder / "requeue").write_text("saved")
         os._exit(0)
 signal.signal(signal.SIGUSR1, save)
 signal.signal(signal.SIGTERM, save)
