@@ -11,11 +11,13 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data._utils.pin_memory import pin_memory
 from training import build, flags
 from transformers.integrations import flash_attention
 
 from llava.data.collate import DataCollatorForSupervisedDataset
+from llava.layout import Layout
 from llava.model.attention import FLASH, SEGMENTS, VARLEN
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.train.llava_trainer import LLaVATrainer
@@ -177,3 +179,32 @@ def test_a_step_of_the_trainer_reads_one_number(tiny, tmp_path, monkeypatch, sta
     with waits_between(monkeypatch, "training_step", "_get_grad_norm") as waits:
         trainer.train()
     assert waits.seen == {"_local_scalar_dense": 1}
+
+
+# --- what travels to the device ---------------------------------------------------------------------------------------
+
+
+def test_copies_to_the_device_do_not_wait_and_leave_from_pinned_memory(tiny, tmp_path, monkeypatch):
+    """A CPU cannot show either; the calls can."""
+    _, trainer = build(flags(tiny, tmp_path, 2))
+    batch, pinned, copies = collated(MIXED), [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    batch = pin_memory(batch)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: copies.append((self, kwargs)) or self)
+    prepared = trainer._prepare_inputs(batch)
+    tensors = {id(x) for x in tree_leaves(batch) if isinstance(x, torch.Tensor)}
+    assert {id(x) for x in pinned} == {id(x) for x, _ in copies} == tensors
+    assert all(options["non_blocking"] for _, options in copies)
+    assert type(prepared["layout"]) is Layout and prepared["layout"].lengths == [6, 7, 7, 3, 1]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [({}, torch.float32), ({"bf16": True}, torch.bfloat16)])
+def test_pixels_travel_in_the_precision_of_the_run_and_the_tower_sees_no_other(tiny, tmp_path, precision, dtype):
+    model, trainer = build(flags(tiny, tmp_path, 1, **precision))
+    dataset = trainer.train_dataset
+    index = int((dataset.modality_lengths() > 0).argmax())
+    pixels = trainer.data_collator([dataset[index]])["images"]
+    dataset.pixel_dtype = torch.float32
+    whole = trainer.data_collator([dataset[index]])["images"]
+    assert pixels.dtype == dtype == model.get_vision_tower().dtype and whole.dtype == torch.float32
+    assert torch.equal(model.get_vision_tower()(pixels), model.get_vision_tower()(whole))
