@@ -7,8 +7,8 @@ from batches import IMG
 from llava.constants import IGNORE_INDEX
 from llava.layout import lay_out, pad_layout
 
-SAMPLES = [[5, IMG, 6], [7], [IMG, IMG, 8, 9]]
-WIDTHS = [2, 3, 1]  # visual tokens of the three images
+SAMPLES = [[5, IMG, 6], [7], [IMG, 8, IMG, IMG, 9]]
+WIDTHS = [2, 3, 1, 2]  # visual tokens of the four images
 
 
 def laid_out(max_length=None, widths=WIDTHS):
@@ -42,7 +42,7 @@ def test_images_may_stand_for_different_numbers_of_tokens_and_be_cut_anywhere(ma
     assert layout.labels[0].tolist() == [label for rows in expected for _, label in rows]
     assert layout.position_ids[0].tolist() == [i for rows in expected for i in range(len(rows))]
     assert layout.lengths == [len(rows) for rows in expected] == layout.cu_seqlens.diff().tolist()
-    assert layout.num_images == [1, 0, 2] and layout.attention_mask is None
+    assert layout.num_images == [1, 0, 3] and layout.attention_mask is None
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
@@ -61,5 +61,5 @@ def test_targets_are_predicted_by_the_row_before_in_the_same_sample(side, max_le
 
 
 def test_visual_tokens_of_too_few_images_are_an_error():
-    with pytest.raises(ValueError, match=r"3 image placeholders \(\[1, 0, 2\] per sample\).*of 2 images"):
-        laid_out(widths=WIDTHS[:2])
+    with pytest.raises(ValueError, match=r"4 image placeholders \(\[1, 0, 3\] per sample\).*of 3 images"):
+        laid_out(widths=WIDTHS[:3])
