@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -510,6 +511,7 @@ def test_step_that_is_not_finite_changes_nothing_and_names_its_records(tiny, tmp
     assert message.startswith("step 2 is not applied: gradient norm nan; loss nan on rank 0: record ")
     assert message.count("(id 'q") == 4  # of the one micro-batch at fault
     assert [line.get("nonfinite_steps") for line in log_lines(tmp_path)] == [None, 1, 1]
+    assert all(math.isfinite(line["loss"]) for line in log_lines(tmp_path))  # also of the steps behind it
 
 
 def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):
