@@ -176,8 +176,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default=1,
         metadata={
             "help": "With --group_by_modality_length: so many global batches' samples are paired, the longest with the "
-            "shortest, and pairs with like sums share a batch. 1 (LLaVA) keeps every global batch a random sample of its "
-            "modality; more make ranks with few samples equally busy."
+            "shortest, and pairs with like sums share a batch. 1 (LLaVA) keeps every global batch a random sample of "
+            "its modality; more make ranks with few samples equally busy."
         },
     )
     padding_free: bool = field(
