@@ -58,6 +58,9 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
     global_batch, size = environment.get("GLOBAL_BATCH", ""), flags.value("per_device_train_batch_size")
     batch = resolve_batch(devices, global_batch, size, flags.value("gradient_accumulation_steps"))
     flags = flags.with_value("per_device_train_batch_size", str(batch.per_device))
+    if flags.value("length_group_window") == "auto":
+        window = batch.length_group_window if is_on(flags.value("group_by_modality_length")) else 1
+        flags = flags.with_value("length_group_window", str(window))
     run_name = environment.get("RUN_NAME") or Path(output_dir).name
     bf16 = "False" if is_on(flags.value("fp16")) else str(devices.on_gpu or has_bf16_instructions())
     tf32 = str(devices.on_gpu)

@@ -88,6 +88,17 @@ def test_count_that_is_no_whole_number_is_refused_by_name(name, value):
         resolve(environment, "train.py", words)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "grouped", "window"), [("8", "True", "1"), ("32", "True", "16"), ("32", "False", "1")]
+)
+def test_batches_are_paired_by_length_where_devices_have_few_samples_and_a_number_is_kept(gpus, grouped, window):
+    words = ["--per_device_train_batch_size", "1", "--output_dir", "out", "--group_by_modality_length", grouped]
+    environment = {"NUM_GPUS": gpus, "GLOBAL_BATCH": "128"}
+    for given, expected in (("auto", window), ("4", "4")):
+        plan = resolve(environment, "train.py", [*words, "--length_group_window", given])
+        assert plan.flags.value("length_group_window") == expected
+
+
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
