@@ -187,18 +187,30 @@ def test_lora_on_frozen_embeddings_equals_one_process_under_zero_3(tiny, tmp_pat
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
+# The library takes bf16 under DeepSpeed for a GPU's. Before a step its gradients' types are printed.
+BF16_ON_CPU_RANKS = """
+import transformers.training_args
+from deepspeed.runtime.engine import DeepSpeedEngine
+from llava.train.train import main
+transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+step = DeepSpeedEngine.step
+def telling_step(engine, *args, **kwargs):
+    gradients = [g for group in engine.optimizer.averaged_gradients.values() for g in group]
+    weights = {p.dtype for p in engine.module.parameters()}
+    print("weights", weights, "gradients", {g.dtype for g in gradients}, flush=True)
+    return step(engine, *args, **kwargs)
+DeepSpeedEngine.step = telling_step
+main()
+"""
+
+
 @pytest.mark.parametrize("config", ["zero2", "zero3"])
 def test_gradients_of_a_bf16_run_add_up_in_fp32(tiny, tmp_path, config):
-    """Eight micro-batches as one: in bf16 their sum would be off by about half a percent."""
-    options = {"bf16": True, "max_steps": 1, "telemetry_steps": 1, "learning_rate": 0}
-    norms = []
-    for name, size, accumulation in (("many", 1, 8), ("one", 8, 1)):
-        steps = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
-        launch(flags(tiny, tmp_path / name, 2, **options, **steps), config, tmp_path)
-        log = (tmp_path / name / "train_log.jsonl").read_text().splitlines()[0]
-        norms.append(json.loads(log)["grad_norm"])
-    print(norms)
-    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    worker = tmp_path / "bf16.py"
+    worker.write_text(BF16_ON_CPU_RANKS)
+    options = {"bf16": True, "max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    output = launch(flags(tiny, tmp_path / "run", 2, **options), config, tmp_path, script=worker)
+    assert "weights {torch.bfloat16} gradients {torch.float32}" in output
 
 
 def lora_files(folder: Path) -> dict[str, torch.Tensor]:
