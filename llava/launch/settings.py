@@ -73,7 +73,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "CHECK": "1: only check the nodes, their links and paths (default: off)",
         "LLAVA_PYTHON": "an interpreter of your own environment: nothing is installed (default: .venv)",
         "PYTHON": "interpreter that .venv is made from (default: python3)",
-        "EXTRAS": "extras of pyproject.toml to install (default: train,playground,dev)",
+        "EXTRAS": "extras of pyproject.toml to install (default: train,playground,dev, and liger with CUDA's PyTorch)",
     },
 }
 NAMES = frozenset(name for group in VARIABLES.values() for name in group)

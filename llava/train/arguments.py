@@ -219,8 +219,8 @@ class TrainingArguments(transformers.TrainingArguments):
     optim: str = field(
         default="adamw_torch_fused",
         metadata={
-            "help": "Optimizer, as the Hugging Face Trainer names it. Where DeepSpeed keeps the states in CPU memory it "
-            "takes its own CPU Adam instead."
+            "help": "Optimizer, as the Hugging Face Trainer names it. Where DeepSpeed keeps the states in CPU memory "
+            "it takes its own CPU Adam instead."
         },
     )
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning-rate schedule."})

@@ -236,7 +236,8 @@ def set_up_checkpointing(model: Any, args: Any, tokens: int) -> CheckpointPlan:
     if args.activation_checkpointing == "auto" and estimate.total(plan) > budget:
         logger.warning(
             "even with every layer recomputed the estimate exceeds what is free; if memory runs out, lower "
-            "--max_tokens_per_micro_batch or --per_device_train_batch_size, or use ZeRO-3, offload or more GPUs"
+            "--max_tokens_per_micro_batch or --per_device_train_batch_size, or use deepspeed_configs/zero3.json, "
+            "zero3_offload.json or more GPUs"
         )
     checkpoint_layers(model, plan, args.activation_checkpointing_kwargs)
     args.activation_checkpointing = args.gradient_checkpointing = False  # the Trainer would switch on every layer
