@@ -74,9 +74,11 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
             record_command(plan)
     except OSError as error:
         raise Refusal(f"--output_dir {plan.output_dir} cannot be written: {error.strerror}; take another") from None
-    variables = {**environment, **considerate(plan, environment)}
+    variables = {**environment, **plan.launch.environment, **considerate(plan, environment)}
     alone = plan.launch.launcher == "python"
-    code = supervise(plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone)
+    code = supervise(
+        plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone, by_ssh=plan.launch.by_ssh
+    )
     # A folder that was in use keeps its command unless the trainer took this one: it may refuse it, or be finished.
     if records and run_file_stamp(plan.output_dir) != run_before:
         record_command(plan)

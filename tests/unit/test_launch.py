@@ -103,7 +103,7 @@ def test_hostfile_gives_nodes_and_gpus(tmp_path):
     assert str(resolve_devices({"HOSTFILE": str(hostfile)})) == "16 = 2 nodes x 8 GPUs"
     assert resolve_devices({"HOSTFILE": str(hostfile), "NUM_GPUS": "4", "NNODES": "1"}) == Devices(1, 4, True)
     words = launcher(HOSTFILE=hostfile, NNODES=2, MASTER_PORT=7).removeprefix("python -m deepspeed.launcher.runner ")
-    assert words == f"--hostfile {hostfile} --num_nodes 2 --num_gpus 8 --master_port 7"
+    assert words == f"--hostfile {hostfile} --num_nodes 2 --num_gpus 8 --log_level warning --master_port 7"
     hostfile.write_text("node-1 slots=8\nnode-2 slots=4\n")
     with pytest.raises(Refusal, match="NUM_GPUS"):
         resolve_devices({"HOSTFILE": str(hostfile)})
