@@ -20,6 +20,7 @@ from llava.launch.command import node_rank
 from llava.launch.devices import available_cores, own_cores
 from llava.launch.flag_check import check_by_trainer, check_sources
 from llava.launch.help import help_text
+from llava.launch.inputs import check_master
 from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import Plan, as_json, command_text, resolve, show
 from llava.launch.settings import ROOT, Refusal, is_on, misspelt
@@ -63,9 +64,11 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     """Prepares the environment, leaves the command in the output folder, and trains."""
     if plan.missing:
         raise Refusal(f"{plan.missing} input(s) are MISSING, see the list above")
+    first_node = node_rank(environment) in ("", "0")
+    if plan.launch.launcher == "torchrun" and plan.devices.nodes > 1:
+        check_master(environment["MASTER_ADDR"], node_rank(environment) == "0")
     subprocess.run(["bash", "scripts/setup.sh"], check=True)
     entry = LAUNCH_CHECK if is_on(environment.get("CHECK", "")) else plan.entry
-    first_node = node_rank(environment) in ("", "0")
     records = first_node and entry == plan.entry
     try:
         plan.output_dir.mkdir(parents=True, exist_ok=True)

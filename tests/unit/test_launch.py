@@ -12,7 +12,7 @@ from llava.launch.command import resolve_launch
 from llava.launch.devices import Devices, cpu_quota, resolve_devices
 from llava.launch.flag_check import arms, own_flags
 from llava.launch.flags import parse_flags
-from llava.launch.inputs import check_inputs
+from llava.launch.inputs import check_inputs, check_master
 from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import resolve
 from llava.launch.settings import NAMES, Refusal, edit_distance, misspelt
@@ -238,6 +238,25 @@ def test_folder_of_this_repository_is_never_taken_for_a_hub_name():
     devices = Devices(1, 1, True)
     launch = resolve_launch({}, devices, "", "name", "python", 1)
     assert [f.state for f in check_inputs({}, words, devices, launch)] == ["MISSING"]
+
+
+def test_an_interface_that_is_not_here_is_listed_as_missing_where_ranks_must_meet():
+    for devices, expected in ((Devices(1, 2, True), ["GLOO_SOCKET_IFNAME"]), (Devices(1, 1, True), [])):
+        environment = {"GLOO_SOCKET_IFNAME": "nosuch0"}
+        launch = resolve_launch(environment, devices, "zero3.json", "name", "python", 1)
+        found = check_inputs(environment, parse_flags([]), devices, launch)
+        found = [f for f in found if f.state == "MISSING" and "interfaces: lo" in f.hint]
+        assert [f.what for f in found] == expected and not any(f.is_relative for f in found)
+
+
+def test_a_master_that_cannot_be_resolved_is_refused_and_one_that_is_elsewhere_is_said(capsys):
+    with pytest.raises(Refusal, match=r"^MASTER_ADDR=no such host: .* cannot resolve it \("):
+        check_master("no such host", first_node=False)
+    check_master("127.0.0.1", first_node=True)
+    check_master("192.0.2.77", first_node=False)
+    assert not capsys.readouterr().err
+    check_master("192.0.2.77", first_node=True)
+    assert capsys.readouterr().err.startswith("note: MASTER_ADDR=192.0.2.77 is no address of ")
 
 
 # --- misspellings -----------------------------------------------------------------------------------------------------
