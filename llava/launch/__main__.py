@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llava.launch.command import node_rank
-from llava.launch.devices import available_cores, own_cores
+from llava.launch.devices import available_cores, own_cores, shared_memory_note
 from llava.launch.flag_check import check_by_trainer, check_sources
 from llava.launch.help import help_text
 from llava.launch.inputs import check_master
@@ -67,6 +67,9 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     first_node = node_rank(environment) in ("", "0")
     if plan.launch.launcher == "torchrun" and plan.devices.nodes > 1:
         check_master(environment["MASTER_ADDR"], node_rank(environment) == "0")
+    workers = plan.flags.value("dataloader_num_workers")
+    if note := shared_memory_note(plan.devices.ranks, int(workers) if workers.isdecimal() else 0):
+        print(note, file=sys.stderr, flush=True)
     subprocess.run(["bash", "scripts/setup.sh"], check=True)
     entry = LAUNCH_CHECK if is_on(environment.get("CHECK", "")) else plan.entry
     records = first_node and entry == plan.entry

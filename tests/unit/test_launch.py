@@ -2,6 +2,7 @@
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from llava.launch.__main__ import considerate
 from llava.launch.batch import resolve_batch
 from llava.launch.command import resolve_launch
-from llava.launch.devices import Devices, cpu_quota, resolve_devices
+from llava.launch.devices import Devices, cpu_quota, resolve_devices, shared_memory_note
 from llava.launch.flag_check import arms, own_flags
 from llava.launch.flags import parse_flags
 from llava.launch.inputs import check_inputs, check_master
@@ -97,6 +98,12 @@ def test_visible_devices_are_counted():
     assert resolve_devices({"CUDA_VISIBLE_DEVICES": "-1", "CPU_RANKS": "2", "NNODES": "3"}).total == 6
 
 
+def test_a_node_to_which_slurm_gave_fewer_gpus_is_named():
+    assert resolve_devices({"NUM_GPUS": "4", "SLURM_GPUS_ON_NODE": "8"}).total == 4
+    with pytest.raises(Refusal, match=r"^NUM_GPUS=8, but SLURM gave .* SLURM_GPUS_ON_NODE=4; "):
+        resolve_devices({"NUM_GPUS": "8", "SLURM_GPUS_ON_NODE": "4"})
+
+
 def test_hostfile_gives_nodes_and_gpus(tmp_path):
     hostfile = tmp_path / "host file"
     hostfile.write_text("# comment slots=99\nnode-1 slots=8\nnode-2 slots=8\n")
@@ -121,6 +128,16 @@ def test_cpu_quota_of_either_version_of_control_groups(tmp_path):
     assert cpu_quota(tmp_path) == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert cpu_quota(tmp_path) is None
+
+
+def test_shared_memory_that_is_small_for_the_loader_processes_is_said(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=64 * 2**20))
+    assert shared_memory_note(8, 4).startswith("note: /dev/shm has 64 MiB, through which 8 x 4 loader processes")
+    assert "--shm-size" in shared_memory_note(1, 1) and not shared_memory_note(8, 0)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=16 * 2**30))
+    assert not shared_memory_note(8, 4)
+    monkeypatch.undo()
+    assert not shared_memory_note(8, 4, "/no/such/folder")
 
 
 # --- launch -----------------------------------------------------------------------------------------------------------
