@@ -33,7 +33,9 @@ def two_ranks(tiny, tmp_path_factory):
     for config, precision in PRECISE:
         options = COMPARABLE | {"model": "llama_tied", "max_steps": 2, precision: True}
         runs.append((flags(tiny, folder / f"{config}-{precision}", 2, **options), CONFIGS[config]))
-    launch_in_turn(runs, folder)
+    output = launch_in_turn(runs, folder)
+    zero3 = sum(config.startswith("zero3") for config, _ in EQUAL + PRECISE)
+    assert output.count("gathers the weights of each of 4 layers at once") == zero3
     return folder
 
 
