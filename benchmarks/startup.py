@@ -93,7 +93,7 @@ def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -
     from llava.data.preflight_manifest import Rules, preflight
     from llava.data.records import load_records
     from llava.mm_utils import load_tokenizer
-    from llava.train.batches import balanced_dataloader, sample_order
+    from llava.train.batches import sample_order, step_loader
 
     tokenizer = load_tokenizer(tokenizer_folder, model_max_length=4096)
     processor = SiglipImageProcessorPil(size={"height": 384, "width": 384})
@@ -111,7 +111,7 @@ def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -
     dataset.modality_lengths()
     known = time.perf_counter()
     args = settings(workers)
-    loader = balanced_dataloader(sample_order(dataset, args), dataset, DataCollatorForSupervisedDataset(0), args)
+    loader = step_loader(sample_order(dataset, args), dataset, DataCollatorForSupervisedDataset(0), args)
     batches = iter(loader)
     next(batches)
     first = time.perf_counter()
@@ -136,8 +136,10 @@ def settings(workers: int) -> SimpleNamespace:
     loader = {"dataloader_num_workers": workers, "dataloader_pin_memory": False, "dataloader_prefetch_factor": None}
     order = {"seed": 42, "data_seed": None, "group_by_modality_length": True, "length_group_window": 1}
     step = {"train_batch_size": 1, "world_size": 1, "gradient_accumulation_steps": 128, "process_index": 0}
+    step |= {"padding_free": True, "loss_reduction": "token_mean", "max_tokens_per_micro_batch": None}
+    loader |= {"dataloader_drop_last": False, "dataloader_persistent_workers": False}
     cpu = SimpleNamespace(type="cpu")
-    return SimpleNamespace(**loader, **order, **step, dataloader_persistent_workers=False, device=cpu)
+    return SimpleNamespace(**loader, **order, **step, device=cpu)
 
 
 def fill_in_lengths(lengths, repeating: int) -> None:

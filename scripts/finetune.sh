@@ -19,6 +19,7 @@ DATA_SOURCE="run python -m llava.data.prepare llava-next"
 : "${TUNABLE_PARTS:=mm_vision_tower,mm_mlp_adapter,mm_language_model}"
 : "${MODEL_MAX_LENGTH:=4096}" "${GROUP_BY_MODALITY_LENGTH:=True}" "${GLOBAL_BATCH:=128}" "${PER_DEVICE_BATCH:=1}"
 : "${LEARNING_RATE:=1e-5}" "${VISION_TOWER_LR=2e-6}" "${PROJECTOR_LR=}" # empty: LEARNING_RATE
+: "${DEEPSPEED_CONFIG=deepspeed_configs/zero3.json}" # an empty value means: without DeepSpeed
 : "${OUTPUT_DIR:=checkpoints/$PRESET-$NORM-$STAGE${LORA_R:+-lora}}"
 
 launch llava/train/train_mem.py \
@@ -45,6 +46,7 @@ launch llava/train/train_mem.py \
   --activation_checkpointing "$ACTIVATION_CHECKPOINTING" \
   --per_device_train_batch_size "$PER_DEVICE_BATCH" \
   --max_tokens_per_micro_batch "${MAX_TOKENS_PER_MICRO_BATCH:-}" \
+  --use_liger_kernel "$LIGER" \
   --optim "${OPTIM:-}" \
   --learning_rate "$LEARNING_RATE" \
   --mm_vision_tower_lr "$VISION_TOWER_LR" \

@@ -61,23 +61,17 @@ load_preset() { # the caller's flags
   : "${VISION_TOWER:=google/siglip-so400m-patch14-384}" "${LABEL_MASKING:=upstream}"
   : "${EPOCHS:=1}" "${MAX_STEPS:=-1}" "${SEED:=42}"
   : "${ACTIVATION_CHECKPOINTING:=${GRADIENT_CHECKPOINTING:-auto}}" # the older name, of LLaVA's scripts, still counts
-  : "${DEEPSPEED_CONFIG=deepspeed_configs/zero3.json}"             # an empty value means: without DeepSpeed
+  : "${LIGER:=auto}"
 }
 
-# Two flags count before other defaults: the arm names the folders, and DeepSpeed brings an optimizer.
+# One flag counts before other defaults: the arm names the folders.
 take_flags() {
   local word name=""
   [[ $# -eq 0 || $1 == -* ]] || die "$1 is no flag of the trainer; variables stand before the command: NAME=value bash $0"
   for word in "$@"; do
-    case $name in
-      __mm_projector_norm) NORM=$word ;;
-      __deepspeed) DEEPSPEED_CONFIG=$word ;;
-    esac
+    [ "$name" != __mm_projector_norm ] || NORM=$word
     name=${word//-/_}
-    case $name in
-      __mm_projector_norm=*) NORM=${word#*=} ;;
-      __deepspeed=*) DEEPSPEED_CONFIG=${word#*=} ;;
-    esac
+    case $name in __mm_projector_norm=*) NORM=${word#*=} ;; esac
   done
 }
 

@@ -13,6 +13,8 @@ load_preset "$@" # PRESET, NORM, and what both stages share
 DATA_SOURCE="run python -m llava.data.prepare llava-558k"
 : "${PROMPT_VERSION:=plain}" "${MODEL_MAX_LENGTH:=2048}" # 729 visual tokens and a caption
 : "${GLOBAL_BATCH:=256}" "${PER_DEVICE_BATCH:=2}" "${LEARNING_RATE:=1e-3}"
+# Weights stay whole on every GPU: to train the projector, ZeRO-3 would gather them all twice for every micro-batch.
+: "${DEEPSPEED_CONFIG=deepspeed_configs/zero2.json}" # an empty value means: without DeepSpeed
 : "${OUTPUT_DIR:=checkpoints/$PRESET-$NORM-$STAGE}"
 
 launch llava/train/train_mem.py \
@@ -34,6 +36,7 @@ launch llava/train/train_mem.py \
   --activation_checkpointing "$ACTIVATION_CHECKPOINTING" \
   --per_device_train_batch_size "$PER_DEVICE_BATCH" \
   --max_tokens_per_micro_batch "${MAX_TOKENS_PER_MICRO_BATCH:-}" \
+  --use_liger_kernel "$LIGER" \
   --optim "${OPTIM:-}" \
   --learning_rate "$LEARNING_RATE" \
   --lr_scheduler_type cosine \

@@ -23,7 +23,7 @@ from llava.train.train import train
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A folder with `llama`, `qwen`, `qwen_tied` (with tokenizers), `siglip`, `clip`, and `data/` (records, images)."""
+    """A folder with `llama`, `qwen`, both also `_tied`, tokenizers; `siglip`, `clip`, `data/` (records, images)."""
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 

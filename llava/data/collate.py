@@ -9,26 +9,39 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from llava.constants import IGNORE_INDEX
+from llava.layout import Layout, lay_out, pad_layout
 
 
 class DataCollatorForSupervisedDataset:
-    """Pads token ids and labels on the right and concatenates the images.
+    """Pads token ids and labels on the right, concatenates the images, and lays out the decoder's input.
 
     The mask comes from the lengths, never from comparing ids with the padding id, which may be a real token.
 
     Args:
         pad_token_id: fills `input_ids`; masked out everywhere.
+        num_visual_tokens: V, what one placeholder expands to; None leaves the layout to the model.
+        max_length: samples are cut there, counted after expansion.
+        padding_free: the model's own `padding_free`.
     """
 
-    def __init__(self, pad_token_id: int):
+    def __init__(
+        self,
+        pad_token_id: int,
+        num_visual_tokens: int | None = None,
+        max_length: int | None = None,
+        padding_free: bool = True,
+    ):
         self.pad_token_id = pad_token_id
+        self.num_visual_tokens = num_visual_tokens
+        self.max_length = max_length
+        self.padding_free = padding_free
 
-    def __call__(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor | Layout]:
         """The batch of `samples`.
 
         Returns:
-            `input_ids`, `labels`, `attention_mask` [B, S]; `num_images`, how many of the images are each sample's, a
-            list of B; `images` [N, 3, H, W] and `indices` [B] if samples have them.
+            `input_ids`, `labels`, `attention_mask` [B, S]; `layout`; `images` [N, 3, H, W] and `indices` [B] if samples
+            have them.
         """
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         batch = {
@@ -41,7 +54,15 @@ class DataCollatorForSupervisedDataset:
         images = [sample["images"] for sample in samples if "images" in sample]
         if images:
             batch["images"] = torch.cat(images)
-        batch["num_images"] = [len(sample["images"]) if "images" in sample else 0 for sample in samples]
+        if self.num_visual_tokens is not None:
+            batch["layout"] = self._layout(**batch)
         if "index" in samples[0]:
             batch["indices"] = torch.tensor([sample["index"] for sample in samples])
         return batch
+
+    def _layout(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor, images: torch.Tensor = ()
+    ) -> Layout:
+        visual_tokens = [self.num_visual_tokens] * len(images)
+        layout = lay_out(input_ids, attention_mask, labels, visual_tokens, self.max_length)
+        return layout if self.padding_free else pad_layout(layout)

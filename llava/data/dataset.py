@@ -39,6 +39,7 @@ class LazySupervisedDataset(Dataset):
         model_max_length: samples are cut there, counted after expansion.
         label_masking: `assistant` or `upstream`.
         show_progress: whether measuring all lengths shows a progress bar.
+        pixel_dtype: of `images`; the precision in which the tower computes, so that no more than it sees travels.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LazySupervisedDataset(Dataset):
         model_max_length: int,
         label_masking: str = "assistant",
         show_progress: bool = True,
+        pixel_dtype: torch.dtype = torch.float32,
     ):
         self.records = records
         self.tokenizer = tokenizer
@@ -64,6 +66,7 @@ class LazySupervisedDataset(Dataset):
         self.model_max_length = model_max_length
         self.label_masking = label_masking
         self.show_progress = show_progress
+        self.pixel_dtype = pixel_dtype
         self._lengths: np.ndarray | None = None
         self._truncation_reported = False
 
@@ -92,7 +95,8 @@ class LazySupervisedDataset(Dataset):
         if num_images:
             images = [self._open_image(name, record, index) for name in record_images(record)[:num_images]]
             pixels = process_images(images, self.image_processor, self.image_config)
-            item["images"] = pixels if isinstance(pixels, torch.Tensor) else torch.stack(pixels)
+            pixels = pixels if isinstance(pixels, torch.Tensor) else torch.stack(pixels)
+            item["images"] = pixels.to(self.pixel_dtype)
         return item
 
     def _name(self, record: Record, index: int) -> str:

@@ -1,7 +1,8 @@
 """The order of training samples, decided by seed and epoch alone, and how a step's samples are dealt to ranks."""
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, product
 
 import numpy as np
 import torch
@@ -38,8 +39,9 @@ class ModalityLengthGroupedSampler(Sampler[int]):
         lengths: length of every sample, negative for text-only ones.
         global_batch_size: samples per optimizer step over all ranks.
         seed: with the epoch decides the order; all ranks must use the same.
-        window: so many global batches' samples, drawn at random, are sorted together, so that each batch holds similar
-            lengths. 1 (as LLaVA) leaves each batch a random sample of its modality.
+        window: so many global batches' samples, drawn at random, are paired, the longest with the shortest, and pairs
+            with like sums share a batch, so that ranks with two samples of it or more can be equally busy. 1 (as LLaVA)
+            leaves each batch a random sample of its modality.
     """
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, global_batch_size: int, seed: int = 0, window: int = 1):
@@ -65,46 +67,50 @@ class ModalityLengthGroupedSampler(Sampler[int]):
             kept = len(shuffled) - len(shuffled) % self.global_batch_size
             in_windows = kept - kept % (self.window * self.global_batch_size)
             windows = shuffled[:in_windows].view(-1, self.window * self.global_batch_size)
-            full_batches += [self._long_to_short(windows), self._long_to_short(shuffled[None, in_windows:kept])]
+            full_batches += [self._by_pairs(windows), self._by_pairs(shuffled[None, in_windows:kept])]
             remainder.append(shuffled[kept:])
-        full = torch.cat([batches.reshape(-1, self.global_batch_size) for batches in full_batches])
+        full = self._long_to_short(torch.cat([batches.view(-1, self.global_batch_size) for batches in full_batches]))
         for batch in full[torch.randperm(len(full), generator=generator)]:
             yield from batch.tolist()
         for batch in torch.cat(remainder).split(self.global_batch_size):
             yield from self._long_to_short(batch[None])[0].tolist()
+
+    def _by_pairs(self, rows: torch.Tensor) -> torch.Tensor:
+        """Each row of samples [W, N] as pairs of a long and a short one, those with the largest sums first."""
+        rows, half = self._long_to_short(rows), rows.shape[1] // 2
+        pairs = torch.stack([rows[:, :half], rows.flip(1)[:, :half]], dim=2)
+        heaviest = self.lengths[pairs].abs().sum(2).argsort(dim=1, descending=True, stable=True)
+        pairs = pairs.gather(1, heaviest[:, :, None].expand(-1, -1, 2))
+        return torch.cat([pairs.flatten(1), rows[:, half : rows.shape[1] - half]], dim=1)
 
     def _long_to_short(self, rows: torch.Tensor) -> torch.Tensor:
         """Each row of samples sorted, all at once: one by one a large data set takes seconds."""
         return rows.gather(1, self.lengths[rows].abs().argsort(dim=1, descending=True, stable=True))
 
 
-class BalancedBatchSampler(Sampler[list[int]]):
-    """One rank's micro-batches, so that all micro-batches of an optimizer step hold nearly the same number of tokens.
+class StepSampler(Sampler[list[list[int]]]):
+    """One rank's optimizer steps, each a list of micro-batches; every rank has as many of them.
 
-    A step takes exactly the samples that `order` gives it; only who computes them, and when, is decided here. The last
-    step of an epoch may have fewer. If it has too few to go round, a rank repeats one without its targets: the index
-    comes as `~index`.
+    A step takes exactly the samples that `order` gives it; only who computes them, and when, is decided by `deal`. The
+    last step of an epoch may have fewer.
 
     Args:
         order: every sample once; its `set_epoch` is called where it has one.
-        lengths: tokens of every sample, the sign is ignored.
-        ranks, micro_batches, batch_size: a step has `ranks * micro_batches * batch_size` samples.
+        step_size: samples of a step over all ranks.
+        deal: the micro-batches of every rank, for the samples of one step.
         rank: whose micro-batches are yielded.
+        drop_last: leaves out an epoch's last step where it has fewer samples.
     """
 
     def __init__(
         self,
         order: Sampler[int],
-        lengths: Sequence[int] | np.ndarray,
-        ranks: int,
-        micro_batches: int,
-        batch_size: int,
+        step_size: int,
+        deal: Callable[[list[int]], list[list[list[int]]]],
         rank: int,
+        drop_last: bool = False,
     ):
-        self.order = order
-        self.lengths = np.abs(np.asarray(lengths))
-        self.ranks, self.micro_batches, self.rank = ranks, micro_batches, rank
-        self.step_size = ranks * micro_batches * batch_size
+        self.order, self.step_size, self.deal, self.rank, self.drop_last = order, step_size, deal, rank, drop_last
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.order, "set_epoch"):
@@ -112,44 +118,69 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         steps, rest = divmod(len(self.order), self.step_size)
-        return steps * self.micro_batches + self._micro_batches_of(rest)
+        return steps + (rest > 0 and not self.drop_last)
 
-    def _micro_batches_of(self, num_samples: int) -> int:
-        """Micro-batches per rank of a step with `num_samples` samples: all of them, unless some would be empty."""
-        return min(self.micro_batches, -(-num_samples // self.ranks))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        step: list[int] = []
-        for index in self.order:
-            step.append(index)
-            if len(step) == self.step_size:
-                yield from self._own_micro_batches(step)
-                step = []
-        if step:
-            yield from self._own_micro_batches(step)
-
-    def _own_micro_batches(self, samples: list[int]) -> list[list[int]]:
-        return self.dealt(samples)[self.rank]
-
-    def dealt(self, samples: list[int]) -> list[list[list[int]]]:
-        """The micro-batches of every rank, for one step's samples."""
-        micro_batches = self._micro_batches_of(len(samples))
-        lengths = self.lengths[samples].tolist()
-        missing = max(0, self.ranks * micro_batches - len(samples))
-        shortest = lengths.index(min(lengths))
-        samples = samples + [~samples[shortest]] * missing
-        lengths += [lengths[shortest]] * missing
-        groups = balanced_groups(lengths, self.ranks * micro_batches)
-        # Groups of the same micro-step are neighbours in size: ranks wait for each other there.
-        groups.sort(key=lambda group: -sum(lengths[i] for i in group))
-        groups = [[samples[i] for i in group] for group in groups]
-        return [groups[rank :: self.ranks] for rank in range(self.ranks)]
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        samples = iter(self.order)
+        for _ in range(len(self)):
+            yield self.deal(list(islice(samples, self.step_size)))[self.rank]
 
 
-def balanced_groups(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
+def dealt_evenly(
+    samples: list[int],
+    lengths: Sequence[int] | np.ndarray,
+    ranks: int,
+    micro_batches: int,
+    max_tokens: int | None = None,
+) -> list[list[list[int]]]:
+    """The micro-batches of every rank, all with nearly the same number of tokens.
+
+    Micro-steps, in which ranks wait for each other, hold neighbours in size. Where a step has too few samples to go
+    round, one is repeated without its targets: its index comes as `~index`.
+
+    Args:
+        samples: of one step.
+        lengths: tokens of every sample of the data set, the sign is ignored.
+        micro_batches: per rank, or fewer where some would be empty.
+        max_tokens: decides instead: the fewest that hold no more than so many tokens each. Only a sample that is longer
+            by itself exceeds it.
+    """
+    tokens = np.abs(np.asarray(lengths)[samples]).tolist()
+    most = -(-len(samples) // ranks)
+    fewest = micro_batches if max_tokens is None else -(-sum(tokens) // (ranks * max_tokens))
+    shortest = tokens.index(min(tokens))
+    missing = ranks * most - len(samples)
+    for count in range(min(fewest, most), most + 1):
+        if count == most:
+            samples, tokens = samples + [~samples[shortest]] * missing, tokens + [tokens[shortest]] * missing
+        groups = balanced_groups(tokens, ranks * count, max_tokens)
+        if max_tokens is None or all(len(g) == 1 or sum(tokens[i] for i in g) <= max_tokens for g in groups):
+            break
+    groups.sort(key=lambda group: -sum(tokens[i] for i in group))
+    return [[[samples[i] for i in group] for group in groups[rank::ranks]] for rank in range(ranks)]
+
+
+def dealt_in_order(samples: list[int], ranks: int, batch_size: int) -> list[list[list[int]]]:
+    """The micro-batches of every rank as LLaVA has them: slices of a step's samples that go round the ranks.
+
+    The rest of an epoch is sliced evenly where a rank would have none, and filled up as in `dealt_evenly`.
+    """
+    slices = ranks * -(-len(samples) // (ranks * batch_size))
+    samples = samples + [~samples[-1]] * (slices - len(samples))
+    if len(samples) > (slices - 1) * batch_size:
+        batches = [samples[start : start + batch_size] for start in range(0, len(samples), batch_size)]
+    else:
+        batches = [part.tolist() for part in np.array_split(samples, slices)]
+    return [batches[rank::ranks] for rank in range(ranks)]
+
+
+def balanced_groups(lengths: Sequence[int], num_groups: int, limit: int | None = None) -> list[list[int]]:
     """Positions of `lengths` in `num_groups` non-empty groups of nearly equal sums (longest processing time first).
 
     Groups and their members are in no particular order; the result depends on the arguments alone.
+
+    Args:
+        limit: groups above it pass samples on to others as long as that helps.
     """
     heap = [(0, 0, group) for group in range(num_groups)]
     groups: list[list[int]] = [[] for _ in range(num_groups)]
@@ -157,17 +188,31 @@ def balanced_groups(lengths: Sequence[int], num_groups: int) -> list[list[int]]:
         total, count, group = heapq.heappop(heap)
         groups[group].append(position)
         heapq.heappush(heap, (total + lengths[position], count + 1, group))
+    if limit is not None:
+        _relieve(groups, lengths, limit)
     return groups
 
 
-def micro_batches_for(tokens_per_step: Sequence[int], ranks: int, samples_per_rank: int, max_tokens: int) -> int:
-    """The fewest micro-batches per step and rank, out of the divisors of `samples_per_rank`, that hold `max_tokens`.
-
-    Args:
-        tokens_per_step: of every step of an epoch; the largest decides.
-        samples_per_rank: of one step.
-        max_tokens: cap of a micro-batch, up to what one long sample may add to a balanced group.
-    """
-    needed = -(-max(tokens_per_step) // (ranks * max_tokens))
-    divisors = [n for n in range(1, samples_per_rank + 1) if samples_per_rank % n == 0]
-    return next((n for n in divisors if n >= needed), samples_per_rank)
+def _relieve(groups: list[list[int]], lengths: Sequence[int], limit: int) -> None:
+    """Lets the fullest group above `limit` give a sample away, or swap it for a shorter one, until none is above it."""
+    sums = [sum(lengths[i] for i in group) for group in groups]
+    while True:
+        full = max((g for g, group in enumerate(groups) if len(group) > 1), key=sums.__getitem__, default=None)
+        if full is None or sums[full] <= limit:
+            return
+        best = sums[full]
+        for other, group in enumerate(groups):
+            if sums[other] < best:
+                for given, taken in product(groups[full], (None, *group)):
+                    moved = lengths[given] - (0 if taken is None else lengths[taken])
+                    if (larger := max(sums[full] - moved, sums[other] + moved)) < best:
+                        best, exchange = larger, (other, given, taken, moved)
+        if best == sums[full]:
+            return
+        other, given, taken, moved = exchange
+        groups[full].remove(given)
+        groups[other].append(given)
+        if taken is not None:
+            groups[other].remove(taken)
+            groups[full].append(taken)
+        sums[full], sums[other] = sums[full] - moved, sums[other] + moved

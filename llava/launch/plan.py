@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from llava.launch.command import Launch, resolve_launch
 from llava.launch.devices import Devices, has_bf16_instructions, resolve_devices
 from llava.launch.flags import Flags, parse_flags
 from llava.launch.inputs import MISSING, Input, check_inputs
-from llava.launch.settings import ROOT, Refusal, is_on
+from llava.launch.settings import ROOT, Refusal, is_on, one_of
 
 ADDED = ("gradient_accumulation_steps", "bf16", "tf32", "run_name")  # flags that follow from devices and folder
 
@@ -100,9 +101,31 @@ def configuration(plan: Plan) -> list[tuple[str, str]]:
         ("adapter", value("pretrain_mm_mlp_adapter")),
         ("launcher", plan.launch.launcher),
         ("deepspeed", value("deepspeed") or "none"),
+        ("layers' kernels", kernels(plan)),
         ("output", value("output_dir")),
     ]
     return [(name, text) for name, text in rows if text]
+
+
+def kernels(plan: Plan) -> str:
+    """What the language model's layers will run on, and why; the trainer, which sees the model, has the last word."""
+    choice = plan.flags.value("use_liger_kernel") or "False"
+    if one_of("LIGER", choice, ("auto", "True", "False", "1", "0")) != "auto":
+        return "Liger's" if is_on(choice) else "PyTorch's"
+    if not plan.devices.on_gpu:
+        return "PyTorch's (LIGER=auto: no GPU)"
+    if version := installed_version(plan.python, "liger-kernel"):
+        return f"Liger's {version} where it knows the model, else PyTorch's (LIGER=auto)"
+    return f"PyTorch's (LIGER=auto: {plan.python} has no liger-kernel; EXTRAS=liger bash scripts/setup.sh adds it)"
+
+
+def installed_version(python: str, package: str) -> str:
+    """The version that an interpreter's environment has, or an empty text."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    try:
+        return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
 
 
 def command_text(plan: Plan, entry: str = "", indent: str = "") -> str:
@@ -137,6 +160,7 @@ def as_json(plan: Plan) -> str:
             "global": plan.batch.total,
         },
         "launcher": plan.launch.launcher,
+        "kernels": kernels(plan),
         "environment": plan.launch.environment,
         "command": plan.command(),
         "flags": plan.flags.values(),

@@ -55,6 +55,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "BF16": "compute in bf16 (default: True on GPUs and on CPUs with instructions for it)",
         "TF32": "fp32 products in TF32 (default: True on GPUs)",
         "ATTN_IMPLEMENTATION": "attention of the language model (default: the fastest installed)",
+        "LIGER": "the language model on Liger's fused kernels: auto (where they run), True or False",
         "ACTIVATION_CHECKPOINTING": "recompute activations: auto, True, False or a number of layers",
         "GRADIENT_CHECKPOINTING": "LLaVA's name for ACTIVATION_CHECKPOINTING (default: not set)",
     },

@@ -14,9 +14,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llava.train.failures import FOLDER, REQUEUE_EXIT_CODE, RUN_DIR, is_of_lost_peer, sorted_reports
+from llava.train.failures import (
+    FOLDER,
+    REQUEST,
+    REQUEUE_EXIT_CODE,
+    RUN_DIR,
+    UNSAVED,
+    is_of_lost_peer,
+    sorted_reports,
+)
 
 INTERRUPTED = 128 + signal.SIGINT
+REQUEUE_DIR = "LLAVA_REQUEUE_DIR"  # set by scripts/slurm/job.sh, which looks there for `saved` or `unsaved`
 
 
 class Supervisor:
@@ -35,7 +44,7 @@ class Supervisor:
         self.gone: list[Path] = []  # process-id files of ranks that are gone, in the order in which they went
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Starts the launcher and waits; its exit code, or 85 where a signal ended the run after a save."""
+        """Starts the launcher and waits; its exit code, or 85 where a signal ended the run and it is to go on later."""
         handled = [signal.SIGTERM, signal.SIGUSR1]
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # what runs in the background must not hear Ctrl-C
             handled.append(signal.SIGINT)
@@ -50,8 +59,8 @@ class Supervisor:
                 signal.signal(number, handler)
         if self.ended:
             return INTERRUPTED
-        if (self.run_dir / "requeue").exists():
-            return REQUEUE_EXIT_CODE
+        if (self.run_dir / REQUEST).exists():
+            return _ask_again((self.run_dir / REQUEST).read_text(), environment.get(REQUEUE_DIR))
         if code:
             self._show_first_error(code)
         return code if code >= 0 else 128 - code
@@ -81,7 +90,7 @@ class Supervisor:
         if [file for file in self.run_dir.glob("*.pid") if _send(_process_id(file), signal.SIGUSR1)]:
             _say(f"signal received: the ranks save after the current step and stop{again}")
         else:  # nothing is trained yet
-            (self.run_dir / "requeue").touch()
+            (self.run_dir / REQUEST).write_text(UNSAVED)
             _say(f"signal received before training: nothing to save, the run ends{again}")
             _send_group(self.launcher.pid, signal.SIGTERM)
 
@@ -140,6 +149,14 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return not Path("/proc/self").exists() and _send(pid, 0)
+
+
+def _ask_again(word: str, folder: str | None) -> int:
+    """The exit code that asks for another start; 0 where the job's script finds the word in `folder` instead."""
+    if not folder:
+        return REQUEUE_EXIT_CODE
+    Path(folder, word).touch()
+    return 0
 
 
 def _own_group() -> None:

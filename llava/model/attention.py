@@ -6,6 +6,7 @@ Shapes: T packed tokens, H heads, K key/value heads, C channels per head.
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from llava.model.splice import PackedSequences
+from llava.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -93,26 +94,22 @@ def has_varlen() -> bool:
     return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
-def packed_attention_arguments(packed: PackedSequences, backend: str) -> dict[str, Any]:
-    """`attention_mask` and what else the decoder passes on to every layer's attention.
-
-    Lengths leave the device once, here.
-    """
+def packed_attention_arguments(layout: Layout, backend: str) -> dict[str, Any]:
+    """`attention_mask` and what else the decoder passes on to every layer's attention."""
     if backend in MASKED:
         return {"attention_mask": None}
-    boundaries, lengths = packed.cu_seqlens.to(torch.int32), packed.lengths()
+    longest = max(layout.lengths)
     arguments: dict[str, Any] = {
-        "attention_mask": None,
-        "cu_seq_lens_q": boundaries,
-        "cu_seq_lens_k": boundaries,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
+        # The library takes a mask of four dimensions as it is: it makes none of all pairs of tokens, and does not look
+        # in the positions for samples.
+        "attention_mask": layout.cu_seqlens.new_empty(1, 1, 0, 0),
+        "cu_seq_lens_q": layout.cu_seqlens,
+        "cu_seq_lens_k": layout.cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
     }
-    if backend in (SEGMENTS, VARLEN):
-        # The library takes a mask of four dimensions as it is, and so makes none of all pairs of tokens.
-        arguments["attention_mask"] = packed.inputs_embeds.new_empty(1, 1, 0, 0)
     if backend == SEGMENTS:
-        arguments["segment_lengths"] = lengths
+        arguments["segment_lengths"] = layout.lengths
     return arguments
 
 
@@ -218,6 +215,18 @@ def varlen_attention(
     return output[None], None
 
 
+def _without_mask_where_packed(attention: Callable) -> Callable:
+    """The library's FlashAttention, which would take the empty mask of `packed_attention_arguments` for padding."""
+
+    def flash_attention(module, query, key, value, attention_mask, *args, **kwargs):
+        mask = attention_mask if kwargs.get("cu_seq_lens_q") is None else None
+        return attention(module, query, key, value, mask, *args, **kwargs)
+
+    return flash_attention
+
+
+for _name in FLASH:
+    AttentionInterface.register(_name, _without_mask_where_packed(AttentionInterface()[_name]))
 for _name, _function in ((SEGMENTS, segments_attention), (VARLEN, varlen_attention)):
     AttentionInterface.register(_name, _function)
     AttentionMaskInterface.register(_name, sdpa_mask)  # for padded batches and generation

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.layout import Layout, lay_out, pad_layout, predicting_rows
 from llava.mm_utils import follow_umask, from_anywhere
 from llava.model.attention import packed_attention_arguments
 from llava.model.loss import supervised_loss
@@ -20,7 +21,6 @@ from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.model.multimodal_projector.norm import ProjectorNorm, norm_differences, projector_norm, record_norm
-from llava.model.splice import PackedSequences, pad_packed, splice_images
 
 logger = logging.getLogger(__name__)
 
@@ -215,56 +215,48 @@ class LlavaMetaForCausalLM:
                 )
             return input_ids, position_ids, attention_mask, past_key_values, None, labels
 
-        packed = self.pack_inputs(input_ids, attention_mask, labels, images)
-        padding_side = padding_side or getattr(self.config, "tokenizer_padding_side", None) or "right"
-        inputs_embeds, new_labels, new_mask, new_positions = pad_packed(packed, padding_side)
+        side = padding_side or getattr(self.config, "tokenizer_padding_side", None) or "right"
+        layout = self.lay_out(input_ids, attention_mask, labels, side)
         return (
             None,
-            None if position_ids is None else new_positions,
-            None if attention_mask is None else new_mask.to(attention_mask.dtype),
+            None if position_ids is None else layout.position_ids,
+            None if attention_mask is None else layout.attention_mask.to(attention_mask.dtype),
             past_key_values,
-            inputs_embeds,
-            None if labels is None else new_labels,
+            self.splice(layout, images),
+            None if labels is None else layout.labels,
         )
 
-    def pack_inputs(
+    def lay_out(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         labels: torch.Tensor | None,
-        images: Images = None,
-        num_images: Sequence[int] | None = None,
-    ) -> PackedSequences:
-        """The batch's samples with their visual tokens, one behind the other, without padding.
+        padding_side: str | None = None,
+    ) -> Layout:
+        """The layout of a batch [B, S] on its device, after a wait for its values; without a side not padded."""
+        ids = input_ids.cpu()
+        mask = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
+        labels = torch.full_like(ids, IGNORE_INDEX) if labels is None else labels.cpu()
+        visual_tokens = [self.get_vision_tower().num_tokens] * int(((ids == IMAGE_TOKEN_INDEX) & mask).sum())
+        max_length = getattr(self.config, "tokenizer_model_max_length", None)
+        layout = lay_out(ids, mask, labels, visual_tokens, max_length)
+        return (pad_layout(layout, padding_side) if padding_side else layout).to(input_ids.device)
 
-        Arguments and errors are those of `prepare_inputs_labels_for_multimodal`; `num_images` are each sample's, as the
-        collator gives them, or counted here.
+    def splice(self, layout: Layout, images: Images) -> torch.Tensor:
+        """The decoder's input [rows, D]; visual tokens that were cut off keep a gradient of zero.
+
+        Raises:
+            ValueError: images and placeholders do not match; the message names the sample.
         """
-        mask = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        if num_images is None:
-            num_images = ((input_ids == IMAGE_TOKEN_INDEX) & mask).sum(dim=1).tolist()
-        pixels = match_images(images, num_images)
-        tower = self.get_vision_tower()
+        pixels = match_images(images, layout.num_images)
         # Every rank must run tower and projector in every training step, or collectives of ZeRO-3 and DDP never meet.
-        needs_dummy = pixels is None and self.training and torch.is_grad_enabled()
-        if needs_dummy:
-            side = tower.image_size
-            pixels = torch.zeros(1, 3, side, side, device=input_ids.device)
-        if pixels is None:
-            features = torch.zeros(0, tower.num_tokens, self.config.hidden_size, device=input_ids.device)
-        else:
-            features = self.encode_images(pixels)
-        packed = splice_images(
-            input_ids,
-            mask,
-            torch.full_like(input_ids, IGNORE_INDEX) if labels is None else labels,
-            features[:0] if needs_dummy else features,
-            self.get_model().embed_tokens,
-            getattr(self.config, "tokenizer_model_max_length", None),
-        )
-        if needs_dummy:
-            packed.inputs_embeds = packed.inputs_embeds + 0.0 * features.sum().to(packed.inputs_embeds.dtype)
-        return packed
+        if pixels is None and self.training and torch.is_grad_enabled():
+            tower = self.get_vision_tower()
+            pixels = torch.zeros(1, 3, tower.image_size, tower.image_size, device=layout.source.device)
+        visual = None if pixels is None else self.encode_images(pixels).flatten(0, 1)
+        text = self.get_model().embed_tokens(layout.text_ids)
+        parts = [text.new_zeros(1, text.shape[-1]), text, *([] if visual is None else [visual.to(text.dtype)])]
+        return torch.cat(parts).index_select(0, layout.source.flatten()).view(*layout.source.shape, -1)
 
     def forward(
         self,
@@ -279,7 +271,7 @@ class LlavaMetaForCausalLM:
         image_sizes: Sequence[tuple[int, int]] | None = None,
         modalities: Sequence[str] | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        num_images: Sequence[int] | None = None,
+        layout: Layout | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
@@ -287,15 +279,18 @@ class LlavaMetaForCausalLM:
 
         With `labels` in training mode only supervised positions reach the LM head and `logits` is None (and with
         `padding_free` the samples form one row); otherwise logits [B, S', C] are returned. `num_items_in_batch`
-        normalises the loss (None: mean over this batch's targets).
+        normalises the loss (None: mean over this batch's targets). `layout` is the batch's, as the collator makes it;
+        without one it is made here, which waits for the device.
         """
         training_loss = labels is not None and self.training
-        if inputs_embeds is None and training_loss and self.padding_free:
-            packed = self.pack_inputs(input_ids, attention_mask, labels, images, num_images)
-            input_ids, position_ids = None, packed.position_ids[None]
-            inputs_embeds, labels = packed.inputs_embeds[None], packed.next_token_labels()[None]
-            kwargs |= packed_attention_arguments(packed, self.config._attn_implementation)
-            attention_mask = kwargs.pop("attention_mask")
+        if layout is None and inputs_embeds is None and training_loss and self.padding_free:
+            layout = self.lay_out(input_ids, attention_mask, labels)
+        if layout is not None:
+            input_ids, position_ids, inputs_embeds = None, layout.position_ids, self.splice(layout, images)
+            attention_mask = layout.attention_mask
+            if attention_mask is None:
+                kwargs |= packed_attention_arguments(layout, self.config._attn_implementation)
+                attention_mask = kwargs.pop("attention_mask")
         elif inputs_embeds is None:
             input_ids, position_ids, attention_mask, past_key_values, inputs_embeds, labels = (
                 self.prepare_inputs_labels_for_multimodal(
@@ -308,16 +303,20 @@ class LlavaMetaForCausalLM:
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
-            use_cache=False if training_loss else use_cache,
+            use_cache=False if training_loss or layout is not None else use_cache,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
         loss = logits = None
         if labels is not None:
-            loss = supervised_loss(hidden_states, labels, self.lm_head, num_items_in_batch)
+            if layout is None:
+                rows, targets = (x.to(labels.device) for x in predicting_rows(labels.cpu()))
+            else:
+                rows, targets = layout.predicting, layout.targets
+            loss = supervised_loss(hidden_states, rows, targets, self.lm_head, num_items_in_batch)
         if not training_loss:
-            rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden_states[:, rows])
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden_states[:, kept])
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -378,6 +377,8 @@ def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None
     Raises:
         ValueError: too few or too many images; the message names the sample.
     """
+    if isinstance(images, torch.Tensor) and images.ndim == 4 and 0 < len(images) == sum(placeholders):
+        return images
     groups = [_one_or_more(x) for x in ([] if images is None else images)]
     of_each = [max(n, 1) for n in placeholders]  # a text-only sample's unused image is among them
     flat = [image for group in groups for image in group] if all(len(group) == 1 for group in groups) else None

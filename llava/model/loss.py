@@ -3,6 +3,7 @@
 Shapes: B batch, S sequence, D LLM hidden size, R supervised rows, C vocabulary.
 """
 
+import math
 from functools import cache
 from importlib import metadata
 from typing import Literal
@@ -16,7 +17,9 @@ from llava.constants import IGNORE_INDEX
 
 LossHead = Literal["auto", "liger", "chunked", "plain"]
 LIGER_MINIMUM = "0.6.2"  # the first whose fused loss accumulates in fp32
-_CHUNK_ELEMENTS = 2**24  # logits that exist at a time: 64 MiB in fp32
+# Logits that exist at a time. Every chunk reads the weight twice and rewrites its gradient, so a GPU takes many rows
+# (1046 of 128k); on a CPU larger chunks gain nothing (benchmarks/loss_head.py).
+_CHUNK_ELEMENTS = {"cpu": 2**25, "gpu": 2**27}
 
 
 class LMHead(nn.Linear):
@@ -35,10 +38,7 @@ class LMHead(nn.Linear):
             return logits if self.logits_scaling == 1 else logits / self.logits_scaling
         if self.logits_scaling != 1:
             hidden_states = hidden_states / self.logits_scaling
-        head = self.loss_head
-        if head == "auto":
-            head = "liger" if hidden_states.is_cuda and has_liger() else "chunked"
-        return _SUMMED_LOSS[head](hidden_states, self.weight, targets)
+        return _SUMMED_LOSS[self.loss_head](hidden_states, self.weight, targets)
 
 
 @cache
@@ -52,7 +52,8 @@ def has_liger() -> bool:
 
 def supervised_loss(
     hidden_states: torch.Tensor,
-    labels: torch.Tensor,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
     lm_head: LMHead,
     num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
@@ -60,7 +61,8 @@ def supervised_loss(
 
     Args:
         hidden_states: [B, S, D], the decoder's normalised output.
-        labels: [B, S] unshifted, IGNORE_INDEX where nothing is to be learnt.
+        rows: [R] of [B * S], the positions whose next token is a target.
+        targets: [R], those tokens.
         lm_head: sums the losses of [R, D] against [R].
         num_items_in_batch: targets of the whole optimizer step over all ranks; None takes this batch's own number.
 
@@ -68,13 +70,8 @@ def supervised_loss(
         fp32 scalar: the sum over targets divided by `num_items_in_batch`. Without any target it is 0 and still
         connected to the graph, so that every rank runs its backward pass.
     """
-    targets = labels[:, 1:]
-    supervised = targets != IGNORE_INDEX
-    targets = targets[supervised]
-    total = lm_head(hidden_states[:, :-1][supervised], targets)
-    if num_items_in_batch is None:
-        num_items_in_batch = max(len(targets), 1)
-    return total / num_items_in_batch
+    total = lm_head(hidden_states.flatten(0, 1).index_select(0, rows), targets)
+    return total / (max(len(targets), 1) if num_items_in_batch is None else num_items_in_batch)
 
 
 def plain_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -88,7 +85,11 @@ def chunked_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: tor
 
 
 def liger_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of cross-entropies by Liger's fused kernel (NVIDIA GPUs); weight gradients are accumulated in fp32."""
+    """Sum of cross-entropies by Liger's fused kernel (NVIDIA GPUs); weight gradients are accumulated in fp32.
+
+    Liger takes R / ceil(C / D) rows at a time, which suits all positions of a batch: of 1000 supervised rows at C = 128k
+    and D = 3072 that is 32, and the weight is read 64 times. It also waits for the GPU twice. So `auto` is `chunked`.
+    """
     if not len(targets):  # the kernel divides by the number of rows
         return plain_loss(hidden_states, weight, targets)
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
@@ -99,6 +100,12 @@ def liger_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch
             hidden_states, weight, targets, ignore_index=IGNORE_INDEX, reduction="sum", accum_dtype=torch.float32
         )
     return loss.float()
+
+
+def rows_at_a_time(rows: int, vocabulary: int, device: torch.device) -> int:
+    """How many of the R supervised rows `chunked_loss` projects at a time: all, or chunks of nearly the same size."""
+    most = max(1, _CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "gpu"] // vocabulary)
+    return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
 
 
 def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -115,25 +122,32 @@ class _ChunkedLoss(torch.autograd.Function):
         wants_hidden, wants_weight, _ = ctx.needs_input_grad
         total = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         hidden_grad = torch.zeros_like(hidden_states) if wants_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        rows = max(1, _CHUNK_ELEMENTS // len(weight))
+        weight_grad = None
+        rows = rows_at_a_time(len(targets), len(weight), weight.device)
         with torch.autocast(hidden_states.device.type, enabled=False):
             for start in range(0, len(targets), rows):
                 chunk, target = hidden_states[start : start + rows], targets[start : start + rows, None]
-                logits = F.linear(chunk, weight).float()
-                log_sum = logits.logsumexp(dim=-1, keepdim=True)
-                total += (log_sum - logits.gather(1, target)).sum()
+                log_probs = F.log_softmax(F.linear(chunk, weight), dim=-1, dtype=torch.float32)
+                total -= log_probs.gather(1, target).sum()
                 if not (wants_hidden or wants_weight):
                     continue
-                gradient = logits.sub_(log_sum).exp_()
-                gradient.scatter_add_(1, target, torch.full_like(log_sum, -1.0))
+                gradient = log_probs.exp_()
+                gradient.scatter_add_(1, target, torch.full(target.shape, -1.0, device=target.device))
                 gradient = gradient.to(weight.dtype)
                 if wants_hidden:
                     hidden_grad[start : start + rows] = gradient @ weight
-                if wants_weight and weight.dtype == torch.float32:
+                if not wants_weight:
+                    continue
+                if weight_grad is None:
+                    weight_grad = gradient.T @ chunk
+                    if rows < len(targets):  # more will be added
+                        weight_grad = weight_grad.float()
+                elif weight.dtype == torch.float32:
                     weight_grad.addmm_(gradient.T, chunk)
-                elif wants_weight:
+                else:
                     weight_grad += gradient.T @ chunk
+        if wants_weight and weight_grad is None:
+            weight_grad = torch.zeros_like(weight)
         ctx.gradients = hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype)
         return total
 
@@ -146,4 +160,4 @@ class _ChunkedLoss(torch.autograd.Function):
         return (*(None if g is None else g.mul_(grad_output.to(g.dtype)) for g in gradients), None)
 
 
-_SUMMED_LOSS = {"plain": plain_loss, "chunked": chunked_loss, "liger": liger_loss}
+_SUMMED_LOSS = {"auto": chunked_loss, "plain": plain_loss, "chunked": chunked_loss, "liger": liger_loss}

@@ -5,6 +5,29 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+
+@contextlib.contextmanager
+def beside_another_model() -> Iterator[None]:
+    """A model can be loaded and partitioned inside although the process holds one already."""
+    if not is_deepspeed_zero3_enabled():
+        yield
+        return
+    from deepspeed.utils import groups
+
+    make = groups._create_zero_param_parallel_group
+
+    def make_once(group_size: int) -> None:
+        # A node's ranks (zero_hpz_partition_size) are one group for all models; DeepSpeed refuses to make it again.
+        if groups._get_zero_param_intra_parallel_group() is None:
+            make(group_size)
+
+    groups._create_zero_param_parallel_group = make_once
+    try:
+        yield
+    finally:
+        groups._create_zero_param_parallel_group = make
 
 
 @contextlib.contextmanager
@@ -24,6 +47,11 @@ def gathered(params: torch.Tensor | list[torch.Tensor], modifier_rank: int | Non
 
     with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank):
         yield
+
+
+def is_partitioned(module: nn.Module) -> bool:
+    """Whether ZeRO-3 manages the module's parameters, and so has put each rank's share where it belongs."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -197,8 +197,8 @@ class TrainingArguments(transformers.TrainingArguments):
     loss_head: LossHead = field(
         default="auto",
         metadata={
-            "help": "Loss over the supervised rows: liger (fused kernel, NVIDIA GPUs), chunked (few rows of logits at "
-            "a time), plain (all logits), auto (liger where it runs, else chunked)."
+            "help": "Loss over the supervised rows: chunked (some rows of logits at a time), plain (all logits), liger "
+            "(Liger's fused kernel, NVIDIA GPUs), auto (chunked)."
         },
     )
     loss_reduction: Literal["token_mean", "micro_batch_mean"] = field(
@@ -215,7 +215,13 @@ class TrainingArguments(transformers.TrainingArguments):
     evaluation_strategy: Literal["no"] = field(
         default="no", metadata={"help": "Accepted for LLaVA's scripts, which pass no."}
     )
-    optim: str = field(default="adamw_torch", metadata={"help": "Optimizer, as the Hugging Face Trainer names it."})
+    optim: str = field(
+        default="adamw_torch_fused",
+        metadata={
+            "help": "Optimizer, as the Hugging Face Trainer names it. Where DeepSpeed keeps the states in CPU memory it "
+            "takes its own CPU Adam instead."
+        },
+    )
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning-rate schedule."})
     dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that prepare samples, per rank."})
     remove_unused_columns: bool = field(
@@ -295,11 +301,14 @@ class TrainingArguments(transformers.TrainingArguments):
             "const": "True",
         },
     )
-    use_liger_kernel: bool = field(
-        default=False,
+    use_liger_kernel: str = field(
+        default="False",
         metadata={
             "help": "Run the language model's norms, MLPs and rotary embedding on Liger's fused kernels (NVIDIA GPUs, "
-            "package liger-kernel). The loss is --loss_head's matter."
+            "package liger-kernel): True, False, or auto (where they can run; the log says which and why). The loss is "
+            "--loss_head's matter.",
+            "nargs": "?",
+            "const": "True",
         },
     )
     compile_layers: bool = field(
@@ -331,6 +340,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.remove_unused_columns:
             raise ValueError("--remove_unused_columns must be False: it would drop the images")
         self.activation_checkpointing = checkpointing_choice(self.activation_checkpointing, self.gradient_checkpointing)
+        self.use_liger_kernel = liger_choice(self.use_liger_kernel)
         self.gradient_checkpointing = None  # the library lets it follow the newer name
         super().__post_init__()
 
@@ -353,3 +363,15 @@ def checkpointing_choice(value: bool | int | str | None, older: bool | int | str
             f"--activation_checkpointing: expected auto, True, False or a number of decoder layers; found {value!r}"
         )
     return int(text) or False
+
+
+def liger_choice(value: bool | str) -> bool | str:
+    """`--use_liger_kernel` as True, False or `auto`.
+
+    Raises:
+        ValueError: none of these.
+    """
+    choices = {"auto": "auto", "true": True, "1": True, "false": False, "0": False}
+    if (text := str(value).lower()) not in choices:
+        raise ValueError(f"--use_liger_kernel: expected auto, True or False; found {value!r}")
+    return choices[text]

@@ -1,23 +1,25 @@
-"""Which samples make up an optimizer step, and in which micro-batches each rank computes them."""
+"""Which samples make up an optimizer step, and in which micro-batches each rank computes them.
 
+To the Trainer and DeepSpeed a rank's step is one batch, a list of micro-batches, and nothing is accumulated: how many
+there are may differ from step to step. `LLaVATrainer.training_step` runs them.
+"""
+
+import copy
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 from transformers.trainer_utils import seed_worker
 
 from llava.data.dataset import LazySupervisedDataset
-from llava.data.sampler import (
-    BalancedBatchSampler,
-    ModalityLengthGroupedSampler,
-    RandomOrder,
-    balanced_groups,
-    micro_batches_for,
-)
+from llava.data.sampler import ModalityLengthGroupedSampler, RandomOrder, StepSampler, dealt_evenly, dealt_in_order
 
 logger = logging.getLogger(__name__)
+
+_LOGGED_STEPS = 200  # of an epoch, for the log's line about micro-batches
 
 
 def sample_order(dataset: LazySupervisedDataset, args: Any) -> Sampler[int]:
@@ -37,86 +39,115 @@ def global_batch_size(args: Any) -> int:
     return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
 
+def whole_steps(args: Any) -> Any:
+    """A copy of `args` for the Trainer, to which a rank's step is one batch; DeepSpeed is told the same."""
+    whole = copy.copy(args)
+    whole.per_device_train_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    whole.gradient_accumulation_steps = 1
+    if args.deepspeed:
+        config = args.hf_deepspeed_config.config
+        config["gradient_accumulation_steps"] = args.deepspeed_plugin.gradient_accumulation_steps = 1
+        config["train_micro_batch_size_per_gpu"] = whole.per_device_train_batch_size
+    return whole
+
+
 def deals_by_length(args: Any) -> bool:
     """Whether a step's samples are dealt to micro-batches of even length; a mean of their means needs LLaVA's own."""
     return args.padding_free and args.loss_reduction == "token_mean"
 
 
-def fit_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
-    """Sets micro-batch size and accumulation of `args` to the fewest micro-batches that hold the flag's tokens.
-
-    Samples per optimizer step stay what they were. Does nothing without `--max_tokens_per_micro_batch`. Call it before
-    the Trainer, which hands both numbers to DeepSpeed, is made.
-    """
-    if args.max_tokens_per_micro_batch is None:
-        return
-    steps, step_size = [sum(step) for step in lengths_by_step(dataset, args)], global_batch_size(args)
-    samples_per_rank = step_size // args.world_size
-    micro_batches = micro_batches_for(steps, args.world_size, samples_per_rank, args.max_tokens_per_micro_batch)
-    args.gradient_accumulation_steps = micro_batches
-    args.per_device_train_batch_size = samples_per_rank // micro_batches
-    if args.deepspeed:
-        config = args.hf_deepspeed_config.config
-        config["gradient_accumulation_steps"] = args.deepspeed_plugin.gradient_accumulation_steps = micro_batches
-        config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
-    logger.info(
-        "--max_tokens_per_micro_batch %d: %d micro-batches per step and rank; a step has %d samples and %d tokens on "
-        "average, %d at most",
-        args.max_tokens_per_micro_batch,
-        micro_batches,
-        step_size,
-        sum(steps) // len(steps),
-        max(steps),
+def deal_of(dataset: LazySupervisedDataset, args: Any) -> Callable[[list[int]], list[list[list[int]]]]:
+    """What makes micro-batches of all ranks out of the samples of a step."""
+    if not deals_by_length(args):
+        return partial(dealt_in_order, ranks=args.world_size, batch_size=args.train_batch_size)
+    return partial(
+        dealt_evenly,
+        lengths=np.asarray(dataset.modality_lengths()),
+        ranks=args.world_size,
+        micro_batches=args.gradient_accumulation_steps,
+        max_tokens=args.max_tokens_per_micro_batch,
     )
 
 
-def lengths_by_step(dataset: LazySupervisedDataset, args: Any) -> list[list[int]]:
-    """Tokens of every sample of the first epoch, by optimizer step."""
-    step_size = global_batch_size(args)
-    tokens = np.abs(dataset.modality_lengths()[list(sample_order(dataset, args))]).tolist()
-    return [tokens[start : start + step_size] for start in range(0, len(tokens), step_size)]
+def log_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
+    """Says how full `--max_tokens_per_micro_batch` makes the micro-batches of the first epoch, if it is given."""
+    if args.max_tokens_per_micro_batch is None:
+        return
+    lengths, size, deal = np.abs(dataset.modality_lengths()), global_batch_size(args), deal_of(dataset, args)
+    order = list(sample_order(dataset, args))
+    starts = range(0, len(order), size)
+    steps = [order[start : start + size] for start in starts[:: -(-len(starts) // _LOGGED_STEPS)]]
+    counts = [len(deal(step)[0]) for step in steps]
+    tokens = sum(int(lengths[step].sum()) for step in steps)
+    logger.info(
+        "--max_tokens_per_micro_batch %d: %.4g micro-batches per step and rank (%d to %d), %.0f %% full on average",
+        args.max_tokens_per_micro_batch,
+        sum(counts) / len(counts),
+        min(counts),
+        max(counts),
+        100 * tokens / (sum(counts) * args.world_size * args.max_tokens_per_micro_batch),
+    )
 
 
 def largest_micro_batch(dataset: LazySupervisedDataset, args: Any) -> int:
-    """Tokens, with padding, of the fullest micro-batch: the first epoch's, or where not dealt by length what could be.
+    """Tokens, with padding, that no micro-batch exceeds: by the cap, the first epoch, or else what could be.
 
-    Only the steps with most tokens and with the longest samples are dealt out.
+    Without a cap only the steps with most tokens and with the longest samples are dealt out.
     """
     if not deals_by_length(args):
         return args.train_batch_size * args.model_max_length
-    steps = lengths_by_step(dataset, args)
-    candidates = [*sorted(steps, key=sum)[-4:], *sorted(steps, key=max)[-4:]]
-    groups = args.world_size * args.gradient_accumulation_steps
-    return max(sum(step[i] for i in group) for step in candidates for group in balanced_groups(step, groups))
+    lengths = np.abs(dataset.modality_lengths())
+    if args.max_tokens_per_micro_batch is not None:
+        return max(int(lengths.max()), min(args.max_tokens_per_micro_batch, int(lengths.sum())))
+    order, size, deal = list(sample_order(dataset, args)), global_batch_size(args), deal_of(dataset, args)
+    steps = [order[start : start + size] for start in range(0, len(order), size)]
+    heaviest = sorted(steps, key=lambda step: lengths[step].sum())[-4:]
+    longest = sorted(steps, key=lambda step: lengths[step].max())[-4:]
+    dealt = [batch for step in (*heaviest, *longest) for rank in deal(step) for batch in rank]
+    return max(int(lengths[[max(i, ~i) for i in batch]].sum()) for batch in dealt)
 
 
-class BalancedDataLoader(DataLoader):
-    """This rank's micro-batches of `BalancedBatchSampler`; Accelerate must not share them out a second time."""
+class MicroBatches(Dataset):
+    """Micro-batches instead of samples: an index is a list of sample numbers, which the collator joins."""
+
+    def __init__(self, samples: Dataset, collator: Callable[[list[Any]], Any]):
+        self.samples, self.collator = samples, collator
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        return self.collator([self.samples[i] for i in indices])
+
+
+class StepLoader(DataLoader):
+    """This rank's optimizer steps, each a list of collated micro-batches; Accelerate must not share them out again."""
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)
 
 
-def balanced_dataloader(
-    order: Sampler[int], dataset: LazySupervisedDataset, collator: Any, args: Any
-) -> BalancedDataLoader:
-    """The micro-batches of this process, of steps that take their samples in `order`."""
-    sampler = BalancedBatchSampler(
-        order,
-        dataset.modality_lengths(),
-        ranks=args.world_size,
-        micro_batches=args.gradient_accumulation_steps,
-        batch_size=args.train_batch_size,
-        rank=args.process_index,
-    )
+def step_loader(order: Sampler[int], dataset: LazySupervisedDataset, collator: Any, args: Any) -> StepLoader:
+    """The steps of this process, which take their samples in `order`.
+
+    A worker prepares whole steps. One ahead per worker is enough for it never to rest, and keeps a step of many
+    samples from being held several times over.
+    """
     workers = args.dataloader_num_workers
-    return BalancedDataLoader(
-        dataset,
+    sampler = StepSampler(
+        order,
+        global_batch_size(args),
+        deal_of(dataset, args),
+        rank=args.process_index,
+        drop_last=args.dataloader_drop_last,
+    )
+    return StepLoader(
+        MicroBatches(dataset, collator),
         batch_sampler=sampler,
-        collate_fn=collator,
+        collate_fn=list,
         num_workers=workers,
         pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
         persistent_workers=args.dataloader_persistent_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
+        prefetch_factor=args.dataloader_prefetch_factor or (1 if workers else None),
         worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
     )

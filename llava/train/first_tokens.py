@@ -10,7 +10,7 @@ import torch
 
 from llava.data.dataset import LazySupervisedDataset
 from llava.model.multimodal_projector.norm import fit_to_tokens, projector_norm
-from llava.model.zero3 import gathered
+from llava.model.zero3 import gathered, is_partitioned
 
 FIRST_IMAGES = 8
 
@@ -39,13 +39,11 @@ def fit_norm_to_first_images(model: Any, dataset: LazySupervisedDataset, device:
             "and no sample of --data_path has an image"
         )
     images = torch.cat([dataset[int(index)]["images"] for index in with_images])[:FIRST_IMAGES]
-    parameters = [*tower.parameters(), *projector.parameters()]
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):  # ZeRO-3 has placed its own
-        tower.to(device)
-        projector.to(device)
-    with gathered(parameters), torch.no_grad():
-        weight = next(projector.parameters())
-        tokens = tower(images.to(weight.device)).to(weight.dtype)
+    for module in (tower, projector):
+        if not is_partitioned(module):  # ZeRO-3 has placed its own: the tower, but not a projector that is new
+            module.to(device)
+    with gathered([*tower.parameters(), *projector.parameters()]), torch.no_grad():
+        tokens = tower(images).to(next(projector.parameters()).dtype)
         for layer in projector[:-1]:
             tokens = layer(tokens)
     fit_to_tokens(norm, model.config, tokens.flatten(0, -2))

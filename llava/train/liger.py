@@ -13,14 +13,46 @@ logger = logging.getLogger(__name__)
 
 
 def check_liger(flag: str) -> None:
-    """Raises ValueError or ImportError that names `flag` where Liger's kernels cannot run."""
+    """Raises ValueError that names `flag` where Liger's kernels cannot run."""
+    if reason := _obstacle():
+        raise ValueError(f"{flag}: {reason}; leave the flag out")
+
+
+def set_up_liger(model: Any, args: Any) -> None:
+    """Lets the decoder run on Liger's kernels as `--use_liger_kernel` asks, and turns `auto` into what was decided.
+
+    Raises:
+        ValueError: the flag is True and Liger has no kernels for the family.
+    """
+    if args.use_liger_kernel == "auto":
+        reason = "--compile_layers True fuses the layers' kernels" if args.compile_layers else _obstacle(model)
+        args.use_liger_kernel = reason is None
+        if reason:
+            logger.info("the decoder runs on PyTorch's kernels, not on Liger's: %s", reason)
+    if args.use_liger_kernel:
+        apply_liger(model)
+
+
+def _obstacle(model: Any = None) -> str | None:
+    """Why Liger's kernels cannot run here, or in `model`."""
     if not torch.cuda.is_available() or torch.version.hip:
-        raise ValueError(f"{flag}: Liger's kernels need an NVIDIA GPU, and none was found; leave the flag out")
+        return "Liger's kernels need an NVIDIA GPU, and none was found"
     if not has_liger():
-        raise ImportError(
-            f"{flag}: needs liger-kernel {LIGER_MINIMUM} or newer, which is not installed; "
-            "EXTRAS=liger bash scripts/setup.sh installs it"
-        )
+        return f"liger-kernel {LIGER_MINIMUM} or newer is not installed (EXTRAS=liger bash scripts/setup.sh adds it)"
+    if model is not None and _function_for(model) is None:
+        return f"Liger has no kernels for {_plain_type(model)} decoders"
+    return None
+
+
+def _plain_type(model: Any) -> str:
+    return family_of(model.config).config.model_type
+
+
+def _function_for(model: Any) -> Any:
+    """Liger's function that exchanges the kernels of the model's family, or None."""
+    from liger_kernel import transformers as kernels
+
+    return getattr(kernels, f"apply_liger_kernel_to_{_plain_type(model)}", None)
 
 
 def apply_liger(model: Any) -> None:
@@ -31,12 +63,11 @@ def apply_liger(model: Any) -> None:
     Raises:
         ValueError: Liger has no kernels for the family.
     """
-    from liger_kernel import transformers as kernels
-
-    plain_type = family_of(model.config).config.model_type
-    apply = getattr(kernels, f"apply_liger_kernel_to_{plain_type}", None)
+    apply = _function_for(model)
     if apply is None:
-        raise ValueError(f"--use_liger_kernel: Liger has no kernels for {plain_type} decoders; leave the flag out")
+        raise ValueError(
+            f"--use_liger_kernel: Liger has no kernels for {_plain_type(model)} decoders; leave the flag out"
+        )
     gated_mlp = "geglu" if "geglu" in inspect.signature(apply).parameters else "swiglu"
     # Liger rotates whole heads.
     rope = model.config.rope_parameters.get("partial_rotary_factor", 1.0) == 1

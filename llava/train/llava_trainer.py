@@ -1,11 +1,13 @@
 """The Hugging Face Trainer with LLaVA's optimizer groups, sampler, telemetry and checkpoint layout."""
 
+import contextlib
 import logging
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import rotate_checkpoints
@@ -14,7 +16,7 @@ from llava.mm_utils import save_tokenizer
 from llava.model.lora import has_lora, load_adapters, load_non_lora, lora_state_dict, read_non_lora, save_non_lora
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
-from llava.train.batches import balanced_dataloader, deals_by_length, global_batch_size, sample_order
+from llava.train.batches import global_batch_size, sample_order, step_loader, whole_steps
 from llava.train.checkpoint import (
     STAGING,
     commit,
@@ -24,7 +26,7 @@ from llava.train.checkpoint import (
     trains_adapter_only,
 )
 from llava.train.failures import Watchdog
-from llava.train.nonfinite import NonFiniteGuard, poisoned
+from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups
 from llava.train.resume import ResumeError, moved_step
 from llava.train.run_record import write_identity
@@ -39,6 +41,7 @@ class LLaVATrainer(Trainer):
     """Trains a LLaVA model whose `requires_grad` is already set.
 
     Args:
+        args: the flags. `self.args` is what the library sees of them, `self.flags` what the user said.
         image_processor: saved with every checkpoint.
         identity: settings that a checkpoint's continuation must share (`llava.train.run_identity.run_identity`).
         resumed: what `resume.json` of the checkpoint says that the run continues from.
@@ -49,7 +52,8 @@ class LLaVATrainer(Trainer):
 
     def __init__(
         self,
-        *args: Any,
+        *,
+        args: Any,
         image_processor: Any = None,
         identity: dict[str, Any] | None = None,
         resumed: dict[str, Any] | None = None,
@@ -57,7 +61,8 @@ class LLaVATrainer(Trainer):
         stop_signal: StopSignal | None = None,
         **kwargs: Any,
     ):
-        super().__init__(*args, **kwargs)
+        self.flags = args
+        super().__init__(args=whole_steps(args), **kwargs)
         self.identity, self.resumed = identity or {}, resumed
         self.watchdog = watchdog or Watchdog(None, self.args.process_index)
         self.stop_signal = stop_signal or StopSignal()
@@ -65,6 +70,7 @@ class LLaVATrainer(Trainer):
         self.add_callback(self.stop_signal)
         self.staging: Path | None = None
         self.saved_step = -1
+        self.args.logging_nan_inf_filter = False  # would wait for every loss; see `training_step`
         self.args.use_liger_kernel = False  # done already, on the decoder; the library would look for the model type
         self.image_processor = image_processor
         if self.args.loss_reduction == "micro_batch_mean":
@@ -79,9 +85,7 @@ class LLaVATrainer(Trainer):
         return sample_order(self.train_dataset if train_dataset is None else train_dataset, self.args)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        if not deals_by_length(self.args):
-            return super().get_train_dataloader()
-        return balanced_dataloader(self._get_train_sampler(), self.train_dataset, self.data_collator, self.args)
+        return step_loader(self._get_train_sampler(), self.train_dataset, self.data_collator, self.flags)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         model = self.model if model is None else model
@@ -99,16 +103,43 @@ class LLaVATrainer(Trainer):
     # --- one step ---
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The next step in a list of one, and its targets over all ranks; no step where the epoch has ended."""
         self.watchdog.enter("reading data", self.state.global_step)
         start = time.perf_counter()
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.throughput.add(batches, time.perf_counter() - start)
-        self.guard.start_step([batch.pop("indices").tolist() for batch in batches])
-        return batches, num_items
+        steps = [step for step in (next(epoch_iterator, None),) if step is not None]
+        micro_batches = steps[0] if steps else []
+        num_items = self._get_num_items_in_batch(micro_batches, device)
+        self.throughput.add(micro_batches, time.perf_counter() - start)
+        self.guard.start_step([batch.pop("indices").tolist() for batch in micro_batches])
+        return steps, num_items
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.watchdog.enter("computing", self.state.global_step)
-        return super().training_step(*args, **kwargs)
+    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        """Runs the micro-batches `inputs` of one step forward and backward; returns the step's loss.
+
+        Gradients add up, and ranks exchange what they must only with the last, which DeepSpeed is told as well.
+        """
+        self.current_gradient_accumulation_steps = len(inputs)  # by which the library divides means of micro-batches
+        losses = []
+        for number, micro_batch in enumerate(inputs, 1):
+            self.watchdog.enter("computing", self.state.global_step)
+            is_last = number == len(inputs)
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            alone = not is_last and not self.is_deepspeed_enabled
+            with self.accelerator.no_sync(model) if alone else contextlib.nullcontext():
+                losses.append(super().training_step(model, micro_batch, num_items_in_batch))
+        # As the library's filter, which is off: a loss that is not finite counts as the mean of those before it.
+        return finite_or(sum(losses), self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged))
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        # The library would wait for every copy; pinned memory is read while the device goes on.
+        return send_to_device(inputs, self.args.device, non_blocking=True)
+
+    def floating_point_ops(self, inputs: list[dict[str, Any]]) -> int:
+        return sum(super(LLaVATrainer, self).floating_point_ops(micro_batch) for micro_batch in inputs)
+
+    def _track_num_input_tokens(self, inputs: list[dict[str, Any]]) -> None:
+        for micro_batch in inputs:
+            super()._track_num_input_tokens(micro_batch)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
@@ -162,7 +193,7 @@ class LLaVATrainer(Trainer):
             logger.info("all %d steps are done; only the final folder is written", max_steps)
             return num_train_epochs, 0
         epochs, steps = divmod(self.state.global_step, num_update_steps_per_epoch)
-        return epochs, steps * self.args.gradient_accumulation_steps
+        return epochs, steps
 
     def _restore_groups(self) -> None:
         """Puts every parameter group's own settings back, and the schedule where the data stands.
@@ -228,6 +259,8 @@ class LLaVATrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if state_dict is not None:  # ZeRO-1 and 2 give a tied weight as two tensors, which would both be written
+            state_dict = {n: t for n, t in state_dict.items() if n not in (self.model.all_tied_weights_keys or ())}
         super()._save(output_dir, state_dict)
         output_dir = output_dir or self.args.output_dir
         if self.args.should_save:

@@ -18,13 +18,13 @@ from torch import nn
 
 from llava.model.attention import SEGMENTS
 from llava.model.lora import has_lora
+from llava.model.loss import rows_at_a_time
 from llava.model.zero3 import full_shape
 
 logger = logging.getLogger(__name__)
 
 _USABLE = 0.9  # of what is free: the rest goes to fragmentation and communication buffers
 _ZERO3_LIVE_PARAMETERS = 10**9  # DeepSpeed's default of stage3_max_live_parameters
-_LOSS_CHUNKS = 3 * 2**26  # logits, their exponentials and gradients of one chunk of llava.model.loss
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def estimate_memory(model: Any, args: Any, tokens: int) -> MemoryEstimate:
         optimizer=optimizer,
         embeddings=tokens * width * (4 + 4 * residual)
         + images * tower.num_tokens * matmul * (tower.hidden_size + 3 * width),
-        loss_head=_loss_head_bytes(model.lm_head, tokens, matmul),
+        loss_head=_loss_head_bytes(model.lm_head, tokens, matmul, args.device),
         num_layers=len(decoder.layers),
         layer=_decoder_layer_bytes(model, tokens, residual, matmul, args.device, args.use_liger_kernel),
         layer_input=tokens * width * residual,
@@ -107,7 +107,8 @@ def _state_bytes(model: nn.Module, args: Any) -> tuple[int, int, int]:
         copies = 2 * trained if args.bf16 or args.fp16 else 0  # autocast keeps 16-bit copies of fp32 weights
         buckets = 2 if args.world_size > 1 else 1  # DDP reduces copies
         return stored + copies, buckets * trained_bytes, per_element * trained
-    zero = args.hf_deepspeed_config.config.get("zero_optimization", {})
+    config = args.hf_deepspeed_config.config
+    zero = config.get("zero_optimization", {})
     stage, ranks = zero.get("stage", 0), args.world_size
     offload_optimizer, offload_parameters = (
         (zero.get(f"offload_{what}") or {}).get("device", "none") != "none" for what in ("optimizer", "param")
@@ -115,9 +116,13 @@ def _state_bytes(model: nn.Module, args: Any) -> tuple[int, int, int]:
     if stage == 3:
         gathered = min(stored, _ZERO3_LIVE_PARAMETERS * 2)
         stored = gathered + (0 if offload_parameters else stored // ranks)
-    gradients = trained_bytes // (ranks if stage >= 2 else 1)
+    kept_in_fp32 = config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    gradients = (4 * trained if kept_in_fp32 else trained_bytes) // (ranks if stage >= 2 else 1)
+    bucket = zero.get("reduce_bucket_size", 0)  # one is filled while the other is sent
+    buckets = 2 * bucket * trained_bytes // trained if isinstance(bucket, int) else 0
     states = (4 + per_element + 4) * trained // (ranks if stage >= 1 else 1)  # fp32 weights, moments, gradients
-    return stored, 0 if offload_optimizer and stage >= 2 else gradients, 0 if offload_optimizer else states
+    gradients = 0 if offload_optimizer and stage >= 2 else gradients
+    return stored, gradients + buckets, 0 if offload_optimizer else states
 
 
 def _decoder_layer_bytes(model: Any, tokens: int, residual: int, matmul: int, device: torch.device, fused: bool) -> int:
@@ -167,13 +172,14 @@ def _tower_layer_bytes(tower: Any, residual: int, matmul: int) -> int:
     return tower.hidden_size * (2 * residual + 6 * matmul) + tower.mlp_width * kept * matmul
 
 
-def _loss_head_bytes(lm_head: Any, rows: int, matmul: int) -> int:
+def _loss_head_bytes(lm_head: Any, rows: int, matmul: int, device: torch.device) -> int:
     """As if every token were a target."""
     vocabulary, width = lm_head.out_features, lm_head.in_features
+    logits = matmul + 4 + 4  # as the product gives them, in fp32, and their softmax
     if lm_head.loss_head == "plain":
-        return rows * vocabulary * (matmul + 4 + 4)
+        return rows * vocabulary * logits
     weight_gradient = vocabulary * width * (4 + matmul) if lm_head.weight.requires_grad else 0
-    return 2 * rows * width * matmul + weight_gradient + _LOSS_CHUNKS
+    return 2 * rows * width * matmul + weight_gradient + rows_at_a_time(rows, vocabulary, device) * vocabulary * logits
 
 
 # --- the decision -----------------------------------------------------------------------------------------------------

@@ -27,6 +27,11 @@ def poisoned(loss: torch.Tensor) -> torch.Tensor:
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
+def finite_or(loss: torch.Tensor, substitute: torch.Tensor) -> torch.Tensor:
+    """`loss`, or `substitute` where it is not finite; nobody waits to see which."""
+    return torch.where(loss.isfinite(), loss, substitute)
+
+
 class NonFiniteGuard:
     """Counts the steps in a row that were not applied.
 

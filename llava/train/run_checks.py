@@ -92,11 +92,11 @@ def check_reporting(names: list[str]) -> None:
 
 def check_kernels(training_args: Any) -> None:
     """The part of `check_flags` about fused and compiled kernels."""
-    if training_args.use_liger_kernel:
+    if training_args.use_liger_kernel is True:
         check_liger("--use_liger_kernel True")
     if training_args.loss_head == "liger":
         check_liger("--loss_head liger")
-    if training_args.compile_layers and training_args.use_liger_kernel:
+    if training_args.compile_layers and training_args.use_liger_kernel is True:
         raise ValueError("--compile_layers and --use_liger_kernel both fuse the layers' kernels; pass one of them")
     if training_args.compile_layers and is_deepspeed_zero3_enabled():
         raise ValueError(

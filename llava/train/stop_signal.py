@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from llava.train.failures import REQUEUE_EXIT_CODE, RUN_DIR
+from llava.train.failures import REQUEST, REQUEUE_EXIT_CODE, RUN_DIR, SAVED, UNSAVED
 from llava.train.ranks import joined
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ class StoppedEarly(BaseException):
 
 
 class StopSignal(TrainerCallback):
-    """Saves and stops training when a signal has come; `stopped` says that it did."""
+    """Saves and stops training when a signal has come; `stopped` says that it did, `saved` that it saved first."""
 
     def __init__(self):
         self.received: int | None = None
-        self.stopped = self.training = False
+        self.stopped = self.saved = self.training = False
         self._since = 0.0
         self.process = os.getpid()
         folder = os.environ.get(RUN_DIR)
@@ -89,7 +89,7 @@ class StopSignal(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps or not self._agreed():
             return
-        self.stopped = True
+        self.stopped = self.saved = True  # what cannot be saved raises, and then nobody asks
         if state.is_world_process_zero:
             name = signal.Signals(self.received).name if self.received else "a signal to another rank"
             logger.warning("%s: saving after step %d and stopping", name, state.global_step)
@@ -123,5 +123,5 @@ class StopSignal(TrainerCallback):
         folder = os.environ.get(RUN_DIR)
         if not folder:
             return REQUEUE_EXIT_CODE
-        Path(folder, "requeue").touch()
+        Path(folder, REQUEST).write_text(SAVED if self.saved else UNSAVED)
         return 0

@@ -47,7 +47,7 @@ class NormProbe:
         self.reset()
         decoder = model.get_model()
         self.norm = projector_norm(decoder.mm_projector)
-        decoder.vision_tower.register_forward_pre_hook(self._see_images)
+        model.register_forward_pre_hook(self._see_batch, with_kwargs=True)
         decoder.mm_projector.register_forward_pre_hook(self._see_features)
         decoder.mm_projector.register_forward_hook(self._see_projector_output)
         decoder.embed_tokens.register_forward_hook(lambda module, args, out: self._measure("text_embeddings", out))
@@ -61,9 +61,8 @@ class NormProbe:
         self.mean_abs_gain: torch.Tensor | None = None
         self.dummy = False
 
-    def _see_images(self, module: nn.Module, args: tuple) -> None:
-        if self.active:
-            self.dummy = not bool(args[0].any())
+    def _see_batch(self, module: nn.Module, args: tuple, batch: dict[str, Any]) -> None:
+        self.dummy = batch.get("images") is None  # the model makes a picture up, as it must run the tower
 
     def _see_features(self, module: nn.Module, args: tuple) -> tuple | None:
         """Watches the projector's input [N, V, E]; behind a frozen tower it has no gradient until asked for one."""

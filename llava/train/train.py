@@ -25,14 +25,14 @@ from llava.model.builder import load_language_model, read_config
 from llava.model.lora import has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.batches import fit_micro_batches, largest_micro_batch
+from llava.train.batches import largest_micro_batch, log_micro_batches
 from llava.train.closing import say_what_comes_next
 from llava.train.compilation import compile_layers
 from llava.train.failures import Watchdog, of_flag, refusal
 from llava.train.first_tokens import fit_norm_to_first_images
 from llava.train.flags import parse_flags
 from llava.train.launch_check import check_launch, spans_nodes
-from llava.train.liger import apply_liger
+from llava.train.liger import set_up_liger
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
 from llava.train.memory import set_up_checkpointing
@@ -44,6 +44,7 @@ from llava.train.run_folder import begin_run, choose_start
 from llava.train.run_identity import run_identity
 from llava.train.run_record import write_run_record
 from llava.train.stop_signal import StoppedEarly, StopSignal
+from llava.train.zero import fit_zero
 
 logger = logging.getLogger(__name__)
 
@@ -226,10 +227,15 @@ def training_tokenizer(model_args: ModelArguments, training_args: TrainingArgume
         ) from error
 
 
+def arithmetic_dtype(training_args: TrainingArguments) -> torch.dtype:
+    """What the model computes in, by `--bf16` and `--fp16`."""
+    return torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else torch.float32
+
+
 def build_model(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> Any:
     """The model with tower, projector and norm, `requires_grad` set, and every choice recorded in its config."""
     parts = tunable_parts(model_args)
-    frozen_dtype = torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else torch.float32
+    frozen_dtype = arithmetic_dtype(training_args)
     # DeepSpeed keeps fp32 masters itself; elsewhere what is trained stays fp32 and autocast lowers the arithmetic.
     trained_dtype = frozen_dtype if training_args.deepspeed else torch.float32
     attention = model_args.attn_implementation
@@ -255,8 +261,7 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     decoder.mm_projector.to(trained_dtype)
     add_lora_by_flags(model, training_args, trained_dtype)
     set_trainable(model, parts)
-    if training_args.use_liger_kernel:
-        apply_liger(model)
+    set_up_liger(model, training_args)
     if training_args.compile_layers:
         compile_layers(model)
     model.padding_free = training_args.padding_free
@@ -299,16 +304,21 @@ def build_trainer(
         model_max_length=training_args.model_max_length,
         label_masking=data_args.label_masking,
         show_progress=training_args.process_index == 0,
+        pixel_dtype=arithmetic_dtype(training_args),
     )
     fit_norm_to_first_images(model, dataset, training_args.device)
-    fit_micro_batches(dataset, training_args)
+    log_micro_batches(dataset, training_args)
+    fit_zero(model, training_args)
     set_up_checkpointing(model, training_args, largest_micro_batch(dataset, training_args))
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    collator = DataCollatorForSupervisedDataset(
+        pad_token_id or 0, tower.num_tokens, training_args.model_max_length, training_args.padding_free
+    )
     return LLaVATrainer(
         model=model,
         args=training_args,
         train_dataset=dataset,
-        data_collator=DataCollatorForSupervisedDataset(pad_token_id or 0),
+        data_collator=collator,
         processing_class=tokenizer,
         image_processor=image_processor,
         **options,

@@ -9,8 +9,6 @@
 : "${DEEPSPEED_CONFIG=}" "${NUM_WORKERS:=0}"
 # The newest checkpoint alone is kept: 4 MB in stage 1, 1.5 GB and some seconds in stage 2.
 : "${SAVE_STEPS:=40}"
-# Much faster on a CPU; DeepSpeed brings its own optimizer.
-: "${OPTIM=$([ -n "$DEEPSPEED_CONFIG" ] || echo adamw_torch_fused)}"
 case $STAGE in
   pretrain) : "${MAX_STEPS:=80}" "${LEARNING_RATE:=1e-3}" ;;
   finetune) : "${MAX_STEPS:=80}" "${LEARNING_RATE:=1e-4}" "${PROJECTOR_LR=1e-3}" "${VISION_TOWER_LR=1e-4}" ;;

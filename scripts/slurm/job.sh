@@ -1,22 +1,47 @@
 # shellcheck shell=bash
-# What the batch files share: names the rendezvous, prepares the environment once, starts one task per node. Sourced
-# after STAGE is set, with the job submitted from the repository root.
+# What the batch files share: names the rendezvous, prepares the environment once, starts one task per node, and has the
+# job requeued where a signal ended it. Sourced after STAGE is set, in the repository root.
 
 # shellcheck source=scripts/lib.sh
 source scripts/lib.sh
 : "${MASTER_ADDR:=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
 : "${MASTER_PORT:=$((20000 + SLURM_JOB_ID % 20000))}" # jobs that share a node get different ports
-: "${NUM_GPUS:=$SLURM_GPUS_ON_NODE}"
+: "${NUM_GPUS:=${SLURM_GPUS_ON_NODE:-}}"
+[ -n "$NUM_GPUS" ] || die "SLURM_GPUS_ON_NODE is not set: ask for GPUs (sbatch --gpus-per-node=8), or set NUM_GPUS"
 export MASTER_ADDR MASTER_PORT NUM_GPUS NNODES="$SLURM_JOB_NUM_NODES" LAUNCHER=torchrun
 
 if is_on "${DRY_RUN:-}"; then NODE_RANK=0 exec bash "scripts/$STAGE.sh" "$@"; fi
 ensure_environment
-# Each task takes its node's number from SLURM_NODEID as NODE_RANK. srun does not inherit --cpus-per-task from sbatch.
+
+# A task whose run a signal ended exits with 0 and leaves a word here: srun would take 85 for a failure and kill the other
+# nodes. `saved`: all ranks agreed to stop, and saved; `unsaved`: nothing was trained yet. The folder is this job's alone.
+export LLAVA_REQUEUE_DIR="$PWD/.slurm-$SLURM_JOB_ID"
+mkdir -p "$LLAVA_REQUEUE_DIR"
+rm -f "$LLAVA_REQUEUE_DIR/saved" "$LLAVA_REQUEUE_DIR/unsaved"
+unsaved_starts=$(cat "$LLAVA_REQUEUE_DIR/unsaved_starts" 2>/dev/null || echo 0)
+
+# Each task takes its node's number from SLURM_NODEID as NODE_RANK. srun inherits neither --cpus-per-task nor, after
+# `sbatch --export=...`, the variables. A node that hears nothing of the others' end is ended two minutes after them.
 code=0
-srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --kill-on-bad-exit=1 \
+srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=120 \
   bash "scripts/$STAGE.sh" "$@" || code=$?
-# 85: SLURM's signal before the time limit ended the run after a save. The same job goes on when it is its turn again.
-if [ "$code" -eq 85 ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+
+requeue() {
+  scontrol requeue "$SLURM_JOB_ID" || echo "error: SLURM did not requeue the job; submit the same command again" >&2
+  exit 85
+}
+if [ -e "$LLAVA_REQUEUE_DIR/saved" ]; then
+  rm -rf "$LLAVA_REQUEUE_DIR"
+  requeue
 fi
+# After a failure srun sends SIGTERM to the other nodes, which leave `unsaved` too: only where none failed does it count.
+if [ "$code" -eq 0 ] && [ -e "$LLAVA_REQUEUE_DIR/unsaved" ]; then
+  if [ "$unsaved_starts" -lt 3 ]; then
+    echo $((unsaved_starts + 1)) >"$LLAVA_REQUEUE_DIR/unsaved_starts"
+    requeue
+  fi
+  rm -rf "$LLAVA_REQUEUE_DIR"
+  die "the signal came before the first step in 4 starts one after the other: give more time (sbatch --time=...)"
+fi
+rm -rf "$LLAVA_REQUEUE_DIR"
 exit "$code"

@@ -1,59 +1,21 @@
 """Two CPU ranks under DeepSpeed, through the real entry point: they compute what one process computes."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from data_files import write_varied
 from decoder_families import NAMES, write_families
-from paths import ROOT
 from safetensors.torch import load_file
 from training import flags
+from two_ranks import COMPARABLE, assert_same, launch, launch_in_turn, zero_1
 
 from llava.model.lora import NON_LORA_FILE
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
 
-TRAIN = ROOT / "llava/train/train_mem.py"
-# Adam divides by the gradient's size; where that is pure rounding noise a larger epsilon keeps runs comparable.
-COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 5, "mm_vision_tower_lr": 5e-4}
-
 pytestmark = pytest.mark.slow
-
-
-def launch(argv: list[str], deepspeed: dict | str, tmp_path: Path, timeout: int = 900, script: Path = TRAIN) -> str:
-    """Trains on two ranks by `script`, which takes the flags; returns their output."""
-    if isinstance(deepspeed, dict):
-        config = tmp_path / "deepspeed.json"
-        config.write_text(json.dumps(deepspeed))
-    else:
-        config = ROOT / "deepspeed_configs" / f"{deepspeed}.json"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    command += [str(script), *argv, "--deepspeed", str(config)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
-
-
-def zero_1() -> dict:
-    config = json.loads((ROOT / "deepspeed_configs/zero2.json").read_text())
-    config["zero_optimization"]["stage"] = 1
-    return config
-
-
-def assert_same(folder: Path, other: Path, atol: float = 1e-5) -> None:
-    ours, theirs = load_file(folder / "model.safetensors"), load_file(other / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +24,6 @@ def one_process(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one") / "run"
     train_module.train(flags(tiny, folder, 2, per_device_train_batch_size=8, **COMPARABLE))
     return folder
-
-
-@pytest.mark.parametrize("config", [zero_1(), "zero2", "zero3", "zero3_offload"], ids=["zero1", "2", "3", "3_offload"])
-def test_five_steps_equal_one_process(tiny, tmp_path, one_process, config):
-    launch(flags(tiny, tmp_path / "two", 2, **COMPARABLE), config, tmp_path)
-    assert_same(tmp_path / "two", one_process)
-    before, after = (
-        {k: v for k, v in json.loads((f / "train_log.jsonl").read_text().splitlines()[0]).items() if "norm" in k}
-        for f in (one_process, tmp_path / "two")
-    )
-    assert after == pytest.approx(before, rel=1e-4)
 
 
 def test_ranks_agree_that_a_run_is_finished_and_that_another_is_refused(tiny, tmp_path):
@@ -101,12 +52,22 @@ def test_one_recomputed_layer_under_zero_3_equals_one_process(tiny, tmp_path, on
     assert_same(tmp_path / "two", one_process)
 
 
-def test_a_token_cap_under_deepspeed_equals_one_process(tiny, tmp_path, one_process):
-    """DeepSpeed is told of the fewer micro-batches."""
-    options = COMPARABLE | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    output = launch(flags(tiny, tmp_path / "two", 2, max_tokens_per_micro_batch=10**6, **options), "zero2", tmp_path)
-    assert "--max_tokens_per_micro_batch 1000000: 1 micro-batches" in output
-    assert_same(tmp_path / "two", one_process)
+@pytest.fixture(scope="module")
+def varied(tiny, tmp_path_factory):
+    """Data of varied lengths, and the run of one process with one micro-batch per step."""
+    folder = tmp_path_factory.mktemp("varied")
+    options = COMPARABLE | {"data_path": write_varied(tiny, folder / "data.json"), "per_device_train_batch_size": 8}
+    train_module.train(flags(tiny, folder / "run", 2, **options))
+    return options["data_path"], folder / "run"
+
+
+@pytest.mark.parametrize("config", [None, "zero2", "zero3"])
+def test_a_varying_number_of_micro_batches_equals_one_process_with_one(tiny, tmp_path, varied, config):
+    """Gradients are exchanged and applied with a step's last micro-batch, however many it has."""
+    options = COMPARABLE | {"data_path": varied[0], "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    output = launch(flags(tiny, tmp_path / "two", 2, max_tokens_per_micro_batch=450, **options), config, tmp_path)
+    assert "--max_tokens_per_micro_batch 450: 2.667 micro-batches per step and rank (2 to 3)" in output
+    assert_same(tmp_path / "two", varied[1])
 
 
 def test_rank_without_images_meets_the_others(tiny, tmp_path):
@@ -145,13 +106,13 @@ def test_zero3_measures_the_target_and_keeps_every_bit(tiny, tmp_path, model, no
     assert_same(tmp_path / "second", tmp_path / "first", atol=0)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero3_resumes_exactly(tiny, tmp_path, stage):
+@pytest.mark.parametrize(("stage", "config"), [(1, "zero2"), (1, "zero3"), (2, "zero2"), (2, "zero3")])
+def test_either_stage_resumes_exactly_under_either_zero(tiny, tmp_path, stage, config):
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    launch(flags(tiny, tmp_path / "whole", stage, **options), "zero3", tmp_path)
+    launch(flags(tiny, tmp_path / "whole", stage, **options), config, tmp_path)
     (tmp_path / "resumed").mkdir()
     (tmp_path / "whole/checkpoint-2").rename(tmp_path / "resumed/checkpoint-2")
-    output = launch(flags(tiny, tmp_path / "resumed", stage, **options), "zero3", tmp_path)
+    output = launch(flags(tiny, tmp_path / "resumed", stage, **options), config, tmp_path)
     assert "resuming from" in output
     assert_same(tmp_path / "resumed", tmp_path / "whole", atol=0)
     assert (tmp_path / "resumed/mm_projector.bin").exists() == (stage == 1)
@@ -181,26 +142,11 @@ def lora_files(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors") | torch.load(folder / NON_LORA_FILE, weights_only=True)
 
 
-# Trains one family after the other in one process group: starting takes longer than a tiny model's five steps.
-EVERY_FAMILY = """
-import sys
-import torch
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from llava.train.train import train
-torch.distributed.destroy_process_group = lambda: None  # a second group would find the first one's store
-for name in {names!r}:
-    train([argument.replace("FAMILY", name) for argument in sys.argv[1:]])
-    unset_hf_deepspeed_config()
-"""
-
-
 def test_five_steps_under_zero_3_on_two_ranks_equal_one_process(tiny, tmp_path):
     families = write_families(tiny)
-    worker = tmp_path / "every_family.py"
-    worker.write_text(EVERY_FAMILY.format(names=NAMES))
-    options = {"model": "families/FAMILY", **COMPARABLE}
-    launch(flags(families, tmp_path / "two/FAMILY", 2, **options), "zero3", tmp_path, script=worker)
-    for name in NAMES:
-        options = {"model": f"families/{name}", "per_device_train_batch_size": 8, **COMPARABLE}
-        train_module.train(flags(families, tmp_path / "one" / name, 2, **options))
+    models = {name: {"model": f"families/{name}", **COMPARABLE} for name in NAMES}
+    runs = [flags(families, tmp_path / "two" / name, 2, **options) for name, options in models.items()]
+    launch_in_turn([(run, "zero3") for run in runs], tmp_path)
+    for name, options in models.items():
+        train_module.train(flags(families, tmp_path / "one" / name, 2, per_device_train_batch_size=8, **options))
         assert_same(tmp_path / "two" / name, tmp_path / "one" / name)

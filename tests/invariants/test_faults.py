@@ -68,7 +68,7 @@ def at_step(monkeypatch, step: int, do) -> None:
     def struck(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
         if self.state.global_step + 1 == step:
-            do(self, result[0])
+            do(self, result[0][0])
         return result
 
     monkeypatch.setattr(LLaVATrainer, "get_batch_samples", struck)
@@ -518,7 +518,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_
     def spoilt(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
         if self.state.global_step >= 2:
-            result[0][0]["images"].fill_(torch.inf)
+            result[0][0][0]["images"].fill_(torch.inf)
         return result
 
     monkeypatch.setattr(LLaVATrainer, "get_batch_samples", spoilt)

@@ -97,8 +97,35 @@ def test_liger_without_gpu_or_package_is_refused(tiny, tmp_path, monkeypatch, fl
         train_module.train(flags(tiny, tmp_path, 1, **overrides))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(liger, "has_liger", lambda: False)
-    with pytest.raises(ImportError, match="needs liger-kernel 0.6.2 or newer.*EXTRAS=liger"):
+    with pytest.raises(ValueError, match=f"{flag}: liger-kernel 0.6.2 or newer is not installed.*EXTRAS=liger"):
         liger.check_liger(flag)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "installed", "known", "compiled", "reason"),
+    [
+        (False, True, True, False, "need an NVIDIA GPU, and none was found"),
+        (True, False, True, False, "liger-kernel 0.6.2 or newer is not installed"),
+        (True, True, False, False, "Liger has no kernels for llama decoders"),
+        (True, True, True, True, "--compile_layers True fuses the layers' kernels"),
+        (True, True, True, False, None),
+    ],
+)
+def test_auto_takes_liger_where_it_runs_and_says_why_it_does_not(
+    tiny, monkeypatch, caplog, gpu, installed, known, compiled, reason
+):
+    applied = []
+    fake = SimpleNamespace(**({"apply_liger_kernel_to_llama": print} if known else {}))
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(transformers=fake))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(liger, "has_liger", lambda: installed)
+    monkeypatch.setattr(liger, "apply_liger", applied.append)
+    model = trained(tiny, STAGE_1)
+    args = SimpleNamespace(use_liger_kernel="auto", compile_layers=compiled)
+    with caplog.at_level("INFO"):
+        liger.set_up_liger(model, args)
+    assert args.use_liger_kernel == (reason is None) and applied == [model] * (reason is None)
+    assert reason is None or ("on PyTorch's kernels, not on Liger's: " in caplog.text and reason in caplog.text)
 
 
 @pytest.mark.parametrize("name", NAMES)

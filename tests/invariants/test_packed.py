@@ -1,5 +1,7 @@
 """Padding-free batches: whatever the backend and the loss head, loss and gradients are those of each sample alone."""
 
+from functools import partial
+
 import pytest
 import torch
 from batches import BACKENDS, BATCHES, IMG, batch, loss_and_gradients, one_by_one
@@ -8,9 +10,9 @@ from hypothesis import strategies as st
 from tiny_models import make
 
 from llava.constants import IGNORE_INDEX
-from llava.data.sampler import BalancedBatchSampler, RandomOrder, balanced_groups, micro_batches_for
+from llava.data.sampler import RandomOrder, StepSampler, balanced_groups, dealt_evenly, dealt_in_order
 from llava.model.attention import MASKED, SEGMENTS, packed_attention, segments_attention
-from llava.model.loss import chunked_loss, plain_loss
+from llava.model.loss import _CHUNK_ELEMENTS, chunked_loss, plain_loss, rows_at_a_time
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,7 @@ def test_the_backend_is_chosen_by_the_machine_and_others_are_refused(caplog):
 @pytest.mark.parametrize("rows", [0, 1, 7, 64])
 @pytest.mark.parametrize("trained_head", [True, False])
 def test_chunked_loss_equals_float64(monkeypatch, rows, trained_head):
-    monkeypatch.setattr("llava.model.loss._CHUNK_ELEMENTS", 10 * 50)  # ten rows at a time
+    monkeypatch.setitem(_CHUNK_ELEMENTS, "cpu", 10 * 50)  # ten rows at a time
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, 16, generator=generator)
     weight = torch.randn(50, 16, generator=generator)
@@ -118,8 +120,16 @@ def test_chunked_loss_equals_float64(monkeypatch, rows, trained_head):
         torch.testing.assert_close(ours.double(), exact.double(), rtol=1e-5, atol=1e-5)
 
 
+def test_few_rows_are_one_chunk_and_chunks_are_alike():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert rows_at_a_time(0, 50, cpu) == 1 and rows_at_a_time(7, 10**9, cpu) == 1
+    assert rows_at_a_time(1000, 128_256, gpu) == 1000  # the weight is read twice
+    assert rows_at_a_time(1100, 128_256, gpu) == 550
+    assert rows_at_a_time(1100, 128_256, cpu) == 220
+
+
 def test_chunked_loss_under_autocast_equals_the_plain_one(monkeypatch):
-    monkeypatch.setattr("llava.model.loss._CHUNK_ELEMENTS", 10 * 50)
+    monkeypatch.setitem(_CHUNK_ELEMENTS, "cpu", 10 * 50)
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(64, 16), torch.randn(50, 16), torch.randint(50, (64,))
     gradients = []
@@ -149,21 +159,56 @@ def test_loss_heads_agree_in_a_step(model, head):
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=200)
 
 
-@settings(derandomize=True, max_examples=100, deadline=None, database=None)
-@given(lengths=LENGTHS, ranks=st.integers(1, 5), micro=st.integers(1, 4), size=st.integers(1, 6))
-def test_every_step_is_dealt_out_exactly_and_every_rank_has_as_many_micro_batches(lengths, ranks, micro, size):
-    def sampler(rank: int) -> BalancedBatchSampler:
-        return BalancedBatchSampler(RandomOrder(len(lengths), seed=3), lengths, ranks, micro, size, rank)
-
-    per_rank = [list(sampler(rank)) for rank in range(ranks)]
-    assert {len(batches) for batches in per_rank} == {len(sampler(0))}
-    assert all(micro_batch for batches in per_rank for micro_batch in batches)
-    order = list(RandomOrder(len(lengths), seed=3))
-    step_size = ranks * micro * size
-    for step, start in enumerate(range(0, len(lengths), step_size)):
-        dealt = [i for batches in per_rank for b in batches[step * micro : (step + 1) * micro] for i in b]
-        assert sorted(i for i in dealt if i >= 0) == sorted(order[start : start + step_size])
+@settings(derandomize=True, max_examples=200, deadline=None, database=None)
+@given(
+    lengths=LENGTHS,
+    ranks=st.integers(1, 5),
+    micro=st.integers(1, 4),
+    size=st.integers(1, 6),
+    deal=st.sampled_from(["evenly", "cap", "in order"]),
+)
+def test_every_step_is_dealt_out_exactly_and_every_rank_has_as_many_micro_batches(lengths, ranks, micro, size, deal):
+    cap, order, step_size = (
+        4000 if deal == "cap" else None,
+        list(RandomOrder(len(lengths), seed=3)),
+        ranks * micro * size,
+    )
+    deal = partial(dealt_in_order, batch_size=size) if deal == "in order" else partial(
+        dealt_evenly, lengths=lengths, micro_batches=micro, max_tokens=cap
+    )  # fmt: skip
+    per_rank = [list(StepSampler(order, step_size, partial(deal, ranks=ranks), rank)) for rank in range(ranks)]
+    assert {len(steps) for steps in per_rank} == {-(-len(lengths) // step_size)}
+    for start, steps in zip(range(0, len(lengths), step_size), zip(*per_rank, strict=True), strict=True):
+        samples = order[start : start + step_size]
+        assert len({len(micro_batches) for micro_batches in steps}) == 1
+        assert all(batch for micro_batches in steps for batch in micro_batches)
+        assert cap or len(steps[0]) <= micro
+        dealt = [i for micro_batches in steps for batch in micro_batches for i in batch]
+        assert sorted(i for i in dealt if i >= 0) == sorted(samples)
         assert sum(i < 0 for i in dealt) < ranks  # repeated without targets
+        if cap:
+            fullest = (sum(lengths[max(i, ~i)] for i in b) for batches in steps for b in batches if len(b) > 1)
+            assert max(fullest, default=0) <= cap
+
+
+def test_a_step_takes_the_fewest_micro_batches_that_hold_its_tokens():
+    """As few as its tokens allow; where no way to deal samples reaches that, one more."""
+
+    def count(lengths, cap, ranks=1):
+        return len(dealt_evenly(list(range(len(lengths))), lengths, ranks, 1, cap)[0])
+
+    assert count([1000] * 16, 8000) == 2 and count([1000] * 16, 7999) == 3
+    assert count([1000] * 16, 8000, ranks=2) == 1 and count([1000] * 16, 7999, ranks=2) == 2
+    assert count([3000, 3000, 3000], 5000) == 3  # two could hold 9000 tokens but not these samples
+    assert count([9000, 10, 10], 5000) == 2  # a sample that is longer stands alone
+    assert count([900, 900, 600, 600, 600], 1800) == 2  # longest first makes 2100 and 1500; exchanging two mends it
+
+
+def test_llavas_slices_go_round_the_ranks():
+    assert dealt_in_order(list(range(8)), ranks=2, batch_size=2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert dealt_in_order(list(range(9)), ranks=1, batch_size=4) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8]]]
+    assert dealt_in_order(list(range(5)), ranks=2, batch_size=2) == [[[0, 1], [3]], [[2], [4]]]
+    assert dealt_in_order([7], ranks=2, batch_size=2) == [[[7]], [[~7]]]
 
 
 def test_groups_are_within_one_sample_of_even():
@@ -173,18 +218,13 @@ def test_groups_are_within_one_sample_of_even():
     assert max(sums) <= 1.01 * sum(lengths) / 8
 
 
-def test_epochs_differ_and_repeat():
-    order = RandomOrder(20, seed=1)
-    sampler = BalancedBatchSampler(order, [5] * 20, 1, 2, 2, 0)
+def test_epochs_differ_and_repeat_and_a_short_last_step_may_be_left_out():
+    order = RandomOrder(22, seed=1)
+    deal = partial(dealt_evenly, lengths=[5] * 22, ranks=1, micro_batches=2)
+    sampler = StepSampler(order, 4, deal, 0)
     first = list(sampler)
     sampler.set_epoch(1)
-    assert list(sampler) != first
+    assert list(sampler) != first and len(sampler) == len(first) == 6
     sampler.set_epoch(0)
     assert list(sampler) == first
-
-
-@pytest.mark.parametrize(
-    ("tokens", "max_tokens", "expected"), [([8000, 16000], 16000, 1), ([33000], 16000, 4), ([10**6], 100, 32)]
-)
-def test_micro_batches_are_the_fewest_that_hold_the_tokens(tokens, max_tokens, expected):
-    assert micro_batches_for(tokens, ranks=1, samples_per_rank=32, max_tokens=max_tokens) == expected
+    assert list(StepSampler(order, 4, deal, 0, drop_last=True)) == first[:5]

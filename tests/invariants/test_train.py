@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from data_files import write_varied
 from safetensors.torch import load_file
 from training import flags, run
 
@@ -216,7 +217,9 @@ def test_checkpoint_with_a_norm_refuses_other_settings_and_may_fix_it(tiny, tmp_
 @pytest.mark.parametrize("bf16", [False, True])
 def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, stage, bf16):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "bf16": bf16}
-    options |= {"group_by_modality_length": True} if stage == 2 else {}
+    if stage == 2:  # where steps have 4 to 6 micro-batches
+        options |= {"group_by_modality_length": True, "data_path": write_varied(tiny, tmp_path / "data.json")}
+        options |= {"gradient_accumulation_steps": 2, "max_tokens_per_micro_batch": 450}
     whole, _ = run(tiny, tmp_path / "whole", stage, **options)
     (tmp_path / "resumed").mkdir()
     shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4")
@@ -246,13 +249,17 @@ def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation
         torch.testing.assert_close(small[name], large[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("cap", "micro_batches"), [(10**6, 1), (300, 4)])
-def test_a_token_cap_merges_micro_batches_and_changes_nothing(tiny, tmp_path, caplog, cap, micro_batches):
-    options = {"max_steps": 3, "adam_epsilon": 1e-4, "max_grad_norm": 1e9}
-    options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+@pytest.mark.parametrize(
+    ("cap", "said"), [(10**6, "1 micro-batches"), (450, "5 micro-batches"), (1, "8 micro-batches")]
+)
+def test_a_token_cap_decides_the_micro_batches_of_each_step_and_changes_nothing(tiny, tmp_path, caplog, cap, said):
+    options = {"max_steps": 5, "adam_epsilon": 1e-4, "max_grad_norm": 1e9, "telemetry_steps": 0}
+    options |= {"data_path": write_varied(tiny, tmp_path / "data.json"), "per_device_train_batch_size": 1}
+    options |= {"gradient_accumulation_steps": 8}
     plain, _ = run(tiny, tmp_path / "plain", 2, **options)
     capped, _ = run(tiny, tmp_path / "capped", 2, max_tokens_per_micro_batch=cap, **options)
-    assert f"--max_tokens_per_micro_batch {cap}: {micro_batches} micro-batches" in caplog.text
+    spread = {450: "4 to 6"}.get(cap, f"{said[0]} to {said[0]}")
+    assert f"--max_tokens_per_micro_batch {cap}: {said} per step and rank ({spread})" in caplog.text
     for name in plain:
         torch.testing.assert_close(capped[name], plain[name], rtol=0, atol=1e-6)
 

@@ -22,6 +22,15 @@ def turns(*texts):
     return [{"from": ("human", "gpt")[index % 2], "value": text} for index, text in enumerate(texts)]
 
 
+def write_varied(tiny: Path, path: Path) -> Path:
+    """Writes the tiny model's 24 conversations as samples of 110 to 330 tokens; returns `path`."""
+    records = json.loads((tiny / "data/finetune.json").read_text())
+    for index, record in enumerate(records):
+        record["conversations"][0]["value"] += "?" * (index * 7 % 24 * 9)
+    path.write_text(json.dumps(records))
+    return path
+
+
 def write_data(folder, num_records: int = 24) -> None:
     """Coloured squares with questions; every third record is text only."""
     (folder / "images").mkdir(parents=True)

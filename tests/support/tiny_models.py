@@ -54,6 +54,7 @@ def write_tiny(root):
         "llama": LlamaForCausalLM(LlamaConfig(**SIZES, **special, tie_word_embeddings=False)),
         "qwen": Qwen2ForCausalLM(Qwen2Config(**SIZES, **special, tie_word_embeddings=False)),
         "qwen_tied": Qwen2ForCausalLM(Qwen2Config(**SIZES, **special, tie_word_embeddings=True)),
+        "llama_tied": LlamaForCausalLM(LlamaConfig(**SIZES, **special, tie_word_embeddings=True)),
     }
     for name, model in language_models.items():
         with torch.no_grad():

@@ -82,6 +82,15 @@ def logits(model) -> torch.Tensor:
     return model(input_ids=ids, attention_mask=torch.ones_like(ids), images=images).logits.float()
 
 
+@torch.no_grad()
+def greedy_tokens(model) -> list[int]:
+    """What the model says to an image and three tokens."""
+    side = model.get_vision_tower().config.image_size
+    image = torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([[5, IMAGE_TOKEN_INDEX, 7, 8]])
+    return model.eval().generate(ids, images=image, do_sample=False, max_new_tokens=12, min_new_tokens=12)[0].tolist()
+
+
 def load(path, base):
     """The model of a checkpoint folder, on its base if that is given."""
     return load_pretrained_model(str(path), base and str(base), "anything", device="cpu")[1]

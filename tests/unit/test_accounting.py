@@ -1,6 +1,7 @@
 """Operations and memory: what is counted equals hand counts, PyTorch's own counter, and what autograd really keeps."""
 
 import dataclasses
+import json
 import re
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from llava.model.lora import add_lora
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
 from llava.train.memory import CheckpointPlan, MemoryEstimate, estimate_memory, plan_checkpointing
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
+from llava.train.zero import fit_zero, gathered_units
 
 V = 4  # visual tokens per image: 16 px in patches of 8
 # Weight elements of the tiny models, by hand: width 32, 4 heads of 8, 2 of them for keys; tower 24 wide.
@@ -158,6 +160,7 @@ def test_the_frozen_tower_keeps_nothing(tiny, monkeypatch):
 
 def zero_arguments(stage: int, ranks: int, offload: str = "none", **overrides) -> SimpleNamespace:
     config = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": offload}}}
+    config |= overrides.pop("config", {})
     fields = {"deepspeed": "zero.json", "hf_deepspeed_config": SimpleNamespace(config=config), "world_size": ranks}
     fields |= {"optim": "adamw_torch", "bf16": True, "fp16": False, "use_liger_kernel": False}
     return SimpleNamespace(device=torch.device("cuda"), **(fields | overrides))
@@ -176,6 +179,50 @@ def test_states_are_divided_as_zero_divides_them(tiny):
     assert states(3, 4) == (2 * elements + 2 * elements // 4, 2 * learnt // 4, 16 * learnt // 4)
     assert states(2, 4, offload="cpu") == (2 * elements, 0, 0)
     assert states(1, 4, optim="adamw_bnb_8bit") == (2 * elements, 2 * learnt, 10 * learnt // 4)
+
+
+def test_gradients_added_up_in_fp32_and_deepspeeds_buckets_are_counted(tiny):
+    model = trained(tiny, STAGE_2).bfloat16()
+    learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    def gradients(stage, **config):
+        return estimate_memory(model, zero_arguments(stage, 4, config=config), 64).gradients
+
+    for stage in (2, 3):
+        assert gradients(stage, data_types={"grad_accum_dtype": "fp32"}) == 4 * learnt // 4
+        zero = {"stage": stage, "reduce_bucket_size": 1000}
+        assert gradients(stage, zero_optimization=zero) == 2 * learnt // 4 + 2 * 1000 * 2
+
+
+def test_a_bucket_holds_a_layer_and_every_layer_is_gathered_at_once(tiny):
+    model = trained(tiny, STAGE_2)
+    layer = sum(p.numel() for p in model.get_model().layers[0].parameters())
+    auto = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto")
+    for stage, marked in ((2, 0), (3, 4)):
+        arguments = zero_arguments(stage, 4, config={"zero_optimization": {"stage": stage, **auto}})
+        fit_zero(model, arguments)
+        zero = arguments.hf_deepspeed_config.config["zero_optimization"]
+        assert zero["reduce_bucket_size"] == layer
+        assert zero["stage3_prefetch_bucket_size"] == (layer if stage == 3 else "auto")
+        assert sum(getattr(module, "_z3_leaf", False) for module in model.modules()) == marked
+    kept = zero_arguments(3, 4, config={"zero_optimization": {"stage": 3, "reduce_bucket_size": 5}})
+    fit_zero(model, kept)
+    assert kept.hf_deepspeed_config.config["zero_optimization"]["reduce_bucket_size"] == 5
+    stage_1 = zero_arguments(2, 4, config={"zero_optimization": {"stage": 2, **auto}})
+    fit_zero(trained(tiny, STAGE_1), stage_1)
+    learnt = sum(p.numel() for p in model.get_model().mm_projector.parameters())
+    assert stage_1.hf_deepspeed_config.config["zero_optimization"]["reduce_bucket_size"] == learnt
+
+
+def test_a_trained_layer_whose_input_may_need_no_gradient_is_gathered_module_by_module(tiny):
+    """DeepSpeed would reduce its gradients before they are computed."""
+    stage_1, stage_2 = trained(tiny, STAGE_1), trained(tiny, STAGE_2)
+    for model in (stage_1, stage_2):
+        assert [*gathered_units(model)] == [*model.get_model().layers, *model.get_vision_tower().layers]
+    lora = make(tiny).train()
+    add_lora(lora, r=4, alpha=8, dropout=0.0, bias="none", dtype=torch.float32)
+    set_trainable(lora, {ADAPTER, LANGUAGE_MODEL})
+    assert [*gathered_units(lora)] == [*lora.get_model().layers[1:], *lora.get_vision_tower().layers]
 
 
 def test_stage_1_has_states_for_the_projector_alone(tiny, tmp_path):
@@ -252,6 +299,7 @@ SO400M |= {"num_hidden_layers": 27, "patch_size": 14, "model_type": "siglip_visi
 @pytest.mark.parametrize(("stage", "parts"), [("pretrain", STAGE_1), ("finetune", STAGE_2)])
 @pytest.mark.parametrize("preset", SHAPES)
 def test_presets_recompute_nothing_on_eight_cards_of_80_gb(preset, stage, parts):
+    """With the recipe's own ZeRO, which therefore fits."""
     model_class, shapes = SHAPES[preset]
     vision = {"mm_vision_tower": "siglip", "mm_vision_config": dict(SO400M), "mm_projector_type": "mlp2x_gelu"}
     config = model_class.config_class(num_hidden_layers=28, **shapes, **vision)
@@ -260,8 +308,10 @@ def test_presets_recompute_nothing_on_eight_cards_of_80_gb(preset, stage, parts)
     model.tie_weights()
     set_trainable(model, parts)
     model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
-    tokens = int(resolved_run(stage, PRESET=preset, NUM_GPUS=8)["flags"]["max_tokens_per_micro_batch"])
-    estimate = estimate_memory(model, zero_arguments(3, 8), tokens)
+    run = resolved_run(stage, PRESET=preset, NUM_GPUS=8)["flags"]
+    arguments = zero_arguments(0, 8, config=json.loads((ROOT / run["deepspeed"]).read_text()))
+    fit_zero(model, arguments)
+    estimate = estimate_memory(model, arguments, int(run["max_tokens_per_micro_batch"]))
     total = estimate.total(plan_checkpointing("auto", estimate, 0.9 * 79 * 2**30))
     comment = (ROOT / "scripts/presets" / f"{preset}.sh").read_text()
     said = re.search(r"estimated (\d+) and (\d+) GiB", comment)

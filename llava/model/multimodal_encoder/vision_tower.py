@@ -14,6 +14,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from llava.model.zero3 import beside_another_model, is_partitioned
+
 # What a backbone's config says of its layers, as many as it had.
 _STAGES = ("stage_names", "out_features", "out_indices")
 
@@ -117,7 +119,8 @@ class VisionTower(nn.Module):
         device = self.device
         options = {"config": self.config, "dtype": dtype or self.dtype, "output_loading_info": True}
         try:
-            with _without_loading_report():  # the layers and heads that the tower leaves out would fill a screen
+            # The layers and heads that the tower leaves out would fill a screen.
+            with beside_another_model(), _without_loading_report():
                 model, info = self.model_class.from_pretrained(name_or_path, **options)
         except OSError as error:
             first = str(error).partition("\n")[0]
@@ -127,8 +130,9 @@ class VisionTower(nn.Module):
             ) from error
         if info["missing_keys"]:
             raise ValueError(f"--vision_tower {name_or_path}: lacks {', '.join(sorted(info['missing_keys']))}")
-        # One that was never anywhere stays where the library put it: under ZeRO-3 that is each rank's own GPU.
-        self.vision_tower["vision_model"] = model if device.type == "meta" else model.to(device)
+        # ZeRO-3 has put it on each rank's own GPU, where its buffers must stay; else it goes where the old one was.
+        stays = is_partitioned(model) or device.type == "meta"
+        self.vision_tower["vision_model"] = model if stays else model.to(device)
 
     def unused_parameters(self) -> list[nn.Parameter]:
         """Parameters that never see a gradient.

@@ -57,7 +57,7 @@ def install(chaos: dict) -> None:
     def struck_batches(self, *args, **kwargs):
         result = get_batch_samples(self, *args, **kwargs)
         if due(self) and chaos["what"] != "kill_in_save":
-            strike(chaos, result[0])
+            strike(chaos, result[0][0])
         return result
 
     def struck_save(self, output_dir):

@@ -1,0 +1,70 @@
+"""What ZeRO takes from the model: the modules that ZeRO-3 gathers as one, and the sizes of DeepSpeed's buckets.
+
+Both follow from the model, whatever its family, so that no configuration file names classes or numbers.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from llava.model.zero3 import full_shape
+
+logger = logging.getLogger(__name__)
+
+
+def fit_zero(model: Any, args: Any) -> None:
+    """Marks what ZeRO-3 gathers as one, and fills in bucket sizes that the configuration leaves at `auto`.
+
+    A bucket holds the largest layer: the library's own `auto`, D x D elements, is less than one matrix of its MLP.
+    Call it when `requires_grad` is set and before the Trainer is made, which hands the configuration to DeepSpeed.
+    """
+    if not args.deepspeed:
+        return
+    zero = args.hf_deepspeed_config.config.get("zero_optimization", {})
+    layer = max(_elements(layer) for layers, _ in _stacks(model) for layer in layers)
+    trained = sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad)
+    sizes = {"reduce_bucket_size": min(layer, trained)}
+    if zero.get("stage") == 3:
+        sizes["stage3_prefetch_bucket_size"] = layer
+        units = list(gathered_units(model))
+        for unit in units:
+            _mark(unit)
+        logger.info("ZeRO-3 gathers the weights of each of %d layers at once", len(units))
+    for name, size in sizes.items():
+        if zero.get(name) == "auto":
+            zero[name] = size
+
+
+def gathered_units(model: Any) -> Iterator[nn.Module]:
+    """The decoder's and the tower's layers that ZeRO-3 may gather as one.
+
+    DeepSpeed reduces a unit's gradients when the gradient of its input is known. A trained layer whose input may need
+    none (the first one above frozen embeddings, as under LoRA) would be reduced before it has any, so it stays out.
+    """
+    for layers, before in _stacks(model):
+        for number, layer in enumerate(layers):
+            if number > 0 or not _is_trained(layer) or _is_trained(before):
+                yield layer
+
+
+def _stacks(model: Any) -> Iterator[tuple[nn.ModuleList, nn.Module]]:
+    """The layers of decoder and tower, each with what makes the first one's input."""
+    decoder, tower = model.get_model(), model.get_vision_tower()
+    yield decoder.layers, decoder.embed_tokens
+    yield tower.layers, tower.patch_embedding()
+
+
+def _mark(module: nn.Module) -> None:
+    from deepspeed.utils import set_z3_leaf_module
+
+    set_z3_leaf_module(module, True)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(full_shape(p).numel() for p in module.parameters())

@@ -1,0 +1,74 @@
+"""The recipes' own ZeRO configurations on two CPU ranks: for each model, tied and untied, and in each precision."""
+
+import functools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training import flags, greedy_tokens
+from two_ranks import COMPARABLE, assert_same, launch_in_turn, zero_1
+
+from llava.model.builder import load_pretrained_model
+from llava.train import train as train_module
+
+CONFIGS = {"zero1": zero_1()} | {name: name for name in ("zero2", "zero3", "zero3_offload", "zero3_hpz")}
+MODELS = ["llama", "llama_tied", "qwen", "qwen_tied"]
+EQUAL = [(config, model) for config in ("zero2", "zero3") for model in MODELS]
+EQUAL += [(config, "llama_tied") for config in ("zero1", "zero3_offload", "zero3_hpz")] + [("zero3_offload", "qwen")]
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISE = [(config, "bf16") for config in CONFIGS] + [("zero2", "fp16"), ("zero3", "fp16")]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny, tmp_path_factory):
+    """A folder with the final folders of all runs, `<configuration>-<model or precision>`, each trained on two ranks.
+
+    No run may move what ZeRO-3 has placed.
+    """
+    folder = tmp_path_factory.mktemp("two")
+    runs = [(flags(tiny, folder / f"{c}-{m}", 2, model=m, **COMPARABLE), CONFIGS[c]) for c, m in EQUAL]
+    for config, precision in PRECISE:
+        options = COMPARABLE | {"model": "llama_tied", "max_steps": 2, precision: True}
+        runs.append((flags(tiny, folder / f"{config}-{precision}", 2, **options), CONFIGS[config]))
+    launch_in_turn(runs, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny, tmp_path_factory):
+    """A function from a model to the final folder of the same steps in one process."""
+    folder = tmp_path_factory.mktemp("one")
+
+    @functools.cache
+    def train(model):
+        train_module.train(flags(tiny, folder / model, 2, model=model, per_device_train_batch_size=8, **COMPARABLE))
+        return folder / model
+
+    return train
+
+
+@pytest.mark.parametrize(("config", "model"), EQUAL)
+def test_five_steps_equal_one_process(two_ranks, one_process, config, model):
+    two, one = two_ranks / f"{config}-{model}", one_process(model)
+    assert_same(two, one)
+    before, after = (
+        {k: v for k, v in json.loads((f / "train_log.jsonl").read_text().splitlines()[0]).items() if "norm" in k}
+        for f in (one, two)
+    )
+    assert after == pytest.approx(before, rel=1e-4)
+
+
+@pytest.mark.parametrize(("config", "precision"), PRECISE)
+def test_a_folder_written_in_half_precision_says_what_the_trained_model_said(two_ranks, config, precision):
+    """Also where that model was partitioned; and it loads in every other precision."""
+    folder, dtype = two_ranks / f"{config}-{precision}", HALF[precision]
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {dtype}
+    for requested in (dtype, torch.bfloat16, torch.float16, torch.float32):
+        model = load_pretrained_model(str(folder), None, "any", device="cpu", torch_dtype=requested)[1]
+        assert {p.dtype for p in model.parameters()} == {requested}
+        tokens = greedy_tokens(model)
+        if requested is dtype:
+            assert tokens == json.loads((folder / "greedy_tokens.json").read_text())
