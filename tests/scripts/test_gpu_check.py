@@ -106,7 +106,7 @@ def test_only_arms_that_run_are_listed(monkeypatch, flash):
     monkeypatch.setattr(train_step, "packed_attention", lambda *_: "sdpa")
     names = [arm.name for arm in train_step.runnable_arms(CUDA, torch.bfloat16)]
     assert names[0] == "packed" and "compiled" in names and len(set(names)) == len(names)
-    assert ("packed_flash_attention_2" in names) == ("liger" in names) == ("chunked_loss" in names) == flash
+    assert ("packed_flash_attention_2" in names) == ("liger" in names) == ("liger_loss" in names) == flash
     assert "packed_flash_attention_3" not in names and "packed_eager" not in names and "packed_sdpa" not in names
 
 
