@@ -119,8 +119,8 @@ def runnable_arms(device: torch.device, dtype: torch.dtype) -> list[Arm]:
     arms += [Arm(f"packed_{name.removeprefix('packed_')}", backend=name) for name in others]
     arms += [Arm("plain_loss", loss_head="plain")]
     liger = device.type == "cuda" and has_liger()
-    if liger:  # else the reference's loss is chunked
-        arms += [Arm("chunked_loss", loss_head="chunked")]
+    if liger:
+        arms += [Arm("liger_loss", loss_head="liger")]
     arms += [Arm("no_norm", norm="none"), Arm("layernorm", norm="layernorm"), Arm("compiled", layers=COMPILED)]
     return arms + [Arm("liger", layers=LIGER)] * liger
 
@@ -253,7 +253,7 @@ class Bench:
             positions = max(sum(of_group) if padding_free else max(of_group) * len(of_group) for of_group in lengths)
             if padding_free or not self.too_large(positions):
                 break
-        collate = DataCollatorForSupervisedDataset(0)
+        collate = DataCollatorForSupervisedDataset(0, visual, LONGEST, padding_free)
         targets = sum(int((s["labels"][1:] != IGNORE_INDEX).sum()) for s in samples)
         return Pieces([send_to_device(collate(group), self.device) for group in groups], targets, positions)
 

@@ -1,0 +1,274 @@
+"""benchmarks/gpu_check.sh on the CPU, and benchmarks/train_step.py, which measures most of its figures."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from paths import ROOT
+from transformers import AutoModelForCausalLM
+
+from benchmarks import gpu_check, gpu_parts, shapes, train_step
+from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, Setting
+from llava.launch.supervise import descendants
+from llava.train.memory import CheckpointPlan, MemoryEstimate, memory_table
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NO_UPSTREAM = {"UPSTREAM_VENV": "/nowhere"}
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
+def step_rows(monkeypatch, tmp_path, *options: str) -> tuple[int, dict[tuple[int, str], dict]]:
+    """The exit status of train_step with tiny micro-batches, and its rows by size and arm."""
+    words = ["--preset", "tiny", "--quick", "--stages", "2", "--output-dir", str(tmp_path), *options]
+    monkeypatch.setattr(sys, "argv", ["train_step", *words])
+    status = train_step.main()
+    rows = json.loads((tmp_path / "train_step.json").read_text())["rows"]
+    return status, {(row["micro_batch_tokens"], row["arm"]): row for row in rows}
+
+
+def test_a_step_is_measured_at_every_size_and_its_arms_agree(monkeypatch, tmp_path):
+    options = ["--micro-batch-tokens", "100", "300", "--arms", "packed", "padded_plain", "no_norm"]
+    status, rows = step_rows(monkeypatch, tmp_path, *options)
+    assert status == 0 and len(rows) == 6 and not any("failed" in row for row in rows.values())
+    for tokens in (100, 300):
+        assert rows[tokens, "packed"]["loss"] == pytest.approx(rows[tokens, "padded_plain"]["loss"], rel=1e-4)
+        assert rows[tokens, "padded_plain"]["speed_over_padded_plain"] == 1
+        assert all(rows[tokens, arm]["tokens_per_second"] > 0 for arm in ("packed", "padded_plain", "no_norm"))
+
+
+def test_an_arm_that_fails_says_why_and_the_others_go_on(monkeypatch, tmp_path, capsys):
+    backward = train_step.Bench.backward
+
+    def backward_without_eager(bench, pieces):
+        if bench.model.config._attn_implementation == "eager":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee documentation")
+        loss = backward(bench, pieces)
+        return loss + 1 if bench.model.lm_head.loss_head == "plain" else loss
+
+    monkeypatch.setattr(train_step.Bench, "backward", backward_without_eager)
+    options = ["--micro-batch-tokens", "100", "--arms", "packed", "packed_eager", "plain_loss", "packed_sdpa"]
+    status, rows = step_rows(monkeypatch, tmp_path, *options)
+    assert status == 1
+    assert rows[100, "packed_eager"]["failed"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+    assert "expected" in rows[100, "plain_loss"]["failed"]
+    assert rows[100, "packed"]["seconds"] > 0 and rows[100, "packed_sdpa"]["seconds"] > 0
+    assert "error: stage 2 packed_eager: OutOfMemoryError" in capsys.readouterr().err
+
+
+def test_a_padded_arm_takes_its_samples_in_pieces_where_the_whole_does_not_fit(monkeypatch, tmp_path):
+    """The budget is the estimate for a fifth more than the largest packed micro-batch."""
+    seen = {}
+
+    def budget(device, parameters):
+        return seen.get("budget", 2**60)
+
+    on_device = train_step.Bench.on_device
+
+    def remember(bench, samples, padding_free):
+        if padding_free:
+            seen["budget"] = bench.estimate(int(1.2 * sum(train_step.expanded(s, 16) for s in samples)))
+        return on_device(bench, samples, padding_free)
+
+    monkeypatch.setattr(train_step, "memory_budget", budget)
+    monkeypatch.setattr(train_step.Bench, "on_device", remember)
+    status, rows = step_rows(monkeypatch, tmp_path, "--micro-batch-tokens", "1500", "--arms", "packed", "padded_plain")
+    assert status == 0 and rows[1500, "packed"]["pieces"] == 1 and rows[1500, "padded_plain"]["pieces"] > 1
+
+
+def test_micro_batches_fit_the_memory(capsys):
+    def fits(tokens):
+        return "80.1 GiB estimated, 71.0 usable" if tokens > 5000 else ""
+
+    recipes = argparse.Namespace(micro_batch_tokens=None, preset="llama-3.2-3b")
+    assert train_step.sizes(recipes, 2, CUDA, lambda tokens: "") == [train_step.recipe_tokens("llama-3.2-3b", 2)]
+    (tokens,) = train_step.sizes(recipes, 2, CUDA, fits)
+    assert train_step.LONGEST <= tokens <= 5000
+    assert f"micro-batches of {tokens} tokens in place of" in capsys.readouterr().out
+    asked = argparse.Namespace(micro_batch_tokens=[1024, 8192])
+    assert train_step.sizes(asked, 1, CUDA, fits) == [1024]
+    assert "8192 tokens are left out: 80.1 GiB estimated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_only_arms_that_run_are_listed(monkeypatch, flash):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(train_step, "is_flash_attn_2_available", lambda: flash)
+    monkeypatch.setattr(train_step, "is_flash_attn_3_available", lambda: False)
+    monkeypatch.setattr(train_step, "has_liger", lambda: flash)
+    monkeypatch.setattr(train_step, "packed_attention", lambda *_: "sdpa")
+    names = [arm.name for arm in train_step.runnable_arms(CUDA, torch.bfloat16)]
+    assert names[0] == "packed" and "compiled" in names and len(set(names)) == len(names)
+    assert ("packed_flash_attention_2" in names) == ("liger" in names) == ("liger_loss" in names) == flash
+    assert "packed_flash_attention_3" not in names and "packed_eager" not in names and "packed_sdpa" not in names
+
+
+def test_host_syncs_are_the_warnings_that_pytorch_gives(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def compute():
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    assert train_step.host_syncs(compute) == 2
+    assert modes == ["warn", "default"]
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_a_folder_with_fewer_layers_is_the_models_beginning(tiny, tmp_path, name):
+    whole = AutoModelForCausalLM.from_pretrained(tiny / name)
+    cut = AutoModelForCausalLM.from_pretrained(shapes.with_fewer_layers(tiny / name, 1, tmp_path / "cut"))
+    assert len(cut.model.layers) == 1
+    whole.model.layers = whole.model.layers[:1]
+    ids = torch.arange(5, 15)[None]
+    assert torch.equal(whole(ids).logits, cut(ids).logits)
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("llama-3.2-3b", 3.21), ("qwen2.5-7b", 7.62)])
+def test_shapes_have_the_published_number_of_parameters(preset, billions):
+    model = shapes.build_llava(shapes.PRESETS[preset], torch.device("meta"), torch.bfloat16)
+    model.get_model().vision_tower = model.get_model().mm_projector = None
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_layers_are_as_many_as_fit(monkeypatch):
+    """On 80 GB, 3B is frozen whole; all of its states, and more so 7B's, are too much for one GPU."""
+    monkeypatch.setattr(gpu_parts, "run_json", lambda command: 79 * 2**30)
+    assert gpu_parts.layers_that_fit("llama-3.2-3b", 1, 3, 28) == 28
+    assert 20 <= gpu_parts.layers_that_fit("llama-3.2-3b", 2, 3, 28) <= 28
+    assert 2 <= gpu_parts.layers_that_fit("qwen2.5-7b", 2, 3, 28) < 20
+
+
+def test_the_estimate_is_read_from_the_table_that_a_run_prints():
+    estimate = MemoryEstimate(*[2**30] * 5, num_layers=2, layer=2**30, layer_input=0, tower_layers=0, tower_layer=0,
+                              tower_layer_input=0)  # fmt: skip
+    table = memory_table(estimate, CheckpointPlan(1), budget=2.0**34, tokens=100)
+    assert gpu_parts.estimated_gib(f"12:00:00 llava: {table}\nmore") == estimate.total(CheckpointPlan(1)) / 2**30
+    with pytest.raises(gpu_parts.Failed, match="total with working space"):
+        gpu_parts.estimated_gib("nothing")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, str]:
+    return os.environ | NO_UPSTREAM | {"LLAVA_PYTHON": sys.executable}
+
+
+def gpu_check_sh(*words: object, cpu: bool = True) -> subprocess.CompletedProcess:
+    command = ["bash", "benchmarks/gpu_check.sh", *["--cpu"] * cpu, *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+
+
+def test_wrong_calls_are_refused(tmp_path):
+    unknown = gpu_check_sh("--parts", "tests,zero9", "--output-dir", tmp_path)
+    assert unknown.returncode == 2 and "--parts: unknown zero9; expected some of environment,tests," in unknown.stderr
+    listed = gpu_check_sh("--help").stdout
+    assert all(name in listed for name in gpu_parts.PARTS)
+    if not torch.cuda.is_available():
+        here = gpu_check_sh("--output-dir", tmp_path, cpu=False)
+        assert here.returncode == 2 and here.stderr.startswith("error: no NVIDIA GPU") and "--cpu" in here.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_part_is_repeated_a_measured_one_is_not_and_an_open_one_says_why(tmp_path):
+    words = ("--parts", "environment,vs_upstream", "--output-dir", tmp_path)
+    late = gpu_check_sh(*words, "--limit", "0.2")
+    assert late.returncode == 1 and "failed in" in late.stdout and "longer than 0.2 s (--limit)" in late.stdout
+    first = gpu_check_sh(*words)
+    assert first.returncode == 0, first.stdout + first.stderr
+    written = (tmp_path / "gpu_environment.json").stat().st_mtime_ns
+    second = gpu_check_sh(*words)
+    assert second.returncode == 0 and "environment  measured before" in second.stdout
+    assert (tmp_path / "gpu_environment.json").stat().st_mtime_ns == written
+    page = (tmp_path / "summary.md").read_text()
+    assert "| open, upstream's environment nowhere is missing; PREPARE_ONLY=1 bash" in page
+    assert "`bash benchmarks/gpu_check.sh --cpu --parts zero3_7b`" in page
+    assert "attention over packed samples" in page
+    assert not (tmp_path / "work/environment").exists()
+
+
+def test_ctrl_c_ends_everything_and_keeps_nothing_of_the_part(tmp_path):
+    words = ["--cpu", "--parts", "environment", "--output-dir", str(tmp_path)]
+    command = [sys.executable, "-u", "-m", "benchmarks.gpu_check", *words]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert "runs" in process.stdout.readline()
+    busy = gpu_check_sh(*words[1:])
+    assert busy.returncode == 2 and f"another gpu_check works in {tmp_path}" in busy.stderr
+    started = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in said
+    assert started and not any(os.path.exists(f"/proc/{pid}") for pid in started)
+    assert not (tmp_path / "gpu_environment.json").exists() and not (tmp_path / "work/environment").exists()
+
+
+def test_the_table_has_every_state_and_the_targets(tmp_path):
+    rows = [{"stage": 2, "zero": 3, "layers": "28 of 28", "estimate_error": 0.04}]
+    Setting("zero3_3b", tmp_path, False, rows=rows).write(MEASURED, "", 90)
+    arms = [
+        {"stage": 1, "arm": "packed", "mfu": 0.41, "syncs": 0},
+        {"stage": 1, "arm": "liger", "mfu": 0.52, "syncs": 0},
+    ]
+    Setting(
+        "train_step", tmp_path, False, rows=[*arms, {"stage": 2, "arm": "packed", "failed": "out of memory"}]
+    ).write(FAILED, "train_step ended with 1: error: stage 2\npacked", 3)
+    Setting("tests", tmp_path, False).write(NOT_RUN, "pytest is not installed", 0)
+    Setting("demo", tmp_path, cpu=True).write(MEASURED, "", 5)  # of a CPU, so not what the GPU's table wants
+    page = gpu_check.summary(tmp_path, cpu=False)
+    assert "| measured | 90" in page and "| failed: train_step ended with 1: error: stage 2 packed | 3" in page
+    assert "| open, pytest is not installed: `bash benchmarks/gpu_check.sh --parts tests` |" in page
+    assert "| demo | the demo preset, both stages | open: `bash" in page
+    assert "stage 1, MFU | >= 0.5 | 0.52 | met |" in page and "host syncs of a micro-batch | <= 0 | 0 | met |" in page
+    assert "stage 2, MFU | >= 0.5 | not measured | open: `bash benchmarks/gpu_check.sh --parts train_step` |" in page
+    assert "ZeRO-3, memory estimate off by | <= 0.1 | 0.04 | met |" in page and "out of memory" in page
+
+
+def test_the_error_that_a_log_ends_with_is_found():
+    log = "step 1\nTraceback:\nValueError: --deepspeed x: no such file\n[INFO] Killing subprocess 7\n\n"
+    assert gpu_parts.last_error(log) == "ValueError: --deepspeed x: no such file"
+    assert gpu_parts.last_error("rank 0: error: out of memory\nbye") == "rank 0: error: out of memory"
+    assert gpu_parts.last_error("") == "it printed nothing"
+
+
+def test_a_figure_is_drawn_of_what_did_not_fail(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [{"stage": 1, "arm": "packed", "micro_batch_tokens": n, "mfu": 0.3, "tflops": 1} for n in (512, 1024)]
+    gpu_parts.draw([*rows, {"stage": 1, "arm": "liger", "micro_batch_tokens": 512, "failed": "x"}], tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 5000
+
+
+def test_junit_reports_become_a_row_per_test(tmp_path):
+    cases = '<testcase classname="m" name="a[1]"/><testcase classname="m" name="a[2]"><failure message="x"/></testcase>'
+    cases += '<testcase classname="m" name="b"><skipped message="no GPU"/></testcase>'
+    (tmp_path / "r.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    assert gpu_parts.test_rows(tmp_path / "r.xml") == [
+        {"test": "a", "passed": 1, "failed": 1, "skipped": 0, "why": ""},
+        {"test": "b", "passed": 0, "failed": 0, "skipped": 1, "why": "no GPU"},
+    ]
+
+
+@pytest.mark.slow
+def test_parts_that_train_run_on_a_cpu(tmp_path):
+    done = gpu_check_sh("--parts", "demo,zero3_7b,train_step,mfu", "--output-dir", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {name: json.loads((tmp_path / f"gpu_{name}.json").read_text())["rows"] for name in ("demo", "zero3_7b")}
+    assert [row["stage"] for row in rows["demo"]] == [1, 2] and rows["zero3_7b"][0]["estimate_gib"] > 0
+    assert (tmp_path / "gpu_mfu.png").is_file() and "![mfu](gpu_mfu.png)" in (tmp_path / "summary.md").read_text()
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} <= {"logs", "work"}
