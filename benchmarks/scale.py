@@ -11,6 +11,9 @@ arithmetic and communication, as if they overlapped fully, and the time that col
 """
 
 import argparse
+import contextlib
+import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,10 +23,12 @@ import torch
 
 from benchmarks.shapes import PRESETS, SO400M, STAGES
 from llava.launch.recipe import resolved_run
+from llava.launch.settings import ROOT
 from llava.model.language_model.families import LLAVA_CLASSES
 from llava.train.flops import Work, flop_costs, required_flops
 from llava.train.memory import CheckpointPlan, estimate_memory, plan_checkpointing
 from llava.train.optim import set_trainable
+from llava.train.zero import fit_zero
 
 NAMES = ("llama-3.2-3b", "qwen2.5-7b")
 SCRIPTS = {1: "pretrain", 2: "finetune"}
@@ -71,15 +76,12 @@ def build(name: str, stage: int) -> Any:
     return model
 
 
-def arguments(stage: int, ranks: int, offload: bool = False) -> SimpleNamespace:
-    """What the estimate reads of the training arguments."""
-    zero = {
-        "stage": stage,
-        **({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}} if offload else {}),
-    }
-    config = SimpleNamespace(config={"zero_optimization": zero})
-    options = {"optim": "adamw_torch", "bf16": True, "fp16": False, "use_liger_kernel": False, "deepspeed": "zero.json"}
-    return SimpleNamespace(device=torch.device("cuda"), hf_deepspeed_config=config, world_size=ranks, **options)
+def arguments(layout: str, ranks: int) -> SimpleNamespace:
+    """What the estimate reads of the training arguments, with a file of deepspeed_configs."""
+    config = SimpleNamespace(config=json.loads((ROOT / f"deepspeed_configs/{layout}.json").read_text()))
+    options = {"optim": "adamw_torch_fused", "bf16": True, "fp16": False, "use_liger_kernel": False}
+    options |= {"deepspeed": layout, "hf_deepspeed_config": config, "world_size": ranks}
+    return SimpleNamespace(device=torch.device("cuda"), **options)
 
 
 def deepspeed_estimate(model: Any, stage: int, ranks: int, offload: bool) -> float:
@@ -100,16 +102,20 @@ def memory_rows(ranks: tuple[int, ...] = (8, 64)) -> Iterator[list[str]]:
     for name in NAMES:
         for stage in STAGES:
             model = build(name, stage)
-            for zero, offload in ((2, False), (3, False), (3, True)):
+            for layout in ("zero2", "zero3", "zero3_offload"):
                 for n in ranks:
-                    estimate = estimate_memory(model, arguments(zero, n, offload), CAPS[name, stage])
+                    args = arguments(layout, n)
+                    fit_zero(model, args)
+                    estimate = estimate_memory(model, args, CAPS[name, stage])
                     states = (estimate.parameters + estimate.gradients + estimate.optimizer) / GIB
                     whole = estimate.total(CheckpointPlan()) / GIB
                     recomputed = estimate.total(plan_checkpointing(True, estimate, 0)) / GIB
-                    theirs = deepspeed_estimate(model, zero, n, offload)
-                    kind = f"ZeRO-{zero}" + (", offload" if offload else "")
+                    theirs = deepspeed_estimate(model, 2 if layout == "zero2" else 3, n, layout == "zero3_offload")
+                    recipes = (
+                        " (the recipe's)" if RUNS[name, stage]["flags"]["deepspeed"].endswith(f"/{layout}.json") else ""
+                    )
                     numbers = (states, theirs, whole, recomputed)
-                    yield [name, str(stage), kind, str(n), *(f"{value:.1f}" for value in numbers)]
+                    yield [name, str(stage), layout + recipes, str(n), *(f"{value:.1f}" for value in numbers)]
 
 
 def step_work(name: str, stage: int, gpus: int) -> tuple[Work, int]:
@@ -166,6 +172,8 @@ def main() -> None:
     parser.add_argument("--mfu", type=float, default=0.4, help="share of it that a GPU alone reaches; an assumption")
     parser.add_argument("--hop-us", type=float, default=5.0, help="time from GPU to GPU in a ring, microseconds")
     args = parser.parse_args()
+    with contextlib.redirect_stdout(sys.stderr):  # its log's first lines would stand in the page
+        import deepspeed  # noqa: F401
     memory = ["preset", "stage", "layout", "GPUs", "states", "DeepSpeed's estimate", "total", "total, all recomputed"]
     print(INTRODUCTION)
     print(table(memory, memory_rows()))
@@ -183,13 +191,13 @@ Printed by `python -m benchmarks.scale`. Everything here is arithmetic; nothing 
 
 ## Memory per GPU
 
-In GiB, for micro-batches as large as the preset's cap. `states` are weights, gradients and optimizer states by the
-tree's estimate, the table that a run prints before its first step; `total` adds activations and the loss head,
-without and with recomputation of every layer. DeepSpeed's estimator (`estimate_zero{2,3}_model_states_mem_needs`)
-knows neither frozen weights nor activations: in stage 1 it counts optimizer states that do not exist. In stage 2 the
-two differ by what ZeRO-3 gathers at a time: DeepSpeed's estimator counts the largest layer, ours up to 10^9 weights
-(`stage3_max_live_parameters`). `zero3_hpz.json` and `zeropp.json` take the 16-bit weights over 8 GPUs on top of
-ZeRO-3's rows.
+In GiB, for micro-batches as large as the preset's cap. `states` are weights, gradients (which add up in fp32) and
+optimizer states by the tree's estimate, the table that a run prints before its first step; `total` adds activations
+and the loss head, without and with recomputation of every layer, on PyTorch's kernels: Liger's keep less. DeepSpeed's
+estimator (`estimate_zero{2,3}_model_states_mem_needs`) knows neither frozen weights nor activations: in stage 1 it
+counts optimizer states that do not exist. In stage 2 the two differ by what ZeRO-3 gathers at a time: DeepSpeed's
+estimator counts the largest layer, ours up to 10^9 weights (`stage3_max_live_parameters`). `zero3_hpz.json` and
+`zeropp.json` take the 16-bit weights over 8 GPUs on top of ZeRO-3's rows.
 """
 THROUGHPUT = """
 ## Throughput
@@ -204,7 +212,8 @@ GPUs. Assumptions:
 - ZeRO-3 gathers all weights forward and again backward, frozen ones too, and reduces the trained ones' gradients, in
   every micro-batch. `zero3_hpz` gathers backward inside the node; `zeropp` sends weights in 8 bits and gradients in
   4.
-- A collective takes {hop:g} microseconds per GPU in the ring; ZeRO-3 has three per layer and micro-batch.
+- A collective takes {hop:g} microseconds per GPU in the ring; ZeRO-3 has three per layer and micro-batch, because a
+  layer is gathered as one.
 - Reading data keeps up."""
 BREAKS = """
 ## What breaks first

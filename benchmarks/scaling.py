@@ -1,8 +1,14 @@
-"""How evenly samples are dealt to ranks, by simulation of the sampler; and two CPU ranks over one, by real training.
+"""How full micro-batches are and how evenly ranks work, by simulation; and two CPU ranks over one, by real training.
 
 The simulation deals an epoch of LLaVA-558K or LLaVA-NeXT 779K to 8 to 512 ranks and compares the slowest rank's tokens
-of an optimizer step with the mean over ranks: the sum of the maxima over the sum of the means, which says how long
-ranks wait for each other. Beside it upstream's grouped sampler on the same lengths.
+with the mean over ranks: the sum of the maxima over the sum of the means, which says how long ranks wait.
+
+- `recipe`: stage 2 of each preset with its own settings, on the 779K lengths. Ranks are compared in every micro-batch,
+  since there they meet; `fill` is the tokens over what the micro-batches could hold. `before` is the earlier rule: as
+  many micro-batches in every step as the longest one needs, rounded up to a divisor of a rank's samples.
+- `order`: what `--length_group_window` does to the global batches: how many kinds of records one holds (the exponential
+  of the entropy of their shares), and how much of the variance of lengths is between batches instead of inside.
+- The other rows compare ranks over whole steps, for more numbers of ranks, beside upstream's grouped sampler.
 
 The lengths are drawn, not measured: images count 729 tokens (SigLIP, 384 px, patch 14). 558K: BLIP captions around 13
 tokens. 779K: the ten parts of LLaVA-1.5's mixture with their published sizes (665,298 records), each with rounds per
@@ -19,14 +25,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks import inputs
 from benchmarks.common import ROOT, alternate, ratio, spread, write_result
-from llava.data.sampler import BalancedBatchSampler, ModalityLengthGroupedSampler, RandomOrder
+from llava.data.sampler import ModalityLengthGroupedSampler, RandomOrder, dealt_evenly
+from llava.launch.recipe import resolved_run
 
 VISUAL_TOKENS = 729
 MAX_LENGTH = 4096
@@ -68,21 +75,26 @@ def lengths_779k(rng: np.random.Generator) -> np.ndarray:
 
 # name: (signed text tokens, global batch of the recipe)
 DISTRIBUTIONS = {"558K": (lengths_558k, 256), "779K": (lengths_779k, 128)}
+# preset: the cap of stage 2 that it had with the earlier rule
+EARLIER_CAPS = {"llama-3.2-3b": 8192, "qwen2.5-7b": 6144}
+RECIPE_RANKS = (8, 32, 64)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512])
     parser.add_argument(
-        "--windows", type=int, nargs="+", default=[1, 8, 32, 64], help="values of --length_group_window"
+        "--windows", type=int, nargs="+", default=[1, 4, 16, 64], help="values of --length_group_window"
     )
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps that are looked at, spread evenly")
     parser.add_argument("--repeats", type=int, default=3, help="runs of two ranks and of one; 0: the simulation alone")
-    parser.add_argument("--quick", action="store_true", help="64 ranks, windows 1 and 64, 300 steps, one pair of runs")
+    parser.add_argument("--quick", action="store_true", help="64 ranks, windows 1 and 16, 300 steps, one pair of runs")
     args = parser.parse_args()
     if args.quick:
-        args.ranks, args.windows, args.steps, args.repeats = [64], [1, 64], 300, min(args.repeats, 1)
-    rows = []
+        args.ranks, args.windows, args.steps, args.repeats = [64], [1, 16], 300, min(args.repeats, 1)
+    rows = [*recipe_rows(args.steps), *order_rows(args.windows)]
+    for row in rows:
+        print(row, flush=True)
     for name, ranks in itertools.product(DISTRIBUTIONS, args.ranks):
         for row in simulated(name, ranks, args):
             print(row, flush=True)
@@ -97,14 +109,62 @@ def main() -> None:
 # --- simulation -------------------------------------------------------------------------------------------------------
 
 
+def lengths_with_images(text: np.ndarray) -> np.ndarray:
+    """Tokens of samples with `text` tokens, negative for the text-only ones, as the sampler takes them."""
+    return np.sign(text) * np.minimum(np.abs(text) + VISUAL_TOKENS * (text > 0), MAX_LENGTH)
+
+
+def recipe_rows(steps: int) -> Iterator[dict]:
+    """Fill, micro-batches per step and balance of each preset's stage 2, by the earlier rule and by this tree's."""
+    signed = lengths_with_images(lengths_779k(np.random.default_rng(0)))
+    lengths = np.abs(signed)
+    for (preset, earlier_cap), ranks in itertools.product(EARLIER_CAPS.items(), RECIPE_RANKS):
+        run = resolved_run("finetune", PRESET=preset, NUM_GPUS=8, NNODES=ranks // 8)
+        batch, cap = run["batch"]["global"], int(run["flags"]["max_tokens_per_micro_batch"])
+        window, seed = int(run["flags"]["length_group_window"]), int(run["flags"]["seed"])
+        before = full_steps(ModalityLengthGroupedSampler(signed, batch, seed), batch)
+        needed = -(-lengths[before].sum(1).max() // (ranks * earlier_cap))
+        fixed = next(n for n in range(1, batch // ranks + 1) if batch // ranks % n == 0 and n >= needed)
+        after = full_steps(ModalityLengthGroupedSampler(signed, batch, seed, window), batch)
+        for rule, order, of_window, limit, rest in (
+            ("before", before, 1, earlier_cap, {"micro_batches": fixed}),
+            ("after", after, window, cap, {"micro_batches": 1, "max_tokens": cap}),
+        ):
+            dealt = [dealt_evenly(step.tolist(), lengths, ranks, **rest) for step in some_of(order, steps)]
+            # Tokens of every micro-batch of every step [micro-batches, ranks].
+            work = [np.array([[lengths[b].sum() for b in rank] for rank in step]).T for step in dealt]
+            work = np.concatenate(work)
+            row = {"recipe": preset, "ranks": ranks, "rule": rule, "length_group_window": of_window, "cap": limit}
+            row["micro_batches_per_step"] = len(work) / len(dealt)
+            row["fill"] = float(work.sum() / (work.size * limit))
+            row["slowest_over_mean"] = float(work.max(1).sum() / work.mean(1).sum())
+            yield row
+
+
+def order_rows(windows: list[int]) -> Iterator[dict]:
+    """What each window makes of the global batches of 128 of the 779K data."""
+    signed = lengths_with_images(lengths_779k(np.random.default_rng(0)))
+    kinds = np.repeat(np.arange(len(NEXT_PARTS) + 1), [*(part[0] for part in NEXT_PARTS.values()), SHARE_GPT[0]])
+    with_image = signed > 0
+    for window in windows:
+        steps = full_steps(ModalityLengthGroupedSampler(signed, 128, window=window), 128)
+        steps = steps[with_image[steps].all(1)]
+        shares = [np.bincount(kinds[step], minlength=len(NEXT_PARTS) + 1) / 128 for step in steps]
+        entropy = [-(share[share > 0] * np.log(share[share > 0])).sum() for share in shares]
+        row = {"order": "779K, batches with images", "length_group_window": window}
+        row["kinds_of_records_in_a_batch"] = float(np.exp(entropy).mean())
+        row["variance_of_lengths_between_batches"] = float(signed[steps].mean(1).var() / signed[steps].var())
+        yield row
+
+
 def simulated(name: str, ranks: int, args: argparse.Namespace) -> list[dict]:
     """This tree with each window, and upstream, for one data set and number of ranks."""
     make, batch = DISTRIBUTIONS[name]
     text = make(np.random.default_rng(0))
-    total = np.minimum(np.abs(text) + VISUAL_TOKENS * (text > 0), MAX_LENGTH)
+    signed = lengths_with_images(text)
+    total = np.abs(signed)
     # The recipe's batch where each rank gets two samples of it, else the smallest that gives two.
     batch = max(batch, 2 * ranks)
-    signed = np.where(text > 0, total, -total)
     # Upstream's key is the number of words, of the text alone; tokens of the text order samples as words do.
     samplers = {"upstream, micro-batch 1": upstream_order(text, ranks, 1, batch // ranks)}
     samplers["upstream, one micro-batch"] = upstream_order(text, ranks, batch // ranks, 1)
@@ -113,11 +173,9 @@ def simulated(name: str, ranks: int, args: argparse.Namespace) -> list[dict]:
         samplers[f"--length_group_window {window}"] = ModalityLengthGroupedSampler(signed, batch, window=window)
     rows = []
     for sampler, order in samplers.items():
-        steps = np.fromiter(order, np.int64, len(text))
-        steps = steps[: len(steps) - len(steps) % batch].reshape(-1, batch)
-        steps = steps[np.linspace(0, len(steps), min(args.steps, len(steps)), endpoint=False).astype(int)]
+        steps = some_of(full_steps(order, batch), args.steps)
         micro = batch // ranks if sampler.endswith("micro-batch 1") else 1
-        deal = dealt_by_position if sampler.startswith("upstream") else dealt_evenly
+        deal = dealt_by_position if sampler.startswith("upstream") else of_each_rank
         work = np.array([[total[samples].sum() for samples in deal(step, total, ranks, micro)] for step in steps])
         row = {"data": name, "ranks": ranks, "global_batch": batch, "sampler": sampler, "steps": len(steps)}
         row["slowest_over_mean"] = float(work.max(1).sum() / work.mean(1).sum())
@@ -126,10 +184,20 @@ def simulated(name: str, ranks: int, args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def dealt_evenly(step: np.ndarray, lengths: np.ndarray, ranks: int, micro: int) -> list[np.ndarray]:
+def full_steps(order: Iterable[int], batch: int) -> np.ndarray:
+    """The samples of every step of an epoch [steps, batch], but for a short last one."""
+    samples = np.fromiter(order, np.int64)
+    return samples[: len(samples) - len(samples) % batch].reshape(-1, batch)
+
+
+def some_of(steps: np.ndarray, count: int) -> np.ndarray:
+    """So many of the steps, spread evenly."""
+    return steps[np.linspace(0, len(steps), min(count, len(steps)), endpoint=False).astype(int)]
+
+
+def of_each_rank(step: np.ndarray, lengths: np.ndarray, ranks: int, micro: int) -> list[np.ndarray]:
     """Each rank's samples of one step, by this tree's sampler."""
-    dealer = BalancedBatchSampler([], lengths[step], ranks, micro, len(step) // ranks // micro, rank=0)
-    return [step[np.concatenate(batches)] for batches in dealer.dealt(list(range(len(step))))]
+    return [np.concatenate(batches) for batches in dealt_evenly(step.tolist(), lengths, ranks, micro)]
 
 
 def dealt_by_position(step: np.ndarray, lengths: np.ndarray, ranks: int, micro: int) -> list[np.ndarray]:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv at the repository root and installs the package with its pinned dependencies. Every other script calls it.
 #   PYTHON=python3.12      interpreter to make .venv with (default: python3)
-#   EXTRAS=train,dev       extras of pyproject.toml to install (default: train,playground,dev); they add up over calls
+#   EXTRAS=train,dev       extras of pyproject.toml to install (default: train,playground,dev, and liger where
+#                          PyTorch is a build for NVIDIA GPUs); they add up over calls
 #   LLAVA_PYTHON=/path     an interpreter of your own environment: nothing is installed, the scripts run with it
 # A call that finds nothing changed ends at once; calls at the same time wait for each other.
 set -euo pipefail
@@ -81,6 +82,8 @@ usable_venv() {
   is_wanted_python
 }
 
+has_package() { compgen -G ".venv/lib/python*/site-packages/$1-[0-9]*.dist-info" >/dev/null; }
+
 pip_install() { "$VENV_PYTHON" -m pip install --progress-bar off -c constraints.txt "$@"; }
 
 install() {
@@ -91,6 +94,9 @@ install() {
   printf '\n%s\n%s\n' "$ROOT" "$installed" >"$STAMP"
   # Torch before everything else: a looser requirement elsewhere must not choose another build of it.
   step "torch $(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)" pip_install "pip>=23" torch
+  # A build of PyTorch for NVIDIA GPUs has brought Triton, all that Liger's kernels need. Decided here and not by a GPU
+  # in sight: the environment is often made on a node without any, and used on nodes without a network.
+  [ -n "${EXTRAS:-}" ] || ! has_package triton || extras="$extras,liger"
   rest=$(tr ',' '\n' <<<"$extras" | sed '/^flash$/d' | paste -sd, -)
   step "llava${rest:+[$rest]}" pip_install -e ".${rest:+[$rest]}"
   if [[ ",$extras," == *,flash,* ]]; then

@@ -20,6 +20,7 @@ from pyarrow import types
 from llava.data.checks import IMAGE_KEYS, NO_CHAT, Record, RowImage, record_problem, shown_text, text_problem
 from llava.data.json_files import Element
 
+LARGE_GROUP = 1 << 26  # bytes of images in a row group, above which reading at random is slow
 _ROWS = 1024
 _IMAGES = 8  # rows whose image bytes are held at a time
 

@@ -11,7 +11,7 @@ import time
 
 from llava.conversation import get_template
 from llava.data.images import ImageStore
-from llava.data.parquet_files import largest_image_group
+from llava.data.parquet_files import LARGE_GROUP, largest_image_group
 from llava.data.preflight_manifest import (
     FAULTS,
     MOST_FOLDERS,
@@ -28,7 +28,6 @@ from llava.data.records import RecordTable, load_records
 from llava.data.turns import LABEL_MASKINGS
 
 _SHOWN = 10
-_LARGE_GROUP = 1 << 26  # bytes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,8 +73,11 @@ def show(args: argparse.Namespace) -> int:
     manifest, path = preflight(table, images, rules, recheck=args.recheck)
     print(report(manifest, None if args.list else _SHOWN))
     size = max((largest_image_group(source) for source in set(table.sources) if source.suffix == ".parquet"), default=0)
-    if size > _LARGE_GROUP:
-        print(f"shards    row groups of up to {size >> 20} MiB of images: slow to read at random, see docs/data.md")
+    if size > LARGE_GROUP:
+        print(
+            f"shards    row groups of up to {size >> 20} MiB of images: slow to read at random; "
+            "python -m llava.data.prepare ... --rewrite_shards makes them small"
+        )
     if args.model_name_or_path:
         print(length_report(args, usable_records(table, manifest, "skip", "")))
     print(f"checked   {when(manifest)}" + (remembered(manifest) if manifest.checked < started else ""))

@@ -5,8 +5,9 @@
     python -m llava.data.prepare folder --data_path DATA --image_folder IMAGES
 
 Files that are in the folder already are used as they are; the others come from the hub, and a download that was cut off
-goes on where it was. Nothing is converted or unpacked: training reads what lies there. At the end the variables for
-scripts/pretrain.sh or scripts/finetune.sh are printed. Ends with 1 if records have faults.
+goes on where it was. Nothing is converted or unpacked: training reads what lies there; --rewrite_shards alone gives
+Parquet files smaller row groups. At the end the variables for scripts/pretrain.sh or scripts/finetune.sh are printed.
+Ends with 1 if records have faults.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import pyarrow.parquet as pq
 
 from llava.data.checks import starts_from
 from llava.data.preflight import add_flags, show
+from llava.data.row_groups import rewrite_shards
 
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.parquet")
 
@@ -86,6 +88,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data_path", help="folder: records, as the trainer takes them")
     parser.add_argument("--image_folder", help="folder: folder or zip file of the images")
     parser.add_argument("--version", help="conversation template of the training to come; default the stage's")
+    parser.add_argument(
+        "--rewrite_shards",
+        action="store_true",
+        help="give Parquet files with row groups of over 64 MiB of images small ones, in place, same rows and order",
+    )
     add_flags(parser, label_masking="upstream")
     args = parser.parse_args(argv)
     try:
@@ -115,6 +122,9 @@ def prepare(args: argparse.Namespace) -> int:
         args.data_path, args.image_folder = located(source, folder, args.local_only)
         args.version = args.version or source.version
         scripts = [source.script]
+    if args.rewrite_shards:
+        rewritten = rewrite_shards(args.data_path)
+        print(f"shards    {len(rewritten)} rewritten with small row groups, the others have them already")
     status = show(args)
     variables = f"DATA_PATH={shlex.quote(args.data_path)} IMAGE_FOLDER={shlex.quote(args.image_folder or '')}"
     if args.version not in (source.version for source in SOURCES.values()):

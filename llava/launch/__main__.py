@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llava.launch.command import node_rank
-from llava.launch.devices import available_cores, own_cores
+from llava.launch.devices import available_cores, own_cores, shared_memory_note
 from llava.launch.flag_check import check_by_trainer, check_sources
 from llava.launch.help import help_text
+from llava.launch.inputs import check_master
 from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import Plan, as_json, command_text, resolve, show
 from llava.launch.settings import ROOT, Refusal, is_on, misspelt
@@ -63,9 +64,14 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     """Prepares the environment, leaves the command in the output folder, and trains."""
     if plan.missing:
         raise Refusal(f"{plan.missing} input(s) are MISSING, see the list above")
+    first_node = node_rank(environment) in ("", "0")
+    if plan.launch.launcher == "torchrun" and plan.devices.nodes > 1:
+        check_master(environment["MASTER_ADDR"], node_rank(environment) == "0")
+    workers = plan.flags.value("dataloader_num_workers")
+    if note := shared_memory_note(plan.devices.ranks, int(workers) if workers.isdecimal() else 0):
+        print(note, file=sys.stderr, flush=True)
     subprocess.run(["bash", "scripts/setup.sh"], check=True)
     entry = LAUNCH_CHECK if is_on(environment.get("CHECK", "")) else plan.entry
-    first_node = node_rank(environment) in ("", "0")
     records = first_node and entry == plan.entry
     try:
         plan.output_dir.mkdir(parents=True, exist_ok=True)
@@ -74,9 +80,11 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
             record_command(plan)
     except OSError as error:
         raise Refusal(f"--output_dir {plan.output_dir} cannot be written: {error.strerror}; take another") from None
-    variables = {**environment, **considerate(plan, environment)}
+    variables = {**environment, **plan.launch.environment, **considerate(plan, environment)}
     alone = plan.launch.launcher == "python"
-    code = supervise(plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone)
+    code = supervise(
+        plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone, by_ssh=plan.launch.by_ssh
+    )
     # A folder that was in use keeps its command unless the trainer took this one: it may refuse it, or be finished.
     if records and run_file_stamp(plan.output_dir) != run_before:
         record_command(plan)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from llava.launch.devices import Devices
 from llava.launch.settings import Refusal, whole_number
 
+_ENOUGH_TO_BE_EVEN = 8  # samples of a step per device, by python -m benchmarks.scaling
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -17,6 +19,11 @@ class Batch:
     @property
     def total(self) -> int:
         return self.per_device * self.accumulation * self.devices
+
+    @property
+    def length_group_window(self) -> int:
+        """Of `--length_group_window auto`: 1, LLaVA's random batches, where a device has enough samples to be even."""
+        return 1 if self.per_device * self.accumulation >= _ENOUGH_TO_BE_EVEN else 16
 
     def __str__(self) -> str:
         return f"{self.total} = {self.devices} x {self.per_device} x {self.accumulation}"

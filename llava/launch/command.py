@@ -14,11 +14,15 @@ MEETING_PORT = 29500  # torchrun's own default
 
 @dataclass(frozen=True)
 class Launch:
-    """The command up to the trainer's entry: `words` behind `environment`."""
+    """The command up to the trainer's entry: `words` behind `environment`.
+
+    `by_ssh`: DeepSpeed has the hosts' shells read the rest of the command, and passes on few variables.
+    """
 
     launcher: str
     environment: dict[str, str]
     words: tuple[str, ...]
+    by_ssh: bool = False
 
     def command(self) -> list[str]:
         """As words that also set the variables."""
@@ -48,14 +52,15 @@ def resolve_launch(
             f"{devices.total} CPU ranks need DeepSpeed; set DEEPSPEED_CONFIG to one of: {deepspeed_configs()}, "
             "or CPU_RANKS=1"
         )
-    added = added_environment(environment, devices, launcher, restarts, cores)
+    added, by_ssh = added_environment(environment, devices, launcher, restarts, cores), False
     if launcher == "python":
         words = python_words(devices, deepspeed, python)
     elif launcher == "deepspeed":
         words = deepspeed_words(environment, devices, python)
+        by_ssh = devices.nodes > 1
     else:
         words = torchrun_words(environment, devices, restarts, run_name, python)
-    return Launch(launcher, added, tuple(words))
+    return Launch(launcher, added, tuple(words), by_ssh)
 
 
 def choose_launcher(environment: Mapping[str, str], devices: Devices, deepspeed: str, restarts: int) -> str:
@@ -117,6 +122,8 @@ def deepspeed_words(environment: Mapping[str, str], devices: Devices, python: st
     if hostfile := environment.get("HOSTFILE"):
         words += ["--hostfile", hostfile, "--num_nodes", str(devices.nodes)]
         words += ["--num_gpus", str(devices.ranks if devices.on_gpu else 0)]
+        if devices.nodes > 1:  # at its default level DeepSpeed prints the command with all variables, tokens included
+            words += ["--log_level", "warning"]
         if address := environment.get("MASTER_ADDR"):
             words += ["--master_addr", address]
         return words + (["--master_port", port] if port else [])

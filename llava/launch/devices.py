@@ -1,14 +1,18 @@
-"""How many nodes and devices a run has: GPUs, CPU ranks, hostfile; and what this machine's processor can do."""
+"""How many nodes and devices a run has: GPUs, CPU ranks, hostfile; and what this machine can do."""
 
 import math
 import os
 import re
+import shutil
+import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from llava.launch.settings import Refusal, whole_number
+
+SHARED_MEMORY_OF_RANK = 64  # MiB; Docker gives a container so much, whatever its ranks
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,19 @@ def resolve_devices(environment: Mapping[str, str]) -> Devices:
     """The devices that the variables ask for, or else those that are here.
 
     Raises:
-        Refusal: a count is no number, or the hostfile does not say one.
+        Refusal: a count is no number, the hostfile does not say one, or SLURM gave this node fewer GPUs.
     """
     nodes, gpus = environment.get("NNODES", ""), environment.get("NUM_GPUS", "")
     if hostfile := environment.get("HOSTFILE", ""):
         nodes, gpus = read_hostfile(hostfile, nodes, gpus)
     nodes_number = whole_number("NNODES", nodes or "1", 1)
     gpus_number = whole_number("NUM_GPUS", gpus, 0) if gpus else count_gpus(environment)
+    given = environment.get("SLURM_GPUS_ON_NODE", "")  # of this task's own node
+    if given.isdecimal() and gpus_number > int(given):
+        raise Refusal(
+            f"NUM_GPUS={gpus_number}, but SLURM gave {socket.gethostname()} SLURM_GPUS_ON_NODE={given}; "
+            "every node needs as many: sbatch --gpus-per-node=..., or set NUM_GPUS"
+        )
     cpu_ranks = whole_number("CPU_RANKS", environment.get("CPU_RANKS") or "1", 1)
     return Devices(nodes_number, gpus_number or cpu_ranks, gpus_number > 0)
 
@@ -109,6 +119,20 @@ def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
         except OSError:
             return None
     return int(quota) / int(period) if quota.strip().isdecimal() else None
+
+
+def shared_memory_note(ranks: int, workers: int, folder: str = "/dev/shm") -> str:
+    """A line where a node's shared memory is small for the batches of its ranks' loader processes; else empty."""
+    try:
+        mebibytes = shutil.disk_usage(folder).total // 2**20
+    except OSError:  # a system without it
+        return ""
+    if not workers or mebibytes > SHARED_MEMORY_OF_RANK * ranks:
+        return ""
+    return (
+        f"note: {folder} has {mebibytes} MiB, through which {ranks} x {workers} loader processes hand over batches; "
+        "a full one ends them (Bus error). Start the container with --shm-size=16g or --ipc=host, or set NUM_WORKERS=0"
+    )
 
 
 def has_bf16_instructions() -> bool:

@@ -1,6 +1,8 @@
 """Whether a run's inputs are here, belong to the model hub, or are missing and how to get them."""
 
 import re
+import socket
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from glob import glob
@@ -9,7 +11,8 @@ from pathlib import Path
 from llava.launch.command import Launch, deepspeed_configs, node_rank
 from llava.launch.devices import Devices
 from llava.launch.flags import Flags
-from llava.launch.settings import ROOT
+from llava.launch.settings import ROOT, Refusal
+from llava.train.network import interfaces, unknown_interfaces
 
 FOUND, HUB, MISSING = "found", "hub", "MISSING"
 NOT_SET = "not set"
@@ -27,8 +30,8 @@ class Input:
 
     @property
     def is_relative(self) -> bool:
-        """Whether it is a file that may be missing for the folder it is looked for in."""
-        return self.state == MISSING and self.value != NOT_SET and not Path(self.value).is_absolute()
+        """Whether it is a file, and no variable, that may be missing for the folder it is looked for in."""
+        return self.state == MISSING and not self.what.isupper() and not Path(self.value).is_absolute()
 
 
 def check_inputs(environment: Mapping[str, str], flags: Flags, devices: Devices, launch: Launch) -> list[Input]:
@@ -58,6 +61,9 @@ def _check_paths(environment: Mapping[str, str], flags: Flags) -> Iterator[Input
 
 
 def _check_meeting(environment: Mapping[str, str], devices: Devices, launch: Launch) -> Iterator[Input]:
+    if devices.total > 1:
+        for name, value in unknown_interfaces(environment).items():
+            yield Input(MISSING, name, value, f"this node's network interfaces: {' '.join(interfaces())}")
     if launch.launcher != "torchrun" or devices.nodes == 1:
         return
     if not environment.get("MASTER_ADDR"):
@@ -65,6 +71,37 @@ def _check_meeting(environment: Mapping[str, str], devices: Devices, launch: Lau
         yield Input(MISSING, "MASTER_ADDR", NOT_SET, hint)
     if not node_rank(environment) and "--max_restarts" not in launch.words:
         yield Input(MISSING, "NODE_RANK", NOT_SET, "set it to 0 on the first node, 1 on the next, ...")
+
+
+def check_master(address: str, first_node: bool) -> None:
+    """Says where the first node has no such address, which something may still forward to it.
+
+    Raises:
+        Refusal: this node cannot resolve it.
+    """
+    try:
+        found = {(info[0], info[4][0]) for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise Refusal(
+            f"MASTER_ADDR={address}: {socket.gethostname()} cannot resolve it ({error.strerror}); "
+            "give a name that every node knows, or the first node's IP address"
+        ) from None
+    if first_node and not any(map(_is_own, found)):
+        print(
+            f"note: MASTER_ADDR={address} is no address of {socket.gethostname()}, the first node (NODE_RANK=0); "
+            "unless something forwards it, the nodes will wait for each other in vain",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _is_own(found: tuple[int, str]) -> bool:
+    with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((found[1], 0))
+        except OSError:
+            return False
+    return True
 
 
 def check_file(what: str, path: str, hint: str, caller: str = "") -> Iterator[Input]:

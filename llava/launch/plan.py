@@ -12,6 +12,7 @@ from llava.launch.command import Launch, resolve_launch
 from llava.launch.devices import Devices, has_bf16_instructions, resolve_devices
 from llava.launch.flags import Flags, parse_flags
 from llava.launch.inputs import MISSING, Input, check_inputs
+from llava.launch.passed_on import other_nodes, word_for_hosts
 from llava.launch.settings import ROOT, Refusal, is_on, one_of
 
 ADDED = ("gradient_accumulation_steps", "bf16", "tf32", "run_name")  # flags that follow from devices and folder
@@ -30,6 +31,7 @@ class Plan:
     launch: Launch
     flags: Flags
     inputs: tuple[Input, ...]
+    other_nodes: tuple[str, ...] = ()  # how they come by their variables, and by which
 
     @property
     def output_dir(self) -> Path:
@@ -41,7 +43,14 @@ class Plan:
 
     def command(self, entry: str = "") -> list[str]:
         """The whole command as words."""
-        return [*self.launch.command(), entry or self.entry, *self.flags.words()]
+        return [*self.launch.command(), entry or self.entry, *self.given_flags.words()]
+
+    @property
+    def given_flags(self) -> Flags:
+        """The flags as the launcher must be given them for the trainer to see `flags`."""
+        if not self.launch.by_ssh:
+            return self.flags
+        return Flags(tuple(tuple(map(word_for_hosts, words)) for words in self.flags.given))
 
 
 def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], cores: int = 1) -> Plan:
@@ -58,6 +67,9 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
     global_batch, size = environment.get("GLOBAL_BATCH", ""), flags.value("per_device_train_batch_size")
     batch = resolve_batch(devices, global_batch, size, flags.value("gradient_accumulation_steps"))
     flags = flags.with_value("per_device_train_batch_size", str(batch.per_device))
+    if flags.value("length_group_window") == "auto":
+        window = batch.length_group_window if is_on(flags.value("group_by_modality_length")) else 1
+        flags = flags.with_value("length_group_window", str(window))
     run_name = environment.get("RUN_NAME") or Path(output_dir).name
     bf16 = "False" if is_on(flags.value("fp16")) else str(devices.on_gpu or has_bf16_instructions())
     tf32 = str(devices.on_gpu)
@@ -67,7 +79,8 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
     launch = resolve_launch(environment, devices, flags.value("deepspeed"), run_name, python, cores)
     inputs = check_inputs(environment, flags, devices, launch)
     stage, preset = environment.get("STAGE", ""), environment.get("PRESET", "")
-    return Plan(stage, preset, entry, python, devices, batch, launch, flags, tuple(inputs))
+    others = other_nodes({**environment, **launch.environment}, launch.by_ssh) if devices.nodes > 1 else []
+    return Plan(stage, preset, entry, python, devices, batch, launch, flags, tuple(inputs), tuple(others))
 
 
 def configuration(plan: Plan) -> list[tuple[str, str]]:
@@ -130,7 +143,8 @@ def installed_version(python: str, package: str) -> str:
 
 def command_text(plan: Plan, entry: str = "", indent: str = "") -> str:
     """The whole command as a shell reads it, one flag per line."""
-    lines = [shlex.join([*plan.launch.command(), entry or plan.entry]), *(f"  {line}" for line in plan.flags.lines())]
+    first = shlex.join([*plan.launch.command(), entry or plan.entry])
+    lines = [first, *(f"  {line}" for line in plan.given_flags.lines())]
     return " \\\n".join(indent + line for line in lines)
 
 
@@ -145,6 +159,8 @@ def show(plan: Plan) -> str:
             lines.append(f"  {'':<8} {'':<14} -> {found.hint}")
     if any(found.is_relative for found in plan.inputs):
         lines.append(f"  relative paths start at {ROOT}")
+    if plan.other_nodes:
+        lines += ["other nodes", *(f"  {line}" for line in plan.other_nodes)]
     return "\n".join(lines)
 
 

@@ -26,12 +26,13 @@ VARIABLES: dict[str, dict[str, str]] = {
         "LABEL_MASKING": "which tokens are learnt: assistant or upstream",
         "MODEL_MAX_LENGTH": "positions of a sample, visual tokens included; longer ones are cut",
         "GROUP_BY_MODALITY_LENGTH": "stage 2: batches of one modality and similar length",
+        "LENGTH_GROUP_WINDOW": "stage 2: batches whose samples are paired by length; auto: 1, on many devices 16",
         "NUM_WORKERS": "processes that prepare samples, per rank",
     },
     "optimisation": {
         "GLOBAL_BATCH": "samples of an optimizer step over all devices; accumulation follows",
         "PER_DEVICE_BATCH": "samples of a device's micro-batch, or auto: its whole share at once",
-        "MAX_TOKENS_PER_MICRO_BATCH": "micro-batches are merged up to so many tokens; empty: left as they are",
+        "MAX_TOKENS_PER_MICRO_BATCH": "a step takes the fewest micro-batches of so many tokens; empty: by samples",
         "EPOCHS": "passes over the data, where MAX_STEPS is -1",
         "MAX_STEPS": "optimizer steps; -1: by EPOCHS",
         "LEARNING_RATE": "of everything trained that has none of its own",
@@ -72,7 +73,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "CHECK": "1: only check the nodes, their links and paths (default: off)",
         "LLAVA_PYTHON": "an interpreter of your own environment: nothing is installed (default: .venv)",
         "PYTHON": "interpreter that .venv is made from (default: python3)",
-        "EXTRAS": "extras of pyproject.toml to install (default: train,playground,dev)",
+        "EXTRAS": "extras of pyproject.toml to install (default: train,playground,dev, and liger with CUDA's PyTorch)",
     },
 }
 NAMES = frozenset(name for group in VARIABLES.values() for name in group)

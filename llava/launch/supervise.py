@@ -14,8 +14,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from llava.launch.passed_on import write_env_file
 from llava.train.failures import (
     FOLDER,
+    HOST,
     REQUEST,
     REQUEUE_EXIT_CODE,
     RUN_DIR,
@@ -51,6 +53,7 @@ class Supervisor:
         before = {number: signal.signal(number, self._stop) for number in handled}
         try:
             env = {**environment, RUN_DIR: str(self.run_dir)}
+            (self.run_dir / HOST).write_text(socket.gethostname())
             # What is open to this process stays so: a comparison's lock lives as long as the training.
             self.launcher = subprocess.Popen(command, env=env, preexec_fn=_own_group, close_fds=False)
             code = self._wait()
@@ -119,12 +122,24 @@ class Supervisor:
 
 
 def supervise(
-    command: Sequence[str], environment: Mapping[str, str], output_dir: Path, *, first_node: bool, alone: bool
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output_dir: Path,
+    *,
+    first_node: bool,
+    alone: bool,
+    by_ssh: bool = False,
 ) -> int:
-    """Runs the launcher's command to its end; the code to exit with."""
+    """Runs the launcher's command to its end; the code to exit with.
+
+    Args:
+        by_ssh: ranks of this node too are started by ssh, and get their variables from a file.
+    """
     if first_node:
         shutil.rmtree(output_dir / FOLDER, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="llava-run-") as folder:
+    with tempfile.TemporaryDirectory(prefix="llava-run-") as folder:  # which nobody else can read
+        if by_ssh:
+            environment = {**environment, **write_env_file(environment, Path(folder), **{RUN_DIR: folder})}
         return Supervisor(output_dir, Path(folder), alone).run(command, environment)
 
 

@@ -87,8 +87,9 @@ def chunked_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: tor
 def liger_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum of cross-entropies by Liger's fused kernel (NVIDIA GPUs); weight gradients are accumulated in fp32.
 
-    Liger takes R / ceil(C / D) rows at a time, which suits all positions of a batch: of 1000 supervised rows at C = 128k
-    and D = 3072 that is 32, and the weight is read 64 times. It also waits for the GPU twice. So `auto` is `chunked`.
+    Liger takes about R / ceil(C / D) rows at a time, which suits all positions of a batch: of 1000 supervised rows at
+    C = 128k and D = 3072 that is 32, and the weight is read 64 times. It also waits for the GPU twice. So `auto` is
+    `chunked`.
     """
     if not len(targets):  # the kernel divides by the number of rows
         return plain_loss(hidden_states, weight, targets)

@@ -175,8 +175,9 @@ class TrainingArguments(transformers.TrainingArguments):
     length_group_window: int = field(
         default=1,
         metadata={
-            "help": "With --group_by_modality_length: so many global batches' samples are sorted by length together. 1 "
-            "(LLaVA) keeps every global batch a random sample of its modality; more make ranks equally busy."
+            "help": "With --group_by_modality_length: so many global batches' samples are paired, the longest with the "
+            "shortest, and pairs with like sums share a batch. 1 (LLaVA) keeps every global batch a random sample of "
+            "its modality; more make ranks with few samples equally busy."
         },
     )
     padding_free: bool = field(
@@ -190,8 +191,8 @@ class TrainingArguments(transformers.TrainingArguments):
     max_tokens_per_micro_batch: int | None = field(
         default=None,
         metadata={
-            "help": "With --padding_free: use the fewest micro-batches per step and rank that hold so many tokens, in "
-            "place of --gradient_accumulation_steps. The samples of a step stay the same."
+            "help": "With --padding_free: every step takes the fewest micro-batches of at most so many tokens, equally "
+            "many on all ranks, in place of --gradient_accumulation_steps. The samples of a step stay the same."
         },
     )
     loss_head: LossHead = field(
@@ -218,8 +219,8 @@ class TrainingArguments(transformers.TrainingArguments):
     optim: str = field(
         default="adamw_torch_fused",
         metadata={
-            "help": "Optimizer, as the Hugging Face Trainer names it. Where DeepSpeed keeps the states in CPU memory it "
-            "takes its own CPU Adam instead."
+            "help": "Optimizer, as the Hugging Face Trainer names it. Where DeepSpeed keeps the states in CPU memory "
+            "it takes its own CPU Adam instead."
         },
     )
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Learning-rate schedule."})

@@ -132,8 +132,16 @@ def step_loader(order: Sampler[int], dataset: LazySupervisedDataset, collator: A
 
     A worker prepares whole steps. One ahead per worker is enough for it never to rest, and keeps a step of many
     samples from being held several times over.
+
+    Raises:
+        ValueError: `--dataloader_drop_last` leaves out all there is.
     """
     workers = args.dataloader_num_workers
+    if args.dataloader_drop_last and len(dataset) < global_batch_size(args):
+        raise ValueError(
+            f"--dataloader_drop_last True leaves no step: one has {global_batch_size(args)} samples, the data has "
+            f"{len(dataset)}; leave the flag out"
+        )
     sampler = StepSampler(
         order,
         global_batch_size(args),

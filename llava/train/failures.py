@@ -21,6 +21,7 @@ FOLDER = "errors"
 HANG_EXIT_CODE = 86
 REQUEUE_EXIT_CODE = 85  # start the run again; neither a shell's own code nor one that a signal gives
 RUN_DIR = "LLAVA_RUN_DIR"  # set by llava.launch: where this node's ranks leave their process ids and the request
+HOST = "host"  # a file there: the node's name; ranks that ssh started on other nodes may see the same path
 REQUEST = "requeue"  # a file there: the run is to be started again; it says whether anything was saved
 SAVED, UNSAVED = "saved", "unsaved"
 PHASES = ("starting", "saving", "reading data", "computing")  # in their order, at the same number of finished steps

@@ -1,6 +1,7 @@
 """Are the nodes of a launch fit for each other? A table with the node at fault, before any model is loaded.
 
-Training over several nodes runs it by itself; `CHECK=1 bash scripts/pretrain.sh` runs it alone, on any number of ranks.
+Several ranks first try their connections over gloo, by which they later agree to stop. Training over several nodes
+then makes the table by itself; `CHECK=1 bash scripts/pretrain.sh` runs it alone, on any number of ranks.
 Ranks of a node answer together. What most nodes have counts as right; the odd one out is at fault.
 """
 
@@ -16,19 +17,22 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from llava.provenance import PACKAGES, git_commit, version_of
-from llava.train.ranks import barrier, from_all, from_first
+from llava.train.network import NCCL, interface_fault, route_text
+from llava.train.ranks import barrier, from_all, from_first, joined
 
 logger = logging.getLogger(__name__)
 
 _MAX_CLOCK_SECONDS = 2.0  # more confuses time stamps of files, and certificates
 _SLOW = 0.5  # of the median link: a node below it holds all others up
 _MIN_FREE_GIB = 1.0
+_CONNECT = timedelta(minutes=2)  # for hundreds of ranks, each of which connects to every other
 _MESSAGE = {"cuda": 2**28, "cpu": 2**22}  # bytes that a link carries in the measurement
 
 
@@ -182,9 +186,38 @@ def facts_table(nodes: list[NodeFacts]) -> str:
     return "\n".join(lines)
 
 
+def names_over_gloo(timeout: timedelta = _CONNECT) -> list[str]:
+    """Every rank's node, asked over gloo, which the ranks use beside NCCL. Every rank must call.
+
+    Raises:
+        RuntimeError: this rank reaches the others not; the message names host, interface and variable.
+    """
+    if not joined():
+        return [node_name()]
+    if fault := interface_fault():
+        raise RuntimeError(f"launch check: {fault}")
+    names, ranks = [""] * dist.get_world_size(), torch.ones(())
+    try:
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        dist.all_reduce(ranks, group=group)
+        dist.all_gather_object(names, node_name(), group=group)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise RuntimeError(
+            f"launch check: host {platform.node()}, rank {dist.get_rank()}: no connection to all {len(names)} ranks "
+            f"over gloo within {timeout.total_seconds():g} s ({reason}); gloo finds its interface {route_text()}"
+        ) from error
+    dist.destroy_process_group(group)
+    return names
+
+
 def spans_nodes() -> bool:
-    """Whether this run has more than one node. Every rank must call."""
-    return len(set(from_all(node_name()))) > 1
+    """Whether this run has more than one node. Every rank must call.
+
+    Raises:
+        RuntimeError: the ranks cannot reach each other.
+    """
+    return len(set(names_over_gloo())) > 1
 
 
 def check_launch(inputs: Sequence[str], output_dir: str, device: torch.device) -> None:
@@ -193,7 +226,15 @@ def check_launch(inputs: Sequence[str], output_dir: str, device: torch.device) -
     Raises:
         RuntimeError: on every rank, with the table, where a node is at fault.
     """
-    nodes = judge(gather_facts([name for name in inputs if name], output_dir, device))
+    try:
+        nodes = judge(gather_facts([name for name in inputs if name], output_dir, device))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        chosen = f"{NCCL}={os.environ.get(NCCL, '')}" if device.type == "cuda" else route_text()
+        raise RuntimeError(
+            f"launch check: host {platform.node()}: the ranks do not reach each other over {dist.get_backend()} "
+            f"({reason}); interface: {chosen}; NCCL_DEBUG=INFO shows what NCCL does"
+        ) from error
     table = facts_table(nodes)
     if bad := [n.node for n in nodes if n.faults]:
         raise RuntimeError(f"launch check: {', '.join(bad)} at fault\n{table}")
@@ -218,13 +259,17 @@ def main() -> int:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else None
     if device:
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if device else "gloo")
     try:
+        if "RANK" in os.environ:
+            if fault := interface_fault():
+                raise RuntimeError(f"launch check: {fault}")
+            dist.init_process_group("nccl" if device else "gloo")
+        names_over_gloo()
         inputs = [path for name in paths for path in getattr(args, name[2:]).split(",")]
         check_launch(inputs, args.output_dir, device or torch.device("cpu"))
     except RuntimeError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
+        # A table is the same on every rank; what a connection says is of one rank alone.
+        if int(os.environ.get("RANK", 0)) == 0 or "\n" not in str(error):
             print(error, file=sys.stderr)
         return 1
     finally:

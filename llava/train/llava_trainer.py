@@ -201,9 +201,10 @@ class LLaVATrainer(Trainer):
         A universal checkpoint gives all groups the first one's settings, and one counter of steps, which each of them
         would count up; another number of samples per step moves the schedule.
         """
-        for state in self.optimizer.state.values():
-            if torch.is_tensor(step := state.get("step")):
-                state["step"] = step.clone()
+        fused = any(group.get("fused") for group in self.optimizer.param_groups)
+        for parameter, state in self.optimizer.state.items():
+            if torch.is_tensor(step := state.get("step")):  # fused kernels count on the parameter's device
+                state["step"] = step.to(parameter.device if fused else step.device, copy=True)
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if global_batch_size(self.args) != self.resumed["step_size"]:
             schedule.last_epoch = self.state.global_step

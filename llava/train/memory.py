@@ -236,7 +236,8 @@ def set_up_checkpointing(model: Any, args: Any, tokens: int) -> CheckpointPlan:
     if args.activation_checkpointing == "auto" and estimate.total(plan) > budget:
         logger.warning(
             "even with every layer recomputed the estimate exceeds what is free; if memory runs out, lower "
-            "--max_tokens_per_micro_batch or --per_device_train_batch_size, or use ZeRO-3, offload or more GPUs"
+            "--max_tokens_per_micro_batch or --per_device_train_batch_size, or use deepspeed_configs/zero3.json, "
+            "zero3_offload.json or more GPUs"
         )
     # Releases of the library before 5.23 know only the older name, here and below.
     options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs

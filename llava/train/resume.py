@@ -79,8 +79,10 @@ def moved_step(step: int, saved: dict[str, Any], step_size: int) -> int:
     if step_size == saved["step_size"]:
         return step
     samples = saved["num_samples"]
-    epoch, inside = divmod(step, math.ceil(samples / saved["step_size"]))
-    return epoch * math.ceil(samples / step_size) + min(inside * saved["step_size"], samples) // step_size
+    whole = math.floor if saved["settings"].get("dataloader_drop_last") else math.ceil
+    epoch, inside = divmod(step, whole(samples / saved["step_size"]))
+    steps = whole(samples / step_size)
+    return epoch * steps + min(min(inside * saved["step_size"], samples) // step_size, steps)
 
 
 def use_universal_checkpoint(checkpoint: Path, deepspeed_config: dict[str, Any], is_main_process: bool) -> None:

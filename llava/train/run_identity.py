@@ -85,7 +85,7 @@ def run_configuration(trainer: Any, model_args: Any, data_args: Any, training_ar
         "deepspeed_config": _json_file(training_args.deepspeed),
         "adapter": adapter_digest(model_args.pretrain_mm_mlp_adapter),
         "order": order_digest(sample_order(trainer.train_dataset, training_args)),
-        "initial_weights": weights_digests(trainer.model),
+        "initial_weights": weights_digests(trainer.model, training_args.process_index == 0),
         **software(),
         "devices": {"ranks": training_args.world_size, "kind": device_name(training_args.device)},
     }
@@ -114,10 +114,13 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def weights_digests(model: nn.Module) -> dict[str, str]:
+def weights_digests(model: nn.Module, is_first: bool = True) -> dict[str, str]:
     """SHA-256 of names, types and bytes of the parameters of each part; the projector's norm is a part of its own.
 
     Costs one reading of the weights; under ZeRO-3 one parameter at a time is gathered, and every rank must call.
+
+    Args:
+        is_first: this rank writes the record; the others only help to gather, and get nothing.
     """
     norm = projector_norm(model.get_model().mm_projector)
     of_norm = set() if norm is None else {id(p) for p in norm.parameters()}
@@ -125,6 +128,8 @@ def weights_digests(model: nn.Module) -> dict[str, str]:
     for name, parameter in model.named_parameters():
         part = "mm_projector_norm" if id(parameter) in of_norm else part_of(name)
         with gathered(parameter):
+            if not is_first:
+                continue
             data = parameter.detach().cpu().contiguous().reshape(-1)
             digest = digests.setdefault(part, hashlib.sha256())
             digest.update(f"{name} {data.dtype}\0".encode() + data.view(torch.uint8).numpy().tobytes())

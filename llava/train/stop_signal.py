@@ -8,6 +8,7 @@ at once where nothing is trained yet. A second Ctrl-C ends at once, whatever is 
 import logging
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from llava.train.failures import REQUEST, REQUEUE_EXIT_CODE, RUN_DIR, SAVED, UNSAVED
+from llava.train.failures import HOST, REQUEST, REQUEUE_EXIT_CODE, RUN_DIR, SAVED, UNSAVED
 from llava.train.ranks import joined
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,15 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # A terminal's Ctrl-C reaches every process, and launchers pass it on: within so many seconds it is the same one.
 _SAME_SECONDS = 1.0
+
+
+def run_dir() -> Path | None:
+    """Where this node's launching script waits for word; None where it runs on another node, or there is none."""
+    folder = Path(os.environ.get(RUN_DIR) or "/nonexistent")
+    try:
+        return folder if (folder / HOST).read_text() == socket.gethostname() else None
+    except OSError:
+        return None
 
 
 class StoppedEarly(BaseException):
@@ -38,8 +48,8 @@ class StopSignal(TrainerCallback):
         self.stopped = self.saved = self.training = False
         self._since = 0.0
         self.process = os.getpid()
-        folder = os.environ.get(RUN_DIR)
-        self._pid_file = Path(folder, f"{os.environ.get('RANK', 0)}.pid") if folder else None
+        self._run_dir = run_dir()
+        self._pid_file = self._run_dir and self._run_dir / f"{os.environ.get('RANK', 0)}.pid"
         self._before: dict[int, Any] = {}
         self._group: Any = None
         self._pending: tuple[Any, torch.Tensor] | None = None
@@ -120,8 +130,7 @@ class StopSignal(TrainerCallback):
 
         A launcher that sees a failing rank ends the others at once, or starts them again.
         """
-        folder = os.environ.get(RUN_DIR)
-        if not folder:
+        if not self._run_dir:
             return REQUEUE_EXIT_CODE
-        Path(folder, REQUEST).write_text(SAVED if self.saved else UNSAVED)
+        (self._run_dir / REQUEST).write_text(SAVED if self.saved else UNSAVED)
         return 0

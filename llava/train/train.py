@@ -36,6 +36,7 @@ from llava.train.liger import set_up_liger
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
 from llava.train.memory import set_up_checkpointing
+from llava.train.network import interface_fault
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
 from llava.train.ranks import joined
 from llava.train.resume import use_universal_checkpoint
@@ -189,7 +190,13 @@ def leave_process_group() -> None:
 
 
 def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
-    """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first."""
+    """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first.
+
+    Raises:
+        ValueError: a variable chooses a network interface that this host lacks, on which the backend would end.
+    """
+    if "RANK" in os.environ and (fault := interface_fault()):
+        raise ValueError(fault)
     if not torch.accelerator.is_available() and any(arg.startswith("--deepspeed") for arg in argv):
         from llava.train.cpu_distributed import use_gloo_backend
 

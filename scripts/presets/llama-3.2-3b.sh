@@ -4,6 +4,6 @@
 [ "$STAGE" = pretrain ] || : "${PROMPT_VERSION:=llava_llama_3}"
 # On 8 cards of 80 GB nothing is recomputed: estimated 49 and 51 GiB. Fewer or smaller cards recompute by themselves.
 case $STAGE in
-  pretrain) : "${MAX_TOKENS_PER_MICRO_BATCH=16384}" ;;
-  finetune) : "${MAX_TOKENS_PER_MICRO_BATCH=8192}" ;;
+  pretrain) : "${MAX_TOKENS_PER_MICRO_BATCH=12288}" ;;
+  finetune) : "${MAX_TOKENS_PER_MICRO_BATCH=8704}" ;;
 esac

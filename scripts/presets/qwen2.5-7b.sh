@@ -5,5 +5,5 @@
 # On 8 cards of 80 GB nothing is recomputed: estimated 70 and 70 GiB. Fewer or smaller cards recompute by themselves.
 case $STAGE in
   pretrain) : "${MAX_TOKENS_PER_MICRO_BATCH=12288}" ;;
-  finetune) : "${MAX_TOKENS_PER_MICRO_BATCH=6144}" ;;
+  finetune) : "${MAX_TOKENS_PER_MICRO_BATCH=5888}" ;;
 esac

@@ -136,6 +136,43 @@ def test_lora_equals_one_process_and_resumes_exactly(tiny, tmp_path, config):
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
+def test_lora_on_frozen_embeddings_equals_one_process_under_zero_3(tiny, tmp_path):
+    """The first layer's input needs no gradient, by which DeepSpeed would know that the layer's own are complete."""
+    options = COMPARABLE | {"lora_enable": True, "lora_r": 4, "lora_dropout": 0.0, "max_steps": 3}
+    options |= {"mm_tunable_parts": "mm_language_model", "telemetry_steps": 0}  # whose probe wants gradients
+    launch(flags(tiny, tmp_path / "two", 2, **options), "zero3", tmp_path)
+    train_module.train(flags(tiny, tmp_path / "one", 2, per_device_train_batch_size=8, **options))
+    two, one = lora_files(tmp_path / "two"), lora_files(tmp_path / "one")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# The library takes bf16 under DeepSpeed for a GPU's. Before a step its gradients' types are printed.
+BF16_ON_CPU_RANKS = """
+import transformers.training_args
+from deepspeed.runtime.engine import DeepSpeedEngine
+from llava.train.train import main
+transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+step = DeepSpeedEngine.step
+def telling_step(engine, *args, **kwargs):
+    gradients = [g for group in engine.optimizer.averaged_gradients.values() for g in group]
+    weights = {p.dtype for p in engine.module.parameters()}
+    print("weights", weights, "gradients", {g.dtype for g in gradients}, flush=True)
+    return step(engine, *args, **kwargs)
+DeepSpeedEngine.step = telling_step
+main()
+"""
+
+
+@pytest.mark.parametrize("config", ["zero2", "zero3"])
+def test_gradients_of_a_bf16_run_add_up_in_fp32(tiny, tmp_path, config):
+    worker = tmp_path / "bf16.py"
+    worker.write_text(BF16_ON_CPU_RANKS)
+    options = {"bf16": True, "max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    output = launch(flags(tiny, tmp_path / "run", 2, **options), config, tmp_path, script=worker)
+    assert "weights {torch.bfloat16} gradients {torch.float32}" in output
+
+
 def lora_files(folder: Path) -> dict[str, torch.Tensor]:
     """Everything that a LoRA folder holds of the model."""
     assert not (folder / "model.safetensors").exists()

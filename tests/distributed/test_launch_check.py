@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 from paths import ROOT
 
 from llava.train.launch_check import NodeFacts, check_launch, facts_table, judge
+from llava.train.network import GLOO, NCCL, chosen, interface_fault
 
 CONFIGS = sorted((ROOT / "deepspeed_configs").glob("*.json"))
 
@@ -58,6 +60,74 @@ def test_every_shipped_configuration_is_one_that_deepspeed_takes(path):
     assert config.stage == zero["stage"]
     assert config.zero_hpz_partition_size == (8 if path.stem in ("zero3_hpz", "zeropp") else 1)
     assert config.zero_quantized_weights == config.zero_quantized_gradients == (path.stem == "zeropp")
+
+
+ALONE = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from llava.train.launch_check import names_over_gloo
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+try:
+    print(names_over_gloo(timedelta(seconds=2)) if rank == 0 else time.sleep(5))
+except RuntimeError as error:
+    print(error, flush=True)
+"""
+
+
+def test_ranks_that_do_not_reach_each_other_say_host_and_interface_in_bounded_time(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ALONE]
+    ranks = [[*command, str(rank), str(tmp_path / "store")] for rank in (0, 1)]
+    ranks = [subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) for words in ranks]
+    said = ranks[0].communicate(timeout=60)[0]
+    ranks[1].kill()
+    ranks[1].communicate()
+    assert said.startswith(
+        f"launch check: host {platform.node()}, rank 0: no connection to all 2 ranks over gloo within 2"
+    )
+    assert "GLOO_SOCKET_IFNAME" in said and said.count("\n") == 1
+
+
+def check_alone(*flags: str, **environment: str) -> subprocess.CompletedProcess:
+    """`CHECK=1` on two ranks of this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    words = [*command, str(ROOT / "llava/train/launch_check.py"), *flags]
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_the_check_alone_tries_gloo_and_names_an_interface_that_is_not_there(tmp_path):
+    run = check_alone("--output_dir", str(tmp_path))
+    assert run.returncode == 0 and "all-reduce over 2 ranks" in run.stderr, run.stderr
+    run = check_alone("--output_dir", str(tmp_path), GLOO_SOCKET_IFNAME="nosuch0")
+    assert run.returncode == 1
+    assert f"GLOO_SOCKET_IFNAME=nosuch0: host {platform.node()} has no such network interface; it has: lo" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "found"),
+    [
+        (GLOO, "eth0", ["eth0"]),
+        (GLOO, "eth", []),
+        (GLOO, "eth0,ib0", ["eth0", "ib0"]),
+        (NCCL, "eth", ["eth0", "eth10"]),
+        (NCCL, "=eth1", []),
+        (NCCL, "=eth0,ib", ["eth0"]),
+        (NCCL, "^lo,docker", ["eth0", "eth10", "ib0"]),
+        (NCCL, "^=eth0", ["lo", "docker0", "eth10", "ib0"]),
+    ],
+)
+def test_interfaces_are_chosen_as_gloo_and_nccl_choose_them(variable, value, found):
+    assert chosen(variable, value, ["lo", "docker0", "eth0", "eth10", "ib0"]) == found
+
+
+def test_an_interface_that_this_host_lacks_is_named_with_those_it_has(monkeypatch):
+    monkeypatch.setattr("llava.train.network.interfaces", lambda: ["lo", "eth0"])
+    assert interface_fault({}) == interface_fault({GLOO: "eth0", NCCL: "^lo"}) == ""
+    assert f"{GLOO}=eth0,ib0: host " in interface_fault({GLOO: "eth0,ib0"})  # gloo ends where one of them is missing
+    assert interface_fault({NCCL: "ib"}).endswith("has no such network interface; it has: lo eth0")
 
 
 @pytest.mark.slow

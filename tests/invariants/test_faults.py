@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -197,15 +198,17 @@ def test_sound_changes_are_accepted_by_name_only_and_moved_data_needs_none(tiny,
     assert "accepted change: max_steps: checkpoint 4, now 5" in caplog.text
 
 
-@pytest.mark.parametrize(("before", "now"), [(8, 4), (4, 8), (6, 4), (5, 5)])
-def test_position_in_the_data_is_that_of_the_samples(before, now):
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("before", "now"), [(8, 4), (4, 8), (6, 4), (5, 5), (10, 5), (5, 7)])
+def test_position_in_the_data_is_that_of_the_samples(before, now, drop_last):
     samples = 24
-    saved = {"step_size": before, "num_samples": samples}
+    steps_before, steps_now = (samples // n + (samples % n > 0 and not drop_last) for n in (before, now))
+    saved = {"step_size": before, "num_samples": samples, "settings": {"dataloader_drop_last": drop_last}}
     for step in range(12):
-        epoch, inside = divmod(step, -(-samples // before))
+        epoch, inside = divmod(step, steps_before)
         seen = epoch * samples + min(samples, inside * before)
         moved = moved_step(step, saved, now)
-        epoch, inside = divmod(moved, -(-samples // now))
+        epoch, inside = divmod(moved, steps_now)
         seen_now = epoch * samples + min(samples, inside * now)
         assert seen - now < seen_now <= seen
 
@@ -510,6 +513,7 @@ def test_step_that_is_not_finite_changes_nothing_and_names_its_records(tiny, tmp
     assert message.startswith("step 2 is not applied: gradient norm nan; loss nan on rank 0: record ")
     assert message.count("(id 'q") == 4  # of the one micro-batch at fault
     assert [line.get("nonfinite_steps") for line in log_lines(tmp_path)] == [None, 1, 1]
+    assert all(math.isfinite(line["loss"]) for line in log_lines(tmp_path))  # also of the steps behind it
 
 
 def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Compiled layers and Liger's kernels compute what the plain layers compute."""
 
+import functools
+import inspect
 import os
 import re
 import subprocess
@@ -14,9 +16,11 @@ from batches import IMG, batch, loss_and_gradients
 from decoder_families import NAMES, write_families
 from paths import ROOT
 from tiny_models import STAGE_1, STAGE_2, trained
+from torch.nn.attention import varlen
 from training import flags
+from transformers import modeling_flash_attention_utils as flash
 
-from llava.model.attention import SEGMENTS, packed_attention
+from llava.model.attention import SEGMENTS, VARLEN, packed_attention
 from llava.model.language_model.families import FAMILIES
 from llava.train import liger
 from llava.train import train as train_module
@@ -85,6 +89,119 @@ def test_both_stages_train_compiled(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train_module, "compile_layers", compiled.append)
     train_module.train(flags(tiny, tmp_path, 1, compile_layers=True, max_steps=1))
     assert compiled[0].config._attn_implementation == "sdpa"
+
+
+# --- what kernels that need a GPU are given --------------------------------------------------------------------------
+
+
+def attend(q, k, v, cu_seqlens, longest: int, scale: float) -> torch.Tensor:
+    """What every variable-length kernel computes [T, H, C], after a look at what such a kernel takes."""
+    assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
+    assert q.ndim == k.ndim == v.ndim == 3 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous() and cu_seqlens.device == q.device
+    lengths = cu_seqlens.diff().tolist()
+    assert type(longest) is int and longest == max(lengths) and sum(lengths) == len(q) == len(k) == len(v)
+    parts = zip(*(x.transpose(0, 1).float().split(lengths, dim=1) for x in (q, k, v)), strict=True)
+    options = {"is_causal": True, "scale": scale, "enable_gqa": True}
+    outputs = [torch.nn.functional.scaled_dot_product_attention(*part, **options) for part in parts]
+    return torch.cat(outputs, dim=1).transpose(0, 1).to(q.dtype)
+
+
+def flash_attention_2(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
+):  # fmt: skip
+    """Stands for flash_attn 2.8's `flash_attn_varlen_func`."""
+    assert causal and dropout_p == 0 and window_size == (-1, -1)
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
+    return attend(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale)
+
+
+def flash_attention_3(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+    return_attn_probs=False,
+):  # fmt: skip
+    """Stands for flash_attn_interface's of FlashAttention 3, which knows no dropout."""
+    assert causal and window_size == (-1, -1)
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
+    return attend(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """Lets the backends that need a GPU run on stand-ins; lists the calls' names."""
+    calls = []
+
+    def counted(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    own = inspect.signature(varlen.varlen_attn)
+
+    def varlen_attn(*args, **kwargs):
+        given = own.bind(*args, **kwargs).arguments
+        assert given["window_size"] == (-1, 0) and torch.equal(given["cu_seq_q"], given["cu_seq_k"])
+        assert given["enable_gqa"] and given["max_q"] == given["max_k"]
+        return attend(*args[:4], given["max_q"], given["scale"])
+
+    monkeypatch.setattr(varlen, "varlen_attn", counted(varlen_attn))
+    stand_ins = {f.__name__: counted(f) for f in (flash_attention_2, flash_attention_3)}
+    monkeypatch.setattr(flash, "_lazy_imports", lambda name, *args, **kwargs: (None, stand_ins[name], None, None, None))
+    for name in ("_loaded_implementation", "_flash_varlen_fn", "_process_flash_kwargs_fn"):
+        monkeypatch.setattr(flash, name, None)
+    return calls
+
+
+@pytest.mark.parametrize("language_model", ["llama", "qwen"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("backend", [VARLEN, "flash_attention_2", "flash_attention_3"])
+def test_a_kernel_is_given_one_half_precision_and_arguments_that_it_has(
+    tiny, kernel_calls, backend, autocast, language_model
+):
+    """Also under autocast, where rotary positions make queries and keys fp32; results are plain attention's."""
+    model = trained(tiny, STAGE_2, language_model=language_model)
+    if not autocast:
+        model.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = results(model, backend=SEGMENTS)
+        assert_same(results(model, backend=backend), expected, atol=2e-2)
+    assert kernel_calls == [backend if backend != VARLEN else "varlen_attn"] * 2 * len(ROWS)
+
+
+def fused_loss(
+    input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
+    reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+    return_token_accuracy=False, return_predicted_tokens=False,
+):  # fmt: skip
+    """Stands for Liger 0.8's `liger_fused_linear_cross_entropy`."""
+    assert input.dtype == weight.dtype == torch.bfloat16 and input.is_contiguous() and weight.is_contiguous()
+    assert target.dtype == torch.int64 and len(input) == len(target) > 0 and accum_dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    logits = torch.nn.functional.linear(input, weight).float()
+    return torch.nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction=reduction)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_ligers_loss_is_given_one_half_precision_and_arguments_that_it_has(tiny, monkeypatch, autocast):
+    functional = SimpleNamespace(liger_fused_linear_cross_entropy=fused_loss)
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace(functional=functional))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
+    model = trained(tiny, STAGE_2)
+    if not autocast:
+        model.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model.lm_head.loss_head = "plain"
+        expected = results(model, backend=SEGMENTS)
+        model.lm_head.loss_head = "liger"
+        assert_same(results(model, backend=SEGMENTS), expected, atol=2e-2)
 
 
 # --- Liger ------------------------------------------------------------------------------------------------------------

@@ -355,6 +355,10 @@ def test_unknown_norm_names_the_allowed_ones(tiny, tmp_path, capsys):
         ({"mm_tunable_parts": "mm_mlp_adapter"}, "leave out --tune_mm_mlp_adapter"),
         ({"warmup_ratio": 0.1, "warmup_steps": 5}, "--warmup_ratio and --warmup_steps"),
         ({"activation_checkpointing": 9}, "--activation_checkpointing 9: the language model has 2 layers"),
+        (
+            {"dataloader_drop_last": True, "per_device_train_batch_size": 25},
+            "--dataloader_drop_last True leaves no step: one has 25 samples, the data has 24",
+        ),
         ({"resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere"),
     ],
 )

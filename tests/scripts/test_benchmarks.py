@@ -58,7 +58,7 @@ def test_the_simulated_chunks_fill_like_upstreams():
 def test_every_sample_of_a_step_is_dealt_once(micro):
     lengths = np.random.default_rng(0).integers(1, 900, 64)
     step = np.random.default_rng(1).permutation(64)[:32]
-    for deal in (scaling.dealt_evenly, scaling.dealt_by_position):
+    for deal in (scaling.of_each_rank, scaling.dealt_by_position):
         dealt = deal(step, lengths, 8, micro)
         assert len(dealt) == 8 and sorted(np.concatenate(dealt)) == sorted(step)
 
@@ -66,9 +66,25 @@ def test_every_sample_of_a_step_is_dealt_once(micro):
 def test_a_larger_window_makes_ranks_more_even(monkeypatch):
     some = scaling.lengths_779k(np.random.default_rng(0))[::13]
     monkeypatch.setitem(scaling.DISTRIBUTIONS, "779K", (lambda rng: some, 128))
-    args = argparse.Namespace(windows=[1, 64], steps=100)
+    args = argparse.Namespace(windows=[1, 16], steps=100)
     even = {row["sampler"]: row["slowest_over_mean"] for row in scaling.simulated("779K", 64, args)}
-    assert even["--length_group_window 64"] < 1.1 < even["--length_group_window 1"] < even["upstream, one micro-batch"]
+    assert even["--length_group_window 16"] < 1.1 < even["--length_group_window 1"] < even["upstream, one micro-batch"]
+
+
+def test_the_recipes_fill_their_micro_batches_and_keep_ranks_even(monkeypatch):
+    monkeypatch.setattr(scaling, "RECIPE_RANKS", (8, 64))
+    rows = [row for row in scaling.recipe_rows(steps=150) if row["rule"] == "after"]
+    assert len(rows) == 4 and all(row["slowest_over_mean"] <= 1.05 for row in rows)
+    assert all(row["fill"] >= 0.9 for row in rows if row["ranks"] == 8)
+    assert all(
+        row["micro_batches_per_step"] == 1 for row in rows if row["ranks"] == 64
+    )  # two samples: fill has no room
+
+
+def test_pairing_batches_by_length_leaves_more_kinds_of_records_in_them_than_sorting_would():
+    one, paired = scaling.order_rows([1, 16])
+    assert paired["kinds_of_records_in_a_batch"] > 0.85 * one["kinds_of_records_in_a_batch"]
+    assert one["variance_of_lengths_between_batches"] < 0.01 < paired["variance_of_lengths_between_batches"] < 0.2
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -112,6 +128,8 @@ def test_estimated_states_of_scale_equal_deepspeeds_where_everything_is_trained(
     scale = pytest.importorskip("benchmarks.scale")
     model = scale.build("llama-3.2-3b", 2)
     model.get_vision_tower().requires_grad_(True)  # DeepSpeed's estimator knows no frozen weight
-    estimate = scale.estimate_memory(model, scale.arguments(2, 8), 1024)
+    arguments = scale.arguments("zero2", 8)
+    del arguments.hf_deepspeed_config.config["data_types"]  # nor gradients in more than 16 bits
+    estimate = scale.estimate_memory(model, arguments, 1024)
     states = (estimate.parameters + estimate.gradients + estimate.optimizer) / scale.GIB
     assert states == pytest.approx(scale.deepspeed_estimate(model, 2, 8, False), rel=1e-3)

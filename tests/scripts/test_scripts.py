@@ -141,24 +141,26 @@ def stand_in_python(folder: Path, liger: str) -> Path:
     return python
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "preset"), [("pretrain", "llama-3.2-3b"), ("finetune", "qwen2.5-7b")])
 def test_liger_is_left_to_the_trainer_and_the_table_says_what_is_known(tmp_path, stage, preset):
-    def run(liger="", **more):
-        python = stand_in_python(tmp_path / f"python{liger}", liger) if liger is not None else "no/python"
-        found = bash(f"scripts/{stage}.sh", PRESET=preset, DRY_RUN="json", LLAVA_PYTHON=python, **more)
+    def run(version: str, **more):
+        python = stand_in_python(tmp_path / f"python{version}", version)
+        found = bash(f"scripts/{stage}.sh", PRESET=preset, NUM_GPUS=8, DRY_RUN="json", LLAVA_PYTHON=python, **more)
         assert found.returncode == 0, found.stderr
         return json.loads(found.stdout)
 
-    on_gpu = run("0.8.5", NUM_GPUS=8)
-    assert on_gpu["flags"]["use_liger_kernel"] == "auto"
-    assert on_gpu["kernels"].startswith("Liger's 0.8.5 where it knows the model")
-    assert "has no liger-kernel; EXTRAS=liger" in run("", NUM_GPUS=8)["kernels"]
-    assert "no GPU" in resolved_run(stage, PRESET=preset, NUM_GPUS=0)["kernels"]
-    for choice, kernels in (("0", "PyTorch's"), ("False", "PyTorch's"), ("1", "Liger's")):
-        assert resolved_run(stage, PRESET=preset, NUM_GPUS=8, LIGER=choice)["kernels"] == kernels
+    found = run("0.8.5")
+    assert found["flags"]["use_liger_kernel"] == "auto"
+    assert found["kernels"].startswith("Liger's 0.8.5 where it knows the model")
+    assert "has no liger-kernel; EXTRAS=liger" in run("")["kernels"]
+    assert run("0", LIGER=0)["kernels"] == "PyTorch's" and run("1", LIGER="True")["kernels"] == "Liger's"
+
+
+def test_a_cpu_run_has_pytorchs_kernels_and_an_unknown_choice_is_refused():
+    run = resolved_run("pretrain", PRESET="demo", NUM_GPUS=0)
+    assert "no GPU" in run["kernels"] and run["flags"]["use_liger_kernel"] == "auto"
     with pytest.raises(ValueError, match="LIGER=yes is not one of: auto True False 1 0"):
-        resolved_run(stage, PRESET=preset, NUM_GPUS=8, LIGER="yes")
+        resolved_run("pretrain", NUM_GPUS=8, LIGER="yes")
 
 
 def test_environment_wins_over_preset_and_the_callers_flags_over_both():
@@ -530,7 +532,9 @@ case "$*" in
     echo venv >>"$CALLS"
     rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo "version = 3.11.7" >.venv/pyvenv.cfg ;;
   "-m pip install"*)
-    sleep "${STAND_IN_SLEEP:-0}"; echo "$*" >>"$CALLS"; echo pip was here; exit "${STAND_IN_STATUS:-0}" ;;
+    sleep "${STAND_IN_SLEEP:-0}"; echo "$*" >>"$CALLS"; echo pip was here
+    [ -z "${STAND_IN_TRITON:-}" ] || mkdir -p .venv/lib/python3.11/site-packages/triton-3.4.0.dist-info
+    exit "${STAND_IN_STATUS:-0}" ;;
 esac
 """
 
@@ -565,6 +569,16 @@ def test_setup_installs_torch_first_and_once(setup):
     assert package.endswith("-e .[dev,playground,train]") and "-c constraints.txt" in package
     assert "up to date" in setup().stdout
     assert len(setup.calls()) == 3
+
+
+def test_liger_comes_with_a_pytorch_for_nvidia_gpus_unless_extras_are_chosen(setup):
+    """Whether a GPU is in sight does not matter: a node without a network must find nothing left to install."""
+    assert setup(STAND_IN_TRITON=1).returncode == 0
+    assert setup.calls()[-1].endswith("-e .[dev,playground,train,liger]")
+    assert "up to date" in setup().stdout and "up to date" in setup(EXTRAS="liger").stdout
+    shutil.rmtree(setup.tree / ".venv")
+    setup(STAND_IN_TRITON=1, EXTRAS="train")
+    assert setup.calls()[-1].endswith("-e .[train]")
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])

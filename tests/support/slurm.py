@@ -26,7 +26,8 @@ def signal_all(number):  # every process of the tasks, wherever it stands in the
         except (OSError, ValueError):
             pass
 tasks = [start(node) for node in range(int(os.environ["SLURM_JOB_NUM_NODES"]))]
-sent, first_end, term, seconds_to_wait = False, None, None, float(os.environ.get("WAIT") or options.get("--wait", "inf"))
+sent, first_end, term = False, None, None
+seconds_to_wait = float(os.environ.get("WAIT") or options.get("--wait", "inf"))
 while None in [task.poll() for task in tasks]:
     now = time.monotonic()
     if not sent and "SIGNAL" in os.environ and len(list(ready.glob("node*"))) == len(tasks):

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.data.records import load_records
+from llava.model.attention import SEGMENTS
 from llava.model.builder import load_pretrained_model
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
@@ -89,6 +90,12 @@ def greedy_tokens(model) -> list[int]:
     image = torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(1))
     ids = torch.tensor([[5, IMAGE_TOKEN_INDEX, 7, 8]])
     return model.eval().generate(ids, images=image, do_sample=False, max_new_tokens=12, min_new_tokens=12)[0].tolist()
+
+
+def loaded(folder, dtype):
+    """The model of a final folder in a type, with the attention of training: others round otherwise."""
+    options = {"device": "cpu", "torch_dtype": dtype, "attn_implementation": SEGMENTS}
+    return load_pretrained_model(str(folder), None, "anything", **options)[1]
 
 
 def load(path, base):

@@ -211,26 +211,36 @@ def test_collator_masks_by_length_even_where_ids_equal_the_padding_id():
     assert "images" not in DataCollatorForSupervisedDataset(0)(samples[1:])
 
 
-def test_sampler_keeps_modalities_apart_and_is_reproducible():
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("size", [15, 16])
+def test_sampler_keeps_modalities_apart_and_is_reproducible(size, window):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 500, (203,), generator=generator)
     lengths[torch.rand(203, generator=generator) < 0.3] *= -1
     lengths = lengths.tolist()
-    sampler = ModalityLengthGroupedSampler(lengths, global_batch_size=16, seed=3)
+    sampler = ModalityLengthGroupedSampler(lengths, global_batch_size=size, seed=3, window=window)
     order = list(sampler)
     assert sorted(order) == list(range(203))
-    assert order == list(ModalityLengthGroupedSampler(lengths, 16, seed=3))
-    assert order != list(ModalityLengthGroupedSampler(lengths, 16, seed=4))
+    assert order == list(ModalityLengthGroupedSampler(lengths, size, seed=3, window=window))
+    assert order != list(ModalityLengthGroupedSampler(lengths, size, seed=4, window=window))
     sampler.set_epoch(1)
     assert order != list(sampler)
-    batches = [order[i : i + 16] for i in range(0, 203, 16)]
+    batches = [order[i : i + size] for i in range(0, 203, size)]
     mixed = [len({lengths[i] > 0 for i in batch}) == 2 for batch in batches]
     images = sum(length > 0 for length in lengths)
-    full = images // 16 + (203 - images) // 16
+    full = images // size + (203 - images) // size
     assert not any(mixed[:full])
     for batch in batches:
         sizes = [abs(lengths[i]) for i in batch]
         assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_window_puts_pairs_of_like_sums_into_one_batch():
+    lengths = [*range(1, 17), 100, 101, 102, 103]  # pairs 1 + 103, 2 + 102, 3 + 101, 4 + 100, and six of 5 + 16 = 21
+    batches = torch.tensor(list(ModalityLengthGroupedSampler(lengths, 4, window=5))).view(5, 4)
+    found = sorted(sorted(lengths[i] for i in batch) for batch in batches.tolist())
+    assert found[:2] == [[1, 2, 102, 103], [3, 4, 100, 101]]
+    assert all(batch[0] + batch[3] == batch[1] + batch[2] == 21 for batch in found[2:])
 
 
 def test_sampler_refuses_empty_samples():

@@ -2,6 +2,7 @@
 
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ import torch
 from llava.launch.__main__ import considerate
 from llava.launch.batch import resolve_batch
 from llava.launch.command import resolve_launch
-from llava.launch.devices import Devices, cpu_quota, resolve_devices
+from llava.launch.devices import Devices, cpu_quota, resolve_devices, shared_memory_note
 from llava.launch.flag_check import arms, own_flags
 from llava.launch.flags import parse_flags
-from llava.launch.inputs import check_inputs
+from llava.launch.inputs import check_inputs, check_master
 from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import resolve
 from llava.launch.settings import NAMES, Refusal, edit_distance, misspelt
@@ -88,6 +89,17 @@ def test_count_that_is_no_whole_number_is_refused_by_name(name, value):
         resolve(environment, "train.py", words)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "grouped", "window"), [("8", "True", "1"), ("32", "True", "16"), ("32", "False", "1")]
+)
+def test_batches_are_paired_by_length_where_devices_have_few_samples_and_a_number_is_kept(gpus, grouped, window):
+    words = ["--per_device_train_batch_size", "1", "--output_dir", "out", "--group_by_modality_length", grouped]
+    environment = {"NUM_GPUS": gpus, "GLOBAL_BATCH": "128"}
+    for given, expected in (("auto", window), ("4", "4")):
+        plan = resolve(environment, "train.py", [*words, "--length_group_window", given])
+        assert plan.flags.value("length_group_window") == expected
+
+
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
@@ -97,13 +109,19 @@ def test_visible_devices_are_counted():
     assert resolve_devices({"CUDA_VISIBLE_DEVICES": "-1", "CPU_RANKS": "2", "NNODES": "3"}).total == 6
 
 
+def test_a_node_to_which_slurm_gave_fewer_gpus_is_named():
+    assert resolve_devices({"NUM_GPUS": "4", "SLURM_GPUS_ON_NODE": "8"}).total == 4
+    with pytest.raises(Refusal, match=r"^NUM_GPUS=8, but SLURM gave .* SLURM_GPUS_ON_NODE=4; "):
+        resolve_devices({"NUM_GPUS": "8", "SLURM_GPUS_ON_NODE": "4"})
+
+
 def test_hostfile_gives_nodes_and_gpus(tmp_path):
     hostfile = tmp_path / "host file"
     hostfile.write_text("# comment slots=99\nnode-1 slots=8\nnode-2 slots=8\n")
     assert str(resolve_devices({"HOSTFILE": str(hostfile)})) == "16 = 2 nodes x 8 GPUs"
     assert resolve_devices({"HOSTFILE": str(hostfile), "NUM_GPUS": "4", "NNODES": "1"}) == Devices(1, 4, True)
     words = launcher(HOSTFILE=hostfile, NNODES=2, MASTER_PORT=7).removeprefix("python -m deepspeed.launcher.runner ")
-    assert words == f"--hostfile {hostfile} --num_nodes 2 --num_gpus 8 --master_port 7"
+    assert words == f"--hostfile {hostfile} --num_nodes 2 --num_gpus 8 --log_level warning --master_port 7"
     hostfile.write_text("node-1 slots=8\nnode-2 slots=4\n")
     with pytest.raises(Refusal, match="NUM_GPUS"):
         resolve_devices({"HOSTFILE": str(hostfile)})
@@ -121,6 +139,16 @@ def test_cpu_quota_of_either_version_of_control_groups(tmp_path):
     assert cpu_quota(tmp_path) == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert cpu_quota(tmp_path) is None
+
+
+def test_shared_memory_that_is_small_for_the_loader_processes_is_said(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=64 * 2**20))
+    assert shared_memory_note(8, 4).startswith("note: /dev/shm has 64 MiB, through which 8 x 4 loader processes")
+    assert "--shm-size" in shared_memory_note(1, 1) and not shared_memory_note(8, 0)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=16 * 2**30))
+    assert not shared_memory_note(8, 4)
+    monkeypatch.undo()
+    assert not shared_memory_note(8, 4, "/no/such/folder")
 
 
 # --- launch -----------------------------------------------------------------------------------------------------------
@@ -238,6 +266,25 @@ def test_folder_of_this_repository_is_never_taken_for_a_hub_name():
     devices = Devices(1, 1, True)
     launch = resolve_launch({}, devices, "", "name", "python", 1)
     assert [f.state for f in check_inputs({}, words, devices, launch)] == ["MISSING"]
+
+
+def test_an_interface_that_is_not_here_is_listed_as_missing_where_ranks_must_meet():
+    for devices, expected in ((Devices(1, 2, True), ["GLOO_SOCKET_IFNAME"]), (Devices(1, 1, True), [])):
+        environment = {"GLOO_SOCKET_IFNAME": "nosuch0"}
+        launch = resolve_launch(environment, devices, "zero3.json", "name", "python", 1)
+        found = check_inputs(environment, parse_flags([]), devices, launch)
+        found = [f for f in found if f.state == "MISSING" and "interfaces: lo" in f.hint]
+        assert [f.what for f in found] == expected and not any(f.is_relative for f in found)
+
+
+def test_a_master_that_cannot_be_resolved_is_refused_and_one_that_is_elsewhere_is_said(capsys):
+    with pytest.raises(Refusal, match=r"^MASTER_ADDR=no such host: .* cannot resolve it \("):
+        check_master("no such host", first_node=False)
+    check_master("127.0.0.1", first_node=True)
+    check_master("192.0.2.77", first_node=False)
+    assert not capsys.readouterr().err
+    check_master("192.0.2.77", first_node=True)
+    assert capsys.readouterr().err.startswith("note: MASTER_ADDR=192.0.2.77 is no address of ")
 
 
 # --- misspellings -----------------------------------------------------------------------------------------------------

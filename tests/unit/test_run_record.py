@@ -57,6 +57,12 @@ def test_one_bit_of_a_weight_or_two_samples_exchanged_change_the_digest(tiny, tm
     assert order_digest([0, 1, 2]) != order_digest([0, 2, 1])
 
 
+def test_only_the_rank_that_writes_the_record_reads_the_weights(tiny, tmp_path, monkeypatch):
+    model = build_model(*parse_arguments(flags(tiny, tmp_path, 1)))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("a weight was read"))
+    assert weights_digests(model, is_first=False) == {}
+
+
 @pytest.mark.parametrize("content", [None, "{", "[]", json.dumps({"format": 2, "starts": [{}]})])
 def test_a_record_that_cannot_be_used_is_refused_by_name(content, tmp_path):
     if content is not None:

@@ -1,0 +1,210 @@
+"""A training step never waits for a value on its device: no shape and no branch of it depends on one."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from batches import BATCHES, IMG, pictures
+from tiny_models import SIZES, STAGE_1, STAGE_2, V, make
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data._utils.pin_memory import pin_memory
+from training import build, flags
+from transformers.integrations import flash_attention
+
+from llava.data.collate import DataCollatorForSupervisedDataset
+from llava.layout import Layout
+from llava.model.attention import FLASH, SEGMENTS, VARLEN
+from llava.model.multimodal_projector.norm import NORM_TYPES
+from llava.train.llava_trainer import LLaVATrainer
+from llava.train.optim import set_trainable
+from llava.train.telemetry import NormProbe
+
+MIXED = BATCHES["image_first_middle_last"] + BATCHES["text_only"]
+
+
+def collated(samples: list[list[int]], max_length: int | None = None, padding_free: bool = True) -> dict:
+    """What the trainer's collator makes of token ids; every second token is a target."""
+    items = []
+    for sample in samples:
+        ids = torch.tensor(sample)
+        item = {
+            "input_ids": ids,
+            "labels": torch.where(torch.arange(len(ids)) % 2 == 1, ids, -100).where(ids != IMG, -100),
+        }
+        items.append(item | ({"images": pictures(sample.count(IMG))} if IMG in sample else {}))
+    return DataCollatorForSupervisedDataset(0, V, max_length, padding_free)(items)
+
+
+def trainable(tiny, parts=STAGE_2, backend=SEGMENTS, padding_free=True, **options):
+    model = make(tiny, **options).train()
+    set_trainable(model, parts)
+    model.padding_free, model.config._attn_implementation = padding_free, backend
+    return model
+
+
+def step_on_fake_tensors(model, batch: dict) -> dict[str, torch.Tensor]:
+    """Gradients of a step whose tensors have shapes but no values, so that whatever asks for one raises."""
+    mode = FakeTensorMode()
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    state = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
+    batch = tree_map_only(torch.Tensor, mode.from_tensor, batch)
+    with mode:
+        loss = functional_call(model, state, kwargs=batch | {"num_items_in_batch": 10}).loss
+        loss.backward()
+    return {name: tensor.grad for name, tensor in state.items() if tensor.grad is not None}
+
+
+@pytest.mark.parametrize("samples", [MIXED, BATCHES["text_only"]], ids=["mixed", "text_only"])
+@pytest.mark.parametrize("padding_free", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("parts", [STAGE_1, STAGE_2], ids=["stage_1", "stage_2"])
+@pytest.mark.parametrize("norm", NORM_TYPES)
+def test_forward_and_backward_need_no_value_of_the_device(tiny, norm, parts, padding_free, samples):
+    model = trainable(tiny, parts, padding_free=padding_free, norm=norm)
+    probe = NormProbe(model)
+    probe.active = True
+    gradients = step_on_fake_tensors(model, collated(samples, max_length=6, padding_free=padding_free))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    unused = {id(p) for p in model.get_vision_tower().unused_parameters()}
+    assert gradients.keys() == {n for n in trained if id(model.get_parameter(n)) not in unused}
+
+
+def test_a_value_that_is_read_is_seen(tiny, monkeypatch):
+    """Otherwise the test above could not fail."""
+    model = trainable(tiny)
+    project = model.encode_images
+    number, mask, shape = (
+        lambda x: x * x.sum().item(),
+        lambda x: x[x.sum(dim=-1) > 0],
+        lambda x: x[x[:, 0, 0].int().bincount()],
+    )
+    for reads in (number, mask, shape):
+        monkeypatch.setattr(model, "encode_images", lambda images, reads=reads: reads(project(images)))
+        with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+            step_on_fake_tensors(model, collated(MIXED))
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations that would stop the host until a GPU has reached them."""
+
+    NAMES = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "_unique2", "unique_consecutive"}
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        by_mask = name.startswith(("index", "_index", "_unsafe_index")) and isinstance(args[1], list | tuple)
+        if by_mask and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
+            self.seen[f"{name} by a mask"] += 1
+        if name in self.NAMES or function is torch.ops.aten.repeat_interleave.Tensor:
+            self.seen[name] += 1
+        return function(*args, **kwargs or {})
+
+
+@contextmanager
+def waits_between(monkeypatch, first: str, last: str):
+    """Counts from the first call of one of the trainer's methods to the end of another."""
+    waits, inside = Waits(), []
+    start, end = getattr(LLaVATrainer, first), getattr(LLaVATrainer, last)
+
+    def entering(*args, **kwargs):
+        if not inside:
+            inside.append(waits.__enter__())
+        return start(*args, **kwargs)
+
+    def leaving(*args, **kwargs):
+        try:
+            return end(*args, **kwargs)
+        finally:
+            inside.pop().__exit__(None, None, None)
+
+    monkeypatch.setattr(LLaVATrainer, first, entering)
+    monkeypatch.setattr(LLaVATrainer, last, leaving)
+    yield waits
+    assert not inside
+
+
+def packed_kernel(monkeypatch, backend: str) -> list[dict]:
+    """Replaces a GPU's attention kernel, which gives its queries back, and returns what each call was given."""
+    calls = []
+
+    def flash(query, key, value, attention_mask, **kwargs):
+        calls.append({"mask": attention_mask, "boundaries": kwargs["cu_seq_lens_q"], "longest": kwargs["max_length_q"]})
+        return query
+
+    def varlen(query, key, value, boundaries, _, longest, *args, **kwargs):
+        calls.append({"mask": None, "boundaries": boundaries, "longest": longest})
+        return query
+
+    if backend in FLASH:
+        monkeypatch.setattr(flash_attention, "_flash_attention_forward", flash)
+    if backend == VARLEN:
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    return calls
+
+
+@pytest.mark.parametrize("language_model", ["llama", "qwen"])
+@pytest.mark.parametrize("backend", [SEGMENTS, VARLEN, *FLASH])
+def test_neither_the_model_nor_the_library_looks_at_values(tiny, monkeypatch, backend, language_model):
+    calls = packed_kernel(monkeypatch, backend)
+    model, batch = trainable(tiny, backend=backend, language_model=language_model), collated(MIXED)
+    with Waits() as waits:
+        model(**batch).loss.backward()
+    assert waits.seen == {}
+    assert len(calls) == (0 if backend == SEGMENTS else SIZES["num_hidden_layers"])
+    for call in calls:
+        assert call["mask"] is None and call["longest"] == 7 and call["boundaries"].dtype == torch.int32
+        assert call["boundaries"].tolist() == [0, 6, 13, 20, 23, 24]
+
+
+def test_the_models_own_layout_equals_the_collators(tiny):
+    """For callers that have token ids alone."""
+    for padding_free in (True, False):
+        model, batch = trainable(tiny, padding_free=padding_free), collated(MIXED, padding_free=padding_free)
+        losses = [model(**batch).loss, model(**{k: v for k, v in batch.items() if k != "layout"}).loss]
+        assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_of_the_trainer_reads_one_number(tiny, tmp_path, monkeypatch, stage):
+    """The gradient norm, which decides whether the step is applied."""
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 1}
+    _, trainer = build(flags(tiny, tmp_path, stage, **options, max_grad_norm=1.0, telemetry_steps=1))
+    with waits_between(monkeypatch, "training_step", "_get_grad_norm") as waits:
+        trainer.train()
+    assert waits.seen == {"_local_scalar_dense": 1}
+
+
+# --- what travels to the device ---------------------------------------------------------------------------------------
+
+
+def test_copies_to_the_device_do_not_wait_and_leave_from_pinned_memory(tiny, tmp_path, monkeypatch):
+    """A CPU cannot show either; the calls can."""
+    _, trainer = build(flags(tiny, tmp_path, 2))
+    batch, pinned, copies = collated(MIXED), [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    batch = pin_memory(batch)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: copies.append((self, kwargs)) or self)
+    prepared = trainer._prepare_inputs(batch)
+    tensors = {id(x) for x in tree_leaves(batch) if isinstance(x, torch.Tensor)}
+    assert {id(x) for x in pinned} == {id(x) for x, _ in copies} == tensors
+    assert all(options["non_blocking"] for _, options in copies)
+    assert type(prepared["layout"]) is Layout and prepared["layout"].lengths == [6, 7, 7, 3, 1]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [({}, torch.float32), ({"bf16": True}, torch.bfloat16)])
+def test_pixels_travel_in_the_precision_of_the_run_and_the_tower_sees_no_other(tiny, tmp_path, precision, dtype):
+    model, trainer = build(flags(tiny, tmp_path, 1, **precision))
+    dataset = trainer.train_dataset
+    index = int((dataset.modality_lengths() > 0).argmax())
+    pixels = trainer.data_collator([dataset[index]])["images"]
+    dataset.pixel_dtype = torch.float32
+    whole = trainer.data_collator([dataset[index]])["images"]
+    assert pixels.dtype == dtype == model.get_vision_tower().dtype and whole.dtype == torch.float32
+    assert torch.equal(model.get_vision_tower()(pixels), model.get_vision_tower()(whole))
