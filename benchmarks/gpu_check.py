@@ -2,7 +2,8 @@
 
 Each part is a process of its own with a time limit, and leaves `gpu_<part>.json` (its state, machine and rows) in the
 output folder. A part that is measured is not run again, unless --force asks for it; one that failed or did not run is.
-Exit status: 0, 1 where a part failed, 2 for what was refused, 130 after Ctrl-C.
+Exit status: 0, 1 where a part failed, 2 for what was refused, 130 after Ctrl-C. LLAVA_PYTHON names the interpreter,
+WHEELS a folder of packages that it lacks (see the head of benchmarks/gpu_check.sh).
 """
 
 import argparse

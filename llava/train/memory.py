@@ -239,7 +239,9 @@ def set_up_checkpointing(model: Any, args: Any, tokens: int) -> CheckpointPlan:
             "--max_tokens_per_micro_batch or --per_device_train_batch_size, or use deepspeed_configs/zero3.json, "
             "zero3_offload.json or more GPUs"
         )
-    checkpoint_layers(model, plan, args.activation_checkpointing_kwargs)
+    # Releases of the library before 5.23 know only the older name, here and below.
+    options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
+    checkpoint_layers(model, plan, options)
     args.activation_checkpointing = args.gradient_checkpointing = False  # the Trainer would switch on every layer
     return plan
 
@@ -282,8 +284,9 @@ def checkpoint_layers(model: Any, plan: CheckpointPlan, options: dict[str, Any] 
     if plan == CheckpointPlan():
         return
     options = dict(options or {})
-    every_n_layers, offload = options.pop("every_n_layers", 1), options.pop("offload", False)
-    model.activation_checkpointing_enable(options or None, every_n_layers=every_n_layers, offload=offload)
+    ours = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options or None, **ours)
     for layer in model.get_model().layers[plan.decoder_layers :]:
         layer.gradient_checkpointing = False
     if not plan.tower:

@@ -29,7 +29,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 # Relative to the exact tensor's own norm; rounding to bf16 alone is 2e-3.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 NORMS = [name for name, norm in NORM_TYPES.items() if norm]
 needs_liger = pytest.mark.skipif(not CUDA or not has_liger(), reason="needs an NVIDIA GPU and liger-kernel")
 
@@ -155,7 +155,7 @@ def assert_same_step(ours: tuple, exact: tuple, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("parts", [STAGE_1, STAGE_2], ids=["stage 1", "stage 2"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("name", ["llama", "qwen", "qwen_tied"])
 def test_models_have_the_cpus_loss_and_gradients(tiny, name, dtype, tolerance, parts):
     inputs = batch(BATCHES["several_images"])

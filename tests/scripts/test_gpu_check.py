@@ -240,6 +240,13 @@ def test_the_table_has_every_state_and_the_targets(tmp_path):
     assert "ZeRO-3, memory estimate off by | <= 0.1 | 0.04 | met |" in page and "out of memory" in page
 
 
+@pytest.mark.parametrize(("name", "package"), [("zero2_3b", "deepspeed"), ("tests", "pytest")])
+def test_a_part_whose_package_is_missing_stays_open(tmp_path, monkeypatch, name, package):
+    monkeypatch.setattr(gpu_parts, "find_spec", lambda module: None)
+    gpu_parts.run(Setting(name, tmp_path, cpu=True))
+    assert f"| open, {package} is not installed: `bash" in gpu_check.part_table(tmp_path, cpu=True)
+
+
 def test_the_error_that_a_log_ends_with_is_found():
     log = "step 1\nTraceback:\nValueError: --deepspeed x: no such file\n[INFO] Killing subprocess 7\n\n"
     assert gpu_parts.last_error(log) == "ValueError: --deepspeed x: no such file"

@@ -19,8 +19,9 @@ from llava.model.attention import SEGMENTS
 from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
 from llava.model.language_model.llava_qwen import LlavaQwenForCausalLM
 from llava.model.lora import add_lora
+from llava.train.arguments import TrainingArguments
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
-from llava.train.memory import CheckpointPlan, MemoryEstimate, estimate_memory, plan_checkpointing
+from llava.train.memory import CheckpointPlan, MemoryEstimate, checkpoint_layers, estimate_memory, plan_checkpointing
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
 from llava.train.zero import fit_zero, gathered_units
 
@@ -270,6 +271,23 @@ def test_more_layers_than_there_are_cannot_be_recomputed():
 def test_checkpointing_flag_and_its_older_name(tmp_path, newer, older, expected):
     args = training_arguments(tmp_path, activation_checkpointing=newer, gradient_checkpointing=older)
     assert args.activation_checkpointing is expected or args.activation_checkpointing == expected
+
+
+def test_checkpointing_works_with_releases_of_the_library_that_know_the_older_name_alone(tmp_path):
+    """Their default of the older flag is False, which would contradict the newer one; their models lack the method."""
+    assert (
+        "gradient_checkpointing" in TrainingArguments.__annotations__
+        and TrainingArguments.gradient_checkpointing is None
+    )
+    calls, layers = [], [SimpleNamespace(gradient_checkpointing=True) for _ in range(3)]
+    model = SimpleNamespace(
+        gradient_checkpointing_enable=lambda options, **ours: calls.append((options, ours)),
+        get_model=lambda: SimpleNamespace(layers=layers),
+        get_vision_tower=lambda: SimpleNamespace(layers=[]),
+    )
+    checkpoint_layers(model, CheckpointPlan(2), {"use_reentrant": False, "offload": True})
+    assert calls == [({"use_reentrant": False}, {"offload": True})]
+    assert [layer.gradient_checkpointing for layer in layers] == [True, True, False]
 
 
 @pytest.mark.parametrize(
