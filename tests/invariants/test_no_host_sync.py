@@ -44,9 +44,7 @@ def step_on_fake_tensors(model, batch: dict) -> dict[str, torch.Tensor]:
     return {name: tensor.grad for name, tensor in state.items() if tensor.grad is not None}
 
 
-@pytest.mark.parametrize(
-    "samples", [MIXED, BATCHES["text_only"], BATCHES["image_alone"]], ids=["mixed", "text_only", "no_targets"]
-)
+@pytest.mark.parametrize("samples", ["mixed", "text_only", "image_alone"])  # the last has no target
 @pytest.mark.parametrize("padding_free", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("parts", [STAGE_1, STAGE_2], ids=["stage_1", "stage_2"])
 @pytest.mark.parametrize("norm", NORM_TYPES)
