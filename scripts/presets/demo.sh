@@ -6,13 +6,15 @@
 # tokens, standing at the very beginning, become attention sinks, and colours are hardly learnt (docs/analysis.md).
 : "${PROMPT_VERSION:=chatml}" "${LABEL_MASKING:=assistant}" "${MODEL_MAX_LENGTH:=256}"
 : "${GLOBAL_BATCH:=8}" "${PER_DEVICE_BATCH:=auto}" # auto: the device's whole share at once, no accumulation
-: "${LENGTH_GROUP_WINDOW:=1}" # the same batches on any number of CPU ranks
 : "${DEEPSPEED_CONFIG=}" "${NUM_WORKERS:=0}"
 # The newest checkpoint alone is kept: 4 MB in stage 1, 1.5 GB and some seconds in stage 2.
 : "${SAVE_STEPS:=40}"
 case $STAGE in
   pretrain) : "${MAX_STEPS:=80}" "${LEARNING_RATE:=1e-3}" ;;
-  finetune) : "${MAX_STEPS:=80}" "${LEARNING_RATE:=1e-4}" "${PROJECTOR_LR=1e-3}" "${VISION_TOWER_LR=1e-4}" ;;
+  finetune)
+    : "${MAX_STEPS:=80}" "${LEARNING_RATE:=1e-4}" "${PROJECTOR_LR=1e-3}" "${VISION_TOWER_LR=1e-4}"
+    : "${LENGTH_GROUP_WINDOW:=1}" # the same batches on any number of CPU ranks
+    ;;
 esac
 # shellcheck disable=SC2034 # read by llava/launch/inputs.py
 INPUT_HINT="run: bash scripts/setup.sh && .venv/bin/python -m playground all"

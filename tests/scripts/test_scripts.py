@@ -225,7 +225,8 @@ def test_help_names_every_variable_of_the_script_and_starts_nothing(stage, tmp_p
     ]
     used = {name for text in texts for name in re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text)} - {"BASH_SOURCE", "STAGE"}
     assert used <= NAMES
-    for name in used - ({"LORA_R", "PROJECTOR_LR", "VISION_TOWER_LR"} if stage == "pretrain" else set()):
+    of_stage_2 = {"LORA_R", "PROJECTOR_LR", "VISION_TOWER_LR", "LENGTH_GROUP_WINDOW"}
+    for name in used - (of_stage_2 if stage == "pretrain" else set()):
         assert re.search(rf"^  {name} +\S", told.stdout, re.MULTILINE), name
     assert re.search(r"LEARNING_RATE .*\[1e-[34]\]", told.stdout) and "GLOBAL_BATCH" in told.stdout
     assert not (tmp_path / "out").exists()
