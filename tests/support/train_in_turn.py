@@ -50,7 +50,9 @@ def generate_before_the_final_folder() -> None:
 
 def main() -> None:
     get_accelerator().is_fp16_supported = lambda: True  # every CPU computes it, if slowly
-    torch.distributed.destroy_process_group = lambda: None  # a second group would find the first one's store
+    destroy = torch.distributed.destroy_process_group
+    # The ranks' own group stays: a second one would find the first one's store.
+    torch.distributed.destroy_process_group = lambda group=None: None if group is None else destroy(group)
     refuse_moves()
     generate_before_the_final_folder()
     for argv in json.loads(Path(sys.argv[1]).read_text()):

@@ -17,10 +17,12 @@ IN_TURN = ROOT / "tests/support/train_in_turn.py"
 COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 5, "mm_vision_tower_lr": 5e-4}
 
 
-def launch(argv: list[str], deepspeed: dict | str | None, tmp_path: Path, timeout: int = 900) -> str:
-    """Trains on two ranks; returns their output. Without DeepSpeed if it is None."""
+def launch(
+    argv: list[str], deepspeed: dict | str | None, tmp_path: Path, timeout: int = 900, script: Path = TRAIN
+) -> str:
+    """Trains on two ranks by `script`, which takes the flags; returns their output. Without DeepSpeed if it is None."""
     zero = [] if deepspeed is None else ["--deepspeed", str(zero_file(deepspeed, tmp_path))]
-    return run_on_two_ranks(TRAIN, [*argv, *zero], timeout)
+    return run_on_two_ranks(script, [*argv, *zero], timeout)
 
 
 def launch_in_turn(runs: list[tuple[list[str], dict | str]], tmp_path: Path, timeout: int = 900) -> str:
