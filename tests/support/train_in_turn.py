@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import groups
 from torch import nn
 from training import greedy_tokens
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -49,6 +47,9 @@ def generate_before_the_final_folder() -> None:
 
 
 def main() -> None:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import groups
+
     get_accelerator().is_fp16_supported = lambda: True  # every CPU computes it, if slowly
     destroy = torch.distributed.destroy_process_group
     # The ranks' own group stays: a second one would find the first one's store.
