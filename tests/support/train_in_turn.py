@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import groups
 from torch import nn
 from training import greedy_tokens
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -49,8 +47,13 @@ def generate_before_the_final_folder() -> None:
 
 
 def main() -> None:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import groups
+
     get_accelerator().is_fp16_supported = lambda: True  # every CPU computes it, if slowly
-    torch.distributed.destroy_process_group = lambda: None  # a second group would find the first one's store
+    destroy = torch.distributed.destroy_process_group
+    # The ranks' own group stays: a second one would find the first one's store.
+    torch.distributed.destroy_process_group = lambda group=None: None if group is None else destroy(group)
     refuse_moves()
     generate_before_the_final_folder()
     for argv in json.loads(Path(sys.argv[1]).read_text()):

@@ -8,26 +8,28 @@ import sys
 from pathlib import Path
 
 import torch
+import train_in_turn
 from paths import ROOT
 from safetensors.torch import load_file
 
 TRAIN = ROOT / "llava/train/train_mem.py"
-IN_TURN = ROOT / "tests/support/train_in_turn.py"
 # Adam divides by the gradient's size; where that is pure rounding noise a larger epsilon keeps runs comparable.
 COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 5, "mm_vision_tower_lr": 5e-4}
 
 
-def launch(argv: list[str], deepspeed: dict | str | None, tmp_path: Path, timeout: int = 900) -> str:
-    """Trains on two ranks; returns their output. Without DeepSpeed if it is None."""
+def launch(
+    argv: list[str], deepspeed: dict | str | None, tmp_path: Path, timeout: int = 900, script: Path = TRAIN
+) -> str:
+    """Trains on two ranks by `script`, which takes the flags; returns their output. Without DeepSpeed if it is None."""
     zero = [] if deepspeed is None else ["--deepspeed", str(zero_file(deepspeed, tmp_path))]
-    return run_on_two_ranks(TRAIN, [*argv, *zero], timeout)
+    return run_on_two_ranks(script, [*argv, *zero], timeout)
 
 
 def launch_in_turn(runs: list[tuple[list[str], dict | str]], tmp_path: Path, timeout: int = 900) -> str:
     """Trains several runs, each with its own ZeRO configuration, one after the other in one process group."""
     file = tmp_path / "runs.json"
     file.write_text(json.dumps([[*argv, "--deepspeed", str(zero_file(config, tmp_path))] for argv, config in runs]))
-    return run_on_two_ranks(IN_TURN, [str(file)], timeout)
+    return run_on_two_ranks(Path(train_in_turn.__file__), [str(file)], timeout)
 
 
 def run_on_two_ranks(script: Path, argv: list[str], timeout: int) -> str:
