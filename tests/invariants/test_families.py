@@ -6,8 +6,9 @@ import dataclasses
 import pytest
 import torch
 from activations import kept_by_one_layer
-from batches import BACKENDS, IMG, batch, loss_and_gradients, one_by_one, pictures
+from batches import BACKENDS, IMG, batch, collated, loss_and_gradients, one_by_one, pictures
 from decoder_families import CASES, NAMES, write_families
+from host_sync import Waits
 from tiny_models import SIZES, make
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -228,6 +229,16 @@ def test_what_a_packed_backend_does_not_know_is_refused_by_name(backend):
     module.is_causal = False
     with pytest.raises(ValueError, match="Module asks for is_causal=False"):
         function(module, x, x, x, None, **packed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_family_reads_a_value_in_a_training_step(models, name):
+    model = copy.deepcopy(models[name]).train().requires_grad_(True)
+    model.padding_free, model.config._attn_implementation = True, SEGMENTS
+    inputs = collated(SAMPLES)
+    with Waits() as waits:
+        model(**inputs).loss.backward()
+    assert waits.seen == {}
 
 
 @pytest.mark.parametrize(

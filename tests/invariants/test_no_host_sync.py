@@ -1,22 +1,20 @@
 """A training step never waits for a value on its device: no shape and no branch of it depends on one."""
 
-from collections import Counter
 from contextlib import contextmanager
 
 import pytest
 import torch
-from batches import BATCHES, IMG, pictures
-from tiny_models import SIZES, STAGE_1, STAGE_2, V, make
+from batches import BATCHES, collated
+from host_sync import Waits
+from tiny_models import SIZES, STAGE_1, STAGE_2, make
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data._utils.pin_memory import pin_memory
 from training import build, flags
 from transformers.integrations import flash_attention
 
-from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.layout import Layout
 from llava.model.attention import FLASH, SEGMENTS, VARLEN
 from llava.model.multimodal_projector.norm import NORM_TYPES
@@ -25,19 +23,6 @@ from llava.train.optim import set_trainable
 from llava.train.telemetry import NormProbe
 
 MIXED = BATCHES["image_first_middle_last"] + BATCHES["text_only"]
-
-
-def collated(samples: list[list[int]], max_length: int | None = None, padding_free: bool = True) -> dict:
-    """What the trainer's collator makes of token ids; every second token is a target."""
-    items = []
-    for sample in samples:
-        ids = torch.tensor(sample)
-        item = {
-            "input_ids": ids,
-            "labels": torch.where(torch.arange(len(ids)) % 2 == 1, ids, -100).where(ids != IMG, -100),
-        }
-        items.append(item | ({"images": pictures(sample.count(IMG))} if IMG in sample else {}))
-    return DataCollatorForSupervisedDataset(0, V, max_length, padding_free)(items)
 
 
 def trainable(tiny, parts=STAGE_2, backend=SEGMENTS, padding_free=True, **options):
@@ -59,7 +44,9 @@ def step_on_fake_tensors(model, batch: dict) -> dict[str, torch.Tensor]:
     return {name: tensor.grad for name, tensor in state.items() if tensor.grad is not None}
 
 
-@pytest.mark.parametrize("samples", [MIXED, BATCHES["text_only"]], ids=["mixed", "text_only"])
+@pytest.mark.parametrize(
+    "samples", [MIXED, BATCHES["text_only"], BATCHES["image_alone"]], ids=["mixed", "text_only", "no_targets"]
+)
 @pytest.mark.parametrize("padding_free", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("parts", [STAGE_1, STAGE_2], ids=["stage_1", "stage_2"])
 @pytest.mark.parametrize("norm", NORM_TYPES)
@@ -67,7 +54,9 @@ def test_forward_and_backward_need_no_value_of_the_device(tiny, norm, parts, pad
     model = trainable(tiny, parts, padding_free=padding_free, norm=norm)
     probe = NormProbe(model)
     probe.active = True
-    gradients = step_on_fake_tensors(model, collated(samples, max_length=6, padding_free=padding_free))
+    gradients = step_on_fake_tensors(
+        model, collated(BATCHES.get(samples, MIXED), max_length=6, padding_free=padding_free)
+    )
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     unused = {id(p) for p in model.get_vision_tower().unused_parameters()}
     assert gradients.keys() == {n for n in trained if id(model.get_parameter(n)) not in unused}
@@ -86,25 +75,6 @@ def test_a_value_that_is_read_is_seen(tiny, monkeypatch):
         monkeypatch.setattr(model, "encode_images", lambda images, reads=reads: reads(project(images)))
         with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
             step_on_fake_tensors(model, collated(MIXED))
-
-
-class Waits(TorchDispatchMode):
-    """Counts the operations that would stop the host until a GPU has reached them."""
-
-    NAMES = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "_unique2", "unique_consecutive"}
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        by_mask = name.startswith(("index", "_index", "_unsafe_index")) and isinstance(args[1], list | tuple)
-        if by_mask and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
-            self.seen[f"{name} by a mask"] += 1
-        if name in self.NAMES or function is torch.ops.aten.repeat_interleave.Tensor:
-            self.seen[name] += 1
-        return function(*args, **kwargs or {})
 
 
 @contextmanager

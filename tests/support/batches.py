@@ -1,8 +1,10 @@
 """Batches for the tiny models, and the loss and gradients that a model has on them."""
 
 import torch
+from tiny_models import V
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.model.attention import SEGMENTS
 from llava.model.llava_arch import LlavaMetaForCausalLM
 
@@ -28,6 +30,19 @@ def batch(samples: list[list[int]]) -> dict:
     labels = torch.where(mask & (ids != IMG) & (torch.arange(longest) % 2 == 1), ids, IGNORE_INDEX)
     images = pictures(int((ids == IMG).sum()))
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "images": images if len(images) else None}
+
+
+def collated(samples: list[list[int]], max_length: int | None = None, padding_free: bool = True) -> dict:
+    """What the trainer's collator makes of token ids; every second token is a target."""
+    items = []
+    for sample in samples:
+        ids = torch.tensor(sample)
+        item = {
+            "input_ids": ids,
+            "labels": torch.where(torch.arange(len(ids)) % 2 == 1, ids, -100).where(ids != IMG, -100),
+        }
+        items.append(item | ({"images": pictures(sample.count(IMG))} if IMG in sample else {}))
+    return DataCollatorForSupervisedDataset(0, V, max_length, padding_free)(items)
 
 
 def loss_and_gradients(model: LlavaMetaForCausalLM, padding_free: bool, backend: str, **inputs) -> tuple:
