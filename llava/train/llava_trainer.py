@@ -162,7 +162,7 @@ class LLaVATrainer(Trainer):
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.state.global_step == self._initial_global_step:  # nothing was trained: no loss, no rates
+        if self.state.global_step == self.first_step:  # nothing was trained: no loss, no rates
             return
         if "loss" in logs:
             if self.guard.total:
@@ -185,6 +185,12 @@ class LLaVATrainer(Trainer):
         return prepared
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial):
+        position = self._position(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
+        self.first_step = self.state.global_step
+        return position
+
+    def _position(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial):
+        """(epochs, batches of the next one) that are done; sets the step that the run starts from."""
         position = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
         if self.resumed is None:
             return position
