@@ -19,7 +19,7 @@ from llava.data.sampler import ModalityLengthGroupedSampler, RandomOrder, StepSa
 
 logger = logging.getLogger(__name__)
 
-_LOGGED_STEPS = 200  # of an epoch, for the log's line about micro-batches
+_LOGGED_SAMPLES = 25_600  # of an epoch, for the log's line about micro-batches: 200 steps of the recipe
 
 
 def sample_order(dataset: LazySupervisedDataset, args: Any) -> Sampler[int]:
@@ -75,8 +75,8 @@ def log_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
         return
     lengths, size, deal = np.abs(dataset.modality_lengths()), global_batch_size(args), deal_of(dataset, args)
     order = list(sample_order(dataset, args))
-    starts = range(0, len(order), size)
-    steps = [order[start : start + size] for start in starts[:: -(-len(starts) // _LOGGED_STEPS)]]
+    starts = range(0, len(order), size)[:: -(-len(order) // _LOGGED_SAMPLES)]
+    steps = [order[start : start + size] for start in starts]
     counts = [len(deal(step)[0]) for step in steps]
     tokens = sum(int(lengths[step].sum()) for step in steps)
     logger.info(
