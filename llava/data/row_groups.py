@@ -62,7 +62,7 @@ def _rewrite(shard: Path) -> None:
         )
     written = _beside(shard, "")
     try:
-        with pq.ParquetFile(shard, buffer_size=_GROUP) as old:  # else a group is read whole
+        with pq.ParquetFile(shard) as old:
             _write(old, written)
             with pq.ParquetFile(written) as new:
                 _compare(old, new, shard)
