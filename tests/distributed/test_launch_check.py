@@ -132,9 +132,8 @@ def test_an_interface_that_this_host_lacks_is_named_with_those_it_has(monkeypatc
 
 def test_zeropp_is_hpz_with_fewer_bits_on_the_wire():
     """Its kernels need a GPU; what is left of it without them runs on two CPU ranks as zero3_hpz.json."""
-    hpz, zeropp = (
-        json.loads((ROOT / f"deepspeed_configs/{name}.json").read_text()) for name in ("zero3_hpz", "zeropp")
-    )
+    files = [ROOT / f"deepspeed_configs/{name}.json" for name in ("zero3_hpz", "zeropp")]
+    hpz, zeropp = (json.loads(file.read_text()) for file in files)
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         assert zeropp["zero_optimization"].pop(name)
     assert zeropp == hpz
