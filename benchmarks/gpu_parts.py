@@ -266,6 +266,7 @@ def layers_that_fit(shapes: str, stage: int, zero_stage: int, full: int) -> int:
     from benchmarks.shapes import PRESETS, STAGES, build_llava
     from llava.train.memory import estimate_memory, plan_checkpointing
     from llava.train.optim import set_trainable
+    from llava.train.zero import fit_zero
 
     # In a process of its own: this one shall not hold memory on the GPU while the training runs.
     free = run_json([sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[0])"])
@@ -273,7 +274,9 @@ def layers_that_fit(shapes: str, stage: int, zero_stage: int, full: int) -> int:
         model = build_llava(PRESETS[shapes], torch.device("meta"), torch.bfloat16, num_hidden_layers=layers)
         set_trainable(model, frozenset(STAGES[stage]))
         model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
-        estimate = estimate_memory(model, arguments(zero_stage, 1), CAPS[shapes, stage])
+        options = arguments(f"zero{zero_stage}", 1)
+        fit_zero(model, options)  # the buckets' sizes
+        estimate = estimate_memory(model, options, CAPS[shapes, stage])
         if estimate.total(plan_checkpointing(True, estimate, 0)) <= 0.9 * free:
             return layers
     raise Failed(f"stage {stage} does not fit into {free / 2**30:.0f} GiB with a single layer")

@@ -79,8 +79,8 @@ def test_a_padded_arm_takes_its_samples_in_pieces_where_the_whole_does_not_fit(m
 
     monkeypatch.setattr(train_step, "memory_budget", budget)
     monkeypatch.setattr(train_step.Bench, "on_device", remember)
-    status, rows = step_rows(monkeypatch, tmp_path, "--micro-batch-tokens", "1500", "--arms", "packed", "padded_plain")
-    assert status == 0 and rows[1500, "packed"]["pieces"] == 1 and rows[1500, "padded_plain"]["pieces"] > 1
+    status, rows = step_rows(monkeypatch, tmp_path, "--micro-batch-tokens", "800", "--arms", "packed", "padded_plain")
+    assert status == 0 and rows[800, "packed"]["pieces"] == 1 and rows[800, "padded_plain"]["pieces"] > 1
 
 
 def test_micro_batches_fit_the_memory(capsys):
