@@ -237,7 +237,8 @@ def zero(setting: Setting, preset: str, zero_stage: int) -> None:
         lines, log = train(setting, stage, run_variables)
         row = {"stage": stage, "zero": zero_stage, "layers": layers} | training_row(lines)
         row["estimate_gib"] = estimated_gib(log)
-        row["estimate_error"] = abs(row["estimate_gib"] / row["peak_memory_gib"] - 1)
+        if not setting.cpu:  # there the peak is that of the whole process
+            row["estimate_error"] = abs(row["estimate_gib"] / row["peak_memory_gib"] - 1)
         setting.rows.append(row)
 
 

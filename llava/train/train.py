@@ -47,7 +47,7 @@ from llava.train.run_record import write_run_record
 from llava.train.stop_signal import StoppedEarly, StopSignal
 from llava.train.zero import fit_zero
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("llava.train.train")  # by this name also where the module runs as a program
 
 # Model flags that LLaVA keeps in the config under their own names, beside those of the projector.
 CONFIG_FLAGS = (
