@@ -146,13 +146,12 @@ def settings(workers: int) -> SimpleNamespace:
 
 def fill_in_lengths(lengths, repeating: int) -> None:
     """Counts only the first `repeating` records, which the others repeat."""
-    count = lengths._count
+    counted = lengths._counted
 
-    def counted(dataset):
-        distinct = np.concatenate([count(dataset, start) for start in range(0, repeating, lengths._PIECE)])[:repeating]
-        yield np.resize(distinct, (len(dataset), 3))
+    def repeated(tokenize, total, show_progress):
+        yield np.resize(np.concatenate(list(counted(tokenize, repeating, show_progress))), (total, 3))
 
-    lengths._counted = counted
+    lengths._counted = repeated
 
 
 def memory_mib(pid: int | str, *fields: str) -> float:

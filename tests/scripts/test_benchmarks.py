@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import common, data_preflight, inputs, scaling, startup
+from llava.data import lengths
 from llava.data.records import load_records
 
 
@@ -105,13 +106,16 @@ def test_each_benchmark_explains_itself(name, monkeypatch, capsys):
     assert "--quick" in capsys.readouterr().out
 
 
-def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch):
+@pytest.mark.parametrize("repeating", [0, 40])
+def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch, repeating):
+    monkeypatch.setattr(lengths, "_counted", lengths._counted)  # so that it is put back
     monkeypatch.setattr("llava.mm_utils.load_tokenizer", lambda *_, **__: tokenizer)
     inputs.write_photo(tmp_path / "photo.jpg", 64, 64)
     inputs.write_json(tmp_path / "a.json", inputs.conversation_records(160, "photo.jpg", text_only=0.3))
-    result = startup.started(tmp_path / "a.json", "", workers=1, repeating=0)
+    result = startup.started(tmp_path / "a.json", "", workers=1, repeating=repeating)
     assert result["first_batch_s"] >= result["records_s"] + result["lengths_s"] - 0.02 and result["worker_mib"] > 0
-    assert list((tmp_path / ".llava_cache").glob("*.npy"))
+    (counts,) = map(np.load, (tmp_path / ".llava_cache").glob("*.counts.npy"))
+    assert len(counts) == 160 and (not repeating or (counts[repeating:] == counts[:-repeating]).all())
 
 
 def test_preparing_and_preflighting_is_timed_with_the_memory_of_all_processes(tmp_path):
