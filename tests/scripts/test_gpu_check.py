@@ -168,9 +168,9 @@ def environment() -> dict[str, str]:
     return os.environ | NO_UPSTREAM | {"LLAVA_PYTHON": sys.executable}
 
 
-def gpu_check_sh(*words: object, cpu: bool = True) -> subprocess.CompletedProcess:
+def gpu_check_sh(*words: object, cpu: bool = True, **variables: str) -> subprocess.CompletedProcess:
     command = ["bash", "benchmarks/gpu_check.sh", *["--cpu"] * cpu, *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, env=environment() | variables, capture_output=True, text=True)
 
 
 def test_wrong_calls_are_refused(tmp_path):
@@ -181,6 +181,8 @@ def test_wrong_calls_are_refused(tmp_path):
     if not torch.cuda.is_available():
         here = gpu_check_sh("--output-dir", tmp_path, cpu=False)
         assert here.returncode == 2 and here.stderr.startswith("error: no NVIDIA GPU") and "--cpu" in here.stderr
+    nowhere = gpu_check_sh("--output-dir", tmp_path, LLAVA_PYTHON="/nowhere/python")
+    assert (nowhere.returncode, nowhere.stderr) == (2, "error: LLAVA_PYTHON=/nowhere/python is not a program\n")
     assert not list(tmp_path.iterdir())
 
 
