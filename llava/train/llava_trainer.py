@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from torch import nn
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import rotate_checkpoints
@@ -26,6 +27,7 @@ from llava.train.checkpoint import (
     trains_adapter_only,
 )
 from llava.train.failures import Watchdog
+from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups
 from llava.train.resume import ResumeError, moved_step
@@ -91,9 +93,15 @@ class LLaVATrainer(Trainer):
         model = self.model if model is None else model
         if self.optimizer is None:
             groups = optimizer_groups(model, set(self.get_decay_parameter_names(model)), self.args)
+            masters = MasterWeights(p for group in groups for p in group["params"]) if keeps_masters(self.args) else None
+            if masters:
+                groups = [group | {"params": masters.of(group["params"])} for group in groups]
             self.group_settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             self.optimizer = optimizer_class(groups, **options)
+            self.optimizer.register_load_state_dict_pre_hook(load_masters)
+            if masters:
+                masters.attach(self.optimizer)
         return self.optimizer
 
     def get_decay_parameter_names(self, model) -> list[str]:
@@ -148,12 +156,15 @@ class LLaVATrainer(Trainer):
             loss = poisoned(loss)
         return loss
 
+    def _clip_grad_norm(self, model):
+        return super()._clip_grad_norm(nn.ParameterList(updated_parameters(self.optimizer)))
+
     def _get_grad_norm(self, model, grad_norm=None):
-        grad_norm = super()._get_grad_norm(model, grad_norm)
+        grad_norm = super()._get_grad_norm(nn.ParameterList(updated_parameters(self.optimizer)), grad_norm)
         if self.args.fp16 or self.guard.is_applicable(grad_norm, self.state.global_step + 1):
             self.optimizer._is_overflow = False
         elif not self.is_deepspeed_enabled:
-            model.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient
+            self.optimizer.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient
             self.optimizer._is_overflow = True  # so that the learning rate stays as well
         elif not self.optimizer.step_was_skipped:
             raise RuntimeError(

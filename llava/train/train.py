@@ -35,6 +35,7 @@ from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.liger import set_up_liger
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
+from llava.train.masters import keeps_masters
 from llava.train.memory import set_up_checkpointing
 from llava.train.network import interface_fault
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
@@ -243,8 +244,10 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     """The model with tower, projector and norm, `requires_grad` set, and every choice recorded in its config."""
     parts = tunable_parts(model_args)
     frozen_dtype = arithmetic_dtype(training_args)
-    # DeepSpeed keeps fp32 masters itself; elsewhere what is trained stays fp32 and autocast lowers the arithmetic.
+    # DeepSpeed keeps fp32 masters itself; elsewhere what is trained is fp32, autocast lowers the arithmetic, and only
+    # the large parts, language model and tower, are in 16 bits where masters stand by.
     trained_dtype = frozen_dtype if training_args.deepspeed else torch.float32
+    large_dtype = frozen_dtype if keeps_masters(training_args) else trained_dtype
     attention = model_args.attn_implementation
     if training_args.padding_free:
         attention = packed_attention(
@@ -253,7 +256,7 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     model = load_language_model(
         model_args.model_name_or_path,
         read_config(model_args.model_name_or_path, cache_dir=training_args.cache_dir),
-        dtype=trained_dtype if LANGUAGE_MODEL in parts and not training_args.lora_enable else frozen_dtype,
+        dtype=large_dtype if LANGUAGE_MODEL in parts and not training_args.lora_enable else frozen_dtype,
         attn_implementation=attention,
         cache_dir=training_args.cache_dir,
         **quantized_loading(training_args, frozen_dtype),
@@ -262,7 +265,7 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     if model.get_vision_tower() is None and not model_args.vision_tower:
         raise ValueError("--vision_tower is missing: --model_name_or_path is a plain language model")
     decoder = model.get_model()
-    tower_dtype = trained_dtype if VISION_TOWER in parts else frozen_dtype
+    tower_dtype = large_dtype if VISION_TOWER in parts else frozen_dtype
     decoder.initialize_vision_modules(model_args, dtype=tower_dtype)
     decoder.vision_tower.to(tower_dtype)  # one that came with the checkpoint had the language model's
     decoder.mm_projector.to(trained_dtype)
