@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from llava.launch.allocator import keeping_allocator
 from llava.launch.command import node_rank
 from llava.launch.devices import available_cores, own_cores, shared_memory_note
 from llava.launch.flag_check import check_by_trainer, check_sources
@@ -80,7 +81,7 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
             record_command(plan)
     except OSError as error:
         raise Refusal(f"--output_dir {plan.output_dir} cannot be written: {error.strerror}; take another") from None
-    variables = {**environment, **plan.launch.environment, **considerate(plan, environment)}
+    variables = {**environment, **plan.launch.environment, **for_the_cpu(plan, environment)}
     alone = plan.launch.launcher == "python"
     code = supervise(
         plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone, by_ssh=plan.launch.by_ssh
@@ -103,10 +104,18 @@ def record_command(plan: Plan) -> None:
     Path(plan.output_dir, "command.sh").write_text("\n".join(lines) + "\n")
 
 
-def considerate(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a CPU run beside other work, said in one line."""
+def for_the_cpu(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a run on the CPU: its memory, and other work beside it; each said in one line."""
     if plan.devices.on_gpu:
         return {}
+    allocator = keeping_allocator(environment)
+    if allocator:
+        print(f"note: memory by {allocator['LD_PRELOAD']} in glibc's place; LD_PRELOAD= does without", flush=True)
+    return allocator | considerate(plan, environment)
+
+
+def considerate(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a CPU run beside other work, said in one line."""
     threads = int(plan.launch.environment["OMP_NUM_THREADS"]) * plan.devices.ranks
     cores = own_cores()
     idle = idle_cores(cores)

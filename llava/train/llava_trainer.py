@@ -93,8 +93,9 @@ class LLaVATrainer(Trainer):
         model = self.model if model is None else model
         if self.optimizer is None:
             groups = optimizer_groups(model, set(self.get_decay_parameter_names(model)), self.args)
-            masters = MasterWeights(p for group in groups for p in group["params"]) if keeps_masters(self.args) else None
-            if masters:
+            masters = None
+            if keeps_masters(self.args):
+                masters = MasterWeights(p for group in groups for p in group["params"])
                 groups = [group | {"params": masters.of(group["params"])} for group in groups]
             self.group_settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)

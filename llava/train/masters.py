@@ -1,8 +1,8 @@
 """fp32 masters of trained parameters that the model keeps in 16 bits, where DeepSpeed is not there to keep them.
 
-Autocast over fp32 weights would round every weight down and its gradient up again in every micro-batch. Here the model's
-weights are 16-bit already, as under DeepSpeed: gradients are added up in fp32, the optimizer updates fp32 masters, and
-each step rounds them once into the model.
+Autocast over fp32 weights would round every weight down and its gradient up again in every micro-batch. Here the
+model's weights have 16 bits already, as under DeepSpeed: gradients are added up in fp32, the optimizer updates fp32
+masters, and each step rounds them once into the model.
 """
 
 from collections.abc import Iterable

@@ -104,9 +104,11 @@ def _state_bytes(model: nn.Module, args: Any) -> tuple[int, int, int]:
     trained_bytes = sum(full_shape(p).numel() * p.element_size() for p in parameters if p.requires_grad)
     per_element = 2 if "8bit" in str(args.optim) else 8  # two moments in one byte each or in fp32
     if not args.deepspeed:
-        copies = 2 * trained if args.bf16 or args.fp16 else 0  # autocast keeps 16-bit copies of fp32 weights
+        in_fp32 = sum(p.numel() for p in parameters if p.requires_grad and p.dtype == torch.float32)
+        copies = 2 * in_fp32 if args.bf16 or args.fp16 else 0  # autocast keeps 16-bit copies of fp32 weights
+        masters = 4 * (trained - in_fp32)
         buckets = 2 if args.world_size > 1 else 1  # DDP reduces copies
-        return stored + copies, buckets * trained_bytes, per_element * trained
+        return stored + copies, buckets * 4 * trained, per_element * trained + masters
     config = args.hf_deepspeed_config.config
     zero = config.get("zero_optimization", {})
     stage, ranks = zero.get("stage", 0), args.world_size

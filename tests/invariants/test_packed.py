@@ -1,6 +1,7 @@
 """Padding-free batches: whatever the backend and the loss head, loss and gradients are those of each sample alone."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from batches import BACKENDS, BATCHES, IMG, batch, loss_and_gradients, one_by_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make
+from transformers import AttentionInterface
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from llava.constants import IGNORE_INDEX
 from llava.data.sampler import RandomOrder, StepSampler, balanced_groups, dealt_evenly, dealt_in_order
@@ -71,6 +74,37 @@ def test_half_precision_on_a_cpu_is_computed_in_fp32():
     expected, _ = segments_attention(None, *rounded, None, segment_lengths=lengths)
     assert torch.equal(half, expected.bfloat16())
     torch.testing.assert_close(half.float(), exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 40], [70] * 3, [130, 71, 3], [300, 299], [1100]], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_every_backend_equals_float64_at_every_length(backend, lengths, dtype, tolerance):
+    """Outputs and gradients [1, heads, T, C] against each sample's softmax(q k / sqrt(C)) v, relative to their norm."""
+    torch.manual_seed(0)
+    total = sum(lengths)
+    shapes = {"query": (1, 6, total, 8), "key": (1, 2, total, 8), "value": (1, 2, total, 8)}
+    inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes.values()]
+    weights = torch.randn(1, total, 6, 8)
+    sample = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    visible = (sample[:, None] == sample) & torch.ones(total, total, dtype=torch.bool).tril()
+
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    query, key, value = (x.repeat_interleave(6 // x.shape[1], 1) for x in exact)
+    scores = (query @ key.transpose(2, 3) / 8**0.5).masked_fill(~visible, -torch.inf)
+    expected = (scores.softmax(-1) @ value).transpose(1, 2)
+
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=3, training=False)
+    mask, options = None, {"segment_lengths": lengths}
+    if backend != SEGMENTS:
+        mask, options = torch.zeros(total, total, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min), {}
+        mask = mask[None, None]
+    attention = AttentionInterface().get(backend, eager_attention_forward)
+    found, _ = attention(module, *inputs, mask, scaling=8**-0.5, dropout=0.0, **options)
+    for output in (expected, found):
+        (output * weights).sum().backward()
+    for ours, theirs in zip((found, *(x.grad for x in inputs)), (expected, *(x.grad for x in exact)), strict=True):
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
 
 
 def test_a_model_in_training_still_evaluates_padded_batches_and_generates(model):

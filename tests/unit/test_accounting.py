@@ -182,6 +182,17 @@ def test_states_are_divided_as_zero_divides_them(tiny):
     assert states(1, 4, optim="adamw_bnb_8bit") == (2 * elements, 2 * learnt, 10 * learnt // 4)
 
 
+def test_without_deepspeed_16_bit_weights_have_masters_and_fp32_weights_have_copies(tiny, tmp_path):
+    for dtype, stored, beside in ((torch.bfloat16, 2, 4 + 8), (torch.float32, 4 + 2, 8)):
+        model = trained(tiny, STAGE_2).to(dtype)
+        elements = sum(p.numel() for p in model.parameters())
+        learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        frozen = (elements - learnt) * dtype.itemsize
+        estimate = estimate_memory(model, training_arguments(tmp_path, bf16=True), 64)
+        assert estimate.parameters == frozen + stored * learnt
+        assert (estimate.gradients, estimate.optimizer) == (4 * learnt, beside * learnt)
+
+
 def test_gradients_added_up_in_fp32_and_deepspeeds_buckets_are_counted(tiny):
     model = trained(tiny, STAGE_2).bfloat16()
     learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)

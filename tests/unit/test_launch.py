@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llava.launch.__main__ import considerate
+from llava.launch.__main__ import considerate, for_the_cpu
+from llava.launch.allocator import keeping_allocator
 from llava.launch.batch import resolve_batch
 from llava.launch.command import resolve_launch
 from llava.launch.devices import Devices, cpu_quota, resolve_devices, shared_memory_note
@@ -379,8 +380,30 @@ def test_a_cpu_run_beside_other_work_says_what_it_sets_and_a_gpu_run_does_not_lo
     assert considerate(plans[0], {})["OMP_WAIT_POLICY"] == "passive"
     said = capsys.readouterr().out
     assert said.startswith("note: other programs use ") and said.count("\n") == 1 and "GOMP_SPINCOUNT=100" in said
-    assert not considerate(plans[1], {}) and not considerate(plans[0], {"GOMP_SPINCOUNT": "10000"})
+    assert not for_the_cpu(plans[1], {})
+    assert not considerate(plans[0], {"GOMP_SPINCOUNT": "10000"})
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("installed", "variables"),
+    [
+        (["jemalloc", "tcmalloc"], {"LD_PRELOAD": "libtcmalloc.so.4"}),
+        (["jemalloc"], {"LD_PRELOAD": "libjemalloc.so.4", "MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"}),
+        ([], {}),
+    ],
+)
+def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatch, capsys, installed, variables):
+    found = "llava.launch.allocator.find_library"
+    monkeypatch.setattr(found, lambda name: f"lib{name}.so.4" if name in installed else None)
+    monkeypatch.setattr("llava.launch.__main__.idle_cores", lambda cores: 99.0)
+    words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]
+    plan = resolve({"GLOBAL_BATCH": "8", "NUM_GPUS": "0"}, "entry", words, cores=2)
+    assert for_the_cpu(plan, {}) == variables
+    assert capsys.readouterr().out.count("note: memory by lib") == bool(installed)
+    assert keeping_allocator({"LD_PRELOAD": ""}) == {}
+    chosen = keeping_allocator({"MALLOC_CONF": "narenas:1"})
+    assert "MALLOC_CONF" not in chosen
 
 
 def test_idle_cores_are_counted_among_those_that_the_run_may_use(tmp_path, monkeypatch):

@@ -1,0 +1,139 @@
+"""16-bit weights with fp32 masters: gradients add up in fp32, no small step is lost, and losses are those of fp32."""
+
+import json
+
+import pytest
+import torch
+from data_files import write_varied
+from torch import nn
+from training import build, flags, run
+
+from llava.train.llava_trainer import LLaVATrainer
+from llava.train.masters import MasterWeights, keeps_masters, load_masters
+from llava.train.telemetry import LOG_FILE
+
+
+def small(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
+    model[2].float()  # as the projector, which stays fp32
+    return model
+
+
+def loss_of(model, x):
+    return model[2](model[:2](x.to(model[0].weight.dtype)).float()).square().sum()
+
+
+def with_masters(model, **options):
+    masters = MasterWeights(model.parameters())
+    optimizer = torch.optim.AdamW(masters.of(model.parameters()), **options)
+    optimizer.register_load_state_dict_pre_hook(load_masters)
+    masters.attach(optimizer)
+    return masters, optimizer
+
+
+def test_gradients_of_micro_batches_are_added_up_in_fp32():
+    model, xs = small(), torch.randn(5, 3, 8)
+    masters, optimizer = with_masters(model, lr=0.1)
+    expected = torch.zeros(16, 8)
+    for x in xs:
+        (gradient,) = torch.autograd.grad(loss_of(model, x), model[0].weight)
+        expected += gradient.float()
+        loss_of(model, x).backward()
+    master = masters.masters[model[0].weight]
+    assert torch.equal(master.grad, expected)
+    assert model[0].weight.grad is None and model[2].weight.grad is not None
+    before = master.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[0].weight, master.bfloat16()) and not torch.equal(master, before)
+    assert all(p.grad is None for p in masters.of(model.parameters()))
+
+
+def test_a_parameter_without_a_gradient_in_a_step_is_left_alone():
+    """Its buffer still holds the gradient of the step before."""
+    model = small()
+    masters, optimizer = with_masters(model, lr=0.1)
+    loss_of(model, torch.randn(3, 8)).backward()
+    optimizer.step()
+    before = [p.detach().clone() for p in masters.masters.values()]
+    model[2].weight.sum().backward()
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, masters.masters.values(), strict=True))
+
+
+def test_steps_that_bf16_cannot_show_are_not_lost():
+    model = small()
+    start = model[0].weight.detach().clone()
+    masters, optimizer = with_masters(model, lr=1e-6)
+    for step in range(1, 4):
+        loss_of(model, torch.ones(1, 8)).backward()
+        optimizer.step()
+        assert torch.equal(model[0].weight, start)
+        moved = (masters.masters[model[0].weight].detach() - start).abs().max()
+        assert moved == pytest.approx(step * 1e-6, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masters_travel_with_the_optimizers_state_also_into_a_model_in_fp32(dtype):
+    first = small()
+    masters, optimizer = with_masters(first, lr=1e-4)
+    loss_of(first, torch.randn(3, 8)).backward()
+    optimizer.step()
+    second = small(dtype)
+    theirs, other = with_masters(second, lr=1e-4)
+    other.load_state_dict(optimizer.state_dict())
+    ours, found = masters.of(first[0].parameters()), theirs.of(second[0].parameters())
+    assert all(b.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(ours, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("bf16", False), ("lora_enable", True), ("world_size", 2), ("deepspeed", 1)]
+)
+def test_only_a_single_process_in_bf16_without_deepspeed_keeps_masters(flag, value):
+    settings = {"bf16": True, "deepspeed": None, "lora_enable": False, "world_size": 1}
+    assert keeps_masters(type("Flags", (), settings))
+    assert not keeps_masters(type("Flags", (), settings | {flag: value}))
+
+
+def test_what_is_trained_is_bf16_but_for_the_projector_and_all_of_it_is_updated_in_fp32(tiny, tmp_path):
+    model, trainer = build(flags(tiny, tmp_path, 2, bf16=True))
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    projector = {name for name in dtypes if ".mm_projector." in name}
+    assert {dtypes[name] for name in projector} == {torch.float32}
+    assert {dtypes[name] for name in dtypes.keys() - projector} == {torch.bfloat16}
+    optimizer = trainer.create_optimizer()
+    assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
+
+
+def losses(tiny, folder, data, **options):
+    run(tiny, folder, 2, max_steps=200, data_path=data, warmup_steps=10, learning_rate=3e-5, **options)
+    return torch.tensor([json.loads(line)["loss"] for line in (folder / LOG_FILE).read_text().splitlines()[:200]])
+
+
+@pytest.mark.slow
+def test_the_loss_of_200_steps_is_that_of_fp32(tiny, tmp_path):
+    """Within 1e-3 of each step's loss; bf16 weights without masters lose the small steps and end well above it."""
+    data = write_varied(tiny, tmp_path / "data.json")
+    options = {"telemetry_steps": 0, "trial_save": False}
+    exact = losses(tiny, tmp_path / "fp32", data, **options)
+    ours = losses(tiny, tmp_path / "bf16", data, bf16=True, **options)
+    assert exact[-20:].mean() < exact[:20].mean() - 0.01  # something was learnt
+    assert ((ours - exact).abs() / exact).max() < 1e-3
+
+
+def test_a_step_that_is_not_finite_leaves_masters_and_model(tiny, tmp_path, monkeypatch):
+    taken = []
+
+    def keep(self, *args, **kwargs):
+        taken.append([p.detach().clone() for p in self.model.parameters()])
+        loss = training_step(self, *args, **kwargs)
+        if len(taken) == 2:
+            for group in self.optimizer.param_groups:
+                group["params"][0].grad.fill_(torch.nan)
+        return loss
+
+    training_step = LLaVATrainer.training_step
+    monkeypatch.setattr(LLaVATrainer, "training_step", keep)
+    run(tiny, tmp_path / "run", 2, max_steps=3, bf16=True)
+    equal = [all(torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in zip(taken, taken[1:], strict=False)]
+    assert equal == [False, True]
