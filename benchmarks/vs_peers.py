@@ -1,24 +1,33 @@
 """Samples per second of this tree and of what one would use instead, on one model, the same data, order and threads.
 
-The model is a `LlavaForConditionalGeneration` (Llama decoder, CLIP tower, projector without norm) that this tree exports;
-the peers are TRL, LLaMA-Factory, ms-swift and lmms-engine, each in an environment of its own and at the settings that
-`SETTINGS` lists. Every optimizer step has the same samples everywhere. The loss of every step must agree first, or a row
-has no figure. Timed are optimizer steps as they follow each other, with data preparation, without the first ones; runs
-alternate. Environments are made once, in `.venv-peers` or $PEERS_VENV, from `benchmarks/peers/*.txt`.
+The model is a `LlavaForConditionalGeneration` (Llama decoder, CLIP tower, projector without norm, random weights) that
+this tree exports; the peers are TRL, LLaMA-Factory, ms-swift and lmms-engine, each in an environment of its own and at
+the settings that `PEERS` lists. An optimizer step has the same samples everywhere. The losses of the first step must
+agree first, or a row has no figure. Timed are optimizer steps as they follow each other, with the preparation of the
+samples in the same process (LLaMA-Factory tokenizes before the first step), without the first ones; runs alternate.
+
+"grouped by length" is the order in which a large data set's batches would come from the Trainer's `group_by_length`;
+this tree runs in the same order beside it, and `ratio` is over that run. This tree has no settings here: a step's
+samples go as one row.
+
+Environments are made once, in `.venv-peers` or $PEERS_VENV, from `benchmarks/peers/*.txt`.
 
   python -m benchmarks.vs_peers            each peer as it comes and at its best settings, both stages
   python -m benchmarks.vs_peers --search   every setting that was tried, once
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks import shapes, vs_upstream
-from benchmarks.common import ROOT, ratio, spread, write_result
+from benchmarks.common import ROOT, ratio, write_result
 from benchmarks.hf_layout import write_hf_model
 from llava.data.preprocess import preprocess
 from llava.mm_utils import load_tokenizer
@@ -78,10 +87,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Peer:
-    """A tool: its script and requirements are `peers/train_<name>.py` and `peers/<name>.txt`."""
+    """A tool: its script and requirements are `peers/train_<name>.py` and `peers/<name>.txt`.
+
+    `settings` of a stage are how it comes, the best that was found, and what else was tried. `cannot` says why it has
+    none.
+    """
 
     name: str
-    settings: dict[str, tuple[Setting, ...]]  # by stage; the first is how it comes, the second the best found
+    settings: dict[str, tuple[Setting, ...]] = field(default_factory=dict)
+    cannot: str = ""
 
     @property
     def python(self) -> Path:
@@ -99,22 +113,32 @@ def rebalanced(micro: int, batch: int, **options: Any) -> Setting:
     return split(micro, batch, sampler="batch_rebalance", **options)
 
 
+def packed(samples: int) -> Setting:
+    """Every step one row, into which LLaMA-Factory has packed its samples."""
+    return Setting(f"neat_packing, {samples} in a row", 1, options={"pack": samples})
+
+
 # Of each peer and stage: how it comes, the best that was found, and what else was tried.
 PEERS = (
     Peer(
         "trl",
         {
             "pretrain": (split(32, 32), rebalanced(16, 32), rebalanced(8, 32), split(32, 32, "grouped")),
-            "finetune": (split(16, 16), rebalanced(2, 16), rebalanced(4, 16), rebalanced(1, 16),
+            "finetune": (split(16, 16), rebalanced(1, 16), rebalanced(2, 16), rebalanced(4, 16),
                          split(16, 16, "grouped"), split(4, 16, "grouped"), rebalanced(2, 16, attention="eager")),
         },
     ),
     Peer(
         "llamafactory",
         {
-            "pretrain": (split(32, 32), split(32, 32, "grouped"), split(1, 1, pack=32)),
-            "finetune": (split(16, 16), split(16, 16, "grouped"), split(4, 16, "grouped"), split(1, 1, pack=16)),
+            "pretrain": (split(32, 32), split(32, 32, "grouped"), packed(32)),
+            "finetune": (split(16, 16), split(16, 16, "grouped"), split(4, 16, "grouped"), packed(16)),
         },
+    ),
+    Peer(
+        "lmms-engine",
+        cannot="0.1.4 cannot train on a CPU, --use_cpu or not: its process group makes a device mesh of cuda "
+        "(AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'); of LLaVA it knows OneVision",
     ),
     Peer(
         "ms-swift",
@@ -126,20 +150,23 @@ PEERS = (
 )  # fmt: skip
 
 
-def main() -> None:
+def main() -> int:
     args = parse_arguments()
     work = args.work.resolve()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     peers = [peer for peer in PEERS if peer.name in args.peers]
     for peer in peers:
-        ensure_environment(peer)
+        if not peer.cannot:
+            ensure_environment(peer)
     rows = []
     for stage in args.stages:
         make_inputs(args, work, stage)
         rows += stage_rows(args, work, stage, peers)
     meta = {name: getattr(args, name) for name in ("size", "repeats", "threads", "search")}
+    meta["peers"] = ", ".join(version_of(peer) for peer in peers if not peer.cannot)
     print(write_result(f"vs_peers{args.suffix}", rows, folder=args.output_dir, **meta))
+    return int(any(row["note"] and row["setting"] for row in rows))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -179,6 +206,13 @@ def ensure_environment(peer: Peer) -> None:
     pip = [peer.python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
     subprocess.run([*pip, "-r", requirements], check=True)
     stamp.write_text(wanted)
+
+
+def version_of(peer: Peer) -> str:
+    """Of the tool itself and of its transformers, from its requirements."""
+    lines = (PEERS_FOLDER / f"{peer.name}.txt").read_text().splitlines()
+    found = dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
+    return f"{peer.name} {found[peer.name]} with transformers {found['transformers']}"
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -240,7 +274,7 @@ def peers_record(record: dict[str, Any], images: Path, tokens: int) -> dict[str,
 def stage_rows(args: argparse.Namespace, work: Path, stage: str, peers: list[Peer]) -> list[dict[str, Any]]:
     """The runs of a stage, in turns, and a row for each way that was run."""
     chosen = slice(None) if args.search else slice(1, 2) if args.quick else slice(0, 2)
-    ways = [(peer, setting) for peer in peers for setting in peer.settings[stage][chosen]]
+    ways = [(peer, setting) for peer in peers for setting in peer.settings.get(stage, ())[chosen]]
     orders = dict.fromkeys(setting.order for _, setting in ways)
     ways = [(None, Setting(order, BATCH[stage], order)) for order in orders] + ways
     measured: dict[int, list[dict]] = {index: [] for index in range(len(ways))}
@@ -261,10 +295,11 @@ def stage_rows(args: argparse.Namespace, work: Path, stage: str, peers: list[Pee
             who = peer.name if peer else OURS
             print(f"{stage}, run {number + 1}, {who}, {setting.name}: {run['rate']:.2f} samples/s", flush=True)
     ours = {setting.order: measured[index] for index, (peer, setting) in enumerate(ways) if peer is None}
-    return [
+    rows = [
         row(stage, peer, setting, measured[index], ours[setting.order], failures.get(index))
         for index, (peer, setting) in enumerate(ways)
     ]
+    return rows + [no_figures(stage, peer, note=peer.cannot) for peer in peers if peer.cannot]
 
 
 def measure(args: argparse.Namespace, work: Path, stage: str, peer: Peer | None, setting: Setting) -> dict[str, Any]:
@@ -288,12 +323,27 @@ def measure(args: argparse.Namespace, work: Path, stage: str, peer: Peer | None,
     log_path = folder / "log.txt"
     with log_path.open("w") as log:
         process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        peak = peak_mib(process)
     if process.returncode:
         last = (log_path.read_text(errors="replace").strip().splitlines() or ["nothing was printed"])[-1]
         raise RuntimeError(f"{last} (whole log: {log_path})")
-    return read_run(args, work, stage, setting, folder) | {"peak_mib": usage.ru_maxrss / 2**10}
+    return read_run(args, work, stage, setting, folder) | {"peak_mib": peak}
+
+
+def peak_mib(process: subprocess.Popen) -> float | None:
+    """Waits for the process; returns the most memory that it had at once, None where /proc does not tell."""
+    peak, status = None, Path(f"/proc/{process.pid}/status")
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(OSError):  # it has just ended
+                found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+                peak = int(found[1]) / 2**10 if found else peak
+            time.sleep(0.1)
+    finally:
+        if process.poll() is None:  # Ctrl-C
+            process.terminate()
+            process.wait()
+    return peak
 
 
 def read_run(args: argparse.Namespace, work: Path, stage: str, setting: Setting, folder: Path) -> dict[str, Any]:
@@ -324,7 +374,7 @@ def peer_job(args: argparse.Namespace, work: Path, stage: str, peer: Peer, setti
         "model": str(work / stage / "hf"),
         "records": str(work / stage / f"{setting.order}.jsonl"),
         "stage": stage,
-        "batch": BATCH[stage],
+        "batch": BATCH[stage] // setting.options.get("pack", 1),
         "micro_batch": setting.micro_batch,
         "steps": steps_of(args, stage),
         "learning_rate": LEARNING_RATES[stage],
@@ -378,23 +428,36 @@ def loss_difference(theirs: list[float], ours: list[float]) -> float:
 def row(
     stage: str, peer: Peer | None, setting: Setting, runs: list[dict], ours: list[dict], failure: str | None
 ) -> dict[str, Any]:
-    """One line of the table; without figures where the run failed or its losses are others."""
-    line: dict[str, Any] = {"tool": peer.name if peer else OURS, "stage": STAGES[stage], "setting": setting.name}
-    figures = ("samples_per_second", "tokens_per_second", "peak_mib", "ratio", "ratio_min", "ratio_max")
-    line |= dict.fromkeys((*figures, "first_loss_difference", "largest_loss_difference")) | {"note": ""}
+    """One line of the table; without figures where the run failed or its first loss is another."""
+    line = no_figures(stage, peer, setting, failure or "")
     if failure:
-        return line | {"note": failure}
-    line["first_loss_difference"] = loss_difference(runs[-1]["losses"][:1], ours[-1]["losses"][:1])
-    line["largest_loss_difference"] = loss_difference(runs[-1]["losses"], ours[-1]["losses"])
-    if line["largest_loss_difference"] > vs_upstream.TOLERANCE[False]:
-        return line | {"note": "losses differ: the speeds cannot be compared"}
+        return line
+    theirs, own = runs[-1]["losses"], ours[-1]["losses"]
+    line["first_loss_difference"] = loss_difference(theirs[:1], own[:1])
+    if line["first_loss_difference"] > vs_upstream.TOLERANCE[False]:
+        return line | {"note": f"losses of the first step differ, {theirs[0]:.6f} and {own[0]:.6f}: no speed"}
+    line["largest_loss_difference"] = loss_difference(theirs, own)
     ratios = ratio([run["rate"] for run in ours], [run["rate"] for run in runs])
     line |= {"ratio": ratios["median"], "ratio_min": ratios["min"], "ratio_max": ratios["max"]}
-    line["samples_per_second"] = spread([run["rate"] for run in runs])["median"]
+    line["samples_per_second"] = statistics.median(run["rate"] for run in runs)
     line["tokens_per_second"] = statistics.median(run["tokens_rate"] for run in runs)
-    line["peak_mib"] = max(run["peak_mib"] for run in runs)
+    line["peak_mib"] = max((run["peak_mib"] for run in runs if run["peak_mib"]), default=None)
     return line
 
 
+def no_figures(stage: str, peer: Peer | None, setting: Setting | None = None, note: str = "") -> dict[str, Any]:
+    """A line of the table before anything was measured."""
+    figures = ("samples_per_second", "tokens_per_second", "peak_mib", "ratio", "ratio_min", "ratio_max")
+    losses = ("first_loss_difference", "largest_loss_difference")
+    return {
+        "stage": STAGES[stage],
+        "tool": peer.name if peer else OURS,
+        "setting": setting.name if setting else "",
+        "tried": len(peer.settings.get(stage, ())) if peer else None,
+        **dict.fromkeys(figures + losses),
+        "note": note,
+    }
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,9 +14,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback
 
-PACKAGES = ("torch", "transformers", "accelerate", "trl", "llamafactory", "ms-swift", "lmms-engine")
+PACKAGES = ("torch", "transformers", "accelerate", "trl", "llamafactory", "ms-swift")
 
 
 def run(main: Callable[[dict[str, Any]], None]) -> None:
@@ -66,6 +67,12 @@ def training_flags(job: dict[str, Any]) -> dict[str, Any]:
         "dataloader_num_workers": job["options"].get("workers", 0),
         "remove_unused_columns": False,
     }
+
+
+def laid_out(records: list[Any]) -> list[Any]:
+    """`records` in an order that batch_rebalance's shuffle of the first epoch turns into the order given."""
+    shuffle = torch.randperm(len(records), generator=torch.Generator().manual_seed(42)).tolist()
+    return [record for _, record in sorted(zip(shuffle, records, strict=True), key=lambda pair: pair[0])]
 
 
 class Recorder(TrainerCallback):

@@ -11,7 +11,8 @@ from types import ModuleType
 
 from recording import read_records, run, training_flags
 
-# PyPI's torchaudio and torchvision need a CUDA build of torch. LLaMA-Factory imports torchaudio, and uses it for sounds.
+# ruff: noqa: E402
+# PyPI's torchaudio needs a CUDA build of torch. LLaMA-Factory imports it, and uses it for sounds alone.
 sys.modules["torchaudio"] = ModuleType("torchaudio")
 
 from llamafactory.data.formatter import StringFormatter

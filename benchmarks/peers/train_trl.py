@@ -1,11 +1,11 @@
 """TRL's SFTTrainer: python train_trl.py JOB.json, in TRL's environment.
 
-Options: `sampler` (sequential, or batch_rebalance, which shares a step's samples out by length), `attention`, `workers`.
+Options: `sampler` (sequential; batch_rebalance, which shares a step's samples out by length), `attention`, `workers`.
 """
 
 import torch
 from datasets import Dataset, Image, Sequence
-from recording import read_records, run, training_flags
+from recording import laid_out, read_records, run, training_flags
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from trl import SFTConfig, SFTTrainer
 
@@ -40,12 +40,6 @@ def main(job: dict) -> None:
         processing_class=AutoProcessor.from_pretrained(job["model"]),
     )
     trainer.train()
-
-
-def laid_out(records: list[dict]) -> list[dict]:
-    """`records` in an order that the sampler's shuffle of its first epoch (seed 42) turns into the order given."""
-    shuffle = torch.randperm(len(records), generator=torch.Generator().manual_seed(42)).tolist()
-    return [record for _, record in sorted(zip(shuffle, records, strict=True), key=lambda pair: pair[0])]
 
 
 if __name__ == "__main__":
