@@ -114,7 +114,7 @@ def rebalanced(micro: int, batch: int, **options: Any) -> Setting:
 
 
 def packed(samples: int) -> Setting:
-    """Every step one row, into which LLaMA-Factory has packed its samples."""
+    """LLaMA-Factory packs so many samples of a step into a row."""
     return Setting(f"neat_packing, {samples} in a row", 1, options={"pack": samples})
 
 
@@ -123,16 +123,36 @@ PEERS = (
     Peer(
         "trl",
         {
-            "pretrain": (split(32, 32), rebalanced(16, 32), rebalanced(8, 32), split(32, 32, "grouped")),
-            "finetune": (split(16, 16), rebalanced(1, 16), rebalanced(2, 16), rebalanced(4, 16),
-                         split(16, 16, "grouped"), split(4, 16, "grouped"), rebalanced(2, 16, attention="eager")),
+            "pretrain": (
+                split(32, 32),
+                split(32, 32, "grouped"),
+                *(rebalanced(micro, 32) for micro in (16, 8, 4, 1)),
+            ),
+            "finetune": (
+                split(16, 16),
+                rebalanced(1, 16),
+                *(rebalanced(micro, 16) for micro in (2, 4)),
+                *(split(micro, 16, "grouped") for micro in (16, 4, 2)),
+                rebalanced(2, 16, attention="eager"),
+                rebalanced(1, 16, workers=1),
+            ),
         },
     ),
     Peer(
         "llamafactory",
         {
-            "pretrain": (split(32, 32), split(32, 32, "grouped"), packed(32)),
-            "finetune": (split(16, 16), split(16, 16, "grouped"), split(4, 16, "grouped"), packed(16)),
+            "pretrain": (
+                split(32, 32),
+                split(32, 32, "grouped"),
+                split(8, 32, "grouped"),
+                packed(32),
+            ),
+            "finetune": (
+                split(16, 16),
+                split(1, 16),
+                *(split(micro, 16, "grouped") for micro in (16, 4)),
+                *(packed(samples) for samples in (4, 16)),
+            ),
         },
     ),
     Peer(
@@ -143,11 +163,21 @@ PEERS = (
     Peer(
         "ms-swift",
         {
-            "pretrain": (split(32, 32), split(32, 32, "grouped")),
-            "finetune": (split(16, 16), split(16, 16, "grouped"), split(4, 16, "grouped"), split(2, 16)),
+            "pretrain": (
+                split(32, 32),
+                split(32, 32, "grouped"),
+                split(8, 32, "grouped"),
+                split(4, 32),
+            ),
+            "finetune": (
+                split(16, 16),
+                split(2, 16, "grouped"),
+                *(split(micro, 16, "grouped") for micro in (16, 4)),
+                *(split(micro, 16) for micro in (2, 1)),
+            ),
         },
     ),
-)  # fmt: skip
+)
 
 
 def main() -> int:
@@ -183,10 +213,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / "outputs/vs_peers", help="models, data and logs")
     parser.add_argument("--output-dir", type=Path, help="of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="of the result file")
-    parser.add_argument("--quick", action="store_true", help="two short runs of each peer's best settings")
+    parser.add_argument("--quick", action="store_true", help="one short run of each peer's best settings")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.repeats = 8, 2
+        args.steps, args.repeats = 8, 1
     return args
 
 
