@@ -232,9 +232,19 @@ def ensure_environment(peer: Peer) -> None:
     if stamp.is_file() and stamp.read_text() == wanted:
         return
     print(f"vs_peers: making {folder}, some minutes", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-    pip = [peer.python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
-    subprocess.run([*pip, "-r", requirements], check=True)
+    pip = [peer.python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+    torch_line = next(line for line in requirements.read_text().splitlines() if line.startswith("torch=="))
+    commands = (
+        [sys.executable, "-m", "venv", "--clear", folder],
+        [*pip, torch_line],  # before the rest, with what its build needs: nothing else may choose another
+        [*pip, "--no-deps", "-r", requirements],
+    )
+    for command in commands:
+        if subprocess.run(command, check=False).returncode:
+            sys.exit(
+                f"error: {peer.name}: {folder} could not be made ({' '.join(map(str, command))} failed, see above); "
+                f"mend that, or leave it out: --peers {' '.join(one.name for one in PEERS if one != peer)}"
+            )
     stamp.write_text(wanted)
 
 

@@ -1,6 +1,6 @@
 """LLaMA-Factory's own `train` command: python train_llamafactory.py JOB.json, in its environment.
 
-Options: `packing` (each `pack` samples of the data become one row without cross-attention), `attention`, `workers`.
+Options: `pack` (so many samples become one row, without attention across), `attention`, `workers`.
 Samples are tokenized before the first step, as LLaMA-Factory does; pictures are read as steps need them.
 """
 
@@ -65,12 +65,12 @@ def main(job: dict) -> None:
         "disable_gradient_checkpointing": True,
         "flash_attn": options.get("attention", "sdpa"),
     }
-    if pack := options.get("pack"):  # as many samples as a step of ours has, so that losses compare
+    if pack := options.get("pack"):  # samples of one step alone, so that its loss compares
         groups = [sum(lengths[start : start + pack]) for start in range(0, len(lengths), pack)]
         arguments |= {
             "packing": True,
             "neat_packing": True,
-            "cutoff_len": max(groups),
+            "cutoff_len": -(-(max(groups) + 1) // 8) * 8,  # batches are padded to this, and position_ids are not
             "preprocessing_batch_size": pack,
         }
     (records.parent / "dataset_info.json").write_text(json.dumps({"bench": dataset}))

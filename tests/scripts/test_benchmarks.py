@@ -196,6 +196,16 @@ def test_a_peer_that_fails_is_a_row_with_its_error(tmp_path, monkeypatch):
     assert "no such attention" in line["note"] and line["ratio"] is None
 
 
+def test_an_environment_that_cannot_be_made_is_not_taken_for_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PEERS_VENV", str(tmp_path))
+    monkeypatch.setattr(vs_peers.subprocess, "run", lambda command, check: argparse.Namespace(returncode=1))
+    for _ in range(2):
+        with pytest.raises(
+            SystemExit, match=r"error: trl: .*could not be made.*--peers llamafactory lmms-engine ms-swift"
+        ):
+            vs_peers.ensure_environment(vs_peers.PEERS[0])
+
+
 def test_every_peer_has_its_script_and_versions_or_says_why_not():
     for peer in vs_peers.PEERS:
         assert bool(peer.cannot) != bool(peer.settings)
