@@ -125,7 +125,7 @@ PEERS = (
         {
             "pretrain": (
                 split(32, 32),
-                split(32, 32, "grouped"),
+                *(split(micro, 32, "grouped") for micro in (32, 8)),
                 *(rebalanced(micro, 32) for micro in (16, 8, 4, 1)),
             ),
             "finetune": (
@@ -217,6 +217,10 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.steps, args.repeats = 8, 1
+    if not 1 <= args.warmup_steps < args.steps:
+        parser.error(
+            f"--steps {args.steps}: expected more than --warmup-steps ({args.warmup_steps}), which is at least 1"
+        )
     return args
 
 

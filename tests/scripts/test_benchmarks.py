@@ -206,6 +206,13 @@ def test_an_environment_that_cannot_be_made_is_not_taken_for_one(tmp_path, monke
             vs_peers.ensure_environment(vs_peers.PEERS[0])
 
 
+def test_steps_that_are_all_left_out_of_the_time_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["vs_peers", "--steps", "3"])
+    with pytest.raises(SystemExit, match="2"):
+        vs_peers.main()
+    assert "--steps 3: expected more than --warmup-steps (3)" in capsys.readouterr().err
+
+
 def test_every_peer_has_its_script_and_versions_or_says_why_not():
     for peer in vs_peers.PEERS:
         assert bool(peer.cannot) != bool(peer.settings)
