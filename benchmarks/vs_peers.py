@@ -370,7 +370,8 @@ def measure(args: argparse.Namespace, work: Path, stage: str, peer: Peer | None,
         peak = peak_mib(process)
     if process.returncode:
         last = (log_path.read_text(errors="replace").strip().splitlines() or ["nothing was printed"])[-1]
-        raise RuntimeError(f"{last} (whole log: {log_path})")
+        print(f"whole log: {log_path}", flush=True)  # not part of the message, which the result keeps
+        raise RuntimeError(f"ended with {process.returncode}: {last}")
     return read_run(args, work, stage, setting, folder) | {"peak_mib": peak}
 
 

@@ -56,6 +56,7 @@ def training_flags(job: dict[str, Any]) -> dict[str, Any]:
         "warmup_steps": job["warmup_steps"],
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
+        "adam_beta2": 0.999,  # ms-swift's own default is 0.95
         "optim": "adamw_torch_fused",
         "bf16": False,
         "fp16": False,

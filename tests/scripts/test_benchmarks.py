@@ -190,7 +190,7 @@ def test_a_peer_that_fails_is_a_row_with_its_error(tmp_path, monkeypatch):
     monkeypatch.setattr(vs_peers.Peer, "python", sys.executable)
     args, peer = argparse.Namespace(steps=2, threads=1), vs_peers.Peer("trl")
     setting = vs_peers.Setting("2 x 8", 2)
-    with pytest.raises(RuntimeError, match="no such attention") as failure:
+    with pytest.raises(RuntimeError, match="^ended with 1: no such attention$") as failure:
         vs_peers.measure(args, tmp_path, "finetune", peer, setting)
     line = vs_peers.row("finetune", peer, setting, [], [peers_run(12.0, 7.0)], str(failure.value))
     assert "no such attention" in line["note"] and line["ratio"] is None
