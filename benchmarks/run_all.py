@@ -23,6 +23,7 @@ BENCHMARKS = (
     "loss_head",
     "train_step",
     "vs_upstream",
+    "vs_peers",
     "data_pipeline",
     "data_preflight",
     "startup",
@@ -33,7 +34,7 @@ ON_GPU = "bash benchmarks/gpu_check.sh --parts {part}"  # fills gpu_<part>.json
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small runs, together under 15 minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="small runs, together under 20 minutes on two cores")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
     parser.add_argument("--report", action="store_true", help="run nothing, write docs/performance.md from the results")
     args = parser.parse_args()
@@ -128,6 +129,10 @@ TARGETS = (
            value_of("ratio", stage="finetune")),
     Target("CPU, stage 1 captions, samples/s over upstream", 1.8, True, "vs_upstream",
            value_of("ratio", stage="pretrain")),
+    Target("CPU, stage 2 on mixed lengths, samples/s over the best peer at its best settings", 2.5, True, "vs_peers",
+           least("ratio", lambda row: row["stage"] == 2 and row["ratio"] and row["tool"] != "this tree")),
+    Target("CPU, stage 1 captions, samples/s over the best peer at its best settings", 2.0, True, "vs_peers",
+           least("ratio", lambda row: row["stage"] == 1 and row["ratio"] and row["tool"] != "this tree")),
     Target("record to tensors, one worker, over LLaVA-NeXT's Qwen path: text", 5.0, True, "data_pipeline",
            value_of("over_upstream_median", kind="text", arm="this_tree")),
     Target("the same with a 1-megapixel JPEG", 1.3, True, "data_pipeline",

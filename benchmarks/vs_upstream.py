@@ -135,6 +135,11 @@ def make_models(args: argparse.Namespace, work: Path) -> None:
     (work / "llama/config.json").write_text(json.dumps(written))
     for file in ("tokenizer.model", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / file, work / "llama")
+    make_tower(args, work)
+
+
+def make_tower(args: argparse.Namespace, work: Path) -> None:
+    """A CLIP tower with random weights, `clip` in `work`."""
     vision = CLIPVisionConfig(
         hidden_size=args.vision_hidden,
         intermediate_size=4 * args.vision_hidden,
@@ -153,10 +158,10 @@ def make_models(args: argparse.Namespace, work: Path) -> None:
     )
 
 
-def make_data(args: argparse.Namespace, work: Path, stage: str) -> None:
+def make_data(args: argparse.Namespace, work: Path, stage: str, tokenizer_folder: Path = TOKENIZER) -> None:
     """Stage 1: captions of 5 to 60 tokens. Stage 2: 8 to 700 text tokens, log-normal; a third without picture."""
     generator = random.Random(0)
-    tokenizer = load_tokenizer(str(TOKENIZER))
+    tokenizer = load_tokenizer(str(tokenizer_folder))
     cost = {word: len(tokenizer(f" {word}", add_special_tokens=False).input_ids) for word in WORDS}
 
     def text(tokens: float) -> str:

@@ -7,10 +7,19 @@ import sys
 
 import numpy as np
 import pytest
+import tiny_models
+import torch
+from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from benchmarks import common, data_preflight, inputs, scaling, startup
+from benchmarks import common, data_preflight, hf_layout, inputs, scaling, shapes, startup, vs_peers
+from benchmarks.peers import recording
+from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data import lengths
+from llava.data.preprocess import preprocess
 from llava.data.records import load_records
+from llava.mm_utils import load_tokenizer
 
 
 def test_a_result_says_machine_versions_and_commit(tmp_path):
@@ -88,6 +97,130 @@ def test_pairing_batches_by_length_leaves_more_kinds_of_records_in_them_than_sor
     assert one["variance_of_lengths_between_batches"] < 0.01 < paired["variance_of_lengths_between_batches"] < 0.2
 
 
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("language_model", ["llama", "llama_tied"])
+def test_an_exported_model_gives_the_same_logits(tiny, tmp_path, language_model):
+    side = tiny_models.VISION_SIZES["image_size"]
+    tower = tmp_path / "clip"
+    tower.mkdir()
+    for file in (tiny / "clip").iterdir():
+        (tower / file.name).symlink_to(file)
+    CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side}).save_pretrained(
+        tower
+    )
+    ours = tiny_models.make(tiny, language_model, tower="clip", norm="none")
+    hf_layout.write_hf_model(ours, tower, tiny / language_model, "", tmp_path / "hf")
+    theirs, loading = LlavaForConditionalGeneration.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(loading.values())
+    processor = AutoProcessor.from_pretrained(tmp_path / "hf")
+    image = processor.tokenizer.convert_tokens_to_ids(hf_layout.IMAGE)
+    pixels = torch.randn(1, 3, side, side)
+    text = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    expanded = torch.cat([text[:1], torch.full((1, tiny_models.V), image), text[1:]], 1)
+    placed = torch.cat([text[:1], torch.tensor([[IMAGE_TOKEN_INDEX]]), text[1:]], 1)
+    with torch.no_grad():
+        expected = ours(input_ids=placed, images=pixels).logits
+        found = theirs.eval()(input_ids=expanded, pixel_values=pixels).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_norm_cannot_be_exported_in_silence(tiny):
+    with pytest.raises(ValueError, match=r"mm_projector\.3\.weight.*without norm"):
+        hf_layout.renamed(tiny_models.make(tiny, tower="clip", norm="layernorm").state_dict())
+
+
+@pytest.mark.parametrize(("stage", "shown"), [("pretrain", True), ("finetune", True), ("finetune", False)])
+def test_the_peers_chat_template_writes_and_marks_what_our_template_does(stage, shown):
+    question = ("<image>" if shown else "") + ("" if stage == "pretrain" else ("\n" if shown else "") + "the cat on")
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": "a dog near the house"}]
+    tokenizer = load_tokenizer(str(shapes.TOKENIZER))
+    ours = preprocess(turns, tokenizer, vs_peers.TEMPLATES[stage], has_image=shown)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    contents = [{"type": "image"}] * shown + [{"type": "text", "text": question.replace("<image>", "").lstrip("\n")}]
+    messages = [{"role": "user", "content": contents}, {"role": "assistant", "content": turns[1]["value"]}]
+    theirs = tokenizer.apply_chat_template(
+        messages, chat_template=vs_peers.CHAT_TEMPLATES[stage], return_dict=True, return_assistant_tokens_mask=True
+    )
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    assert [IMAGE_TOKEN_INDEX if i == image else i for i in theirs["input_ids"]] == ours.input_ids.tolist()
+    assert theirs["assistant_masks"] == (ours.labels != IGNORE_INDEX).int().tolist()
+
+
+def test_grouped_batches_have_every_sample_once_and_less_padding():
+    tokens = np.random.default_rng(0).integers(8, 700, 160).tolist()
+    order = vs_peers.grouped(tokens, 16)
+    assert sorted(order) == list(range(160))
+
+    def padded(order):
+        return sum(16 * max(tokens[i] for i in order[start : start + 16]) for start in range(0, 160, 16))
+
+    assert padded(order) < 0.7 * padded(list(range(160)))
+
+
+def test_steps_of_batch_rebalance_have_the_samples_of_the_order_given():
+    lengths = [record["length"] for record in recording.laid_out([{"length": n, "step": n // 16} for n in range(64)])]
+    batches = iter(BatchRebalanceSampler(lengths, effective_batch_size=16, dp_size=1, grad_accum=4))
+    steps = [[lengths[i] for _ in range(4) for i in next(batches)] for _ in range(4)]
+    assert [sorted(step) for step in steps] == [list(range(start, start + 16)) for start in range(0, 64, 16)]
+
+
+def test_a_steps_loss_is_the_mean_over_its_targets_however_the_trainer_divides():
+    by_targets = [(3.0 * 2 / 8, 2, True), (1.0 * 6 / 8, 6, True)]  # means of 3 and 1 over 2 and 6 targets
+    by_micro_batches = [(3.0 / 2, 2, False), (1.0 / 2, 6, False)]
+    assert recording.step_loss(by_targets) == recording.step_loss(by_micro_batches) == 1.5
+
+
+def peers_run(rate, first_loss, later=6.0):
+    return {"losses": [first_loss, later], "rate": rate, "tokens_rate": 100 * rate, "peak_mib": 500.0}
+
+
+def test_a_row_has_no_speed_where_the_first_losses_differ():
+    peer, setting, ours = vs_peers.Peer("trl"), vs_peers.Setting("2 x 8", 2), [peers_run(12.0, 7.0)]
+    line = vs_peers.row("finetune", peer, setting, [peers_run(4.0, 7.00001, later=6.1)], ours, None)
+    assert line["ratio"] == 3 and line["samples_per_second"] == 4 and not line["note"]
+    line = vs_peers.row("finetune", peer, setting, [peers_run(4.0, 7.01)], ours, None)
+    assert line["ratio"] is None and line["samples_per_second"] is None and "losses of the first step" in line["note"]
+
+
+def test_a_peer_that_fails_is_a_row_with_its_error(tmp_path, monkeypatch):
+    (tmp_path / "train_trl.py").write_text("raise SystemExit('no such attention')")
+    monkeypatch.setattr(vs_peers, "PEERS_FOLDER", tmp_path)
+    monkeypatch.setattr(vs_peers.Peer, "python", sys.executable)
+    args, peer = argparse.Namespace(steps=2, threads=1), vs_peers.Peer("trl")
+    setting = vs_peers.Setting("2 x 8", 2)
+    with pytest.raises(RuntimeError, match="^ended with 1: no such attention$") as failure:
+        vs_peers.measure(args, tmp_path, "finetune", peer, setting)
+    line = vs_peers.row("finetune", peer, setting, [], [peers_run(12.0, 7.0)], str(failure.value))
+    assert "no such attention" in line["note"] and line["ratio"] is None
+
+
+def test_an_environment_that_cannot_be_made_is_not_taken_for_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PEERS_VENV", str(tmp_path))
+    monkeypatch.setattr(vs_peers.subprocess, "run", lambda command, check: argparse.Namespace(returncode=1))
+    for _ in range(2):
+        with pytest.raises(
+            SystemExit, match=r"error: trl: .*could not be made.*--peers llamafactory lmms-engine ms-swift"
+        ):
+            vs_peers.ensure_environment(vs_peers.PEERS[0])
+
+
+def test_steps_that_are_all_left_out_of_the_time_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["vs_peers", "--steps", "3"])
+    with pytest.raises(SystemExit, match="2"):
+        vs_peers.main()
+    assert "--steps 3: expected more than --warmup-steps (3)" in capsys.readouterr().err
+
+
+def test_every_peer_has_its_script_and_versions_or_says_why_not():
+    for peer in vs_peers.PEERS:
+        assert bool(peer.cannot) != bool(peer.settings)
+        if not peer.cannot:
+            assert peer.name in vs_peers.version_of(peer)
+            assert all(len(peer.settings[stage]) >= 2 for stage in vs_peers.STAGES)
+
+
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
@@ -98,7 +231,7 @@ def test_synthetic_records_are_repeatable_and_pass_every_check(tmp_path):
     assert 0 < sum("image" in record for record in table) < 50
 
 
-@pytest.mark.parametrize("name", ["data_pipeline", "data_preflight", "startup", "scaling"])
+@pytest.mark.parametrize("name", ["data_pipeline", "data_preflight", "startup", "scaling", "vs_peers"])
 def test_each_benchmark_explains_itself(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit, match="0"):

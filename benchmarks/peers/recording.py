@@ -1,0 +1,118 @@
+"""What every peer's script shares. It runs in the peer's own environment, so it needs only the Hugging Face Trainer.
+
+A job is a JSON file: {"model", "records", "stage", "batch", "micro_batch", "steps", "learning_rate", "warmup_steps",
+"options", "output"}. `records` has a line {"messages": [{"role", "content"}], "images": [path], "length"} for every
+sample, in the order in which steps take them. `output` receives `result.json`: losses and ends (seconds) of the steps.
+"""
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+PACKAGES = ("torch", "transformers", "accelerate", "trl", "llamafactory", "ms-swift")
+
+
+def run(main: Callable[[dict[str, Any]], None]) -> None:
+    """Runs a peer's `main` with the job that the command line names, and writes what its Trainer did."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    recorder = Recorder()
+    recorder.install()
+    main(job)
+    result = {"losses": recorder.losses, "ends": recorder.ends, "versions": versions()}
+    (Path(job["output"]) / "result.json").write_text(json.dumps(result))
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def read_records(job: dict[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(job["records"]).read_text().splitlines()]
+
+
+def training_flags(job: dict[str, Any]) -> dict[str, Any]:
+    """`TrainingArguments` that make every peer do the same work: those of the job, nothing saved, nothing reported."""
+    return {
+        "output_dir": f"{job['output']}/run",
+        "per_device_train_batch_size": job["micro_batch"],
+        "gradient_accumulation_steps": job["batch"] // job["micro_batch"],
+        "max_steps": job["steps"],
+        "learning_rate": job["learning_rate"],
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": job["warmup_steps"],
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "adam_beta2": 0.999,  # ms-swift's own default is 0.95
+        "optim": "adamw_torch_fused",
+        "bf16": False,
+        "fp16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 10**6,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_num_workers": job["options"].get("workers", 0),
+        "remove_unused_columns": False,
+    }
+
+
+def laid_out(records: list[Any]) -> list[Any]:
+    """`records` in an order that batch_rebalance's shuffle of the first epoch turns into the order given."""
+    shuffle = torch.randperm(len(records), generator=torch.Generator().manual_seed(42)).tolist()
+    return [record for _, record in sorted(zip(shuffle, records, strict=True), key=lambda pair: pair[0])]
+
+
+class Recorder(TrainerCallback):
+    """Notes every optimizer step's loss, the mean over its targets, and when it ended."""
+
+    def __init__(self):
+        self.losses: list[float] = []
+        self.ends: list[float] = []
+        self.shares: list[tuple[float, int, bool]] = []  # of the step's micro-batches: see step_loss
+
+    def install(self) -> None:
+        """Makes every Trainer that is built from now on report here."""
+        init, step = Trainer.__init__, Trainer.training_step
+
+        @functools.wraps(init)  # peers look at its parameters
+        def recorded_init(trainer, *args, **kwargs):
+            init(trainer, *args, **kwargs)
+            trainer.add_callback(self)
+
+        def recorded_step(trainer, model, inputs, *args, **kwargs):
+            targets = (inputs["labels"][:, 1:] != -100).sum().item()
+            loss = step(trainer, model, inputs, *args, **kwargs)
+            self.shares.append((loss.item(), targets, trainer.model_accepts_loss_kwargs))
+            return loss
+
+        Trainer.__init__, Trainer.training_step = recorded_init, recorded_step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ends.append(time.perf_counter())
+        self.losses.append(step_loss(self.shares))
+        self.shares.clear()
+
+
+def step_loss(shares: list[tuple[float, int, bool]]) -> float:
+    """The mean over a step's targets, of (what `training_step` returned, targets, divided by the step's targets).
+
+    A Trainer whose losses are not divided by the step's targets steps along the mean of the micro-batches' means; here
+    they are weighted, so that the losses of the same work are the same.
+    """
+    if all(by_targets for *_, by_targets in shares):
+        return sum(loss for loss, *_ in shares)
+    return sum(loss * len(shares) * targets for loss, targets, _ in shares) / sum(targets for _, targets, _ in shares)
