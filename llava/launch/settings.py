@@ -21,6 +21,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "LORA_ALPHA": "their scale times the rank, with LORA=1",
     },
     "data": {
+        "DEMO_DATA": "PRESET=demo: scenes or stamps, see python -m playground",
         "DATA_PATH": "records: files, folders or patterns, joined by commas",
         "IMAGE_FOLDER": "folder or zip file of the pictures; empty where the rows hold them",
         "LABEL_MASKING": "which tokens are learnt: assistant or upstream",

@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # SmolLM2-135M and a small SigLIP on drawn scenes: both stages in minutes on two CPU cores.
-: "${MODEL_PATH:=playground/data/smollm2-135m-instruct}" "${VISION_TOWER:=playground/data/siglip-scenes}"
-: "${DATA_PATH:=playground/data/scenes/$STAGE.json}" "${IMAGE_FOLDER=playground/data/scenes/images}"
+: "${DEMO_DATA:=scenes}"
+: "${MODEL_PATH:=playground/data/smollm2-135m-instruct}" "${VISION_TOWER:=playground/data/siglip-$DEMO_DATA}"
+: "${DATA_PATH:=playground/data/$DEMO_DATA/$STAGE.json}" "${IMAGE_FOLDER=playground/data/$DEMO_DATA/images}"
 # chatml begins with SmolLM2's system prompt. Without it a sample would have a third fewer tokens, but aligned visual
 # tokens, standing at the very beginning, become attention sinks, and colours are hardly learnt (docs/analysis.md).
 : "${PROMPT_VERSION:=chatml}" "${LABEL_MASKING:=assistant}" "${MODEL_MAX_LENGTH:=256}"
