@@ -21,6 +21,7 @@ ANALYSIS = "analysis"  # folder of what llava.analysis writes
 UPDATE_RATES = "update-rates"
 PICTURES = 24  # on which update rates are measured
 RECORDS = "heldout.json"
+LONGEST = 8  # tokens of an answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help=f"prepared folder with {RECORDS} and images/")
     parser.add_argument("--output-dir", type=Path, required=True, help="where everything goes")
     parser.add_argument("--batch-size", type=int, default=80, help="questions answered at a time")
-    parser.add_argument("--max-new-tokens", type=int, default=8, help="longest answer in tokens")
+    parser.add_argument("--max-new-tokens", type=int, default=LONGEST, help="longest answer in tokens")
     parser.add_argument("--pictures", type=int, default=PICTURES, help="on which update rates are measured; 0: on none")
 
 
@@ -52,22 +53,47 @@ def answered(name: str, checkpoint: str, args: argparse.Namespace) -> list[str]:
     """The checkpoint's answer to every held-out question, as recorded unless checkpoint or questions have changed.
 
     Raises:
-        PlaygroundError: there is no checkpoint.
+        PlaygroundError: there is no checkpoint, or there are no questions.
     """
-    file, records = args.output_dir / "answers" / f"{name}.json", held_out(args.data)
-    if not Path(checkpoint, "config.json").is_file():
-        raise PlaygroundError(f"{checkpoint} holds no checkpoint; --arm wants the output folder of a finished training")
-    asked = {
-        "checkpoint": revision(checkpoint),
-        "questions": hashlib.sha256((args.data / RECORDS).read_bytes()).hexdigest(),
-        "max_new_tokens": args.max_new_tokens,
-    }
-    if file.is_file() and (found := json.loads(file.read_text()))["asked"] == asked:
-        return found["answers"]
+    records, asked = held_out(args.data), what_is_asked(checkpoint, args.data, args.max_new_tokens)
+    if recorded := recorded_answers(name, asked, args.output_dir):
+        return recorded
     answers = answer(checkpoint, records, args.data / "images", args.batch_size, args.max_new_tokens, name)
+    file = answers_file(name, args.output_dir)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {"asked": asked, "dtype": fastest_dtype(), "answers": answers})
     return answers
+
+
+def what_is_asked(checkpoint: str, data: Path, max_new_tokens: int) -> dict[str, Any]:
+    """What decides the answers.
+
+    Raises:
+        PlaygroundError: there is no checkpoint.
+    """
+    if not Path(checkpoint, "config.json").is_file():
+        raise PlaygroundError(f"{checkpoint} holds no checkpoint; --arm wants the output folder of a finished training")
+    questions = hashlib.sha256((data / RECORDS).read_bytes()).hexdigest()
+    return {"checkpoint": revision(checkpoint), "questions": questions, "max_new_tokens": max_new_tokens}
+
+
+def recorded_answers(name: str, asked: dict[str, Any], folder: Path) -> list[str]:
+    """The answers in `folder` if they are those to what is asked; else none."""
+    try:
+        found = json.loads(answers_file(name, folder).read_text())
+    except (OSError, ValueError):
+        return []
+    return found["answers"] if found["asked"] == asked else []
+
+
+def is_recorded(name: str, checkpoint: str, data: Path, folder: Path) -> bool:
+    """Whether `folder` has this checkpoint's answers to these questions."""
+    there = answers_file(name, folder).is_file()
+    return there and bool(recorded_answers(name, what_is_asked(checkpoint, data, LONGEST), folder))
+
+
+def answers_file(name: str, folder: Path) -> Path:
+    return folder / "answers" / f"{name}.json"
 
 
 def held_out(data: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,17 +26,14 @@ class Step:
 
     Attributes:
         settings: variables that it gets beside those that are set.
+        is_done: whether there is nothing left to do.
     """
 
     title: str
     command: Sequence[str]
     log: Path
     settings: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def done(self) -> bool:
-        """Whether there is nothing left to do."""
-        return False
+    is_done: Callable[[], bool] = lambda: False
 
     def start(self, keep_open: Sequence[int] = ()) -> subprocess.Popen:
         return start_logged(self.command, self.log, self.settings, keep_open)
@@ -46,7 +43,7 @@ class Step:
 
     def progress(self) -> str:
         """Where it stands, in words: the last line that it printed, of a progress bar its numbers."""
-        line = next(iter(last_lines(self.log, 1)), "")
+        (line,) = last_lines(self.log, 1)
         return re.sub(r"\|[^|]*\|", "", line).strip()[:100] or "starting"
 
 
@@ -64,9 +61,8 @@ class StageStep(Step):
     steps: int = 0
     batch: int = 0
 
-    @property
-    def done(self) -> bool:
-        return is_finished(self.folder)
+    def __post_init__(self) -> None:
+        self.is_done = lambda: is_finished(self.folder)
 
     def start(self, keep_open: Sequence[int] = ()) -> subprocess.Popen:
         return start_stage(self.stage, self.folder, self.log, self.settings, keep_open)
@@ -142,7 +138,7 @@ def _advance(lane: Lane, times: dict[str, float], keep_open: Sequence[int]) -> b
         lane.process = None
     while lane.steps:
         lane.running = lane.steps.pop(0)
-        if lane.running.done:
+        if lane.running.is_done():
             _say(lane, "is complete, skipped")
             continue
         lane.running.log.parent.mkdir(parents=True, exist_ok=True)

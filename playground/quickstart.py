@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llava.compare.stage import STAGES, locked
+from llava.compare.stage import STAGES, last_step, locked
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.load import POLICY
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import Refusal
-from llava.provenance import ROOT, differences
+from llava.provenance import differences
+from playground import answers
 from playground.lanes import StageStep, Step, StepError, run_lanes
 from playground.store import PlaygroundError, read_manifest, shown_python, write_json
 
@@ -74,19 +75,33 @@ class Quickstart:
             ValueError: the script refuses them.
         """
         environment = {name: value for name, value in os.environ.items() if name.isupper()}
-        return resolved_run(stage, **environment | self.settings(arm) | {"OUTPUT_DIR": str(self.folder / arm / stage)})
+        found = resolved_run(stage, **environment | self.settings(arm) | {"OUTPUT_DIR": str(self.folder / arm / stage)})
+        if not (steps := found["flags"]["max_steps"]).removeprefix("-").isdecimal():
+            raise ValueError(f"MAX_STEPS={steps} is not a whole number")
+        return found
 
     def stage(self, arm: str, stage: str) -> StageStep:
         recipe, folder = self.recipes[arm, stage], self.folder / arm / stage
-        title = f"{arm}, stage {1 + STAGES.index(stage)}"
-        log, steps = folder.with_suffix(".log"), max(0, int(recipe["flags"]["max_steps"]))
-        command = ["bash", f"scripts/{stage}.sh"]
-        return StageStep(title, command, log, self.settings(arm), stage, folder, steps, batch=recipe["batch"]["global"])
+        return StageStep(
+            f"{arm}, stage {1 + STAGES.index(stage)}",
+            ["bash", f"scripts/{stage}.sh"],
+            folder.with_suffix(".log"),
+            self.settings(arm),
+            stage=stage,
+            folder=folder,
+            steps=max(0, int(recipe["flags"]["max_steps"])),
+            batch=recipe["batch"]["global"],
+        )
 
     def answers(self, arm: str) -> Step:
-        words = [*self.measured_on(), "--arm", arm, str(self.folder / arm / "finetune")]
-        settings = {"PYTHONPATH": ROOT.as_posix()} | self.threads(self.width)
-        return Step(f"{arm}, answers", _python("answers", *words), self.folder / arm / "answers.log", settings)
+        checkpoint, data = str(self.folder / arm / "finetune"), INPUTS / self.data
+
+        def is_done() -> bool:
+            return answers.is_recorded(arm, checkpoint, data, self.folder)
+
+        command = _python("answers", "--arm", arm, checkpoint, *self.measured_on())
+        log = self.folder / arm / "answers.log"
+        return Step(f"{arm}, answers", command, log, self.threads(self.width), is_done)
 
     def measured_on(self) -> list[str]:
         return ["--data", str(INPUTS / self.data), "--output-dir", str(self.folder)]
@@ -113,7 +128,7 @@ class Quickstart:
         """The language model beside pictures and tower, which all cores train: threads that wait shall sleep."""
 
         def step(title: str, *words: str) -> Step:
-            log = INPUTS / f"{words[0]}.log"
+            log = self.folder / "inputs" / f"{words[0]}.log"
             return Step(title, _python(*words), log, {name: os.environ.get(name, v) for name, v in POLICY.items()})
 
         return {
@@ -123,7 +138,8 @@ class Quickstart:
 
     def page(self) -> None:
         """The table on the console, and the page; the step's own time is not known yet when it is written."""
-        write_json(self.folder / TIMES, self.times | {"all": time.monotonic() - self.started})
+        self.times["all"] = time.monotonic() - self.started
+        keep_longest(self.times, self.folder / TIMES)
         arms = [word for arm in self.arms for word in self.arm_words(arm)]
         step = Step("page", _python("compare", *arms, *self.measured_on()), self.folder / "page.log")
         run_lanes({"page": [step]}, 1)
@@ -146,7 +162,7 @@ class Quickstart:
         now = {place: self.made_from(*place) for place in self.recipes}
         for (arm, stage), made_from in now.items():
             folder = self.folder / arm / stage
-            if folder.exists():
+            if last_step(folder):
                 refuse_other(folder, made_from)
         for (arm, stage), made_from in now.items():
             (self.folder / arm).mkdir(parents=True, exist_ok=True)
@@ -183,6 +199,12 @@ def refuse_other(folder: Path, made_from: Mapping[str, Any]) -> None:
         )
 
 
+def keep_longest(times: Mapping[str, float], file: Path) -> None:
+    """Adds to what earlier calls took, of whose finished steps this one has done nothing but look."""
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    write_json(file, before | {name: max(seconds, before.get(name, 0.0)) for name, seconds in times.items()})
+
+
 def arms_at_once(arms: int, cores: int) -> int:
     """How many arms train side by side on a CPU: each needs a core and the memory of a training."""
     import psutil
@@ -192,7 +214,8 @@ def arms_at_once(arms: int, cores: int) -> int:
 
 
 def _python(*words: str) -> list[str]:
-    return [sys.executable, "-m", "playground", *words]
+    # A command of this package, by the caller's own interpreter or else by this one.
+    return [os.environ.get("LLAVA_PYTHON") or sys.executable, "-m", "playground", *words]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,10 +253,11 @@ def show_end(quickstart: Quickstart) -> None:
     """Times, and where everything is."""
     folder, data = quickstart.folder, INPUTS / quickstart.data
     print("=== time of each step")
-    for title, seconds in [*quickstart.times.items(), ("all", time.monotonic() - quickstart.started)]:
+    quickstart.times["all"] = time.monotonic() - quickstart.started
+    for title, seconds in quickstart.times.items():
         print(f"  {title:<28} {seconds:5.0f} s")
-    picture = next(iter(json.loads((data / "heldout.json").read_text())))["image"]
-    words = ["--model-path", f"{folder / quickstart.arms[-1]}/finetune", "--image-file", f"{data}/images/{picture}"]
+    picture = next(iter(sorted((data / "images").glob("*"))), "PICTURE")
+    words = ["--model-path", f"{folder / quickstart.arms[-1]}/finetune", "--image-file", str(picture)]
     print(f"\npage          {folder}/index.html    table, results: table.md, results.json")
     print(f"checkpoints   {folder}/<arm>/{{pretrain,finetune}}    logs: <arm>/*.log, <arm>/<stage>/train_log.jsonl")
     print(f"talk to it    {shlex.join([shown_python(), '-m', 'llava.serve.cli', *words])}")

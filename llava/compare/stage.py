@@ -79,8 +79,8 @@ def start_logged(
 
 def last_lines(log: Path, count: int) -> list[str]:
     """The end of what a command printed, of a bar that was drawn again and again its last state."""
-    lines = [line.rpartition("\r")[2] for line in log.read_text(errors="replace").splitlines()]
-    return lines[-count:]
+    lines = log.read_bytes().decode(errors="replace").rstrip().split("\n")
+    return [next((state for state in reversed(line.split("\r")) if state.strip()), "") for line in lines][-count:]
 
 
 def _watch(process: subprocess.Popen, folder: Path) -> int:
