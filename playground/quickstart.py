@@ -25,12 +25,12 @@ from llava.launch.load import POLICY
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import Refusal
 from llava.provenance import differences
-from playground import answers
+from playground import answers, smollm2
 from playground.lanes import StageStep, Step, StepError, run_lanes
 from playground.store import PlaygroundError, read_manifest, shown_python, write_json
 
 DATA = ("scenes", "stamps")
-INPUTS = Path("playground/data")
+ROOT_OF_INPUTS = Path("playground/data")
 MEMORY_OF_ARM = 3.5  # GiB that a training of the demo takes
 TIMES = "times.json"  # seconds of every step
 SETTINGS = "settings.json"  # beside a stage's folder: what it is made from
@@ -42,11 +42,19 @@ class Quickstart:
     """What is trained, from what, and where it goes.
 
     Attributes:
+        root: folder of the prepared inputs.
         times: seconds of every step, by its title.
     """
 
-    def __init__(self, data: str, arms: Sequence[str], folder: Path, set_up_seconds: float = 0.0):
-        self.data, self.arms, self.folder = data, list(arms), folder
+    def __init__(
+        self,
+        data: str,
+        arms: Sequence[str],
+        folder: Path,
+        root: Path = ROOT_OF_INPUTS,
+        set_up_seconds: float = 0.0,
+    ):
+        self.data, self.arms, self.folder, self.root = data, list(arms), folder, root
         self.started = time.monotonic() - set_up_seconds
         self.times = {"set-up of .venv": set_up_seconds} if set_up_seconds else {}
         self.on_gpu = resolve_devices(os.environ).on_gpu
@@ -55,11 +63,19 @@ class Quickstart:
 
     # --- what a step is -----------------------------------------------------------------------------------------------
 
-    def settings(self, arm: str) -> dict[str, str]:
+    def settings(self, arm: str, stage: str) -> dict[str, str]:
         """Variables of scripts/pretrain.sh and finetune.sh; those that the caller set stay as they are."""
-        found = {"PRESET": "demo", "DEMO_DATA": self.data, "NORM": arm}
+        data = self.root / self.data
+        own = {
+            "MODEL_PATH": self.root / smollm2.FOLDER,
+            "VISION_TOWER": self.root / f"siglip-{self.data}",
+            "DATA_PATH": data / f"{stage}.json",
+            "IMAGE_FOLDER": data / "images",
+            "REPORT_TO": "none",
+        }
+        found = {name: os.environ.get(name) or str(value) for name, value in own.items()}
+        found |= {"PRESET": "demo", "DEMO_DATA": self.data, "NORM": arm}
         found["PRETRAIN_ADAPTER"] = str(self.folder.resolve() / arm / "pretrain/mm_projector.bin")
-        found["REPORT_TO"] = os.environ.get("REPORT_TO") or "none"
         return found | self.threads(self.width)
 
     def threads(self, lanes: int) -> dict[str, str]:
@@ -75,7 +91,9 @@ class Quickstart:
             ValueError: the script refuses them.
         """
         environment = {name: value for name, value in os.environ.items() if name.isupper()}
-        found = resolved_run(stage, **environment | self.settings(arm) | {"OUTPUT_DIR": str(self.folder / arm / stage)})
+        found = resolved_run(
+            stage, **environment | self.settings(arm, stage) | {"OUTPUT_DIR": str(self.folder / arm / stage)}
+        )
         if not (steps := found["flags"]["max_steps"]).removeprefix("-").isdecimal():
             raise ValueError(f"MAX_STEPS={steps} is not a whole number")
         return found
@@ -86,7 +104,7 @@ class Quickstart:
             f"{arm}, stage {1 + STAGES.index(stage)}",
             ["bash", f"scripts/{stage}.sh"],
             folder.with_suffix(".log"),
-            self.settings(arm),
+            self.settings(arm, stage),
             stage=stage,
             folder=folder,
             steps=max(0, int(recipe["flags"]["max_steps"])),
@@ -94,7 +112,7 @@ class Quickstart:
         )
 
     def answers(self, arm: str) -> Step:
-        checkpoint, data = str(self.folder / arm / "finetune"), INPUTS / self.data
+        checkpoint, data = str(self.folder / arm / "finetune"), self.root / self.data
 
         def is_done() -> bool:
             return answers.is_recorded(arm, checkpoint, data, self.folder)
@@ -104,7 +122,7 @@ class Quickstart:
         return Step(f"{arm}, answers", command, log, self.threads(self.width), is_done)
 
     def measured_on(self) -> list[str]:
-        return ["--data", str(INPUTS / self.data), "--output-dir", str(self.folder)]
+        return ["--data", str(self.root / self.data), "--output-dir", str(self.folder)]
 
     # --- the flow -----------------------------------------------------------------------------------------------------
 
@@ -129,7 +147,12 @@ class Quickstart:
 
         def step(title: str, *words: str) -> Step:
             log = self.folder / "inputs" / f"{words[0]}.log"
-            return Step(title, _python(*words), log, {name: os.environ.get(name, v) for name, v in POLICY.items()})
+            return Step(
+                title,
+                _python(*words, "--root", str(self.root)),
+                log,
+                {name: os.environ.get(name, v) for name, v in POLICY.items()},
+            )
 
         return {
             "language model": [step("language model", "smollm2")],
@@ -222,6 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `python -m playground quickstart`."""
     parser.add_argument("--data", choices=DATA, default=DATA[0], help="pictures that are asked about")
     parser.add_argument("--arms", default="none gwc_layernorm", help="norms to train, separated by spaces")
+    parser.add_argument("--root", type=Path, default=ROOT_OF_INPUTS, help="folder of the prepared inputs")
     parser.add_argument("--output-dir", type=Path, required=True, help="where everything goes")
     parser.add_argument("--set-up-seconds", type=float, default=0.0, help="time that was spent before this call")
 
@@ -238,7 +262,7 @@ def run(args: argparse.Namespace) -> None:
         raise PlaygroundError(f"--arms {args.arms!r}: expected names of norms, each once")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        quickstart = Quickstart(args.data, arms, args.output_dir, args.set_up_seconds)
+        quickstart = Quickstart(args.data, arms, args.output_dir, args.root, args.set_up_seconds)
         args.output_dir.mkdir(parents=True, exist_ok=True)
         with locked(args.output_dir) as lock:
             quickstart.run(lock)
@@ -251,7 +275,7 @@ def run(args: argparse.Namespace) -> None:
 
 def show_end(quickstart: Quickstart) -> None:
     """Times, and where everything is."""
-    folder, data = quickstart.folder, INPUTS / quickstart.data
+    folder, data = quickstart.folder, quickstart.root / quickstart.data
     print("=== time of each step")
     quickstart.times["all"] = time.monotonic() - quickstart.started
     for title, seconds in quickstart.times.items():

@@ -48,16 +48,28 @@ note end
 @pytest.fixture
 def start(tmp_path):
     """A function that runs the quickstart with a stand-in interpreter, or starts it; `.calls()` lists what it began."""
-    python, calls, out, data = tmp_path / "python", tmp_path / "calls", tmp_path / "out", tmp_path / "data.json"
+    python, calls, out, root = tmp_path / "python", tmp_path / "calls", tmp_path / "out", tmp_path / "inputs"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    data.touch()
-    env = {"LLAVA_PYTHON": python, "CALLS": calls, "OUT": out, "DATA_PATH": data, "IMAGE_FOLDER": tmp_path}
-    env |= {"MODEL_PATH": tmp_path, "VISION_TOWER": tmp_path, "NUM_GPUS": 0, "WATCH_SECONDS": "0.1", "BF16": "False"}
+    for folder in ("smollm2-135m-instruct", "siglip-scenes", "scenes/images"):
+        (root / folder).mkdir(parents=True)
+    for stage in ("pretrain", "finetune"):
+        (root / f"scenes/{stage}.json").touch()
+    env = {"LLAVA_PYTHON": python, "CALLS": calls, "OUT": out, "NUM_GPUS": 0, "WATCH_SECONDS": "0.1", "BF16": "False"}
     env |= {"PATH": os.environ["PATH"], "HOME": tmp_path, "LOCK_SECONDS": 1}
 
     def run(*flags, wait=True, **extra):
-        words = [sys.executable, "-m", "playground", "quickstart", "--output-dir", str(out), *flags]
+        words = [
+            sys.executable,
+            "-m",
+            "playground",
+            "quickstart",
+            "--root",
+            str(root),
+            "--output-dir",
+            str(out),
+            *flags,
+        ]
         options = {"cwd": ROOT, "env": {name: str(value) for name, value in (env | extra).items()}, "text": True}
         if wait:
             return subprocess.run(words, capture_output=True, timeout=60, **options)
@@ -234,7 +246,7 @@ def test_each_data_set_has_a_folder_of_its_own(tmp_path, flags, folder):
     python.chmod(0o755)
     run = bash("scripts/quickstart.sh", *flags, LLAVA_PYTHON=python)
     data = "stamps" if "stamps" in flags else "scenes"
-    assert f"quickstart --data {data} --arms none gwc_layernorm --output-dir outputs/{folder} " in run.stdout
+    assert f"quickstart --data {data} --arms none gwc_layernorm --output-dir {folder} " in run.stdout
 
 
 @pytest.mark.parametrize("flags", [["--data"], ["--data", "photos"], ["--data=scenes", "--more"], ["scenes"]])
