@@ -568,6 +568,9 @@ def test_setup_installs_torch_first_and_once(setup):
     assert venv == "venv"
     assert torch.endswith(" torch") and "-c constraints.txt" in torch
     assert package.endswith("-e .[dev,playground,train]") and "-c constraints.txt" in package
+    # Every file of every package compiled, or an environment for the build, would take longer than the rest.
+    assert "--no-compile" in torch and "--no-compile" in package and "--no-build-isolation" in package
+    assert "setuptools" in torch
     assert "up to date" in setup().stdout
     assert len(setup.calls()) == 3
 
