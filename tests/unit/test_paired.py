@@ -123,7 +123,7 @@ def test_mean_over_benchmarks_shares_the_seeds_and_not_the_questions():
 def test_interval_of_a_share_ends_where_the_share_lies_1_96_standard_errors_away(right, total):
     """Wilson's definition: the standard error is that of the end, not of the estimate."""
     low, high = share_interval(right, total)
-    assert low + 1e-12 >= 0 and low <= right / total <= high + 1e-12 and high <= 1 + 1e-12
+    assert -1e-12 < low < right / total + 1e-12 and right / total - 1e-12 < high < 1 + 1e-12
     for end in (low, high):
         distance = abs(right / total - end)
         assert distance == pytest.approx(1.959964 * math.sqrt(max(0.0, end * (1 - end)) / total), abs=1e-6)
