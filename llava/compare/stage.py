@@ -1,16 +1,17 @@
 """One training stage as a step of longer work: skipped when finished, watched while it runs, ended with its caller."""
 
+import contextlib
 import fcntl
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from llava.provenance import DONE, ROOT
 
@@ -130,11 +131,20 @@ def end(processes: Sequence[subprocess.Popen]) -> None:
             process.wait()
     except BaseException:
         for process in running:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _kill(process)
 
 
-@contextmanager
+def _kill(process: subprocess.Popen) -> None:
+    # With all that it started: a launcher's ranks have a process group of their own.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.kill()
+    process.wait()
+
+
+@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[int]:
     """Holds the folder's lock. A training that outlives this process keeps it: two would write into one folder.
 

@@ -29,6 +29,7 @@ case "$*" in
     mkdir -p "$out"
     echo '{"step": 1, "loss": 2.5, "samples_per_second": 4.0}' >"$out/train_log.jsonl"
     echo "said by $name"
+    [ "$name" != "train $STUBBORN" ] || { trap '' TERM USR1 INT; sleep 60 & wait; }
     [ "$name" != "train $HANGS" ] || { trap 'note end; exit 85' TERM USR1; sleep 60 & wait; }
     [ "$name" != "train $FAILS" ] || { echo "no such flag" >&2; exit 3; }
     sleep "${TRAINS:-0.3}"
@@ -87,6 +88,14 @@ def start(tmp_path):
 
 def begun(lines, what=""):
     return [line.split()[1:-1] for line in lines if line.startswith(f"begin {what}")]
+
+
+def wait_for(file):
+    for _ in range(300):
+        if file.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{file} never came")
 
 
 # --- the flow ---------------------------------------------------------------------------------------------------------
@@ -148,18 +157,26 @@ def test_a_failed_step_names_its_log_ends_the_other_arm_and_is_gone_on_with(star
     assert sorted(begun(start.calls(), "train")) == [["train", "gwc_layernorm/finetune"], ["train", "none/finetune"]]
 
 
+def test_a_second_interruption_ends_a_training_that_does_not_listen(start):
+    process = start(wait=False, STUBBORN="none/pretrain")
+    wait_for(start.out / "none/pretrain/train_log.jsonl")
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert not psutil.wait_procs(family, timeout=10)[1]
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_every_arm_and_the_same_call_goes_on(start, sent):
     process = start(wait=False, HANGS="none/finetune")
-    for _ in range(300):
-        time.sleep(0.1)
-        if (start.out / "none/finetune/train_log.jsonl").exists():
-            break
+    wait_for(start.out / "none/finetune/train_log.jsonl")
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(sent)
     assert process.wait(timeout=30) == 130
     assert "goes on from here" in process.stderr.read()
-    assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not psutil.wait_procs(family, timeout=10)[1]
     start.calls()
     assert start().returncode == 0
     assert ["train", "none/finetune"] in begun(start.calls(), "train")
@@ -198,10 +215,7 @@ def test_wrong_settings_are_refused_before_anything_runs(start, flags, extra, sa
 
 def test_two_calls_at_once_do_not_train_into_one_folder(start):
     first = start(wait=False, HANGS="none/pretrain")
-    for _ in range(300):
-        time.sleep(0.1)
-        if (start.out / "none/pretrain/train_log.jsonl").exists():
-            break
+    wait_for(start.out / "none/pretrain/train_log.jsonl")
     second = start()
     first.send_signal(signal.SIGINT)
     first.wait(timeout=30)
