@@ -263,7 +263,7 @@ def run(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         quickstart = Quickstart(args.data, arms, args.output_dir, args.root, args.set_up_seconds)
-        args.output_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(args.output_dir)
         with locked(args.output_dir) as lock:
             quickstart.run(lock)
     except StepError as error:
@@ -271,6 +271,17 @@ def run(args: argparse.Namespace) -> None:
     except (ValueError, Refusal) as error:
         raise PlaygroundError(str(error)) from None
     show_end(quickstart)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the output folder; raises PlaygroundError where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
+    except OSError as error:
+        raise PlaygroundError(
+            f"{folder} cannot be written: {error.strerror}; set OUTPUT_ROOT to another folder"
+        ) from None
 
 
 def show_end(quickstart: Quickstart) -> None:

@@ -5,8 +5,12 @@
 #   ARMS="none layernorm gwc_layernorm"   which arms to train (default: none gwc_layernorm); on a CPU side by side
 #   OUTPUT_ROOT=folder                    where everything goes (default: outputs/quickstart, or -stamps)
 #   SEED=42                               of data order and initial projector
+# Steps, of which those that `|` divides run side by side (playground/quickstart.py):
+#   .venv
+#   language model | pictures, vision tower
+#   stage 1, stage 2, answers of an arm | the same of the next arm
+#   page: outputs/quickstart/index.html
 # Finished steps are kept; a second call does only what is missing. Variables of scripts/pretrain.sh apply as well.
-# The steps, and what runs beside what, stand in playground/quickstart.py.
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
@@ -15,11 +19,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 DATA=scenes
 while [ $# -gt 0 ]; do
   case $1 in
-    --data) DATA=${2:-} && shift ;;
+    --data) DATA=${2:-} && shift $(($# > 1)) ;;
     --data=*) DATA=${1#*=} ;;
     *) die "$1 is none of this script's flags; see --help" ;;
   esac
-  shift || true
+  shift
 done
 case $DATA in scenes | stamps) ;; *) die "--data '$DATA' is not one of: scenes, stamps; see --help" ;; esac
 : "${ARMS:=none gwc_layernorm}" "${OUTPUT_ROOT:=outputs/quickstart$([ "$DATA" = scenes ] || echo "-$DATA")}"

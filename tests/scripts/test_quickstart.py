@@ -213,6 +213,12 @@ def test_wrong_settings_are_refused_before_anything_runs(start, flags, extra, sa
     assert not start.calls() and not start.out.exists()
 
 
+def test_an_output_folder_that_cannot_be_written_is_named(start):
+    start.out.touch()
+    refused = start()
+    assert refused.returncode == 1 and f"{start.out} cannot be written: File exists; set OUTPUT_ROOT" in refused.stderr
+
+
 def test_two_calls_at_once_do_not_train_into_one_folder(start):
     first = start(wait=False, HANGS="none/pretrain")
     wait_for(start.out / "none/pretrain/train_log.jsonl")
