@@ -529,6 +529,7 @@ STAND_IN_PYTHON = """#!/bin/sh
 case "$*" in
   *version_info[*) echo "${STAND_IN_VERSION:-3.11.7}" ;;
   *"sys.exit("*) case "${STAND_IN_VERSION:-3.11.7}" in 3.9.*) exit 1 ;; esac ;;
+  *"import llava"*) [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] && touch compiled ;;
   "-m venv --clear .venv")
     echo venv >>"$CALLS"
     rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo "version = 3.11.7" >.venv/pyvenv.cfg ;;
@@ -573,6 +574,12 @@ def test_setup_installs_torch_first_and_once(setup):
     assert "setuptools" in torch
     assert "up to date" in setup().stdout
     assert len(setup.calls()) == 3
+
+
+def test_setup_keeps_the_byte_code_of_what_is_used_whatever_the_caller_keeps(setup):
+    """Containers often set the variable; every start would then compile what pip has left out."""
+    assert setup(PYTHONDONTWRITEBYTECODE=1).returncode == 0
+    assert (setup.tree / "compiled").exists()
 
 
 def test_liger_comes_with_a_pytorch_for_nvidia_gpus_unless_extras_are_chosen(setup):
