@@ -21,7 +21,7 @@ ANALYSIS = "analysis"  # folder of what llava.analysis writes
 UPDATE_RATES = "update-rates"
 PICTURES = 24  # on which update rates are measured
 RECORDS = "heldout.json"
-LONGEST = 8  # tokens of an answer
+SHORTEST = 8  # tokens that an answer may always have
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,12 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help=f"prepared folder with {RECORDS} and images/")
     parser.add_argument("--output-dir", type=Path, required=True, help="where everything goes")
     parser.add_argument("--batch-size", type=int, default=80, help="questions answered at a time")
-    parser.add_argument("--max-new-tokens", type=int, default=LONGEST, help="longest answer in tokens")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=0,
+        help="longest answer in tokens; 0: the longest expected one, at least 8",
+    )
     parser.add_argument("--pictures", type=int, default=PICTURES, help="on which update rates are measured; 0: on none")
 
 
@@ -89,7 +94,7 @@ def recorded_answers(name: str, asked: dict[str, Any], folder: Path) -> list[str
 def is_recorded(name: str, checkpoint: str, data: Path, folder: Path) -> bool:
     """Whether `folder` has this checkpoint's answers to these questions."""
     there = answers_file(name, folder).is_file()
-    return there and bool(recorded_answers(name, what_is_asked(checkpoint, data, LONGEST), folder))
+    return there and bool(recorded_answers(name, what_is_asked(checkpoint, data, 0), folder))
 
 
 def answers_file(name: str, folder: Path) -> Path:
@@ -119,6 +124,7 @@ def answer(
     from llava.eval.ask import load_assistant
 
     assistant = load_assistant(checkpoint, torch_dtype=fastest_dtype())
+    max_new_tokens = max_new_tokens or longest_answer(records, assistant.tokenizer)
     # Questions of about one length share a batch, which so has little padding.
     order = sorted(range(len(records)), key=lambda i: len(records[i]["conversations"][0]["value"]))
     answers = [""] * len(records)
@@ -133,6 +139,12 @@ def answer(
         for i, text in zip(batch, given, strict=True):
             answers[i] = text
     return answers
+
+
+def longest_answer(records: list[dict[str, Any]], tokenizer: Any) -> int:
+    """Tokens of the longest expected answer and one more, so that one which goes on behind it is not taken for it."""
+    expected = tokenizer([record["conversations"][1]["value"] for record in records])["input_ids"]
+    return max(SHORTEST, 1 + max(map(len, expected)))
 
 
 def measured(name: str, checkpoint: str, args: argparse.Namespace) -> None:

@@ -89,11 +89,15 @@ def verdict(results: Mapping[str, Any], logs: Logs, everything: str) -> str:
 def examples(
     records: Sequence[Mapping[str, Any]], given: Mapping[str, Sequence[str]], images: Path
 ) -> list[dict[str, Any]]:
-    """One held-out picture per kind of question, with the question, the expected answer and every arm's."""
+    """Held-out pictures, first one for each kind of question, with what is asked, expected and answered by every arm."""
     chosen: dict[str, int] = {}
+    pictures: set[str] = set()
     for index, record in enumerate(records):
-        chosen.setdefault(record["kind"], index)
-    indices = [*chosen.values(), *(i for i in range(len(records)) if i not in chosen.values())][:EXAMPLES]
+        if record["kind"] not in chosen and record["image"] not in pictures:
+            chosen[record["kind"]] = index
+            pictures.add(record["image"])
+    others = (i for i, record in enumerate(records) if record["image"] not in pictures)
+    indices = [*chosen.values(), *others][:EXAMPLES]
     found = []
     for index in indices:
         question, expected = (message["value"] for message in records[index]["conversations"][:2])

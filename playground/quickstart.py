@@ -10,6 +10,7 @@ cores; on a GPU one after the other. Finished steps are kept: the same call goes
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llava.compare.stage import STAGES, last_step, locked
-from llava.launch.devices import available_cores, count_of, resolve_devices
+from llava.launch.devices import available_cores, count_of, memory_quota, resolve_devices
 from llava.launch.load import POLICY
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import Refusal
@@ -232,8 +233,8 @@ def arms_at_once(arms: int, cores: int) -> int:
     """How many arms train side by side on a CPU: each needs a core and the memory of a training."""
     import psutil
 
-    free = psutil.virtual_memory().available / 2**30
-    return max(1, min(arms, cores, int(free / MEMORY_OF_ARM)))
+    free = min(psutil.virtual_memory().available, memory_quota() or math.inf)
+    return max(1, min(arms, cores, int(free / 2**30 / MEMORY_OF_ARM)))
 
 
 def _python(*words: str) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from llava.compare.paired import share_interval
-from playground import answers
+from playground import answers, page
 from playground.__main__ import main
 
 ARMS = ("none", "gwc_layernorm")
@@ -101,6 +101,22 @@ def test_page_fits_a_phone_and_says_nothing_to_the_console(arms, browse, tmp_pat
     dom, _ = browse(tmp_path / "probe.html", width=390)
     window, content = map(int, re.search("<title>(.*?)</title>", dom)[1].split(","))
     assert content <= window <= 390
+
+
+def test_an_answer_may_be_as_long_as_the_longest_expected_one_and_a_token_longer(tokenizer):
+    """Cut at the expected length, "a great blue heron on a lake" would be taken for "a great blue heron"."""
+    records = [{"conversations": [{}, {"value": text}]} for text in ("red", "a great blue heron")]
+    assert answers.longest_answer(records, tokenizer) == len("a great blue heron") + 1  # a token per byte
+    assert answers.longest_answer(records[:1], tokenizer) == answers.SHORTEST
+
+
+def test_pictures_shown_are_different_ones(tmp_path):
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    Image.new("RGB", (9, 9)).save(tmp_path / "b.png")
+    turns = [{"value": "<image>\nWhich?"}, {"value": "this"}]
+    records = [{"image": f"{n}.png", "kind": kind, "conversations": turns} for n in "ab" for kind in ("is", "has")]
+    shown = page.examples(records, {"none": list("1234")}, tmp_path)
+    assert [(one["image"], one["replies"]) for one in shown] == [("a.png", ["none: 1"]), ("b.png", ["none: 4"])]
 
 
 @pytest.mark.parametrize("missing", ["train_log.jsonl", "config.json"])

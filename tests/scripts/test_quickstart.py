@@ -15,6 +15,7 @@ import pytest
 from paths import ROOT
 from shell import bash
 
+from llava.launch import devices
 from playground import quickstart
 from playground.lanes import Step, StepError, run_lanes
 
@@ -138,8 +139,21 @@ def test_a_second_call_trains_nothing_again(start):
 @pytest.mark.parametrize(("free", "width"), [(64, 2), (5, 1), (1, 1)])
 def test_arms_train_one_after_the_other_where_memory_is_short(free, width, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free * 2**30))
+    monkeypatch.setattr(quickstart, "memory_quota", lambda: None)
     assert quickstart.arms_at_once(2, cores=2) == width
     assert quickstart.arms_at_once(2, cores=1) == 1
+
+
+def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypatch):
+    files = {"memory.max": str(8 * 2**30), "memory.current": str(6 * 2**30), "memory.stat": f"anon 1\nfile {2**30}"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert devices.memory_quota(tmp_path) == 3 * 2**30
+    (tmp_path / "memory.max").write_text("max\n")
+    assert devices.memory_quota(tmp_path) is None
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
+    monkeypatch.setattr(quickstart, "memory_quota", lambda: 4 * 2**30)
+    assert quickstart.arms_at_once(2, cores=2) == 1
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
