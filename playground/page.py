@@ -89,7 +89,7 @@ def verdict(results: Mapping[str, Any], logs: Logs, everything: str) -> str:
 def examples(
     records: Sequence[Mapping[str, Any]], given: Mapping[str, Sequence[str]], images: Path
 ) -> list[dict[str, Any]]:
-    """Held-out pictures, first one for each kind of question, with the question, what is expected, every arm's answer."""
+    """Held-out pictures, first one for each kind of question, with question, expected answer, every arm's answer."""
     chosen: dict[str, int] = {}
     pictures: set[str] = set()
     for index, record in enumerate(records):
