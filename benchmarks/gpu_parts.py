@@ -194,7 +194,8 @@ def demo(setting: Setting) -> None:
     """The demo preset through both stages, on inputs as the playground makes them."""
     root = setting.work / "playground"
     playground = [sys.executable, "-m", "playground"]
-    run_logged(setting, "scenes", [*playground, "scenes", "--root", root, "--num-train", 200, "--num-heldout", 8])
+    numbers = ["--num-captions", 100, "--num-questions", 100, "--num-heldout", 8]
+    run_logged(setting, "scenes", [*playground, "scenes", "--root", root, *numbers])
     run_logged(setting, "tower", [*playground, "tower", "--root", root, "--steps", 4 if setting.cpu else 100])
     model, what = demo_language_model(setting)
     common = {"PRESET": "demo", "MODEL_PATH": model, "VISION_TOWER": root / "siglip-scenes"}

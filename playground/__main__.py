@@ -1,52 +1,71 @@
-"""`python -m playground <command>`: prepare small real inputs, and compare what was trained on them."""
+"""`python -m playground <command>`: prepare small real inputs, train on them, and compare what was trained."""
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
-from playground import compare, heldout, mixed, scenes, smollm2, stamps, tower
 from playground.options import add_options, settings_from
 from playground.store import PlaygroundError
 
-COMMANDS = {"smollm2": smollm2, "scenes": scenes, "stamps": stamps, "mixed": mixed, "tower": tower, "heldout": heldout}
+INPUTS = ("smollm2", "scenes", "stamps", "mixed", "tower", "heldout")
 QUICKSTART = ("smollm2", "scenes", "tower")
+# Modules with `add_arguments` and `run`; they are imported when they are called, since figures and models take seconds.
+OTHERS = {
+    "quickstart": "Inputs, both stages of every arm side by side, answers, and one page.",
+    "answers": "Ask one checkpoint the held-out questions, and measure how fast its tokens turn.",
+    "compare": "Score trained checkpoints on held-out pictures, and show arms side by side on one page.",
+}
 DEFAULT_ROOT = Path(__file__).resolve().parent / "data"
+INTERRUPTED = 130  # the exit status on Ctrl-C, as shells count it
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command-line parser: one sub-command per module, plus `all`."""
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the command-line parser: one sub-command per module, plus `all`; of `OTHERS` only `command` has flags."""
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder that holds every output")
     shared.add_argument("--force", action="store_true", help="make it again, even if it is complete")
     top = argparse.ArgumentParser(prog="python -m playground", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     style = argparse.ArgumentDefaultsHelpFormatter
-    for name, module in COMMANDS.items():
-        text = module.__doc__
+    for name in INPUTS:
+        text = module_of(name).__doc__
         sub = commands.add_parser(name, parents=[shared], help=text, description=text, formatter_class=style)
-        add_options(sub, module.Settings)
-    text = compare.__doc__
-    compare.add_arguments(commands.add_parser("compare", help=text, description=text, formatter_class=style))
+        add_options(sub, module_of(name).Settings)
+    for name, summary in OTHERS.items():
+        sub = commands.add_parser(name, help=summary, description=summary, formatter_class=style)
+        if name == command:
+            module_of(name).add_arguments(sub)
     summary = f"Prepare {', '.join(QUICKSTART)} with their default settings."
     commands.add_parser("all", parents=[shared], help=summary, description=summary, formatter_class=style)
     return top
 
 
+def module_of(command: str) -> ModuleType:
+    """A command's module."""
+    return importlib.import_module(f"playground.{command}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
-    args = parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        if args.command == "compare":
-            compare.run(args)
+        args = parser(argv[0] if argv else None).parse_args(argv)
+        if args.command in OTHERS:
+            module_of(args.command).run(args)
         elif args.command == "all":
             for name in QUICKSTART:
-                COMMANDS[name].prepare(COMMANDS[name].Settings(), args.root, args.force)
+                module_of(name).prepare(module_of(name).Settings(), args.root, args.force)
         else:
-            module = COMMANDS[args.command]
+            module = module_of(args.command)
             module.prepare(settings_from(args, module.Settings), args.root, args.force)
     except PlaygroundError as error:
         print(f"playground {args.command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"playground {' '.join(argv[:1])}: interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

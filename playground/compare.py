@@ -1,21 +1,26 @@
-"""Scores trained checkpoints on held-out pictures and shows arms side by side: table, norms over training, examples."""
+"""Scores trained checkpoints on held-out pictures and shows arms side by side: table, figures, examples, one page.
+
+Answers that `python -m playground answers` has left in the output folder are taken as they are.
+"""
 
 import argparse
 import json
 import math
-from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-from tqdm import tqdm
+import numpy as np
 
-from llava.eval.ask import load_assistant
+from llava.compare.paired import Difference, compare_benchmarks, share_interval
+from llava.compare.stage import LOG_FILE
+from playground import answers, page
 from playground.records import is_right
 from playground.store import PlaygroundError, write_json
 
-LOG_FILE = "train_log.jsonl"
-EXAMPLES = 3
+ALL = "all questions"
+LOSS_STEPS = 10  # at the end, of which the mean is shown
+Log = list[dict[str, float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,123 +31,165 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar=("NAME", "STAGE1", "STAGE2"),
-        help="an arm's name and the output folders of its two stages; repeat for every arm",
+        help="an arm's name and the output folders of its two stages; repeat for every arm, the baseline first",
     )
-    parser.add_argument("--data", type=Path, required=True, help="prepared folder with heldout.json and images/")
-    parser.add_argument("--output-dir", type=Path, required=True, help="where table, figures and results go")
-    parser.add_argument("--batch-size", type=int, default=40, help="questions answered at a time")
-    parser.add_argument("--max-new-tokens", type=int, default=8, help="longest answer in tokens")
+    answers.add_shared_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes `results.json`, `table.md`, `norms.png` and `examples.png`, and prints the table."""
-    records = json.loads((args.data / "heldout.json").read_text(encoding="utf-8"))
-    arms = {}
-    for name, stage_1, stage_2 in args.arm:
-        logs = [read_log(Path(folder)) for folder in (stage_1, stage_2)]
-        answers = answer(stage_2, records, args.data / "images", args.batch_size, args.max_new_tokens, name)
-        arms[name] = {"summary": summarize(logs, records, answers), "answers": answers, "logs": logs}
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    chance = chance_percent(records)
-    table = markdown_table({name: arm["summary"] for name, arm in arms.items()}, chance)
-    (args.output_dir / "table.md").write_text(table + "\n")
+    """Writes `results.json`, `table.md`, `index.html` and the figures, and prints table and examples.
+
+    Raises:
+        PlaygroundError: an arm named twice, a folder without a finished training, or data without questions.
+    """
+    names = [name for name, _, _ in args.arm]
+    if len(set(names)) < len(names):
+        raise PlaygroundError(f"--arm: {', '.join(names)}: expected different names")
+    records = answers.held_out(args.data)
+    logs = {name: [read_log(Path(folder)) for folder in folders] for name, *folders in args.arm}
+    given = {name: answers.answered(name, folder, args) for name, _, folder in args.arm}
+    right = {name: hits(records, texts) for name, texts in given.items()}
     results = {
-        "chance_percent": chance,
-        "arms": {name: {"folder": stage_2, **arms[name]["summary"]} for name, _, stage_2 in args.arm},
+        "chance_percent": chance_percent(records),
+        "arms": {
+            name: {"folder": folder, **summarize(logs[name], records, right[name])} for name, _, folder in args.arm
+        },
+        "differences": differences(records, right),
         "records": [
             {
                 "id": record["id"],
                 "kind": record["kind"],
                 "expected": expected_answer(record),
-                **{name: arm["answers"][i] for name, arm in arms.items()},
+                **{name: texts[i] for name, texts in given.items()},
             }
             for i, record in enumerate(records)
         ],
     }
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     write_json(args.output_dir / "results.json", results)
-    draw_norms({name: arm["logs"] for name, arm in arms.items()}, args.output_dir / "norms.png")
-    answers = {name: arm["answers"] for name, arm in arms.items()}
-    print(draw_examples(records, answers, args.data / "images", args.output_dir / "examples.png"))
+    table = markdown_table(results["arms"], results["chance_percent"])
+    (args.output_dir / "table.md").write_text(table + "\n")
+    examples = page.examples(records, given, args.data / "images")
+    page.write_page(args, results, logs, examples)
+    for one in examples:
+        print(f"{one['image']}: {one['question']} expected: {one['expected']} | " + " | ".join(one["replies"]))
     print(table)
+    print(f"page: {args.output_dir / page.FILE}")
 
 
-def read_log(folder: Path) -> list[dict[str, float]]:
-    """The optimizer steps that a run logged."""
+def read_log(folder: Path) -> Log:
+    """The optimizer steps that a run logged.
+
+    Raises:
+        PlaygroundError: there is no log, or no step in it.
+    """
     path = folder / LOG_FILE
     if not path.is_file():
         raise PlaygroundError(f"{path} does not exist; --arm wants the two output folders of a finished training")
-    steps = [json.loads(line) for line in path.read_text().splitlines()]
-    return [step for step in steps if "loss" in step]
+    steps = [step for step in map(json.loads, path.read_text().splitlines()) if "loss" in step]
+    if not steps:
+        raise PlaygroundError(f"{path} has no optimizer step; --arm wants the output folders of a finished training")
+    return steps
 
 
-def answer(
-    checkpoint: str, records: list[dict[str, Any]], images: Path, batch_size: int, max_new_tokens: int, name: str
-) -> list[str]:
-    """The checkpoint's greedy answer to the first question of every record."""
-    assistant = load_assistant(checkpoint)
-    answers: list[str] = []
-    for start in tqdm(range(0, len(records), batch_size), desc=f"answering, {name}"):
-        batch = records[start : start + batch_size]
-        answers += assistant.answer(
-            [record["conversations"][:1] for record in batch],
-            [Image.open(images / record["image"]) for record in batch],
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-        )
-    return answers
+# --- scores -----------------------------------------------------------------------------------------------------------
 
 
-def expected_answer(record: dict[str, Any]) -> str:
+def expected_answer(record: Mapping[str, Any]) -> str:
     return record["conversations"][1]["value"]
 
 
-def chance_percent(records: list[dict[str, Any]]) -> dict[str, float]:
-    """What guessing one of the possible answers scores, per kind of question."""
-    return {record["kind"]: 100 / len(record["choices"]) for record in records}
+def hits(records: Sequence[dict[str, Any]], texts: Sequence[str]) -> np.ndarray:
+    """Which answers are right [N], as 0 and 1."""
+    return np.array([is_right(text, expected_answer(r)) for r, text in zip(records, texts, strict=True)], dtype=float)
 
 
-def summarize(logs: list[list[dict[str, float]]], records: list[dict[str, Any]], answers: list[str]) -> dict[str, Any]:
-    """Accuracy per kind, last losses (mean of ten steps), and norms at the LLM's input before and after training."""
-    right: dict[str, list[bool]] = defaultdict(list)
-    for record, given in zip(records, answers, strict=True):
-        right[record["kind"]].append(is_right(given, expected_answer(record)))
-    stage_1, stage_2 = logs
-    return {
-        "accuracy_percent": {kind: 100 * sum(hits) / len(hits) for kind, hits in right.items()},
-        "final_loss": [sum(step["loss"] for step in log[-10:]) / len(log[-10:]) for log in logs],
-        "visual_norm": [_first(stage_1, "norm/llm_input"), _last(stage_1, "norm/llm_input")]
-        + [_last(stage_2, "norm/llm_input")],
-        "text_norm": [_first(stage_1, "norm/text_embeddings"), _last(stage_1, "norm/text_embeddings")]
-        + [_last(stage_2, "norm/text_embeddings")],
+def kinds_of(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Indices of the questions of every kind, in the order of first sight, and of all."""
+    kinds = np.array([record["kind"] for record in records])
+    return {kind: np.flatnonzero(kinds == kind) for kind in dict.fromkeys(kinds.tolist())} | {
+        ALL: np.arange(len(kinds))
     }
 
 
-def _first(log: list[dict[str, float]], key: str) -> float:
+def chance_percent(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What guessing one of the possible answers scores, per kind of question and for all."""
+    chance = np.array([100 / len(record["choices"]) for record in records])
+    return {kind: float(chance[chosen].mean()) for kind, chosen in kinds_of(records).items()}
+
+
+def summarize(logs: Sequence[Log], records: Sequence[dict[str, Any]], right: np.ndarray) -> dict[str, Any]:
+    """Accuracy per kind with its interval, last losses, and norms at the LLM's input before and after training."""
+    chosen = kinds_of(records)
+    percent = {kind: 100 * float(right[one].mean()) for kind, one in chosen.items()}
+    interval = {
+        kind: [100 * end for end in share_interval(int(right[one].sum()), len(one))] for kind, one in chosen.items()
+    }
+    stage_1, stage_2 = logs
+
+    def norms(key: str) -> list[float]:
+        return [_first(stage_1, key), _last(stage_1, key), _last(stage_2, key)]
+
+    return {
+        "accuracy_percent": percent,
+        "accuracy_interval": interval,
+        "final_loss": [float(np.mean([step["loss"] for step in log[-LOSS_STEPS:]])) for log in logs],
+        "visual_norm": norms("norm/llm_input"),
+        "text_norm": norms("norm/text_embeddings"),
+    }
+
+
+def differences(records: Sequence[dict[str, Any]], right: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
+    """Every arm minus the first, per kind and over all questions, paired by question."""
+    baseline, *others = right
+    found = {}
+    for name in others:
+        change = right[name] - right[baseline]
+        parts = [change[None, one] for one in kinds_of(records).values()]
+        each, _ = compare_benchmarks(parts, [None] * len(parts))
+        found[name] = {kind: _points(one) for kind, one in zip(kinds_of(records), each, strict=True)}
+    return found
+
+
+def _points(found: Difference) -> dict[str, Any]:
+    named = {"points": found.delta, "interval": [found.low, found.high], "verdict": found.verdict}
+    return named | {"won": found.won, "lost": found.lost, "p": found.p}
+
+
+def _first(log: Log, key: str) -> float:
     return next((step[key] for step in log if key in step), math.nan)
 
 
-def _last(log: list[dict[str, float]], key: str) -> float:
+def _last(log: Log, key: str) -> float:
     return _first(log[::-1], key)
 
 
-def markdown_table(summaries: dict[str, dict[str, Any]], chance: dict[str, float]) -> str:
-    """One column per arm, and what chance gives."""
-    names = list(summaries)
-    rows = [("held-out accuracy, %", *[""] * len(names), "chance")]
+# --- table ------------------------------------------------------------------------------------------------------------
+
+ROWS = (
+    ("final loss, stage 1", "final_loss", 0),
+    ("final loss, stage 2", "final_loss", 1),
+    ("visual token norm, start", "visual_norm", 0),
+    ("visual token norm, after stage 1", "visual_norm", 1),
+    ("visual token norm, after stage 2", "visual_norm", 2),
+    ("text token norm, start", "text_norm", 0),
+    ("text token norm, after stage 2", "text_norm", 2),
+)
+"""Rows below the scores: label, key of an arm's summary, index."""
+
+
+def markdown_table(arms: Mapping[str, dict[str, Any]], chance: Mapping[str, float]) -> str:
+    """One column per arm, and what chance gives; a score has its 95 % interval."""
+    rows = [("held-out accuracy, % (95 % interval)", *[""] * len(arms), "chance")]
     for kind in chance:
-        values = [f"{summaries[name]['accuracy_percent'][kind]:.1f}" for name in names]
-        rows.append((f"  {kind}", *values, f"{chance[kind]:.1f}"))
-    for label, key, index in (
-        ("final loss, stage 1", "final_loss", 0),
-        ("final loss, stage 2", "final_loss", 1),
-        ("visual token norm, start", "visual_norm", 0),
-        ("visual token norm, after stage 1", "visual_norm", 1),
-        ("visual token norm, after stage 2", "visual_norm", 2),
-        ("text token norm, start", "text_norm", 0),
-        ("text token norm, after stage 2", "text_norm", 2),
-    ):
-        rows.append((label, *[f"{summaries[name][key][index]:.3g}" for name in names], ""))
-    header = ("", *names, "")
+        cells = []
+        for arm in arms.values():
+            low, high = arm["accuracy_interval"][kind]
+            cells.append(f"{arm['accuracy_percent'][kind]:.1f} ({low:.0f} to {high:.0f})")
+        rows.append((f"  {kind}", *cells, f"{chance[kind]:.1f}"))
+    for label, key, index in ROWS:
+        rows.append((label, *[f"{arm[key][index]:.3g}" for arm in arms.values()], ""))
+    header = ("", *arms, "")
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: tuple[str, ...]) -> str:
@@ -150,52 +197,3 @@ def markdown_table(summaries: dict[str, dict[str, Any]], chance: dict[str, float
 
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([line(header), rule, *map(line, rows)])
-
-
-def draw_norms(logs: dict[str, list[list[dict[str, float]]]], path: Path) -> None:
-    """Mean norm of visual and text tokens at the LLM's input over both stages, one line per arm, log scale."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    boundary = 0
-    for name, (stage_1, stage_2) in logs.items():
-        boundary = stage_1[-1]["step"]
-        steps = [(s["step"], s) for s in stage_1] + [(boundary + s["step"], s) for s in stage_2]
-        points = [(x, s["norm/llm_input"]) for x, s in steps if "norm/llm_input" in s]
-        axes.plot(*zip(*points, strict=True), label=f"visual tokens, {name}")
-    points = [(x, s["norm/text_embeddings"]) for x, s in steps if "norm/text_embeddings" in s]
-    axes.plot(*zip(*points, strict=True), color="black", linestyle=":", label="text tokens")
-    axes.axvline(boundary + 0.5, color="grey", linewidth=0.8)
-    axes.set(yscale="log", xlabel="optimizer step (stage 1 | stage 2)", ylabel="mean L2 norm at the LLM's input")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def draw_examples(records: list[dict[str, Any]], answers: dict[str, list[str]], images: Path, path: Path) -> str:
-    """Draws one held-out picture per kind with question and answers; returns the same as text."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    chosen: dict[str, int] = {}
-    for index, record in enumerate(records):
-        chosen.setdefault(record["kind"], index)
-    indices = [*chosen.values(), *(i for i in range(len(records)) if i not in chosen.values())][:EXAMPLES]
-    figure, axes = pyplot.subplots(1, len(indices), figsize=(3.4 * len(indices), 4.4), layout="constrained")
-    lines = []
-    for index, axis in zip(indices, axes.flat if len(indices) > 1 else [axes], strict=True):
-        record = records[index]
-        question = record["conversations"][0]["value"].replace("<image>\n", "")
-        replies = [f"{name}: {given[index]}" for name, given in answers.items()]
-        axis.imshow(Image.open(images / record["image"]), interpolation="nearest")
-        axis.set_axis_off()
-        axis.set_title("\n".join([question, f"expected: {expected_answer(record)}", *replies]), fontsize=9, loc="left")
-        lines.append(f"{record['image']}: {question} expected: {expected_answer(record)} | " + " | ".join(replies))
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return "\n".join(lines)

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 IMAGE_TOKEN = "<image>"
-STATEMENTS = "statements.json"  # {"train" | "heldout": {image: [caption, other true statements about it]}}
+# {"train" | "heldout": {image: {"picture": [caption, more that is true of it], "quarters": four lists, or none}}};
+# the quarters in reading order
+STATEMENTS = "statements.json"
 
 
 def conversation(turns: Sequence[tuple[str, str]], with_image: bool) -> list[dict[str, str]]:

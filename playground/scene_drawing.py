@@ -34,7 +34,8 @@ TINTS = {  # muted, so that every shape colour stands out
     "sand": (165, 155, 125),
     "teal": (110, 145, 145),
 }
-MIN_RADIUS, MAX_RADIUS, MARGIN = 0.19, 0.23, 0.01  # shares of the side; a shape never leaves its quarter
+OUTLINE, OUTLINE_WIDTH = (45, 45, 45), 2  # pixels of the saved picture
+MIN_RADIUS, MAX_RADIUS, MARGIN = 0.2, 0.23, 0.016  # shares of the side; a shape never leaves its quarter
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ class Scene:
         return shapes if len(shapes) > 1 else (*shapes, self.texture, self.tint)
 
 
-def draw_scene(rng: random.Random, size: int, two_shapes: float) -> Scene:
-    """Return a random scene of `size` pixels, with two shapes at the probability `two_shapes`."""
-    count = 2 if rng.random() < two_shapes else 1
-    colors, names = rng.sample(tuple(COLORS), count), rng.sample(SHAPES, count)
+def draw_scene(rng: random.Random, size: int, most_shapes: int) -> Scene:
+    """Return a random scene of `size` pixels with one to `most_shapes` shapes."""
+    count = rng.randint(1, most_shapes)
+    colors, names = rng.sample(tuple(COLORS), count), rng.sample(SHAPES * (1 + count // 4), count)
     positions = sorted(rng.sample(tuple(POSITIONS), count), key=tuple(POSITIONS).index)
     shapes = tuple(place_shape(rng, size, *item) for item in zip(colors, names, positions, strict=True))
     return Scene(rng.choice(TEXTURES), rng.choice(tuple(TINTS)), shapes, rng.randrange(2**32))
@@ -98,14 +99,15 @@ def draw_shape(draw: ImageDraw.ImageDraw, shape: Shape) -> None:
     # + 0.5: the middle of the pixel, so that the pixel `center` is inside
     x, y = ((value + 0.5) * OVERSAMPLING for value in shape.center)
     radius = shape.radius * OVERSAMPLING
+    style = {"fill": COLORS[shape.color], "outline": OUTLINE, "width": round(OUTLINE_WIDTH * OVERSAMPLING)}
     if shape.name == "circle":
-        draw.circle((x, y), 0.95 * radius, fill=COLORS[shape.color])
+        draw.circle((x, y), 0.95 * radius, **style)
     elif shape.name == "square":
         half = 0.85 * radius
-        draw.rectangle((x - half, y - half, x + half, y + half), fill=COLORS[shape.color])
+        draw.rectangle((x - half, y - half, x + half, y + half), **style)
     else:
         corners = [(x, y - radius), (x + radius, y + 0.8 * radius), (x - radius, y + 0.8 * radius)]
-        draw.polygon(corners, fill=COLORS[shape.color])
+        draw.polygon(corners, **style)
 
 
 def background(scene: Scene, side: int) -> np.ndarray:

@@ -1,11 +1,10 @@
 """What can be said and asked about drawn scenes, and questions about shapes and colours that need no picture."""
 
 import random
-from itertools import product
 from typing import Any
 
 from playground.records import listed, text_record
-from playground.scene_drawing import Scene, Shape
+from playground.scene_drawing import POSITIONS, Scene, Shape
 
 WORDS = {
     "color": ("red", "green", "blue", "yellow", "orange", "purple", "black", "white", "pink", "brown"),
@@ -33,24 +32,26 @@ FACTS = (
 )
 NUMBERS = {1: "one", 2: "two"}
 COUNT_SHARE = 0.1
-MAX_TURNS = 2  # records of similar length waste little of a batch on padding
+MAX_TURNS = 4  # records of similar length waste little of a batch on padding
 
 
 def caption(scene: Scene) -> str:
-    """Return one sentence that names every shape with colour and position."""
+    """Return one sentence that names every shape with colour and position, in reading order."""
     parts = [f"a {shape.color} {shape.name} in the {shape.position}" for shape in scene.shapes]
-    parts = [part.replace("a orange", "an orange") for part in parts]
-    sentence = " and ".join(parts)
+    sentence = " and ".join(parts).replace("a orange", "an orange")
     return sentence[0].upper() + sentence[1:] + "."
 
 
-def true_statements(scene: Scene) -> list[str]:
-    """Return the caption and every shorter phrase that is true of the scene; a phrase not in the list is false."""
-    phrases = []
-    for shape in scene.shapes:
-        parts = product((shape.color, ""), (shape.name, "shape"), (f"in the {shape.position}", ""))
-        phrases += [" ".join(("a", *filter(None, part))) for part in parts if part != ("", "shape", "")]
-    return [caption(scene), *(phrase.replace("a orange", "an orange") for phrase in phrases)]
+def quarter_statements(scene: Scene) -> list[list[str]]:
+    """Return what is true of each quarter in reading order: where it is, and the phrases about its shape, if any."""
+    there = {shape.position: statements_about(shape) for shape in scene.shapes}
+    return [[position, *there.get(position, [])] for position in POSITIONS]
+
+
+def statements_about(shape: Shape) -> list[str]:
+    """Return phrases that name the shape by colour, by form, and by both."""
+    phrases = (f"a {shape.color} {shape.name}", f"a {shape.color} shape", f"a {shape.name}")
+    return [phrase.replace("a orange", "an orange") for phrase in phrases]
 
 
 def ask(kind: str, shape: Shape) -> tuple[str, str]:
@@ -68,7 +69,7 @@ def about_scene(rng: random.Random, scene: Scene) -> list[tuple[str, str]]:
     A question about the colour names the shape and the other way round, so a shape gets one of the two, and the
     question for its position, which names both, comes last.
     """
-    chains = (("color",), ("shape",), ("position",), ("color", "position"), ("shape", "position"))
+    chains = (("color", "position"), ("shape", "position"))
     turns = [ask(kind, shape) for shape in rng.sample(scene.shapes, len(scene.shapes)) for kind in rng.choice(chains)]
     if rng.random() < COUNT_SHARE:
         turns.insert(0, ("How many objects are in the picture?", NUMBERS[len(scene.shapes)]))

@@ -11,12 +11,13 @@ from tqdm import tqdm
 from playground.options import option
 from playground.records import STATEMENTS, image_record
 from playground.scene_drawing import CHOICES, Scene, draw_scene, render
-from playground.scene_questions import about_scene, ask, caption, text_records, true_statements
+from playground.scene_questions import about_scene, ask, caption, quarter_statements, text_records
 from playground.store import PlaygroundError, build, write_json
 
 FOLDER = "scenes"
-FORMAT = 3  # raise it when the same settings give other files
+FORMAT = 4  # raise it when the same settings give other files
 MAX_REDRAWS = 10_000
+MANY, FEW = 4, 2  # most shapes of a picture with a caption, and of one with questions
 
 
 @dataclass
@@ -24,10 +25,10 @@ class Settings:
     """What `python -m playground scenes` draws."""
 
     size: int = option(64, "side of the square pictures in pixels")
-    num_train: int = option(2000, "training pictures: each gives one caption and one record of questions")
+    num_captions: int = option(1000, "training pictures of one to four shapes: each gives one caption")
+    num_questions: int = option(1000, "training pictures of one or two shapes: each gives one record of questions")
     num_heldout: int = option(240, "held-out pictures: each gives one question")
-    num_text: int = option(200, "training records without a picture")
-    two_shapes: float = option(0.5, "share of the pictures that show two shapes")
+    num_text: int = option(40, "training records without a picture")
     seed: int = option(0, "seed of everything drawn")
 
 
@@ -45,9 +46,7 @@ def check(settings: Settings) -> None:
     """Raise `PlaygroundError` for settings that cannot be drawn."""
     if settings.size < 32:
         raise PlaygroundError(f"--size {settings.size}: shapes are told apart from 32 pixels on; give at least 32.")
-    if not 0 <= settings.two_shapes <= 1:
-        raise PlaygroundError(f"--two-shapes {settings.two_shapes}: expected a share between 0 and 1.")
-    for name in ("num_train", "num_heldout", "num_text"):
+    for name in ("num_captions", "num_questions", "num_heldout", "num_text"):
         if getattr(settings, name) < 0:
             raise PlaygroundError(f"--{name.replace('_', '-')} {getattr(settings, name)}: expected 0 or more.")
 
@@ -60,14 +59,17 @@ def write_scenes(settings: Settings, folder: Path) -> dict[str, Any]:
         for index, scene in enumerate(tqdm(drawn, desc=f"scenes: {split}", unit="picture")):
             render(scene, settings.size).save(folder / "images" / image_name(split, index))
     records = {
-        "pretrain.json": pretrain_records(train, settings.seed),
+        "pretrain.json": pretrain_records(train[: settings.num_captions], settings.seed),
         "finetune.json": finetune_records(train, settings),
         "heldout.json": heldout_records(heldout, settings.seed),
     }
     for name, content in records.items():
         write_json(folder / name, content)
     statements = {
-        split: {image_name(split, index): true_statements(scene) for index, scene in enumerate(drawn)}
+        split: {
+            image_name(split, index): {"picture": [caption(scene)], "quarters": quarter_statements(scene)}
+            for index, scene in enumerate(drawn)
+        }
         for split, drawn in (("train", train), ("heldout", heldout))
     }
     write_json(folder / STATEMENTS, statements)
@@ -89,17 +91,16 @@ def draw_scenes(settings: Settings) -> tuple[list[Scene], list[Scene]]:
     def generators(split: str, count: int) -> list[random.Random]:
         return [random.Random(f"{settings.seed}/{split}/{index}") for index in range(count)]
 
-    heldout = [
-        draw_scene(rng, settings.size, settings.two_shapes) for rng in generators("heldout", settings.num_heldout)
-    ]
+    heldout = [draw_scene(rng, settings.size, FEW) for rng in generators("heldout", settings.num_heldout)]
     taken = {scene.content() for scene in heldout}
-    train = [_draw_outside(taken, rng, settings) for rng in generators("train", settings.num_train)]
-    return train, heldout
+    most_shapes = [MANY] * settings.num_captions + [FEW] * settings.num_questions
+    drawn = zip(generators("train", len(most_shapes)), most_shapes, strict=True)
+    return [_draw_outside(taken, rng, settings, most) for rng, most in drawn], heldout
 
 
-def _draw_outside(taken: set[tuple], rng: random.Random, settings: Settings) -> Scene:
+def _draw_outside(taken: set[tuple], rng: random.Random, settings: Settings, most_shapes: int) -> Scene:
     for _ in range(MAX_REDRAWS):
-        scene = draw_scene(rng, settings.size, settings.two_shapes)
+        scene = draw_scene(rng, settings.size, most_shapes)
         if scene.content() not in taken:
             return scene
     raise PlaygroundError(
@@ -119,11 +120,17 @@ def pretrain_records(scenes: list[Scene], seed: int) -> list[dict[str, Any]]:
 
 
 def finetune_records(scenes: list[Scene], settings: Settings) -> list[dict[str, Any]]:
-    """Return one record of questions per scene, and the records without a picture (stage 2), mixed."""
+    """Return captions, questions, and records without a picture (stage 2), mixed.
+
+    A caption holds many more facts per token than a question; without captions the language model learns in so few
+    steps how answers look, but not to look at the picture.
+    """
     rng = random.Random(f"{settings.seed}/finetune")
-    records = [
+    records = pretrain_records(scenes[: settings.num_captions], settings.seed)
+    records += [
         image_record(f"scene-question-{i:05d}", image_name("train", i), about_scene(rng, scene))
         for i, scene in enumerate(scenes)
+        if i >= settings.num_captions
     ]
     records += text_records(rng, settings.num_text)
     rng.shuffle(records)

@@ -26,7 +26,7 @@ from playground.stamp_questions import (
 from playground.store import PlaygroundError, build, write_json
 
 FOLDER = "stamps"
-FORMAT = 2  # raise it when the same settings give other files
+FORMAT = 3  # raise it when the same settings give other files
 PACKAGE = "tuxpaint-stamps-default"
 STAMPS_IN_PACKAGE = Path("usr/share/tuxpaint/stamps")
 WHITE_ENOUGH = 250  # a picture with no pixel darker than this is invisible on white
@@ -119,7 +119,10 @@ def write_stamps(settings: Settings, package: Path, folder: Path) -> dict[str, A
     for name, content in records.items():
         write_json(folder / name, content)
     statements = {
-        name: {f"{stamp.name}.png": [stamp.caption, f"a picture of {stamp.kind}"] for stamp in part}
+        name: {
+            f"{stamp.name}.png": {"picture": [stamp.caption, f"a picture of {stamp.kind}"], "quarters": []}
+            for stamp in part
+        }
         for name, part in (("train", train), ("heldout", heldout))
     }
     write_json(folder / STATEMENTS, statements)

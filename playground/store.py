@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+
+from llava.provenance import ROOT
 
 MANIFEST = "manifest.json"
 
@@ -116,3 +119,8 @@ def _lock(output: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def shown_python() -> str:
+    """This interpreter as one would type it from the repository's root."""
+    return ".venv/bin/python" if Path(sys.prefix) == ROOT / ".venv" else sys.executable

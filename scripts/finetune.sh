@@ -54,7 +54,7 @@ launch llava/train/train_mem.py \
   --mm_vision_tower_lr "$VISION_TOWER_LR" \
   --mm_projector_lr "$PROJECTOR_LR" \
   --lr_scheduler_type cosine \
-  --warmup_ratio 0.03 \
+  --warmup_ratio "${WARMUP_RATIO:-0.03}" \
   --weight_decay 0.0 \
   --num_train_epochs "$EPOCHS" \
   --max_steps "$MAX_STEPS" \

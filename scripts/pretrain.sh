@@ -40,7 +40,7 @@ launch llava/train/train_mem.py \
   --optim "${OPTIM:-}" \
   --learning_rate "$LEARNING_RATE" \
   --lr_scheduler_type cosine \
-  --warmup_ratio 0.03 \
+  --warmup_ratio "${WARMUP_RATIO:-0.03}" \
   --weight_decay 0.0 \
   --num_train_epochs "$EPOCHS" \
   --max_steps "$MAX_STEPS" \

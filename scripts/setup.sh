@@ -84,7 +84,12 @@ usable_venv() {
 
 has_package() { compgen -G ".venv/lib/python*/site-packages/$1-[0-9]*.dist-info" >/dev/null; }
 
-pip_install() { "$VENV_PYTHON" -m pip install --progress-bar off -c constraints.txt "$@"; }
+# Without byte code: compiling every file of every package takes longer than all the rest; see compile_what_is_used.
+pip_install() { "$VENV_PYTHON" -m pip install --progress-bar off --no-compile -c constraints.txt "$@"; }
+
+# What training and evaluation import, once: a tenth of all files. Kept also where the caller's Python shall keep none
+# (PYTHONDONTWRITEBYTECODE, as in many containers), where every later start would compile them again.
+compile_what_is_used() { env -u PYTHONDONTWRITEBYTECODE "$VENV_PYTHON" -c "import llava.train.train, llava.eval.ask"; }
 
 install() {
   local installed="" extras rest
@@ -93,12 +98,14 @@ install() {
   # While the stamp's first line is empty the environment counts as unfinished.
   printf '\n%s\n%s\n' "$ROOT" "$installed" >"$STAMP"
   # Torch before everything else: a looser requirement elsewhere must not choose another build of it.
-  step "torch $(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)" pip_install "pip>=23" torch
+  step "torch $(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)" pip_install "pip>=23" "setuptools>=77" torch
   # A build of PyTorch for NVIDIA GPUs has brought Triton, all that Liger's kernels need. Decided here and not by a GPU
   # in sight: the environment is often made on a node without any, and used on nodes without a network.
   [ -n "${EXTRAS:-}" ] || ! has_package triton || extras="$extras,liger"
   rest=$(tr ',' '\n' <<<"$extras" | sed '/^flash$/d' | paste -sd, -)
-  step "llava${rest:+[$rest]}" pip_install -e ".${rest:+[$rest]}"
+  # Its build needs setuptools alone, which is there: an environment for the build would take some seconds more.
+  step "llava${rest:+[$rest]}" pip_install --no-build-isolation -e ".${rest:+[$rest]}"
+  step "byte code of what is used" compile_what_is_used
   if [[ ",$extras," == *,flash,* ]]; then
     # flash-attn's build imports torch, so it must see this environment.
     step "build tools for flash-attn" pip_install setuptools wheel ninja packaging

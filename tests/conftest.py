@@ -3,7 +3,9 @@
 import functools
 import json
 import os
+import shutil
 import signal
+import subprocess
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,6 +21,8 @@ from training import flags
 
 from llava.data import cache
 from llava.train.train import train
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +67,33 @@ def tokenizer():
 def files_count_as_old(monkeypatch):
     """Files written in the test count as written long ago, so that their stamps are trusted."""
     monkeypatch.setattr(cache, "_CLOCK_STEP", 0.0)
+
+
+@pytest.fixture(scope="session")
+def browse(tmp_path_factory):
+    """A function from a page and a window's width to its DOM after loading and what the console said."""
+    program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip(f"no Chromium: none of {', '.join(BROWSERS)} on PATH (Debian: apt-get install {BROWSERS[0]})")
+    profile = tmp_path_factory.mktemp("browser")
+
+    def run(page, *flags, width=1200):
+        command = [
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--enable-logging=stderr",
+            f"--user-data-dir={profile}",
+        ]
+        command += [
+            f"--window-size={width},900",
+            "--virtual-time-budget=5000",
+            *(flags or ["--dump-dom"]),
+            page.as_uri(),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    return run

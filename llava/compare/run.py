@@ -4,22 +4,20 @@ Every step keeps what it finished, so that the same command goes on after an int
 """
 
 import argparse
-import fcntl
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from llava.compare.arms import parse_arm, parse_arms, parse_seeds
 from llava.compare.paper import ARMS
-from llava.compare.runs import STAGES, Run
-from llava.compare.stage import train_stage
+from llava.compare.runs import Run
+from llava.compare.stage import STAGES, locked, train_stage
 from llava.provenance import DONE, ROOT
 
 DEMO = "demo"
@@ -202,25 +200,3 @@ def run(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with locked(folder) as lock:
         Comparison(args.preset, arms, seeds, tasks, folder, args.upstream, lock).run_all()
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[int]:
-    """Holds the folder's lock. A training that outlives this process keeps it: two would write into one folder.
-
-    Raises:
-        ValueError: another comparison, or a training that it left, still holds it.
-    """
-    with (folder / ".lock").open("w") as file:
-        end = time.monotonic() + float(os.environ.get("LOCK_SECONDS", "60"))
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise ValueError(
-                        f"{folder} is in use by another comparison or by a training that it left; wait for its end"
-                    ) from None
-                time.sleep(0.2)
-        yield file.fileno()

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from llava.compare.arms import BASELINE, parse_arm
-from llava.compare.stage import LOG_FILE
+from llava.compare.stage import LOG_FILE, STAGES
 from llava.eval.results import Results, read_results
 from llava.provenance import DONE, RUN_FILE, differences, read_starts, revision, software
 
-STAGES = ("pretrain", "finetune")
 ABSENT = "(absent)"  # stands for the value of a field that a run does not have
 # Beginnings of the names of fields in which runs may differ, and nothing else.
 ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")

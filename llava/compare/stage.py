@@ -1,18 +1,22 @@
 """One training stage as a step of longer work: skipped when finished, watched while it runs, ended with its caller."""
 
+import contextlib
+import fcntl
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from llava.provenance import DONE, ROOT
 
 LOG_FILE = "train_log.jsonl"
+STAGES = ("pretrain", "finetune")
 _BETWEEN_LINES = 60.0  # seconds, where there is no terminal to write over
 
 
@@ -42,36 +46,53 @@ def train_stage(
         print(f"{folder} is complete, skipped (remove it to train again)")
         return
     print(f"log: {log}", flush=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    (folder / DONE).unlink(missing_ok=True)
-    command = ["bash", f"scripts/{stage}.sh"]
-    env = os.environ | dict(settings) | {"OUTPUT_DIR": str(folder.resolve())}
-    with log.open("w") as output:
-        # A session of its own: a signal reaches it once, from here.
-        options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, start_new_session=True, pass_fds=list(keep_open), **options
-        )
-        try:
-            code = _watch(process, folder / LOG_FILE)
-        except BaseException:
-            _end(process)
-            raise
+    process = start_stage(stage, folder, log, settings, keep_open)
+    try:
+        code = _watch(process, folder)
+    except BaseException:
+        end([process])
+        raise
     if code:
-        lines = log.read_text(errors="replace").splitlines()[-30:]
-        raise StageError("\n".join([*lines, f"{stage} failed with status {code}, see {log}"]))
+        raise StageError("\n".join([*last_lines(log, 30), f"{stage} failed with status {code}, see {log}"]))
     (folder / DONE).touch()
 
 
-def _watch(process: subprocess.Popen, log: Path) -> int:
+def start_stage(
+    stage: str, folder: Path, log: Path, settings: Mapping[str, str], keep_open: Sequence[int] = ()
+) -> subprocess.Popen:
+    """Starts `scripts/<stage>.sh` into `folder`; see `train_stage`."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    (folder / DONE).unlink(missing_ok=True)
+    settings = {**settings, "OUTPUT_DIR": str(folder.resolve())}
+    return start_logged(["bash", f"scripts/{stage}.sh"], log, settings, keep_open)
+
+
+def start_logged(
+    command: Sequence[str], log: Path, settings: Mapping[str, str], keep_open: Sequence[int] = ()
+) -> subprocess.Popen:
+    """Starts a command from the repository's root, in a session of its own: a signal reaches it once, from here."""
+    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with log.open("w") as output:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | dict(settings), stdout=output, pass_fds=list(keep_open), **options
+        )
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """The end of what a command printed, of a bar that was drawn again and again its last state."""
+    lines = log.read_bytes().decode(errors="replace").rstrip().split("\n")
+    return [next((state for state in reversed(line.split("\r")) if state.strip()), "") for line in lines][-count:]
+
+
+def _watch(process: subprocess.Popen, folder: Path) -> int:
     """Shows the newest optimizer step until the process ends; returns its exit status."""
-    before, shown, terminal = _last_step(log), time.monotonic(), sys.stdout.isatty()
+    before, shown, terminal = last_step(folder), time.monotonic(), sys.stdout.isatty()
     seconds = float(os.environ.get("WATCH_SECONDS", "3"))
     while True:
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            line = _last_step(log)
+            line = last_step(folder)
             if line == before or (not terminal and time.monotonic() - shown < _BETWEEN_LINES):
                 continue
             before, shown = line, time.monotonic()
@@ -82,8 +103,9 @@ def _watch(process: subprocess.Popen, log: Path) -> int:
             return code
 
 
-def _last_step(log: Path) -> dict | None:
+def last_step(folder: Path) -> dict | None:
     """The newest line about an optimizer step, or None; a line that is still being written counts as none."""
+    log = folder / LOG_FILE
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 65536))
@@ -96,14 +118,49 @@ def _last_step(log: Path) -> dict | None:
     return None
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Asks the training to save and stop, and waits; a second interruption ends it at once."""
-    if process.poll() is not None:
+def end(processes: Sequence[subprocess.Popen]) -> None:
+    """Asks trainings to save and stop, and waits; a second interruption ends them at once."""
+    running = [process for process in processes if process.poll() is None]
+    if not running:
         return
-    print("stopping: the training ends first; once more ends it at once", file=sys.stderr, flush=True)
+    print("stopping: what runs ends first; once more ends it at once", file=sys.stderr, flush=True)
     try:
-        process.terminate()
-        process.wait()
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        for process in running:
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    # With all that it started: a launcher's ranks have a process group of their own.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.kill()
+    process.wait()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[int]:
+    """Holds the folder's lock. A training that outlives this process keeps it: two would write into one folder.
+
+    Raises:
+        ValueError: another call, or a training that it left, still holds it.
+    """
+    with (folder / ".lock").open("w") as file:
+        end = time.monotonic() + float(os.environ.get("LOCK_SECONDS", "60"))
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise ValueError(
+                        f"{folder} is in use by another call or by a training that it left; wait for its end"
+                    ) from None
+                time.sleep(0.2)
+        yield file.fileno()

@@ -121,6 +121,21 @@ def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
     return int(quota) / int(period) if quota.strip().isdecimal() else None
 
 
+def memory_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that the container may still take, its page cache counted as free, or None where nothing limits it."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "file"),  # version 2
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_cache"),  # version 1
+    ):
+        try:
+            left = int((cgroup / limit).read_text()) - int((cgroup / used).read_text())  # no number: no limit
+            stat = dict(line.split() for line in (cgroup / limit).with_name("memory.stat").read_text().splitlines())
+            return left + int(stat[cache])
+        except (OSError, ValueError, KeyError):
+            continue
+    return None
+
+
 def shared_memory_note(ranks: int, workers: int, folder: str = "/dev/shm") -> str:
     """A line where a node's shared memory is small for the batches of its ranks' loader processes; else empty."""
     try:

@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VARIABLES: dict[str, dict[str, str]] = {
     "what is trained": {
         "PRESET": "a file of scripts/presets: model, template and sizes that go with it",
+        "DEMO_DATA": "with PRESET=demo: scenes or stamps, prepared by python -m playground (default: scenes)",
         "NORM": "the arm: norm layer behind the projector",
         "NORM_INIT": "norm a visual token starts with: text_norm, default or a number (default: the trainer's)",
         "MODEL_PATH": "language model: folder or hub name",
@@ -38,6 +39,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "LEARNING_RATE": "of everything trained that has none of its own",
         "PROJECTOR_LR": "stage 2: of projector and norm; empty: LEARNING_RATE",
         "VISION_TOWER_LR": "stage 2: of the vision tower; empty: LEARNING_RATE",
+        "WARMUP_RATIO": "share of the steps over which learning rates rise (default: 0.03)",
         "OPTIM": "optimizer, as the Hugging Face Trainer names it (default: the trainer's)",
         "SEED": "of data order and initial projector",
     },

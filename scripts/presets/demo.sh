@@ -1,18 +1,24 @@
 # shellcheck shell=bash
-# SmolLM2-135M and a small SigLIP on drawn scenes: both stages in minutes on two CPU cores.
-: "${MODEL_PATH:=playground/data/smollm2-135m-instruct}" "${VISION_TOWER:=playground/data/siglip-scenes}"
-: "${DATA_PATH:=playground/data/scenes/$STAGE.json}" "${IMAGE_FOLDER=playground/data/scenes/images}"
+# SmolLM2-135M and a small SigLIP on drawn scenes or stamps: both stages in minutes on two CPU cores.
+: "${DEMO_DATA:=scenes}"
+require_one_of DEMO_DATA "scenes stamps"
+: "${MODEL_PATH:=playground/data/smollm2-135m-instruct}" "${VISION_TOWER:=playground/data/siglip-$DEMO_DATA}"
+: "${DATA_PATH:=playground/data/$DEMO_DATA/$STAGE.json}" "${IMAGE_FOLDER=playground/data/$DEMO_DATA/images}"
 # chatml begins with SmolLM2's system prompt. Without it a sample would have a third fewer tokens, but aligned visual
 # tokens, standing at the very beginning, become attention sinks, and colours are hardly learnt (docs/analysis.md).
 : "${PROMPT_VERSION:=chatml}" "${LABEL_MASKING:=assistant}" "${MODEL_MAX_LENGTH:=256}"
-: "${GLOBAL_BATCH:=8}" "${PER_DEVICE_BATCH:=auto}" # auto: the device's whole share at once, no accumulation
+: "${GLOBAL_BATCH:=16}" "${PER_DEVICE_BATCH:=auto}" # auto: the device's whole share at once, no accumulation
 : "${DEEPSPEED_CONFIG=}" "${NUM_WORKERS:=0}"
 # The newest checkpoint alone is kept: 4 MB in stage 1, 1.5 GB and some seconds in stage 2.
 : "${SAVE_STEPS:=40}"
+# In so few steps a language model learns how answers look without ever looking at the picture, and then no gradient
+# reaches the visual tokens. Captions in both stages and high rates prevent it; without a long warm-up they would
+# undo in three steps what stage 1 has learnt.
+: "${WARMUP_RATIO:=0.15}"
 case $STAGE in
-  pretrain) : "${MAX_STEPS:=80}" "${LEARNING_RATE:=1e-3}" ;;
+  pretrain) : "${MAX_STEPS:=16}" "${LEARNING_RATE:=2e-3}" ;;
   finetune)
-    : "${MAX_STEPS:=80}" "${LEARNING_RATE:=1e-4}" "${PROJECTOR_LR=1e-3}" "${VISION_TOWER_LR=1e-4}"
+    : "${MAX_STEPS:=24}" "${LEARNING_RATE:=3e-4}" "${PROJECTOR_LR=1e-3}" "${VISION_TOWER_LR=1e-4}"
     : "${LENGTH_GROUP_WINDOW:=1}" # the same batches on any number of CPU ranks
     ;;
 esac

@@ -23,7 +23,7 @@ from llava.eval import run_llava
 from llava.eval.ask import Assistant, choose_template, load_assistant, load_picture
 from llava.mm_utils import KeywordsStoppingCriteria
 from llava.serve import cli
-from playground import compare
+from playground import answers
 
 ASK = QUESTIONS[0] + POPE_SUFFIX
 LINE = QUESTIONS[0]
@@ -188,8 +188,8 @@ def test_the_demos_scoring_asks_the_same_way(checkpoint, images):
         {"image": f"{colour}.png", "conversations": [{"from": "human", "value": f"<image>\n{ASK}"}, {"from": "gpt"}]}
         for colour in COLOURS
     ]
-    answers = compare.answer(checkpoint, records, images, batch_size=3, max_new_tokens=8, name="x")
-    assert answers == ["Yes" if colour in WARM else "No" for colour in COLOURS]
+    given = answers.answer(checkpoint, records, images, batch_size=3, max_new_tokens=8, name="x")
+    assert given == ["Yes" if colour in WARM else "No" for colour in COLOURS]
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from playground import heldout, mixed, scenes, smollm2, stamps, tower
 from playground.scene_drawing import CHOICES, COLORS, POSITIONS
 from playground.store import MANIFEST, PlaygroundError, build
 
-SMALL = scenes.Settings(num_train=60, num_heldout=24, num_text=12, seed=3)
+SMALL = scenes.Settings(num_captions=30, num_questions=30, num_heldout=24, num_text=12, seed=3)
 TINY_TOWER = tower.Settings(layers=2, width=32, heads=2, steps=3, batch_size=16)
 
 
@@ -90,7 +90,10 @@ def expected_answer(question: str, seen: dict[str, tuple[str, str]]) -> str:
 def test_scene_answers_follow_from_the_pixels(scenes_root: Path) -> None:
     folder = scenes_root / "scenes"
     records = [
-        record for name in ("finetune", "heldout") for record in read(folder / f"{name}.json") if "image" in record
+        record
+        for name in ("finetune", "heldout")
+        for record in read(folder / f"{name}.json")
+        if "image" in record and "caption" not in record["id"]
     ]
     asked = [(record, question, answer) for record in records for question, answer in turns(record)]
     for record, question, answer in asked:
@@ -101,24 +104,33 @@ def test_scene_answers_follow_from_the_pixels(scenes_root: Path) -> None:
 def test_scene_captions_and_statements_follow_from_the_pixels(scenes_root: Path) -> None:
     folder = scenes_root / "scenes"
     statements = json.loads((folder / "statements.json").read_text())["train"]
-    for record in read(folder / "pretrain.json"):
+    captions = read(folder / "pretrain.json")
+    assert all(record in read(folder / "finetune.json") for record in captions[:3]), "stage 2 keeps the captions"
+    for record in captions:
         seen = shapes_in(folder / "images" / record["image"])
         ((_, caption),) = turns(record)
         said = re.findall(r"[Aa]n? (\w+) (\w+) in the (\w+ \w+)", caption)
         assert {color: (shape, position) for color, shape, position in said} == seen
         own = statements[record["image"]]
-        assert own[0] == caption
-        assert len(own) == len(set(own)) == 1 + 7 * len(seen)
-        for color, (shape, position) in seen.items():
-            assert {f"a {shape}", f"a shape in the {position}", f"a{'n' * (color == 'orange')} {color} shape"} <= set(
-                own
-            )
+        assert own["picture"] == [caption]
+        for position, said_of_it in zip(POSITIONS, own["quarters"], strict=True):
+            expected = [
+                {
+                    position,
+                    f"a {shape}",
+                    f"a{'n' * (color == 'orange')} {color} shape",
+                    f"a{'n' * (color == 'orange')} {color} {shape}",
+                }
+                for color, (shape, place) in seen.items()
+                if place == position
+            ]
+            assert [set(said_of_it)] == (expected or [{position}])
 
 
 def test_scenes_are_the_same_for_a_seed_and_differ_between_seeds(scenes_root: Path, tmp_path: Path) -> None:
     again = scenes.prepare(SMALL, tmp_path)
     assert folder_bytes(again) == folder_bytes(scenes_root / "scenes")
-    other = scenes.draw_scenes(scenes.Settings(num_train=60, num_heldout=24, seed=4))
+    other = scenes.draw_scenes(scenes.Settings(num_captions=30, num_questions=30, num_heldout=24, seed=4))
     assert other != scenes.draw_scenes(SMALL)
 
 
@@ -151,8 +163,8 @@ def test_heldout_questions_become_a_data_set_that_follows_its_pictures(
 
 def test_too_many_heldout_scenes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "MAX_REDRAWS", 20)
-    with pytest.raises(PlaygroundError, match="--num-heldout 20000"):
-        scenes.draw_scenes(scenes.Settings(num_train=1, num_heldout=20000, two_shapes=0.0))
+    with pytest.raises(PlaygroundError, match="--num-heldout 60000"):
+        scenes.draw_scenes(scenes.Settings(num_captions=0, num_questions=1, num_heldout=60000))
 
 
 def test_no_scene_question_gives_a_later_answer_away(scenes_root: Path) -> None:
@@ -170,7 +182,7 @@ def test_scene_records_are_valid(scenes_root: Path) -> None:
     records = {name: read(folder / f"{name}.json") for name in ("pretrain", "finetune", "heldout")}
     for content in records.values():
         assert_valid(content, folder / "images")
-    assert [len(content) for content in records.values()] == [60, 72, 24]
+    assert [len(content) for content in records.values()] == [30, 72, 24]
     assert sum("image" not in record for record in records["finetune"]) == 12
     assert max(len(turns(record)) for record in records["finetune"]) > 1
     assert all(len(turns(record)) == 1 for record in records["heldout"])
@@ -189,7 +201,7 @@ def test_heldout_scenes_ask_every_kind_equally_with_its_choices(scenes_root: Pat
 
 @pytest.mark.parametrize("size", [32, 64, 97])
 def test_scenes_of_any_size_keep_shapes_in_their_quarter(size: int) -> None:
-    train, _ = scenes.draw_scenes(scenes.Settings(num_train=40, num_heldout=0, size=size))
+    train, _ = scenes.draw_scenes(scenes.Settings(num_captions=20, num_questions=20, num_heldout=0, size=size))
     for scene in train:
         assert scenes.render(scene, size).size == (size, size)
         for shape in scene.shapes:
@@ -225,7 +237,7 @@ def test_a_complete_output_is_kept_and_other_settings_replace_it(tmp_path: Path,
 def test_an_interrupted_preparation_leaves_no_output_and_is_redone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = scenes.Settings(num_train=4, num_heldout=3, num_text=1)
+    settings = scenes.Settings(num_captions=2, num_questions=2, num_heldout=3, num_text=1)
 
     def interrupted(*_args: object) -> None:
         raise KeyboardInterrupt
@@ -254,7 +266,7 @@ def test_an_interruption_keeps_the_earlier_complete_output(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("damage", ["cut file", "missing file", "missing picture"])
 def test_a_damaged_output_is_redone(tmp_path: Path, damage: str) -> None:
-    settings = scenes.Settings(num_train=4, num_heldout=3, num_text=1)
+    settings = scenes.Settings(num_captions=2, num_questions=2, num_heldout=3, num_text=1)
     folder = scenes.prepare(settings, tmp_path)
     before = folder_bytes(folder)
     if damage == "cut file":
@@ -386,7 +398,9 @@ def test_the_tower_is_the_same_for_the_same_steps_and_seed(scenes_root: Path) ->
 
 def test_the_tower_is_trained_again_when_its_pictures_changed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for seed, message in ((0, "prepared"), (0, "skipped"), (1, "prepared")):
-        scenes.prepare(scenes.Settings(num_train=20, num_heldout=6, num_text=0, seed=seed), tmp_path)
+        scenes.prepare(
+            scenes.Settings(num_captions=10, num_questions=10, num_heldout=6, num_text=0, seed=seed), tmp_path
+        )
         capsys.readouterr()
         tower.prepare(TINY_TOWER, tmp_path)
         assert message in capsys.readouterr().out
@@ -399,8 +413,17 @@ def test_the_sigmoid_loss_equals_its_definition_in_float64() -> None:
     logits = torch.randn(5, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     is_true = torch.rand(5, 10, generator=torch.Generator().manual_seed(1)) < 0.3
     values, signs = logits.numpy(), np.where(is_true.numpy(), 1.0, -1.0)
-    expected = np.log1p(np.exp(-signs * values)).sum() / 5
-    assert sigmoid_loss(logits, is_true).item() == pytest.approx(expected, rel=1e-12)
+    assert sigmoid_loss(logits, is_true).item() == pytest.approx(np.log1p(np.exp(-signs * values)).sum(), rel=1e-12)
+
+
+def test_the_quarters_of_a_picture_are_its_patches_in_reading_order() -> None:
+    torch = pytest.importorskip("torch")
+    from playground.tower_training import quarters
+
+    grid = torch.arange(36.0).view(6, 6)
+    expected = [grid[:3, :3], grid[:3, 3:], grid[3:, :3], grid[3:, 3:]]
+    found = quarters(grid.view(1, 36, 1))[0, :, :, 0]
+    assert torch.equal(found, torch.stack([quarter.flatten() for quarter in expected]))
 
 
 def test_a_tower_without_pictures_says_which_command_makes_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

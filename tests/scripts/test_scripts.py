@@ -124,7 +124,7 @@ def test_demo_preset_is_one_plain_process_on_a_cpu():
     stage1, stage2 = (resolved_run(stage, PRESET="demo", NUM_GPUS=0) for stage in STAGES)
     for run in (stage1, stage2):
         assert run["launcher"] == "python" and ".venv/bin/python" in run["command"]
-        assert run["flags"]["per_device_train_batch_size"] == "8"
+        assert run["flags"]["per_device_train_batch_size"] == "16"
         assert "deepspeed" not in run["flags"]
         assert (run["flags"]["tf32"], run["flags"]["version"]) == ("False", "chatml")
         assert run["flags"]["max_steps"] == "80"
@@ -228,7 +228,7 @@ def test_help_names_every_variable_of_the_script_and_starts_nothing(stage, tmp_p
     of_stage_2 = {"LORA_R", "PROJECTOR_LR", "VISION_TOWER_LR", "LENGTH_GROUP_WINDOW"}
     for name in used - (of_stage_2 if stage == "pretrain" else set()):
         assert re.search(rf"^  {name} +\S", told.stdout, re.MULTILINE), name
-    assert re.search(r"LEARNING_RATE .*\[1e-[34]\]", told.stdout) and "GLOBAL_BATCH" in told.stdout
+    assert re.search(r"LEARNING_RATE .*\[[23]e-[34]\]", told.stdout) and "GLOBAL_BATCH" in told.stdout
     assert not (tmp_path / "out").exists()
 
 
@@ -529,6 +529,7 @@ STAND_IN_PYTHON = """#!/bin/sh
 case "$*" in
   *version_info[*) echo "${STAND_IN_VERSION:-3.11.7}" ;;
   *"sys.exit("*) case "${STAND_IN_VERSION:-3.11.7}" in 3.9.*) exit 1 ;; esac ;;
+  *"import llava"*) [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] && touch compiled ;;
   "-m venv --clear .venv")
     echo venv >>"$CALLS"
     rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo "version = 3.11.7" >.venv/pyvenv.cfg ;;
@@ -568,8 +569,17 @@ def test_setup_installs_torch_first_and_once(setup):
     assert venv == "venv"
     assert torch.endswith(" torch") and "-c constraints.txt" in torch
     assert package.endswith("-e .[dev,playground,train]") and "-c constraints.txt" in package
+    # Every file of every package compiled, or an environment for the build, would take longer than the rest.
+    assert "--no-compile" in torch and "--no-compile" in package and "--no-build-isolation" in package
+    assert "setuptools" in torch
     assert "up to date" in setup().stdout
     assert len(setup.calls()) == 3
+
+
+def test_setup_keeps_the_byte_code_of_what_is_used_whatever_the_caller_keeps(setup):
+    """Containers often set the variable; every start would then compile what pip has left out."""
+    assert setup(PYTHONDONTWRITEBYTECODE=1).returncode == 0
+    assert (setup.tree / "compiled").exists()
 
 
 def test_liger_comes_with_a_pytorch_for_nvidia_gpus_unless_extras_are_chosen(setup):

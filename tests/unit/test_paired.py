@@ -6,7 +6,16 @@ import math
 import numpy as np
 import pytest
 
-from llava.compare.paired import IMPROVED, UNCHANGED, WORSE, compare_benchmarks, resampled_mean, seed_part, sign_test
+from llava.compare.paired import (
+    IMPROVED,
+    UNCHANGED,
+    WORSE,
+    compare_benchmarks,
+    resampled_mean,
+    seed_part,
+    share_interval,
+    sign_test,
+)
 
 RNG = np.random.default_rng(1)
 
@@ -108,3 +117,13 @@ def test_mean_over_benchmarks_shares_the_seeds_and_not_the_questions():
     each, mean = compare_benchmarks(seeds, [None] * 4)
     assert mean.high - mean.low == pytest.approx(each[0].high - each[0].low, rel=0.1)  # what seeds do stays
     assert (mean.won, mean.lost) == (0, 0)
+
+
+@pytest.mark.parametrize(("right", "total"), [(0, 80), (1, 80), (44, 80), (80, 80), (143, 240)])
+def test_interval_of_a_share_ends_where_the_share_lies_1_96_standard_errors_away(right, total):
+    """Wilson's definition: the standard error is that of the end, not of the estimate."""
+    low, high = share_interval(right, total)
+    assert -1e-12 < low < right / total + 1e-12 and right / total - 1e-12 < high < 1 + 1e-12
+    for end in (low, high):
+        distance = abs(right / total - end)
+        assert distance == pytest.approx(1.959964 * math.sqrt(max(0.0, end * (1 - end)) / total), abs=1e-6)

@@ -3,10 +3,7 @@
 import csv
 import html
 import json
-import os
 import re
-import shutil
-import subprocess
 
 import pytest
 from comparison_runs import write_run
@@ -18,7 +15,6 @@ from llava.compare.report_tables import Statistics
 from llava.eval.results import PAPER_COLUMNS
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 
 def compare(root, arms, seeds="1,2"):
@@ -122,36 +118,6 @@ def test_papers_last_column_is_the_mean_of_its_nine():
 
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browse(tmp_path_factory):
-    """A function from a page and a window's width to its DOM after loading and what the console said."""
-    program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        pytest.skip(f"no Chromium: none of {', '.join(BROWSERS)} on PATH (Debian: apt-get install {BROWSERS[0]})")
-    profile = tmp_path_factory.mktemp("browser")
-
-    def run(page, *flags, width=1200):
-        command = [
-            program,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--enable-logging=stderr",
-            f"--user-data-dir={profile}",
-        ]
-        command += [
-            f"--window-size={width},900",
-            "--virtual-time-budget=5000",
-            *(flags or ["--dump-dom"]),
-            page.as_uri(),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-    return run
 
 
 def test_page_renders_without_a_message_and_sorts_its_tables(report, browse, tmp_path):

@@ -1,0 +1,171 @@
+"""Asks one checkpoint the held-out questions, and measures on some of the pictures how fast its tokens turn.
+
+What `python -m playground compare` shows beside that of other arms. Both are kept, and taken as they are the next time.
+"""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tqdm import tqdm
+
+from llava.launch.devices import has_bf16_instructions
+from llava.provenance import revision
+from playground.store import PlaygroundError, write_json
+
+ANALYSIS = "analysis"  # folder of what llava.analysis writes
+UPDATE_RATES = "update-rates"
+PICTURES = 24  # on which update rates are measured
+RECORDS = "heldout.json"
+SHORTEST = 8  # tokens that an answer may always have
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `python -m playground answers`."""
+    parser.add_argument(
+        "--arm", nargs=2, required=True, metavar=("NAME", "CHECKPOINT"), help="an arm's name and its last checkpoint"
+    )
+    add_shared_arguments(parser)
+
+
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `compare` takes as well, and passes on."""
+    parser.add_argument("--data", type=Path, required=True, help=f"prepared folder with {RECORDS} and images/")
+    parser.add_argument("--output-dir", type=Path, required=True, help="where everything goes")
+    parser.add_argument("--batch-size", type=int, default=80, help="questions answered at a time")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=0,
+        help="longest answer in tokens; 0: the longest expected one, at least 8",
+    )
+    parser.add_argument("--pictures", type=int, default=PICTURES, help="on which update rates are measured; 0: on none")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes `answers/<name>.json`, and the state of the measurement into `analysis/`."""
+    name, checkpoint = args.arm
+    answered(name, checkpoint, args)
+    if args.pictures:
+        measured(name, checkpoint, args)
+
+
+def answered(name: str, checkpoint: str, args: argparse.Namespace) -> list[str]:
+    """The checkpoint's answer to every held-out question, as recorded unless checkpoint or questions have changed.
+
+    Raises:
+        PlaygroundError: there is no checkpoint, or there are no questions.
+    """
+    records, asked = held_out(args.data), what_is_asked(checkpoint, args.data, args.max_new_tokens)
+    if recorded := recorded_answers(name, asked, args.output_dir):
+        return recorded
+    answers = answer(checkpoint, records, args.data / "images", args.batch_size, args.max_new_tokens, name)
+    file = answers_file(name, args.output_dir)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"asked": asked, "dtype": fastest_dtype(), "answers": answers})
+    return answers
+
+
+def what_is_asked(checkpoint: str, data: Path, max_new_tokens: int) -> dict[str, Any]:
+    """What decides the answers.
+
+    Raises:
+        PlaygroundError: there is no checkpoint.
+    """
+    if not Path(checkpoint, "config.json").is_file():
+        raise PlaygroundError(f"{checkpoint} holds no checkpoint; --arm wants the output folder of a finished training")
+    questions = hashlib.sha256((data / RECORDS).read_bytes()).hexdigest()
+    return {"checkpoint": revision(checkpoint), "questions": questions, "max_new_tokens": max_new_tokens}
+
+
+def recorded_answers(name: str, asked: dict[str, Any], folder: Path) -> list[str]:
+    """The answers in `folder` if they are those to what is asked; else none."""
+    try:
+        found = json.loads(answers_file(name, folder).read_text())
+    except (OSError, ValueError):
+        return []
+    return found["answers"] if found["asked"] == asked else []
+
+
+def is_recorded(name: str, checkpoint: str, data: Path, folder: Path) -> bool:
+    """Whether `folder` has this checkpoint's answers to these questions."""
+    there = answers_file(name, folder).is_file()
+    return there and bool(recorded_answers(name, what_is_asked(checkpoint, data, 0), folder))
+
+
+def answers_file(name: str, folder: Path) -> Path:
+    return folder / "answers" / f"{name}.json"
+
+
+def held_out(data: Path) -> list[dict[str, Any]]:
+    """The held-out records of a prepared folder."""
+    if not (data / RECORDS).is_file():
+        raise PlaygroundError(f"{data}: no {RECORDS} there. Run `python -m playground {data.name}` first.")
+    return json.loads((data / RECORDS).read_text(encoding="utf-8"))
+
+
+def fastest_dtype() -> str | None:
+    """The precision to answer in: the checkpoint's own on a GPU (None), on a CPU bf16 where it computes in it."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return None
+    return "bfloat16" if has_bf16_instructions() else "float32"
+
+
+def answer(
+    checkpoint: str, records: list[dict[str, Any]], images: Path, batch_size: int, max_new_tokens: int, name: str
+) -> list[str]:
+    """The checkpoint's greedy answer to the first question of every record."""
+    from llava.eval.ask import load_assistant
+
+    assistant = load_assistant(checkpoint, torch_dtype=fastest_dtype())
+    max_new_tokens = max_new_tokens or longest_answer(records, assistant.tokenizer)
+    # Questions of about one length share a batch, which so has little padding.
+    order = sorted(range(len(records)), key=lambda i: len(records[i]["conversations"][0]["value"]))
+    answers = [""] * len(records)
+    for start in tqdm(range(0, len(order), batch_size), desc=f"answering, {name}", mininterval=2):
+        batch = order[start : start + batch_size]
+        given = assistant.answer(
+            [records[i]["conversations"][:1] for i in batch],
+            [Image.open(images / records[i]["image"]) for i in batch],
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+        )
+        for i, text in zip(batch, given, strict=True):
+            answers[i] = text
+    return answers
+
+
+def longest_answer(records: list[dict[str, Any]], tokenizer: Any) -> int:
+    """Tokens of the longest expected answer and one more, so that one which goes on behind it is not taken for it."""
+    expected = tokenizer([record["conversations"][1]["value"] for record in records])["input_ids"]
+    return max(SHORTEST, 1 + max(map(len, expected)))
+
+
+def measured(name: str, checkpoint: str, args: argparse.Namespace) -> None:
+    """Leaves the measurement where `update-rates` finds it."""
+    from llava.analysis import inputs
+    from llava.analysis.layer_statistics import measure_layers
+
+    flags = update_rates_arguments([(name, checkpoint)], args)
+    measure_layers(flags.models[0], inputs.choose(flags), flags)
+
+
+def update_rates_arguments(checkpoints: Sequence[tuple[str, str]], args: argparse.Namespace) -> argparse.Namespace:
+    """The parsed command line of `python -m llava.analysis update-rates` for these checkpoints."""
+    from llava.analysis.__main__ import parser
+
+    words = [UPDATE_RATES, "--data", str(args.data / RECORDS), "--output-dir", str(args.output_dir / ANALYSIS)]
+    for name, checkpoint in checkpoints:
+        words += ["--model", f"{name}={checkpoint}"]
+    words += ["--samples", str(args.pictures), "--batch-size", "8"]
+    if dtype := fastest_dtype():
+        words += ["--dtype", dtype]
+    flags = parser(UPDATE_RATES).parse_args(words)
+    flags.argv = words
+    return flags

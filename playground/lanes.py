@@ -1,0 +1,159 @@
+"""Lanes of steps: those of a lane run one after the other, several lanes side by side, each step with its own log."""
+
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llava.compare.stage import end, is_finished, last_lines, last_step, start_logged, start_stage
+from llava.provenance import DONE
+
+POLL_SECONDS = 0.1
+SHOWN_LINES = 12  # of a failed step's log
+
+
+class StepError(RuntimeError):
+    """A step failed; the message says which, shows the end of its log and names it."""
+
+
+@dataclass
+class Step:
+    """A command whose output goes to `log`.
+
+    Attributes:
+        settings: variables that it gets beside those that are set.
+        is_done: whether there is nothing left to do.
+    """
+
+    title: str
+    command: Sequence[str]
+    log: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
+    is_done: Callable[[], bool] = lambda: False
+
+    def start(self, keep_open: Sequence[int] = ()) -> subprocess.Popen:
+        return start_logged(self.command, self.log, self.settings, keep_open)
+
+    def succeeded(self) -> None:
+        """Called when the command has ended with status 0."""
+
+    def progress(self) -> str:
+        """Where it stands, in words: the last line that it printed, of a progress bar its numbers."""
+        (line,) = last_lines(self.log, 1)
+        return re.sub(r"\|[^|]*\|", "", line).strip()[:100] or "starting"
+
+
+@dataclass
+class StageStep(Step):
+    """One training stage of an arm.
+
+    Attributes:
+        steps: that it will take, 0 where its length is given in epochs.
+        batch: samples of a step.
+    """
+
+    stage: str = ""
+    folder: Path = Path()
+    steps: int = 0
+    batch: int = 0
+
+    def __post_init__(self) -> None:
+        self.is_done = lambda: is_finished(self.folder)
+
+    def start(self, keep_open: Sequence[int] = ()) -> subprocess.Popen:
+        return start_stage(self.stage, self.folder, self.log, self.settings, keep_open)
+
+    def succeeded(self) -> None:
+        (self.folder / DONE).touch()
+
+    def progress(self) -> str:
+        line = last_step(self.folder)
+        if line is None:
+            return "starting"
+        rate = line["samples_per_second"]
+        text = f"step {line['step']:3d}" + (f"/{self.steps}" if self.steps else "")
+        text += f"  loss {line['loss']:.3f}  {rate:.1f} samples/s"
+        if not self.steps or not rate:
+            return text
+        minutes, seconds = divmod(round((self.steps - line["step"]) * self.batch / rate), 60)
+        return f"{text}  {minutes}:{seconds:02d} left"
+
+
+@dataclass
+class Lane:
+    """A lane at work: the steps to come, the running one with its process, and when it began."""
+
+    name: str
+    steps: list[Step]
+    running: Step | None = None
+    process: subprocess.Popen | None = None
+    since: float = 0.0
+
+
+def run_lanes(lanes: Mapping[str, Sequence[Step]], width: int, keep_open: Sequence[int] = ()) -> dict[str, float]:
+    """Runs every lane's steps in order, at most `width` lanes at a time; returns each step's seconds by its title.
+
+    Args:
+        keep_open: file descriptors that the commands inherit, such as a lock's.
+
+    Raises:
+        StepError: a step failed; what else ran was asked to save and stop.
+    """
+    waiting = [Lane(name, list(steps)) for name, steps in lanes.items()]
+    active: list[Lane] = []
+    times: dict[str, float] = {}
+    shown, between = time.monotonic(), float(os.environ.get("WATCH_SECONDS", "20"))
+    try:
+        while waiting or active:
+            while waiting and len(active) < width:
+                active.append(waiting.pop(0))
+            for lane in list(active):
+                if not _advance(lane, times, keep_open):
+                    active.remove(lane)
+            if time.monotonic() - shown > between:
+                shown = time.monotonic()
+                for lane in active:
+                    _say(lane, lane.running.progress())
+            time.sleep(POLL_SECONDS if active else 0)
+    finally:  # a failure, Ctrl-C or SIGTERM; nothing is left to end otherwise
+        end([lane.process for lane in active if lane.process])
+    return times
+
+
+def _advance(lane: Lane, times: dict[str, float], keep_open: Sequence[int]) -> bool:
+    """Starts the lane's next step when none runs; False when the lane is through."""
+    if lane.process is not None:
+        code = lane.process.poll()
+        if code is None:
+            return True
+        if code:
+            raise StepError(_failure(lane.running, code))
+        lane.running.succeeded()
+        times[lane.running.title] = time.monotonic() - lane.since
+        _say(lane, f"done in {times[lane.running.title]:.0f} s")
+        lane.process = None
+    while lane.steps:
+        lane.running = lane.steps.pop(0)
+        if lane.running.is_done():
+            _say(lane, "is complete, skipped")
+            continue
+        lane.running.log.parent.mkdir(parents=True, exist_ok=True)
+        lane.since = time.monotonic()
+        lane.process = lane.running.start(keep_open)
+        _say(lane, f"log: {lane.running.log}")
+        return True
+    return False
+
+
+def _failure(step: Step, code: int) -> str:
+    cause = f"was ended by signal {-code}" if code < 0 else f"failed with status {code}"
+    lines = [f"  | {line}" for line in last_lines(step.log, SHOWN_LINES)]
+    return "\n".join([f"{step.title} {cause}: {shlex.join(step.command)}", *lines, f"its log: {step.log}"])
+
+
+def _say(lane: Lane, text: str) -> None:
+    print(f"  {lane.running.title:<28} {text}", flush=True)

@@ -1,0 +1,316 @@
+"""The quickstart: what runs beside what, what a second call leaves out, what is refused, and its page."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from paths import ROOT
+from shell import bash
+
+from llava.launch import devices
+from playground import quickstart
+from playground.lanes import Step, StepError, run_lanes
+
+# A stand-in for Python that writes down when what was begun and ended, and leaves the files of a training.
+PYTHON = r"""#!/usr/bin/env bash
+note() { echo "$1 $name threads=${OMP_NUM_THREADS:-}" >>"$CALLS"; }
+case "$*" in
+  *train_mem.py*)
+    while [ "$1" != --output_dir ]; do shift; done
+    out=$2 name="train ${2#$OUT/}"
+    note begin
+    mkdir -p "$out"
+    echo '{"step": 1, "loss": 2.5, "samples_per_second": 4.0}' >"$out/train_log.jsonl"
+    echo "said by $name"
+    [ "$name" != "train $STUBBORN" ] || { trap '' TERM USR1 INT; sleep 60 & wait; }
+    [ "$name" != "train $HANGS" ] || { trap 'note end; exit 85' TERM USR1; sleep 60 & wait; }
+    [ "$name" != "train $FAILS" ] || { echo "no such flag" >&2; exit 3; }
+    sleep "${TRAINS:-0.3}"
+    touch "$out"/{model.safetensors,mm_projector.bin}
+    echo '{}' >"$out/config.json" ;;
+  *playground*)
+    shift 2
+    name="$1"; [ "$1" != answers ] || name="answers $3"
+    note begin
+    [ "$1" != compare ] || echo "the table" >"$OUT/table.md" ;;
+  *) exit 1 ;;
+esac
+note end
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that runs the quickstart with a stand-in interpreter, or starts it; `.calls()` lists what it began."""
+    python, calls, out, root = tmp_path / "python", tmp_path / "calls", tmp_path / "out", tmp_path / "inputs"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    for folder in ("smollm2-135m-instruct", "siglip-scenes", "scenes/images"):
+        (root / folder).mkdir(parents=True)
+    for stage in ("pretrain", "finetune"):
+        (root / f"scenes/{stage}.json").touch()
+    env = {"LLAVA_PYTHON": python, "CALLS": calls, "OUT": out, "NUM_GPUS": 0, "WATCH_SECONDS": "0.1", "BF16": "False"}
+    env |= {"PATH": os.environ["PATH"], "HOME": tmp_path, "LOCK_SECONDS": 1}
+
+    def run(*flags, wait=True, **extra):
+        words = [
+            sys.executable,
+            "-m",
+            "playground",
+            "quickstart",
+            "--root",
+            str(root),
+            "--output-dir",
+            str(out),
+            *flags,
+        ]
+        options = {"cwd": ROOT, "env": {name: str(value) for name, value in (env | extra).items()}, "text": True}
+        if wait:
+            return subprocess.run(words, capture_output=True, timeout=60, **options)
+        listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen(words, start_new_session=True, preexec_fn=listens, stderr=subprocess.PIPE, **options)
+
+    def seen():
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        calls.write_text("")
+        return lines
+
+    run.calls, run.out = seen, out
+    return run
+
+
+def begun(lines, what=""):
+    return [line.split()[1:-1] for line in lines if line.startswith(f"begin {what}")]
+
+
+def wait_for(file):
+    for _ in range(300):
+        if file.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{file} never came")
+
+
+# --- the flow ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(quickstart.available_cores() < 2, reason="arms train side by side on two cores")
+def test_arms_train_side_by_side_with_their_share_of_the_cores(start):
+    done = start(TRAINS=1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = start.calls()
+    first = [line for line in lines if "train" in line][:2]
+    assert sorted(begun(first)) == [["train", "gwc_layernorm/pretrain"], ["train", "none/pretrain"]]
+    assert {line.split("threads=")[1] for line in first} == {str(quickstart.available_cores() // 2)}
+    for arm in ("none", "gwc_layernorm"):
+        mine = [words[-1].removeprefix(f"{arm}/") for words in begun(lines) if words[-1].startswith(arm)]
+        assert mine == ["pretrain", "finetune", arm]  # the last: its answers
+    assert begun(lines)[-1] == ["compare"] and "the table" in done.stdout
+    assert "loss 2.500  4.0 samples/s" in done.stdout and "\r" not in done.stdout
+    times = json.loads((start.out / "times.json").read_text())
+    assert times["none, stage 1"] >= 1 and times["all"] < sum(times.values())
+
+
+def test_on_gpus_one_arm_trains_after_the_other(start):
+    assert start(NUM_GPUS=1, LAUNCHER="python").returncode == 0
+    running = 0
+    for line in start.calls():
+        if "train" in line:
+            running += 1 if line.startswith("begin") else -1
+            assert running <= 1
+
+
+def test_a_second_call_trains_nothing_again(start):
+    assert start().returncode == 0
+    start.calls()
+    again = start()
+    assert again.returncode == 0 and not begun(start.calls(), "train")
+    assert again.stdout.count("is complete, skipped") == 4
+
+
+@pytest.mark.parametrize(("free", "width"), [(64, 2), (5, 1), (1, 1)])
+def test_arms_train_one_after_the_other_where_memory_is_short(free, width, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free * 2**30))
+    monkeypatch.setattr(quickstart, "memory_quota", lambda: None)
+    assert quickstart.arms_at_once(2, cores=2) == width
+    assert quickstart.arms_at_once(2, cores=1) == 1
+
+
+def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypatch):
+    files = {"memory.max": str(8 * 2**30), "memory.current": str(6 * 2**30), "memory.stat": f"anon 1\nfile {2**30}"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert devices.memory_quota(tmp_path) == 3 * 2**30
+    (tmp_path / "memory.max").write_text("max\n")
+    assert devices.memory_quota(tmp_path) is None
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
+    monkeypatch.setattr(quickstart, "memory_quota", lambda: 4 * 2**30)
+    assert quickstart.arms_at_once(2, cores=2) == 1
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_step_names_its_log_ends_the_other_arm_and_is_gone_on_with(start):
+    failed = start(FAILS="none/finetune", HANGS="gwc_layernorm/finetune")
+    assert failed.returncode == 1
+    log = start.out / "none/finetune.log"
+    assert "none, stage 2 failed with status 3" in failed.stderr and "| no such flag\n" in failed.stderr
+    assert failed.stderr.endswith(f"its log: {log}\nthe same command goes on from here\n")
+    assert "Traceback" not in failed.stderr
+    start.calls()
+    assert start().returncode == 0
+    assert sorted(begun(start.calls(), "train")) == [["train", "gwc_layernorm/finetune"], ["train", "none/finetune"]]
+
+
+def test_a_second_interruption_ends_a_training_that_does_not_listen(start):
+    process = start(wait=False, STUBBORN="none/pretrain")
+    wait_for(start.out / "none/pretrain/train_log.jsonl")
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert not psutil.wait_procs(family, timeout=10)[1]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_every_arm_and_the_same_call_goes_on(start, sent):
+    process = start(wait=False, HANGS="none/finetune")
+    wait_for(start.out / "none/finetune/train_log.jsonl")
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(sent)
+    assert process.wait(timeout=30) == 130
+    assert "goes on from here" in process.stderr.read()
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    start.calls()
+    assert start().returncode == 0
+    assert ["train", "none/finetune"] in begun(start.calls(), "train")
+
+
+def test_a_second_call_with_other_settings_is_refused_by_name(start):
+    assert start().returncode == 0
+    start.calls()
+    for variable, value, name in (("SEED", 7, "seed"), ("MODEL_PATH", "/", "model_name_or_path")):
+        other = start(**{variable: value})
+        assert other.returncode == 1 and not begun(start.calls(), "train")
+        (line,) = other.stderr.splitlines()
+        assert f"{start.out}/none/pretrain was made with other settings ({name} was " in line and "OUTPUT_ROOT" in line
+
+
+def test_settings_that_trained_nothing_hinder_no_later_call(start):
+    assert start(FAILS="none/pretrain", HANGS="gwc_layernorm/pretrain").returncode == 1
+    for log in start.out.glob("*/*/train_log.jsonl"):
+        log.unlink()
+    assert start(SEED=7).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "extra", "said"),
+    [
+        (["--arms", "none none"], {}, "each once"),
+        (["--arms", "none,batchnorm"], {}, "NORM=batchnorm is not one of"),
+        ([], {"MAX_STEPS": "many"}, "MAX_STEPS=many is not a whole number"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_runs(start, flags, extra, said):
+    refused = start(*flags, **extra)
+    assert refused.returncode == 1 and said in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert not start.calls() and not start.out.exists()
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(start):
+    start.out.touch()
+    refused = start()
+    assert refused.returncode == 1 and f"{start.out} cannot be written: File exists; set OUTPUT_ROOT" in refused.stderr
+
+
+def test_two_calls_at_once_do_not_train_into_one_folder(start):
+    first = start(wait=False, HANGS="none/pretrain")
+    wait_for(start.out / "none/pretrain/train_log.jsonl")
+    second = start()
+    first.send_signal(signal.SIGINT)
+    first.wait(timeout=30)
+    assert second.returncode == 1 and "is in use by another call" in second.stderr
+
+
+# --- lanes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lane_is_taken_up_when_another_has_ended_and_no_earlier(tmp_path):
+    def step(name, seconds):
+        return Step(name, ["bash", "-c", f"echo {name} >>order; sleep {seconds}"], tmp_path / name, {"HOME": "/"})
+
+    steps = {name: [step(name, seconds)] for name, seconds in (("a", 0.6), ("b", 0.1), ("c", 0.1))}
+    for one in steps.values():
+        one[0].command = [*one[0].command[:2], one[0].command[2].replace("order", str(tmp_path / "order"))]
+    times = run_lanes(steps, 2)
+    assert (tmp_path / "order").read_text().split()[2] == "c" and times["a"] >= 0.6 > times["b"]
+
+
+def test_a_failure_shows_a_bar_that_was_drawn_again_as_its_last_state(tmp_path):
+    step = Step("it", ["bash", "-c", r"printf '10%%\r50%%\r90%%\n'; exit 4"], tmp_path / "log")
+    with pytest.raises(StepError, match=re.escape("| 90%\n")) as raised:
+        run_lanes({"it": [step]}, 1)
+    assert "10%" not in str(raised.value).split("exit 4'")[1]
+
+
+# --- the script -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [
+        ([], "outputs/quickstart"),
+        (["--data", "stamps"], "outputs/quickstart-stamps"),
+        (["--data=scenes"], "outputs/quickstart"),
+    ],
+)
+def test_each_data_set_has_a_folder_of_its_own(tmp_path, flags, folder):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    run = bash("scripts/quickstart.sh", *flags, LLAVA_PYTHON=python)
+    data = "stamps" if "stamps" in flags else "scenes"
+    assert f"quickstart --data {data} --arms none gwc_layernorm --output-dir {folder} " in run.stdout
+
+
+@pytest.mark.parametrize("flags", [["--data"], ["--data", "photos"], ["--data=scenes", "--more"], ["scenes"]])
+def test_flags_that_the_script_does_not_know_are_refused_in_one_line(flags):
+    run = bash("scripts/quickstart.sh", *flags, LLAVA_PYTHON="false")
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and "--help" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "extras"),
+    [({}, "playground"), ({"REPORT_TO": "tensorboard"}, "playground,train"), ({"EXTRAS": "train"}, "train")],
+)
+def test_deepspeed_and_tensorboard_are_installed_for_those_who_ask(tmp_path, variables, extras):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "EXTRAS=$EXTRAS"\n')
+    python.chmod(0o755)
+    assert f"EXTRAS={extras}\n" in bash("scripts/quickstart.sh", LLAVA_PYTHON=python, **variables).stdout
+
+
+def test_the_command_line_starts_without_loading_models_or_figures():
+    code = "import sys; from playground.__main__ import parser; parser('quickstart'); parser('answers')\n"
+    code += "print({'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_the_demo_preset_takes_the_data_that_it_is_told():
+    from llava.launch.recipe import resolved_run
+
+    for data in quickstart.DATA:
+        flags = resolved_run("pretrain", PRESET="demo", NUM_GPUS=0, DEMO_DATA=data)["flags"]
+        assert flags["data_path"] == f"playground/data/{data}/pretrain.json"
+        assert flags["vision_tower"] == f"playground/data/siglip-{data}"
