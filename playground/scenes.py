@@ -1,4 +1,4 @@
-"""Drawn pictures of one or two coloured shapes, with captions and with questions whose answers are known."""
+"""Drawn pictures of one to four coloured shapes, with captions and with questions whose answers are known."""
 
 import random
 from collections.abc import Iterator

@@ -18,7 +18,7 @@ require_one_of DEMO_DATA "scenes stamps"
 case $STAGE in
   pretrain) : "${MAX_STEPS:=16}" "${LEARNING_RATE:=2e-3}" ;;
   finetune)
-    : "${MAX_STEPS:=24}" "${LEARNING_RATE:=3e-4}" "${PROJECTOR_LR=1e-3}" "${VISION_TOWER_LR=1e-4}"
+    : "${MAX_STEPS:=44}" "${LEARNING_RATE:=3e-4}" "${PROJECTOR_LR=1e-3}" "${VISION_TOWER_LR=1e-4}"
     : "${LENGTH_GROUP_WINDOW:=1}" # the same batches on any number of CPU ranks
     ;;
 esac
