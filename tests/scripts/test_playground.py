@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -364,6 +365,17 @@ def test_a_package_that_apt_does_not_know_asks_for_apt_get_update(
     with pytest.raises(PlaygroundError, match="apt-get update"):
         stamps.prepare(stamps.Settings(), tmp_path)
     assert commands == ["download", "update", "download"]
+
+
+def test_a_damaged_package_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    if not shutil.which("dpkg-deb"):
+        pytest.skip("needs dpkg-deb")
+    damaged = tmp_path / "cache" / f"{stamps.PACKAGE}_1_all.deb"
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"half a package")
+    with pytest.raises(PlaygroundError, match=rf"{damaged.name}: cannot be unpacked; .* Delete it"):
+        stamps.prepare(stamps.Settings(), tmp_path)
+    assert not (tmp_path / "stamps").exists()
 
 
 # The tower
