@@ -396,6 +396,12 @@ def test_the_tower_loads_as_a_siglip_vision_model_with_its_processor(scenes_root
     assert hidden_states[-2].shape == (1, 16, 32)
 
 
+def test_a_tower_is_trained_on_pictures_of_which_no_quarter_is_described(package: Path, tmp_path: Path) -> None:
+    prepared_stamps(package, tmp_path)
+    folder = tower.prepare(replace(TINY_TOWER, data="stamps"), tmp_path)
+    assert json.loads((folder / MANIFEST).read_text())["facts"]["steps"] == TINY_TOWER.steps
+
+
 def test_the_towers_files_can_all_be_read_by_whom_the_umask_lets(scenes_root: Path) -> None:
     folder = tower.prepare(TINY_TOWER, scenes_root)
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
