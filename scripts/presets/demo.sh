@@ -11,7 +11,7 @@ require_one_of DEMO_DATA "scenes stamps"
 : "${DEEPSPEED_CONFIG=}" "${NUM_WORKERS:=0}"
 # The newest checkpoint alone is kept: 4 MB in stage 1, 1.5 GB and some seconds in stage 2.
 : "${SAVE_STEPS:=40}"
-# A tenth of so few steps is the least: with the recipes' 0.03 the loss rose to three times its value in three steps.
+# With the recipes' 0.03 stage 2 began with a loss that rose to three times its value in three steps.
 : "${WARMUP_RATIO:=0.12}"
 case $STAGE in
   pretrain) : "${MAX_STEPS:=16}" "${LEARNING_RATE:=2e-3}" ;;
