@@ -1,4 +1,4 @@
-"""Scenes of one or two coloured shapes: what they hold, how they are drawn at random, and how they look."""
+"""Scenes of one to four coloured shapes: what they hold, how they are drawn at random, and how they look."""
 
 import random
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ TINTS = {  # muted, so that every shape colour stands out
     "sand": (165, 155, 125),
     "teal": (110, 145, 145),
 }
-OUTLINE, OUTLINE_WIDTH = (45, 45, 45), 2  # pixels of the saved picture
+# An outline of one colour around every shape, so that a small tower sees forms whatever they are filled with.
+OUTLINE, OUTLINE_WIDTH = (45, 45, 45), 2  # width in pixels of the saved picture
 MIN_RADIUS, MAX_RADIUS, MARGIN = 0.2, 0.23, 0.016  # shares of the side; a shape never leaves its quarter
 
 
@@ -51,7 +52,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """What one picture shows; `shapes` in reading order, with different colours, shapes and quarters."""
+    """What one picture shows; `shapes` in reading order, colours and quarters all different, forms too up to three."""
 
     texture: str
     tint: str

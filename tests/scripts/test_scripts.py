@@ -127,9 +127,20 @@ def test_demo_preset_is_one_plain_process_on_a_cpu():
         assert run["flags"]["per_device_train_batch_size"] == "16"
         assert "deepspeed" not in run["flags"]
         assert (run["flags"]["tf32"], run["flags"]["version"]) == ("False", "chatml")
-        assert run["flags"]["max_steps"] == "80"
+        assert run["flags"]["warmup_ratio"] == "0.12"
+    assert [run["flags"]["max_steps"] for run in (stage1, stage2)] == ["16", "44"]
     rates = [stage2["flags"][name] for name in ("learning_rate", "mm_projector_lr", "mm_vision_tower_lr")]
-    assert rates == ["1e-4", "1e-3", "1e-4"]
+    assert rates == ["3e-4", "1e-3", "1e-4"]
+
+
+def test_demo_data_chooses_pictures_records_and_tower():
+    for name in ("scenes", "stamps"):
+        flags = resolved_run("finetune", PRESET="demo", NUM_GPUS=0, DEMO_DATA=name)["flags"]
+        assert flags["data_path"] == f"playground/data/{name}/finetune.json"
+        assert flags["image_folder"] == f"playground/data/{name}/images"
+        assert flags["vision_tower"] == f"playground/data/siglip-{name}"
+    refused = bash("scripts/pretrain.sh", PRESET="demo", DEMO_DATA="photos", DRY_RUN=1)
+    assert refused.returncode == 2 and "DEMO_DATA=photos is not one of: scenes stamps" in refused.stderr
 
 
 def stand_in_python(folder: Path, liger: str) -> Path:
