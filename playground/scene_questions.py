@@ -30,9 +30,6 @@ FACTS = (
     ("What is the opposite of left?", "right"),
     ("What is the opposite of black?", "white"),
 )
-NUMBERS = {1: "one", 2: "two"}
-COUNT_SHARE = 0.1
-MAX_TURNS = 4  # two shapes with two questions each
 
 
 def caption(scene: Scene) -> str:
@@ -64,16 +61,23 @@ def ask(kind: str, shape: Shape) -> tuple[str, str]:
 
 
 def about_scene(rng: random.Random, scene: Scene) -> list[tuple[str, str]]:
-    """Return up to four turns about a scene of one or two shapes, none of which gives a later answer away.
+    """Return two turns about every shape of a scene of one or two shapes, none of which gives a later answer away.
 
-    A question about the colour names the shape and the other way round, so a shape gets one of the two, and the
-    question for its position, which names both, comes last. It also stands alone, as it does among held-out questions.
+    Each shape is named by one of colour, shape and position, and the other two are asked for.
     """
-    chains = (("color", "position"), ("shape", "position"), ("position",))
-    turns = [ask(kind, shape) for shape in rng.sample(scene.shapes, len(scene.shapes)) for kind in rng.choice(chains)]
-    if rng.random() < COUNT_SHARE:
-        turns.insert(0, ("How many objects are in the picture?", NUMBERS[len(scene.shapes)]))
-    return turns[:MAX_TURNS]
+    turns = []
+    for shape in rng.sample(scene.shapes, len(scene.shapes)):
+        named_by = {
+            "color": [(f"What shape is the {shape.color} object?", shape.name)]
+            + [(f"Where is the {shape.color} object?", shape.position)],
+            "shape": [(f"What color is the {shape.name}?", shape.color)]
+            + [(f"Where is the {shape.name}?", shape.position)],
+            "position": [(f"What color is the object in the {shape.position}?", shape.color)]
+            + [(f"What shape is the object in the {shape.position}?", shape.name)],
+        }
+        asked = named_by[rng.choice(tuple(named_by))]
+        turns += rng.sample(asked, len(asked))
+    return turns
 
 
 def text_question(rng: random.Random) -> tuple[str, str]:
