@@ -194,7 +194,7 @@ def demo(setting: Setting) -> None:
     """The demo preset through both stages, on inputs as the playground makes them."""
     root = setting.work / "playground"
     playground = [sys.executable, "-m", "playground"]
-    numbers = ["--num-captions", 100, "--num-questions", 100, "--num-heldout", 8]
+    numbers = ["--num-train", 100, "--num-crowded", 100, "--num-heldout", 8]
     run_logged(setting, "scenes", [*playground, "scenes", "--root", root, *numbers])
     run_logged(setting, "tower", [*playground, "tower", "--root", root, "--steps", 4 if setting.cpu else 100])
     model, what = demo_language_model(setting)

@@ -68,9 +68,8 @@ class Scene:
         return shapes if len(shapes) > 1 else (*shapes, self.texture, self.tint)
 
 
-def draw_scene(rng: random.Random, size: int, most_shapes: int) -> Scene:
-    """Return a random scene of `size` pixels with one to `most_shapes` shapes."""
-    count = rng.randint(1, most_shapes)
+def draw_scene(rng: random.Random, size: int, count: int) -> Scene:
+    """Return a random scene of `size` pixels with `count` shapes, at most four."""
     colors, names = rng.sample(tuple(COLORS), count), rng.sample(SHAPES * (1 + count // 4), count)
     positions = sorted(rng.sample(tuple(POSITIONS), count), key=tuple(POSITIONS).index)
     shapes = tuple(place_shape(rng, size, *item) for item in zip(colors, names, positions, strict=True))

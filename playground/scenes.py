@@ -1,7 +1,7 @@
 """Drawn pictures of one to four coloured shapes, with captions and with questions whose answers are known."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from playground.store import PlaygroundError, build, write_json
 FOLDER = "scenes"
 FORMAT = 4  # raise it when the same settings give other files
 MAX_REDRAWS = 10_000
-MANY, FEW = 4, 2  # most shapes of a picture with a caption, and of one with questions
+MOST_SHAPES = 4  # of a crowded picture
+CAPTION_SHARE = 0.5  # so many captions for every record of questions in stage 2
 
 
 @dataclass
@@ -25,10 +26,13 @@ class Settings:
     """What `python -m playground scenes` draws."""
 
     size: int = option(64, "side of the square pictures in pixels")
-    num_captions: int = option(1000, "training pictures of one to four shapes: each gives one caption")
-    num_questions: int = option(1000, "training pictures of one or two shapes: each gives one record of questions")
+    num_train: int = option(
+        1000, "training pictures of one or two shapes: each gives a caption and a record of questions"
+    )
+    num_crowded: int = option(1000, "training pictures of one to four shapes, for the vision tower alone")
     num_heldout: int = option(240, "held-out pictures: each gives one question")
     num_text: int = option(40, "training records without a picture")
+    two_shapes: float = option(0.3, "share of the pictures that show two shapes, of those that are not crowded")
     seed: int = option(0, "seed of everything drawn")
 
 
@@ -46,7 +50,9 @@ def check(settings: Settings) -> None:
     """Raise `PlaygroundError` for settings that cannot be drawn."""
     if settings.size < 32:
         raise PlaygroundError(f"--size {settings.size}: shapes are told apart from 32 pixels on; give at least 32.")
-    for name in ("num_captions", "num_questions", "num_heldout", "num_text"):
+    if not 0 <= settings.two_shapes <= 1:
+        raise PlaygroundError(f"--two-shapes {settings.two_shapes}: expected a share between 0 and 1.")
+    for name in ("num_train", "num_crowded", "num_heldout", "num_text"):
         if getattr(settings, name) < 0:
             raise PlaygroundError(f"--{name.replace('_', '-')} {getattr(settings, name)}: expected 0 or more.")
 
@@ -59,8 +65,8 @@ def write_scenes(settings: Settings, folder: Path) -> dict[str, Any]:
         for index, scene in enumerate(tqdm(drawn, desc=f"scenes: {split}", unit="picture")):
             render(scene, settings.size).save(folder / "images" / image_name(split, index))
     records = {
-        "pretrain.json": pretrain_records(train[: settings.num_captions], settings.seed),
-        "finetune.json": finetune_records(train, settings),
+        "pretrain.json": pretrain_records(train[: settings.num_train]),
+        "finetune.json": finetune_records(train[: settings.num_train], settings),
         "heldout.json": heldout_records(heldout, settings.seed),
     }
     for name, content in records.items():
@@ -91,16 +97,24 @@ def draw_scenes(settings: Settings) -> tuple[list[Scene], list[Scene]]:
     def generators(split: str, count: int) -> list[random.Random]:
         return [random.Random(f"{settings.seed}/{split}/{index}") for index in range(count)]
 
-    heldout = [draw_scene(rng, settings.size, FEW) for rng in generators("heldout", settings.num_heldout)]
+    def plain(rng: random.Random) -> Scene:
+        return draw_scene(rng, settings.size, 2 if rng.random() < settings.two_shapes else 1)
+
+    def crowded(rng: random.Random) -> Scene:
+        return draw_scene(rng, settings.size, rng.randint(1, MOST_SHAPES))
+
+    heldout = [plain(rng) for rng in generators("heldout", settings.num_heldout)]
     taken = {scene.content() for scene in heldout}
-    most_shapes = [MANY] * settings.num_captions + [FEW] * settings.num_questions
-    drawn = zip(generators("train", len(most_shapes)), most_shapes, strict=True)
-    return [_draw_outside(taken, rng, settings, most) for rng, most in drawn], heldout
+    kinds = [plain] * settings.num_train + [crowded] * settings.num_crowded
+    drawn = zip(generators("train", len(kinds)), kinds, strict=True)
+    return [_draw_outside(taken, rng, settings, draw) for rng, draw in drawn], heldout
 
 
-def _draw_outside(taken: set[tuple], rng: random.Random, settings: Settings, most_shapes: int) -> Scene:
+def _draw_outside(
+    taken: set[tuple], rng: random.Random, settings: Settings, draw: Callable[[random.Random], Scene]
+) -> Scene:
     for _ in range(MAX_REDRAWS):
-        scene = draw_scene(rng, settings.size, most_shapes)
+        scene = draw(rng)
         if scene.content() not in taken:
             return scene
     raise PlaygroundError(
@@ -109,27 +123,24 @@ def _draw_outside(taken: set[tuple], rng: random.Random, settings: Settings, mos
     )
 
 
-def pretrain_records(scenes: list[Scene], seed: int) -> list[dict[str, Any]]:
-    """Return one caption record per scene (stage 1)."""
-    rng = random.Random(f"{seed}/pretrain")
-    prompts = ("Describe the picture.", "What is in the picture?", "Write a short caption.")
+def pretrain_records(scenes: list[Scene]) -> list[dict[str, Any]]:
+    """Return one caption record per scene (stage 1); the picture alone asks for it, as in LLaVA's own stage 1."""
     return [
-        image_record(f"scene-caption-{i:05d}", image_name("train", i), [(rng.choice(prompts), caption(scene))])
+        image_record(f"scene-caption-{i:05d}", image_name("train", i), [("", caption(scene))])
         for i, scene in enumerate(scenes)
     ]
 
 
 def finetune_records(scenes: list[Scene], settings: Settings) -> list[dict[str, Any]]:
-    """Return captions, questions, and records without a picture (stage 2), mixed.
+    """Return questions, captions, and records without a picture (stage 2), mixed.
 
-    A caption holds many more facts per token than a question: with questions alone, 32 steps left answers at chance.
+    With captions the language model goes on reading the picture while it learns how answers look.
     """
     rng = random.Random(f"{settings.seed}/finetune")
-    records = pretrain_records(scenes[: settings.num_captions], settings.seed)
+    records = pretrain_records(scenes)[: round(CAPTION_SHARE * len(scenes))]
     records += [
         image_record(f"scene-question-{i:05d}", image_name("train", i), about_scene(rng, scene))
         for i, scene in enumerate(scenes)
-        if i >= settings.num_captions
     ]
     records += text_records(rng, settings.num_text)
     rng.shuffle(records)

@@ -26,7 +26,7 @@ class Settings:
 
     data: str = option("scenes", "prepared picture set to train on", ("scenes", "stamps"))
     image_size: int = option(64, "side of the tower's input in pixels")
-    patch_size: int = option(16, "side of a patch; one patch is one visual token")
+    patch_size: int = option(32, "side of a patch; one patch is one visual token")
     layers: int = option(5, "encoder layers; the visual tokens are read before the last one")
     width: int = option(192, "hidden size")
     heads: int = option(4, "attention heads")

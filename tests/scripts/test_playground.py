@@ -16,7 +16,7 @@ from playground import heldout, mixed, scenes, smollm2, stamps, tower
 from playground.scene_drawing import CHOICES, COLORS, POSITIONS, SHAPES
 from playground.store import MANIFEST, PlaygroundError, build
 
-SMALL = scenes.Settings(num_captions=30, num_questions=30, num_heldout=24, num_text=12, seed=3)
+SMALL = scenes.Settings(num_train=30, num_crowded=30, num_heldout=24, num_text=12, seed=3)
 TINY_TOWER = tower.Settings(layers=2, width=32, heads=2, steps=3, batch_size=16)
 
 
@@ -126,7 +126,7 @@ def test_scene_captions_and_statements_follow_from_the_pixels(scenes_root: Path)
 def test_scenes_are_the_same_for_a_seed_and_differ_between_seeds(scenes_root: Path, tmp_path: Path) -> None:
     again = scenes.prepare(SMALL, tmp_path)
     assert folder_bytes(again) == folder_bytes(scenes_root / "scenes")
-    other = scenes.draw_scenes(scenes.Settings(num_captions=30, num_questions=30, num_heldout=24, seed=4))
+    other = scenes.draw_scenes(scenes.Settings(num_train=30, num_crowded=30, num_heldout=24, seed=4))
     assert other != scenes.draw_scenes(SMALL)
 
 
@@ -160,7 +160,7 @@ def test_heldout_questions_become_a_data_set_that_follows_its_pictures(
 def test_too_many_heldout_scenes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "MAX_REDRAWS", 20)
     with pytest.raises(PlaygroundError, match="--num-heldout 60000"):
-        scenes.draw_scenes(scenes.Settings(num_captions=0, num_questions=1, num_heldout=60000))
+        scenes.draw_scenes(scenes.Settings(num_train=1, num_crowded=0, num_heldout=60000))
 
 
 def test_no_scene_question_gives_a_later_answer_away(scenes_root: Path) -> None:
@@ -197,7 +197,7 @@ def test_heldout_scenes_ask_every_kind_equally_with_its_choices(scenes_root: Pat
 
 @pytest.mark.parametrize("size", [32, 64, 97])
 def test_scenes_of_any_size_keep_shapes_in_their_quarter(size: int) -> None:
-    train, _ = scenes.draw_scenes(scenes.Settings(num_captions=20, num_questions=20, num_heldout=0, size=size))
+    train, _ = scenes.draw_scenes(scenes.Settings(num_train=20, num_crowded=20, num_heldout=0, size=size))
     for scene in train:
         assert scenes.render(scene, size).size == (size, size)
         for shape in scene.shapes:
@@ -233,7 +233,7 @@ def test_a_complete_output_is_kept_and_other_settings_replace_it(tmp_path: Path,
 def test_an_interrupted_preparation_leaves_no_output_and_is_redone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = scenes.Settings(num_captions=2, num_questions=2, num_heldout=3, num_text=1)
+    settings = scenes.Settings(num_train=2, num_crowded=2, num_heldout=3, num_text=1)
 
     def interrupted(*_args: object) -> None:
         raise KeyboardInterrupt
@@ -262,7 +262,7 @@ def test_an_interruption_keeps_the_earlier_complete_output(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("damage", ["cut file", "missing file", "missing picture"])
 def test_a_damaged_output_is_redone(tmp_path: Path, damage: str) -> None:
-    settings = scenes.Settings(num_captions=2, num_questions=2, num_heldout=3, num_text=1)
+    settings = scenes.Settings(num_train=2, num_crowded=2, num_heldout=3, num_text=1)
     folder = scenes.prepare(settings, tmp_path)
     before = folder_bytes(folder)
     if damage == "cut file":
@@ -411,9 +411,7 @@ def test_the_tower_is_the_same_for_the_same_steps_and_seed(scenes_root: Path) ->
 
 def test_the_tower_is_trained_again_when_its_pictures_changed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for seed, message in ((0, "prepared"), (0, "skipped"), (1, "prepared")):
-        scenes.prepare(
-            scenes.Settings(num_captions=10, num_questions=10, num_heldout=6, num_text=0, seed=seed), tmp_path
-        )
+        scenes.prepare(scenes.Settings(num_train=10, num_crowded=10, num_heldout=6, num_text=0, seed=seed), tmp_path)
         capsys.readouterr()
         tower.prepare(TINY_TOWER, tmp_path)
         assert message in capsys.readouterr().out

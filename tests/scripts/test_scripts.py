@@ -126,7 +126,7 @@ def test_demo_preset_is_one_plain_process_on_a_cpu():
         assert run["launcher"] == "python" and ".venv/bin/python" in run["command"]
         assert run["flags"]["per_device_train_batch_size"] == "16"
         assert "deepspeed" not in run["flags"]
-        assert (run["flags"]["tf32"], run["flags"]["version"]) == ("False", "chatml")
+        assert (run["flags"]["tf32"], run["flags"]["version"]) == ("False", "chatml_direct")
         assert run["flags"]["warmup_ratio"] == "0.12"
     assert [run["flags"]["max_steps"] for run in (stage1, stage2)] == ["16", "44"]
     rates = [stage2["flags"][name] for name in ("learning_rate", "mm_projector_lr", "mm_vision_tower_lr")]
