@@ -124,13 +124,13 @@ def test_demo_preset_is_one_plain_process_on_a_cpu():
     stage1, stage2 = (resolved_run(stage, PRESET="demo", NUM_GPUS=0) for stage in STAGES)
     for run in (stage1, stage2):
         assert run["launcher"] == "python" and ".venv/bin/python" in run["command"]
-        assert run["flags"]["per_device_train_batch_size"] == "16"
         assert "deepspeed" not in run["flags"]
         assert (run["flags"]["tf32"], run["flags"]["version"]) == ("False", "chatml_direct")
         assert run["flags"]["warmup_ratio"] == "0.12"
-    assert [run["flags"]["max_steps"] for run in (stage1, stage2)] == ["16", "44"]
+    assert [run["flags"]["max_steps"] for run in (stage1, stage2)] == ["60", "56"]
+    assert [run["flags"]["per_device_train_batch_size"] for run in (stage1, stage2)] == ["16", "8"]
     rates = [stage2["flags"][name] for name in ("learning_rate", "mm_projector_lr", "mm_vision_tower_lr")]
-    assert rates == ["3e-4", "1e-3", "1e-4"]
+    assert rates == ["2e-4", "2e-3", "1e-4"]
 
 
 def test_demo_data_chooses_pictures_records_and_tower():
