@@ -22,6 +22,7 @@ BENCHMARKS = (
     "norm_layer",
     "loss_head",
     "train_step",
+    "cpu_step",
     "vs_upstream",
     "vs_peers",
     "data_pipeline",
@@ -125,9 +126,9 @@ GPU_TARGETS = (
 
 
 TARGETS = (
-    Target("CPU, stage 2 on mixed lengths, samples/s over upstream", 3.0, True, "vs_upstream",
+    Target("CPU, stage 2 on mixed lengths, samples/s over upstream", 5.0, True, "vs_upstream",
            value_of("ratio", stage="finetune")),
-    Target("CPU, stage 1 captions, samples/s over upstream", 1.8, True, "vs_upstream",
+    Target("CPU, stage 1 captions, samples/s over upstream", 2.5, True, "vs_upstream",
            value_of("ratio", stage="pretrain")),
     Target("CPU, stage 2 on mixed lengths, samples/s over the best peer at its best settings", 2.5, True, "vs_peers",
            least("ratio", lambda row: row["stage"] == 2 and row["ratio"] and row["tool"] != "this tree")),
@@ -153,6 +154,10 @@ TARGETS = (
            least("fill", lambda row: row.get("rule") == "after" and row["ranks"] == 8)),
     Target("the same on 8, 32 and 64 ranks: slowest rank of a micro-batch over the mean", 1.05, False, "scaling",
            largest("slowest_over_mean", lambda row: row.get("rule") == "after")),
+    Target("CPU, the demo's stage 2 in bf16: share of its products' floor", 0.5, True, "cpu_step",
+           value_of("share_of_floor", arm="bf16 masters")),
+    Target("the same, samples/s over autocast with fp32 weights (the tree before masters)", 3.0, True, "cpu_step",
+           value_of("over_autocast", arm="bf16 masters")),
     *GPU_TARGETS,
 )  # fmt: skip
 

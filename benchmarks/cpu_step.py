@@ -1,0 +1,150 @@
+"""Seconds of the demo's training step on a CPU, by precision, beside the floor of the products that it must do.
+
+Stage 2 at the shapes of SmolLM2-135M with random weights: forward, backward, gradient clipping and AdamW on a fixed
+batch. Arms: fp32; bf16 autocast over fp32 weights; bf16 weights with fp32 masters, which is what a bf16 run takes
+here (`llava.train.masters`). They take turns in one process, and their first losses are reported. The floor is the time
+of the decoder's matrix products alone, at this machine's own rate for each shape. `LD_PRELOAD` counts.
+"""
+
+import argparse
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.common import alternate, ratio, spread, write_result
+from benchmarks.shapes import PRESETS, build_llava
+from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.data.collate import DataCollatorForSupervisedDataset
+from llava.model.attention import packed_attention
+from llava.train.masters import MasterWeights
+from llava.train.optim import PARTS, set_trainable
+
+FP32, AUTOCAST, MASTERS = "fp32", "bf16 autocast", "bf16 masters"
+DTYPES = {FP32: torch.float32, AUTOCAST: torch.float32, MASTERS: torch.bfloat16}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=8, help="of the batch")
+    parser.add_argument("--tokens", type=int, default=70, help="of a sample, its 16 visual ones included")
+    parser.add_argument("--targets", type=int, default=12, help="of a sample")
+    parser.add_argument("--repeats", type=int, default=5, help="steps of every arm")
+    parser.add_argument("--threads", type=int, help="default: all")
+    parser.add_argument("--output-dir", type=Path, help="of the result file; default benchmarks/results")
+    parser.add_argument("--quick", action="store_true", help="three steps of every arm")
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats = 3
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    steps = {arm: make_step(arm, args) for arm in DTYPES}
+    losses = {arm: step() for arm, step in steps.items()}
+    timed = {arm: seconds_of(step) for arm, step in steps.items()}
+    seconds = alternate(timed, args.repeats, warmup=1)
+    floors = {arm: floor(args, torch.float32 if arm == FP32 else torch.bfloat16) for arm in DTYPES}
+    rows = [
+        {
+            "arm": arm,
+            "seconds": spread(seconds[arm])["median"],
+            "samples_per_second": args.samples / spread(seconds[arm])["median"],
+            "over_autocast": ratio(seconds[AUTOCAST], seconds[arm])["median"],
+            "floor_s": floors[arm],
+            "share_of_floor": floors[arm] / spread(seconds[arm])["median"],
+            "first_loss": losses[arm],
+        }
+        for arm in DTYPES
+    ]
+    for row in rows:
+        print(row)
+    preloaded = Path(os.environ.get("LD_PRELOAD") or "glibc").name
+    meta = {name: getattr(args, name) for name in ("samples", "tokens", "targets", "repeats")}
+    threads = torch.get_num_threads()
+    print(write_result("cpu_step", rows, folder=args.output_dir, **meta, torch_threads=threads, allocator=preloaded))
+
+
+def make_step(arm: str, args: argparse.Namespace) -> Callable[[], float]:
+    """A function that does one step and returns its loss."""
+    model = build_llava(PRESETS["demo"], torch.device("cpu"), DTYPES[arm], use_cache=False)
+    set_trainable(model, frozenset(PARTS))
+    model.get_model().mm_projector.float()
+    model.padding_free, model.lm_head.loss_head = True, "auto"
+    model.config._attn_implementation = packed_attention(None, torch.device("cpu"), DTYPES[arm])
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    masters = MasterWeights(parameters) if arm == MASTERS else None
+    updated = masters.of(parameters) if masters else parameters
+    optimizer = torch.optim.AdamW(updated, lr=0.0, fused=True)  # so that each step has the first one's loss
+    if masters:
+        masters.attach(optimizer)
+    batch = make_batch(args, model)
+    halves = torch.autocast("cpu", torch.bfloat16) if arm != FP32 else contextlib.nullcontext()
+
+    def step() -> float:
+        with halves:
+            loss = model(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(updated, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def make_batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """Samples of random tokens with a picture each, as the collator joins them."""
+    tower = model.get_vision_tower()
+    values = torch.Generator().manual_seed(0)
+    samples = []
+    for _ in range(args.samples):
+        ids = torch.randint(5, model.config.vocab_size, (args.tokens - tower.num_tokens + 1,), generator=values)
+        ids[3] = IMAGE_TOKEN_INDEX
+        labels = ids.clone()
+        labels[: -args.targets] = IGNORE_INDEX
+        images = torch.randn(1, 3, tower.image_size, tower.image_size, generator=values)
+        samples.append({"input_ids": ids, "labels": labels, "images": images.to(next(tower.parameters()).dtype)})
+    return DataCollatorForSupervisedDataset(0, tower.num_tokens, 2048, True)(samples)
+
+
+def floor(args: argparse.Namespace, dtype: torch.dtype) -> float:
+    """Seconds of the decoder's products: forward, and backward to inputs and weights; the head's on target rows."""
+    sizes = PRESETS["demo"].language_model
+    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    keys = width // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
+    tokens, layers = args.samples * args.tokens, sizes["num_hidden_layers"]
+    products = Counter({(tokens, width, width): 2, (tokens, width, keys): 2, (tokens, width, inner): 2})
+    products[tokens, inner, width] += 1
+    products = Counter({shape: count * layers for shape, count in products.items()})
+    products[args.samples * args.targets, width, sizes["vocab_size"]] += 1
+    return sum(count * seconds_of_product(*shape, dtype) for shape, count in products.items())
+
+
+def seconds_of_product(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> float:
+    """Of a linear layer's three products, each at its best of ten."""
+    x, weight, gradient = (
+        torch.randn(shape).to(dtype) for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
+    )
+    passes = (lambda: F.linear(x, weight), lambda: gradient @ weight, lambda: gradient.T @ x)
+    return sum(min(seconds_of(one)() for _ in range(10)) for one in passes)
+
+
+def seconds_of(work: Callable[[], Any]) -> Callable[[], float]:
+    """`work` as a function that returns how long it took."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    return timed
+
+
+if __name__ == "__main__":
+    main()
