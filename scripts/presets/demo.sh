@@ -14,9 +14,9 @@ require_one_of DEMO_DATA "scenes stamps"
 # With the recipes' 0.03 the language model forgets in its first steps what stage 1 has learnt.
 : "${WARMUP_RATIO:=0.12}"
 case $STAGE in
-  pretrain) : "${MAX_STEPS:=60}" "${GLOBAL_BATCH:=16}" "${LEARNING_RATE:=8e-3}" ;;
+  pretrain) : "${MAX_STEPS:=68}" "${GLOBAL_BATCH:=16}" "${LEARNING_RATE:=8e-3}" ;;
   finetune)
-    : "${MAX_STEPS:=56}" "${GLOBAL_BATCH:=8}" "${LEARNING_RATE:=2e-4}" "${PROJECTOR_LR=2e-3}" "${VISION_TOWER_LR=1e-4}"
+    : "${MAX_STEPS:=70}" "${GLOBAL_BATCH:=8}" "${LEARNING_RATE:=2e-4}" "${PROJECTOR_LR=2e-3}" "${VISION_TOWER_LR=1e-4}"
     : "${GROUP_BY_MODALITY_LENGTH:=False}" # a batch has no padding, and captions and questions stay mixed
     ;;
 esac

@@ -127,7 +127,7 @@ def test_demo_preset_is_one_plain_process_on_a_cpu():
         assert "deepspeed" not in run["flags"]
         assert (run["flags"]["tf32"], run["flags"]["version"]) == ("False", "chatml_direct")
         assert run["flags"]["warmup_ratio"] == "0.12"
-    assert [run["flags"]["max_steps"] for run in (stage1, stage2)] == ["60", "56"]
+    assert [run["flags"]["max_steps"] for run in (stage1, stage2)] == ["68", "70"]
     assert [run["flags"]["per_device_train_batch_size"] for run in (stage1, stage2)] == ["16", "8"]
     rates = [stage2["flags"][name] for name in ("learning_rate", "mm_projector_lr", "mm_vision_tower_lr")]
     assert rates == ["2e-4", "2e-3", "1e-4"]
