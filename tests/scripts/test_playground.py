@@ -178,7 +178,7 @@ def test_scene_records_are_valid(scenes_root: Path) -> None:
     records = {name: read(folder / f"{name}.json") for name in ("pretrain", "finetune", "heldout")}
     for content in records.values():
         assert_valid(content, folder / "images")
-    assert [len(content) for content in records.values()] == [30, 72, 24]
+    assert [len(content) for content in records.values()] == [30, 30 + 15 + 12, 24]
     assert sum("image" not in record for record in records["finetune"]) == 12
     assert max(len(turns(record)) for record in records["finetune"]) > 1
     assert all(len(turns(record)) == 1 for record in records["heldout"])
