@@ -209,7 +209,7 @@ def test_dry_run_shows_configuration_command_and_inputs_and_asks_the_trainers_pa
     assert shown.returncode == 0, shown.stderr
     configuration, rest = shown.stdout.split("command\n")
     command, inputs = rest.split("inputs\n")
-    for row in ("arm (NORM)           rmsnorm", "length               3 steps", "global batch         8 = 1 x 8 x 1"):
+    for row in ("arm (NORM)           rmsnorm", "length               3 steps", "global batch         16 = 1 x 16 x 1"):
         assert f"  {row}\n" in configuration
     assert "\n    --output_dir checkpoints/demo-rmsnorm-pretrain \\\n" in command and "--max_steps 3 \\\n" in command
     assert "vision tower" in inputs and inputs.endswith("dry run: nothing was installed or started\n")
@@ -236,10 +236,10 @@ def test_help_names_every_variable_of_the_script_and_starts_nothing(stage, tmp_p
     ]
     used = {name for text in texts for name in re.findall(r"\$\{?([A-Z][A-Z0-9_]+)", text)} - {"BASH_SOURCE", "STAGE"}
     assert used <= NAMES
-    of_stage_2 = {"LORA_R", "PROJECTOR_LR", "VISION_TOWER_LR", "LENGTH_GROUP_WINDOW"}
+    of_stage_2 = {"LORA_R", "PROJECTOR_LR", "VISION_TOWER_LR", "GROUP_BY_MODALITY_LENGTH"}
     for name in used - (of_stage_2 if stage == "pretrain" else set()):
         assert re.search(rf"^  {name} +\S", told.stdout, re.MULTILINE), name
-    assert re.search(r"LEARNING_RATE .*\[[23]e-[34]\]", told.stdout) and "GLOBAL_BATCH" in told.stdout
+    assert re.search(r"LEARNING_RATE .*\[[28]e-[34]\]", told.stdout) and "GLOBAL_BATCH" in told.stdout
     assert not (tmp_path / "out").exists()
 
 
