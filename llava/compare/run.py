@@ -93,9 +93,8 @@ class Comparison:
         settings = {"PRESET": self.preset, "NORM": flags.norm, "NORM_INIT": flags.init, "SEED": str(seed)}
         settings["RUN_NAME"] = f"{arm}-seed-{seed}-{stage}"
         settings["PRETRAIN_ADAPTER"] = str(run.folder("pretrain").resolve() / "mm_projector.bin")
-        if self.demo:  # a stage takes minutes, and a checkpoint of each would take most of the room
+        if self.demo:
             settings["DATA_PATH"] = f"playground/data/mixed/{stage}.json"
-            settings["SAVE_STRATEGY"] = os.environ.get("SAVE_STRATEGY") or "no"
         if not (folder / DONE).is_file():
             self.check("present")
         train_stage(stage, folder, folder.with_suffix(".log"), settings, keep_open=[self.lock])
