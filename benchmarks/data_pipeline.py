@@ -38,11 +38,11 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=8, help="of each kind")
     parser.add_argument("--seconds", type=float, default=2.0, help="at least, of each run")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="three runs of half a second")
+    parser.add_argument("--quick", action="store_true", help="two runs of half a second")
     parser.add_argument("--no-upstream", action="store_true", help="measure this tree alone")
     args = parser.parse_args()
     if args.quick:
-        args.repeats, args.seconds = 3, 0.5
+        args.repeats, args.seconds = 2, 0.5
     tokenizer = args.tokenizer or inputs.npm_tokenizer("qwen2_5")
     if not Path(tokenizer).is_dir():
         sys.exit(f"error: --tokenizer is needed: {tokenizer}")

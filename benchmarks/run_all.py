@@ -35,7 +35,7 @@ ON_GPU = "bash benchmarks/gpu_check.sh --parts {part}"  # fills gpu_<part>.json
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small runs, together under 20 minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="small runs, together about 15 minutes on two cores")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
     parser.add_argument("--report", action="store_true", help="run nothing, write docs/performance.md from the results")
     args = parser.parse_args()

@@ -61,10 +61,11 @@ def check(settings: Settings) -> None:
         raise PlaygroundError(
             f"--image-size {settings.image_size}: expected a multiple of --patch-size {settings.patch_size}."
         )
-    if settings.data == "scenes" and settings.image_size // settings.patch_size % 2:
+    side = settings.image_size // settings.patch_size
+    if settings.data == "scenes" and side % 2:
         raise PlaygroundError(
-            f"--patch-size {settings.patch_size}: {settings.image_size // settings.patch_size} patches a side cannot be "
-            "divided into the quarters that scenes are described by; give one that makes their number even."
+            f"--patch-size {settings.patch_size}: {side} patches a side make no quarters, by which "
+            "scenes are described; give a size that makes their number even."
         )
     if settings.width % settings.heads:
         raise PlaygroundError(f"--width {settings.width}: expected a multiple of --heads {settings.heads}.")
