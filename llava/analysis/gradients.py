@@ -26,7 +26,6 @@ from llava.analysis.resume import Rows, resumed, state_file
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.preprocess import preprocess
 from llava.eval.ask import choose_template, is_captioner
-from llava.mm_utils import process_images
 from llava.model.multimodal_projector.norm import (
     PAPER_ARMS,
     AlignedLayerNorm,
@@ -125,8 +124,8 @@ def training_batch(
         ids.append(one.input_ids)
         labels.append(one.labels)
     targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
-    pixels = process_images([sample.image for sample in samples], image_processor, model.config)
-    return loading.our_batch(model, ids, pixels), targets.to(model.device)
+    pictures = [sample.image for sample in samples]
+    return loading.our_batch(model, ids, pictures, image_processor), targets.to(model.device)
 
 
 def visual_sinks(model: Any, batch: Batch) -> torch.Tensor:
