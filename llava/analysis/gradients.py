@@ -136,6 +136,12 @@ def visual_sinks(model: Any, batch: Batch) -> torch.Tensor:
     """
     seen = Probe("gradients", model, find_parts(model, Family(), IMAGE_TOKEN_INDEX)).run(batch)
     visual = seen.visual.cpu()
+    if model.crop_rules().is_anyres or model.crop_rules().has_newline:
+        raise ValueError(
+            f"gradients: image_aspect_ratio {model.config.image_aspect_ratio!r} with mm_patch_merge_type "
+            f"{model.crop_rules().merge_type!r}: visual tokens are not the projector's one for one, so that this table "
+            "cannot be made of them; measure a checkpoint without anyres"
+        )
     if int(visual.sum()) != len(seen.projector_output):
         raise ValueError("--data: a sample is longer than the model's tokenizer_model_max_length, which cuts a picture")
     return sink_mask(seen)[visual]
