@@ -31,6 +31,10 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
     if model_type not in MODEL_CLASSES:
         raise ValueError(f"{model_path}: model_type {model_type!r}; expected one of {', '.join(MODEL_CLASSES)}")
     config_class = MODEL_CLASSES[model_type].config_class
+    if model_type == "llava":  # what checkpoints of other families call themselves as well; their class says which
+        classes = {cls.__name__: cls for cls in MODEL_CLASSES.values()}
+        named = [classes[name] for name in fields.get("architectures") or () if name in classes]
+        config_class = named[0].config_class if named else config_class
     # The plain class reads the fields first, so that its own defaults and migrations apply to a plain language model.
     plain_class = family_of(config_class).config
     fields = (plain_class if model_type == plain_class.model_type else config_class).from_dict(fields).to_dict()

@@ -29,20 +29,15 @@ def match_crops(
     Raises:
         ValueError: too few or too many images or sizes; the message names the sample.
     """
-    entries = list(_of_each_image([] if images is None else images))
-    sizes = [None] * len(entries) if image_sizes is None else [tuple(map(int, size)) for size in image_sizes]
-    if len(sizes) == sum(placeholders) < len(entries):
-        sizes = list(_with_unused(sizes, placeholders))
-    if len(sizes) != len(entries):
-        raise ValueError(f"image_sizes has {len(sizes)} entries for {len(entries)} images; expected one for each")
-    if len(entries) == sum(max(n, 1) for n in placeholders) != sum(placeholders):
-        used = [n > 0 for n in placeholders for _ in range(max(n, 1))]
-        entries = [entry for entry, is_used in zip(entries, used, strict=True) if is_used]
-        sizes = [size for size, is_used in zip(sizes, used, strict=True) if is_used]
-    if len(entries) != sum(placeholders):
-        raise ValueError(_wrong_number(placeholders, len(entries)))
-    pictures = [Picture(len(crops), size) for crops, size in zip(entries, sizes, strict=True)]
-    return (torch.cat(entries) if entries else None), pictures
+    crops = _without_unused(list(_of_each_image([] if images is None else images)), placeholders)
+    if len(crops) != sum(placeholders):
+        raise ValueError(_wrong_number(placeholders, len(crops)))
+    sizes = [None] * len(crops) if image_sizes is None else [tuple(map(int, size)) for size in image_sizes]
+    sizes = _without_unused(sizes, placeholders)
+    if len(sizes) != len(crops):
+        raise ValueError(f"image_sizes has {len(sizes)} entries for {len(crops)} images; expected one for each")
+    pictures = [Picture(len(some), size) for some, size in zip(crops, sizes, strict=True)]
+    return (torch.cat(crops) if crops else None), pictures
 
 
 def _of_each_image(images: Images) -> Iterator[torch.Tensor]:
@@ -54,11 +49,14 @@ def _of_each_image(images: Images) -> Iterator[torch.Tensor]:
             yield entry[None] if entry.ndim == 3 else entry
 
 
-def _with_unused(sizes: list, placeholders: list[int]) -> Iterator:
-    """`sizes` with None for the unused image of each text-only sample."""
-    remaining = iter(sizes)
-    for count in placeholders:
-        yield from [next(remaining) for _ in range(count)] if count else [None]
+def _without_unused(entries: list, placeholders: list[int]) -> list:
+    """`entries`, one per image, without those of text-only samples if they have any."""
+    used = [count > 0 for count in placeholders for _ in range(max(count, 1))]
+    return (
+        [entry for entry, is_used in zip(entries, used, strict=True) if is_used]
+        if len(entries) == len(used)
+        else entries
+    )
 
 
 def line_up(

@@ -19,6 +19,7 @@ from training import LORA, build, flags, load, run
 from llava.anyres import Picture
 from llava.data.images import ImageStore
 from llava.eval.ask import load_assistant
+from llava.mm_utils import process_images
 from llava.model.builder import load_pretrained_model
 from llava.model.merge_lora import merge_lora
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
@@ -290,7 +291,7 @@ def test_a_checkpoint_answers_about_one_picture_in_crops_and_about_two_padded(ti
 
 PUBLISHED = {
     "LLaVA-v1.6": {"model_type": "llava", "image_aspect_ratio": "anyres", "image_crop_resolution": 28},
-    "OneVision": {"model_type": "qwen2", "image_aspect_ratio": "anyres_max_9", "add_faster_video": False},
+    "OneVision": {"model_type": "llava", "image_aspect_ratio": "anyres_max_9", "add_faster_video": False},
 }
 
 
@@ -309,9 +310,8 @@ def test_layouts_of_published_anyres_checkpoints_load_and_see_crops(name, tmp_pa
     for file in base.glob("*token*"):
         shutil.copy(file, tmp_path)
     _, model, processor, _ = load_pretrained_model(str(tmp_path), None, name, device="cpu")
+    assert type(model).__name__ == config["architectures"][0]
     assert torch.equal(model.get_model().image_newline, newline)
-    from llava.mm_utils import process_images
-
     pictures = [Image.new("RGB", size) for size in ((112, 40), (100, 100))]
     images = process_images(pictures, processor, model.config)
     assert [len(crops) for crops in images] == [3, 5]
