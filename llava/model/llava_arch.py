@@ -29,6 +29,7 @@ from llava.model.multimodal_projector.norm import (
     record_norm,
 )
 from llava.model.pictures import Images, Sizes, line_up, match_crops, match_images, refuse_video
+from llava.model.zero3 import gathered
 
 logger = logging.getLogger(__name__)
 
@@ -419,9 +420,11 @@ class LlavaMetaForCausalLM:
             kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING_OPTIONS}
         if self.get_vision_tower() is None:
             return super().generate(inputs, attention_mask=attention_mask, **kwargs)[:, inputs.shape[1] :]
-        _, _, attention_mask, _, inputs_embeds, _ = self.prepare_inputs_labels_for_multimodal(
-            inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
-        )
+        newline = self.get_model().image_newline
+        with gathered([] if newline is None else newline):  # no module's forward, by which ZeRO-3 would gather it
+            _, _, attention_mask, _, inputs_embeds, _ = self.prepare_inputs_labels_for_multimodal(
+                inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
+            )
         return super().generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
 
 

@@ -16,7 +16,11 @@ from tiny_models import V
 from torch.utils.flop_counter import FlopCounterMode
 from training import LORA, build, flags, load, run
 
+from llava.analysis.loading import our_batch
+from llava.analysis.probe import VISUAL
+from llava.analysis.visual_grid import visual_grid
 from llava.anyres import Picture
+from llava.constants import IMAGE_TOKEN_INDEX
 from llava.data.images import ImageStore
 from llava.eval.ask import load_assistant
 from llava.mm_utils import process_images
@@ -287,6 +291,20 @@ def test_a_checkpoint_answers_about_one_picture_in_crops_and_about_two_padded(ti
     rules = assistant.model.crop_rules()
     assert assistant._visual_tokens([wide], 1) == rules.visual_tokens(rules.picture(wide.size))
     assert assistant._visual_tokens([wide, tall], 2) == rules.visual_tokens(Picture()) == V + 1
+
+
+def test_an_analysis_knows_every_position_of_a_picture_in_crops(stage_1):
+    _, model, processor, _ = load_pretrained_model(str(stage_1), None, "anything", device="cpu")
+    ids = [torch.tensor([5, IMAGE_TOKEN_INDEX, 6, 7]), torch.tensor([IMAGE_TOKEN_INDEX, 8])]
+    pictures = [Image.new("RGB", (64, 17)), Image.new("RGB", (17, 64))]
+    batch = our_batch(model, ids, pictures, processor)
+    assert model(**batch.inputs).logits.shape[:2] == batch.input_ids.shape
+    rules = model.crop_rules()
+    expected = [rules.visual_tokens(rules.picture(picture.size)) for picture in pictures]
+    assert (batch.input_ids == IMAGE_TOKEN_INDEX).sum(dim=1).tolist() == expected
+    one = our_batch(model, ids[:1], pictures[:1], processor)
+    groups = torch.where(one.input_ids == IMAGE_TOKEN_INDEX, VISUAL, -1)
+    assert visual_grid(model, one, groups) is None  # its rows end in newlines
 
 
 PUBLISHED = {
