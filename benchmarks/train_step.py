@@ -343,8 +343,8 @@ def row(
     if "failed" in facts:
         return show(line | {"failed": facts["failed"]})
     bench.prepare(arm)
-    collate, visual = DataCollatorForSupervisedDataset(0), bench.model.get_vision_tower().num_tokens
-    work = [batch_work(collate(some), visual, LONGEST) for some in samples[: bench.args.steps]]
+    collate = DataCollatorForSupervisedDataset(0, bench.model.get_vision_tower().num_tokens, LONGEST)
+    work = [batch_work(collate(some)) for some in samples[: bench.args.steps]]
     done, seconds = sum(work[1:], work[0]), spread(times)
     tflops = required_flops(flop_costs(bench.model), done) / len(work) / seconds["median"] / 1e12
     line |= {"seconds": seconds["median"], "seconds_max": seconds["max"], "tflops": tflops}

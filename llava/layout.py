@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from llava.anyres import Picture
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 
 
@@ -29,6 +30,7 @@ class Layout(NamedTuple):
     attention_mask: torch.Tensor | None  # [B, S'] bool; None without padding
     lengths: list[int]  # tokens of each sample
     num_images: list[int]  # placeholders of each sample
+    pictures: list[Picture]  # what stands for each placeholder [N], in reading order
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Layout":
         """The same with its tensors on `device`."""
@@ -41,6 +43,7 @@ def lay_out(
     labels: torch.Tensor,
     visual_tokens: Sequence[int],
     max_length: int | None = None,
+    pictures: Sequence[Picture] | None = None,
 ) -> Layout:
     """The layout of a batch without padding: its samples one behind the other.
 
@@ -50,6 +53,7 @@ def lay_out(
         labels: [B, S].
         visual_tokens: how many stand for each image [N], one entry per placeholder in reading order.
         max_length: each sample keeps its first `max_length` positions, counted after expansion.
+        pictures: their crops [N]; None: each has one.
 
     Raises:
         ValueError: `visual_tokens` and placeholders differ in number.
@@ -93,6 +97,7 @@ def lay_out(
         attention_mask=None,
         lengths=lengths.tolist(),
         num_images=num_images,
+        pictures=[Picture()] * len(visual_tokens) if pictures is None else list(pictures),
     )
 
 

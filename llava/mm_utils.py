@@ -9,7 +9,7 @@ import shutil
 import stat
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +18,8 @@ from transformers import AutoTokenizer, StoppingCriteria
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from llava.anyres import best_grid, check_modes, fitted_size, is_anyres, parse_pinpoints
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
-
-_SQUARE_MODES = (None, "square")
-
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
@@ -60,28 +58,41 @@ def process_images(
     Args:
         images: pictures in any mode.
         image_processor: of the vision tower.
-        model_cfg: anything; only `image_aspect_ratio` is read, if it is there. `pad` pads to a square with the
-            processor's mean colour; None or `square` leaves the shape to the processor.
+        model_cfg: anything; `image_aspect_ratio` is read, if it is there, and for `anyres` `image_grid_pinpoints`.
+            `pad` pads to a square with the processor's mean colour; None or `square` leaves the shape to the processor;
+            `anyres` gives each picture several crops, see `llava.anyres`.
 
     Returns:
-        [N, 3, H, W], or a list of [3, H, W] if the processor gives different sizes.
+        [N, 3, H, W], or a list of [3, H, W] if the processor gives different sizes; with `anyres` [N, n, 3, H, W] for n
+        crops per picture, or a list of [n, 3, H, W] if their numbers differ.
 
     Raises:
-        NotImplementedError: for the `anyres` modes.
-        ValueError: for an unknown mode, or no images.
+        ValueError: for an unknown mode or grid, or no images.
     """
     mode = getattr(model_cfg, "image_aspect_ratio", None)
-    if isinstance(mode, str) and "anyres" in mode:
-        _refuse_anyres(f"image_aspect_ratio {mode!r}")
-    if mode != "pad" and mode not in _SQUARE_MODES:
-        raise ValueError(f"image_aspect_ratio {mode!r}: expected 'pad', 'square' or None")
+    check_modes(mode)
     if not images:
         raise ValueError("process_images: expected at least one picture, found none")
-    pixels = [_pixels(to_rgb(image), image_processor, pad=mode == "pad") for image in images]
+    if is_anyres(mode):
+        grids = getattr(model_cfg, "image_grid_pinpoints", None)
+        pixels = [process_anyres_image(image, image_processor, grids) for image in images]
+    else:
+        pixels = [_pixels(to_rgb(image), image_processor, pad=mode == "pad") for image in images]
     if len(pixels) == 1:
         return pixels[0][None]
     same_size = all(image.shape == pixels[0].shape for image in pixels)
     return torch.stack(pixels) if same_size else pixels
+
+
+def process_prompt_images(images: list[Image.Image], image_processor: Any, model_cfg: Any) -> list[torch.Tensor]:
+    """Pixels [n, 3, H, W] of each picture of one prompt; n is 1 without `anyres`.
+
+    With `anyres` several pictures of one prompt are not cut but padded, one crop each, as LLaVA-NeXT trains them.
+    """
+    if len(images) > 1 and is_anyres(getattr(model_cfg, "image_aspect_ratio", None)):
+        return [_pixels(to_rgb(image), image_processor, pad=True)[None] for image in images]
+    pixels = process_images(images, image_processor, model_cfg)
+    return [image if image.ndim == 4 else image[None] for image in pixels]
 
 
 def _pixels(image: Image.Image, image_processor: Any, pad: bool) -> torch.Tensor:
@@ -128,13 +139,31 @@ def _value_table(image_processor: Any) -> np.ndarray:
     return _value_tables[settings]
 
 
-def process_anyres_image(image: Image.Image, processor: Any, grid_pinpoints: Any) -> NoReturn:
-    """Present because clients import it; raises NotImplementedError."""
-    _refuse_anyres("process_anyres_image")
+def process_anyres_image(image: Image.Image, processor: Any, grid_pinpoints: Any) -> torch.Tensor:
+    """Pixels of a picture's crops [n, 3, H, W]: the whole picture, squeezed, and the parts of its grid row by row.
+
+    Args:
+        image: in any mode.
+        processor: of the vision tower.
+        grid_pinpoints: see `llava.anyres.parse_pinpoints`.
+
+    Raises:
+        ValueError: no such grid.
+    """
+    image, side = to_rgb(image), _crop_side(processor)
+    grid = best_grid(image.size, parse_pinpoints(grid_pinpoints, side))
+    fitted = image.resize(fitted_size(image.size, grid))
+    black = Image.new("RGB", grid)
+    black.paste(fitted, ((grid[0] - fitted.width) // 2, (grid[1] - fitted.height) // 2))
+    corners = [(left, top) for top in range(0, grid[1], side) for left in range(0, grid[0], side)]
+    crops = [image.resize((side, side)), *(black.crop((x, y, x + side, y + side)) for x, y in corners)]
+    return torch.stack([_pixels(crop, processor, pad=False) for crop in crops])
 
 
-def _refuse_anyres(subject: str) -> NoReturn:
-    raise NotImplementedError(f"{subject}: anyres is not supported; set image_aspect_ratio to 'pad' or 'square'")
+def _crop_side(image_processor: Any) -> int:
+    """Pixels along a side of what the processor gives: that of its crop where it crops, else what it resizes to."""
+    cropped = image_processor.crop_size if getattr(image_processor, "do_center_crop", False) else None
+    return (cropped or image_processor.size)["height"]
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

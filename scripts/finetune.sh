@@ -28,7 +28,9 @@ launch llava/train/train_mem.py \
   --version "$PROMPT_VERSION" \
   --data_path "$DATA_PATH" \
   --image_folder "$IMAGE_FOLDER" \
-  --image_aspect_ratio square \
+  --image_aspect_ratio "${IMAGE_ASPECT_RATIO:-square}" \
+  --image_grid_pinpoints "${IMAGE_GRID_PINPOINTS:-}" \
+  --mm_patch_merge_type "${MM_PATCH_MERGE_TYPE:-}" \
   --vision_tower "$VISION_TOWER" \
   --mm_vision_select_layer -2 \
   --mm_vision_select_feature patch \

@@ -26,7 +26,6 @@ from llava.analysis.resume import Rows, resumed, state_file
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.preprocess import preprocess
 from llava.eval.ask import choose_template, is_captioner
-from llava.mm_utils import process_images
 from llava.model.multimodal_projector.norm import (
     PAPER_ARMS,
     AlignedLayerNorm,
@@ -125,8 +124,8 @@ def training_batch(
         ids.append(one.input_ids)
         labels.append(one.labels)
     targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
-    pixels = process_images([sample.image for sample in samples], image_processor, model.config)
-    return loading.our_batch(model, ids, pixels), targets.to(model.device)
+    pictures = [sample.image for sample in samples]
+    return loading.our_batch(model, ids, pictures, image_processor), targets.to(model.device)
 
 
 def visual_sinks(model: Any, batch: Batch) -> torch.Tensor:
@@ -137,6 +136,12 @@ def visual_sinks(model: Any, batch: Batch) -> torch.Tensor:
     """
     seen = Probe("gradients", model, find_parts(model, Family(), IMAGE_TOKEN_INDEX)).run(batch)
     visual = seen.visual.cpu()
+    if model.crop_rules().is_anyres or model.crop_rules().has_newline:
+        raise ValueError(
+            f"gradients: image_aspect_ratio {model.config.image_aspect_ratio!r} with mm_patch_merge_type "
+            f"{model.crop_rules().merge_type!r}: visual tokens are not the projector's one for one, so that this table "
+            "cannot be made of them; measure a checkpoint without anyres"
+        )
     if int(visual.sum()) != len(seen.projector_output):
         raise ValueError("--data: a sample is longer than the model's tokenizer_model_max_length, which cuts a picture")
     return sink_mask(seen)[visual]

@@ -203,8 +203,7 @@ def _load_ours(named: NamedModel, args: argparse.Namespace, options: dict[str, A
     def prepare(samples: Sequence[Any]) -> Batch:
         prompts = [our_prompt(sample, tokenizer, template, model.config) for sample in samples]
         pictures = [sample.image for sample in samples if sample.image is not None]
-        pixels = process_images(pictures, image_processor, model.config) if pictures else None
-        return our_batch(model, prompts, pixels)
+        return our_batch(model, prompts, pictures, image_processor)
 
     return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: tokenizer.decode([i]))
 
@@ -220,21 +219,26 @@ def our_prompt(sample: Any, tokenizer: Any, template: Any, config: Any) -> torch
     return generation_ids([{"from": "human", "value": text}], tokenizer, template, mm_use_im_start_end=tags)
 
 
-def our_batch(model: Any, prompts: list[torch.Tensor], pixels: torch.Tensor | None) -> Batch:
+def our_batch(model: Any, prompts: list[torch.Tensor], pictures: Sequence[Any], image_processor: Any) -> Batch:
     """A batch of prompts with placeholders, and the ids that stand where the model's splicing puts each token.
 
     Args:
-        pixels: [N, 3, H, W], one picture per placeholder in reading order, or None.
+        prompts: each with at most one placeholder.
+        pictures: one per placeholder in reading order.
     """
-    device = model.device
-    num_visual = model.get_vision_tower().num_tokens
+    device, rules = model.device, model.crop_rules()
     longest = getattr(model.config, "tokenizer_model_max_length", None)
-    expanded = [
-        ids.repeat_interleave(torch.where(ids == IMAGE_TOKEN_INDEX, num_visual, 1))[:longest] for ids in prompts
-    ]
+    widths = iter([rules.visual_tokens(rules.picture(picture.size)) for picture in pictures])
+    expanded = []
+    for ids in prompts:
+        width = [next(widths) if token == IMAGE_TOKEN_INDEX else 1 for token in ids.tolist()]
+        expanded.append(ids.repeat_interleave(torch.tensor(width))[:longest])
     ids, mask = padded(prompts)
-    inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-    inputs["images"] = None if pixels is None else pixels.to(device)
+    inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "images": None}
+    if pictures:
+        pixels = process_images(list(pictures), image_processor, model.config)
+        inputs["images"] = pixels.to(device) if torch.is_tensor(pixels) else [crops.to(device) for crops in pixels]
+        inputs |= {"image_sizes": [picture.size for picture in pictures]} if rules.is_anyres else {}
     spliced, spliced_mask = padded(expanded)
     return Batch(inputs, spliced.to(device), spliced_mask.to(device))
 

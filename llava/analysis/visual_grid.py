@@ -9,18 +9,21 @@ from typing import Any
 import torch
 
 from llava.analysis.probe import VISUAL, Batch
+from llava.anyres import is_anyres
 
 
 def visual_grid(model: Any, batch: Batch, groups: torch.Tensor) -> tuple[int, int] | None:
     """Rows and columns of the visual tokens of one sample, in raster order; None where they form no single grid.
 
     From the patch grid that the processor wrote (the Qwen-VL and GLM families), else a square where the tokens are one
-    unbroken run of a square number. Tiles and line ends (LLaVA-NeXT, SmolVLM) form none.
+    unbroken run of a square number. Tiles and line ends (LLaVA-NeXT and our anyres, SmolVLM) form none.
 
     Args:
         batch: of one sample.
         groups: [1, S], see `Probe.groups`.
     """
+    if is_anyres(getattr(model.config, "image_aspect_ratio", None)):
+        return None
     where = (groups[0] == VISUAL).nonzero().flatten()
     count = len(where)
     if not count or int(where[-1] - where[0]) + 1 != count:

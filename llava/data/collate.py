@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from llava.anyres import CropRules
 from llava.constants import IGNORE_INDEX
 from llava.layout import Layout, lay_out, pad_layout
 
@@ -22,6 +23,7 @@ class DataCollatorForSupervisedDataset:
         num_visual_tokens: V, what one placeholder expands to; None leaves the layout to the model.
         max_length: samples are cut there, counted after expansion.
         padding_free: the model's own `padding_free`.
+        crop_rules: the model's, where its images have different numbers of crops.
     """
 
     def __init__(
@@ -30,18 +32,20 @@ class DataCollatorForSupervisedDataset:
         num_visual_tokens: int | None = None,
         max_length: int | None = None,
         padding_free: bool = True,
+        crop_rules: CropRules | None = None,
     ):
         self.pad_token_id = pad_token_id
         self.num_visual_tokens = num_visual_tokens
         self.max_length = max_length
         self.padding_free = padding_free
+        self.crop_rules = crop_rules
 
     def __call__(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor | Layout]:
         """The batch of `samples`.
 
         Returns:
-            `input_ids`, `labels`, `attention_mask` [B, S]; `layout`; `images` [N, 3, H, W] and `indices` [B] if samples
-            have them.
+            `input_ids`, `labels`, `attention_mask` [B, S]; `layout`; `images` [N, 3, H, W], or all their crops, and
+            `indices` [B] if samples have them.
         """
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         batch = {
@@ -55,14 +59,23 @@ class DataCollatorForSupervisedDataset:
         if images:
             batch["images"] = torch.cat(images)
         if self.num_visual_tokens is not None:
-            batch["layout"] = self._layout(**batch)
+            batch["layout"] = self._layout(samples, **batch)
         if "index" in samples[0]:
             batch["indices"] = torch.tensor([sample["index"] for sample in samples])
         return batch
 
     def _layout(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor, images: torch.Tensor = ()
+        self,
+        samples: Sequence[dict],
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        attention_mask: torch.Tensor,
+        images: torch.Tensor = (),
     ) -> Layout:
-        visual_tokens = [self.num_visual_tokens] * len(images)
-        layout = lay_out(input_ids, attention_mask, labels, visual_tokens, self.max_length)
+        pictures = [picture for sample in samples for picture in sample.get("pictures", ())]
+        if pictures:
+            visual_tokens = [self.crop_rules.visual_tokens(picture) for picture in pictures]
+        else:
+            visual_tokens = [self.num_visual_tokens] * len(images)
+        layout = lay_out(input_ids, attention_mask, labels, visual_tokens, self.max_length, pictures or None)
         return layout if self.padding_free else pad_layout(layout)

@@ -4,7 +4,7 @@ Shapes: S tokens of the sample (an image placeholder counts one), n images of th
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,16 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
+from llava.anyres import CropRules, Picture, Size
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
 from llava.data.checks import RowImage, placeholder_problem
 from llava.data.images import ImageError, ImageStore
-from llava.data.lengths import Tokenization, lengths_from_counts, token_counts, whole_lengths
+from llava.data.lengths import Tokenization, image_sizes, lengths_from_counts, token_counts, whole_lengths
 from llava.data.preprocess import TokenizedSample, preprocess
 from llava.data.records import Record, RecordTable, record_images, record_name
 from llava.data.turns import check_has_image
-from llava.mm_utils import process_images
+from llava.mm_utils import process_prompt_images
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class LazySupervisedDataset(Dataset):
         image_folder: images are looked up below it; a folder, a zip file, or a store of images.
         image_aspect_ratio: `pad` or `square` (plain resize), as `--image_aspect_ratio`.
         num_visual_tokens: V, what one placeholder expands to.
+        crop_rules: replace both where they are `anyres`.
         model_max_length: samples are cut there, counted after expansion.
         label_masking: `assistant` or `upstream`.
         show_progress: whether measuring all lengths shows a progress bar.
@@ -55,13 +57,18 @@ class LazySupervisedDataset(Dataset):
         label_masking: str = "assistant",
         show_progress: bool = True,
         pixel_dtype: torch.dtype = torch.float32,
+        crop_rules: CropRules | None = None,
     ):
         self.records = records
         self.tokenizer = tokenizer
         self.template = get_template(version)
         self.image_processor = image_processor
         self.images = image_folder if isinstance(image_folder, ImageStore) else ImageStore(image_folder)
-        self.image_config = _ImageConfig(image_aspect_ratio)
+        self.crop_rules = crop_rules if crop_rules is not None and crop_rules.is_anyres else None
+        self.image_config = _ImageConfig(
+            self.crop_rules.aspect_ratio if self.crop_rules else image_aspect_ratio,
+            self.crop_rules.grids if self.crop_rules else None,
+        )
         self.num_visual_tokens = num_visual_tokens
         self.model_max_length = model_max_length
         self.label_masking = label_masking
@@ -79,6 +86,8 @@ class LazySupervisedDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """`input_ids` [S], `labels` [S], `index`, and, if the record has images, `images` [n, 3, H, W].
 
+        With `anyres` these are the crops of all its images, which `pictures` describes.
+
         A negative index `~i` gives sample i without targets, for ranks that have no sample left.
 
         Raises:
@@ -88,16 +97,27 @@ class LazySupervisedDataset(Dataset):
             item = self[~index]
             return item | {"labels": torch.full_like(item["labels"], IGNORE_INDEX), "index": index}
         record = self.records[index]
-        sample = self._cut(self._tokenize(record, index), index)
+        sample = self._tokenize(record, index)
+        images, pictures, visual_tokens = [], [], self.num_visual_tokens
+        if self._is_cut_into_crops(record):  # its length depends on the picture's size
+            images = [self._open_image(record_images(record)[0], record, index)]
+            pictures = [self.crop_rules.picture(images[0].size)]
+            visual_tokens = self.crop_rules.visual_tokens(pictures[0])
+        sample = self._cut(sample, index, visual_tokens)
         item = {"input_ids": sample.input_ids, "labels": sample.labels, "index": index}
         # A cut may remove placeholders: their images go with them.
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:
-            images = [self._open_image(name, record, index) for name in record_images(record)[:num_images]]
-            pixels = process_images(images, self.image_processor, self.image_config)
-            pixels = pixels if isinstance(pixels, torch.Tensor) else torch.stack(pixels)
-            item["images"] = pixels.to(self.pixel_dtype)
+            names = record_images(record)[:num_images]
+            images = images or [self._open_image(name, record, index) for name in names]
+            if self.crop_rules is not None:
+                item["pictures"] = pictures or [Picture()] * num_images
+            pixels = process_prompt_images(images, self.image_processor, self.image_config)
+            item["images"] = (pixels[0] if len(pixels) == 1 else torch.cat(pixels)).to(self.pixel_dtype)
         return item
+
+    def _is_cut_into_crops(self, record: Record) -> bool:
+        return self.crop_rules is not None and len(record_images(record)) == 1
 
     def _name(self, record: Record, index: int) -> str:
         if not isinstance(self.records, RecordTable):
@@ -132,9 +152,9 @@ class LazySupervisedDataset(Dataset):
             raise ValueError(f"{self._name(record, index)}: {num_images} images, but {written} places for them")
         return sample
 
-    def _cut(self, sample: TokenizedSample, index: int) -> TokenizedSample:
+    def _cut(self, sample: TokenizedSample, index: int, num_visual_tokens: int) -> TokenizedSample:
         is_image = sample.input_ids == IMAGE_TOKEN_INDEX
-        widths = torch.where(is_image, self.num_visual_tokens, 1)
+        widths = torch.where(is_image, num_visual_tokens, 1)
         if int(widths.sum()) <= self.model_max_length:
             return sample
         if not self._truncation_reported:
@@ -149,8 +169,11 @@ class LazySupervisedDataset(Dataset):
         return TokenizedSample(sample.input_ids[starts_inside], sample.labels[starts_inside])
 
     def _open_image(self, image: str | RowImage, record: Record, index: int) -> Image.Image:
+        return self._named_errors(self.images.open, image, record, index)
+
+    def _named_errors(self, read: Callable[[str | RowImage], Any], image: str | RowImage, record: Record, index: int):
         try:
-            return self.images.open(image)
+            return read(image)
         except ImageError as error:
             kind = FileNotFoundError if error.problem.kind == "image_missing" else ValueError
             raise kind(f"{self._name(record, index)}: {error}") from error
@@ -160,12 +183,38 @@ class LazySupervisedDataset(Dataset):
         settings = Tokenization(self.tokenizer, self.template, self.label_masking)
         return token_counts(self.records, self.token_ids, settings, self.show_progress)
 
+    def image_sizes(self) -> np.ndarray:
+        """Width and height of every sample's picture, int32 [N, 2]; zeros where none is cut into crops."""
+        return image_sizes(self.records, self._image_size, self.images.identity, self.show_progress)
+
+    def _image_size(self, index: int) -> tuple[int, int]:
+        record = self.records[index]
+        if not self._is_cut_into_crops(record):
+            return 0, 0
+        return self._named_errors(self.images.size, record_images(record)[0], record, index)
+
+    def visual_tokens(self) -> int | np.ndarray:
+        """How many stand for each image of a sample: one number, or one for every sample [N]."""
+        return self._of_each_picture(self.num_visual_tokens, lambda rules, picture: rules.visual_tokens(picture))
+
+    def crops_per_image(self) -> int | np.ndarray:
+        """How many squares the tower sees of each image of a sample: one number, or one for every sample [N]."""
+        return self._of_each_picture(1, lambda rules, picture: picture.crops)
+
+    def _of_each_picture(self, usual: int, value: Callable[[CropRules, Picture], int]) -> int | np.ndarray:
+        if self.crop_rules is None:
+            return usual
+        sizes, which = np.unique(self.image_sizes(), axis=0, return_inverse=True)
+        rules = self.crop_rules
+        values = [value(rules, rules.picture((w, h))) if w else usual for w, h in sizes.tolist()]
+        return np.array(values, np.int64)[which.reshape(-1)]
+
     def modality_lengths(self) -> np.ndarray:
         """True length [N] of every sample after expansion and cut; negative for text-only ones (LLaVA's convention)."""
         if self._lengths is None:
-            counts = self.token_counts()
-            self._lengths = lengths_from_counts(counts, self.num_visual_tokens, self.model_max_length)
-            whole = whole_lengths(counts, self.num_visual_tokens)
+            counts, visual_tokens = self.token_counts(), self.visual_tokens()
+            self._lengths = lengths_from_counts(counts, visual_tokens, self.model_max_length)
+            whole = whole_lengths(counts, visual_tokens)
             if (whole > self.model_max_length).any():
                 too_long = int((whole > self.model_max_length).sum())
                 logger.info(
@@ -178,5 +227,6 @@ class LazySupervisedDataset(Dataset):
 class _ImageConfig:
     """The part of a model config that `process_images` reads."""
 
-    def __init__(self, image_aspect_ratio: str):
+    def __init__(self, image_aspect_ratio: str, image_grid_pinpoints: tuple[Size, ...] | None = None):
         self.image_aspect_ratio = image_aspect_ratio
+        self.image_grid_pinpoints = image_grid_pinpoints

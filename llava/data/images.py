@@ -83,6 +83,15 @@ class ImageStore:
             picture.load()
             return picture
 
+    def size(self, image: str | RowImage) -> tuple[int, int]:
+        """Width and height of the picture, by its header alone.
+
+        Raises:
+            ImageError: it is missing, outside, or no picture; the message names it.
+        """
+        with self._header(image) as picture:
+            return picture.size
+
     def check(self, image: str | RowImage, full_decode: bool = False) -> Problem | None:
         """What is wrong with a picture, by its header or by decoding it; or that only its first frame is used."""
         try:

@@ -1,5 +1,7 @@
 """Lengths of all samples: every record is tokenised once, by all cores, and the counts stay on disk beside the data.
 
+Where the visual tokens depend on a picture's size, the sizes are read from the headers and kept in the same way.
+
 Kept is what the length follows from for any number of visual tokens and any maximum, so another tower or another
 `--model_max_length` measures nothing again. Other records, another tokenizer, template or label masking, and other code
 that turns text into ids, do.
@@ -40,19 +42,19 @@ _CODE = (
 )  # fmt: skip
 
 
-def lengths_from_counts(counts: np.ndarray, num_visual_tokens: int, model_max_length: int) -> np.ndarray:
+def lengths_from_counts(counts: np.ndarray, num_visual_tokens: int | np.ndarray, model_max_length: int) -> np.ndarray:
     """Length [N] of every sample after expansion and cut; negative where no image is left (LLaVA's convention).
 
     Args:
         counts: [N, 3], from `token_counts`.
-        num_visual_tokens: V.
+        num_visual_tokens: of an image; an array [N] where they differ from sample to sample.
         model_max_length: samples are cut there.
     """
     lengths = np.minimum(whole_lengths(counts, num_visual_tokens), model_max_length)
     return np.where((counts[:, 1] > 0) & (counts[:, 2] < model_max_length), lengths, -lengths)
 
 
-def whole_lengths(counts: np.ndarray, num_visual_tokens: int) -> np.ndarray:
+def whole_lengths(counts: np.ndarray, num_visual_tokens: int | np.ndarray) -> np.ndarray:
     """Length [N] of every sample after expansion, not cut."""
     text, images = counts[:, :2].astype(np.int64).T
     return expanded_length(text + images, images, num_visual_tokens)
@@ -90,13 +92,34 @@ def token_counts(records: Sequence[Any], tokenize: Tokenize, settings: Tokenizat
         settings: what decides them beside the records.
         show_progress: whether measuring shows a progress bar.
     """
-    count = partial(_counted, tokenize, len(records), show_progress)
+    count = partial(_counted, _count, tokenize, "measuring lengths", show_progress)
+    return _measured(records, 3, lambda: f"{settings.digest()[:16]}.counts", count)
+
+
+def image_sizes(
+    records: Sequence[Any], size_of: Callable[[int], tuple[int, int]], settings: Callable[[], str], show_progress: bool
+) -> np.ndarray:
+    """Width and height of every sample's picture, int32 [N, 2]; zeros where `size_of` has none to tell.
+
+    Args:
+        records, show_progress: as of `token_counts`; the sizes are cached as the counts are.
+        size_of: those of the sample with an index; goes to other processes.
+        settings: gives what says where the pictures come from.
+    """
+    count = partial(_counted, _measure, size_of, "measuring pictures", show_progress)
+    return _measured(records, 2, lambda: f"{sha256(settings().encode()).hexdigest()[:16]}.sizes", count)
+
+
+def _measured(
+    records: Sequence[Any], width: int, name: Callable[[], str], count: Callable[[int], Iterator[np.ndarray]]
+) -> np.ndarray:
+    """What `count` gives of all records [N, width]; of a `RecordTable` from a cached file, whose name says `name`."""
+    total = len(records)
     if not isinstance(records, RecordTable):
-        return np.array([row for rows in count() for row in rows], np.int32).reshape(-1, 3)
-    name = f"{records.key[:16]}.{settings.digest()[:16]}.counts.npy"
-    is_whole = partial(_is_whole, shape=(len(records), 3))
-    write = partial(_write, count, len(records))
-    return np.load(made_once(name, records.folders, write, is_whole), mmap_mode="r")
+        return np.array([row for rows in count(total) for row in rows], np.int32).reshape(-1, width)
+    is_whole = partial(_is_whole, shape=(total, width))
+    write = partial(_write, count, (total, width))
+    return np.load(made_once(f"{records.key[:16]}.{name()}.npy", records.folders, write, is_whole), mmap_mode="r")
 
 
 def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
@@ -106,22 +129,26 @@ def _is_whole(path: Path, shape: tuple[int, int]) -> bool:
         return False
 
 
-def _write(count: Callable[[], Iterator[np.ndarray]], total: int, target: Path) -> None:
-    counts = np.lib.format.open_memmap(target, "w+", np.int32, (total, 3))
+def _write(count: Callable[[int], Iterator[np.ndarray]], shape: tuple[int, int], target: Path) -> None:
+    counts = np.lib.format.open_memmap(target, "w+", np.int32, shape)
     done = 0
-    for rows in count():
+    for rows in count(shape[0]):
         counts[done : done + len(rows)] = rows
         done += len(rows)
     counts.flush()
 
 
-def _counted(tokenize: Tokenize, total: int, show_progress: bool) -> Iterator[np.ndarray]:
-    """The counts, piece by piece, in order; by all cores that this process may use, where that is worth starting."""
+def _counted(function: Callable[[Any, range], np.ndarray], state: Any, title: str, show: bool, total: int) -> Iterator:
+    """What `function` finds, piece by piece, in order; by all cores that this process may use, if that is worth it."""
     pieces = [range(start, min(start + _PIECE, total)) for start in range(0, total, _PIECE)]
-    with tqdm(total=total, desc="measuring lengths", disable=not show_progress, mininterval=2) as bar:
-        for rows in in_processes(_count, tokenize, pieces, worth=total >= _WORTH_PROCESSES):
+    with tqdm(total=total, desc=title, disable=not show, mininterval=2) as bar:
+        for rows in in_processes(function, state, pieces, worth=total >= _WORTH_PROCESSES):
             yield rows
             bar.update(len(rows))
+
+
+def _measure(size_of: Callable[[int], tuple[int, int]], indices: range) -> np.ndarray:
+    return np.array([size_of(index) for index in indices], np.int32)
 
 
 def _count(tokenize: Tokenize, indices: range) -> np.ndarray:

@@ -7,16 +7,18 @@ import argparse
 import io
 import urllib.request
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from PIL import Image, UnidentifiedImageError
 
+from llava.anyres import Picture
 from llava.commands import add_device_argument
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, SeparatorStyle, conv_templates, get_template
 from llava.data.preprocess import generation_ids
-from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_name_from_path, process_images
+from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_name_from_path, process_prompt_images
 from llava.model.builder import load_pretrained_model
 
 
@@ -53,26 +55,37 @@ class Assistant(NamedTuple):
         ends = [part.text for part in sample.parts() if part.kind == "end"]
         return ends[-1].strip(" ")
 
-    def prompt_ids(self, turns: list[dict[str, str]]) -> torch.Tensor:
+    def prompt_ids(self, turns: list[dict[str, str]], pictures: Sequence[Image.Image] = ()) -> torch.Tensor:
         """`input_ids` [S] that ask for the next answer.
 
         Args:
             turns: LLaVA's list of `{"from": "human" | "gpt", "value": str}`, a human's last.
+            pictures: those of the turns, on whose size the length may depend.
 
         Raises:
             ValueError: malformed turns, or more tokens than the model was made for.
         """
-        tags = getattr(self.model.config, "mm_use_im_start_end", False)
-        ids = generation_ids(turns, self.tokenizer, self.template, mm_use_im_start_end=tags)
-        tower = self.model.get_vision_tower()
+        ids = self._ids(turns)
         num_images = int((ids == IMAGE_TOKEN_INDEX).sum())
-        length = expanded_length(len(ids), num_images, tower.num_tokens if tower else 1)
+        length = expanded_length(len(ids), num_images, self._visual_tokens(pictures, num_images))
         if length > self.max_tokens:
             raise ValueError(
                 f"the conversation has {length} tokens with its pictures, more than the {self.max_tokens} of "
                 f"{self.name}; start a new one"
             )
         return ids
+
+    def _ids(self, turns: list[dict[str, str]]) -> torch.Tensor:
+        tags = getattr(self.model.config, "mm_use_im_start_end", False)
+        return generation_ids(turns, self.tokenizer, self.template, mm_use_im_start_end=tags)
+
+    def _visual_tokens(self, pictures: Sequence[Image.Image], num_images: int) -> int:
+        """How many stand for each image of a prompt; under anyres only one alone has several crops."""
+        if self.model.get_vision_tower() is None:
+            return 1
+        rules = self.model.crop_rules()
+        alone = len(pictures) == num_images == 1
+        return rules.visual_tokens(rules.picture(pictures[0].size) if alone else Picture())
 
     def prompt_text(self, turns: list[dict[str, str]]) -> str:
         """What the model is asked, as text."""
@@ -100,22 +113,36 @@ class Assistant(NamedTuple):
         """
         if pictures and self.image_processor is None:
             raise ValueError(f"{self.name} has no vision tower: it is a language model and cannot see pictures")
-        prompts = [self.prompt_ids(turns) for turns in conversations]
+        counts = [int((self._ids(turns) == IMAGE_TOKEN_INDEX).sum()) for turns in conversations]
+        shown = shared_out(pictures, counts)
+        prompts = [self.prompt_ids(turns, own) for turns, own in zip(conversations, shown, strict=True)]
         input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in prompts], batch_first=True)
-        images = process_images(list(pictures), self.image_processor, self.model.config) if pictures else None
+        images = [
+            pixels
+            for own in shown
+            if own
+            for pixels in process_prompt_images(own, self.image_processor, self.model.config)
+        ]
         input_ids = input_ids.to(self.model.device)
         pad = self.tokenizer.pad_token_id
         output = self.model.generate(
             input_ids,
             attention_mask=mask.to(self.model.device),
-            images=images,
+            images=images or None,
+            image_sizes=[picture.size for picture in pictures] or None,
             pad_token_id=self.tokenizer.eos_token_id if pad is None else pad,
             stopping_criteria=[KeywordsStoppingCriteria([self.end], self.tokenizer, input_ids)],
             **options,
         )
         texts = self.tokenizer.batch_decode(output, skip_special_tokens=True)
         return [text.split(self.end)[0].strip() for text in texts]
+
+
+def shared_out(pictures: Sequence[Image.Image], counts: list[int]) -> list[list[Image.Image]]:
+    """The pictures of each conversation; the last one gets those that are left over, if there are any."""
+    ends = [*accumulate(counts[:-1]), len(pictures)]
+    return [list(pictures[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def load_assistant(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from llava.anyres import check_modes
 from llava.conversation import conv_templates
 from llava.launch.plan import ADDED, Plan
 from llava.launch.settings import ROOT, Refusal, nearest_name
@@ -29,6 +30,10 @@ def check_sources(plan: Plan) -> list[str]:
     ):
         if flag in values and values[flag] not in allowed:
             raise Refusal(f"{variable}={values[flag]} is not one of: {' '.join(allowed)}")
+    try:
+        check_modes(values.get("image_aspect_ratio"), values.get("mm_patch_merge_type", "flat"))
+    except ValueError as error:
+        raise Refusal(str(error)) from error
     known = own_flags() | flags_of_scripts()
     strange = [name for name in values if name not in known and name.removeprefix("no_") not in known]
     for name in strange:

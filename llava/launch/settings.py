@@ -24,6 +24,9 @@ VARIABLES: dict[str, dict[str, str]] = {
     "data": {
         "DATA_PATH": "records: files, folders or patterns, joined by commas",
         "IMAGE_FOLDER": "folder or zip file of the pictures; empty where the rows hold them",
+        "IMAGE_ASPECT_RATIO": "square, pad, anyres or anyres_max_N (default: square)",
+        "IMAGE_GRID_PINPOINTS": "with anyres: grids in crops, '(1x1),...,(3x3)', or pixels, '[[384,768],[768,384]]'",
+        "MM_PATCH_MERGE_TYPE": "order of the crops' tokens: flat, spatial, spatial_unpad (default: flat)",
         "LABEL_MASKING": "which tokens are learnt: assistant or upstream",
         "MODEL_MAX_LENGTH": "positions of a sample, visual tokens included; longer ones are cut",
         "GROUP_BY_MODALITY_LENGTH": "stage 2: batches of one modality and similar length",

@@ -11,7 +11,7 @@ from llava.mm_utils import load_tokenizer
 from llava.model.language_model.families import MODEL_CLASSES, family_of
 from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora, recorded_base
 from llava.model.multimodal_encoder.builder import load_image_processor
-from llava.model.multimodal_projector.adapter import ADAPTER_FILE, load_adapter
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict, load_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,10 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
     if model_type not in MODEL_CLASSES:
         raise ValueError(f"{model_path}: model_type {model_type!r}; expected one of {', '.join(MODEL_CLASSES)}")
     config_class = MODEL_CLASSES[model_type].config_class
+    if model_type == "llava":  # what checkpoints of other families call themselves as well; their class says which
+        classes = {cls.__name__: cls for cls in MODEL_CLASSES.values()}
+        named = [classes[name] for name in fields.get("architectures") or () if name in classes]
+        config_class = named[0].config_class if named else config_class
     # The plain class reads the fields first, so that its own defaults and migrations apply to a plain language model.
     plain_class = family_of(config_class).config
     fields = (plain_class if model_type == plain_class.model_type else config_class).from_dict(fields).to_dict()
@@ -141,18 +145,21 @@ def _load_on_base(model_path: str, model_base: str, config: PretrainedConfig, is
     tensors = read_non_lora(model_path) if is_lora else {}
     if decoder.get_vision_tower() is None:
         decoder.build_vision_modules()
-        names = decoder.mm_projector.state_dict()
-        if is_lora and (lost := [name for name in names if f"model.mm_projector.{name}" not in tensors]):
-            raise ValueError(f"{model_path}: {NON_LORA_FILE} lacks the projector's {', '.join(lost)}")
+        names = adapter_state_dict(decoder.mm_projector, decoder.image_newline)
+        if is_lora and (lost := [name for name in names if name not in tensors]):
+            raise ValueError(f"{model_path}: {NON_LORA_FILE} lacks {', '.join(lost)}")
         if not any(".vision_tower." in name for name in tensors):
             decoder.vision_tower.load_pretrained(config.mm_vision_tower)
+    decoder.add_newline()  # where the base has tower and projector, but no newline
     if is_lora:
         load_non_lora(model, tensors, model_path)
     else:
-        load_adapter(decoder.mm_projector, adapter, model.config)
+        load_adapter(decoder.mm_projector, adapter, model.config, decoder.image_newline)
     weight = decoder.embed_tokens.weight
     for module in (decoder.vision_tower, decoder.mm_projector):
         module.to(device=weight.device, dtype=weight.dtype)
+    if decoder.image_newline is not None:
+        decoder.image_newline.data = decoder.image_newline.data.to(weight)
     return apply_lora(model, model_path, merge="quantization_config" not in options) if is_lora else model
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from llava.anyres import CropRules, Picture, has_newline
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.layout import Layout, lay_out, pad_layout, predicting_rows
 from llava.mm_utils import follow_umask, from_anywhere
@@ -20,7 +21,15 @@ from llava.model.multimodal_encoder.builder import build_vision_tower, read_visi
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.builder import build_vision_projector
-from llava.model.multimodal_projector.norm import ProjectorNorm, norm_differences, projector_norm, record_norm
+from llava.model.multimodal_projector.norm import (
+    ProjectorNorm,
+    mean_text_embedding_norm,
+    norm_differences,
+    projector_norm,
+    record_norm,
+)
+from llava.model.pictures import Images, Sizes, line_up, match_crops, match_images, refuse_video
+from llava.model.zero3 import gathered
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +37,6 @@ logger = logging.getLogger(__name__)
 PROJECTOR_FIELDS = ("mm_vision_select_layer", "mm_vision_select_feature", "mm_projector_type")
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")
-
-Images = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]] | None
 
 
 class LlavaMetaConfig:
@@ -49,25 +56,34 @@ class LlavaMetaConfig:
 
 
 class LlavaMetaModel:
-    """Mixin for the decoder: holds `vision_tower` and `mm_projector` where the config asks for them."""
+    """Mixin for the decoder: holds `vision_tower`, `mm_projector`, `image_newline` where the config asks for them."""
 
     def __init__(self, config):
         super().__init__(config)
+        self.register_parameter("image_newline", None)
         if getattr(config, "mm_vision_tower", None) or getattr(config, "mm_vision_config", None):
             self.build_vision_modules()
 
     def build_vision_modules(self) -> None:
-        """Builds tower and projector from the config, untrained; the config afterwards rebuilds them alone."""
+        """Builds tower, projector and newline from the config, untrained; the config afterwards rebuilds them alone."""
         self.vision_tower = build_vision_tower(self.config)
         self.config.mm_hidden_size = self.vision_tower.hidden_size
         self.mm_projector = build_vision_projector(self.config)
+        self.add_newline()
+
+    def add_newline(self) -> None:
+        """Gives the model an untrained `image_newline` where its `mm_patch_merge_type` has one and it has none yet."""
+        if self.image_newline is None and has_newline(getattr(self.config, "mm_patch_merge_type", None)):
+            width = self.config.hidden_size
+            self.image_newline = nn.Parameter(torch.randn(width) / width**0.5)
 
     def initialize_vision_modules(self, model_args: Any, dtype: torch.dtype | None = None) -> None:
         """Gives a plain language model its tower and projector, or checks that a LLaVA checkpoint's fit the flags.
 
         Args:
             model_args: an object with the fields `vision_tower`, `mm_vision_select_layer`, `mm_vision_select_feature`,
-                `mm_projector_type`, `pretrain_mm_mlp_adapter`, and those of `ProjectorNormArguments`.
+                `mm_projector_type`, `mm_patch_merge_type`, `mm_newline_init`, `pretrain_mm_mlp_adapter`, and those of
+                `ProjectorNormArguments`.
             dtype: of the tower's weights.
 
         Raises:
@@ -80,9 +96,26 @@ class LlavaMetaModel:
             norm = projector_norm(self.mm_projector)
             if norm is not None:  # whether it is trained may differ from stage to stage
                 norm.learnable = self.config.mm_projector_norm_learnable = model_args.mm_projector_norm_learnable
+        self._choose_merge_type(model_args)
         if model_args.pretrain_mm_mlp_adapter:
-            load_adapter(self.mm_projector, model_args.pretrain_mm_mlp_adapter, self.config)
+            load_adapter(self.mm_projector, model_args.pretrain_mm_mlp_adapter, self.config, self.image_newline)
             logger.info("projector loaded from %s", model_args.pretrain_mm_mlp_adapter)
+
+    def _choose_merge_type(self, model_args: Any) -> None:
+        """Records the merge type; a newline that it needs and no checkpoint brought starts as the flags say."""
+        self.config.mm_patch_merge_type = model_args.mm_patch_merge_type
+        if self.image_newline is not None:
+            return
+        self.add_newline()
+        if self.image_newline is None:
+            return
+        self.config.mm_newline_init = model_args.mm_newline_init
+        text_norm = mean_text_embedding_norm(self.embed_tokens)
+        with torch.no_grad():
+            if model_args.mm_newline_init == "text_norm":
+                self.image_newline.mul_(text_norm / self.image_newline.norm())
+            norm = self.image_newline.norm().item()
+        logger.info("image_newline is new: norm %.6g (%s), text %.6g", norm, model_args.mm_newline_init, text_norm)
 
     def _add_vision_modules(self, model_args: Any, dtype: torch.dtype | None) -> None:
         config = self.config
@@ -109,6 +142,9 @@ def check_flags_against_config(model_args: Any, config: Any) -> None:
     fields = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature")
     both = [(field, getattr(config, field, None), getattr(model_args, field)) for field in fields]
     both = [found for found in both if found[1] != found[2]] + norm_differences(config, model_args)
+    merge = getattr(config, "mm_patch_merge_type", None)
+    if has_newline(merge) and not has_newline(model_args.mm_patch_merge_type):  # it would lose image_newline
+        both.append(("mm_patch_merge_type", merge, model_args.mm_patch_merge_type))
     differences = [f"{field}: checkpoint {theirs!r}, flags {ours!r}" for field, theirs, ours in both]
     if differences:
         raise ValueError(
@@ -140,11 +176,13 @@ class LlavaMetaForCausalLM:
         # saves, and double the encoder's prefix.
         model._weight_conversions = []
         missing = info["missing_keys"]
-        if lost := sorted(k for k in missing if ".mm_projector." in k):
+        if lost := sorted(k for k in missing if ".mm_projector." in k or k.endswith("image_newline")):
             norm = getattr(model.config, "mm_projector_norm", "none")
+            merge = getattr(model.config, "mm_patch_merge_type", "flat")
             raise ValueError(
                 f"{pretrained_model_name_or_path}: config.json announces mm_projector_type="
-                f"{model.config.mm_projector_type}, mm_projector_norm={norm}, but the weights lack "
+                f"{model.config.mm_projector_type}, mm_projector_norm={norm}, mm_patch_merge_type={merge}, but the "
+                f"weights lack "
                 f"{', '.join(lost)}. For a stage-1 folder pass the language model as the base and "
                 "the folder's mm_projector.bin as the adapter."
             )
@@ -186,7 +224,7 @@ class LlavaMetaForCausalLM:
         labels: torch.Tensor | None,
         images: Images = None,
         modalities: Sequence[str] | None = None,
-        image_sizes: Sequence[tuple[int, int]] | None = None,
+        image_sizes: Sizes = None,
         padding_side: str | None = None,
     ) -> tuple:
         """Replaces image placeholders by visual tokens; signature and result order are LLaVA's.
@@ -195,8 +233,10 @@ class LlavaMetaForCausalLM:
             input_ids: [B, S] with IMAGE_TOKEN_INDEX placeholders.
             images: a tensor [N, 3, H, W], a list of [3, H, W] or [1, 3, H, W] with one entry per image, or a list with
                 one entry [n, 3, H, W] (or list of n) per sample. Text-only samples may carry one unused image, as
-                upstream's collator sends it.
-            image_sizes, modalities: accepted for upstream's callers; without anyres they decide nothing.
+                upstream's collator sends it. With `image_aspect_ratio` anyres [n, 3, H, W] are one image's crops, see
+                `match_crops`.
+            image_sizes: width and height of each image, needed where one has several crops.
+            modalities: accepted for upstream's callers; decides nothing.
             padding_side: `left` or `right`; None takes `config.tokenizer_padding_side`.
 
         Returns:
@@ -206,7 +246,9 @@ class LlavaMetaForCausalLM:
 
         Raises:
             ValueError: images and placeholders do not match; the message names the sample.
+            NotImplementedError: `modalities` has a video.
         """
+        refuse_video(modalities)
         tower = self.get_vision_tower()
         if tower is None or (past_key_values is not None and input_ids.shape[1] == 1):
             if tower is None and (images is not None or bool((input_ids == IMAGE_TOKEN_INDEX).any())):
@@ -216,46 +258,73 @@ class LlavaMetaForCausalLM:
             return input_ids, position_ids, attention_mask, past_key_values, None, labels
 
         side = padding_side or getattr(self.config, "tokenizer_padding_side", None) or "right"
-        layout = self.lay_out(input_ids, attention_mask, labels, side)
+        layout, pixels = self.lay_out(input_ids, attention_mask, labels, images, image_sizes, side)
         return (
             None,
             None if position_ids is None else layout.position_ids,
             None if attention_mask is None else layout.attention_mask.to(attention_mask.dtype),
             past_key_values,
-            self.splice(layout, images),
+            self.splice(layout, pixels),
             None if labels is None else layout.labels,
         )
+
+    def crop_rules(self) -> CropRules:
+        """How many crops and visual tokens a picture has."""
+        return CropRules.of(self.config, self.get_vision_tower())
 
     def lay_out(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         labels: torch.Tensor | None,
+        images: Images = None,
+        image_sizes: Sizes = None,
         padding_side: str | None = None,
-    ) -> Layout:
-        """The layout of a batch [B, S] on its device, after a wait for its values; without a side not padded."""
-        ids = input_ids.cpu()
-        mask = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
-        labels = torch.full_like(ids, IGNORE_INDEX) if labels is None else labels.cpu()
-        visual_tokens = [self.get_vision_tower().num_tokens] * int(((ids == IMAGE_TOKEN_INDEX) & mask).sum())
-        max_length = getattr(self.config, "tokenizer_model_max_length", None)
-        layout = lay_out(ids, mask, labels, visual_tokens, max_length)
-        return (pad_layout(layout, padding_side) if padding_side else layout).to(input_ids.device)
+    ) -> tuple[Layout, torch.Tensor | None]:
+        """The layout of a batch [B, S] on its device, after a wait for its values; without a side not padded.
 
-    def splice(self, layout: Layout, images: Images) -> torch.Tensor:
-        """The decoder's input [rows, D]; visual tokens that were cut off keep a gradient of zero.
+        Returns:
+            The layout, and the crops of its pictures [K, 3, H, W], None without one.
 
         Raises:
             ValueError: images and placeholders do not match; the message names the sample.
         """
-        pixels = match_images(images, layout.num_images)
+        ids = input_ids.cpu()
+        mask = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
+        labels = torch.full_like(ids, IGNORE_INDEX) if labels is None else labels.cpu()
+        placeholders = ((ids == IMAGE_TOKEN_INDEX) & mask).sum(dim=1).tolist()
+        rules = self.crop_rules()
+        if rules.is_anyres:
+            pixels, pictures = match_crops(images, image_sizes, placeholders)
+        else:
+            pixels, pictures = match_images(images, placeholders), [Picture()] * sum(placeholders)
+        visual_tokens = [rules.visual_tokens(picture) for picture in pictures]
+        max_length = getattr(self.config, "tokenizer_model_max_length", None)
+        layout = lay_out(ids, mask, labels, visual_tokens, max_length, pictures)
+        layout = pad_layout(layout, padding_side) if padding_side else layout
+        return layout.to(input_ids.device), pixels
+
+    def splice(self, layout: Layout, crops: torch.Tensor | None) -> torch.Tensor:
+        """The decoder's input [rows, D]; visual tokens that were cut off keep a gradient of zero.
+
+        Args:
+            crops: of all pictures of the layout [K, 3, H, W], None without one.
+
+        Raises:
+            ValueError: there are more or fewer crops than the layout's pictures have.
+        """
+        pictures = layout.pictures
+        if (found := 0 if crops is None else len(crops)) != (expected := sum(p.crops for p in pictures)):
+            raise ValueError(f"the batch's layout has {expected} crops of {len(pictures)} pictures, found {found}")
         # Every rank must run tower and projector in every training step, or collectives of ZeRO-3 and DDP never meet.
-        if pixels is None and self.training and torch.is_grad_enabled():
-            tower = self.get_vision_tower()
-            pixels = torch.zeros(1, 3, tower.image_size, tower.image_size, device=layout.source.device)
-        visual = None if pixels is None else self.encode_images(pixels).flatten(0, 1)
+        if not pictures and self.training and torch.is_grad_enabled():
+            tower, pictures = self.get_vision_tower(), [Picture()]
+            crops = torch.zeros(1, 3, tower.image_size, tower.image_size, device=layout.source.device)
         text = self.get_model().embed_tokens(layout.text_ids)
-        parts = [text.new_zeros(1, text.shape[-1]), text, *([] if visual is None else [visual.to(text.dtype)])]
+        parts = [text.new_zeros(1, text.shape[-1]), text]
+        if pictures:
+            newline = self.get_model().image_newline
+            parts.append(line_up(self.encode_images(crops), pictures, self.crop_rules(), newline).to(text.dtype))
         return torch.cat(parts).index_select(0, layout.source.flatten()).view(*layout.source.shape, -1)
 
     def forward(
@@ -268,7 +337,7 @@ class LlavaMetaForCausalLM:
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         images: Images = None,
-        image_sizes: Sequence[tuple[int, int]] | None = None,
+        image_sizes: Sizes = None,
         modalities: Sequence[str] | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         layout: Layout | None = None,
@@ -284,7 +353,8 @@ class LlavaMetaForCausalLM:
         """
         training_loss = labels is not None and self.training
         if layout is None and inputs_embeds is None and training_loss and self.padding_free:
-            layout = self.lay_out(input_ids, attention_mask, labels)
+            refuse_video(modalities)
+            layout, images = self.lay_out(input_ids, attention_mask, labels, images, image_sizes)
         if layout is not None:
             input_ids, position_ids, inputs_embeds = None, layout.position_ids, self.splice(layout, images)
             attention_mask = layout.attention_mask
@@ -330,7 +400,7 @@ class LlavaMetaForCausalLM:
         self,
         inputs: torch.Tensor | None = None,
         images: Images = None,
-        image_sizes: Sequence[tuple[int, int]] | None = None,
+        image_sizes: Sizes = None,
         modalities: Sequence[str] | None = None,
         **kwargs,
     ) -> torch.LongTensor:
@@ -350,9 +420,11 @@ class LlavaMetaForCausalLM:
             kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING_OPTIONS}
         if self.get_vision_tower() is None:
             return super().generate(inputs, attention_mask=attention_mask, **kwargs)[:, inputs.shape[1] :]
-        _, _, attention_mask, _, inputs_embeds, _ = self.prepare_inputs_labels_for_multimodal(
-            inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
-        )
+        newline = self.get_model().image_newline
+        with gathered([] if newline is None else newline):  # no module's forward, by which ZeRO-3 would gather it
+            _, _, attention_mask, _, inputs_embeds, _ = self.prepare_inputs_labels_for_multimodal(
+                inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
+            )
         return super().generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
 
 
@@ -365,54 +437,3 @@ def without_holes(attention_mask: torch.Tensor) -> torch.Tensor:
     seen = attention_mask.cumsum(dim=1) > 0
     seen_from_the_right = attention_mask.flip(1).cumsum(dim=1).flip(1) > 0
     return (seen & seen_from_the_right).to(attention_mask.dtype)
-
-
-def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None:
-    """The images that the placeholders stand for, in reading order [N, 3, H, W]; None if there is no placeholder.
-
-    Args:
-        images: see `prepare_inputs_labels_for_multimodal`.
-        placeholders: number of placeholders of each sample.
-
-    Raises:
-        ValueError: too few or too many images; the message names the sample.
-    """
-    if isinstance(images, torch.Tensor) and images.ndim == 4 and 0 < len(images) == sum(placeholders):
-        return images
-    groups = [_one_or_more(x) for x in ([] if images is None else images)]
-    of_each = [max(n, 1) for n in placeholders]  # a text-only sample's unused image is among them
-    flat = [image for group in groups for image in group] if all(len(group) == 1 for group in groups) else None
-    if flat is not None and len(flat) == sum(placeholders):
-        return torch.stack(flat) if flat else None
-    if flat is not None and len(flat) == sum(of_each):
-        remaining = iter(flat)
-        groups = [[next(remaining) for _ in range(n)] for n in of_each]
-    elif images is None or all(isinstance(x, torch.Tensor) and x.ndim == 3 for x in images):
-        raise ValueError(
-            f"the batch has {sum(placeholders)} image placeholders ({placeholders} per sample) but {len(groups)} images"
-            + _first_sample_short_of_images(placeholders, len(groups))
-        )
-    elif len(groups) > len(placeholders):
-        raise ValueError(f"images for {len(groups)} samples were given, but the batch has {len(placeholders)}")
-    groups += [[] for _ in range(len(placeholders) - len(groups))]
-    matched = []
-    for index, (group, expected) in enumerate(zip(groups, placeholders, strict=True)):
-        if len(group) != expected and not (expected == 0 and len(group) == 1):
-            raise ValueError(f"sample {index} of the batch has {expected} image placeholders but {len(group)} images")
-        matched += group[:expected]
-    return torch.stack(matched) if matched else None
-
-
-def _one_or_more(images: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The images [3, H, W] of one entry: an image, several in a tensor, or a list of them."""
-    return [images] if isinstance(images, torch.Tensor) and images.ndim == 3 else list(images)
-
-
-def _first_sample_short_of_images(placeholders: list[int], num_images: int) -> str:
-    seen = 0
-    for index, count in enumerate(placeholders):
-        seen += count
-        if seen > num_images:
-            return f"; sample {index} is the first without enough images"
-    last = max((i for i, n in enumerate(placeholders) if n), default=0)
-    return f"; {num_images - seen} are left over after sample {last}, the last with a placeholder"

@@ -17,13 +17,13 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from llava.mm_utils import from_anywhere
-from llava.model.multimodal_projector.adapter import read_tensors
+from llava.model.multimodal_projector.adapter import adapter_state_dict, read_tensors
 from llava.model.zero3 import full_state_dict, gathered
 
 NON_LORA_FILE = "non_lora_trainables.bin"
 _PREFIX = "base_model.model."  # PEFT's, in front of the causal LM's own parameter names
 # Tower layers have the names of decoder layers (q_proj, ...); PEFT must not adapt them here nor where others load us.
-_VISUAL_MODULES = r"(.*\.)?(vision_tower|mm_projector)(\..*)?"
+_VISUAL_MODULES = r"(.*\.)?(vision_tower|mm_projector|image_newline)(\..*)?"
 
 
 def _peft() -> Any:
@@ -111,19 +111,16 @@ def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_non_lora(model: Any, output_dir: str | Path, is_main_process: bool) -> None:
-    """Writes `non_lora_trainables.bin` (the whole projector; the whole tower if trained) and `config.json`.
+    """Writes `non_lora_trainables.bin` (the whole projector and newline; the whole tower if trained) and `config.json`.
 
     Keys are LLaVA's (`base_model.model.model.mm_projector.0.weight`). Every rank must call.
     """
     decoder = model.get_model()
-    modules = {"mm_projector": decoder.mm_projector}
+    state_dict = adapter_state_dict(decoder.mm_projector, decoder.image_newline)
     if any(parameter.requires_grad for parameter in decoder.vision_tower.parameters()):
-        modules["vision_tower"] = decoder.vision_tower
-    state_dict = {
-        f"{_PREFIX}model.{module_name}.{name}": tensor
-        for module_name, module in modules.items()
-        for name, tensor in full_state_dict(module).items()
-    }
+        tower = full_state_dict(decoder.vision_tower)
+        state_dict |= {f"model.vision_tower.{name}": tensor for name, tensor in tower.items()}
+    state_dict = {_PREFIX + name: tensor for name, tensor in state_dict.items()}
     if is_main_process:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         torch.save(state_dict, Path(output_dir, NON_LORA_FILE))

@@ -35,7 +35,11 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--max-new-tokens", type=int, default=512, help="longest answer (default: 512)")
     top.add_argument("--load-8bit", action="store_true", help="quantise with bitsandbytes")
     top.add_argument("--load-4bit", action="store_true", help="quantise with bitsandbytes")
-    top.add_argument("--image-aspect-ratio", choices=["pad", "square"], help="default: the checkpoint's")
+    top.add_argument(
+        "--image-aspect-ratio",
+        metavar="MODE",
+        help="square, pad, anyres or anyres_max_N (default: the checkpoint's, whose grids anyres takes)",
+    )
     top.add_argument("--debug", action="store_true", help="show prompt and answer as the model sees them")
     return top
 
@@ -69,6 +73,7 @@ def load_chat_assistant(args: argparse.Namespace) -> Assistant:
         )
     if args.image_aspect_ratio:
         assistant.model.config.image_aspect_ratio = args.image_aspect_ratio
+        assistant.model.crop_rules()
     return assistant
 
 
@@ -117,7 +122,7 @@ def answer(
     asked = [*turns, {"from": "human", "value": question if turns else f"{DEFAULT_IMAGE_TOKEN}\n{question}"}]
     streamer = AnswerStreamer(assistant)
     try:
-        assistant.prompt_ids(asked)
+        assistant.prompt_ids(asked, [picture])
     except ValueError as error:
         say(f"error: {error} (/reset)")
         return turns

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import transformers
 
+from llava.anyres import check_modes, is_anyres
 from llava.model.loss import LossHead
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
 
@@ -62,8 +63,20 @@ class ModelArguments(ProjectorNormArguments):
     mm_projector_type: str = field(
         default="mlp2x_gelu", metadata={"help": "Projector: linear, mlp2x_gelu, mlp<N>x_gelu or identity."}
     )
-    mm_patch_merge_type: Literal["flat"] = field(
-        default="flat", metadata={"help": "How visual tokens are laid out; only flat (no tiling) exists here."}
+    mm_patch_merge_type: str = field(
+        default="flat",
+        metadata={
+            "help": "How the visual tokens of a picture's crops are laid out: flat (one crop behind the other), "
+            "spatial (the whole picture, then the rows of the grid), spatial_unpad (the same without black borders and "
+            "with a learnt image_newline at each row's end)."
+        },
+    )
+    mm_newline_init: Literal["default", "text_norm"] = field(
+        default="default",
+        metadata={
+            "help": "Norm of a new image_newline: default (LLaVA-NeXT's, near 1) or text_norm (mean norm of the text "
+            "embeddings, measured). The projector's norm does not touch it."
+        },
     )
     mm_use_im_start_end: bool = field(
         default=False,
@@ -115,10 +128,19 @@ class DataArguments:
             "beside the data, or ~/.cache/llava/data where that cannot be written."
         },
     )
-    image_aspect_ratio: Literal["square", "pad"] = field(
+    image_aspect_ratio: str = field(
         default="square",
         metadata={
-            "help": "square: resize to the tower's size (CLIP: its own resize and crop); pad: pad to a square first."
+            "help": "square: resize to the tower's size (CLIP: its own resize and crop); pad: pad to a square first; "
+            "anyres: the whole picture and the crops of a grid that fits it; anyres_max_N: the same, with the grid "
+            "shrunk to about N crops' tokens (with spatial_unpad)."
+        },
+    )
+    image_grid_pinpoints: str | None = field(
+        default=None,
+        metadata={
+            "help": "With anyres: the grids to choose from, in pixels, [[336,672],[672,336]], or in crops, "
+            "(1x1),...,(6x6)."
         },
     )
     label_masking: Literal["assistant", "upstream"] = field(
@@ -135,6 +157,14 @@ class DataArguments:
     is_multimodal: bool = field(
         default=True, metadata={"help": "Accepted for LLaVA's scripts; records with and without images always mix."}
     )
+
+    def __post_init__(self) -> None:
+        check_modes(self.image_aspect_ratio)
+        if is_anyres(self.image_aspect_ratio) != bool(self.image_grid_pinpoints):
+            raise ValueError(
+                f"--image_aspect_ratio {self.image_aspect_ratio} and --image_grid_pinpoints "
+                f"{self.image_grid_pinpoints}: anyres needs grids, and they have no effect without it"
+            )
 
 
 @dataclass

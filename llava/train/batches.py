@@ -107,6 +107,14 @@ def largest_micro_batch(dataset: LazySupervisedDataset, args: Any) -> int:
     return max(int(lengths[[max(i, ~i) for i in batch]].sum()) for batch in dealt)
 
 
+def most_crops(dataset: LazySupervisedDataset) -> float | None:
+    """The largest number of crops per token of any sample; None where every picture has one crop."""
+    crops = dataset.crops_per_image()
+    if isinstance(crops, int):
+        return None
+    return float((crops * dataset.token_counts()[:, 1] / np.abs(dataset.modality_lengths())).max())
+
+
 class MicroBatches(Dataset):
     """Micro-batches instead of samples: an index is a list of sample numbers, which the collator joins."""
 

@@ -42,13 +42,14 @@ class SaveError(RuntimeError):
 
 
 def trains_adapter_only(model: nn.Module) -> bool:
-    """Whether projector and norm are all that is trained (stage 1)."""
+    """Whether projector, norm and newline are all that is trained (stage 1)."""
     return {part_of(name) for name, p in model.named_parameters() if p.requires_grad} == {ADAPTER}
 
 
 def save_adapter(model: Any, output_dir: str, is_main_process: bool) -> None:
     """Writes `mm_projector.bin` and `config.json`. Every rank must call."""
-    state_dict = adapter_state_dict(model.get_model().mm_projector)
+    decoder = model.get_model()
+    state_dict = adapter_state_dict(decoder.mm_projector, decoder.image_newline)
     if is_main_process:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         torch.save(state_dict, os.path.join(output_dir, ADAPTER_FILE))

@@ -38,7 +38,7 @@ def fit_norm_to_first_images(model: Any, dataset: LazySupervisedDataset, device:
             f"--mm_projector_norm {model.config.mm_projector_norm}: its factor follows from the first visual tokens, "
             "and no sample of --data_path has an image"
         )
-    images = torch.cat([dataset[int(index)]["images"] for index in with_images])[:FIRST_IMAGES]
+    images = torch.cat([_whole_pictures(dataset[int(index)]) for index in with_images])[:FIRST_IMAGES]
     for module in (tower, projector):
         if not is_partitioned(module):  # ZeRO-3 has placed its own: the tower, but not a projector that is new
             module.to(device)
@@ -47,3 +47,10 @@ def fit_norm_to_first_images(model: Any, dataset: LazySupervisedDataset, device:
         for layer in projector[:-1]:
             tokens = layer(tokens)
     fit_to_tokens(norm, model.config, tokens.flatten(0, -2))
+
+
+def _whole_pictures(item: dict[str, Any]) -> torch.Tensor:
+    """The images [n, 3, H, W] of a sample; of those that are cut into crops the first crop, which shows the whole."""
+    if "pictures" not in item:
+        return item["images"]
+    return torch.stack([crops[0] for crops in item["images"].split([p.crops for p in item["pictures"]])])

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from llava.anyres import check_modes
 from llava.commands import Parser
 from llava.model.multimodal_projector.norm import NORM_FIELDS, ProjectorNormArguments
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
@@ -65,7 +66,7 @@ REFUSED = {
 }
 # Accepted and not shown: what LLaVA's scripts and launchers pass, and older names.
 _UNSEEN = (
-    "evaluation_strategy lazy_preprocess is_multimodal mm_patch_merge_type mm_use_im_start_end mm_use_im_patch_token "
+    "evaluation_strategy lazy_preprocess is_multimodal mm_use_im_start_end mm_use_im_patch_token "
     "lora_weight_path remove_unused_columns per_device_eval_batch_size do_train local_rank skip_memory_metrics "
     "gradient_checkpointing gradient_checkpointing_kwargs"
 )
@@ -157,6 +158,8 @@ def main() -> int:
     found, _ = parser.parse_known_args(sys.argv[1:])
     try:
         ProjectorNormArguments(**{name: getattr(found, name) for name in NORM_FIELDS})
+        DataArguments(**{field.name: getattr(found, field.name) for field in dataclasses.fields(DataArguments)})
+        check_modes(found.image_aspect_ratio, found.mm_patch_merge_type)
     except ValueError as error:
         parser.error(str(error))
     return 0

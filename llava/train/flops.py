@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava.mm_utils import expanded_length
+from llava.constants import IGNORE_INDEX
 from llava.model.zero3 import full_shape
 
 # Datasheet's dense bf16 TFLOP/s; the first name that the device's contains.
@@ -40,7 +39,7 @@ class Work:
     tokens: Any = 0  # of the decoder
     positions: Any = 0  # tokens and what padding would add
     pairs: Any = 0  # (query, key) inside samples, key not behind query
-    images: Any = 0
+    images: Any = 0  # that the tower sees: crops, where a picture has several
     targets: Any = 0  # positions whose next token is supervised
     window_pairs: Any = 0  # pairs that are in a sliding window as well; 0 without one
 
@@ -51,31 +50,20 @@ class Work:
         return tuple(vars(self).values())
 
 
-def batch_work(
-    batch: dict[str, torch.Tensor],
-    num_visual_tokens: int,
-    max_length: int | None = None,
-    sliding_window: int | None = None,
-) -> Work:
-    """The work of one collated micro-batch, as scalar tensors on its device.
+def batch_work(batch: dict[str, Any], sliding_window: int | None = None) -> Work:
+    """The work of one collated micro-batch, without waiting for a device.
 
     Args:
-        batch: `input_ids`, `attention_mask`, `labels` [B, S].
-        num_visual_tokens: V, what a placeholder expands to.
-        max_length: samples are cut there, counted after expansion.
+        batch: with `labels` [B, S] and `layout`.
         sliding_window: of `FlopCosts`.
     """
-    mask = batch["attention_mask"].bool()
-    placeholders = ((batch["input_ids"] == IMAGE_TOKEN_INDEX) & mask).sum(dim=1)
-    lengths = expanded_length(mask.sum(dim=1), placeholders, num_visual_tokens)
-    if max_length is not None:
-        lengths = lengths.clamp(max=max_length)
+    lengths = torch.tensor(batch["layout"].lengths)
     return Work(
         samples=len(lengths),
         tokens=lengths.sum(),
         positions=lengths.max() * len(lengths),
         pairs=_pairs(lengths, None).sum(),
-        images=placeholders.sum(),
+        images=sum(picture.crops for picture in batch["layout"].pictures),
         targets=(batch["labels"][:, 1:] != IGNORE_INDEX).sum(),
         window_pairs=0 if sliding_window is None else _pairs(lengths, sliding_window).sum(),
     )

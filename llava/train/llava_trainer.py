@@ -298,6 +298,7 @@ class LLaVATrainer(Trainer):
             load_non_lora(model, read_non_lora(resume_from_checkpoint), resume_from_checkpoint)
             load_adapters(model, resume_from_checkpoint)
         elif self.adapter_only:
-            load_adapter(model.get_model().mm_projector, Path(resume_from_checkpoint), model.config)
+            decoder = model.get_model()
+            load_adapter(decoder.mm_projector, Path(resume_from_checkpoint), model.config, decoder.image_newline)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -64,18 +64,20 @@ class CheckpointPlan:
     tower: bool = False
 
 
-def estimate_memory(model: Any, args: Any, tokens: int) -> MemoryEstimate:
+def estimate_memory(model: Any, args: Any, tokens: int, crops_per_token: float | None = None) -> MemoryEstimate:
     """The estimate for a model whose `requires_grad` is set.
 
     Args:
         args: the training arguments (DeepSpeed, precision, optimizer).
         tokens: T.
+        crops_per_token: of pictures with several crops, the most; None where pictures have one.
     """
     decoder, tower = model.get_model(), model.get_vision_tower()
     config = decoder.config
     residual = decoder.embed_tokens.weight.element_size()
     matmul = 2 if args.bf16 or args.fp16 else residual
-    images = max(1, tokens // tower.num_tokens)  # as many as fit
+    # Squares that the tower sees, as many as fit.
+    images = max(1, tokens // tower.num_tokens if crops_per_token is None else math.ceil(tokens * crops_per_token))
     tower_tokens = images * tower.num_inner_tokens
     tower_trained = any(p.requires_grad for p in tower.parameters())
     parameters, gradients, optimizer = _state_bytes(model, args)
@@ -226,12 +228,12 @@ def memory_budget(device: torch.device, parameters: int) -> float:
     return _USABLE * psutil.virtual_memory().available / ranks + parameters
 
 
-def set_up_checkpointing(model: Any, args: Any, tokens: int) -> CheckpointPlan:
+def set_up_checkpointing(model: Any, args: Any, tokens: int, crops_per_token: float | None = None) -> CheckpointPlan:
     """Prints the estimate, decides by `--activation_checkpointing`, and switches the layers.
 
     Every rank must call: ranks decide alike, since under ZeRO-3 recomputing gathers weights.
     """
-    estimate = estimate_memory(model, args, tokens)
+    estimate = estimate_memory(model, args, tokens, crops_per_token)
     budget = _smallest_over_ranks(memory_budget(args.device, estimate.parameters), args.device)
     plan = plan_checkpointing(args.activation_checkpointing, estimate, budget)
     logger.info("%s", memory_table(estimate, plan, budget, tokens))

@@ -53,7 +53,8 @@ def part_of(parameter_name: str) -> str:
     """The part that a parameter of the causal LM belongs to, by its name."""
     if ".vision_tower." in parameter_name:
         return VISION_TOWER
-    return ADAPTER if ".mm_projector." in parameter_name else LANGUAGE_MODEL
+    is_adapter = ".mm_projector." in parameter_name or parameter_name.endswith(".image_newline")
+    return ADAPTER if is_adapter else LANGUAGE_MODEL
 
 
 def set_trainable(model: nn.Module, parts: frozenset[str]) -> None:

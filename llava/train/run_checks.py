@@ -12,6 +12,7 @@ import torch
 from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from llava.anyres import check_modes, has_newline
 from llava.conversation import get_template
 from llava.data.checks import starts_from
 from llava.data.images import ImageStore
@@ -38,6 +39,7 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
     """Raises ValueError or FileNotFoundError that names the flag at fault and what to do."""
     get_template(model_args.version)
     tunable_parts(model_args)
+    check_merge_type(model_args, data_args)
     check_lora_flags(model_args, training_args)
     if not data_args.data_path:
         raise ValueError("--data_path is missing: pass LLaVA-format .json, .jsonl or .parquet files")
@@ -67,6 +69,16 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
         raise ValueError("--length_group_window has no effect without --group_by_modality_length True")
     if training_args.model_max_length < 1:
         raise ValueError(f"--model_max_length: expected a positive number, found {training_args.model_max_length}")
+
+
+def check_merge_type(model_args: Any, data_args: Any) -> None:
+    """The part of `check_flags` about `--mm_patch_merge_type`."""
+    check_modes(data_args.image_aspect_ratio, model_args.mm_patch_merge_type)
+    if model_args.mm_newline_init != "default" and not has_newline(model_args.mm_patch_merge_type):
+        raise ValueError(
+            f"--mm_newline_init has no effect with --mm_patch_merge_type {model_args.mm_patch_merge_type}, which has "
+            "no image_newline; leave it out"
+        )
 
 
 def check_overwriting(model_args: Any, training_args: Any) -> None:

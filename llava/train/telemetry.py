@@ -4,7 +4,7 @@ Logged keys:
     `grad_norm/{llm_input,before_norm,vision_features}`: L2 norm, over the whole optimizer step, of the loss's gradient
         at the visual tokens there; left out, like their norms, where a step has no picture;
     `norm/{llm_input,before_norm,vision_features,text_embeddings}`: mean L2 norm of a token of the step's batches;
-    `norm/gain_mean_abs`: mean |gain| of the norm;
+    `norm/gain_mean_abs`: mean |gain| of the norm; `norm/image_newline`: of that token, which the norm does not touch;
     `tokens_per_second`, `samples_per_second`: over all ranks, padding not counted;
     `model_tflops_per_second`: per device, the operations that the step must do (`llava.train.flops`) over its time;
     `mfu`: the same as a share of the device's datasheet peak in dense bf16; `peak_memory_gib`: of the fullest device
@@ -27,6 +27,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from llava.model.multimodal_projector.norm import projector_norm
+from llava.model.zero3 import gathered
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class NormProbe:
         self.reset()
         decoder = model.get_model()
         self.norm = projector_norm(decoder.mm_projector)
+        self.newline = decoder.image_newline
         model.register_forward_pre_hook(self._see_batch, with_kwargs=True)
         decoder.mm_projector.register_forward_pre_hook(self._see_features)
         decoder.mm_projector.register_forward_hook(self._see_projector_output)
@@ -113,6 +115,9 @@ class NormProbe:
         metrics |= {f"grad_norm/{p}": s**0.5 / ranks for p, s in seen}
         if self.mean_abs_gain is not None:
             metrics["norm/gain_mean_abs"] = float(self.mean_abs_gain)
+        if self.newline is not None:
+            with gathered(self.newline):
+                metrics["norm/image_newline"] = float(self.newline.detach().float().norm())
         return metrics
 
 
@@ -126,8 +131,6 @@ class Throughput:
     """
 
     def __init__(self, model: Any, device: torch.device, peak: float | None = None):
-        self.num_visual_tokens = model.get_vision_tower().num_tokens
-        self.max_length = getattr(model.config, "tokenizer_model_max_length", None)
         self.padding_free = model.padding_free
         self.costs = flop_costs(model)
         self.device = device
@@ -146,7 +149,7 @@ class Throughput:
         """Counts the micro-batches of one optimizer step, without waiting for the device."""
         self.data_wait += data_wait
         for batch in batches:
-            self.work += batch_work(batch, self.num_visual_tokens, self.max_length, self.costs.sliding_window)
+            self.work += batch_work(batch, self.costs.sliding_window)
 
     def metrics(self, accelerator: Any) -> dict[str, float]:
         """Rates over all ranks since the last call; every rank must call."""

@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import set_seed
 
+from llava.anyres import Picture, is_anyres, parse_pinpoints
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import RecordTable
@@ -25,7 +26,7 @@ from llava.model.builder import load_language_model, read_config
 from llava.model.lora import has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.batches import largest_micro_batch, log_micro_batches
+from llava.train.batches import largest_micro_batch, log_micro_batches, most_crops
 from llava.train.closing import say_what_comes_next
 from llava.train.compilation import compile_layers
 from llava.train.failures import Watchdog, of_flag, refusal
@@ -54,7 +55,6 @@ logger = logging.getLogger("llava.train.train")  # by this name also where the m
 CONFIG_FLAGS = (
     "tune_mm_mlp_adapter",
     "freeze_mm_mlp_adapter",
-    "mm_patch_merge_type",
     "mm_use_im_start_end",
     "mm_use_im_patch_token",
 )
@@ -269,6 +269,8 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     decoder.initialize_vision_modules(model_args, dtype=tower_dtype)
     decoder.vision_tower.to(tower_dtype)  # one that came with the checkpoint had the language model's
     decoder.mm_projector.to(trained_dtype)
+    if decoder.image_newline is not None:
+        decoder.image_newline.data = decoder.image_newline.data.to(trained_dtype)
     add_lora_by_flags(model, training_args, trained_dtype)
     set_trainable(model, parts)
     set_up_liger(model, training_args)
@@ -284,6 +286,12 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     for field in ("mm_projector_lr", "mm_vision_tower_lr"):
         setattr(model.config, field, getattr(training_args, field))
     model.config.image_aspect_ratio = data_args.image_aspect_ratio
+    model.config.image_grid_pinpoints = None
+    if is_anyres(data_args.image_aspect_ratio):
+        model.config.image_grid_pinpoints = [
+            list(grid) for grid in parse_pinpoints(data_args.image_grid_pinpoints, decoder.vision_tower.image_size)
+        ]
+    model.crop_rules()  # refuses what does not fit together before the data is read
     model.config.tokenizer_padding_side = "right"
     model.config.tokenizer_model_max_length = training_args.model_max_length
     return model
@@ -301,7 +309,8 @@ def build_trainer(
     """The trainer over `records`; `options` are the trainer's own."""
     tokenizer = tokenizer or training_tokenizer(model_args, training_args)
     options.setdefault("identity", run_identity(model_args, data_args, training_args, records, tokenizer))
-    tower = model.get_vision_tower()
+    tower, crop_rules = model.get_vision_tower(), model.crop_rules()
+    num_visual_tokens = crop_rules.visual_tokens(Picture())
     image_processor = load_image_processor(model_args.vision_tower or model_args.model_name_or_path, tower)
     dataset = LazySupervisedDataset(
         records,
@@ -310,19 +319,20 @@ def build_trainer(
         image_processor=image_processor,
         image_folder=image_store(data_args),
         image_aspect_ratio=data_args.image_aspect_ratio,
-        num_visual_tokens=tower.num_tokens,
+        num_visual_tokens=num_visual_tokens,
         model_max_length=training_args.model_max_length,
         label_masking=data_args.label_masking,
         show_progress=training_args.process_index == 0,
         pixel_dtype=arithmetic_dtype(training_args),
+        crop_rules=crop_rules,
     )
     fit_norm_to_first_images(model, dataset, training_args.device)
     log_micro_batches(dataset, training_args)
     fit_zero(model, training_args)
-    set_up_checkpointing(model, training_args, largest_micro_batch(dataset, training_args))
+    set_up_checkpointing(model, training_args, largest_micro_batch(dataset, training_args), most_crops(dataset))
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     collator = DataCollatorForSupervisedDataset(
-        pad_token_id or 0, tower.num_tokens, training_args.model_max_length, training_args.padding_free
+        pad_token_id or 0, num_visual_tokens, training_args.model_max_length, training_args.padding_free, crop_rules
     )
     return LLaVATrainer(
         model=model,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from anyres_data import ANYRES
 from data_files import write_varied
 from decoder_families import NAMES, write_families
 from safetensors.torch import load_file
@@ -70,14 +71,15 @@ def test_a_varying_number_of_micro_batches_equals_one_process_with_one(tiny, tmp
     assert_same(tmp_path / "two", varied[1])
 
 
-def test_rank_without_images_meets_the_others(tiny, tmp_path):
+@pytest.mark.parametrize("images_as", [{}, ANYRES], ids=["whole", "crops"])
+def test_rank_without_images_meets_the_others(tiny, tmp_path, images_as):
     """Rank 0 sees pictures only and rank 1 text only, in every micro-step."""
     records = json.loads((tiny / "data/finetune.json").read_text())
     images, texts = ([r for r in records if ("image" in r) is kind] for kind in (True, False))
     mixed = [r for i in range(0, 8, 2) for r in images[i : i + 2] + texts[i : i + 2]]
     (tmp_path / "mixed.json").write_text(json.dumps(mixed))
     options = COMPARABLE | {"data_path": tmp_path / "mixed.json", "train_sampling_strategy": "sequential"}
-    options |= {"max_steps": 4}
+    options |= {"max_steps": 4} | images_as
     launch(flags(tiny, tmp_path / "two", 2, per_device_train_batch_size=2, **options), "zero3", tmp_path)
     train_module.train(flags(tiny, tmp_path / "one", 2, per_device_train_batch_size=4, **options))
     assert_same(tmp_path / "two", tmp_path / "one")

@@ -262,10 +262,10 @@ def test_counted_operations_equal_pytorchs_counter(models, name):
     model.padding_free = True
     model.config._attn_implementation = "eager"
     model.get_vision_tower().vision_model.set_attn_implementation("eager")
-    inputs = batch([[5, IMG, *range(6, 40), IMG, 41]])
+    inputs = collated([[5, IMG, *range(6, 40), IMG, 41]])
     with FlopCounterMode(display=False) as counter:
         model(**inputs).loss.backward()
-    work = batch_work(inputs, model.get_vision_tower().num_tokens)
+    work = batch_work(inputs)
     work = dataclasses.replace(work, pairs=work.tokens**2, window_pairs=work.tokens**2)
     assert counter.get_total_flops() == required_flops(flop_costs(model), work)
 
@@ -287,7 +287,7 @@ def test_layers_with_a_window_are_counted_as_their_attention_has_it(models, monk
 def test_pairs_in_a_window_are_counted_one_by_one(window):
     lengths = [7, 2]
     expected = sum(q - k < window for length in lengths for q in range(length) for k in range(q + 1))
-    assert batch_work(batch([[5, IMG, 6, 7], [8, 9]]), 4, sliding_window=window).window_pairs == expected
+    assert batch_work(collated([[5, IMG, 6, 7], [8, 9]]), sliding_window=window).window_pairs == expected
 
 
 @pytest.mark.parametrize("trained", [False, True])

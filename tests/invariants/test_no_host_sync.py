@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from anyres_data import ANYRES, write_shapes
 from batches import BATCHES, collated
 from host_sync import Waits
 from tiny_models import SIZES, STAGE_1, STAGE_2, make
@@ -58,6 +59,15 @@ def test_forward_and_backward_need_no_value_of_the_device(tiny, norm, parts, pad
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     unused = {id(p) for p in model.get_vision_tower().unused_parameters()}
     assert gradients.keys() == {n for n in trained if id(model.get_parameter(n)) not in unused}
+
+
+@pytest.mark.parametrize("padding_free", [True, False], ids=["packed", "padded"])
+def test_crops_and_their_newlines_need_no_value_of_the_device(tiny, tmp_path, padding_free):
+    data = write_shapes(tmp_path / "data")
+    model, trainer = build(flags(tiny, tmp_path / "run", 2, **data, **ANYRES, padding_free=padding_free))
+    batch = trainer.data_collator([trainer.train_dataset[index] for index in range(10)])
+    gradients = step_on_fake_tensors(model.train(), {k: v for k, v in batch.items() if k != "indices"})
+    assert {"model.image_newline", "model.mm_projector.0.weight"} <= gradients.keys()
 
 
 def test_a_value_that_is_read_is_seen(tiny, monkeypatch):

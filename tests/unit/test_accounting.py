@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from activations import Kept, kept_by_one_layer
-from batches import IMG, batch
+from batches import IMG, batch, collated
 from paths import ROOT
 from tiny_models import STAGE_1, STAGE_2, make, trained
 from torch.utils.flop_counter import FlopCounterMode
@@ -59,9 +59,9 @@ def test_without_gradients_below_the_decoder_costs_two_per_weight(tiny):
 
 
 def test_work_of_a_batch_equals_hand_counts():
-    work = batch_work(batch([[5, IMG, 6, 7], [8, 9]]), V)
+    work = batch_work(collated([[5, IMG, 6, 7], [8, 9]]))
     assert [int(x) for x in work.values()] == [2, 9, 14, 7 * 8 // 2 + 3, 1, 2, 0]
-    cut = batch_work(batch([[5, IMG, 6, 7], [8, 9]]), V, max_length=5)
+    cut = batch_work(collated([[5, IMG, 6, 7], [8, 9]], max_length=5))
     assert [int(x) for x in cut.values()][:4] == [2, 7, 10, 15 + 3]
 
 
@@ -82,10 +82,10 @@ def test_counted_operations_equal_pytorchs_counter(tiny, tower, case):
     model.padding_free = True
     model.config._attn_implementation = "eager"
     model.get_vision_tower().vision_model.set_attn_implementation("eager")
-    inputs = batch([[5, IMG, *range(6, 40), IMG, 41]])
+    inputs = collated([[5, IMG, *range(6, 40), IMG, 41]])
     with FlopCounterMode(display=False) as counter:
         model(**inputs).loss.backward()
-    work = batch_work(inputs, V)
+    work = batch_work(inputs)
     work = dataclasses.replace(work, pairs=work.tokens**2)
     assert counter.get_total_flops() == required_flops(flop_costs(model), work)
 

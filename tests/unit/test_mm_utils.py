@@ -22,6 +22,7 @@ from llava.mm_utils import (
     load_tokenizer,
     process_anyres_image,
     process_images,
+    process_prompt_images,
     save_tokenizer,
     to_rgb,
     tokenizer_image_token,
@@ -39,12 +40,15 @@ PROMPTS = [
 ]  # fmt: skip
 
 
+GRIDS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]
+
+
 def picture(name):
     return Image.open(GOLDEN / "images/png" / f"{name}.png")
 
 
 def config(mode):
-    return SimpleNamespace(image_aspect_ratio=mode)
+    return SimpleNamespace(image_aspect_ratio=mode, image_grid_pinpoints=GRIDS)
 
 
 def levels(pixels, processor):
@@ -61,8 +65,18 @@ def test_pixels_equal_those_of_upstreams_dataset(key):
     name, mode, file = key.split("/")
     processor = PROCESSORS[name]
     pixels = process_images([picture(file)], processor, config(mode))
-    assert pixels.shape == (1, 3, 32, 32) and pixels.dtype == torch.float32
+    assert pixels.shape == (1, *LEVELS[key].shape) and pixels.dtype == torch.float32
     assert np.abs(levels(pixels[0], processor) - LEVELS[key]).max() <= 1.01
+
+
+def test_several_pictures_of_a_prompt_are_padded_where_one_is_cut_into_crops():
+    pictures, processor = [picture("rgb_200x31"), picture("rgb_40x80")], PROCESSORS["siglip"]
+    alone = process_prompt_images(pictures[:1], processor, config("anyres_max_4"))
+    assert [crops.shape[0] for crops in alone] == [1 + 3]
+    together = process_prompt_images(pictures, processor, config("anyres_max_4"))
+    assert torch.equal(torch.cat(together), process_images(pictures, processor, config("pad")))
+    batch = process_images(pictures, processor, config("anyres"))  # as upstream's function
+    assert [crops.shape[0] for crops in batch] == [1 + 3, 1 + 2]
 
 
 def test_sixteen_bit_grey_is_scaled_not_clipped():
@@ -114,14 +128,12 @@ def test_pixels_of_different_sizes_come_as_a_list():
     assert shapes == [(3, 37, 91), (3, 30, 48)]
 
 
-def test_unsupported_modes_say_what_is_supported():
+def test_unknown_modes_say_what_is_known():
     images = [picture("rgb_1x1")]
-    with pytest.raises(NotImplementedError, match="anyres_max_9.*not supported"):
-        process_images(images, PROCESSORS["clip"], config("anyres_max_9"))
-    with pytest.raises(NotImplementedError, match="anyres is not supported"):
-        process_anyres_image(images[0], PROCESSORS["clip"], [[32, 64]])
-    with pytest.raises(ValueError, match="'crop': expected 'pad', 'square' or None"):
-        process_images(images, PROCESSORS["clip"], config("crop"))
+    with pytest.raises(ValueError, match="'crop_split': expected 'square', 'pad', 'anyres', or 'anyres_max_N'"):
+        process_images(images, PROCESSORS["clip"], config("crop_split"))
+    with pytest.raises(ValueError, match="33 x 64 pixels cannot be cut into squares of the vision tower's 32"):
+        process_anyres_image(images[0], PROCESSORS["clip"], [[33, 64]])
     with pytest.raises(ValueError, match="at least one picture"):
         process_images([], PROCESSORS["clip"], config("pad"))
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from llava.constants import IGNORE_INDEX
 from llava.model import LlavaLlamaConfig
 from llava.model.builder import load_language_model, load_pretrained_model, read_config
-from llava.model.llava_arch import match_images
 from llava.model.multimodal_encoder.builder import load_image_processor
+from llava.model.pictures import match_images
 from llava.train.arguments import ModelArguments
 
 

@@ -7,13 +7,21 @@ from functools import cache
 import pytest
 import torch
 from paths import GOLDEN, ROOT
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from llava.model.builder import load_language_model, load_pretrained_model
 from llava.model.llava_arch import LlavaMetaForCausalLM
 
 RESULTS = {up: json.loads((GOLDEN / f"model/{up}/results.json").read_text()) for up in ("orig", "next")}
 NEXT_PAD = 597  # LLaVA-NeXT's collator takes the mask from the padding id
+
+# Computed by the same checkpoint with `image_newline`; a case's own overrides come behind these.
+ANYRES = {
+    "mm_patch_merge_type": "spatial_unpad",
+    "image_aspect_ratio": "anyres",
+    "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]],
+}
+ANYRES_CASES = ("anyres_unpad_wide", "anyres_max_1_unpad_square", "unpad_single_patch_image")
 
 # Golden cases that this tree decides otherwise; docs/upstream.md says why.
 REFUSED = {
@@ -61,11 +69,31 @@ def models(folders):
     return {up: load_language_model(str(folders / up), attn_implementation="eager") for up in RESULTS}
 
 
+@pytest.fixture(scope="module")
+def anyres_folder(folders):
+    """LLaVA-NeXT's folder with `image_newline`, and the config that its anyres cases were computed with."""
+    folder = folders / "anyres"
+    shutil.copytree(folders / "next", folder)
+    newline = {"model.image_newline": recorded("next")["unpad_model/image_newline"].clone()}
+    save_file(load_file(folder / "model.safetensors") | newline, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | ANYRES))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def anyres_model(anyres_folder):
+    return load_language_model(str(anyres_folder), attn_implementation="eager")
+
+
 @pytest.fixture
 def model(models, request):
-    """The model of the test's parameter `up`, without gradients and with the batch's config overrides."""
-    model = models[request.getfixturevalue("up")].eval()
-    model.zero_grad()
+    """The model of the test's parameters `up` and `name`, without gradients."""
+    name = request.getfixturevalue("name") if "name" in request.fixturenames else None
+    model = models[request.getfixturevalue("up")]
+    if name in ANYRES_CASES:
+        model = request.getfixturevalue("anyres_model")
+        vars(model.config).update(ANYRES)
+    model.eval().zero_grad()
     yield model
     model.config.tokenizer_model_max_length = 2048
     model.config.tokenizer_padding_side = "right"
@@ -132,6 +160,8 @@ def test_prepared_inputs_loss_and_logits_equal_upstreams(up, name, model):
         None,
         arguments.get("labels"),
         arguments.get("images"),
+        arguments.get("modalities"),
+        arguments.get("image_sizes"),
     )
     prepared = result["prepared"]
     assert positions is None

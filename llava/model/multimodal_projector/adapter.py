@@ -4,6 +4,7 @@
 """
 
 import json
+import logging
 import pickle
 from pathlib import Path
 
@@ -12,27 +13,37 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from llava.model.multimodal_projector.norm import norm_differences, projector_norm
-from llava.model.zero3 import full_shape, full_state_dict, load_full_state_dict
+from llava.model.zero3 import full_shape, full_state_dict, gathered, load_full_state_dict
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_FILE = "mm_projector.bin"
 _KEY_PREFIX = "model.mm_projector."
+_NEWLINE = "image_newline"
 
 
-def adapter_state_dict(projector: nn.Module) -> dict[str, torch.Tensor]:
-    """The projector's full tensors under LLaVA's keys (`model.mm_projector.0.weight`). Every rank must call."""
-    return {_KEY_PREFIX + name: tensor for name, tensor in full_state_dict(projector).items()}
+def adapter_state_dict(projector: nn.Module, newline: nn.Parameter | None = None) -> dict[str, torch.Tensor]:
+    """Full tensors under LLaVA's keys (`model.mm_projector.0.weight`, `model.image_newline`). Every rank must call."""
+    state_dict = {_KEY_PREFIX + name: tensor for name, tensor in full_state_dict(projector).items()}
+    if newline is not None:
+        with gathered(newline):
+            state_dict[f"model.{_NEWLINE}"] = newline.detach().cpu().clone()
+    return state_dict
 
 
-def load_adapter(projector: nn.Module, path: str | Path, config: PretrainedConfig) -> None:
+def load_adapter(
+    projector: nn.Module, path: str | Path, config: PretrainedConfig, newline: nn.Parameter | None = None
+) -> None:
     """Loads a stage-1 adapter into `projector`, norm included, bit for bit. Every rank must call.
 
     Args:
         projector: built from `config`, that is from this run's flags.
         path: `mm_projector.bin`, or the folder that holds it. A `config.json` beside it tells the adapter's norm type.
+        newline: the model's `image_newline`, which the adapter may lack: LLaVA-NeXT's stage 1 does not save it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: projector or norm of the adapter and of the flags differ; the message says both sides.
+        ValueError: projector, norm or newline of the adapter and of the flags differ; the message says both sides.
     """
     path = Path(path)
     if path.is_dir():
@@ -45,9 +56,29 @@ def load_adapter(projector: nn.Module, path: str | Path, config: PretrainedConfi
     state_dict = {k.rsplit("mm_projector.", 1)[1]: v for k, v in tensors.items() if "mm_projector." in k}
     _check_match(projector, state_dict, path, config)
     load_full_state_dict(projector, state_dict)
+    _load_newline(newline, {k: v for k, v in tensors.items() if k.split(".")[-1] == _NEWLINE}, path)
     norm = projector_norm(projector)
     if norm is not None and norm.measures_tokens:  # the adapter's run has measured them
         config.mm_projector_norm_init_gain = float(state_dict[f"{len(projector) - 1}.weight"])
+
+
+@torch.no_grad()
+def _load_newline(newline: nn.Parameter | None, found: dict[str, torch.Tensor], path: Path) -> None:
+    if newline is None and found:
+        raise ValueError(
+            f"--pretrain_mm_mlp_adapter {path} was trained with {_NEWLINE}, which the flags leave out; pass the "
+            "--mm_patch_merge_type that it was trained with (spatial_unpad)"
+        )
+    if newline is not None and not found:
+        logger.warning("%s has no %s: it keeps the value that it has now", path, _NEWLINE)
+    for tensor in found.values():
+        if tensor.shape != full_shape(newline):
+            raise ValueError(
+                f"--pretrain_mm_mlp_adapter {path}: {_NEWLINE} has shape {tuple(tensor.shape)}, expected "
+                f"{tuple(full_shape(newline))}"
+            )
+        with gathered(newline, modifier_rank=0):
+            newline.copy_(tensor)
 
 
 def read_tensors(path: Path | str) -> dict[str, torch.Tensor]:

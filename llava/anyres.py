@@ -1,0 +1,272 @@
+"""How a picture of any size becomes crops and visual tokens: LLaVA-NeXT's anyres as arithmetic, without pixels.
+
+The vision tower takes squares. With `image_aspect_ratio` `anyres` it is shown a picture several times: whole, squeezed
+to its square, and in parts. For the parts the picture is scaled into the best of the grids of `image_grid_pinpoints`,
+centred on black, and cut into squares. `mm_patch_merge_type` says how their visual tokens enter the LLM: `flat`, crop
+behind crop; `spatial`, the whole picture and then the rows of the grid; `spatial_unpad`, the same without the rows or
+columns that only show black, and with the learnt token `image_newline` at each row's end. `anyres_max_N` shrinks grids
+of more than about N crops' tokens. A picture with a single crop is followed by one `image_newline`.
+
+Shapes: V visual tokens per crop.
+"""
+
+import ast
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+MERGE_TYPES = ("flat", "spatial", "spatial_unpad")
+_SHRINK_FROM = 1.1  # LLaVA-NeXT leaves a grid alone whose sides are less than this factor too long
+
+Size = tuple[int, int]
+"""Width and height."""
+
+
+class Picture(NamedTuple):
+    """One picture as the model gets it: how many crops, and its original size where it has several."""
+
+    crops: int = 1
+    size: Size | None = None
+
+
+class Patches(NamedTuple):
+    """Which patches of a grid of crops become visual tokens: a rectangle, and what it is shrunk to."""
+
+    columns: int  # of crops
+    rows: int
+    left: int  # patches that are cut off on each side
+    top: int
+    width: int  # patches that remain
+    height: int
+    shrunk: Size | None  # None: they stay as they are
+
+
+@dataclass(frozen=True)
+class CropRules:
+    """What decides crops and visual tokens of a picture.
+
+    Args:
+        tokens_per_crop: V.
+        patches_per_side: of a crop.
+        crop_side: pixels.
+        aspect_ratio: `image_aspect_ratio`; None as `square`.
+        merge_type: `mm_patch_merge_type`.
+        grids: width and height in pixels of each grid that a picture may be cut by.
+
+    Raises:
+        ValueError: values that do not exist or do not fit together; names the flag.
+    """
+
+    tokens_per_crop: int
+    patches_per_side: int
+    crop_side: int
+    aspect_ratio: str | None = None
+    merge_type: str = "flat"
+    grids: tuple[Size, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_modes(self.aspect_ratio, self.merge_type)
+        if self.is_anyres and not self.grids:
+            raise ValueError(f"--image_aspect_ratio {self.aspect_ratio} needs --image_grid_pinpoints; found none")
+        if self.is_anyres and self.merge_type != "flat" and self.tokens_per_crop != self.patches_per_side**2:
+            raise ValueError(
+                f"--mm_patch_merge_type {self.merge_type} lays patches out in rows, and a class token has no place "
+                "there; pass --mm_vision_select_feature patch"
+            )
+
+    @classmethod
+    def of(cls, config: Any, tower: Any) -> "CropRules":
+        """The rules of a model with this config and vision tower."""
+        aspect_ratio = getattr(config, "image_aspect_ratio", None)
+        grids = getattr(config, "image_grid_pinpoints", None) if is_anyres(aspect_ratio) else None
+        return cls(
+            tower.num_tokens,
+            tower.num_patches_per_side,
+            tower.image_size,
+            aspect_ratio,
+            getattr(config, "mm_patch_merge_type", None) or "flat",
+            () if grids is None else parse_pinpoints(grids, tower.image_size),
+        )
+
+    @property
+    def is_anyres(self) -> bool:
+        return is_anyres(self.aspect_ratio)
+
+    @property
+    def has_newline(self) -> bool:
+        return has_newline(self.merge_type)
+
+    def picture(self, size: Size) -> Picture:
+        """The picture with all the crops that its size gives it."""
+        if not self.is_anyres:
+            return Picture()
+        width, height = best_grid(size, self.grids)
+        return Picture(1 + (width // self.crop_side) * (height // self.crop_side), (int(size[0]), int(size[1])))
+
+    def visual_tokens(self, picture: Picture) -> int:
+        """How many rows of the LLM's input the picture takes.
+
+        Raises:
+            ValueError: the number of crops is not the one that the picture's size gives.
+        """
+        if self.merge_type == "flat":
+            return picture.crops * self.tokens_per_crop
+        if picture.crops == 1:
+            return self.tokens_per_crop + self.has_newline
+        patches = self.patches(picture)
+        width, height = patches.shrunk or (patches.width, patches.height)
+        return self.tokens_per_crop + height * (width + self.has_newline)
+
+    def patches(self, picture: Picture) -> Patches:
+        """What becomes of the crops behind the first, with `spatial` or `spatial_unpad`.
+
+        Raises:
+            ValueError: see `visual_tokens`.
+        """
+        if not self.is_anyres:
+            raise ValueError(
+                f"a picture of {picture.crops} crops was given, but image_aspect_ratio is {self.aspect_ratio!r}; "
+                "expected one crop, or a config with 'anyres'"
+            )
+        if picture.size is None:
+            raise ValueError(f"a picture of {picture.crops} crops was given without its size; pass image_sizes")
+        expected = self.picture(picture.size)
+        if picture.crops != expected.crops:
+            raise ValueError(
+                f"a picture of {picture.size[0]} x {picture.size[1]} pixels (image_sizes) has {expected.crops} crops "
+                f"by image_grid_pinpoints; {picture.crops} were given"
+            )
+        return _patches(self, expected.size)
+
+
+def is_anyres(aspect_ratio: str | None) -> bool:
+    """Whether `image_aspect_ratio` cuts pictures into crops."""
+    return bool(aspect_ratio) and aspect_ratio.startswith("anyres")
+
+
+def has_newline(merge_type: str | None) -> bool:
+    """Whether a model with this `mm_patch_merge_type` has the token `image_newline`."""
+    return "unpad" in (merge_type or "")
+
+
+def max_crops(aspect_ratio: str | None) -> int | None:
+    """N of `anyres_max_N`."""
+    found = re.fullmatch(r"anyres_max_([1-9]\d*)", aspect_ratio or "")
+    return int(found[1]) if found else None
+
+
+def check_modes(aspect_ratio: str | None, merge_type: str = "flat") -> None:
+    """Raises ValueError where `image_aspect_ratio` or `mm_patch_merge_type` is none that exists."""
+    if aspect_ratio not in (None, "square", "pad", "anyres") and max_crops(aspect_ratio) is None:
+        raise ValueError(
+            f"image_aspect_ratio {aspect_ratio!r}: expected 'square', 'pad', 'anyres', or 'anyres_max_N' with a number "
+            "for N, as in 'anyres_max_9'"
+        )
+    if merge_type not in MERGE_TYPES:
+        shrunk = merge_type.removeprefix("spatial_unpad_") if max_crops(aspect_ratio) else None
+        if shrunk is None or shrunk != aspect_ratio:
+            raise ValueError(
+                f"mm_patch_merge_type {merge_type!r}: expected {', '.join(MERGE_TYPES)}; the number of crops to shrink "
+                f"to stands in image_aspect_ratio, which is {aspect_ratio!r}"
+            )
+
+
+def parse_pinpoints(value: Any, crop_side: int) -> tuple[Size, ...]:
+    """The grids of `image_grid_pinpoints`, width and height in pixels.
+
+    Args:
+        value: pairs of pixels, or their text, as `[[336, 672], [672, 336]]`; or text in units of the crops' side, as
+            `(1x1),(1x2)` or, for all between two of them, `(1x1),...,(6x6)`.
+        crop_side: pixels.
+
+    Raises:
+        ValueError: none of these, or a side that no crops fill.
+    """
+    expected = "expected pairs of pixels as [[336,672],[672,336]] or of crops as (1x1),...,(6x6)"
+    try:
+        if isinstance(value, str) and "x" in value:
+            grids = [(columns * crop_side, rows * crop_side) for columns, rows in _crop_pairs(value)]
+        else:
+            pairs = ast.literal_eval(value) if isinstance(value, str) else value
+            grids = [(int(width), int(height)) for width, height in pairs]
+    except (ValueError, TypeError, SyntaxError):
+        raise ValueError(f"--image_grid_pinpoints {value!r}: {expected}") from None
+    for grid in grids:
+        if any(side < 1 or side % crop_side for side in grid):
+            raise ValueError(
+                f"--image_grid_pinpoints: {grid[0]} x {grid[1]} pixels cannot be cut into squares of the vision "
+                f"tower's {crop_side}; expected multiples of it"
+            )
+    if not grids:
+        raise ValueError(f"--image_grid_pinpoints {value!r}: no grid; {expected}")
+    return tuple(grids)
+
+
+def _crop_pairs(text: str) -> list[Size]:
+    """Columns and rows of `(1x1),(1x2)` or `(1x1),...,(6x6)`."""
+    pairs = []
+    for word in re.sub(r"\s", "", text).strip("[]").split(","):
+        found = re.fullmatch(r"\((\d+)x(\d+)\)", word)
+        if found is None and word != "...":
+            raise ValueError(word)
+        pairs.append(found and (int(found[1]), int(found[2])))
+    if None not in pairs:
+        return pairs
+    if len(pairs) != 3 or pairs[0] is None or pairs[2] is None:
+        raise ValueError(text)
+    (first_column, first_row), _, (last_column, last_row) = pairs
+    return [(c, r) for c in range(first_column, last_column + 1) for r in range(first_row, last_row + 1)]
+
+
+@lru_cache(maxsize=1 << 16)
+def best_grid(size: Size, grids: tuple[Size, ...]) -> Size:
+    """The grid that keeps most of the picture's pixels; among equals the smallest, as in LLaVA-NeXT."""
+    width, height = size
+
+    def worth(grid: Size) -> tuple[int, int]:
+        scale = min(grid[0] / width, grid[1] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - grid[0] * grid[1]
+
+    return max(grids, key=worth)
+
+
+def fitted_size(size: Size, grid: Size) -> Size:
+    """The picture's size when it is scaled into `grid`, which it fills in one direction."""
+    across, down = grid[0] / size[0], grid[1] / size[1]
+    if across < down:
+        return grid[0], min(math.ceil(size[1] * across), grid[1])
+    return min(math.ceil(size[0] * down), grid[0]), grid[1]
+
+
+@lru_cache(maxsize=1 << 16)
+def _patches(rules: CropRules, size: Size) -> Patches:
+    grid, side = best_grid(size, rules.grids), rules.patches_per_side
+    columns, rows = grid[0] // rules.crop_side, grid[1] // rules.crop_side
+    left, top = _black_margins(size, columns * side, rows * side) if rules.has_newline else (0, 0)
+    width, height = columns * side - 2 * left, rows * side - 2 * top
+    return Patches(columns, rows, left, top, width, height, _shrunk(width, height, rules))
+
+
+def _black_margins(size: Size, columns: int, rows: int) -> Size:
+    """Patches to cut off left and right, and above and below, by the shapes of picture and grid."""
+    if size[0] / size[1] > columns / rows:
+        return 0, (rows - int(size[1] * (columns / size[0]))) // 2
+    return (columns - int(size[0] * (rows / size[1]))) // 2, 0
+
+
+def _shrunk(width: int, height: int, rules: CropRules) -> Size | None:
+    most = max_crops(rules.aspect_ratio)
+    if most is None or not rules.has_newline:
+        return None
+    factor = math.sqrt(height * width / (most * rules.patches_per_side**2))
+    if factor <= _SHRINK_FROM:
+        return None
+    return max(1, int(width // factor)), max(1, int(height // factor))
+
+
+def total_crops(pictures: Sequence[Picture]) -> int:
+    return sum(picture.crops for picture in pictures)

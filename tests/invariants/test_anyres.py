@@ -1,0 +1,343 @@
+"""Pictures cut into crops, through data, training, checkpoints and answers."""
+
+import json
+import logging
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from anyres_data import ANYRES, GRIDS, SHAPES, write_shapes
+from batches import BACKENDS
+from paths import GOLDEN
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tiny_models import V
+from torch.utils.flop_counter import FlopCounterMode
+from training import LORA, build, flags, load, run
+
+from llava.analysis.loading import our_batch
+from llava.analysis.probe import VISUAL
+from llava.analysis.visual_grid import visual_grid
+from llava.anyres import Picture
+from llava.constants import IMAGE_TOKEN_INDEX
+from llava.data.images import ImageStore
+from llava.eval.ask import load_assistant
+from llava.mm_utils import process_images
+from llava.model.builder import load_pretrained_model
+from llava.model.merge_lora import merge_lora
+from llava.model.multimodal_projector.norm import mean_text_embedding_norm
+from llava.train import train as train_module
+from llava.train.batches import most_crops
+from llava.train.flops import batch_work, flop_costs, required_flops
+from llava.train.memory import estimate_memory
+from llava.train.telemetry import LOG_FILE
+
+NEWLINE = "model.image_newline"
+MODES = [
+    ("anyres", "flat"), ("anyres", "spatial"), ("anyres", "spatial_unpad"), ("anyres_max_1", "spatial_unpad"),
+    ("anyres_max_2", "spatial_unpad"), ("pad", "spatial_unpad"), ("pad", "flat"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    return write_shapes(tmp_path_factory.mktemp("shapes") / "data")
+
+
+def options(aspect_ratio: str, merge_type: str) -> dict:
+    grids = {"image_grid_pinpoints": GRIDS} if aspect_ratio.startswith("anyres") else {}
+    return {"image_aspect_ratio": aspect_ratio, "mm_patch_merge_type": merge_type} | grids
+
+
+def built(tiny, tmp_path, shapes, mode, **more):
+    """(model, trainer) before the first step, with everything trained."""
+    return build(flags(tiny, tmp_path / "run", 2, **shapes, **options(*mode), **more))
+
+
+@pytest.mark.parametrize("max_length", [40, 4096])
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_measured_lengths_are_those_of_the_rows_laid_out(tiny, tmp_path, shapes, mode, max_length):
+    _, trainer = built(tiny, tmp_path, shapes, mode, model_max_length=max_length)
+    data = trainer.train_dataset
+    items = [data[index] for index in range(len(data))]
+    assert trainer.data_collator(items)["layout"].lengths == np.abs(data.modality_lengths()).tolist()
+    assert [("images" in item) * 2 - 1 for item in items] == np.sign(data.modality_lengths()).tolist()
+
+
+def test_sizes_are_read_from_headers_once_and_only_where_they_matter(tiny, tmp_path, shapes, monkeypatch):
+    read, size = [], ImageStore.size
+    monkeypatch.setattr(ImageStore, "size", lambda store, image: read.append(image) or size(store, image))
+    monkeypatch.setattr(ImageStore, "open", lambda store, image: pytest.fail("decoded"))
+    shutil.rmtree(shapes["data_path"].parent / ".llava_cache", ignore_errors=True)
+    for mode, expected in ((("pad", "flat"), 0), (("anyres", "flat"), len(SHAPES)), (("anyres_max_1", "spatial"), 0)):
+        _, trainer = built(tiny, tmp_path, shapes, mode)
+        trainer.train_dataset.modality_lengths()
+        assert len(read) == expected, mode
+        read.clear()
+
+
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(tiny, tmp_path, shapes, mode):
+    model, trainer = built(tiny, tmp_path, shapes, mode)
+    data, collate = trainer.train_dataset, trainer.data_collator
+    items = [data[index] for index in range(len(data))]
+
+    def result(batches, padding_free, backend):
+        model.train().zero_grad()
+        model.padding_free = collate.padding_free = padding_free
+        model.config._attn_implementation = backend
+        losses = []
+        for some in batches:
+            batch = {k: v for k, v in collate(some).items() if k != "indices"}
+            loss = model(**batch, num_items_in_batch=10).loss
+            loss.backward()
+            losses.append(loss.item())
+        return sum(losses), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected_loss, expected = result([[item] for item in items], False, "eager")
+    assert (NEWLINE in expected) == ("unpad" in mode[1])
+    for padding_free, backend in [(False, "sdpa"), *((True, backend) for backend in BACKENDS)]:
+        loss, gradients = result([items], padding_free, backend)
+        assert loss == pytest.approx(expected_loss, abs=1e-5)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_upstreams_call_forms_give_what_the_collators_batch_gives(tiny, tmp_path, shapes, side):
+    model, trainer = built(tiny, tmp_path, shapes, ("anyres_max_2", "spatial_unpad"))
+    data, model = trainer.train_dataset, model.eval()
+    items = [data[index] for index in range(len(data))]
+    batch = trainer.data_collator(items)
+    per_image, per_size = [], []
+    for item in items:
+        if "images" in item:
+            per_image += item["images"].split([picture.crops for picture in item["pictures"]])
+            per_size += [picture.size for picture in item["pictures"]]
+        else:
+            per_image, per_size = [*per_image, torch.zeros(1, 3, 16, 16)], [*per_size, (16, 16)]
+    per_size = [(16, 16) if size is None else size for size in per_size]
+    model.config.tokenizer_padding_side = side
+    arguments = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    modalities = ["image"] * len(per_image)
+    logits = model(**arguments, images=per_image, image_sizes=per_size, modalities=modalities).logits
+    packed = model(layout=batch["layout"], images=batch["images"]).logits if model.padding_free else None
+    lengths = batch["layout"].lengths
+    for row, own, start in zip(logits, lengths, batch["layout"].cu_seqlens.tolist(), strict=False):
+        found = row[:own] if side == "right" else row[-own:]
+        torch.testing.assert_close(found, packed[0, start : start + own], rtol=0, atol=1e-5)
+    model.config.tokenizer_padding_side = "right"
+
+
+def test_a_text_only_micro_batch_gives_the_newline_a_gradient_of_zero(tiny, tmp_path, shapes):
+    model, trainer = built(tiny, tmp_path, shapes, ("anyres", "spatial_unpad"))
+    text = next(item for item in map(trainer.train_dataset.__getitem__, range(10)) if "images" not in item)
+    batch = trainer.data_collator([text])
+    model.train()(**{k: v for k, v in batch.items() if k != "indices"}).loss.backward()
+    assert torch.equal(model.get_model().image_newline.grad, torch.zeros(32))
+    assert all(p.grad is not None for p in model.get_model().mm_projector.parameters())
+
+
+def test_counted_operations_of_crops_equal_pytorchs_counter(tiny, tmp_path, shapes):
+    model, trainer = built(tiny, tmp_path, shapes, ("anyres", "spatial_unpad"), attn_implementation="eager")
+    model.get_vision_tower().vision_model.set_attn_implementation("eager")
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    inputs = {k: v for k, v in batch.items() if k != "indices"}
+    with FlopCounterMode(display=False) as counter:
+        model.train()(**inputs).loss.backward()
+    work = batch_work(batch)
+    assert work.images == 3 and work.tokens == batch["layout"].lengths[0]
+    work = work.__class__(**vars(work) | {"pairs": work.tokens**2})
+    assert counter.get_total_flops() == required_flops(flop_costs(model), work)
+
+
+def test_the_memory_estimate_counts_crops_that_leave_few_tokens(tiny, tmp_path, shapes):
+    model, trainer = built(tiny, tmp_path, shapes, ("anyres_max_1", "spatial_unpad"))
+    data = trainer.train_dataset
+    lengths = np.abs(data.modality_lengths())
+    crops = [sum(p.crops for p in data[i].get("pictures", ())) for i in range(len(data))]
+    assert most_crops(data) == pytest.approx(max(c / n for c, n in zip(crops, lengths, strict=True)))
+    one, many = (estimate_memory(model, trainer.flags, 64, share) for share in (None, 1.0))
+    assert many.tower_layer == one.tower_layer * 64 // (64 // V)
+
+
+# --- both stages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stage_1(tiny, shapes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("anyres") / "s1"
+    captions = {"data_path": shapes["data_path"].with_name("pretrain.json"), "image_folder": shapes["image_folder"]}
+    train_module.train(flags(tiny, folder, 1, **captions, **ANYRES, save_strategy="steps", save_steps=1))
+    return folder
+
+
+def test_stage_1_trains_the_newline_with_the_projector_and_saves_it_with_it(tiny, stage_1):
+    weights, adapter = load_file(stage_1 / "model.safetensors"), torch.load(stage_1 / "mm_projector.bin")
+    assert sorted(adapter) == sorted(k for k in weights if "mm_projector" in k or k == NEWLINE)
+    assert all(torch.equal(adapter[k], weights[k]) for k in adapter)
+    first = torch.load(stage_1 / "checkpoint-1/mm_projector.bin")
+    assert not torch.equal(first[NEWLINE], adapter[NEWLINE])
+    config = json.loads((stage_1 / "config.json").read_text())
+    fields = {name: config[name] for name in ANYRES}
+    assert fields == ANYRES | {"image_grid_pinpoints": json.loads(GRIDS)}
+    lines = [json.loads(line) for line in (stage_1 / LOG_FILE).read_text().splitlines()]
+    norms = [line["norm/image_newline"] for line in lines if "loss" in line]
+    assert norms[-1] == pytest.approx(adapter[NEWLINE].norm().item(), rel=0.01) != norms[0]
+    assert norms[0] == pytest.approx(1, rel=0.5)  # LLaVA-NeXT's: 32 values of standard deviation 1 / sqrt(32)
+
+
+def test_stage_2_starts_from_stage_1s_newline_and_its_folder_loads_to_the_same_logits(tiny, shapes, stage_1, tmp_path):
+    weights, _ = run(tiny, tmp_path, 2, **shapes, **ANYRES, pretrain_mm_mlp_adapter=stage_1, learning_rate=0)
+    assert torch.equal(weights[NEWLINE], torch.load(stage_1 / "mm_projector.bin")[NEWLINE])
+    model = load(tmp_path, None)
+    assert torch.equal(model.get_model().image_newline, weights[NEWLINE])
+    assert torch.equal(load(stage_1, tiny / "llama").get_model().image_newline, weights[NEWLINE])
+    on = run(tiny, tmp_path / "on", 2, **shapes, **ANYRES, model_name_or_path=tmp_path, vision_tower=None)[0]
+    assert not torch.equal(on[NEWLINE], weights[NEWLINE])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tiny, shapes, tmp_path, stage):
+    data = shapes | ({"data_path": shapes["data_path"].with_name("pretrain.json")} if stage == 1 else {})
+    more = data | ANYRES | {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    whole, _ = run(tiny, tmp_path / "whole", stage, **more)
+    shutil.copytree(tmp_path / "whole/checkpoint-2", tmp_path / "cut/checkpoint-2")
+    resumed, _ = run(tiny, tmp_path / "cut", stage, **more)
+    assert all(torch.equal(whole[name], tensor) for name, tensor in resumed.items())
+
+
+def test_an_adapter_without_newline_says_so_and_one_too_many_is_refused(tiny, shapes, stage_1, tmp_path, caplog):
+    adapter = torch.load(stage_1 / "mm_projector.bin")
+    torch.save({k: v for k, v in adapter.items() if k != NEWLINE}, tmp_path / "mm_projector.bin")
+    argv = flags(tiny, tmp_path / "run", 2, **shapes, **ANYRES, pretrain_mm_mlp_adapter=tmp_path)
+    with caplog.at_level(logging.WARNING, "llava"):
+        model = train_module.build_model(*train_module.parse_arguments(argv))
+    assert "mm_projector.bin has no image_newline: it keeps the value that it has now" in caplog.text
+    assert model.get_model().image_newline.norm().item() == pytest.approx(1, rel=0.5)
+    flat = flags(tiny, tmp_path / "run", 2, **shapes, pretrain_mm_mlp_adapter=stage_1)
+    with pytest.raises(ValueError, match="trained with image_newline, which the flags leave out.*spatial_unpad"):
+        train_module.build_model(*train_module.parse_arguments(flat))
+
+
+def test_the_newline_may_start_with_the_norm_of_a_text_embedding(tiny, shapes, tmp_path):
+    argv = flags(tiny, tmp_path, 2, **shapes, **ANYRES, mm_newline_init="text_norm")
+    decoder = train_module.build_model(*train_module.parse_arguments(argv)).get_model()
+    target = mean_text_embedding_norm(decoder.embed_tokens)
+    assert target > 2 and decoder.image_newline.norm().item() == pytest.approx(target, rel=1e-5)
+
+
+def test_a_checkpoint_never_loses_its_newline(tiny, shapes, stage_1, tmp_path):
+    with pytest.raises(ValueError, match="mm_patch_merge_type: checkpoint 'spatial_unpad', flags 'flat'"):
+        run(tiny, tmp_path, 2, **shapes, model_name_or_path=stage_1, vision_tower=None)
+    folder = shutil.copytree(stage_1, tmp_path / "without")
+    weights = {k: v for k, v in load_file(folder / "model.safetensors").items() if k != NEWLINE}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="mm_patch_merge_type=spatial_unpad, but the weights lack model.image_newline"):
+        load(folder, None)
+
+
+def test_a_flat_checkpoint_can_be_trained_on_with_a_new_newline(tiny, shapes, tmp_path):
+    run(tiny, tmp_path / "flat", 2)
+    weights, _ = run(
+        tiny, tmp_path / "run", 2, **shapes, **ANYRES, model_name_or_path=tmp_path / "flat", vision_tower=None
+    )
+    assert weights[NEWLINE].norm().item() == pytest.approx(1, rel=0.5)
+
+
+def test_lora_keeps_the_newline_beside_its_adapters_and_merging_puts_it_back(tiny, shapes, tmp_path):
+    train_module.train(flags(tiny, tmp_path / "lora", 2, **shapes, **ANYRES, **LORA))
+    beside = torch.load(tmp_path / "lora/non_lora_trainables.bin")[f"base_model.model.{NEWLINE}"]
+    merge_lora(str(tmp_path / "lora"), None, str(tmp_path / "merged"))
+    assert torch.equal(load_file(tmp_path / "merged/model.safetensors")[NEWLINE], beside)
+    assert torch.equal(load(tmp_path / "lora", tiny / "llama").get_model().image_newline, beside)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"image_aspect_ratio": "anyres"}, "anyres needs grids"),
+        ({"image_grid_pinpoints": GRIDS}, "they have no effect without it"),
+        ({"image_aspect_ratio": "anyres", "image_grid_pinpoints": "[[17,32]]"}, "17 x 32 pixels cannot be cut"),
+        ({"mm_patch_merge_type": "spatial_maxpool2x2"}, "expected flat, spatial, spatial_unpad"),
+        ({"mm_newline_init": "text_norm"}, "--mm_newline_init has no effect"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused_before_anything_is_read(tiny, tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        run(tiny, tmp_path, 2, **given)
+
+
+# --- answers and published layouts ------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_answers_about_one_picture_in_crops_and_about_two_padded(tiny, stage_1, monkeypatch):
+    assistant = load_assistant(str(stage_1), conv_mode="chatml", device="cpu")
+    seen = []
+    encode = assistant.model.encode_images
+    monkeypatch.setattr(assistant.model, "encode_images", lambda images: seen.append(len(images)) or encode(images))
+    wide, tall = Image.new("RGB", (64, 17)), Image.new("RGB", (17, 64))
+    one = [{"from": "human", "value": "<image>\nWhat?"}]
+    both = [{"from": "human", "value": "<image>\n<image>\nWhat?"}]
+    short = {"do_sample": False, "max_new_tokens": 3}
+    together = assistant.answer([one, both, one], [wide, wide, tall, tall], **short)
+    assert seen == [4 + 2 + 3]
+    alone = [
+        assistant.answer([turns], pictures, **short)[0]
+        for turns, pictures in ((one, [wide]), (both, [wide, tall]), (one, [tall]))
+    ]
+    assert together == alone
+    rules = assistant.model.crop_rules()
+    assert assistant._visual_tokens([wide], 1) == rules.visual_tokens(rules.picture(wide.size))
+    assert assistant._visual_tokens([wide, tall], 2) == rules.visual_tokens(Picture()) == V + 1
+
+
+def test_an_analysis_knows_every_position_of_a_picture_in_crops(stage_1):
+    _, model, processor, _ = load_pretrained_model(str(stage_1), None, "anything", device="cpu")
+    ids = [torch.tensor([5, IMAGE_TOKEN_INDEX, 6, 7]), torch.tensor([IMAGE_TOKEN_INDEX, 8])]
+    pictures = [Image.new("RGB", (64, 17)), Image.new("RGB", (17, 64))]
+    batch = our_batch(model, ids, pictures, processor)
+    assert model(**batch.inputs).logits.shape[:2] == batch.input_ids.shape
+    rules = model.crop_rules()
+    expected = [rules.visual_tokens(rules.picture(picture.size)) for picture in pictures]
+    assert (batch.input_ids == IMAGE_TOKEN_INDEX).sum(dim=1).tolist() == expected
+    one = our_batch(model, ids[:1], pictures[:1], processor)
+    groups = torch.where(one.input_ids == IMAGE_TOKEN_INDEX, VISUAL, -1)
+    assert visual_grid(model, one, groups) is None  # its rows end in newlines
+
+
+PUBLISHED = {
+    "LLaVA-v1.6": {"model_type": "llava", "image_aspect_ratio": "anyres", "image_crop_resolution": 28},
+    "OneVision": {"model_type": "llava", "image_aspect_ratio": "anyres_max_9", "add_faster_video": False},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_layouts_of_published_anyres_checkpoints_load_and_see_crops(name, tmp_path, monkeypatch):
+    up, tower = ("orig", "clip") if name == "LLaVA-v1.6" else ("next", "siglip")
+    source = GOLDEN / f"model/{up}/checkpoint"
+    weights = load_file(source / "model.safetensors")
+    newline = torch.linspace(-1, 1, 64)
+    torch.save(weights | {NEWLINE: newline}, tmp_path / "pytorch_model.bin")
+    config = json.loads((source / "config.json").read_text()) | PUBLISHED[name]
+    config |= {"mm_vision_tower": str(GOLDEN / "train/inputs" / tower), "mm_patch_merge_type": "spatial_unpad"}
+    config |= {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    base = GOLDEN / "train/inputs" / ("llama" if up == "orig" else "qwen_untied")
+    for file in base.glob("*token*"):
+        shutil.copy(file, tmp_path)
+    _, model, processor, _ = load_pretrained_model(str(tmp_path), None, name, device="cpu")
+    assert type(model).__name__ == config["architectures"][0]
+    assert torch.equal(model.get_model().image_newline, newline)
+    pictures = [Image.new("RGB", size) for size in ((112, 40), (100, 100))]
+    images = process_images(pictures, processor, model.config)
+    assert [len(crops) for crops in images] == [3, 5]
+    ids = torch.tensor([[461, 334, -200, 299], [461, -200, 334, 299]])
+    sizes = [picture.size for picture in pictures]
+    *_, embeddings, _ = model.prepare_inputs_labels_for_multimodal(
+        ids, None, None, None, None, list(images), ["image"] * 2, sizes
+    )
+    assert embeddings.shape[1] == 3 + 16 + 8 * (8 + 1)
+    answers = model.generate(ids, images=list(images), image_sizes=sizes, do_sample=False, max_new_tokens=3)
+    assert answers.shape == (2, 3)
