@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 import torch
-from tqdm import tqdm
 
 import llava.conversation
 import llava.data.checks
@@ -29,6 +28,7 @@ from llava.data.cache import made_once
 from llava.data.parallel import in_processes
 from llava.data.records import RecordTable
 from llava.mm_utils import expanded_length
+from llava.progress import progress
 
 Tokenize = Callable[[int], torch.Tensor]
 
@@ -118,7 +118,7 @@ def _write(count: Callable[[], Iterator[np.ndarray]], total: int, target: Path) 
 def _counted(tokenize: Tokenize, total: int, show_progress: bool) -> Iterator[np.ndarray]:
     """The counts, piece by piece, in order; by all cores that this process may use, where that is worth starting."""
     pieces = [range(start, min(start + _PIECE, total)) for start in range(0, total, _PIECE)]
-    with tqdm(total=total, desc="measuring lengths", disable=not show_progress, mininterval=2) as bar:
+    with progress(total, "measuring lengths", "records", hidden=not show_progress) as bar:
         for rows in in_processes(_count, tokenize, pieces, worth=total >= _WORTH_PROCESSES):
             yield rows
             bar.update(len(rows))
