@@ -89,6 +89,12 @@ class Progress:
             self._say(self.clock())
         self.hidden, self.said = True, False
 
+    def say(self, text: str) -> None:
+        """A line of its own, beside the bar."""
+        if not self.hidden:
+            tqdm.write(text, file=sys.stderr)
+            sys.stderr.flush()
+
     def _say(self, now: float) -> None:
         self.said = True
         print(self.line(now - self.started), file=sys.stderr, flush=True)

@@ -282,7 +282,18 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     lora_enable: bool = field(
         default=False,
-        metadata={"help": "Train the language model by LoRA on its linear layers; projector, norm and tower fully."},
+        metadata={"help": "Train --lora_modules by LoRA on their linear layers; projector, norm and the rest fully."},
+    )
+    lora_modules: str = field(
+        default="decoder",
+        metadata={
+            "help": "What gets adapters: decoder, tower, or both with a comma. Those of the tower have "
+            "--mm_vision_tower_lr. Parts named here are trained by LoRA alone."
+        },
+    )
+    lora_use_dora: bool = field(
+        default=False,
+        metadata={"help": "DoRA: adapters learn direction and magnitude of the weights apart (PEFT's use_dora)."},
     )
     lora_r: int = field(default=64, metadata={"help": "Rank of the LoRA adapters."})
     lora_alpha: int = field(default=16, metadata={"help": "The adapters are scaled by this over --lora_r."})

@@ -67,7 +67,7 @@ def check_eval_flags(data_args: Any, training_args: Any) -> None:
         raise FileNotFoundError(f"--eval_image_folder {folder}: no such folder or zip file{starts_from(folder)}")
     if training_args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise ValueError(
-            f"--lr_scheduler_type {training_args.lr_scheduler_type.value} would let held-out data decide the rate; take "
+            f"--lr_scheduler_type {training_args.lr_scheduler_type.value} would let held-out data decide it; take "
             "one that follows the steps, such as cosine"
         )
     if (size := training_args.per_device_eval_batch_size) < 1:

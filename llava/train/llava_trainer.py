@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
-from transformers import Trainer
+from transformers import ProgressCallback, Trainer
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -17,6 +17,7 @@ from llava.mm_utils import save_tokenizer
 from llava.model.lora import has_lora, load_adapters, load_non_lora, lora_state_dict, read_non_lora, save_non_lora
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
+from llava.progress import in_terminal
 from llava.train.batches import global_batch_size, sample_order, step_loader, whole_steps
 from llava.train.checkpoint import (
     STAGING,
@@ -37,6 +38,7 @@ from llava.train.resume import ResumeError, moved_step
 from llava.train.run_record import write_identity
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput, measures_step
+from llava.train.training_progress import TrainingProgress
 from llava.train.trial import check_disk, try_save
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,8 @@ class LLaVATrainer(Trainer):
         self.throughput = Throughput(self.model, self.args.device, self.args.peak_tflops)
         self.add_callback(TelemetryCallback(self.probe))
         self.add_callback(JsonlCallback())
+        if not in_terminal() and self.pop_callback(ProgressCallback):
+            self.add_callback(TrainingProgress(global_batch_size(args)))
 
     def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler | None:
         return sample_order(self.train_dataset if train_dataset is None else train_dataset, self.args)

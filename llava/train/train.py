@@ -22,7 +22,7 @@ from llava.data.records import RecordTable
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
-from llava.model.lora import has_lora
+from llava.model.lora import TOWER, has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import largest_micro_batch, log_micro_batches
@@ -35,7 +35,7 @@ from llava.train.heldout import HeldOut, eval_data_arguments, source_names, sour
 from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.liger import set_up_liger
 from llava.train.llava_trainer import LLaVATrainer
-from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
+from llava.train.lora import add_lora_by_flags, lora_modules, prepare_quantized, quantized_loading
 from llava.train.masters import keeps_masters
 from llava.train.memory import set_up_checkpointing
 from llava.train.network import interface_fault
@@ -164,7 +164,7 @@ def run(
     if training_args.deepspeed and start.resumed and start.resumed["settings"]["world_size"] != identity["world_size"]:
         if training_args.load_best_model_at_end:  # DeepSpeed would look for the best one's converted states as well
             raise ValueError(
-                "--load_best_model_at_end True: under DeepSpeed a run that goes on with another number of ranks cannot; "
+                "--load_best_model_at_end True: not in a DeepSpeed run that goes on with other ranks; "
                 "leave the flag out and take the best checkpoint's folder"
             )
         is_main = training_args.process_index == 0
@@ -285,7 +285,8 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     if model.get_vision_tower() is None and not model_args.vision_tower:
         raise ValueError("--vision_tower is missing: --model_name_or_path is a plain language model")
     decoder = model.get_model()
-    tower_dtype = large_dtype if VISION_TOWER in parts else frozen_dtype
+    adapted_tower = training_args.lora_enable and TOWER in lora_modules(training_args)
+    tower_dtype = large_dtype if VISION_TOWER in parts and not adapted_tower else frozen_dtype
     decoder.initialize_vision_modules(model_args, dtype=tower_dtype)
     decoder.vision_tower.to(tower_dtype)  # one that came with the checkpoint had the language model's
     decoder.mm_projector.to(trained_dtype)
