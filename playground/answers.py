@@ -121,7 +121,7 @@ def answer(
     checkpoint: str, records: list[dict[str, Any]], images: Path, batch_size: int, max_new_tokens: int, name: str
 ) -> list[str]:
     """The checkpoint's greedy answer to the first question of every record."""
-    from llava.eval.ask import load_assistant
+    from llava.asking import load_assistant
 
     assistant = load_assistant(checkpoint, torch_dtype=fastest_dtype())
     max_new_tokens = max_new_tokens or longest_answer(records, assistant.tokenizer)
