@@ -244,6 +244,13 @@ class TrainingArguments(transformers.TrainingArguments):
     eval_on_start: bool = field(
         default=False, metadata={"help": "Measure the loss on --eval_data_path once before the first step as well."}
     )
+    eval_generate: int = field(
+        default=0,
+        metadata={
+            "help": "At every evaluation ask so many held-out questions that have answers of a few words; logged as "
+            "eval/accuracy, with a table of pictures and answers for tensorboard, wandb and trackio."
+        },
+    )
     per_device_eval_batch_size: int = field(
         default=8,
         metadata={

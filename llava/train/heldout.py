@@ -6,7 +6,7 @@ targets. So every sample counts once on any number of ranks, and since all ranks
 ZeRO-3's collectives meet.
 
 Logged keys: `eval/loss`; `eval/loss_text` and `eval/loss_image`; `eval/loss/<source>` for each file of
-`--eval_data_path`; `eval/seconds`.
+`--eval_data_path`; `eval/seconds`; those of `llava.train.questions`.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import RecordTable, data_files
 from llava.progress import progress
 from llava.train.batches import MicroBatches
+from llava.train.questions import Questions
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def check_eval_flags(data_args: Any, training_args: Any) -> None:
     """Raises ValueError or FileNotFoundError that names the flag about held-out data at fault and what to do."""
     asked = training_args.eval_strategy != "no" or training_args.eval_on_start
     if not data_args.eval_data_path:
-        flags = ("eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model")
+        flags = ("eval_steps", "eval_on_start", "eval_generate", "load_best_model_at_end", "metric_for_best_model")
         given = [flag for flag in flags if getattr(training_args, flag)]
         given += ["eval_strategy"] * (training_args.eval_strategy != "no")
         given += ["eval_image_folder"] * bool(data_args.eval_image_folder)
@@ -72,6 +73,8 @@ def check_eval_flags(data_args: Any, training_args: Any) -> None:
         )
     if (size := training_args.per_device_eval_batch_size) < 1:
         raise ValueError(f"--per_device_eval_batch_size: expected a positive number, found {size}")
+    if (number := training_args.eval_generate) < 0:
+        raise ValueError(f"--eval_generate: expected how many questions to ask, or 0, found {number}")
 
 
 def eval_data_arguments(data_args: Any) -> Any:
@@ -170,7 +173,12 @@ class HeldOut:
         parts = parts_of(lengths, sources, args.per_device_eval_batch_size, max_tokens)
         present = {part.modality for part in parts}
         self.names = [f"_{name}" for name in MODALITIES if name in present] + [f"/{n}" for n in dict.fromkeys(sources)]
-        if (metric := metric_key(args)) and metric not in (keys := ["loss", *(f"loss{name}" for name in self.names)]):
+        self.questions = None
+        if args.eval_generate:
+            show = args.process_index == 0
+            self.questions = Questions(dataset, args.eval_generate, args.per_device_eval_batch_size, show)
+        keys = ["loss", *(f"loss{name}" for name in self.names), *["accuracy"] * (self.questions is not None)]
+        if (metric := metric_key(args)) and metric not in keys:
             raise ValueError(f"--metric_for_best_model {metric} is not measured; expected one of {', '.join(keys)}")
         self.parts = dealt(parts, args.world_size)[args.process_index]
         workers = args.dataloader_num_workers

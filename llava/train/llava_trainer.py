@@ -33,6 +33,7 @@ from llava.train.heldout import HeldOut, evaluating
 from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups
+from llava.train.questions import accuracy, show_answers
 from llava.train.ranks import barrier
 from llava.train.resume import ResumeError, moved_step
 from llava.train.run_record import write_identity
@@ -209,11 +210,16 @@ class LLaVATrainer(Trainer):
 
         with self.throughput.paused(), evaluating(self.model_wrapped):
             totals = self.heldout.totals(self.model_wrapped, self._prepare_inputs, at_batch)
-            if totals is None:
+            questions = self.heldout.questions if totals is not None else None
+            answers = questions.ask(self.model, at_batch) if questions else []
+            if totals is None or answers is None:
                 logger.warning("the evaluation after step %d is left out: a signal came", step)
                 return {}
             totals = self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu()
-        metrics = self.heldout.metrics(totals) | {"eval_seconds": round(time.perf_counter() - start, 3)}
+        metrics = self.heldout.metrics(totals) | (accuracy(answers) if answers else {})
+        if answers and self.is_world_process_zero():
+            show_answers(answers, self.callback_handler.callbacks, step)
+        metrics["eval_seconds"] = round(time.perf_counter() - start, 3)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
