@@ -160,10 +160,11 @@ def test_its_time_is_in_no_rate(tiny, tmp_path, heldout, monkeypatch):
     options = {"eval_data_path": heldout, "max_steps": 4, "trial_save": False, **EVALS}
     train_module.train(flags(tiny, tmp_path, 2, **options))
     wall, lines = time.monotonic() - started, logged(tmp_path)
-    training = sum(4 / line["samples_per_second"] for line in lines if "samples_per_second" in line)
+    rates = [line["samples_per_second"] for line in lines if "samples_per_second" in line]
+    training = sum(4 / rate for rate in rates[1:])  # the first one counts from when the trainer was made
     evaluating = [line["eval/seconds"] for line in lines if "eval/loss" in line]
     assert min(evaluating) > 0.5 and len(evaluating) == 4
-    assert training < lines[-1]["train_runtime"] + 0.3  # from the first step on
+    assert training < lines[-1]["train_runtime"]
     assert lines[-1]["train_runtime"] + sum(evaluating) < wall
 
 
