@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 FIRST, EVERY = 5.0, 30.0  # seconds to the first line and between lines: a short job says nothing
-_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f}{unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 def in_terminal() -> bool:

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,7 +95,10 @@ def named_as_eval_data() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         message = re.sub(r"^--(data_path|image_folder)", r"--eval_\1", str(error))
-        raise type(error)(message) from error
+        if message == str(error):
+            raise
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(message) from error
 
 
 # --- which samples, and who computes them -----------------------------------------------------------------------------
@@ -109,8 +112,11 @@ def source_names(data_path: str) -> dict[Path, str]:
     return {file: name for part, name in names.items() for file in data_files(part)}
 
 
-def sources_of(records: RecordTable, names: Mapping[Path, str]) -> list[str]:
-    """The source of every record that is used."""
+def sources_of(records: RecordTable, data_path: str) -> list[str]:
+    """The source of every record that is used: a mixture's own names, or those of the files."""
+    if found := getattr(records, "source_names", None):
+        return [found[records.source_number(index)] for index in range(len(records))]
+    names = source_names(data_path)
     kept = range(records.total) if records.kept is None else records.kept.tolist()
     return [names[records.source(index)[0]] for index in kept]
 

@@ -31,7 +31,7 @@ from llava.train.compilation import compile_layers
 from llava.train.failures import Watchdog, of_flag, refusal
 from llava.train.first_tokens import fit_norm_to_first_images
 from llava.train.flags import parse_flags
-from llava.train.heldout import HeldOut, eval_data_arguments, source_names, sources_of
+from llava.train.heldout import HeldOut, eval_data_arguments, sources_of
 from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.liger import set_up_liger
 from llava.train.llava_trainer import LLaVATrainer
@@ -348,9 +348,9 @@ def build_trainer(
         pad_token_id or 0, tower.num_tokens, training_args.model_max_length, training_args.padding_free
     )
     if eval_records is not None:
-        names = source_names(data_args.eval_data_path)
+        sources = sources_of(eval_records, data_args.eval_data_path)
         heldout = dataset.over(eval_records, image_store(eval_data_arguments(data_args)))
-        options["heldout"] = HeldOut(heldout, sources_of(eval_records, names), collator, training_args, largest)
+        options["heldout"] = HeldOut(heldout, sources, collator, training_args, largest)
     return LLaVATrainer(
         model=model,
         args=training_args,

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from data_files import write_varied
+from torch.nn.functional import cross_entropy
 from training import LORA, build, flags, losses
 
-from llava.constants import IGNORE_INDEX
+from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.train import train as train_module
 from llava.train.failures import REQUEUE_EXIT_CODE
 from llava.train.heldout import HeldOut, dealt, evaluating, parts_of, source_names
@@ -74,21 +75,20 @@ def test_losses_equal_an_independent_sum_in_float64_over_each_sample_alone(tiny,
     dataset = trainer.heldout.dataset
     model = trainer.model.double().eval()
     names = source_names(heldout)
+    visual = model.get_vision_tower().num_tokens
     sums = {}
     with torch.no_grad():
         for i in range(len(dataset)):
-            sample = dataset[i]
-            output = model(
-                input_ids=sample["input_ids"][None],
-                labels=sample["labels"][None],
-                attention_mask=torch.ones_like(sample["input_ids"])[None],
-                images=sample.get("images"),
-            )
-            targets = int((sample["labels"][1:] != IGNORE_INDEX).sum())
-            kind = "_image" if "images" in sample else "_text"
+            ids, labels = dataset[i]["input_ids"], dataset[i]["labels"]
+            images = dataset[i].get("images")
+            logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], images=images).logits[0]
+            widths = torch.where(ids == IMAGE_TOKEN_INDEX, visual, 1)
+            labels = labels.repeat_interleave(widths)[1 : len(logits)]
+            loss = cross_entropy(logits[: len(labels)].double(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+            kind = "_text" if images is None else "_image"
             for name in ("", kind, f"/{names[dataset.records.source(i)[0]]}"):
                 before = sums.get(name, (0.0, 0))
-                sums[name] = (before[0] + output.loss.item() * targets, before[1] + targets)
+                sums[name] = (before[0] + loss.item(), before[1] + int((labels != IGNORE_INDEX).sum()))
     model.float()
     with evaluating(model):
         totals = trainer.heldout.totals(model, lambda batch: batch)
