@@ -1,10 +1,13 @@
 """Progress: a bar in a terminal, elsewhere a line every half minute and never a carriage return."""
 
+import fcntl
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 from paths import ROOT
@@ -90,6 +93,7 @@ def test_durations(seconds, text):
 
 def test_in_a_terminal_it_is_a_bar():
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # one without a size shows nothing
     code = "from llava.progress import progress\nfor _ in progress(range(3), 'reading', 'files'): pass"
     subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     os.close(theirs)
