@@ -74,7 +74,7 @@ class Questions:
     def __init__(self, dataset: LazySupervisedDataset, number: int, batch_size: int, show_progress: bool = True):
         if is_captioner(dataset.template):
             raise ValueError(
-                f"--eval_generate {number}: the template {dataset.template.version!r} has no questions; leave it out"
+                f"--eval_generate {number}: a captioner's template (--version plain) has no questions; leave it out"
             )
         self.dataset, self.batch_size, self.show_progress = dataset, batch_size, show_progress
         usable = [i for i in range(len(dataset)) if can_be_asked(dataset.records[i])]

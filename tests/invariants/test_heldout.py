@@ -10,7 +10,7 @@ import pytest
 import torch
 from data_files import write_varied
 from torch.nn.functional import cross_entropy
-from training import LORA, build, flags, losses
+from training import LORA, build, flags, losses, training_arguments
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.train import train as train_module
@@ -232,6 +232,16 @@ def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout,
             assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
         else:
             assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [("loss", False), ("loss_image", False), ("loss/varied", False), ("eval/loss_text", False), ("accuracy", True)],
+)
+def test_less_of_any_loss_is_better(tmp_path, metric, greater):
+    """The library takes that for granted of names that end in loss."""
+    args = training_arguments(tmp_path, metric_for_best_model=metric)
+    assert args.greater_is_better is greater and not args.metric_for_best_model.startswith("eval/")
 
 
 def test_a_run_that_stops_early_keeps_its_newest_checkpoint(tiny, tmp_path, heldout, monkeypatch):
