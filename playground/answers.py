@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from tqdm import tqdm
 
 from llava.launch.devices import has_bf16_instructions
+from llava.progress import progress
 from llava.provenance import revision
 from playground.store import PlaygroundError, write_json
 
@@ -121,15 +121,15 @@ def answer(
     checkpoint: str, records: list[dict[str, Any]], images: Path, batch_size: int, max_new_tokens: int, name: str
 ) -> list[str]:
     """The checkpoint's greedy answer to the first question of every record."""
-    from llava.eval.ask import load_assistant
+    from llava.asking import load_assistant
 
     assistant = load_assistant(checkpoint, torch_dtype=fastest_dtype())
     max_new_tokens = max_new_tokens or longest_answer(records, assistant.tokenizer)
     # Questions of about one length share a batch, which so has little padding.
     order = sorted(range(len(records)), key=lambda i: len(records[i]["conversations"][0]["value"]))
     answers = [""] * len(records)
-    for start in tqdm(range(0, len(order), batch_size), desc=f"answering, {name}", mininterval=2):
-        batch = order[start : start + batch_size]
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    for batch in progress(batches, f"answering, {name}", "batches"):
         given = assistant.answer(
             [records[i]["conversations"][:1] for i in batch],
             [Image.open(images / records[i]["image"]) for i in batch],

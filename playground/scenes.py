@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from llava.progress import progress
 from playground.options import option
 from playground.records import STATEMENTS, image_record
 from playground.scene_drawing import CHOICES, Scene, draw_scene, render
@@ -62,7 +61,7 @@ def write_scenes(settings: Settings, folder: Path) -> dict[str, Any]:
     train, heldout = draw_scenes(settings)
     (folder / "images").mkdir()
     for split, drawn in (("train", train), ("heldout", heldout)):
-        for index, scene in enumerate(tqdm(drawn, desc=f"scenes: {split}", unit="picture")):
+        for index, scene in enumerate(progress(drawn, f"scenes: {split}", "pictures")):
             render(scene, settings.size).save(folder / "images" / image_name(split, index))
     records = {
         "pretrain.json": pretrain_records(train[: settings.num_train]),

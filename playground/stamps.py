@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from tqdm import tqdm
 
+from llava.progress import progress
 from playground.options import option
 from playground.records import STATEMENTS
 from playground.stamp_questions import (
@@ -116,7 +116,7 @@ def write_stamps(settings: Settings, package: Path, folder: Path) -> dict[str, A
     stamps, skipped = find_stamps(package / STAMPS_IN_PACKAGE)
     (folder / "images").mkdir()
     visible = []
-    for stamp in tqdm(stamps, desc="stamps", unit="picture"):
+    for stamp in progress(stamps, "stamps", "pictures"):
         picture = flattened(stamp.path, settings.max_side)
         if min(low for low, _ in picture.getextrema()) >= WHITE_ENOUGH:
             skipped["white on white"] += 1

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from PIL import Image
 from torch.nn.functional import logsigmoid, normalize
-from tqdm import tqdm
+
+from llava.progress import progress
 
 if TYPE_CHECKING:
     from transformers import SiglipImageProcessorPil, SiglipModel
@@ -24,7 +25,6 @@ MAX_WORDS = 32
 WARMUP, WEIGHT_DECAY, BETAS, MAX_GRAD_NORM = 0.05, 1e-4, (0.9, 0.95), 1.0
 SCALE_AND_BIAS_SPEED = 10.0  # their learning rate is so many times higher: a short run cannot wait for two scalars
 Description = dict[str, list]  # a picture's entry in the file STATEMENTS
-BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total:.0f} {unit} [{elapsed}<{remaining}{postfix}]"
 
 
 @dataclass
@@ -66,7 +66,7 @@ def load_pictures(
 ) -> DescribedPictures:
     """Return the pictures as the processor gives them, with their statements cut or padded to `length` words."""
     pixels = []
-    for image in tqdm(described, desc="tower: reading pictures", unit="picture"):
+    for image in progress(described, "tower: reading pictures", "pictures"):
         with Image.open(images / image) as picture:
             pixels.append(processor(picture, return_tensors="pt")["pixel_values"][0])
     texts = all_texts(described)
@@ -195,15 +195,15 @@ def fit(
     model.train()
     total = seconds or steps
     start, step, loss = time.monotonic(), 0, math.nan
-    bar = tqdm(total=total, desc="tower: training", unit="s" if seconds else "steps", bar_format=BAR_FORMAT)
+    bar = progress(total, "tower: training", "s" if seconds else "steps")
     for pictures in batches(len(train.statements), batch_size, seed):
         done = time.monotonic() - start if seconds else step
-        bar.update(min(done, total) - bar.n)
+        bar.update(min(done, total) - bar.done)
         if done >= total:
             break
         loss = train_step(model, optimizer, train, pictures, done / total)
         step += 1
-        bar.set_postfix_str(f"step {step}, loss {loss:.2f}", refresh=False)
+        bar.note(f"step {step}, loss {loss:.2f}")
     bar.close()
     return step, loss
 

@@ -2,6 +2,7 @@
 # Stage 2, full instruction tuning: trains the language model, the projector with its norm, and the vision tower.
 #   PRESET=llama-3.2-3b NORM=gwc_layernorm bash scripts/finetune.sh [more flags of the trainer]
 #   LORA=1 PRESET=... NORM=...             bash scripts/finetune.sh   LLaVA's LoRA recipe; the tower stays frozen
+#   LORA=1 LORA_MODULES=decoder,tower ...  bash scripts/finetune.sh   adapters in the tower as well
 # Every upper-case name below can be set in the environment; --help explains them. DRY_RUN=1 shows what would run.
 set -euo pipefail
 STAGE=finetune
@@ -9,8 +10,12 @@ STAGE=finetune
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 if is_on "${LORA:-}"; then # before the preset, whose learning rates are for full tuning
   : "${LORA_R:=128}" "${LORA_ALPHA:=256}" "${LEARNING_RATE:=2e-4}" "${PROJECTOR_LR=2e-5}" "${VISION_TOWER_LR=}"
-  : "${TUNABLE_PARTS:=mm_mlp_adapter,mm_language_model}"
-else LORA_R="" LORA_ALPHA=""; fi
+  case ${LORA_MODULES:=decoder} in
+    *decoder*tower* | *tower*decoder*) : "${TUNABLE_PARTS:=mm_vision_tower,mm_mlp_adapter,mm_language_model}" ;;
+    *tower*) : "${TUNABLE_PARTS:=mm_vision_tower,mm_mlp_adapter}" ;;
+    *) : "${TUNABLE_PARTS:=mm_mlp_adapter,mm_language_model}" ;;
+  esac
+else LORA_R="" LORA_ALPHA="" LORA_MODULES=""; fi
 load_preset "$@" # PRESET, NORM, and what both stages share
 
 : "${DATA_PATH:=playground/data/LLaVA-NeXT-Data/data}" "${IMAGE_FOLDER=}" # the Parquet rows hold their images
@@ -42,6 +47,7 @@ launch llava/train/train_mem.py \
   --lora_enable "${LORA_R:+True}" \
   --lora_r "$LORA_R" \
   --lora_alpha "$LORA_ALPHA" \
+  --lora_modules "$LORA_MODULES" \
   --label_masking "$LABEL_MASKING" \
   --model_max_length "$MODEL_MAX_LENGTH" \
   --group_by_modality_length "$GROUP_BY_MODALITY_LENGTH" \

@@ -90,5 +90,10 @@ launch() { # entry, flags of the stage and of the caller
     --save_strategy "$SAVE_STRATEGY" \
     --save_steps "$SAVE_STEPS" \
     --save_total_limit "$SAVE_TOTAL_LIMIT" \
+    --eval_data_path "${EVAL_DATA_PATH:-}" \
+    --eval_image_folder "${EVAL_IMAGE_FOLDER:-}" \
+    --eval_strategy "${EVAL_DATA_PATH:+steps}" \
+    --eval_steps "${EVAL_STEPS:-${EVAL_DATA_PATH:+500}}" \
+    --eval_generate "${EVAL_GENERATE:-}" \
     "${@:2}"
 }

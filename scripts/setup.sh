@@ -89,7 +89,7 @@ pip_install() { "$VENV_PYTHON" -m pip install --progress-bar off --no-compile -c
 
 # What training and evaluation import, once: a tenth of all files. Kept also where the caller's Python shall keep none
 # (PYTHONDONTWRITEBYTECODE, as in many containers), where every later start would compile them again.
-compile_what_is_used() { env -u PYTHONDONTWRITEBYTECODE "$VENV_PYTHON" -c "import llava.train.train, llava.eval.ask"; }
+compile_what_is_used() { env -u PYTHONDONTWRITEBYTECODE "$VENV_PYTHON" -c "import llava.train.train, llava.asking"; }
 
 install() {
   local installed="" extras rest

@@ -23,9 +23,9 @@ from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import Batch, Probe
 from llava.analysis.resume import Rows, resumed, state_file
+from llava.asking import choose_template, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.preprocess import preprocess
-from llava.eval.ask import choose_template, is_captioner
 from llava.model.multimodal_projector.norm import (
     PAPER_ARMS,
     AlignedLayerNorm,

@@ -24,11 +24,11 @@ from llava.analysis.models import NamedModel
 from llava.analysis.probe import Batch, Probe
 from llava.analysis.processors import library_inputs, load_processor, own_inputs
 from llava.analysis.weights import WeightFiles
+from llava.asking import choose_template, is_captioner
 from llava.commands import DTYPES, add_device_argument
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
 from llava.data.preprocess import generation_ids
-from llava.eval.ask import choose_template, is_captioner
 from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
 from llava.model.builder import load_pretrained_model
 from llava.model.language_model.families import LLAVA_CLASSES

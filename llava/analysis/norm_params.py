@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from llava.analysis.commands import NORMED, Needs
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.weights import WeightFiles
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.presentation import COLOURS
+from llava.progress import progress
 
 NEEDS = Needs(NORMED, flags=())
 
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     """
     rows, without = [], []
     folders = [(model, folder) for model in required_models(args.models) for folder in checkpoints(model.path)]
-    for model, folder in tqdm(folders, desc="checkpoints", disable=len(folders) < 5):
+    for model, folder in progress(folders, "reading norms", "checkpoints", hidden=len(folders) < 5):
         row = table_row(model, folder, args.norm_name)
         if row is None:
             without.append(folder)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
 from llava.analysis.inputs import Samples
 from llava.analysis.models import NamedModel
+from llava.progress import progress
 from llava.provenance import revision
 
 FOLDER = "measurements"
@@ -107,7 +107,7 @@ def resumed(
     if state.done:
         print(f"{name}: continues after {state.done} of {len(items)} {unit}s ({file})")
     add, saved_at, saved_done, whole = start(), time.monotonic(), state.done, pickle.dumps(state)
-    with tqdm(total=len(items), initial=state.done, desc=f"{args.command}, {name}", unit=unit) as bar:
+    with progress(len(items), f"{args.command}, {name}", f"{unit}s", done=state.done) as bar:
         try:
             for first in range(state.done, len(items), size):
                 some = items[first : first + size]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from llava.analysis import inputs, loading, resume, theory_model
 from llava.analysis import theory_checks as turning
@@ -19,6 +18,7 @@ from llava.analysis.models import required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.theory_checks import Check
 from llava.presentation import COLOURS
+from llava.progress import progress
 
 NEEDS = Needs()
 
@@ -74,7 +74,7 @@ def run_checks(seed: int, draws: int) -> list[Check]:
     """Every check, each with a random stream of its own, so that none depends on the others."""
     streams = np.random.default_rng(seed).spawn(len(CHECKS))
     pairs = zip(CHECKS, streams, strict=True)
-    return [check(random, draws) for check, random in tqdm(pairs, desc="statements", total=len(CHECKS))]
+    return [check(random, draws) for check, random in progress(pairs, "checking", "statements", total=len(CHECKS))]
 
 
 def verdict(check: Check) -> str:

@@ -16,12 +16,11 @@ Without them four questions won and none lost of 400 would be an interval above 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
-CONFIDENCE = 0.95
-QUANTILE = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+from llava.intervals import CONFIDENCE
+
 RESAMPLES = 10_000
 IMPROVED, UNCHANGED, WORSE = "improved", "unchanged", "worse"
 
@@ -112,11 +111,3 @@ def sign_test(won: int, lost: int) -> float:
         term = term * (total - k) // (k + 1)
         tail += term
     return min(1.0, 2 * tail / 2**total)
-
-
-def share_interval(right: int, total: int) -> tuple[float, float]:
-    """Ends of the 95 % interval of the share that `right` of `total` questions estimate (Wilson's score interval)."""
-    share, z2 = right / total, QUANTILE**2
-    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = QUANTILE / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
-    return centre - half, centre + half

@@ -3,6 +3,7 @@
 Shapes: S tokens of the sample (an image placeholder counts one), n images of the sample.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,6 +77,12 @@ class LazySupervisedDataset(Dataset):
         self.pixel_dtype = pixel_dtype
         self._lengths: np.ndarray | None = None
         self._truncation_reported = False
+
+    def over(self, records: Sequence[Record], images: ImageStore) -> "LazySupervisedDataset":
+        """Other records, with images elsewhere, made into samples in the same way."""
+        other = copy.copy(self)
+        other.records, other.images, other._lengths = records, images, None
+        return other
 
     def __len__(self) -> int:
         return len(self.records)

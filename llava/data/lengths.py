@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 import torch
-from tqdm import tqdm
 
 import llava.conversation
 import llava.data.checks
@@ -31,6 +30,7 @@ from llava.data.cache import made_once
 from llava.data.parallel import in_processes
 from llava.data.records import RecordTable
 from llava.mm_utils import expanded_length
+from llava.progress import progress
 
 Tokenize = Callable[[int], torch.Tensor]
 
@@ -141,7 +141,7 @@ def _write(count: Callable[[int], Iterator[np.ndarray]], shape: tuple[int, int],
 def _counted(function: Callable[[Any, range], np.ndarray], state: Any, title: str, show: bool, total: int) -> Iterator:
     """What `function` finds, piece by piece, in order; by all cores that this process may use, if that is worth it."""
     pieces = [range(start, min(start + _PIECE, total)) for start in range(0, total, _PIECE)]
-    with tqdm(total=total, desc=title, disable=not show, mininterval=2) as bar:
+    with progress(total, title, "records", hidden=not show) as bar:
         for rows in in_processes(function, state, pieces, worth=total >= _WORTH_PROCESSES):
             yield rows
             bar.update(len(rows))

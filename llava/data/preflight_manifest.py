@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation
@@ -30,6 +29,7 @@ from llava.data.parallel import in_processes
 from llava.data.parquet_files import unread_columns
 from llava.data.records import RecordTable
 from llava.data.turns import LabelMasking, check_has_image, normalize_image_tokens, training_turns, turn_rules
+from llava.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
 
     pieces = [range(start, min(start + _PIECE, table.total)) for start in range(0, table.total, _PIECE)]
     state = (table, images, rules)
-    with tqdm(total=table.total, desc="checking records", disable=not show_progress, mininterval=2) as bar:
+    with progress(table.total, "checking records", "records", hidden=not show_progress) as bar:
         for found in in_processes(_check_piece, state, pieces, worth=table.total >= _WORTH_PROCESSES):
             for finding in found.findings:
                 add(*finding)

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
 
 from llava.data.cache import bytes_digest, cache_folders, cached_file, content_hash, file_stamp, known_hash, made_once
 from llava.data.checks import Problem, Record, record_images, record_name, starts_from
 from llava.data.json_files import Element, read_elements
 from llava.data.parallel import in_processes
 from llava.data.parquet_files import parquet_digest, read_rows, with_row_images
+from llava.progress import progress
 
 __all__ = ["Record", "RecordTable", "load_records", "record_images", "record_name"]
 
@@ -152,7 +152,7 @@ def load_records(
     apart = len(waiting) >= _WORTH_PROCESSES or any(source.suffix == ".parquet" for source in waiting)
     made = in_processes(_converted, cache_dir, waiting, worth=apart)
     hidden = not show_progress or len(waiting) < _WORTH_PROCESSES
-    ready |= zip(waiting, tqdm(made, "reading records", len(waiting), disable=hidden), strict=True)
+    ready |= zip(waiting, progress(made, "reading records", "files", total=len(waiting), hidden=hidden), strict=True)
     paths, hashes = zip(*(ready[source] for source in sources), strict=True)
     key = sha256(" ".join(hashes).encode()).hexdigest()
     table = RecordTable(sources, list(paths), key, cache_folders(sources[0], cache_dir))

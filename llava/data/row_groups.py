@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock
-from tqdm import tqdm
 
 from llava.data.parquet_files import LARGE_GROUP, largest_image_group
 from llava.data.records import data_files
+from llava.progress import progress
 
 _GROUP = 1 << 21  # bytes of a group that is written; one row may be more
 _READ = 8  # rows that are read at a time
@@ -31,7 +31,7 @@ def rewrite_shards(data_path: str) -> list[Path]:
     if not shards:
         raise ValueError(f"--rewrite_shards: --data_path {data_path} has no Parquet file; leave the flag out")
     large = [shard for shard in shards if _can_be_split(shard)]
-    for shard in tqdm(large, "rewriting shards", disable=not large):
+    for shard in progress(large, "rewriting shards", "shards"):
         with FileLock(_beside(shard, ".lock")):  # another call may be at the same
             if _can_be_split(shard):
                 _rewrite(shard)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from llava.asking import choose_template, is_captioner
 from llava.commands import Parser, exit_status
-from llava.eval.ask import choose_template, is_captioner
 from llava.eval.collect import EvaluationError
 from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
 from llava.eval.results import RESULTS_FILE, Results, read_results, write_results

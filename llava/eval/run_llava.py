@@ -7,9 +7,9 @@ import argparse
 import sys
 from typing import Any
 
+from llava.asking import add_model_arguments, is_captioner, load_assistant, load_picture
 from llava.commands import Parser, exit_status
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER
-from llava.eval.ask import add_model_arguments, is_captioner, load_assistant, load_picture
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -342,16 +342,17 @@ class LlavaMetaForCausalLM:
         num_items_in_batch: torch.Tensor | int | None = None,
         layout: Layout | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        loss_only: bool = False,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Runs the LLM on spliced inputs.
 
-        With `labels` in training mode only supervised positions reach the LM head and `logits` is None (and with
-        `padding_free` the samples form one row); otherwise logits [B, S', C] are returned. `num_items_in_batch`
-        normalises the loss (None: mean over this batch's targets). `layout` is the batch's, as the collator makes it;
-        without one it is made here, which waits for the device.
+        With `labels` in training mode, or with `loss_only`, only supervised positions reach the LM head and `logits` is
+        None (and with `padding_free` the samples form one row); otherwise logits [B, S', C] are returned.
+        `num_items_in_batch` normalises the loss (None: mean over this batch's targets). `layout` is the batch's, as the
+        collator makes it; without one it is made here, which waits for the device.
         """
-        training_loss = labels is not None and self.training
+        training_loss = labels is not None and (self.training or loss_only)
         if layout is None and inputs_embeds is None and training_loss and self.padding_free:
             refuse_video(modalities)
             layout, images = self.lay_out(input_ids, attention_mask, labels, images, image_sizes)

@@ -1,13 +1,14 @@
-"""LoRA on the decoder's linear layers: PEFT's adapters in place, and the files of a LoRA folder.
+"""LoRA on the linear layers of decoder and tower: PEFT's adapters in place, and the files of a LoRA folder.
 
 A LoRA folder holds PEFT's `adapter_config.json` and `adapter_model.safetensors`, LLaVA's `non_lora_trainables.bin` (the
-projector with its norm, and the vision tower if it was trained), `config.json`, tokenizer and image processor. It needs
-the model it was trained on; `llava.model.merge_lora` makes it self-contained.
+projector with its norm, and the vision tower if it was trained in full), `config.json`, tokenizer and image processor.
+It needs the model it was trained on; `llava.model.merge_lora` makes it self-contained.
 """
 
 import json
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from llava.model.zero3 import full_state_dict, gathered
 
 NON_LORA_FILE = "non_lora_trainables.bin"
 _PREFIX = "base_model.model."  # PEFT's, in front of the causal LM's own parameter names
-# Tower layers have the names of decoder layers (q_proj, ...); PEFT must not adapt them here nor where others load us.
+# Tower layers have the names of decoder layers (q_proj, ...); where only the decoder is adapted, PEFT must not adapt
+# them here nor where others load us.
 _VISUAL_MODULES = r"(.*\.)?(vision_tower|mm_projector|image_newline)(\..*)?"
+DECODER, TOWER = "decoder", "tower"
 
 
 def _peft() -> Any:
@@ -63,27 +66,44 @@ def _is_path(path_or_id: str) -> bool:
 def adapter_dtype(folder_or_id: str) -> torch.dtype:
     """The precision of a LoRA folder's adapters."""
     tensors = _peft().load_peft_weights(folder_or_id, device="cpu")
-    return next(tensor.dtype for name, tensor in tensors.items() if ".lora_" in name)
+    return next(tensor.dtype for name, tensor in tensors.items() if is_adapter(name))
 
 
-def add_lora(model: Any, r: int, alpha: int, dropout: float, bias: str, dtype: torch.dtype) -> None:
-    """Puts new adapters next to every linear layer of the decoder, in place; only they (and biases) stay trainable.
+def add_lora(
+    model: Any,
+    r: int,
+    alpha: int,
+    dropout: float,
+    bias: str,
+    dtype: torch.dtype,
+    modules: Collection[str] = (DECODER,),
+    use_dora: bool = False,
+) -> None:
+    """Puts new adapters next to every linear layer of `modules`, in place; only they (and biases) stay trainable.
 
-    The LM head, the projector and the vision tower get none, as in LLaVA.
+    The LM head and the projector get none, nor does the vision tower by default, as in LLaVA.
 
     Args:
         r, alpha, dropout: rank, the adapters' factor times `r`, dropout in front of them.
         bias: the decoder's biases that are trained: `none`, `all`, or `lora_only` (those of adapted layers).
         dtype: of what is trained.
+        modules: `decoder`, `tower` or both.
+        use_dora: adapters change direction and magnitude of the weights apart (DoRA, PEFT's switch).
     """
-    linear = {n for n, module in model.get_model().layers.named_modules() if isinstance(module, nn.Linear)}
+    layers = model.get_model().layers
+    if set(modules) == {DECODER}:  # written as LLaVA writes it
+        targets, excluded = sorted({name.rsplit(".", 1)[-1] for name in _linear_layers(layers)}), _VISUAL_MODULES
+    else:
+        stacks = [layers] * (DECODER in modules) + [model.get_vision_tower().layers] * (TOWER in modules)
+        targets, excluded = "|".join(_names_of_linear_layers(model, stack) for stack in stacks), None
     config = _peft().LoraConfig(
         r=r,
         lora_alpha=alpha,
         lora_dropout=dropout,
         bias=bias,
-        target_modules=sorted({name.rsplit(".", 1)[-1] for name in linear}),
-        exclude_modules=_VISUAL_MODULES,
+        target_modules=targets,
+        exclude_modules=excluded,
+        use_dora=use_dora,
         task_type="CAUSAL_LM",
     )
     model.add_adapter(config)
@@ -94,30 +114,52 @@ def add_lora(model: Any, r: int, alpha: int, dropout: float, bias: str, dtype: t
             parameter.data = parameter.data.to(dtype)
 
 
+def _linear_layers(module: nn.Module) -> list[str]:
+    return [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+
+
+def _names_of_linear_layers(model: nn.Module, layers: nn.ModuleList) -> str:
+    """A pattern that fits the linear layers of a stack of equal layers by their full names, and nothing else."""
+    full = {id(module): name for name, module in model.named_modules()}
+    stack, numbers = {full[id(layer)].rpartition(".")[0] for layer in layers}, "|".join(map(str, range(len(layers))))
+    inner = sorted({name for layer in layers for name in _linear_layers(layer)})
+    return rf"{re.escape(stack.pop())}\.({numbers})\.({'|'.join(map(re.escape, inner))})"
+
+
 def has_lora(model: nn.Module) -> bool:
     """Whether the model holds adapters that are not merged."""
     return bool(getattr(model, "peft_config", None))
 
 
+def is_adapter(parameter_name: str) -> bool:
+    """Whether a parameter belongs to an adapter, by its name."""
+    return ".lora_" in parameter_name
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether there are adapters inside a part of the model."""
+    return any(is_adapter(name) for name, _ in module.named_parameters())
+
+
 def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Full CPU tensors of what is trained in the language model, by parameter name. Every rank must call."""
+    """Full CPU tensors of adapters and trained biases, by parameter name. Every rank must call."""
     trained = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not re.fullmatch(_VISUAL_MODULES, name)
+        if parameter.requires_grad and (is_adapter(name) or not re.fullmatch(_VISUAL_MODULES, name))
     }
     with gathered(list(trained.values())):
         return {name: parameter.detach().cpu().clone() for name, parameter in trained.items()}
 
 
 def save_non_lora(model: Any, output_dir: str | Path, is_main_process: bool) -> None:
-    """Writes `non_lora_trainables.bin` (the whole projector and newline; the whole tower if trained) and `config.json`.
+    """Writes `non_lora_trainables.bin` (projector and newline; the whole tower if trained in full) and `config.json`.
 
     Keys are LLaVA's (`base_model.model.model.mm_projector.0.weight`). Every rank must call.
     """
     decoder = model.get_model()
     state_dict = adapter_state_dict(decoder.mm_projector, decoder.image_newline)
-    if any(parameter.requires_grad for parameter in decoder.vision_tower.parameters()):
+    if any(p.requires_grad and not is_adapter(name) for name, p in decoder.vision_tower.named_parameters()):
         tower = full_state_dict(decoder.vision_tower)
         state_dict |= {f"model.vision_tower.{name}": tensor for name, tensor in tower.items()}
     state_dict = {_PREFIX + name: tensor for name, tensor in state_dict.items()}
@@ -165,8 +207,8 @@ def load_adapters(model: nn.Module, folder_or_id: str) -> None:
     """
     peft = _peft()
     tensors = peft.load_peft_weights(folder_or_id, device="cpu")
-    found = {name.removeprefix(_PREFIX) for name in tensors if ".lora_" in name}
-    expected = {name for name in peft.get_peft_model_state_dict(model) if ".lora_" in name}
+    found = {name.removeprefix(_PREFIX) for name in tensors if is_adapter(name)}
+    expected = {name for name in peft.get_peft_model_state_dict(model) if is_adapter(name)}
     if found != expected:
         raise ValueError(
             f"{folder_or_id}: its adapters are not those of this model: {len(found - expected)} have no layer "
@@ -186,7 +228,8 @@ def apply_lora(model: nn.Module, folder_or_id: str, merge: bool) -> nn.Module:
     peft = _peft()
     config = peft.PeftConfig.from_pretrained(folder_or_id)
     config.inference_mode = True
-    config.exclude_modules = _VISUAL_MODULES  # upstream adapts before it builds the tower, so its files do not say it
+    if not isinstance(config.target_modules, str):  # a pattern of ours names its layers in full
+        config.exclude_modules = _VISUAL_MODULES  # upstream adapts before it builds the tower: its files do not say it
     adapted = peft.get_peft_model(model, config)
     load_adapters(model, folder_or_id)
     return adapted.merge_and_unload(safe_merge=True) if merge else adapted.get_base_model()

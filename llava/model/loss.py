@@ -81,7 +81,10 @@ def plain_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch
 
 def chunked_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum of cross-entropies a few rows at a time; gradients are computed on the way, logits are never kept."""
-    return _ChunkedLoss.apply(*_as_autocast(hidden_states, weight), targets)
+    operands = _as_autocast(hidden_states, weight)
+    if not torch.is_grad_enabled():  # what needs a gradient says so all the same, and the gradient would be computed
+        operands = [x.detach() for x in operands]
+    return _ChunkedLoss.apply(*operands, targets)
 
 
 def liger_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,9 @@ import sys
 from PIL import Image
 from transformers import TextStreamer
 
+from llava.asking import Assistant, add_model_arguments, is_captioner, load_assistant, load_picture
 from llava.commands import Parser, exit_status
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.eval.ask import Assistant, add_model_arguments, is_captioner, load_assistant, load_picture
 
 COMMANDS = "/image PATH another picture, /reset forget the conversation, /quit end, /help this line"
 

@@ -103,6 +103,18 @@ class DataArguments:
             "hold their images."
         },
     )
+    eval_data_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Held-out records, named as those of --data_path; needs --eval_strategy. Their loss is logged as "
+            "eval/loss, that of the modalities as eval/loss_text and eval/loss_image, and that of each comma-separated "
+            "file as eval/loss/<its name>."
+        },
+    )
+    eval_image_folder: str | None = field(
+        default=None,
+        metadata={"help": "Where the held-out records' image paths start from; default --image_folder."},
+    )
     follow_image_links: bool = field(
         default=False, metadata={"help": "Links in --image_folder may lead out of it; else such images are faults."}
     )
@@ -243,6 +255,53 @@ class TrainingArguments(transformers.TrainingArguments):
     warmup_ratio: float = field(
         default=0.0, metadata={"help": "Share of all steps over which the learning rate rises; needs --warmup_steps 0."}
     )
+    eval_strategy: Literal["no", "steps", "epoch"] = field(
+        default="no",
+        metadata={
+            "help": "When the loss on --eval_data_path is measured: every --eval_steps and at the end, every epoch, or "
+            "never. The weights of the run stay the same."
+        },
+    )
+    eval_steps: float | None = field(
+        default=None,
+        metadata={
+            "help": "Steps between two evaluations, or the share of all steps if below 1; default --logging_steps."
+        },
+    )
+    eval_delay: float = field(
+        default=0, metadata={"help": "Steps or epochs, as --eval_strategy counts, before the first evaluation."}
+    )
+    eval_on_start: bool = field(
+        default=False, metadata={"help": "Measure the loss on --eval_data_path once before the first step as well."}
+    )
+    eval_generate: int = field(
+        default=0,
+        metadata={
+            "help": "At every evaluation ask so many held-out questions that have answers of a few words; logged as "
+            "eval/accuracy, with a table of pictures and answers for tensorboard, wandb and trackio."
+        },
+    )
+    per_device_eval_batch_size: int = field(
+        default=8,
+        metadata={
+            "help": "Most held-out samples that a device computes at a time; also never more tokens than in training. "
+            "The loss is the same for all."
+        },
+    )
+    load_best_model_at_end: bool = field(
+        default=False,
+        metadata={
+            "help": "The final folder holds the checkpoint with the best --metric_for_best_model in place of the last "
+            "step's model. --save_strategy and --eval_strategy must match. That checkpoint is kept beside the newest."
+        },
+    )
+    metric_for_best_model: str | None = field(
+        default=None,
+        metadata={"help": "Which logged figure decides, without eval/: loss (default), loss_image, loss/<source>, ..."},
+    )
+    greater_is_better: bool | None = field(
+        default=None, metadata={"help": "Whether more of it is better; default: only where it is no loss."}
+    )
     evaluation_strategy: Literal["no"] = field(
         default="no", metadata={"help": "Accepted for LLaVA's scripts, which pass no."}
     )
@@ -260,7 +319,18 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     lora_enable: bool = field(
         default=False,
-        metadata={"help": "Train the language model by LoRA on its linear layers; projector, norm and tower fully."},
+        metadata={"help": "Train --lora_modules by LoRA on their linear layers; projector, norm and the rest fully."},
+    )
+    lora_modules: str = field(
+        default="decoder",
+        metadata={
+            "help": "What gets adapters: decoder, tower, or both with a comma. Those of the tower have "
+            "--mm_vision_tower_lr. Parts named here are trained by LoRA alone."
+        },
+    )
+    lora_use_dora: bool = field(
+        default=False,
+        metadata={"help": "DoRA: adapters learn direction and magnitude of the weights apart (PEFT's use_dora)."},
     )
     lora_r: int = field(default=64, metadata={"help": "Rank of the LoRA adapters."})
     lora_alpha: int = field(default=16, metadata={"help": "The adapters are scaled by this over --lora_r."})
@@ -377,6 +447,10 @@ class TrainingArguments(transformers.TrainingArguments):
         self.activation_checkpointing = checkpointing_choice(self.activation_checkpointing, self.gradient_checkpointing)
         self.use_liger_kernel = liger_choice(self.use_liger_kernel)
         self.gradient_checkpointing = None  # the library lets it follow the newer name
+        if self.metric_for_best_model and self.greater_is_better is None:  # the library knows names that end in loss
+            self.greater_is_better = not self.metric_for_best_model.removeprefix("eval").lstrip("_/").startswith("loss")
+        if self.metric_for_best_model:
+            self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval/")
         super().__post_init__()
 
 

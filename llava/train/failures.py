@@ -24,7 +24,8 @@ RUN_DIR = "LLAVA_RUN_DIR"  # set by llava.launch: where this node's ranks leave 
 HOST = "host"  # a file there: the node's name; ranks that ssh started on other nodes may see the same path
 REQUEST = "requeue"  # a file there: the run is to be started again; it says whether anything was saved
 SAVED, UNSAVED = "saved", "unsaved"
-PHASES = ("starting", "saving", "reading data", "computing")  # in their order, at the same number of finished steps
+# In their order, at the same number of finished steps.
+PHASES = ("starting", "evaluating", "saving", "reading data", "computing")
 # What a rank says whose peer is gone; at the same progress it comes behind the peer's own error.
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line \d+, in .*\n(?P<source>    .*\n)?', re.MULTILINE)

@@ -31,17 +31,18 @@ _TRAINING_GROUPS = {
         "compile_layers use_cpu dataloader_* torch_empty_cache_steps hang_timeout ddp_timeout"
     ),
     "saving and resuming": "output_dir save_* resume_* trial_save overwrite_output_dir cache_dir",
+    "held-out data": "eval_* per_device_eval_batch_size load_best_model_at_end metric_for_best_model greater_is_better",
     "logging": "logging_* log_* report_to run_name project trackio_* disable_tqdm telemetry_steps peak_tflops",
 }
 GROUPS = ("model", "norm", "data", *_TRAINING_GROUPS, REST)
 
 # Flags that can have no other value than their default, by the reason.
 REFUSED = {
-    "nothing is evaluated in training; bash scripts/evaluate.sh scores a checkpoint": (
-        "eval_strategy eval_steps eval_delay eval_on_start eval_accumulation_steps eval_do_concat_batches "
-        "eval_use_gather_object prediction_loss_only include_for_metrics batch_eval_metrics bf16_full_eval "
-        "fp16_full_eval load_best_model_at_end metric_for_best_model greater_is_better do_eval do_predict label_names"
+    "held-out loss is computed as in training, without predictions; bash scripts/evaluate.sh scores a checkpoint": (
+        "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object prediction_loss_only "
+        "include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval do_predict label_names"
     ),
+    "--eval_strategy says whether and when held-out data is read": "do_eval",
     "the folder is complete only when the run has ended; upload it then": (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
     ),
@@ -67,7 +68,7 @@ REFUSED = {
 # Accepted and not shown: what LLaVA's scripts and launchers pass, and older names.
 _UNSEEN = (
     "evaluation_strategy lazy_preprocess is_multimodal mm_use_im_start_end mm_use_im_patch_token "
-    "lora_weight_path remove_unused_columns per_device_eval_batch_size do_train local_rank skip_memory_metrics "
+    "lora_weight_path remove_unused_columns do_train local_rank skip_memory_metrics "
     "gradient_checkpointing gradient_checkpointing_kwargs"
 )
 _REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}

@@ -9,31 +9,37 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
-from transformers import Trainer
-from transformers.trainer import OPTIMIZER_NAME
+from transformers import ProgressCallback, Trainer
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from llava.mm_utils import save_tokenizer
 from llava.model.lora import has_lora, load_adapters, load_non_lora, lora_state_dict, read_non_lora, save_non_lora
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
+from llava.progress import in_terminal
 from llava.train.batches import global_batch_size, sample_order, step_loader, whole_steps
 from llava.train.checkpoint import (
     STAGING,
     commit,
     commit_final,
+    faults_on_any_rank,
     named_save_errors,
     save_adapter,
     trains_adapter_only,
 )
 from llava.train.failures import Watchdog
+from llava.train.heldout import HeldOut, evaluating
 from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups
+from llava.train.questions import accuracy, show_answers
+from llava.train.ranks import barrier
 from llava.train.resume import ResumeError, moved_step
 from llava.train.run_record import write_identity
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput, measures_step
+from llava.train.training_progress import TrainingProgress
 from llava.train.trial import check_disk, try_save
 
 logger = logging.getLogger(__name__)
@@ -49,6 +55,7 @@ class LLaVATrainer(Trainer):
         resumed: what `resume.json` of the checkpoint says that the run continues from.
         watchdog: told of every phase of a step.
         stop_signal: ends the run early.
+        heldout: whose loss is measured while training goes on.
         kwargs: those of the Hugging Face Trainer.
     """
 
@@ -61,10 +68,11 @@ class LLaVATrainer(Trainer):
         resumed: dict[str, Any] | None = None,
         watchdog: Watchdog | None = None,
         stop_signal: StopSignal | None = None,
+        heldout: HeldOut | None = None,
         **kwargs: Any,
     ):
-        self.flags = args
-        super().__init__(args=whole_steps(args), **kwargs)
+        self.flags, self.heldout = args, heldout
+        super().__init__(args=whole_steps(args), eval_dataset=heldout and heldout.dataset, **kwargs)
         self.identity, self.resumed = identity or {}, resumed
         self.watchdog = watchdog or Watchdog(None, self.args.process_index)
         self.stop_signal = stop_signal or StopSignal()
@@ -82,6 +90,8 @@ class LLaVATrainer(Trainer):
         self.throughput = Throughput(self.model, self.args.device, self.args.peak_tflops)
         self.add_callback(TelemetryCallback(self.probe))
         self.add_callback(JsonlCallback())
+        if not in_terminal() and self.pop_callback(ProgressCallback):
+            self.add_callback(TrainingProgress(global_batch_size(args)))
 
     def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler | None:
         return sample_order(self.train_dataset if train_dataset is None else train_dataset, self.args)
@@ -174,7 +184,7 @@ class LLaVATrainer(Trainer):
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.state.global_step == self.first_step:  # nothing was trained: no loss, no rates
+        if self.state.global_step == self.first_step and "eval_loss" not in logs:  # nothing was trained
             return
         if "loss" in logs:
             if self.guard.total:
@@ -184,6 +194,60 @@ class LLaVATrainer(Trainer):
                 logs |= self.probe.metrics(self.accelerator)
             logs = {k: float(f"{v:.6g}") if k != "loss" and isinstance(v, float) else v for k, v in logs.items()}
         super().log(logs, start_time)
+
+    # --- held-out data ---
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
+        """Losses on the held-out records, logged; empty where a signal cuts it short. Every rank must call."""
+        step = self.state.global_step
+        if step == self.first_step > 0:  # --eval_on_start of a run that goes on
+            return {}
+        start = time.perf_counter()
+
+        def at_batch() -> bool:
+            self.watchdog.enter("evaluating", step)
+            return self.stop_signal.agreed()
+
+        with self.throughput.paused(), evaluating(self.model_wrapped):
+            totals = self.heldout.totals(self.model_wrapped, self._prepare_inputs, at_batch)
+            questions = self.heldout.questions if totals is not None else None
+            answers = questions.ask(self.model, at_batch) if questions else []
+            if totals is None or answers is None:
+                logger.warning("the evaluation after step %d is left out: a signal came", step)
+                return {}
+            totals = self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu()
+        metrics = self.heldout.metrics(totals) | (accuracy(answers) if answers else {})
+        if answers and self.is_world_process_zero():
+            show_answers(answers, self.callback_handler.callbacks, step)
+        metrics["eval_seconds"] = round(time.perf_counter() - start, 3)
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _determine_best_metric(self, metrics, trial) -> bool:
+        return bool(metrics) and super()._determine_best_metric(metrics, trial)
+
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint with the best `--metric_for_best_model` so far; None where there is none to choose from."""
+        step = self.state.best_global_step
+        return Path(self.args.output_dir, f"checkpoint-{step}") if step else None
+
+    def _finalize_training(self, trial, num_train_samples, start_time):
+        # The library would load the best of a run that stops early as well, and remove the checkpoint it goes on from.
+        best = None if self.stop_signal.stopped else self.best_checkpoint()
+        self.state.best_model_checkpoint = best and str(best)
+        return super()._finalize_training(trial, num_train_samples, start_time + self.throughput.paused_seconds)
+
+    def _load_best_model(self) -> None:
+        folder, metric = Path(self.state.best_model_checkpoint), self.args.metric_for_best_model
+        if faults := faults_on_any_rank(folder, self.args.process_index, self.args.world_size):
+            raise ResumeError(f"--load_best_model_at_end True: {folder} is the best and is not whole: {faults[0]}")
+        logger.info("the final folder gets %s, with the best %s: %.6g", folder, metric, self.state.best_metric)
+        if self.is_deepspeed_enabled:
+            super()._load_best_model()
+        else:
+            self._load_weights(folder, self.model)
+        barrier()  # all have read it
 
     # --- checkpoints ---
 
@@ -206,6 +270,8 @@ class LLaVATrainer(Trainer):
         position = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
         if self.resumed is None:
             return position
+        best = self.best_checkpoint()
+        self.state.best_model_checkpoint = str(best) if best and best.is_dir() else None
         self.state.global_step = moved_step(self.state.global_step, self.resumed, global_batch_size(self.args))
         if self.state.global_step >= max_steps:  # the library would train one more step before it looks
             logger.info("all %d steps are done; only the final folder is written", max_steps)
@@ -246,12 +312,16 @@ class LLaVATrainer(Trainer):
         self.staging = Path(self.args.output_dir, STAGING)
         with named_save_errors(target):
             super()._save_checkpoint(model, trial)
+            best = self.best_checkpoint()
+            self.state.best_model_checkpoint = best and str(best)  # the library looked for it below `.saving`
             if self.args.should_save:
+                self.state.save_to_json(str(self.staging / name / TRAINER_STATE_NAME))
                 step_size, samples = global_batch_size(self.args), len(self.train_dataset)
                 write_identity(self.staging / name, self.identity, step_size, samples)
         commit(self.staging / name, target, self.args.process_index, self.args.world_size)
         if self.args.should_save:
-            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, use_mtime=True)
+            limit = self.args.save_total_limit
+            rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
         self.staging, self.saved_step = None, step
 
     def save_final(self) -> None:
@@ -293,12 +363,15 @@ class LLaVATrainer(Trainer):
                 f"{resume_from_checkpoint} holds no optimizer's state (--save_only_model True), so it cannot go on "
                 "as it was; start anew in another --output_dir or with --overwrite_output_dir True"
             )
-        model = self.model if model is None else model
+        self._load_weights(Path(resume_from_checkpoint), self.model if model is None else model)
+
+    def _load_weights(self, folder: Path, model: Any) -> None:
+        """Puts what a checkpoint holds of the model into `model`, without DeepSpeed."""
         if has_lora(model):
-            load_non_lora(model, read_non_lora(resume_from_checkpoint), resume_from_checkpoint)
-            load_adapters(model, resume_from_checkpoint)
+            load_non_lora(model, read_non_lora(str(folder)), str(folder))
+            load_adapters(model, str(folder))
         elif self.adapter_only:
             decoder = model.get_model()
-            load_adapter(decoder.mm_projector, Path(resume_from_checkpoint), model.config, decoder.image_newline)
+            load_adapter(decoder.mm_projector, folder, model.config, decoder.image_newline)
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(str(folder), model)

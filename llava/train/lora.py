@@ -7,10 +7,13 @@ import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from llava.model.builder import quantization_config
-from llava.model.lora import add_lora
-from llava.train.optim import LANGUAGE_MODEL, tunable_parts
+from llava.model.lora import DECODER, TOWER, add_lora
+from llava.train.optim import LANGUAGE_MODEL, VISION_TOWER, tunable_parts
 
-_LORA_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_bias", "bits", "double_quant", "quant_type")
+_LORA_FLAGS = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_modules", "lora_use_dora",
+    "bits", "double_quant", "quant_type",
+)  # fmt: skip
 
 
 def check_lora_flags(model_args: Any, training_args: Any) -> None:
@@ -25,12 +28,7 @@ def check_lora_flags(model_args: Any, training_args: Any) -> None:
         if changed:
             raise ValueError(f"{', '.join(f'--{flag}' for flag in changed)}: only with --lora_enable True")
         return
-    if LANGUAGE_MODEL not in tunable_parts(model_args):
-        raise ValueError(
-            "--lora_enable trains the language model by LoRA, but the other flags leave it out: drop "
-            "--tune_mm_mlp_adapter / --freeze_backbone (LoRA freezes the weights anyway), or name mm_language_model in "
-            "--mm_tunable_parts"
-        )
+    _check_modules(model_args, training_args)
     for flag in ("lora_r", "lora_alpha"):
         if getattr(training_args, flag) < 1:
             raise ValueError(f"--{flag}: expected a positive number, found {getattr(training_args, flag)}")
@@ -43,6 +41,57 @@ def check_lora_flags(model_args: Any, training_args: Any) -> None:
                 f"--bits {training_args.bits}: ZeRO-3 cannot partition quantised weights; "
                 "use deepspeed_configs/zero2.json"
             )
+    if training_args.lora_use_dora:
+        if training_args.bits < 16:
+            raise ValueError(
+                f"--lora_use_dora True takes the norms of whole weights, and --bits {training_args.bits} has none; "
+                "leave either out"
+            )
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "--lora_use_dora True: ZeRO-3 has released a layer's weights where DoRA takes their norms; use "
+                "deepspeed_configs/zero2.json"
+            )
+
+
+def lora_modules(training_args: Any) -> frozenset[str]:
+    """What `--lora_modules` names.
+
+    Raises:
+        ValueError: something else, or nothing.
+    """
+    modules = frozenset(name.strip() for name in training_args.lora_modules.split(",") if name.strip())
+    if not modules or modules - {DECODER, TOWER}:
+        raise ValueError(
+            f"--lora_modules: expected {DECODER}, {TOWER} or both with a comma, found {training_args.lora_modules!r}"
+        )
+    return modules
+
+
+def _check_modules(model_args: Any, training_args: Any) -> None:
+    """The part of `check_lora_flags` about `--lora_modules`: parts with adapters are among those that are trained."""
+    modules, parts = lora_modules(training_args), tunable_parts(model_args)
+    if DECODER in modules and LANGUAGE_MODEL not in parts:
+        raise ValueError(
+            "--lora_enable trains the language model by LoRA, but the other flags leave it out: drop "
+            "--tune_mm_mlp_adapter / --freeze_backbone (LoRA freezes the weights anyway), or name mm_language_model in "
+            "--mm_tunable_parts"
+        )
+    if TOWER in modules and VISION_TOWER not in parts:
+        raise ValueError(
+            f"--lora_modules {training_args.lora_modules} trains the vision tower by LoRA, but the other flags do not: "
+            "name mm_vision_tower in --mm_tunable_parts, or pass --unfreeze_mm_vision_tower True (LoRA freezes the "
+            "weights anyway)"
+        )
+    if DECODER in modules:
+        return
+    if LANGUAGE_MODEL in parts:
+        raise ValueError(
+            f"--lora_modules {training_args.lora_modules} gives the language model no adapters, and a LoRA folder does "
+            "not hold it: add decoder, or leave mm_language_model out of --mm_tunable_parts (--freeze_backbone True)"
+        )
+    if training_args.lora_bias != "none":
+        raise ValueError(f"--lora_bias {training_args.lora_bias} is about the language model, which has no adapters")
 
 
 def _default(args: Any, name: str) -> Any:
@@ -80,4 +129,6 @@ def add_lora_by_flags(model: Any, training_args: Any, dtype: torch.dtype) -> Non
             dropout=training_args.lora_dropout,
             bias=training_args.lora_bias,
             dtype=dtype,
+            modules=lora_modules(training_args),
+            use_dora=training_args.lora_use_dora,
         )

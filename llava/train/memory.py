@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from llava.model.attention import SEGMENTS
-from llava.model.lora import has_lora
+from llava.model.lora import is_adapted
 from llava.model.loss import rows_at_a_time
 from llava.model.zero3 import full_shape
 
@@ -93,7 +93,7 @@ def estimate_memory(model: Any, args: Any, tokens: int, crops_per_token: float |
         layer=_decoder_layer_bytes(model, tokens, residual, matmul, args.device, args.use_liger_kernel),
         layer_input=tokens * width * residual,
         tower_layers=tower.num_layers_used if tower_trained else 0,
-        tower_layer=tower_tokens * _tower_layer_bytes(tower, residual, matmul),
+        tower_layer=tower_tokens * _tower_layer_bytes(tower, residual, matmul, args.device),
         tower_layer_input=tower_tokens * tower.hidden_size * residual,
     )
 
@@ -140,7 +140,8 @@ def _decoder_layer_bytes(model: Any, tokens: int, residual: int, matmul: int, de
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width, mlp = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    layer, lora = model.get_model().layers[0], has_lora(model)
+    layer = model.get_model().layers[0]
+    lora = is_adapted(layer)
     norms = [(name, m.weight) for name, m in layer.named_modules() if name.endswith("norm")]
     trained = any(weight.requires_grad for _, weight in norms)
     backend = config._attn_implementation
@@ -154,9 +155,8 @@ def _decoder_layer_bytes(model: Any, tokens: int, residual: int, matmul: int, de
     if hasattr(layer.self_attn, "qkv_proj"):  # values are a view of all three, which keeps them beside what is rotated
         attention += matmul * (queries + keys)
     mlp_kept = matmul * mlp * (2 if fused else 3)
-    if lora:  # every adapter drops out of its own input: its values and a mask
-        dropped = max(matmul, _adapter_bytes(layer))
-        inputs = (5 * width + queries + mlp) * (dropped + (1 if device.type == "cuda" else dropped))
+    if lora:
+        inputs = (5 * width + queries + mlp) * _dropout_bytes(layer, matmul, device)
     elif trained:
         copies = 2 if matmul == residual else 5  # autocast makes one for every product, else those after a norm share
         inputs = matmul * (copies * width + mlp + (queries if backend == SEGMENTS else 0))
@@ -166,14 +166,20 @@ def _decoder_layer_bytes(model: Any, tokens: int, residual: int, matmul: int, de
     return tokens * (norm + attention + mlp_kept + inputs + pairs)
 
 
-def _adapter_bytes(layer: nn.Module) -> int:
-    return next((p.element_size() for p in layer.parameters() if p.requires_grad), 0)
+def _dropout_bytes(layer: nn.Module, matmul: int, device: torch.device) -> int:
+    """Per input element of a layer with adapters, each of which drops out of its own input: its value and a mask."""
+    dropped = max(matmul, next((p.element_size() for p in layer.parameters() if p.requires_grad), 0))
+    return dropped + (1 if device.type == "cuda" else dropped)
 
 
-def _tower_layer_bytes(tower: Any, residual: int, matmul: int) -> int:
+def _tower_layer_bytes(tower: Any, residual: int, matmul: int, device: torch.device) -> int:
     """Per token of a trained tower."""
     kept = 3 if tower.gated_mlp or tower.config.hidden_act == "quick_gelu" else 2
-    return tower.hidden_size * (2 * residual + 6 * matmul) + tower.mlp_width * kept * matmul
+    adapters = 0
+    if is_adapted(tower):
+        inputs = tower.hidden_size * (5 + tower.gated_mlp) + tower.mlp_width
+        adapters = inputs * _dropout_bytes(tower.layers[0], matmul, device)
+    return tower.hidden_size * (2 * residual + 6 * matmul) + tower.mlp_width * kept * matmul + adapters
 
 
 def _loss_head_bytes(lm_head: Any, rows: int, matmul: int, device: torch.device) -> int:

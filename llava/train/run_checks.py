@@ -26,13 +26,14 @@ from llava.data.preflight_manifest import (
     write_quarantine,
 )
 from llava.data.records import RecordTable, load_records
+from llava.train.heldout import check_eval_flags, eval_data_arguments, named_as_eval_data
 from llava.train.liger import check_liger
 from llava.train.lora import check_lora_flags
 from llava.train.optim import tunable_parts
 
 logger = logging.getLogger(__name__)
 
-QUARANTINE = "quarantine.jsonl"
+QUARANTINE, EVAL_QUARANTINE = "quarantine.jsonl", "quarantine_eval.jsonl"
 
 
 def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
@@ -46,6 +47,7 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
     if data_args.image_folder and not Path(data_args.image_folder).exists():
         folder = data_args.image_folder
         raise FileNotFoundError(f"--image_folder {folder}: no such folder or zip file{starts_from(folder)}")
+    check_eval_flags(data_args, training_args)
     for flag in ("mm_use_im_start_end", "mm_use_im_patch_token"):
         if getattr(model_args, flag):
             raise ValueError(f"--{flag} must be False: no published recipe of today adds these tokens")
@@ -145,12 +147,29 @@ def checked_records(model_args: Any, data_args: Any, training_args: Any) -> tupl
     return records, partial(write_quarantine, table, manifest)
 
 
-def report_left_out(records: RecordTable, output_dir: str) -> None:
+def checked_eval_records(
+    model_args: Any, data_args: Any, training_args: Any, records: RecordTable
+) -> tuple[RecordTable | None, Callable[[Path], None] | None]:
+    """As `checked_records`, of the held-out records; None and None where none are named.
+
+    Args:
+        records: those that are trained on.
+    """
+    if not data_args.eval_data_path:
+        return None, None
+    with named_as_eval_data():
+        found = checked_records(model_args, eval_data_arguments(data_args), training_args)
+    if shared := {file.resolve() for file in found[0].sources} & {file.resolve() for file in records.sources}:
+        logger.warning("--eval_data_path: %s is trained on as well, so its loss is not held out", min(shared))
+    return found
+
+
+def report_left_out(records: RecordTable | None, output_dir: str, file: str = QUARANTINE) -> None:
     """Says at the end how many records were not used."""
-    if records.left_out:
+    if records is not None and records.left_out:
         logger.warning(
             "%d of %d records were left out; they and their faults are in %s",
-            records.left_out, records.total, Path(output_dir, QUARANTINE),
+            records.left_out, records.total, Path(output_dir, file),
         )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ class StopSignal(TrainerCallback):
             self._group = dist.new_group(backend="gloo")
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step >= state.max_steps or not self._agreed():
+        if state.global_step >= state.max_steps or not self.agreed():
             return
         self.stopped = self.saved = True  # what cannot be saved raises, and then nobody asks
         if state.is_world_process_zero:
@@ -105,8 +105,8 @@ class StopSignal(TrainerCallback):
             logger.warning("%s: saving after step %d and stopping", name, state.global_step)
         control.should_save = control.should_training_stop = True
 
-    def _agreed(self) -> bool:
-        """Whether any rank had the signal by the end of the last step; alone, of this one."""
+    def agreed(self) -> bool:
+        """Whether any rank had the signal by the last call; alone, by this one. Every rank must call."""
         if self._group is None:
             return self.received is not None
         stop = self._take_sum() > 0

@@ -9,16 +9,19 @@ Logged keys:
     `model_tflops_per_second`: per device, the operations that the step must do (`llava.train.flops`) over its time;
     `mfu`: the same as a share of the device's datasheet peak in dense bf16; `peak_memory_gib`: of the fullest device
         (on a CPU: process), since the start;
+    `eval/*`: see `llava.train.heldout`; the time that it takes is in none of the rates;
     `padding_share`: padded positions over all positions; `data_wait_share`: time waiting for data over all time.
 
 Shapes: N images, V visual tokens per image, E vision hidden size, D LLM hidden size.
 """
 
+import contextlib
 import json
 import logging
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +141,26 @@ class Throughput:
         if self.peak is None:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             logger.info("mfu is not logged: no datasheet figure is known for %s; --peak_tflops gives one", name)
+        self.paused_seconds = 0.0
         self.reset()
 
     def reset(self) -> None:
         self.start = time.perf_counter()
         self.data_wait = 0.0
         self.work = Work()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is no training: its time counts nowhere but in `paused_seconds`."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)  # what is still under way was training
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self.start += seconds
+            self.paused_seconds += seconds
 
     def add(self, batches: list[dict[str, torch.Tensor]], data_wait: float) -> None:
         """Counts the micro-batches of one optimizer step, without waiting for the device."""
@@ -217,4 +234,9 @@ class JsonlCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:
             with Path(args.output_dir, LOG_FILE).open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+                file.write(json.dumps({"step": state.global_step, **logged_names(logs)}) + "\n")
+
+
+def logged_names(logs: dict[str, Any]) -> dict[str, Any]:
+    """Held-out figures as TensorBoard and its kin name them: `eval/loss`, not the library's `eval_loss`."""
+    return {f"eval/{k.removeprefix('eval_')}" if k.startswith("eval_") else k: v for k, v in logs.items()}

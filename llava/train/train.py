@@ -23,7 +23,7 @@ from llava.data.records import RecordTable
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
-from llava.model.lora import has_lora
+from llava.model.lora import TOWER, has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import largest_micro_batch, log_micro_batches, most_crops
@@ -32,17 +32,26 @@ from llava.train.compilation import compile_layers
 from llava.train.failures import Watchdog, of_flag, refusal
 from llava.train.first_tokens import fit_norm_to_first_images
 from llava.train.flags import parse_flags
+from llava.train.heldout import HeldOut, eval_data_arguments, sources_of
 from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.liger import set_up_liger
 from llava.train.llava_trainer import LLaVATrainer
-from llava.train.lora import add_lora_by_flags, prepare_quantized, quantized_loading
+from llava.train.lora import add_lora_by_flags, lora_modules, prepare_quantized, quantized_loading
 from llava.train.masters import keeps_masters
 from llava.train.memory import set_up_checkpointing
 from llava.train.network import interface_fault
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
 from llava.train.ranks import joined
 from llava.train.resume import use_universal_checkpoint
-from llava.train.run_checks import QUARANTINE, check_flags, checked_records, image_store, report_left_out
+from llava.train.run_checks import (
+    EVAL_QUARANTINE,
+    QUARANTINE,
+    check_flags,
+    checked_eval_records,
+    checked_records,
+    image_store,
+    report_left_out,
+)
 from llava.train.run_folder import begin_run, choose_start
 from llava.train.run_identity import run_identity
 from llava.train.run_record import write_run_record
@@ -139,8 +148,10 @@ def run(
     if spans_nodes():
         inputs = (model_args.model_name_or_path, model_args.vision_tower, data_args.image_folder)
         inputs += (*data_args.data_path.split(","), model_args.pretrain_mm_mlp_adapter)
+        inputs += (*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder)
         check_launch(inputs, training_args.output_dir, training_args.device)
     records, write_left_out = checked_records(model_args, data_args, training_args)
+    eval_records, write_eval_left_out = checked_eval_records(model_args, data_args, training_args, records)
     tokenizer = training_tokenizer(model_args, training_args)
     identity = run_identity(model_args, data_args, training_args, records, tokenizer)
     start = choose_start(training_args, identity)
@@ -151,6 +162,11 @@ def run(
         )  # fmt: skip
         return
     if training_args.deepspeed and start.resumed and start.resumed["settings"]["world_size"] != identity["world_size"]:
+        if training_args.load_best_model_at_end:  # DeepSpeed would look for the best one's converted states as well
+            raise ValueError(
+                "--load_best_model_at_end True: not in a DeepSpeed run that goes on with other ranks; "
+                "leave the flag out and take the best checkpoint's folder"
+            )
         is_main = training_args.process_index == 0
         use_universal_checkpoint(Path(start.checkpoint), training_args.hf_deepspeed_config.config, is_main)
 
@@ -163,6 +179,7 @@ def run(
         data_args,
         training_args,
         tokenizer=tokenizer,
+        eval_records=eval_records,
         identity=identity,
         resumed=start.resumed,
         watchdog=watchdog,
@@ -171,6 +188,8 @@ def run(
     begin_run(trainer, start)
     if records.left_out and training_args.process_index == 0:
         write_left_out(Path(training_args.output_dir, QUARANTINE))
+    if eval_records is not None and eval_records.left_out and training_args.process_index == 0:
+        write_eval_left_out(Path(training_args.output_dir, EVAL_QUARANTINE))
     write_run_record(trainer, model_args, data_args, training_args, resumed=start.checkpoint is not None)
     watchdog.start()
     trainer.train(resume_from_checkpoint=start.checkpoint)
@@ -180,6 +199,7 @@ def run(
     model.config.use_cache = True
     trainer.save_final()
     report_left_out(records, training_args.output_dir)
+    report_left_out(eval_records, training_args.output_dir, EVAL_QUARANTINE)
     say_what_comes_next(model_args, training_args.output_dir, trainer.adapter_only, has_lora(model))
 
 
@@ -265,7 +285,8 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     if model.get_vision_tower() is None and not model_args.vision_tower:
         raise ValueError("--vision_tower is missing: --model_name_or_path is a plain language model")
     decoder = model.get_model()
-    tower_dtype = large_dtype if VISION_TOWER in parts else frozen_dtype
+    adapted_tower = training_args.lora_enable and TOWER in lora_modules(training_args)
+    tower_dtype = large_dtype if VISION_TOWER in parts and not adapted_tower else frozen_dtype
     decoder.initialize_vision_modules(model_args, dtype=tower_dtype)
     decoder.vision_tower.to(tower_dtype)  # one that came with the checkpoint had the language model's
     decoder.mm_projector.to(trained_dtype)
@@ -304,9 +325,10 @@ def build_trainer(
     data_args: DataArguments,
     training_args: TrainingArguments,
     tokenizer: Any = None,
+    eval_records: RecordTable | None = None,
     **options: Any,
 ) -> LLaVATrainer:
-    """The trainer over `records`; `options` are the trainer's own."""
+    """The trainer over `records`, which measures `eval_records`; `options` are the trainer's own."""
     tokenizer = tokenizer or training_tokenizer(model_args, training_args)
     options.setdefault("identity", run_identity(model_args, data_args, training_args, records, tokenizer))
     tower, crop_rules = model.get_vision_tower(), model.crop_rules()
@@ -329,11 +351,16 @@ def build_trainer(
     fit_norm_to_first_images(model, dataset, training_args.device)
     log_micro_batches(dataset, training_args)
     fit_zero(model, training_args)
-    set_up_checkpointing(model, training_args, largest_micro_batch(dataset, training_args), most_crops(dataset))
+    largest = largest_micro_batch(dataset, training_args)
+    set_up_checkpointing(model, training_args, largest, most_crops(dataset))
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     collator = DataCollatorForSupervisedDataset(
         pad_token_id or 0, num_visual_tokens, training_args.model_max_length, training_args.padding_free, crop_rules
     )
+    if eval_records is not None:
+        sources = sources_of(eval_records, data_args.eval_data_path)
+        heldout = dataset.over(eval_records, image_store(eval_data_arguments(data_args)))
+        options["heldout"] = HeldOut(heldout, sources, collator, training_args, largest)
     return LLaVATrainer(
         model=model,
         args=training_args,

@@ -143,7 +143,8 @@ def needed_bytes(trainer: Any, max_steps: int) -> int:
     args = trainer.args
     every = args.save_steps if str(args.save_strategy.value) == "steps" else max_steps
     saves = 0 if str(args.save_strategy.value) == "no" else max(1, int(max_steps // max(1, every)))
-    kept = min(saves, args.save_total_limit + 1) if args.save_total_limit else saves
+    limit = max(args.save_total_limit or 0, 2 if args.metric_for_best_model else 0)  # the newest and the best
+    kept = min(saves, limit + 1) if args.save_total_limit else saves
     return kept * checkpoint_bytes(trainer) + model_bytes(trainer.model)
 
 

@@ -72,17 +72,36 @@ def test_a_varying_number_of_micro_batches_equals_one_process_with_one(tiny, tmp
 
 
 @pytest.mark.parametrize("images_as", [{}, ANYRES], ids=["whole", "crops"])
-def test_rank_without_images_meets_the_others(tiny, tmp_path, images_as):
-    """Rank 0 sees pictures only and rank 1 text only, in every micro-step."""
+def test_rank_without_images_meets_the_others_also_in_evaluation(tiny, tmp_path, images_as):
+    """Rank 0 sees pictures only and rank 1 text only, in every micro-step; held-out samples do not go round.
+
+    Both ranks then write the model of the step that evaluation chose, and answer questions in step.
+    """
     records = json.loads((tiny / "data/finetune.json").read_text())
     images, texts = ([r for r in records if ("image" in r) is kind] for kind in (True, False))
     mixed = [r for i in range(0, 8, 2) for r in images[i : i + 2] + texts[i : i + 2]]
     (tmp_path / "mixed.json").write_text(json.dumps(mixed))
     options = COMPARABLE | {"data_path": tmp_path / "mixed.json", "train_sampling_strategy": "sequential"}
-    options |= {"max_steps": 4} | images_as
+    (tmp_path / "held.json").write_text(json.dumps(images[:3] + texts[:2]))
+    options |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    options |= {"eval_data_path": tmp_path / "held.json", "eval_strategy": "steps", "eval_steps": 1, "eval_generate": 3}
+    options |= {"eval_on_start": True, "per_device_eval_batch_size": 1}
+    options |= {"load_best_model_at_end": True, "greater_is_better": True}  # the highest loss, that of the first step
+    options |= images_as
     launch(flags(tiny, tmp_path / "two", 2, per_device_train_batch_size=2, **options), "zero3", tmp_path)
     train_module.train(flags(tiny, tmp_path / "one", 2, per_device_train_batch_size=4, **options))
     assert_same(tmp_path / "two", tmp_path / "one")
+    states = [json.loads((tmp_path / name / "trainer_state.json").read_text()) for name in ("two", "one")]
+    assert [state["best_global_step"] for state in states] == [1, 1]
+    two, one = evaluations(tmp_path / "two"), evaluations(tmp_path / "one")
+    assert len(one) == 5 and two[0] == pytest.approx(one[0], rel=1e-6)  # the weights are the same
+    assert two == [pytest.approx(line, rel=1e-4) for line in one]
+
+
+def evaluations(folder: Path) -> list[dict[str, float]]:
+    """What a run's log says of held-out data."""
+    lines = map(json.loads, (folder / "train_log.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if k != "eval/seconds"} for line in lines if "eval/loss" in line]
 
 
 @pytest.mark.parametrize(("model", "norm"), [("qwen", "gwc_layernorm"), ("qwen_tied", "scale")])
@@ -120,9 +139,12 @@ def test_either_stage_resumes_exactly_under_either_zero(tiny, tmp_path, stage, c
     assert (tmp_path / "resumed/mm_projector.bin").exists() == (stage == 1)
 
 
-@pytest.mark.parametrize("config", ["zero2", "zero3"])
-def test_lora_equals_one_process_and_resumes_exactly(tiny, tmp_path, config):
+@pytest.mark.parametrize(
+    ("config", "modules"), [("zero2", "decoder"), ("zero3", "decoder"), ("zero3", "decoder,tower")]
+)
+def test_lora_equals_one_process_and_resumes_exactly(tiny, tmp_path, config, modules):
     options = COMPARABLE | {"lora_enable": True, "lora_r": 4, "lora_dropout": 0.0, "save_strategy": "steps"}
+    options |= {"lora_modules": modules}
     options |= {"save_steps": 2, "max_steps": 4}
     launch(flags(tiny, tmp_path / "two", 2, **options), config, tmp_path)
     train_module.train(flags(tiny, tmp_path / "one", 2, per_device_train_batch_size=8, **options))

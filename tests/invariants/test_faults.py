@@ -663,7 +663,7 @@ def test_errors_are_reported_elsewhere_where_the_folder_cannot_be_written(tmp_pa
 
 def load_nothing(state, path):
     """For a process of a pool: what `load_picture` refuses."""
-    from llava.eval.ask import load_picture
+    from llava.asking import load_picture
 
     load_picture(path)
 

@@ -193,6 +193,89 @@ def test_tuned_tower_and_fixed_norm_are_saved_whole(tiny, tmp_path):
     torch.testing.assert_close(logits(load(tmp_path / "run", tiny / "llama")), logits(model), rtol=0, atol=1e-5)
 
 
+TOWER_PARTS = {"lora_modules": "decoder,tower", "mm_tunable_parts": ALL_PARTS}
+CHOSEN = {
+    "tower and decoder": TOWER_PARTS,
+    "tower": {"lora_modules": "tower", "mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter"},
+    "dora": TOWER_PARTS | {"lora_use_dora": True},
+}
+
+
+@pytest.fixture(scope="module", params=CHOSEN)
+def chosen(request, tiny, tmp_path_factory):
+    """(which, folder, model) of a finished run with adapters on chosen parts."""
+    folder = tmp_path_factory.mktemp("chosen") / "run"
+    options = LORA | CHOSEN[request.param] | {"learning_rate": 1e-2, "max_steps": 3, "lora_dropout": 0.0}
+    return request.param, folder, fit(flags(tiny, folder, 2, **options))
+
+
+def test_adapters_on_chosen_parts_leave_the_base_as_it_was_and_stand_in_the_folder(tiny, chosen):
+    which, folder, model = chosen
+    state = model.state_dict()
+    base = load_file(tiny / "llama/model.safetensors")
+    tower = load_file(tiny / "siglip/model.safetensors")
+    base |= {f"model.vision_tower.vision_tower.vision_model.{name}": tensor for name, tensor in tower.items()}
+    for name, tensor in base.items():
+        own = name if name in state else re.sub(r"\.(weight|bias)$", r".base_layer.\1", name)
+        assert own not in state or torch.equal(state[own], tensor), own
+    saved = load_file(folder / "adapter_model.safetensors")
+    in_tower = {name for name in saved if ".vision_tower." in name}
+    pairs = 3 if which == "dora" else 2
+    assert len(in_tower) == pairs * 2 * 6  # layers that run, linear layers of each
+    assert len(saved) - len(in_tower) == (0 if which == "tower" else pairs * 2 * 7)
+    assert all(any(saved[name].abs().flatten() > 0) for name in in_tower if "lora_B" in name)
+    others = torch.load(folder / NON_LORA_FILE, weights_only=True)
+    assert all(".mm_projector." in name for name in others)
+
+
+def test_adapters_on_chosen_parts_merge_exactly_and_stock_peft_reads_them(tiny, chosen, tmp_path):
+    _, folder, model = chosen
+    wanted = logits(model)
+    torch.testing.assert_close(logits(load(folder, tiny / "llama")), wanted, rtol=0, atol=1e-5)
+    merge_lora.merge_lora(str(folder), None, str(tmp_path / "merged"))
+    torch.testing.assert_close(logits(load(tmp_path / "merged", None)), wanted, rtol=0, atol=1e-5)
+    adapted = PeftModel.from_pretrained(model_class_with_tower(tiny), str(folder))
+    adapted.load_state_dict(torch.load(folder / NON_LORA_FILE, weights_only=True), strict=False)
+    torch.testing.assert_close(logits(adapted), wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("which", CHOSEN)
+def test_a_run_with_adapters_on_chosen_parts_goes_on_exactly(tiny, tmp_path, which):
+    options = LORA | CHOSEN[which] | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lora_dropout": 0.3}
+    fit(flags(tiny, tmp_path / "whole", 2, **options))
+    (tmp_path / "resumed").mkdir()
+    shutil.copytree(tmp_path / "whole/checkpoint-2", tmp_path / "resumed/checkpoint-2")
+    train_module.train(flags(tiny, tmp_path / "resumed", 2, **options))
+    for file, read in (("adapter_model.safetensors", load_file), (NON_LORA_FILE, torch.load)):
+        first, second = read(tmp_path / "whole" / file), read(tmp_path / "resumed" / file)
+        assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputing_the_adapted_tower_changes_nothing(tiny, tmp_path, use_reentrant):
+    """The first layer's input needs no gradient, from which reentrant recomputation would conclude that none does."""
+    options = LORA | TOWER_PARTS | {"lora_dropout": 0.0}
+    plain = fit(flags(tiny, tmp_path / "plain", 2, **options)).state_dict()
+    kwargs = json.dumps({"use_reentrant": use_reentrant})
+    options |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
+    checkpointed = fit(flags(tiny, tmp_path / "ckpt", 2, **options)).state_dict()
+    for name in plain:
+        torch.testing.assert_close(checkpointed[name], plain[name], rtol=0, atol=1e-6)
+
+
+def test_the_towers_adapters_have_its_learning_rate_and_its_precision(tiny, tmp_path):
+    options = LORA | TOWER_PARTS | {"bf16": True, "mm_vision_tower_lr": 1e-6, "mm_projector_lr": 1e-5}
+    model, trainer = build(flags(tiny, tmp_path, 2, **options))
+    names = {id(p): name for name, p in model.named_parameters()}
+    rates = {names[id(p)]: g["lr"] for g in trainer.create_optimizer().param_groups for p in g["params"]}
+    assert {rate for name, rate in rates.items() if ".vision_tower." in name} == {1e-6}
+    assert {rate for name, rate in rates.items() if ".layers." in name and "vision" not in name} == {1e-3}
+    tower = dict(model.get_vision_tower().named_parameters())
+    assert {p.dtype for name, p in tower.items() if ".lora_" in name} == {torch.float32}
+    assert {p.dtype for name, p in tower.items() if ".lora_" not in name} == {torch.bfloat16}
+    assert {p.requires_grad for name, p in tower.items() if ".lora_" not in name} == {False}
+
+
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_trained_biases_are_saved_and_merged(tiny, tmp_path, bias):
     options = LORA | {"model": "qwen", "lora_bias": bias, "learning_rate": 1e-1, "max_steps": 3}
@@ -464,9 +547,18 @@ def test_every_file_of_training_and_merging_follows_the_umask(tiny, tmp_path):
         ({"lora_alpha": -1}, "--lora_alpha: expected a positive number, found -1"),
         ({"lora_dropout": 1.0}, "--lora_dropout.*found 1.0"),
         ({"lora_weight_path": "x"}, "--lora_weight_path.*llava.model.merge_lora"),
+        ({"lora_modules": "head"}, "--lora_modules: expected decoder, tower or both with a comma, found 'head'"),
+        ({"lora_modules": "decoder,tower"}, "--lora_modules decoder,tower.*name mm_vision_tower in --mm_tunable_parts"),
+        ({"lora_modules": "tower", "mm_tunable_parts": ALL_PARTS}, "--lora_modules tower.*add decoder"),
+        (
+            {"lora_enable": None, "lora_r": None, "lora_alpha": None, "lora_use_dora": True},
+            "--lora_use_dora: only with",
+        ),
+        ({"lora_use_dora": True, "bits": 4}, "--lora_use_dora True.*--bits 4 has none"),
     ],
 )
-def test_bad_flags_are_named(tiny, tmp_path, overrides, message):
+def test_bad_flags_are_named(tiny, tmp_path, overrides, message, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_bitsandbytes_available", lambda: True)
     with pytest.raises(ValueError, match=message):
         train_module.train(flags(tiny, tmp_path, 2, **(LORA | overrides)))
 

@@ -17,10 +17,10 @@ from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
 from paths import ROOT
 from PIL import Image
 
+from llava.asking import Assistant, choose_template, load_assistant, load_picture
 from llava.conversation import conv_templates
 from llava.data.preprocess import preprocess
 from llava.eval import run_llava
-from llava.eval.ask import Assistant, choose_template, load_assistant, load_picture
 from llava.mm_utils import KeywordsStoppingCriteria
 from llava.serve import cli
 from playground import answers

@@ -16,7 +16,7 @@ from benchmark_data import HELLASWAG, KINDS, MMLU, PLAN, POPE, answer, picture
 from paths import ROOT
 from training import flags
 
-from llava.eval.ask import load_assistant
+from llava.asking import load_assistant
 from llava.eval.evaluate import main
 from llava.eval.results import read_results
 from llava.train.train import train

@@ -54,7 +54,8 @@ def test_flag_that_cannot_work_is_neither_shown_nor_taken(sections, capsys):
     shown = {option for group in sections.values() for option in group}
     assert not {f"--{name}" for names in REFUSED.values() for name in names.split()} & shown
     for argument, reason in (
-        (["--eval_strategy", "steps"], "scripts/evaluate.sh"),
+        (["--prediction_loss_only", "True"], "scripts/evaluate.sh"),
+        (["--do_eval", "True"], "--eval_strategy says whether"),
         (["--torch_compile", "True"], "--compile_layers True"),
         (["--label_smoothing_factor", "0.1"], "no smoothing"),
         (["--push_to_hub"], "upload it then"),

@@ -120,6 +120,33 @@ def test_lora_has_llavas_recipe_for_every_preset(preset):
     )
 
 
+@pytest.mark.parametrize(
+    ("modules", "parts"),
+    [
+        ("decoder,tower", "mm_vision_tower,mm_mlp_adapter,mm_language_model"),
+        ("tower,decoder", "mm_vision_tower,mm_mlp_adapter,mm_language_model"),
+        ("tower", "mm_vision_tower,mm_mlp_adapter"),
+        ("decoder", "mm_mlp_adapter,mm_language_model"),
+    ],
+)
+def test_parts_with_adapters_are_trained(modules, parts):
+    run = resolved_run("finetune", LORA=1, LORA_MODULES=modules, NUM_GPUS=8)["flags"]
+    assert (run["lora_modules"], run["mm_tunable_parts"]) == (modules, parts)
+    assert "lora_modules" not in resolved_run("finetune", LORA_MODULES=modules, NUM_GPUS=8)["flags"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_held_out_data_is_looked_at_every_500_steps_unless_said_otherwise(stage):
+    names = ("eval_data_path", "eval_strategy", "eval_steps", "eval_generate", "eval_image_folder")
+    assert not resolved_run(stage, NUM_GPUS=8)["flags"].keys() & set(names)
+    run = resolved_run(stage, NUM_GPUS=8, EVAL_DATA_PATH="/no/held.json")
+    flags = run["flags"]
+    assert (flags["eval_data_path"], flags["eval_strategy"], flags["eval_steps"]) == ("/no/held.json", "steps", "500")
+    assert ["MISSING", "/no/held.json"] in [[i["state"], i["value"]] for i in run["inputs"]]
+    flags = resolved_run(stage, NUM_GPUS=8, EVAL_DATA_PATH="x.json", EVAL_STEPS=20, EVAL_GENERATE=32)["flags"]
+    assert (flags["eval_steps"], flags["eval_generate"]) == ("20", "32")
+
+
 def test_demo_preset_is_one_plain_process_on_a_cpu():
     stage1, stage2 = (resolved_run(stage, PRESET="demo", NUM_GPUS=0) for stage in STAGES)
     for run in (stage1, stage2):

@@ -58,7 +58,9 @@ def build(argv: list[str]):
     train_module.check_flags(*parsed)
     train_module.set_seed(parsed[2].seed)
     model = train_module.build_model(*parsed)
-    return model, train_module.build_trainer(model, load_records(parsed[1].data_path), *parsed)
+    records, eval_path = load_records(parsed[1].data_path), parsed[1].eval_data_path
+    eval_records = load_records(eval_path) if eval_path else None
+    return model, train_module.build_trainer(model, records, *parsed, eval_records=eval_records)
 
 
 def fit(argv: list[str]):

@@ -122,9 +122,10 @@ def test_a_layers_activations_are_what_autograd_keeps(tiny, tmp_path, parts, aut
     assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, autocast), rel=0.1)
 
 
-def test_lora_and_tower_activations_are_what_autograd_keeps(tiny, tmp_path):
+@pytest.mark.parametrize("modules", [("decoder",), ("decoder", "tower")])
+def test_lora_and_tower_activations_are_what_autograd_keeps(tiny, tmp_path, modules):
     model, tokens = make(tiny).train(), 64
-    add_lora(model, r=4, alpha=8, dropout=0.1, bias="none", dtype=torch.float32)
+    add_lora(model, r=4, alpha=8, dropout=0.1, bias="none", dtype=torch.float32, modules=modules)
     set_trainable(model, STAGE_2)
     model.config._attn_implementation = SEGMENTS
     estimate = estimate_memory(model, training_arguments(tmp_path), tokens)

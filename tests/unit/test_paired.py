@@ -13,9 +13,9 @@ from llava.compare.paired import (
     compare_benchmarks,
     resampled_mean,
     seed_part,
-    share_interval,
     sign_test,
 )
+from llava.intervals import share_interval
 
 RNG = np.random.default_rng(1)
 

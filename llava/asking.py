@@ -97,7 +97,7 @@ class Assistant(NamedTuple):
                 chunks[-1].append(token)
         return DEFAULT_IMAGE_TOKEN.join(self.tokenizer.decode(chunk) for chunk in chunks)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: what a model in training keeps from here must be good for its next step
     def answer(
         self, conversations: list[list[dict[str, str]]], pictures: Sequence[Image.Image], **options: Any
     ) -> list[str]:

@@ -1,0 +1,263 @@
+"""Loss on held-out records while training goes on: the sum over all their targets divided by how many there are.
+
+A micro-batch holds samples of one source and one modality, so that the same passes give the loss of every part. The
+data alone decides the micro-batches; ranks take them by turns, and one that has none left repeats a sample without its
+targets. So every sample counts once on any number of ranks, and since all ranks compute the same modality at a time,
+ZeRO-3's collectives meet.
+
+Logged keys: `eval/loss`; `eval/loss_text` and `eval/loss_image`; `eval/loss/<source>` for each file of
+`--eval_data_path`; `eval/seconds`; those of `llava.train.questions`.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import seed_worker
+
+from llava.data.checks import starts_from
+from llava.data.dataset import LazySupervisedDataset
+from llava.data.records import RecordTable, data_files
+from llava.progress import progress
+from llava.train.batches import MicroBatches
+from llava.train.questions import Questions
+
+logger = logging.getLogger(__name__)
+
+MODALITIES = ("image", "text")
+
+
+class Part(NamedTuple):
+    """Samples of one micro-batch, all of one modality and one source."""
+
+    modality: str
+    source: str
+    samples: list[int]
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def check_eval_flags(data_args: Any, training_args: Any) -> None:
+    """Raises ValueError or FileNotFoundError that names the flag about held-out data at fault and what to do."""
+    asked = training_args.eval_strategy != "no" or training_args.eval_on_start
+    if not data_args.eval_data_path:
+        flags = ("eval_steps", "eval_on_start", "eval_generate", "load_best_model_at_end", "metric_for_best_model")
+        given = [flag for flag in flags if getattr(training_args, flag)]
+        given += ["eval_strategy"] * (training_args.eval_strategy != "no")
+        given += ["eval_image_folder"] * bool(data_args.eval_image_folder)
+        if given:
+            raise ValueError(f"--{given[-1]} needs held-out records; name them by --eval_data_path")
+        return
+    if not asked:
+        raise ValueError(
+            f"--eval_data_path {data_args.eval_data_path}: nothing says when it is read; pass --eval_strategy steps "
+            "--eval_steps N, --eval_strategy epoch, or --eval_on_start True"
+        )
+    if (folder := data_args.eval_image_folder) and not Path(folder).exists():
+        raise FileNotFoundError(f"--eval_image_folder {folder}: no such folder or zip file{starts_from(folder)}")
+    if training_args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        raise ValueError(
+            f"--lr_scheduler_type {training_args.lr_scheduler_type.value} would let held-out data decide it; take "
+            "one that follows the steps, such as cosine"
+        )
+    if (size := training_args.per_device_eval_batch_size) < 1:
+        raise ValueError(f"--per_device_eval_batch_size: expected a positive number, found {size}")
+    if (number := training_args.eval_generate) < 0:
+        raise ValueError(f"--eval_generate: expected how many questions to ask, or 0, found {number}")
+
+
+def eval_data_arguments(data_args: Any) -> Any:
+    """The flags about data as if the held-out records were the training's."""
+    folder = data_args.eval_image_folder or data_args.image_folder
+    return dataclasses.replace(data_args, data_path=data_args.eval_data_path, image_folder=folder)
+
+
+def metric_key(args: Any) -> str | None:
+    """`--metric_for_best_model` without a prefix; None where nothing is chosen by it."""
+    return args.metric_for_best_model and re.sub("^eval[_/]", "", args.metric_for_best_model)
+
+
+@contextlib.contextmanager
+def named_as_eval_data() -> Iterator[None]:
+    """Errors that begin with `--data_path` or `--image_folder` begin with the held-out data's own flags."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        message = re.sub(r"^--(data_path|image_folder)", r"--eval_\1", str(error))
+        if message == str(error):
+            raise
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(message) from error
+
+
+# --- which samples, and who computes them -----------------------------------------------------------------------------
+
+
+def source_names(data_path: str) -> dict[Path, str]:
+    """The name of each file's source: the stem of its part of `--eval_data_path`, or the part where stems repeat."""
+    parts = [part.strip() for part in data_path.split(",") if part.strip()]
+    stems = Counter(Path(part).stem for part in parts)
+    names = {part: Path(part).stem if stems[Path(part).stem] == 1 else part for part in parts}
+    return {file: name for part, name in names.items() for file in data_files(part)}
+
+
+def sources_of(records: RecordTable, data_path: str) -> list[str]:
+    """The source of every record that is used: a mixture's own names, or those of the files."""
+    if found := getattr(records, "source_names", None):
+        return [found[records.source_number(index)] for index in range(len(records))]
+    names = source_names(data_path)
+    kept = range(records.total) if records.kept is None else records.kept.tolist()
+    return [names[records.source(index)[0]] for index in kept]
+
+
+def parts_of(lengths: Sequence[int], sources: Sequence[str], max_samples: int, max_tokens: int) -> list[Part]:
+    """All samples in micro-batches, those with pictures first, long ones before short ones.
+
+    Args:
+        lengths: of every sample, negative without a picture.
+        max_samples, max_tokens: of a micro-batch, padding included; only a single sample may be longer.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i] < 0, sources[i], -abs(lengths[i]), i))
+    parts: list[Part] = []
+    longest = 0
+    for i in order:
+        kind = (MODALITIES[int(lengths[i] < 0)], sources[i])
+        last = parts[-1] if parts else None
+        fits = last and len(last.samples) < max_samples and longest * (len(last.samples) + 1) <= max_tokens
+        if fits and last[:2] == kind:
+            last.samples.append(i)
+        else:
+            parts.append(Part(*kind, [i]))
+            longest = abs(int(lengths[i]))
+    return parts
+
+
+def dealt(parts: Sequence[Part], ranks: int) -> list[list[Part]]:
+    """Every rank's micro-batches, equally many, and at each place of one modality on all ranks.
+
+    Where they do not go round, the shortest sample is repeated without its targets: its index comes as `~index`.
+    """
+    of_rank: list[list[Part]] = [[] for _ in range(ranks)]
+    for modality in MODALITIES:
+        own = [part for part in parts if part.modality == modality]
+        own += [part._replace(samples=[~part.samples[-1]]) for part in own[-1:]] * (-len(own) % ranks)
+        for rank in range(ranks):
+            of_rank[rank] += own[rank::ranks]
+    return of_rank
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class HeldOut:
+    """The held-out samples of this rank and their loss.
+
+    Args:
+        dataset: the held-out records.
+        sources: the source of each.
+        collator: as in training.
+        args: the training arguments.
+        max_tokens: of a micro-batch: no more than training computes at a time, and keeps for a backward pass.
+    """
+
+    def __init__(
+        self, dataset: LazySupervisedDataset, sources: Sequence[str], collator: Any, args: Any, max_tokens: int
+    ):
+        self.dataset = dataset
+        lengths = np.asarray(dataset.modality_lengths()).tolist()
+        parts = parts_of(lengths, sources, args.per_device_eval_batch_size, max_tokens)
+        present = {part.modality for part in parts}
+        self.names = [f"_{name}" for name in MODALITIES if name in present] + [f"/{n}" for n in dict.fromkeys(sources)]
+        self.questions = None
+        if args.eval_generate:
+            show = args.process_index == 0
+            self.questions = Questions(dataset, args.eval_generate, args.per_device_eval_batch_size, show)
+        keys = ["loss", *(f"loss{name}" for name in self.names), *["accuracy"] * (self.questions is not None)]
+        if (metric := metric_key(args)) and metric not in keys:
+            raise ValueError(f"--metric_for_best_model {metric} is not measured; expected one of {', '.join(keys)}")
+        self.parts = dealt(parts, args.world_size)[args.process_index]
+        workers = args.dataloader_num_workers
+        self.loader = DataLoader(
+            MicroBatches(dataset, collator),
+            sampler=[part.samples for part in self.parts],
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
+            worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
+            generator=torch.Generator(),  # the training's own must not move
+        )
+        self.is_first = args.process_index == 0
+
+    def totals(
+        self, model: nn.Module, prepare: Callable[[Any], Any], at_batch: Callable[[], bool] = lambda: False
+    ) -> torch.Tensor | None:
+        """Sum of the losses and number of targets of each of `names` on this rank, fp64 [len(names), 2].
+
+        None where `at_batch`, which is asked before every micro-batch and answers alike on all ranks, says to stop.
+
+        Args:
+            prepare: brings a batch to its device.
+        """
+        sums = torch.zeros(len(self.names), 2, dtype=torch.float64)
+        losses = []
+        with progress(len(self.parts), "evaluating", "micro-batches", hidden=not self.is_first) as bar:
+            for part, batch in zip(self.parts, self.loader, strict=True):
+                if at_batch():
+                    return None
+                del batch["indices"]
+                targets = len(batch["layout"].targets)
+                loss = model(**prepare(batch), num_items_in_batch=1, loss_only=True).loss
+                losses.append(loss.double())  # on its device: nobody waits for it
+                sums[self._rows(part), 1] += targets
+                bar.update()
+        for part, loss in zip(self.parts, torch.stack(losses).tolist() if losses else [], strict=True):
+            sums[self._rows(part), 0] += loss
+        return sums
+
+    def _rows(self, part: Part) -> list[int]:
+        return [self.names.index(f"_{part.modality}"), self.names.index(f"/{part.source}")]
+
+    def metrics(self, totals: torch.Tensor) -> dict[str, float]:
+        """Mean losses by name.
+
+        Args:
+            totals: those of all ranks, added up.
+
+        Raises:
+            ValueError: no sample has a target.
+        """
+        whole = totals[[name.startswith("/") for name in self.names]].sum(0)  # every sample has one source
+        if not whole[1]:
+            raise ValueError(
+                "--eval_data_path: no record has a target within --model_max_length "
+                f"{self.dataset.model_max_length}; raise it, or take other records"
+            )
+        named = zip(self.names, totals.tolist(), strict=True)
+        parts = {f"eval_loss{name}": loss / count for name, (loss, count) in named if count}
+        return {"eval_loss": (whole[0] / whole[1]).item()} | parts
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; afterwards every module and the random states are as they were."""
+    modes = {module: module.training for module in model.modules()}
+    devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+    kind = torch.accelerator.current_accelerator().type if devices else "cuda"
+    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode

@@ -1,0 +1,168 @@
+"""Held-out questions that the model answers at every evaluation: its score, and a table of what it said.
+
+Asked is the first human turn of records whose answer is short, in greedy decoding. An answer is right where it is the
+record's, but for case, punctuation and white space. Every rank asks all questions, so that under ZeRO-3 all of them
+generate in step.
+
+Logged keys: `eval/accuracy`, `eval/accuracy_low` and `eval/accuracy_high` (Wilson's 95 % interval), `eval/questions`;
+the table is `eval/answers` (TensorBoard: beside it the pictures, as `eval/pictures`).
+"""
+
+import logging
+import string
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image, ImageOps
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from llava.asking import Assistant, is_captioner
+from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.data.dataset import LazySupervisedDataset
+from llava.data.records import Record, record_images
+from llava.intervals import share_interval
+from llava.progress import progress
+
+logger = logging.getLogger(__name__)
+
+MOST_WORDS = 5  # of an answer that can be compared word for word
+SIDE = 224  # pixels of a picture in the table
+COLUMNS = ("picture", "question", "expected", "answer", "right")
+
+
+class Answer(NamedTuple):
+    """What the model said to one question."""
+
+    pictures: list[Image.Image]
+    question: str
+    expected: str
+    said: str
+
+    @property
+    def is_right(self) -> bool:
+        return normalized(self.said) == normalized(self.expected)
+
+
+def normalized(text: str) -> str:
+    """An answer as it is compared: lower case, no punctuation, single spaces."""
+    return " ".join(text.lower().translate(str.maketrans("", "", string.punctuation)).split())
+
+
+def can_be_asked(record: Record) -> bool:
+    """Whether a record begins with a question that has a short answer and comes with the pictures that it shows."""
+    turns = record["conversations"]
+    if len(turns) < 2 or turns[0]["from"] != "human" or turns[1]["from"] != "gpt":
+        return False
+    shown = turns[0]["value"].count(DEFAULT_IMAGE_TOKEN)
+    return 0 < len(normalized(turns[1]["value"]).split()) <= MOST_WORDS and shown == len(record_images(record))
+
+
+class Questions:
+    """The questions of a run, drawn evenly over the held-out records.
+
+    Args:
+        dataset: the held-out records.
+        number: how many, `--eval_generate`; all there are where there are fewer.
+        batch_size: how many are asked at a time.
+        show_progress: on one rank.
+
+    Raises:
+        ValueError: the template asks nothing, or no record has a short answer.
+    """
+
+    def __init__(self, dataset: LazySupervisedDataset, number: int, batch_size: int, show_progress: bool = True):
+        if is_captioner(dataset.template):
+            raise ValueError(
+                f"--eval_generate {number}: a captioner's template (--version plain) has no questions; leave it out"
+            )
+        self.dataset, self.batch_size, self.show_progress = dataset, batch_size, show_progress
+        usable = [i for i in range(len(dataset)) if can_be_asked(dataset.records[i])]
+        if not usable:
+            raise ValueError(
+                f"--eval_generate {number}: no held-out record begins with a question and an answer of at most "
+                f"{MOST_WORDS} words; leave it out, or take other records"
+            )
+        if len(usable) < number:
+            logger.info(
+                "--eval_generate %d: %d held-out records have short answers; all are asked", number, len(usable)
+            )
+        count = min(number, len(usable))
+        self.indices = [usable[i * len(usable) // count] for i in range(count)]
+        answers = [dataset.records[i]["conversations"][1]["value"] for i in self.indices]
+        self.max_new_tokens = 2 + max(map(len, dataset.tokenizer(answers)["input_ids"]))  # one that goes on is wrong
+
+    def ask(self, model: Any, at_batch: Callable[[], bool] = lambda: False) -> list[Answer] | None:
+        """The answers of a model in evaluation mode; None where `at_batch` says to stop, as in `HeldOut.totals`."""
+        dataset = self.dataset
+        assistant = Assistant(
+            "--eval_generate", dataset.tokenizer, model, dataset.image_processor, dataset.template,
+            dataset.model_max_length,
+        )  # fmt: skip
+        options = {"do_sample": False, "use_cache": True, "max_new_tokens": self.max_new_tokens}
+        options["synced_gpus"] = is_deepspeed_zero3_enabled()
+        answers = []
+        starts = range(0, len(self.indices), self.batch_size)
+        for start in progress(starts, "asking", "batches", hidden=not self.show_progress):
+            if at_batch():
+                return None
+            numbers = self.indices[start : start + self.batch_size]
+            records = [dataset.records[i] for i in numbers]
+            opened = [[dataset.images.open(name) for name in record_images(record)] for record in records]
+            turns = [record["conversations"][:2] for record in records]
+            said = assistant.answer([both[:1] for both in turns], sum(opened, []), **options)
+            for pictures, (question, expected), text in zip(opened, turns, said, strict=True):
+                asked = question["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
+                answers.append(Answer(pictures, asked, expected["value"], text))
+        return answers
+
+
+def accuracy(answers: Sequence[Answer]) -> dict[str, float]:
+    """The share of right answers and its interval, by logged name."""
+    right = sum(answer.is_right for answer in answers)
+    low, high = share_interval(right, len(answers))
+    named = {"accuracy": right / len(answers), "accuracy_low": low, "accuracy_high": high, "questions": len(answers)}
+    return {f"eval_{name}": value for name, value in named.items()}
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def show_answers(answers: Sequence[Answer], callbacks: Iterable[Any], step: int) -> None:
+    """Writes the table to the loggers among the Trainer's callbacks, those that are on this rank."""
+    for callback in callbacks:
+        if getattr(callback, "tb_writer", None) is not None:
+            _to_tensorboard(callback.tb_writer, answers, step)
+        for library in (getattr(callback, "_wandb", None), getattr(callback, "_trackio", None)):
+            if library is not None and getattr(callback, "_initialized", False):
+                table = library.Table(columns=list(COLUMNS), data=[_row(answer, library.Image) for answer in answers])
+                library.log({"eval/answers": table, "train/global_step": step})
+
+
+def _row(answer: Answer, image: Callable[[Image.Image], Any]) -> list[Any]:
+    """A row of `COLUMNS`; several pictures are shown side by side."""
+    picture = image(_thumbnail(answer.pictures)) if answer.pictures else None
+    return [picture, answer.question, answer.expected, answer.said, "yes" if answer.is_right else "no"]
+
+
+def _thumbnail(pictures: Sequence[Image.Image]) -> Image.Image:
+    """The pictures in one row, each padded to a square."""
+    row = Image.new("RGB", (SIDE * max(1, len(pictures)), SIDE), "white")
+    for number, picture in enumerate(pictures):
+        row.paste(ImageOps.pad(picture.convert("RGB"), (SIDE, SIDE), color="white"), (SIDE * number, 0))
+    return row
+
+
+def _to_tensorboard(writer: Any, answers: Sequence[Answer], step: int) -> None:
+    lines = ["| number | question | expected | answer | right |", "|---|---|---|---|---|"]
+    pictures = []
+    for number, answer in enumerate(answers):
+        _, *cells = _row(answer, lambda picture: picture)
+        lines.append(f"| {number} | " + " | ".join(" ".join(c.replace("|", "\\|").split()) for c in cells) + " |")
+        if answer.pictures:
+            pixels = torch.frombuffer(bytearray(_thumbnail(answer.pictures[:1]).tobytes()), dtype=torch.uint8)
+            pictures.append(pixels.view(SIDE, SIDE, 3))
+    writer.add_text("eval/answers", "\n".join(lines), step)
+    if pictures:
+        writer.add_images("eval/pictures", torch.stack(pictures), step, dataformats="NHWC")
+    writer.flush()

@@ -1,0 +1,43 @@
+"""Training's progress where no terminal is: plain lines in place of a bar and of every step's figures.
+
+The figures of every step are in `train_log.jsonl`.
+"""
+
+from transformers import TrainerCallback
+
+from llava.progress import Progress
+from llava.train.telemetry import logged_names
+
+
+class TrainingProgress(TrainerCallback):
+    """Says now and then how far the run is, and what every evaluation found.
+
+    Args:
+        step_size: samples of a step over all ranks.
+    """
+
+    def __init__(self, step_size: int):
+        self.step_size = step_size
+        self.progress: Progress | None = None
+        self.loss: float | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        hidden = not state.is_world_process_zero
+        self.progress = Progress(state.max_steps, "training", "steps", done=state.global_step, hidden=hidden)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        seconds = self.progress.clock() - self.progress.started
+        rate = self.step_size * (state.global_step - self.progress.before) / max(seconds, 1e-9)
+        loss = [] if self.loss is None else [f"loss {self.loss:.4g}"]
+        self.progress.note(", ".join([*loss, f"{rate:.3g} samples/s"]))
+        self.progress.update(state.global_step - self.progress.done)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.loss = logs.get("loss", self.loss)
+        if "eval_loss" in logs:
+            found = {name: value for name, value in logged_names(logs).items() if name.startswith("eval/")}
+            line = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+            self.progress.say(f"step {state.global_step}: {line}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.progress.close()

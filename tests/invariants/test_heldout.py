@@ -1,0 +1,302 @@
+"""Held-out loss in training: exact, also in its parts, the same on any number of ranks, and it changes no weight."""
+
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from data_files import write_varied
+from torch.nn.functional import cross_entropy
+from training import LORA, build, flags, losses, training_arguments
+
+from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.train import train as train_module
+from llava.train.failures import REQUEUE_EXIT_CODE
+from llava.train.heldout import HeldOut, dealt, evaluating, parts_of, source_names
+from llava.train.telemetry import LOG_FILE
+
+EVALS = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def heldout(tiny):
+    """`--eval_data_path` of two files: pictures and text of varied lengths, and the tiny records."""
+    write_varied(tiny, tiny / "data/varied.json")
+    return f"{tiny}/data/varied.json,{tiny}/data/finetune.json"
+
+
+def logged(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
+
+
+def evaluations(folder) -> list[dict]:
+    """The log's lines about held-out data, without what differs between equal runs."""
+    return [{k: v for k, v in line.items() if k != "eval/seconds"} for line in logged(folder) if "eval/loss" in line]
+
+
+# --- which samples ----------------------------------------------------------------------------------------------------
+
+
+def test_every_sample_counts_once_and_ranks_compute_one_modality_at_a_time():
+    random = np.random.default_rng(0)
+    lengths = (random.integers(1, 100, 53) * random.choice([-1, 1], 53)).tolist()
+    sources = random.choice(["a", "b", "c"], 53).tolist()
+    parts = parts_of(lengths, sources, max_samples=4, max_tokens=150)
+    assert sorted(i for part in parts for i in part.samples) == list(range(53))
+    for part in parts:
+        assert {sources[i] for i in part.samples} == {part.source}
+        assert {lengths[i] < 0 for i in part.samples} == {part.modality == "text"}
+        longest = max(abs(lengths[i]) for i in part.samples)
+        assert len(part.samples) == 1 or (len(part.samples) <= 4 and longest * len(part.samples) <= 150)
+    for ranks in (1, 2, 3, 8):
+        rounds = list(zip(*dealt(parts, ranks), strict=True))
+        assert all(len({part.modality for part in parts_at_once}) == 1 for parts_at_once in rounds)
+        given = [i for parts_at_once in rounds for part in parts_at_once for i in part.samples]
+        assert sorted(i for i in given if i >= 0) == list(range(53))
+        assert len([i for i in given if i < 0]) < 2 * ranks
+
+
+def test_sources_are_called_by_their_file_or_by_their_path_where_that_would_be_twice(tmp_path):
+    for name in ("a/test.json", "b/test.json", "c.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("[]")
+    paths = [f"{tmp_path}/{name}" for name in ("a/test.json", "b/test.json", "c.json")]
+    assert list(source_names(",".join(paths)).values()) == [paths[0], paths[1], "c"]
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def test_losses_equal_an_independent_sum_in_float64_over_each_sample_alone(tiny, tmp_path, heldout):
+    _, trainer = build(flags(tiny, tmp_path, 2, eval_data_path=heldout, **EVALS))
+    dataset = trainer.heldout.dataset
+    model = trainer.model.double().eval()
+    names = source_names(heldout)
+    visual = model.get_vision_tower().num_tokens
+    sums = {}
+    with torch.no_grad():
+        for i in range(len(dataset)):
+            ids, labels = dataset[i]["input_ids"], dataset[i]["labels"]
+            images = dataset[i].get("images")
+            logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], images=images).logits[0]
+            widths = torch.where(ids == IMAGE_TOKEN_INDEX, visual, 1)
+            labels = labels.repeat_interleave(widths)[1 : len(logits)]
+            loss = cross_entropy(logits[: len(labels)].double(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+            kind = "_text" if images is None else "_image"
+            for name in ("", kind, f"/{names[dataset.records.source(i)[0]]}"):
+                before = sums.get(name, (0.0, 0))
+                sums[name] = (before[0] + loss.item(), before[1] + int((labels != IGNORE_INDEX).sum()))
+    model.float()
+    with evaluating(model):
+        totals = trainer.heldout.totals(model, lambda batch: batch)
+    found = trainer.heldout.metrics(totals)
+    assert found.keys() == {"eval_loss", "eval_loss_image", "eval_loss_text", "eval_loss/varied", "eval_loss/finetune"}
+    for name, (loss, count) in sums.items():
+        assert found[f"eval_loss{name}"] == pytest.approx(loss / count, rel=1e-6)
+    by_name = dict(zip(trainer.heldout.names, totals.tolist(), strict=True))
+    modalities = [sum(v) for v in zip(by_name["_image"], by_name["_text"], strict=True)]
+    sources = [sum(v) for v in zip(by_name["/varied"], by_name["/finetune"], strict=True)]
+    assert modalities == pytest.approx(sources, rel=1e-9) and modalities[1] == sums[""][1]
+
+
+@pytest.mark.parametrize("options", [{"per_device_eval_batch_size": 1}, {"padding_free": False}])
+def test_micro_batches_change_nothing(tiny, tmp_path, heldout, options):
+    def loss(**more) -> dict[str, float]:
+        _, trainer = build(flags(tiny, tmp_path, 2, eval_data_path=heldout, **EVALS, **more))
+        with evaluating(trainer.model):
+            return trainer.heldout.metrics(trainer.heldout.totals(trainer.model, lambda batch: batch))
+
+    assert loss(**options) == pytest.approx(loss(), rel=1e-6)
+
+
+def test_no_logits_and_no_gradients_are_made(tiny, tmp_path, heldout, monkeypatch):
+    _, trainer = build(flags(tiny, tmp_path, 2, eval_data_path=heldout, **EVALS))
+    rows = []
+    head = trainer.model.lm_head
+    head.register_forward_pre_hook(lambda module, args: rows.append((len(args), args[0].shape[:-1].numel())))
+    monkeypatch.setattr(torch, "zeros_like", None)  # with which the chunked loss begins a gradient
+    with evaluating(trainer.model):
+        totals = trainer.heldout.totals(trainer.model, lambda batch: batch)
+    assert {count for count, _ in rows} == {2}  # every call with targets
+    assert sum(count for _, count in rows) * 2 == totals[:, 1].sum()
+
+
+# --- what it leaves behind --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (1, {}),
+        (2, {"dataloader_num_workers": 1}),
+        (2, {"bf16": True}),
+        (2, LORA | {"lora_dropout": 0.5}),
+        (2, {"max_tokens_per_micro_batch": 450, "gradient_accumulation_steps": 2}),
+    ],
+)
+def test_a_run_with_evaluation_ends_in_the_same_weights(tiny, tmp_path, heldout, stage, options):
+    options |= {"max_steps": 3, "trial_save": False}
+    train_module.train(flags(tiny, tmp_path / "without", stage, **options))
+    train_module.train(
+        flags(tiny, tmp_path / "with", stage, eval_data_path=heldout, eval_on_start=True, **EVALS, **options)
+    )
+    assert losses(tmp_path / "with" / LOG_FILE) == losses(tmp_path / "without" / LOG_FILE)
+    files = [f for pattern in ("*.safetensors", "*.bin") for f in (tmp_path / "without").glob(pattern)]
+    for file in files:
+        if file.name != "training_args.bin":
+            assert file.read_bytes() == (tmp_path / "with" / file.name).read_bytes(), file.name
+    found = evaluations(tmp_path / "with")
+    assert [line["step"] for line in found] == [0, 1, 2, 3]
+    assert found[-1]["eval/loss"] < found[0]["eval/loss"]
+
+
+def test_its_time_is_in_no_rate(tiny, tmp_path, heldout, monkeypatch):
+    totals = HeldOut.totals
+    monkeypatch.setattr(HeldOut, "totals", lambda *args: (time.sleep(0.5), totals(*args))[1])
+    started = time.monotonic()
+    options = {"eval_data_path": heldout, "max_steps": 4, "trial_save": False, **EVALS}
+    train_module.train(flags(tiny, tmp_path, 2, **options))
+    wall, lines = time.monotonic() - started, logged(tmp_path)
+    rates = [line["samples_per_second"] for line in lines if "samples_per_second" in line]
+    training = sum(4 / rate for rate in rates[1:])  # the first one counts from when the trainer was made
+    evaluating = [line["eval/seconds"] for line in lines if "eval/loss" in line]
+    assert min(evaluating) > 0.5 and len(evaluating) == 4
+    assert training < lines[-1]["train_runtime"]
+    assert lines[-1]["train_runtime"] + sum(evaluating) < wall
+
+
+def test_a_continued_run_logs_what_the_uninterrupted_one_does(tiny, tmp_path, heldout):
+    options = {"eval_data_path": heldout, "eval_on_start": True, "max_steps": 4, "save_strategy": "steps"}
+    options |= {"save_steps": 2, **EVALS}
+    train_module.train(flags(tiny, tmp_path / "whole", 2, **options))
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "whole/checkpoint-2").rename(tmp_path / "resumed/checkpoint-2")
+    lines = (tmp_path / "whole" / LOG_FILE).read_text().splitlines()
+    (tmp_path / "resumed" / LOG_FILE).write_text("\n".join(lines) + "\n")
+    train_module.train(flags(tiny, tmp_path / "resumed", 2, **options))
+    assert evaluations(tmp_path / "resumed") == evaluations(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_path, heldout, monkeypatch, step):
+    totals = HeldOut.totals
+
+    def interrupted(self, model, prepare, at_batch):
+        def at_first_batch() -> bool:
+            if trainers[0].state.global_step == step:
+                os.kill(os.getpid(), signal.SIGINT)
+            return at_batch()
+
+        return totals(self, model, prepare, at_first_batch)
+
+    trainers = []
+    build_trainer = train_module.build_trainer
+    monkeypatch.setattr(
+        train_module, "build_trainer", lambda *a, **k: trainers.append(build_trainer(*a, **k)) or trainers[-1]
+    )
+    monkeypatch.setattr(HeldOut, "totals", interrupted)
+    options = {"eval_data_path": heldout, "eval_on_start": True, "max_steps": 5, **EVALS}
+    with pytest.raises(SystemExit) as stop:
+        train_module.train(flags(tiny, tmp_path, 2, **options))
+    assert stop.value.code == REQUEUE_EXIT_CODE
+    assert [f.name for f in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step + 1}"]
+    monkeypatch.setattr(HeldOut, "totals", totals)
+    train_module.train(flags(tiny, tmp_path, 2, **options))
+    assert evaluations(tmp_path)[-1]["step"] == 5
+
+
+# --- the best checkpoint ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "more"), [(1, {}), (2, {}), (2, LORA), (2, {"bf16": True})])
+def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout, stage, more):
+    """The highest loss counts as the best here, which is that of the first step."""
+    options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
+    options |= {"max_steps": 4, "metric_for_best_model": "loss_image", "greater_is_better": True, **EVALS, **more}
+    options |= {"learning_rate": 1e-2, "save_total_limit": 1}
+    train_module.train(flags(tiny, tmp_path, stage, **options))
+    found = {line["step"]: line["eval/loss_image"] for line in evaluations(tmp_path)}
+    best = max(found, key=found.get)
+    assert best < 4
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert state["best_global_step"] == best and state["best_model_checkpoint"] == f"{tmp_path}/checkpoint-{best}"
+    folder = tmp_path / f"checkpoint-{best}"
+    names = ["mm_projector.bin"] if stage == 1 else ["adapter_model.safetensors", "non_lora_trainables.bin"]
+    names = names if stage == 1 or more is LORA else ["model.safetensors"]
+    for name in names:
+        if name.endswith(".bin"):
+            ours, theirs = (torch.load(f / name, weights_only=True) for f in (tmp_path, folder))
+            assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+        else:
+            assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [("loss", False), ("loss_image", False), ("loss/varied", False), ("eval/loss_text", False), ("accuracy", True)],
+)
+def test_less_of_any_loss_is_better(tmp_path, metric, greater):
+    """The library takes that for granted of names that end in loss."""
+    args = training_arguments(tmp_path, metric_for_best_model=metric)
+    assert args.greater_is_better is greater and not args.metric_for_best_model.startswith("eval/")
+
+
+def test_a_run_that_stops_early_keeps_its_newest_checkpoint(tiny, tmp_path, heldout, monkeypatch):
+    options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
+    options |= {"max_steps": 6, "greater_is_better": True, "learning_rate": 1e-2, "save_total_limit": 1, **EVALS}
+    parsed = train_module.parse_arguments(flags(tiny, tmp_path, 2, **options))
+    stop = train_module.StopSignal()
+    monkeypatch.setattr(
+        stop, "on_step_begin", lambda args, state, *_, **k: state.global_step == 4 and stop._receive(15, None) or None
+    )
+    train_module.run(*parsed, train_module.watchdog_of(parsed[2]), stop)
+    kept = sorted(f.name for f in tmp_path.glob("checkpoint-*"))
+    assert stop.stopped and kept[-1] == "checkpoint-5" and len(kept) == 2
+    train_module.train(flags(tiny, tmp_path, 2, **options))
+    best = json.loads((tmp_path / "trainer_state.json").read_text())["best_model_checkpoint"]
+    assert best == f"{tmp_path}/{kept[0]}"
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eval_data_path": "x.json"}, "--eval_data_path x.json: nothing says when it is read"),
+        ({"eval_data_path": "/no.json", **EVALS}, "--eval_data_path /no.json: no such file"),
+        (EVALS, "--eval_strategy needs held-out records; name them by --eval_data_path"),
+        ({"eval_image_folder": "x"}, "--eval_image_folder needs held-out records"),
+        ({"eval_data_path": "x.json", "eval_image_folder": "/no", **EVALS}, "--eval_image_folder /no: no such folder"),
+        (
+            {"eval_data_path": "x.json", "metric_for_best_model": "accuracy", **EVALS},
+            "--metric_for_best_model accuracy is not measured; expected one of loss, loss_image",
+        ),
+        ({"eval_data_path": "x.json", "per_device_eval_batch_size": 0, **EVALS}, "--per_device_eval_batch_size"),
+        (
+            {"eval_data_path": "x.json", "lr_scheduler_type": "reduce_lr_on_plateau", **EVALS},
+            "--lr_scheduler_type reduce_lr_on_plateau would let held-out data decide it",
+        ),
+    ],
+)
+def test_wrong_flags_are_named(tiny, tmp_path, options, message):
+    if options.get("eval_data_path") == "x.json":
+        options = options | {"eval_data_path": tiny / "data/pretrain.json"}
+        message = message.replace("x.json", str(tiny / "data/pretrain.json"))
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train_module.train(flags(tiny, tmp_path, 2, **options))
+
+
+def test_bad_held_out_records_are_refused_or_listed(tiny, tmp_path, heldout):
+    records = json.loads((tiny / "data/finetune.json").read_text())
+    missing = next(r for r in records if "image" in r) | {"id": "gone", "image": "gone.png"}
+    (tmp_path / "eval.json").write_text(json.dumps([*records, missing]))
+    options = {"eval_data_path": tmp_path / "eval.json", "max_steps": 1, **EVALS}
+    with pytest.raises(ValueError, match="eval.json"):
+        train_module.train(flags(tiny, tmp_path / "run", 2, **options))
+    train_module.train(flags(tiny, tmp_path / "run", 2, on_bad_record="skip", **options))
+    (left_out,) = (tmp_path / "run/quarantine_eval.jsonl").read_text().splitlines()
+    assert "gone" in left_out and not (tmp_path / "run/quarantine.jsonl").exists()

@@ -1,0 +1,154 @@
+"""Held-out questions in training: which are asked, what is right, and the tables in the loggers."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+from training import LORA, flags
+
+from llava.asking import load_assistant
+from llava.intervals import share_interval
+from llava.train import train as train_module
+from llava.train.questions import COLUMNS, Answer, accuracy, can_be_asked, normalized, show_answers
+from llava.train.telemetry import LOG_FILE
+
+PICTURE = Image.new("RGB", (20, 16), "red")
+ANSWERS = [
+    Answer([PICTURE], "Is it warm?", "Yes", "yes."),
+    Answer([PICTURE, PICTURE], "Which | one?", "the left one", "The left  one!"),
+    Answer([], "What is 1 + 1?", "2", "3"),
+]
+
+
+def record(answer: str, question: str = "<image>\nIs it warm?", **fields) -> dict:
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return {"id": "a", "image": "a.png", "conversations": turns} | fields
+
+
+def test_case_punctuation_and_white_space_decide_nothing():
+    assert normalized(" The  Left-hand, one!\n") == "the lefthand one"
+    assert [answer.is_right for answer in ANSWERS] == [True, True, False]
+
+
+def test_questions_have_short_answers_and_the_pictures_that_they_show():
+    assert can_be_asked(record("Yes."))
+    assert can_be_asked({k: v for k, v in record("Yes", "Is it?").items() if k != "image"})
+    for unfit in (record("one two three four five six"), record("..."), record("Yes", "Is it?")):
+        assert not can_be_asked(unfit)
+    assert not can_be_asked({"conversations": [{"from": "human", "value": "Hello"}]})
+
+
+def test_accuracy_comes_with_wilsons_interval():
+    low, high = share_interval(2, 3)
+    found = accuracy(ANSWERS)
+    assert found == {
+        "eval_accuracy": 2 / 3, "eval_accuracy_low": low, "eval_accuracy_high": high, "eval_questions": 3
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, LORA])
+def test_a_run_logs_what_its_model_answers_and_keeps_its_weights(tiny, tmp_path, trained, options):
+    """The answers are those of the saved model, asked on its own."""
+    start = trained("gwc_layernorm")
+    options = {"model_name_or_path": start, "vision_tower": None, "version": "qwen_1_5", **options}
+    options |= {"data_path": tiny / "data/colours.json", "learning_rate": 1e-3, "report_to": "tensorboard"}
+    asked = {"eval_data_path": tiny / "data/colours.json", "eval_generate": 6, "eval_strategy": "steps"}
+    asked |= {"eval_steps": 1, "per_device_eval_batch_size": 4}
+    train_module.train(flags(tiny, tmp_path / "with", 2, **options, **asked))
+    train_module.train(flags(tiny, tmp_path / "without", 2, **options))
+    for file in [*(tmp_path / "without").glob("*.safetensors"), *(tmp_path / "without").glob("non_lora*")]:
+        assert file.read_bytes() == (tmp_path / "with" / file.name).read_bytes()
+    lines = [json.loads(line) for line in (tmp_path / "with" / LOG_FILE).read_text().splitlines()]
+    last = [line for line in lines if "eval/accuracy" in line][-1]
+    assert last["step"] == 2 and last["eval/questions"] == 6 and last["eval/accuracy"] > 0.5
+
+    text, pictures = tensorboard(tmp_path / "with")
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines()[2:]]
+    records = json.loads((tiny / "data/colours.json").read_text())
+    chosen = [records[i * len(records) // 6] for i in range(6)]
+    assert [row[1] for row in rows] == [
+        " ".join(r["conversations"][0]["value"].removeprefix("<image>").split()) for r in chosen
+    ]
+    assert pictures == 6
+    if "bf16" not in options:
+        assistant = load_assistant(str(tmp_path / "with"), device="cpu", torch_dtype=torch.float32)
+        images = [Image.open(tiny / "data/images" / r["image"]) for r in chosen]
+        said = assistant.answer([r["conversations"][:1] for r in chosen], images, do_sample=False, max_new_tokens=20)
+        assert [row[3] for row in rows] == said
+
+
+def tensorboard(folder) -> tuple[str, int]:
+    """The last table's text and how many pictures stand beside it, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = folder.rglob("events.out.tfevents*")
+    events = EventAccumulator(str(file), size_guidance={"tensors": 0, "images": 0}).Reload()
+    text = events.Tensors("eval/answers/text_summary")[-1].tensor_proto.string_val[0].decode()
+    tags = [tag for tag in events.Tags()["images"] if tag.startswith("eval/pictures")]
+    assert {"eval/loss", "eval/accuracy"} <= set(events.Tags()["scalars"])
+    return text, len(tags)
+
+
+class Stub:
+    """The part of wandb and trackio that is used, with the argument names of wandb 0.31 and trackio 0.43."""
+
+    def __init__(self):
+        self.logged = []
+
+    class Image:
+        def __init__(self, value):
+            assert value.mode == "RGB" and value.size[1] == 224
+            self.value = value
+
+    class Table:
+        def __init__(self, columns=None, data=None, dataframe=None, rows=None, optional=True, allow_mixed_types=False):
+            self.columns, self.data = columns, data
+
+    def log(self, data):
+        self.logged.append(data)
+
+
+@pytest.mark.parametrize("attribute", ["_wandb", "_trackio"])
+def test_tables_reach_wandb_and_trackio_where_they_report(attribute):
+    library = Stub()
+    silent = SimpleNamespace(**{attribute: library}, _initialized=False)
+    show_answers(ANSWERS, [silent], 7)
+    assert library.logged == []
+    show_answers(ANSWERS, [SimpleNamespace(**{attribute: library}, _initialized=True)], 7)
+    (logged,) = library.logged
+    table = logged["eval/answers"]
+    assert logged["train/global_step"] == 7 and table.columns == list(COLUMNS)
+    assert [row[1:] for row in table.data] == [
+        ["Is it warm?", "Yes", "yes.", "yes"],
+        ["Which | one?", "the left one", "The left  one!", "yes"],
+        ["What is 1 + 1?", "2", "3", "no"],
+    ]
+    assert [row[0] and row[0].value.size for row in table.data] == [(224, 224), (448, 224), None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"version": "plain", "data_path": "pretrain"},
+            "--eval_generate 2: a captioner.s template",
+        ),
+        ({"data_path": "long"}, "--eval_generate 2: no held-out record begins with a question"),
+        ({"eval_generate": -1}, "--eval_generate: expected how many questions to ask, or 0, found -1"),
+        ({"eval_data_path": None}, "--eval_generate needs held-out records"),
+        ({"metric_for_best_model": "acuracy"}, "acuracy is not measured; expected one of loss, .*accuracy"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(tiny, tmp_path, options, message):
+    path = tiny / "data" / f"{options.pop('data_path', 'finetune')}.json"
+    if path.stem == "long":
+        path = tmp_path / "long.json"
+        path.write_text(json.dumps([record("one two three four five six", "Is it?") | {"image": None}]))
+    values = {"eval_data_path": path, "eval_strategy": "epoch", "eval_generate": 2} | options
+    if values["eval_data_path"] is None:
+        values.pop("eval_strategy")
+    data = {"data_path": tiny / "data/pretrain.json"} if options.get("version") == "plain" else {}
+    with pytest.raises(ValueError, match=message):
+        train_module.train(flags(tiny, tmp_path / "run", 2, **data, **values))

@@ -1,0 +1,120 @@
+"""Progress: a bar in a terminal, elsewhere a line every half minute and never a carriage return."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from paths import ROOT
+from training import flags
+
+from llava.progress import EVERY, FIRST, Progress, duration, progress
+
+SOURCES = [
+    path
+    for folder in ("llava", "playground", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+    if "playground/data" not in path.as_posix() and path != ROOT / "llava/progress.py"
+]
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nothing_else_in_the_tree_draws_bars():
+    assert [str(path) for path in SOURCES if re.search(r"\btqdm\s*(\(|\.write)|import tqdm", path.read_text())] == []
+
+
+def test_lines_come_after_five_seconds_and_then_every_thirty(capsys):
+    clock = Clock()
+    with Progress(100, "reading", "files", clock=clock) as bar:
+        for _ in range(100):
+            clock.now += 1
+            bar.update()
+    lines = capsys.readouterr().err.splitlines()
+    assert (FIRST, EVERY) == (5.0, 30.0)
+    assert lines == [
+        "reading: 5 of 100 files, 1/s, 1:35 left",
+        "reading: 35 of 100 files, 1/s, 1:05 left",
+        "reading: 65 of 100 files, 1/s, 0:35 left",
+        "reading: 95 of 100 files, 1/s, 0:05 left",
+        "reading: 100 of 100 files, 1:40 in all",
+    ]
+
+
+def test_a_short_job_says_nothing_and_a_hidden_one_neither(capsys):
+    assert list(progress(["a", "b"], "reading")) == ["a", "b"]
+    clock = Clock()
+    with Progress(2, "reading", hidden=True, clock=clock) as bar:
+        clock.now += 100
+        bar.update()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_was_done_before_counts_as_done_and_not_as_pace(capsys):
+    clock = Clock()
+    bar = Progress(100, "going on", "steps", done=50, clock=clock)
+    bar.note("loss 2.5")
+    clock.now += 10
+    bar.update(10)
+    clock.now += 1
+    bar.close()
+    bar.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "going on: 60 of 100 steps, loss 2.5, 0:40 left",
+        "going on: 60 of 100 steps, loss 2.5, 0:44 left",
+    ]
+
+
+def test_an_iterator_that_is_left_early_is_closed(capsys):
+    clock = Clock()
+    for item in Progress(iter("abc"), "letters", total=3, clock=clock):
+        clock.now += 60
+        if item == "b":
+            break
+    assert capsys.readouterr().err.splitlines()[0] == "letters: 1 of 3, 0.0167/s, 2:00 left"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(7.4, "0:07"), (750, "12:30"), (11100, "3:05:00")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_in_a_terminal_it_is_a_bar():
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # one without a size shows nothing
+    code = "from llava.progress import progress\nfor _ in progress(range(3), 'reading', 'files'): pass"
+    subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    os.close(theirs)
+    shown = os.read(ours, 10000).decode()
+    assert "\r" in shown and "3/3 files" in shown
+
+
+@pytest.mark.slow
+def test_a_runs_log_holds_no_carriage_return_and_says_how_far_it_is(tiny, tmp_path):
+    """The first step of a real run, with its clock of progress advanced."""
+    code = "import llava.progress; llava.progress.FIRST = 0.0; from llava.train.train import main; main()"
+    argv = flags(tiny, tmp_path / "run", 2, disable_tqdm=None, save_strategy="steps", save_steps=1)
+    argv += ["--eval_data_path", str(tiny / "data/finetune.json"), "--eval_strategy", "steps", "--eval_steps", "1"]
+    with (tmp_path / "log").open("w") as log:
+        environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_DISABLE_PROGRESS_BARS"}
+        command = [sys.executable, "-c", code, *argv]
+        run = subprocess.run(command, stdout=log, stderr=log, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)})
+    text = (tmp_path / "log").read_text()
+    assert run.returncode == 0, text
+    assert "\r" not in text and "%|" not in text
+    assert re.search(r"^training: 1 of 2 steps, [\d.]+ samples/s, 0:\d\d left$", text, re.MULTILINE)
+    assert re.search(r"^training: 2 of 2 steps, loss [\d.]+, [\d.]+ samples/s, 0:\d\d in all$", text, re.MULTILINE)
+    assert re.search(r"^step 1: eval/loss [\d.]+, eval/loss_image [\d.]+, ", text, re.MULTILINE)
+    assert re.search(r"^evaluating: 1 of \d+ micro-batches", text, re.MULTILINE)
