@@ -308,7 +308,7 @@ def build_trainer(
         tokenizer,
         version=model_args.version,
         image_processor=image_processor,
-        image_folder=image_store(data_args),
+        image_folder=image_store(data_args, records),
         image_aspect_ratio=data_args.image_aspect_ratio,
         num_visual_tokens=tower.num_tokens,
         model_max_length=training_args.model_max_length,

@@ -502,17 +502,13 @@ def test_changed_image_bytes_of_equal_size_are_checked_again(tmp_path):
 
 
 WRONG = {
-    "messages": (
-        {"messages": pa.array([[{"role": "user", "content": "<image>"}]])}, "'messages' looks like chat messages"
-    ),
-    "chat": (
-        {"conversations": pa.array([[{"role": "user", "content": "<image>"}]])}, "this looks like chat messages"
-    ),
+    "messages": ({"messages": pa.array([[{"role": "user"}]])}, "column 'messages' is list.*or 'role' and 'content'"),
+    "chat": ({"conversations": pa.array([[{"role": "user", "content": 1}]])}, "expected a list of structs"),
     "two columns": (
         {"conversations": pa.array([TURNS]), "image": pa.array(["a"]), "images": pa.array([["a"]])},
         "columns 'image' and 'images'; keep the one",
     ),
-    "no conversations": ({"id": pa.array([1])}, "no column 'conversations'; it has id"),
+    "no conversations": ({"id": pa.array([1])}, "no column 'conversations' or 'messages'; it has id"),
     "text": ({"conversations": pa.array(["hello"])}, "'conversations' is string; expected a list of structs"),
     "struct of lists": (
         {"conversations": pa.array([{"from": ["human"], "value": ["x"]}])}, "expected a list of structs"
