@@ -50,6 +50,9 @@ def _check_paths(environment: Mapping[str, str], flags: Flags) -> Iterator[Input
     for part in flags.value("data_path").split(","):
         if part and not Path(part).exists() and glob(part):
             yield Input(FOUND, "data", part)
+        elif part.startswith("hf:"):
+            name = re.split(r"[:\[]", part.removeprefix("hf:"))[0]
+            yield from check_model("data", name, "expected hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT]", caller)
         else:
             yield from check_file("data", part, prepared or f"{source}, or set DATA_PATH", caller)
     yield from check_file("images", flags.value("image_folder"), prepared or f"{source}, or set IMAGE_FOLDER", caller)

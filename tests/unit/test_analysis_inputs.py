@@ -154,7 +154,7 @@ def test_unusable_data_is_refused_with_what_is_expected(tmp_path, monkeypatch):
         pa.table({"image": [{"bytes": b"no picture", "path": "x"}], "question": ["?"]}), tmp_path / "bad.parquet"
     )
     for path, message in (
-        (tmp_path / "nothing", "expected a folder, .json, .jsonl or .parquet"),
+        (tmp_path / "nothing", "expected a folder, .json, .jsonl, .parquet, .yaml"),
         (tmp_path / "cut.parquet", "cut.parquet: cannot be read as Parquet"),
         (tmp_path / "empty", "neither pictures nor Parquet"),
         (tmp_path / "text.parquet", "without a column image or images; it has text"),
