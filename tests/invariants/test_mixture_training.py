@@ -1,4 +1,4 @@
-"""Runs over a mixture of data sets: their shares, their losses, and that a resumed run goes on with the same samples."""
+"""Runs over a mixture of data sets: their shares, their losses, and that a resumed run takes the same samples."""
 
 import json
 import shutil
