@@ -42,37 +42,43 @@ def hub_shards(name: str, cache_dir: str | None = None) -> list[Path]:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"--data_path {name}: expected hf:OWNER/NAME[SPLIT] or hf:OWNER/NAME:CONFIG[SPLIT]")
-    path, config, split = str(Path(match["path"]).expanduser()), match["config"], match["split"] or "train"
-    if (path.startswith((".", "/")) or path.count("/") > 1) and not Path(path).is_dir():
+    path, config, split = str(Path(match["path"]).expanduser()), match["config"], match["split"]
+    if Path(path).is_dir():
+        path = str(Path(path).absolute())  # the library has readers of its own under names such as csv
+    elif path.startswith((".", "/")) or path.count("/") > 1:
         raise FileNotFoundError(f"--data_path {name}: no such folder{starts_from(path)}")
     try:
         import datasets
     except ImportError:
         raise ImportError(f"--data_path {name}: needs the datasets library; pip install 'datasets>=4'") from None
     try:
-        return _shards(
-            datasets, str(Path(path).expanduser()) if Path(path).is_dir() else path, config, split, cache_dir
-        )
-    except (FileNotFoundError, ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
+        if any(Path(path, file).is_file() for file in ("state.json", "dataset_dict.json")):
+            return _written(_saved(datasets, path, split), path, cache_dir)
+        return _shards(datasets, path, config, split or "train", cache_dir)
+    except (FileNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(f"--data_path {name}: {_in_a_line(error)}") from error
     except (ValueError, OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"--data_path {name}: {_in_a_line(error)}") from error
 
 
+def _saved(datasets: Any, path: str, split: str | None) -> Any:
+    """What `save_to_disk` wrote: one split, or several by name."""
+    data = datasets.load_from_disk(path)
+    if not isinstance(data, datasets.DatasetDict):
+        data = {str(data.split or "train"): data}
+    if (split or "train") in data:
+        return data[split or "train"]
+    if split is None and len(data) == 1:
+        return next(iter(data.values()))
+    raise ValueError(f"no split {split or 'train'!r}; it has {', '.join(map(repr, data))}")
+
+
 def _shards(datasets: Any, path: str, config: str | None, split: str, cache_dir: str | None) -> list[Path]:
-    if any(Path(path, name).is_file() for name in ("state.json", "dataset_dict.json")):  # by `save_to_disk`
-        data = datasets.load_from_disk(path)
-        if isinstance(data, datasets.DatasetDict):
-            if split not in data:
-                raise ValueError(f"no split {split!r}; it has {', '.join(map(repr, data))}")
-            data = data[split]
-    else:
-        builder = datasets.load_dataset_builder(path, config)
-        files = builder.config.data_files or {}
-        if builder.name.startswith("parquet") and split in files:
-            return list(map(Path, datasets.DownloadManager().download(list(files[split]))))
-        data = datasets.load_dataset(path, config, split=split)
-    return _written(data, path, cache_dir)
+    builder = datasets.load_dataset_builder(path, config)
+    files = builder.config.data_files or {}
+    if builder.name.startswith("parquet") and split in files:
+        return list(map(Path, datasets.DownloadManager().download(list(files[split]))))
+    return _written(datasets.load_dataset(path, config, split=split), path, cache_dir)
 
 
 def _written(data: Any, path: str, cache_dir: str | None) -> list[Path]:
@@ -101,4 +107,4 @@ def _is_whole(path: Path) -> bool:
 
 
 def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return " ".join(f"{error}{f' ({error.__cause__})' if error.__cause__ else ''}".split())

@@ -326,6 +326,7 @@ HUB = {
     "name": ("hf:a[b", "expected hf:OWNER/NAME"),
     "nothing in it": ("hf:{place}/images-none[train]", "."),
     "columns": ("hf:{place}/set[train]", "no column 'conversations' or 'messages'; it has x"),
+    "reader's name": ("hf:csv[train]", "csv"),
     "hub": ("hf:owner/no-such-set[train]", "no-such-set"),
 }
 
