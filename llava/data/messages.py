@@ -11,8 +11,8 @@ from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import TURN_KEYS, Problem, Record, RepeatedKeys, image_keys
 
 _SPEAKERS = {"user": "human", "human": "human", "assistant": "gpt", "gpt": "gpt", "system": "system"}
-_LLAVA = set(_SPEAKERS.values())
-_TOOLS = {"tool", "function", "observation", "function_call", "tool_call", "tool_response", "tool_calls", "ipython"}
+_LLAVA = ("human", "gpt", "system")
+_TOOLS = ("tool", "function", "observation", "function_call", "tool_call", "tool_response", "tool_calls", "ipython")
 _PICTURE_KEYS = ("image", "path", "url", "image_url")
 
 
@@ -55,13 +55,18 @@ def _turns(found: Record) -> tuple[str | None, list[Any]]:
 
 def _differs(turn: Any) -> bool:
     """Whether a turn is one that is converted; others are LLaVA's, or at fault."""
-    if not isinstance(turn, dict) or isinstance(turn, RepeatedKeys):
+    if type(turn) is not dict or turn.get("from") in _LLAVA and isinstance(turn.get("value"), str):
         return False
-    if {"from", "value"} <= turn.keys():
-        speaker = turn["from"]
-        is_named = isinstance(speaker, str) and speaker not in _LLAVA and (speaker in _SPEAKERS or speaker in _TOOLS)
-        return is_named or isinstance(turn["value"], list)
-    return "role" in turn
+    role_key, text_key = _fields(turn)
+    role = turn.get(role_key)
+    is_known = isinstance(role, str) and (role in _SPEAKERS or role in _TOOLS)
+    return role_key == "role" or is_known and role not in _LLAVA or isinstance(turn.get(text_key), list)
+
+
+def _fields(turn: dict[str, Any]) -> tuple[str, str]:
+    """The keys of a turn's speaker and text."""
+    chat = turn.get("role") is not None and turn.get("from") is None
+    return ("role", "content") if chat else ("from", "value")
 
 
 def _converted(found: Record, key: str, turns: list[Any]) -> Record:
@@ -89,9 +94,9 @@ def _converted(found: Record, key: str, turns: list[Any]) -> Record:
 
 def _turn(turn: Any, pictures: list[str | None]) -> Any:
     """The turn as LLaVA's; what its image parts name is added to `pictures`. One at fault stays as it is."""
-    if not isinstance(turn, dict) or isinstance(turn, RepeatedKeys):
+    if type(turn) is not dict:
         return turn
-    keys = ("from", "value") if {"from", "value"} <= turn.keys() else ("role", "content")
+    keys = _fields(turn)
     role, content = map(turn.get, keys)
     if tools := role if role in _TOOLS else next((name for name in _TOOLS if turn.get(name)), None):
         raise _Fault("turns", f"{tools!r}: calls of tools and functions are not trained here; leave the record out")

@@ -85,7 +85,7 @@ class MixedTable(RecordTable):
 
     def __init__(self, *arguments: Any, mixture: Mixture, starts: list[int], **options: Any):
         super().__init__(*arguments, **options)
-        self.mixture, self.starts = mixture, starts
+        self.mixture, self.starts, self.is_epoch = mixture, starts, False
 
     @property
     def used(self) -> int:
@@ -119,7 +119,7 @@ class MixedTable(RecordTable):
             ValueError: an entry has no record left, or its share is less than one.
         """
         mixture = self.mixture
-        if mixture.entries[0].weight is None:
+        if mixture.entries[0].weight is None or self.is_epoch:
             return self
         own = np.split(self.kept, np.searchsorted(self.kept, self.starts[1:-1]))
         total = len(self.kept) if mixture.epoch_samples is None else mixture.epoch_samples
@@ -134,7 +134,9 @@ class MixedTable(RecordTable):
             passes, rest = divmod(share, len(records))
             some = np.random.default_rng([mixture.seed, number, 1]).permutation(len(records))[:rest]
             drawn += [records] * passes + [records[np.sort(some)]]
-        return self.of(np.concatenate(drawn), self.left_out)
+        table = self.of(np.concatenate(drawn), self.left_out)
+        table.is_epoch = True
+        return table
 
     def of(self, kept: np.ndarray, left_out: int) -> "MixedTable":
         options = {"kept": kept, "left_out": left_out, "mixture": self.mixture, "starts": self.starts}

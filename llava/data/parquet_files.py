@@ -139,7 +139,8 @@ def _is_content(kind: pa.DataType | None) -> bool:
 def _is_llavas(schema: pa.Schema, name: str) -> bool:
     """Whether a column holds turns in LLaVA's form, whose further fields are not read."""
     fields = _turn_fields(schema, name)
-    return name == "conversations" and _is_text(fields.get("from")) and _is_text(fields.get("value"))
+    texts = _is_text(fields.get("from")) and _is_text(fields.get("value"))
+    return name == "conversations" and texts and "role" not in fields
 
 
 def _unread(schema: pa.Schema) -> list[str]:

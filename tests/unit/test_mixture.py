@@ -95,6 +95,7 @@ def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples)
         assert times <= {count // size, math.ceil(count / size)}, number  # whole passes, and one in part
     assert table.kept[table.kept >= 20].max() < 50  # what the sampling left out stays out
     assert [table.source_number(i) for i in (0, len(table) - 1)] == [0, 1]
+    assert table.epoch() is table
     assert load_records(path).kept.tolist() == table.kept.tolist() != load_records(path, seed=1).kept.tolist()
 
 

@@ -579,9 +579,20 @@ words = st.sampled_from(
 texts = st.lists(words, max_size=4).map("".join)
 turns = st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "system", "bot"]), "value": texts})
 odd = st.recursive(st.none() | st.integers() | texts, lambda inner: st.lists(inner, max_size=2))
+parts = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "image", "video"])}, optional={"text": texts | odd, "path": texts | odd}
+)
+messages = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "assistant", "tool"]) | odd,
+        "content": texts | st.lists(parts) | odd,
+    },
+    optional={"from": odd, "tool_calls": odd, "weight": odd},
+)
 records = st.fixed_dictionaries(
-    {"conversations": st.lists(turns | turns | turns | odd, max_size=5) | odd},
+    {"conversations": st.lists(turns | turns | messages | odd, max_size=5) | odd},
     optional={
+        "messages": st.none() | st.lists(messages, max_size=3),
         "id": odd,
         "image": st.sampled_from(["a.png", ["a.png"], ["a.png", "a.png"], "b.png", [], "", "a\0"]) | odd,
     },
