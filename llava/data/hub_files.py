@@ -7,6 +7,7 @@ paths that they are; none is decoded.
 """
 
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ def hub_shards(name: str, cache_dir: str | None = None) -> list[Path]:
         import datasets
     except ImportError:
         raise ImportError(f"--data_path {name}: needs the datasets library; pip install 'datasets>=4'") from None
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     try:
         if any(Path(path, file).is_file() for file in ("state.json", "dataset_dict.json")):
             return _written(_saved(datasets, path, split), path, cache_dir)
