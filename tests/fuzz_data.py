@@ -211,7 +211,10 @@ def _check_sample(sample: dict, record: dict, pictures: list[Image.Image], token
     named = record.get("image") or record.get("images") or []
     named = named["path"] if isinstance(named, dict) else named  # as a row of a struct has it
     expected = [int(name[0]) for name in ([named] if isinstance(named, str) else named)]
-    written = sum(turn["value"].count("<image>") for turn in record["conversations"])
+    turns = next(record[key] for key in ("conversations", "messages", "conversation") if record.get(key))
+    written = sum(turn.get("value", turn.get("content")).count("<image>") for turn in turns)
+    if not written and any("role" in turn for turn in turns):  # which messages leave to whoever reads them
+        written = len(expected)
     given = sample.get("images", torch.empty(0))
     ids = sample["input_ids"]
     assert len(given) == int((ids == IMAGE_TOKEN_INDEX).sum())
@@ -288,11 +291,21 @@ def _other_turns_key(record: dict, rng: random.Random) -> dict:
 
 
 def _other_turn_key(record: dict, rng: random.Random) -> dict:
-    old, new = rng.choice([("from", "role"), ("value", "content"), ("from", "From"), ("value", "text")])
     turns = record.get("conversations")
     if not isinstance(turns, list):
         return record
+    if rng.random() < 0.3:
+        return record | {"conversations": [_as_message(t) if rng.random() < 0.8 else t for t in turns]}
+    old, new = rng.choice([("from", "role"), ("value", "content"), ("from", "From"), ("value", "text")])
     return record | {"conversations": [_renamed(t, old, new) if rng.random() < 0.8 else t for t in turns]}
+
+
+def _as_message(turn: dict) -> dict:
+    if {"from", "value"} - turn.keys():
+        return turn
+    further = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    role = {"human": "user", "gpt": "assistant"}.get(turn["from"], turn["from"])
+    return {"role": role, "content": turn["value"]} | further
 
 
 def _further_keys(record: dict, rng: random.Random) -> dict:

@@ -20,8 +20,10 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.data.checks import IMAGE_KEYS, starts_from
+from llava.data.checks import IMAGE_KEYS, TURN_KEYS, starts_from
+from llava.data.hub_files import is_hub_name
 from llava.data.images import ImageError, ImageStore
+from llava.data.mixture import MIXTURES
 from llava.data.records import load_records, record_images, record_name
 from llava.mm_utils import to_rgb
 
@@ -147,11 +149,13 @@ def default_data() -> str:
 def _source(path: Path, args: argparse.Namespace) -> Source:
     if path.suffix in (".json", ".jsonl"):
         return _records(path, args.image_folder or path.parent / "images")
+    if path.suffix in MIXTURES or is_hub_name(str(path)):
+        return _records(path, args.image_folder)
     shards = [path] if path.suffix == ".parquet" and path.is_file() else sorted(path.rglob("*.parquet"))
     if shards:
         try:
-            has_conversations = "conversations" in pq.read_schema(shards[0]).names
-            return _records(path, args.image_folder) if has_conversations else _benchmark(shards)
+            has_turns = not set(TURN_KEYS).isdisjoint(pq.read_schema(shards[0]).names)
+            return _records(path, args.image_folder) if has_turns else _benchmark(shards)
         except pa.ArrowException as error:
             raise ValueError(f"--data {path}: cannot be read as Parquet ({error})") from error
     if path.is_dir():
@@ -160,7 +164,7 @@ def _source(path: Path, args: argparse.Namespace) -> Source:
             return _folder(pictures, args.prompt)
         raise ValueError(f"--data {path}: the folder holds neither pictures nor Parquet files")
     raise ValueError(
-        f"--data {path}: expected a folder, .json, .jsonl or .parquet; found none of that name{starts_from(path)}"
+        f"--data {path}: expected a folder, .json, .jsonl, .parquet, .yaml; found none of that name{starts_from(path)}"
     )
 
 
@@ -174,9 +178,9 @@ def _folder(pictures: list[Path], prompt: str) -> Source:
 def _records(path: Path, folder: Path | None) -> Source:
     """LLaVA's records; of Parquet the malformed rows are left out, of JSON none may be."""
     try:
-        records = load_records(str(path), check=path.suffix in (".json", ".jsonl"))
-        store = ImageStore(folder, follow_links=True)
-    except (ValueError, OSError) as error:
+        records = load_records(str(path), check=path.suffix in (".json", ".jsonl", *MIXTURES))
+        store = ImageStore(folder, follow_links=True, others=records.image_folders)
+    except (ValueError, OSError, ImportError) as error:
         raise ValueError(_in_our_words(error)) from error
     # Placeholders that are missing do not matter here: the prompt is asked about its one picture anyway.
     malformed = {i for i in records.malformed().tolist() if records.problem(i).kind != "placeholders"}

@@ -2,7 +2,7 @@
 
 A record is `{"id", "image": str | [str], "conversations": [{"from", "value"}, ...]}`; `images` is another name of
 `image`, and text-only records have neither. Further fields are kept, not read. A row of a Parquet file may hold its
-images itself: they are then `RowImage`s.
+images itself: they are then `RowImage`s. Chat messages have become such records before (`llava.data.messages`).
 """
 
 import re
@@ -16,11 +16,9 @@ LONGEST_RECORD = 1 << 24
 """Characters of JSON: a longer record is a fault, since tokenising it would hold up a worker for minutes."""
 IMAGE_KEYS = ("image", "images")
 """Names of the field that holds a record's images; both mean the same."""
-NO_CHAT = (
-    "chat messages ('role', 'content'), which are not read; expected 'conversations': "
-    "[{'from': 'human' | 'gpt' | 'system', 'value': text}, ...], with the images under 'image'"
-)
-_READ = {"id", "conversations", *IMAGE_KEYS}
+TURN_KEYS = ("conversations", "messages", "conversation")
+"""Names under which a file may have a record's turns; the table of records has them under the first."""
+_READ = {"id", *TURN_KEYS, *IMAGE_KEYS}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PICTURE_KEY = re.compile(
     r"im(g|age)|(^|[^a-z])pics?\b|picture|photo|jpe?g|png|webp|pixel|video|frame|file_?(name|path)|^(path|url|media)",
@@ -38,6 +36,20 @@ class RowImage(NamedTuple):
 
     def __str__(self) -> str:
         return f"in row {self.row} of {self.shard}" + ("" if self.number is None else f", number {self.number}")
+
+
+class PlacedImage(NamedTuple):
+    """An image below a folder, or in a zip file, that is not the run's `--image_folder`."""
+
+    folder: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.folder}/{self.name}"
+
+
+Image = str | RowImage | PlacedImage
+"""Where a picture is: a path below `--image_folder`, a place in a Parquet file, a path below another folder."""
 
 
 class Problem(NamedTuple):
@@ -63,13 +75,14 @@ def record_name(record: Any, index: int) -> str:
     return f"record {index}" + (f" (id {identifier!r:.100})" if identifier is not None else "")
 
 
-def record_images(record: Record) -> list[str | RowImage]:
-    """The record's images, in the order of its placeholders: paths, or places in a Parquet file."""
-    image = next((record[key] for key in _image_keys(record)), [])
-    return [image] if isinstance(image, (str, RowImage)) else image
+def record_images(record: Record) -> list[Image]:
+    """The record's images, in the order of its placeholders."""
+    image = next((record[key] for key in image_keys(record)), [])
+    return [image] if isinstance(image, Image) else image
 
 
-def _image_keys(record: Record) -> list[str]:
+def image_keys(record: Record) -> list[str]:
+    """The names under which a record has images."""
     return [key for key in IMAGE_KEYS if record.get(key) is not None and record[key] != []]
 
 
@@ -103,14 +116,14 @@ def record_problem(record: Any) -> Problem | None:
         return Problem("json", "a key occurs twice; write every key once")
     conversations = record.get("conversations")
     if not isinstance(conversations, list) or not conversations:
-        return Problem("schema", f"expected a non-empty list under 'conversations'{_found_instead(record)}")
+        return Problem("schema", f"expected a non-empty list under {_found_instead(record)}")
     for number, turn in enumerate(conversations):
         if problem := _turn_problem(turn):
             return Problem(problem.kind, f"turn {number}: {problem.message}")
-    if len(keys := _image_keys(record)) > 1:
+    if len(keys := image_keys(record)) > 1:
         return Problem("schema", "images under 'image' and under 'images'; keep one of the two")
     images = record_images(record)
-    if not isinstance(images, list) or not all(isinstance(name, (str, RowImage)) for name in images):
+    if not isinstance(images, list) or not all(isinstance(name, Image) for name in images):
         return Problem("schema", f"{keys[0]!r}: expected a path or a list of paths, found {record[keys[0]]!r:.80}")
     return placeholder_problem(record)
 
@@ -130,17 +143,10 @@ def placeholder_problem(record: Record) -> Problem | None:
 
 
 def _found_instead(record: Record) -> str:
-    """How a message goes on about a record without conversations."""
-    if "conversations" in record:
-        return f", found {record['conversations']!r:.80}"
-    if chat := next((key for key, value in record.items() if _is_chat(value)), None):
-        return f"; {chat!r} looks like {NO_CHAT}"
-    return f"; the record has {_listed(list(record)) or 'no keys'}"
-
-
-def _is_chat(value: Any) -> bool:
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and "role" in first
+    """How a message goes on about a record without turns."""
+    if key := next((key for key in TURN_KEYS if key in record), None):
+        return f"{key!r}, found {record[key]!r:.80}"
+    return f"'conversations' or 'messages'; the record has {_listed(list(record)) or 'no keys'}"
 
 
 def _listed(names: list[str]) -> str:
@@ -149,9 +155,8 @@ def _listed(names: list[str]) -> str:
 
 def _turn_problem(turn: Any) -> Problem | None:
     if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
-        if isinstance(turn, dict) and "role" in turn:
-            return Problem("schema", f"{turn!r:.80} looks like {NO_CHAT}")
-        return Problem("schema", f"expected {{'from': str, 'value': str}}, found {turn!r:.80}")
+        forms = "{'from': str, 'value': str} or {'role': str, 'content': str or parts}"
+        return Problem("schema", f"expected {forms}, found {turn!r:.80}")
     if isinstance(turn, RepeatedKeys):
         return Problem("json", "a key occurs twice; write every key once")
     if not turn["value"].isascii() and _SURROGATE.search(turn["value"]):

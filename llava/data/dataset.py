@@ -16,7 +16,8 @@ from torch.utils.data import Dataset
 from llava.anyres import CropRules, Picture, Size
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
-from llava.data.checks import RowImage, placeholder_problem
+from llava.data.checks import Image as Place
+from llava.data.checks import placeholder_problem
 from llava.data.images import ImageError, ImageStore
 from llava.data.lengths import Tokenization, image_sizes, lengths_from_counts, token_counts, whole_lengths
 from llava.data.preprocess import TokenizedSample, preprocess
@@ -129,8 +130,7 @@ class LazySupervisedDataset(Dataset):
     def _name(self, record: Record, index: int) -> str:
         if not isinstance(self.records, RecordTable):
             return record_name(record, index)
-        kept = self.records.kept
-        return self.records.named(index if kept is None else int(kept[index]))
+        return self.records.named(self.records.position(index))
 
     def tokenize(self, index: int) -> TokenizedSample:
         """Token ids and labels of one record, not yet cut."""
@@ -175,10 +175,10 @@ class LazySupervisedDataset(Dataset):
         starts_inside = widths.cumsum(0) - widths < self.model_max_length
         return TokenizedSample(sample.input_ids[starts_inside], sample.labels[starts_inside])
 
-    def _open_image(self, image: str | RowImage, record: Record, index: int) -> Image.Image:
+    def _open_image(self, image: Place, record: Record, index: int) -> Image.Image:
         return self._named_errors(self.images.open, image, record, index)
 
-    def _named_errors(self, read: Callable[[str | RowImage], Any], image: str | RowImage, record: Record, index: int):
+    def _named_errors(self, read: Callable[[Place], Any], image: Place, record: Record, index: int) -> Any:
         try:
             return read(image)
         except ImageError as error:

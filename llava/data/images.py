@@ -7,7 +7,7 @@ picture formats that Pillow decodes by itself are tried; and nothing is read tha
 import os
 import stat
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +15,8 @@ from pathlib import Path
 from PIL import Image
 
 from llava.data.cache import file_stamp
-from llava.data.checks import Problem, RowImage, starts_from
+from llava.data.checks import Image as Place
+from llava.data.checks import PlacedImage, Problem, RowImage, starts_from
 from llava.data.row_images import RowReader
 from llava.data.zip_files import ZipMembers
 
@@ -40,13 +41,20 @@ class ImageStore:
         image_folder: a folder, a `.zip` file, or None for the working directory.
         cache_dir: where a zip file's list of members is kept; default `.llava_cache` beside it.
         follow_links: whether links below the folder may lead out of it.
+        others: the folders or zip files of `PlacedImage`s; None stands for `image_folder`.
 
     Raises:
         FileNotFoundError: there is no such folder.
         ValueError, OSError: as `ZipMembers`.
     """
 
-    def __init__(self, image_folder: str | Path | None, cache_dir: str | None = None, follow_links: bool = False):
+    def __init__(
+        self,
+        image_folder: str | Path | None,
+        cache_dir: str | None = None,
+        follow_links: bool = False,
+        others: Sequence[str | None] = (),
+    ):
         self.root = Path(image_folder or "")
         if not self.root.exists():
             raise FileNotFoundError(f"--image_folder {self.root}: no such folder or zip file{starts_from(self.root)}")
@@ -54,16 +62,24 @@ class ImageStore:
         self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
         self._real_root = os.path.realpath(self.root)
         self._rows = RowReader()
+        self.others = {other: ImageStore(other, cache_dir, follow_links) for other in others if other is not None}
+        self._places = list(others)
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether no picture can be a file of its own."""
+        return self.archive is not None and all(other.is_archive for other in self.others.values())
 
     def identity(self) -> str:
         """Says where pictures come from: for a zip file its content, for a folder its path."""
-        if self.archive:
-            return f"zip {self.archive.content()}"
-        return f"folder {self._real_root} {self.follow_links}"
+        own = f"zip {self.archive.content()}" if self.archive else f"folder {self._real_root} {self.follow_links}"
+        return "; ".join([own, *(other and self.others[other].identity() or "own" for other in self._places)])
 
-    def folders(self, images: Iterable[str | RowImage]) -> set[str]:
-        """The folders, below the image folder, of those images that are files of their own."""
-        return set() if self.archive else {os.path.dirname(name) for name in images if isinstance(name, str)}
+    def folders(self, images: Iterable[Place]) -> set[str]:
+        """The folders of those images that are files of their own: below the image folder, or absolute for others."""
+        own = set() if self.archive else {os.path.dirname(name) for name in images if isinstance(name, str)}
+        placed = [image for image in images if isinstance(image, PlacedImage) and not self.others[image.folder].archive]
+        return own | {os.path.dirname(os.path.abspath(str(image))) for image in placed}
 
     def folder_stamps(self, folders: Iterable[str]) -> dict[str, list[int] | None]:
         """The stamp of each folder, which changes when a file in it is added, removed or renamed; None without one."""
@@ -73,7 +89,7 @@ class ImageStore:
                 found[name] = file_stamp(self.root / name)
         return found
 
-    def open(self, image: str | RowImage) -> Image.Image:
+    def open(self, image: Place) -> Image.Image:
         """The picture, decoded; of animated ones the first frame.
 
         Raises:
@@ -83,7 +99,7 @@ class ImageStore:
             picture.load()
             return picture
 
-    def size(self, image: str | RowImage) -> tuple[int, int]:
+    def size(self, image: Place) -> tuple[int, int]:
         """Width and height of the picture, by its header alone.
 
         Raises:
@@ -92,7 +108,7 @@ class ImageStore:
         with self._header(image) as picture:
             return picture.size
 
-    def check(self, image: str | RowImage, full_decode: bool = False) -> Problem | None:
+    def check(self, image: Place, full_decode: bool = False) -> Problem | None:
         """What is wrong with a picture, by its header or by decoding it; or that only its first frame is used."""
         try:
             with self._header(image) as picture:
@@ -105,7 +121,11 @@ class ImageStore:
         return None
 
     @contextmanager
-    def _header(self, image: str | RowImage) -> Iterator[Image.Image]:
+    def _header(self, image: Place) -> Iterator[Image.Image]:
+        if isinstance(image, PlacedImage):
+            with self.others[image.folder]._header(image.name) as picture:
+                yield picture
+            return
         source = self._source(image)
         try:
             with warnings.catch_warnings():
@@ -154,8 +174,8 @@ class ImageStore:
             raise self._unreadable(name, f"{status.st_size:,} bytes; expected 1 to {LARGEST_FILE:,}")
         return path
 
-    def _name(self, image: str | RowImage) -> str:
-        return str(image) if isinstance(image, RowImage) else f"{os.path.join(self.root, image)!s:.500}"
+    def _name(self, image: Place) -> str:
+        return str(image) if not isinstance(image, str) else f"{os.path.join(self.root, image)!s:.500}"
 
     def _missing(self, image: str | RowImage) -> ImageError:
         example = f" (a member of the zip file is {self.archive.example()!r})" if self.archive else ""

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from llava.data.checks import Problem, json_object, record_problem, shown_text, text_problem
+from llava.data.checks import TURN_KEYS, Problem, json_object, record_problem, shown_text, text_problem
+from llava.data.messages import as_record
 
 _PIECE = 1 << 22  # characters of a .json file that are read at a time
 _LONGEST_ELEMENT = 1 << 28  # characters; what is longer is not a list of records
@@ -40,7 +41,15 @@ def read_elements(path: Path) -> Iterator[Element]:
         yield from _read_jsonl(path)
         return
     for element, text in read_json(path):
-        yield Element(shown_text(text), text_problem(text) or record_problem(element))
+        problem = text_problem(text)
+        yield Element(shown_text(text), problem) if problem else _checked(element, text)
+
+
+def _checked(found: Any, text: str) -> Element:
+    """The element of what was parsed from `text`: converted to LLaVA's form where it has another, and checked."""
+    record, problem = as_record(found)
+    problem = problem or record_problem(record)
+    return Element(text if problem or record is found else json.dumps(record), problem)
 
 
 def _open(path: Path) -> TextIO:
@@ -71,7 +80,7 @@ def _has_lines(path: Path) -> bool:
             element = json.loads(line if line.endswith("\n") else line + file.readline(_LONGEST_ELEMENT))
         except (ValueError, RecursionError):
             return False
-        return "conversations" in element or any(map(str.strip, file))
+        return not element.keys().isdisjoint(TURN_KEYS) or any(map(str.strip, file))
 
 
 # --- a list -----------------------------------------------------------------------------------------------------------
@@ -182,17 +191,19 @@ def _read_jsonl(path: Path) -> Iterator[Element]:
                 raise ValueError(f"--data_path {path}, line {number}: more than {_LONGEST_ELEMENT:,} characters")
             if text:
                 indent = len(line) - len(line.lstrip())
-                yield Element(shown_text(text), text_problem(text) or _line_problem(parse, text, number, indent))
+                yield _line_element(parse, text, number, indent)
 
 
-def _line_problem(parse: Any, text: str, number: int, indent: int) -> Problem | None:
+def _line_element(parse: Any, text: str, number: int, indent: int) -> Element:
+    if problem := text_problem(text):
+        return Element(shown_text(text), problem)
     try:
-        return record_problem(parse(text))
+        return _checked(parse(text), text)
     except json.JSONDecodeError as error:
         position, fault = _syntax_fault(text, error.pos, error.msg)
-        return Problem("json", f"line {number}, column {indent + position + 1}: {fault}")
+        return Element(text, Problem("json", f"line {number}, column {indent + position + 1}: {fault}"))
     except (ValueError, RecursionError) as error:
-        return Problem("json", f"line {number}: not valid JSON: {_words(error)}")
+        return Element(text, Problem("json", f"line {number}: not valid JSON: {_words(error)}"))
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------

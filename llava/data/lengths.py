@@ -21,6 +21,7 @@ import torch
 
 import llava.conversation
 import llava.data.checks
+import llava.data.messages
 import llava.data.parquet_files
 import llava.data.preprocess
 import llava.data.turns
@@ -37,8 +38,8 @@ Tokenize = Callable[[int], torch.Tensor]
 _PIECE = 256  # records that a process counts at a time
 _WORTH_PROCESSES = 4096  # records
 _CODE = (
-    llava.conversation, llava.data.checks, llava.data.parquet_files, llava.data.preprocess, llava.data.turns,
-    llava.mm_utils,
+    llava.conversation, llava.data.checks, llava.data.messages, llava.data.parquet_files, llava.data.preprocess,
+    llava.data.turns, llava.mm_utils,
 )  # fmt: skip
 
 

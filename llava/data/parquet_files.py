@@ -1,8 +1,9 @@
 """Records from Parquet shards: text is read once into the table of records, image bytes only when a worker needs them.
 
-Columns: `conversations` (list of structs with `from` and `value`), and where there are any `id`, `image` (or `images`)
-and further columns of text, numbers or booleans. `image` is a struct of `bytes` and `path` (as the `datasets` library
-writes it), bytes, a path, or a list of any of these; null or an empty list for text only.
+Columns: `conversations` (list of structs with `from` and `value`) or chat messages (`llava.data.messages`), and where
+there are any `id`, `image` (or `images`) and further columns of text, numbers or booleans. `image` is a struct of
+`bytes` and `path` (as the `datasets` library writes it), bytes, a path, or a list of any of these; null or an empty
+list for text only.
 """
 
 import json
@@ -17,10 +18,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from llava.data.checks import IMAGE_KEYS, NO_CHAT, Record, RowImage, record_problem, shown_text, text_problem
+from llava.data.checks import IMAGE_KEYS, TURN_KEYS, Record, RowImage, record_problem, shown_text, text_problem
 from llava.data.json_files import Element
+from llava.data.messages import as_record
 
 LARGE_GROUP = 1 << 26  # bytes of images in a row group, above which reading at random is slow
+_TURN_FIELDS = (("from", "value"), ("role", "content"))
 _ROWS = 1024
 _IMAGES = 8  # rows whose image bytes are held at a time
 
@@ -98,33 +101,55 @@ def with_row_images(record: Record, shard: str, row: int) -> Record:
 
 
 def _text_columns(schema: pa.Schema, path: Path) -> list[str]:
-    """The columns that the records' text is made of, without the images'."""
-    if "conversations" not in schema.names:
-        chat = f"; 'messages' looks like {NO_CHAT}" if "messages" in schema.names else ""
+    """The columns that the records' text is made of, without the images'; those of turns first."""
+    turns = _turn_columns(schema)
+    if not turns:
         columns = ", ".join(schema.names) or "none"
-        raise ValueError(f"--data_path {path}: no column 'conversations'; it has {columns}{chat}")
-    fields = _turn_fields(schema)
-    if not all(_is_text(fields.get(name)) for name in ("from", "value")):
-        chat = f"; this looks like {NO_CHAT}" if "role" in fields else ""
-        raise ValueError(
-            f"--data_path {path}: column 'conversations' is {schema.field('conversations').type}; expected a list of "
-            f"structs of the texts 'from' and 'value'{chat}"
-        )
-    return ["conversations", *(f.name for f in schema if f.name not in IMAGE_KEYS and _is_simple(f.type))]
+        raise ValueError(f"--data_path {path}: no column 'conversations' or 'messages'; it has {columns}")
+    for name in turns:
+        fields = _turn_fields(schema, name)
+        if not any(_is_text(fields.get(role)) and _is_content(fields.get(text)) for role, text in _TURN_FIELDS):
+            raise ValueError(
+                f"--data_path {path}: column {name!r} is {schema.field(name).type}; expected a list of structs of the "
+                "texts 'from' and 'value', or 'role' and 'content'"
+            )
+    return turns + [f.name for f in schema if f.name not in (*turns, *IMAGE_KEYS) and _is_simple(f.type)]
 
 
-def _turn_fields(schema: pa.Schema) -> dict[str, pa.DataType]:
-    found = schema.field("conversations").type
+def _turn_columns(schema: pa.Schema) -> list[str]:
+    """The columns that hold turns, or should."""
+    turns = [name for name in TURN_KEYS if name in schema.names and not types.is_null(schema.field(name).type)]
+    parts = [name for name in ("prompt", "completion") if name in schema.names and _turn_fields(schema, name)]
+    return turns or (parts if len(parts) == 2 else [])
+
+
+def _turn_fields(schema: pa.Schema, name: str) -> dict[str, pa.DataType]:
+    found = schema.field(name).type
     turn = found.value_type if _is_list(found) else None
     if turn is None or not types.is_struct(turn):
         return {}
     return {turn.field(i).name: turn.field(i).type for i in range(turn.num_fields)}
 
 
+def _is_content(kind: pa.DataType | None) -> bool:
+    """Whether a turn's field holds texts, or lists of parts."""
+    return _is_text(kind) or kind is not None and _is_list(kind) and types.is_struct(kind.value_type)
+
+
+def _is_llavas(schema: pa.Schema, name: str) -> bool:
+    """Whether a column holds turns in LLaVA's form, whose further fields are not read."""
+    fields = _turn_fields(schema, name)
+    texts = _is_text(fields.get("from")) and _is_text(fields.get("value"))
+    return name == "conversations" and texts and "role" not in fields
+
+
 def _unread(schema: pa.Schema) -> list[str]:
-    named = [f.name for f in schema if f.name not in ("conversations", *IMAGE_KEYS) and not types.is_null(f.type)]
-    outer = [name for name in named if not _is_simple(schema.field(name).type)]
-    return outer + [f"conversations.{name}" for name in _turn_fields(schema) if name not in ("from", "value")]
+    turns = _turn_columns(schema)
+    named = [f.name for f in schema if f.name not in (*turns, *IMAGE_KEYS) and not types.is_null(f.type)]
+    fields = [name for turn in turns if _is_llavas(schema, turn) for name in _turn_fields(schema, turn)]
+    return [name for name in named if not _is_simple(schema.field(name).type)] + [
+        f"conversations.{name}" for name in fields if name not in ("from", "value")
+    ]
 
 
 def _is_text(kind: pa.DataType | None) -> bool:
@@ -198,22 +223,35 @@ def _group_rows(
     names_leaf = name if image is None else _path_leaf(file, name)
     held = _with_bytes(file, group, name, image) if image else None
     wanted = columns + ([names_leaf] if names_leaf else [])
+    turns = [column for column in columns if column in _turn_columns(file.schema_arrow)]
     done = 0
     for batch in file.iter_batches(_ROWS, row_groups=[group], columns=wanted, use_threads=False):
-        fields = {column: _values(batch.column(column)) for column in columns[1:]}
+        fields = {column: _values(batch.column(column)) for column in columns if column not in turns}
+        fields |= {column: _conversations(batch.column(column), column, file.schema_arrow) for column in turns}
         names = _names(batch.column(name)) if names_leaf else [None] * len(batch)
-        for index, turns in enumerate(_conversations(batch.column("conversations"))):
+        for index in range(len(batch)):
             row = done + index
             record = {column: values[index] for column, values in fields.items()}
             images, with_bytes = _row_images(names[index], held and held[row])
             if images is not None:
                 record["image"] = images
-            record["conversations"] = turns
-            text = json.dumps(record, ensure_ascii=False)
-            whole = with_row_images(record, "", start + row) if with_bytes else record
-            problem = text_problem(text) or record_problem(whole | unread if unread else whole)
-            yield Element(shown_text(text), problem, start + row if with_bytes else None)
+            yield _element(record, start + row if with_bytes else None, unread)
         done += len(batch)
+
+
+def _element(record: Record, row: int | None, unread: dict[str, str]) -> Element:
+    """The element of what a row says, in LLaVA's form; `row` where it holds images itself."""
+    whole, problem = as_record(record if row is None else with_row_images(record, "", row))
+    if problem is None:
+        record = whole if row is None else {k: v for k, v in whole.items() if k != "image"} | _without_bytes(record)
+    text = json.dumps(record, ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")
+    problem = problem or text_problem(text) or record_problem(whole | unread if unread else whole)
+    return Element(shown_text(text), problem, row)
+
+
+def _without_bytes(record: Record) -> Record:
+    """The images' field as the table holds it for a row that has their bytes."""
+    return {"image": record["image"]} if "image" in record else {}
 
 
 def _row_images(names: Any, held: Any) -> tuple[Any, bool]:
@@ -268,8 +306,10 @@ def _valid(column: pa.Array, field: str = "") -> list[bool | list[bool] | None]:
     return (pc.struct_field(column, field) if field and types.is_struct(column.type) else column).is_valid().to_pylist()
 
 
-def _conversations(column: pa.Array) -> list[list[dict[str, Any]] | None]:
+def _conversations(column: pa.Array, name: str, schema: pa.Schema) -> list[list[dict[str, Any]] | None]:
     """The turns of every row; flat lists of texts are ten times as fast as nested ones."""
+    if not _is_llavas(schema, name):
+        return _values(column)
     turns = column.flatten()
     speakers, texts = (_values(pc.struct_field(turns, name)) for name in ("from", "value"))
     flat = [{"from": speaker, "value": text} for speaker, text in zip(speakers, texts, strict=True)]
@@ -281,5 +321,25 @@ def _values(column: pa.Array) -> list[Any]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
-        values = column.cast(pa.large_binary() if types.is_large_string(column.type) else pa.binary()).to_pylist()
-        return [None if value is None else value.decode("utf-8", "surrogateescape") for value in values]
+        return _decoded(column.cast(_with_bytes_for_text(column.type)).to_pylist())
+
+
+def _with_bytes_for_text(kind: pa.DataType) -> pa.DataType:
+    """The same type with bytes in place of all texts."""
+    if _is_text(kind):
+        return pa.large_binary() if types.is_large_string(kind) else pa.binary()
+    if types.is_struct(kind):
+        return pa.struct([field.with_type(_with_bytes_for_text(field.type)) for field in kind])
+    if _is_list(kind):
+        item = kind.value_field.with_type(_with_bytes_for_text(kind.value_type))
+        return pa.large_list(item) if types.is_large_list(kind) else pa.list_(item)
+    return kind
+
+
+def _decoded(value: Any) -> Any:
+    """`value` with all bytes in it as text; those that are not UTF-8 as the JSON reader gives them."""
+    if isinstance(value, dict):
+        return {name: _decoded(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_decoded(inner) for inner in value]
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value

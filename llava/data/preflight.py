@@ -11,6 +11,7 @@ import time
 
 from llava.conversation import get_template
 from llava.data.images import ImageStore
+from llava.data.mixture import source_lines
 from llava.data.parquet_files import LARGE_GROUP, largest_image_group
 from llava.data.preflight_manifest import (
     FAULTS,
@@ -24,7 +25,7 @@ from llava.data.preflight_manifest import (
     usable_records,
     when,
 )
-from llava.data.records import RecordTable, load_records
+from llava.data.records import DEFAULT_SEED, RecordTable, load_records
 from llava.data.turns import LABEL_MASKINGS
 
 _SHOWN = 10
@@ -56,6 +57,7 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
     )
     parser.add_argument("--data_cache_dir", help="where what is found is kept; default .llava_cache beside the data")
     parser.add_argument("--full_decode", action="store_true", help="decode every picture, not only its header")
+    parser.add_argument("--seed", type=int, default=DEFAULT_SEED, help="of a mixture: the training's (default 42)")
     parser.add_argument("--recheck", action="store_true", help="check again, whatever was found before")
     parser.add_argument("--follow_image_links", action="store_true", help="allow links out of the image folder")
     parser.add_argument("--list", action="store_true", help="show every fault, not only the first of each kind")
@@ -66,12 +68,14 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
 
 def show(args: argparse.Namespace) -> int:
     """Checks the data and prints what was found; 1 if there are faults."""
-    table = load_records(args.data_path, args.data_cache_dir, check=False, show_progress=True)
-    images = ImageStore(args.image_folder, args.data_cache_dir, args.follow_image_links)
+    table = load_records(args.data_path, args.data_cache_dir, check=False, show_progress=True, seed=args.seed)
+    images = ImageStore(args.image_folder, args.data_cache_dir, args.follow_image_links, table.image_folders)
     rules = Rules(get_template(args.version), args.label_masking, args.full_decode)
     started = time.time()
     manifest, path = preflight(table, images, rules, recheck=args.recheck)
     print(report(manifest, None if args.list else _SHOWN))
+    if table.source_names:
+        print(_sources(table.without(manifest.bad_records())))
     size = max((largest_image_group(source) for source in set(table.sources) if source.suffix == ".parquet"), default=0)
     if size > LARGE_GROUP:
         print(
@@ -113,6 +117,14 @@ def report(manifest: Manifest, shown: int | None = _SHOWN) -> str:
     if manifest.unread:
         lines.append(f"not read  {unread_fields(manifest)}")
     return "\n".join(lines)
+
+
+def _sources(table: RecordTable) -> str:
+    """The data sets of a mixture, with what an epoch has of them."""
+    try:
+        return "\n".join(["sources", *(f"  {line}" for line in source_lines(table.epoch()))])
+    except ValueError as error:
+        return f"sources   {error}"
 
 
 def length_report(args: argparse.Namespace, table: RecordTable) -> str:

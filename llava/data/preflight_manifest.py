@@ -27,7 +27,7 @@ from llava.data.checks import Problem, Record, record_images, unread_keys, unrea
 from llava.data.images import ImageStore
 from llava.data.parallel import in_processes
 from llava.data.parquet_files import unread_columns
-from llava.data.records import RecordTable
+from llava.data.table import RecordTable
 from llava.data.turns import LabelMasking, check_has_image, normalize_image_tokens, training_turns, turn_rules
 from llava.progress import progress
 
@@ -50,7 +50,7 @@ WARNINGS = {
     "unread_picture": "text only, though a field that is not read looks like a picture",
 }
 _PICTURE_FAULTS = ("image_missing", "image_outside", "image_unreadable")
-_FORMAT = 2  # of the manifest; to be raised when the checks find more
+_FORMAT = 3  # of the manifest; to be raised when the checks find more
 _PIECE = 512  # records that a process checks at a time
 _WORTH_PROCESSES = 2048  # records
 _LISTED_WARNINGS = 1000
@@ -109,7 +109,7 @@ def preflight(
     pictures that were at fault still are.
 
     Args:
-        table: as loaded with `check=False`, whole.
+        table: as loaded with `check=False`, each record once.
         images: where its images are.
         rules: what to check for. A manifest that was made with `full_decode` serves without it too.
         show_progress: whether the process that checks shows a bar.
@@ -151,14 +151,14 @@ def _still_holds(manifest: Manifest, table: RecordTable, images: ImageStore, rul
             return False
         kinds = ("image_unreadable",)  # the others show in the folders
     bad = {index for kind in kinds for index, _ in manifest.faults.get(kind, ())}
-    return images.archive is not None or all(
-        any(problem.kind in _PICTURE_FAULTS for problem in record_findings(table[index], images, rules))
+    return images.is_archive or all(
+        any(problem.kind in _PICTURE_FAULTS for problem in record_findings(table.record(index), images, rules))
         for index in sorted(bad)
     )
 
 
 def usable_records(table: RecordTable, manifest: Manifest, on_bad_record: str, command: str) -> RecordTable:
-    """`table` without the records with faults.
+    """What an epoch has of `table` without the records with faults.
 
     Args:
         on_bad_record: `skip`, or `error` to refuse them.
@@ -169,16 +169,16 @@ def usable_records(table: RecordTable, manifest: Manifest, on_bad_record: str, c
     """
     bad = manifest.bad_records()
     if not bad:
-        return table
+        return table.epoch()
     shown = [text for found in manifest.faults.values() for _, text in found[: _SHOWN // 2]][:_SHOWN]
     lines = "\n  ".join(shown)
-    if on_bad_record == "error" or len(bad) == table.total:
+    if on_bad_record == "error" or len(bad) == len(table):
         raise ValueError(
-            f"{len(bad):,} of {table.total:,} records cannot be used ({fault_kinds(manifest)}):\n  {lines}\n"
+            f"{len(bad):,} of {len(table):,} records cannot be used ({fault_kinds(manifest)}):\n  {lines}\n"
             f"all of them: {command} --list\n"
-            + ("no record is left" if len(bad) == table.total else "--on_bad_record skip leaves them out")
+            + ("no record is left" if len(bad) == len(table) else "--on_bad_record skip leaves them out")
         )
-    return table.without(bad)
+    return table.without(bad).epoch()
 
 
 def write_quarantine(table: RecordTable, manifest: Manifest, path: Path) -> None:
@@ -210,7 +210,7 @@ def unread_fields(manifest: Manifest) -> str:
 
 def _manifest_name(table: RecordTable, images: ImageStore, rules: Rules, full_decode: bool) -> str:
     settings = [str(_FORMAT), images.identity(), turn_rules(rules.template, rules.label_masking), str(full_decode)]
-    settings += map(str, table.sources)  # which the findings name
+    settings += map(str, (*table.sources, *table.image_folders))  # which the findings name
     # The key does not say the bytes of images in rows.
     shards = [str(file_stamp(source)) for source in table.sources if source.suffix == ".parquet"]
     return f"{table.key[:16]}.{sha256(' '.join(settings + shards).encode()).hexdigest()[:16]}.preflight.json"
@@ -231,8 +231,8 @@ def _write(table: RecordTable, images: ImageStore, rules: Rules, show_progress: 
 def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool) -> Manifest:
     faults: dict[str, list[tuple[int, str]]] = {kind: [] for kind in FAULTS}
     warnings: dict[str, dict[str, Any]] = {kind: {"count": 0, "first": []} for kind in WARNINGS}
-    ids = np.zeros(table.total, np.uint64)
-    with_images = num_images = 0
+    ids = np.zeros(len(table), np.uint64)
+    with_images = text_only = num_images = 0
     unread: Counter[str] = Counter()
     folders: set[str] = set()
     started = time.time()
@@ -245,19 +245,20 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
             if len(warnings[kind]["first"]) < _LISTED_WARNINGS:
                 warnings[kind]["first"].append((index, text))
 
-    pieces = [range(start, min(start + _PIECE, table.total)) for start in range(0, table.total, _PIECE)]
+    pieces = [range(start, min(start + _PIECE, len(table))) for start in range(0, len(table), _PIECE)]
     state = (table, images, rules)
-    with progress(table.total, "checking records", "records", hidden=not show_progress) as bar:
-        for found in in_processes(_check_piece, state, pieces, worth=table.total >= _WORTH_PROCESSES):
+    with progress(len(table), "checking records", "records", hidden=not show_progress) as bar:
+        for found in in_processes(_check_piece, state, pieces, worth=len(table) >= _WORTH_PROCESSES):
             for finding in found.findings:
                 add(*finding)
             ids[found.piece.start : found.piece.stop] = found.ids
             with_images += found.with_images
+            text_only += found.text_only
             num_images += found.images
             unread += found.unread
             folders |= found.folders
             bar.update(len(found.piece))
-    for index, first in _repeated(ids):
+    for index, first in (map(table.position, pair) for pair in _repeated(ids)):
         source, place = table.source(first)
         where = "" if source == table.source(index)[0] else f" of {source}"
         add(index, "duplicate_id", f"{table.named(index)}: the id of record {place}{where}")
@@ -269,8 +270,7 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
     for folder, stamp in (stamps or {}).items():
         if stamp and not is_settled(stamp, started):
             stamps[folder] = []  # a change during the check may not show in it: the next start checks again
-    text_only = table.total - len(table.malformed()) - with_images
-    counts = {"records": table.total, "with_images": with_images, "text_only": text_only}
+    counts = {"records": len(table), "with_images": with_images, "text_only": text_only}
     return Manifest(
         table.key,
         images.identity(),
@@ -285,7 +285,7 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
 
 
 def _repeated(ids: np.ndarray) -> Iterator[tuple[int, int]]:
-    """The records whose id an earlier one has, and the first that has it; 0 is no id."""
+    """The places whose id an earlier one has, and the first that has it; 0 is no id."""
     order = ids.argsort(kind="stable")
     same = (ids[order][1:] == ids[order][:-1]) & (ids[order][1:] != 0)
     first = np.maximum.accumulate(np.where(np.concatenate(([True], ~same)), np.arange(len(ids)), 0))
@@ -303,6 +303,7 @@ class _Found(NamedTuple):
     findings: list[tuple[int, str, str]]
     ids: np.ndarray
     with_images: int
+    text_only: int
     images: int
     unread: Counter[str]
     folders: set[str]
@@ -312,25 +313,26 @@ def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> 
     table, images, rules = state
     findings: list[tuple[int, str, str]] = []
     ids = np.zeros(len(piece), np.uint64)
-    with_images = num_images = 0
+    with_images = text_only = num_images = 0
     unread: Counter[str] = Counter()
     folders: set[str] = set()
-    for place, index in enumerate(piece):
+    for place, index in enumerate(map(table.position, piece)):
         if problem := table.problem(index):
             with suppress(ValueError, RecursionError, AttributeError):  # of some nothing can be counted
                 unread.update(unread_keys(json.loads(table.text(index))).keys())
             findings.append((index, problem.kind, f"{table.named(index)}: {problem.message}"))
             continue
-        record = table[index]
+        record = table.record(index)
         ids[place] = _id_hash(record.get("id"))
         unread.update(unread_keys(record).keys())
         names = record_images(record)
         folders |= images.folders(names)
         with_images += bool(names)
+        text_only += not names
         num_images += len(names)
         for problem in record_findings(record, images, rules):
             findings.append((index, problem.kind, f"{table.named(index)}: {problem.message}"))
-    return _Found(piece, findings, ids, with_images, num_images, unread, folders)
+    return _Found(piece, findings, ids, with_images, text_only, num_images, unread, folders)
 
 
 def record_findings(record: Record, images: ImageStore, rules: Rules) -> Iterator[Problem]:

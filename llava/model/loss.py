@@ -30,6 +30,7 @@ class LMHead(nn.Linear):
 
     loss_head: LossHead = "plain"
     logits_scaling: float = 1.0  # Granite divides its logits
+    tally: "LossTally | None" = None  # told of every row's loss; not by Liger's kernel, which knows their sum alone
 
     def forward(self, hidden_states: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., C] of `hidden_states` [..., D]; with `targets` [R] the fp32 sum of their cross-entropies."""
@@ -38,7 +39,27 @@ class LMHead(nn.Linear):
             return logits if self.logits_scaling == 1 else logits / self.logits_scaling
         if self.logits_scaling != 1:
             hidden_states = hidden_states / self.logits_scaling
-        return _SUMMED_LOSS[self.loss_head](hidden_states, self.weight, targets)
+        return _SUMMED_LOSS[self.loss_head](hidden_states, self.weight, targets, self.tally)
+
+
+class LossTally:
+    """Sums of the losses of rows by the group that each row is in, where they are computed anyway; nobody waits.
+
+    Args:
+        groups: how many there are.
+        device: of the rows.
+    """
+
+    def __init__(self, groups: int, device: torch.device):
+        self.sums = torch.zeros(2, groups, dtype=torch.float64, device=device)  # losses, and how many are finite
+        self.rows = torch.zeros(0, dtype=torch.int32, device=device)  # [R], the group of each row to come
+
+    def add(self, start: int, losses: torch.Tensor) -> None:
+        """Adds the losses of the rows from `start` on; those that are not finite are left out."""
+        losses = losses.detach().double()
+        finite = losses.isfinite()
+        values = torch.stack([losses.masked_fill(~finite, 0.0), finite.double()])
+        self.sums.index_add_(1, self.rows[start : start + len(losses)], values)
 
 
 @cache
@@ -74,20 +95,29 @@ def supervised_loss(
     return total / (max(len(targets), 1) if num_items_in_batch is None else num_items_in_batch)
 
 
-def plain_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def plain_loss(
+    hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, tally: LossTally | None = None
+) -> torch.Tensor:
     """Sum of cross-entropies by way of all logits [R, C]."""
-    return F.cross_entropy(F.linear(hidden_states, weight).float(), targets, reduction="sum")
+    logits = F.linear(hidden_states, weight).float()
+    if tally is not None:
+        tally.add(0, F.cross_entropy(logits.detach(), targets, reduction="none"))
+    return F.cross_entropy(logits, targets, reduction="sum")
 
 
-def chunked_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def chunked_loss(
+    hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, tally: LossTally | None = None
+) -> torch.Tensor:
     """Sum of cross-entropies a few rows at a time; gradients are computed on the way, logits are never kept."""
     operands = _as_autocast(hidden_states, weight)
     if not torch.is_grad_enabled():  # what needs a gradient says so all the same, and the gradient would be computed
         operands = [x.detach() for x in operands]
-    return _ChunkedLoss.apply(*operands, targets)
+    return _ChunkedLoss.apply(*operands, targets, tally)
 
 
-def liger_loss(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def liger_loss(
+    hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, tally: LossTally | None = None
+) -> torch.Tensor:
     """Sum of cross-entropies by Liger's fused kernel (NVIDIA GPUs); weight gradients are accumulated in fp32.
 
     Liger takes about R / ceil(C / D) rows at a time, which suits all positions of a batch: of 1000 supervised rows at
@@ -122,8 +152,10 @@ class _ChunkedLoss(torch.autograd.Function):
     """d loss / d logits = softmax - one_hot is at hand in the forward pass, so nothing of size C is saved."""
 
     @staticmethod
-    def forward(ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        wants_hidden, wants_weight, _ = ctx.needs_input_grad
+    def forward(
+        ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, tally: LossTally | None
+    ) -> torch.Tensor:
+        wants_hidden, wants_weight, *_ = ctx.needs_input_grad
         total = torch.zeros((), dtype=torch.float32, device=hidden_states.device)
         hidden_grad = torch.zeros_like(hidden_states) if wants_hidden else None
         weight_grad = None
@@ -132,7 +164,10 @@ class _ChunkedLoss(torch.autograd.Function):
             for start in range(0, len(targets), rows):
                 chunk, target = hidden_states[start : start + rows], targets[start : start + rows, None]
                 log_probs = F.log_softmax(F.linear(chunk, weight), dim=-1, dtype=torch.float32)
-                total -= log_probs.gather(1, target).sum()
+                found = log_probs.gather(1, target)
+                total -= found.sum()
+                if tally is not None:
+                    tally.add(start, -found[:, 0])
                 if not (wants_hidden or wants_weight):
                     continue
                 gradient = log_probs.exp_()
@@ -161,7 +196,7 @@ class _ChunkedLoss(torch.autograd.Function):
             raise RuntimeError("the chunked loss frees its gradients in its backward pass, which can run only once")
         gradients, ctx.gradients = ctx.gradients, None
         # In place: a second copy of the weight's gradient would be the largest tensor of the step.
-        return (*(None if g is None else g.mul_(grad_output.to(g.dtype)) for g in gradients), None)
+        return (*(None if g is None else g.mul_(grad_output.to(g.dtype)) for g in gradients), None, None)
 
 
 _SUMMED_LOSS = {"auto": chunked_loss, "plain": plain_loss, "chunked": chunked_loss, "liger": liger_loss}

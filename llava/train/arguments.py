@@ -92,15 +92,16 @@ class DataArguments:
     data_path: str | None = field(
         default=None,
         metadata={
-            "help": "LLaVA-format records: a .json, .jsonl or .parquet file, several separated by commas, a pattern, "
-            "or a folder of Parquet shards."
+            "help": "Records in LLaVA's form or chat messages: a .json, .jsonl or .parquet file, several separated by "
+            "commas, a pattern, or a folder of Parquet shards; hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT], which the "
+            "datasets library reads; or a .yaml that mixes such data sets (docs/data.md)."
         },
     )
     image_folder: str | None = field(
         default=None,
         metadata={
             "help": "Folder or zip file that the records' image paths start from; none is needed for Parquet rows that "
-            "hold their images."
+            "hold their images. In a mixture, of the data sets that name none of their own."
         },
     )
     eval_data_path: str | None = field(

@@ -114,11 +114,10 @@ def source_names(data_path: str) -> dict[Path, str]:
 
 def sources_of(records: RecordTable, data_path: str) -> list[str]:
     """The source of every record that is used: a mixture's own names, or those of the files."""
-    if found := getattr(records, "source_names", None):
+    if found := records.source_names:
         return [found[records.source_number(index)] for index in range(len(records))]
     names = source_names(data_path)
-    kept = range(records.total) if records.kept is None else records.kept.tolist()
-    return [names[records.source(index)[0]] for index in kept]
+    return [names[records.source(records.position(index))[0]] for index in range(len(records))]
 
 
 def parts_of(lengths: Sequence[int], sources: Sequence[str], max_samples: int, max_tokens: int) -> list[Part]:

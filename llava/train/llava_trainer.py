@@ -38,7 +38,7 @@ from llava.train.ranks import barrier
 from llava.train.resume import ResumeError, moved_step
 from llava.train.run_record import write_identity
 from llava.train.stop_signal import StopSignal
-from llava.train.telemetry import JsonlCallback, NormProbe, TelemetryCallback, Throughput, measures_step
+from llava.train.telemetry import JsonlCallback, NormProbe, SourceLosses, TelemetryCallback, Throughput, measures_step
 from llava.train.training_progress import TrainingProgress
 from llava.train.trial import check_disk, try_save
 
@@ -88,6 +88,7 @@ class LLaVATrainer(Trainer):
         self.adapter_only = trains_adapter_only(self.model)
         self.probe = NormProbe(self.model)
         self.throughput = Throughput(self.model, self.args.device, self.args.peak_tflops)
+        self.source_losses = SourceLosses(self.train_dataset.records, self.model.lm_head, self.args.device)
         self.add_callback(TelemetryCallback(self.probe))
         self.add_callback(JsonlCallback())
         if not in_terminal() and self.pop_callback(ProgressCallback):
@@ -129,7 +130,9 @@ class LLaVATrainer(Trainer):
         micro_batches = steps[0] if steps else []
         num_items = self._get_num_items_in_batch(micro_batches, device)
         self.throughput.add(micro_batches, time.perf_counter() - start)
-        self.guard.start_step([batch.pop("indices").tolist() for batch in micro_batches])
+        samples = [batch.pop("indices").tolist() for batch in micro_batches]
+        self.guard.start_step(samples)
+        self.source_losses.start_step(samples, micro_batches)
         return steps, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
@@ -144,7 +147,8 @@ class LLaVATrainer(Trainer):
             is_last = number == len(inputs)
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             alone = not is_last and not self.is_deepspeed_enabled
-            with self.accelerator.no_sync(model) if alone else contextlib.nullcontext():
+            unsynced = self.accelerator.no_sync(model) if alone else contextlib.nullcontext()
+            with unsynced, self.source_losses.of_micro_batch(number - 1):
                 losses.append(super().training_step(model, micro_batch, num_items_in_batch))
         # As the library's filter, which is off: a loss that is not finite counts as the mean of those before it.
         return finite_or(sum(losses), self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged))
@@ -190,6 +194,7 @@ class LLaVATrainer(Trainer):
             if self.guard.total:
                 logs["nonfinite_steps"] = self.guard.total
             logs |= self.throughput.metrics(self.accelerator)
+            logs |= self.source_losses.metrics(self.accelerator)
             if measures_step(self.args, self.state, self.state.global_step):
                 logs |= self.probe.metrics(self.accelerator)
             logs = {k: float(f"{v:.6g}") if k != "loss" and isinstance(v, float) else v for k, v in logs.items()}

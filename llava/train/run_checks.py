@@ -16,6 +16,7 @@ from llava.anyres import check_modes, has_newline
 from llava.conversation import get_template
 from llava.data.checks import starts_from
 from llava.data.images import ImageStore
+from llava.data.mixture import source_lines
 from llava.data.preflight_manifest import (
     WARNINGS,
     Rules,
@@ -25,7 +26,7 @@ from llava.data.preflight_manifest import (
     when,
     write_quarantine,
 )
-from llava.data.records import RecordTable, load_records
+from llava.data.records import DEFAULT_SEED, RecordTable, load_records
 from llava.train.heldout import check_eval_flags, eval_data_arguments, named_as_eval_data
 from llava.train.liger import check_liger
 from llava.train.lora import check_lora_flags
@@ -43,7 +44,7 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
     check_merge_type(model_args, data_args)
     check_lora_flags(model_args, training_args)
     if not data_args.data_path:
-        raise ValueError("--data_path is missing: pass LLaVA-format .json, .jsonl or .parquet files")
+        raise ValueError("--data_path is missing: pass .json, .jsonl or .parquet files, or a .yaml that mixes them")
     if data_args.image_folder and not Path(data_args.image_folder).exists():
         folder = data_args.image_folder
         raise FileNotFoundError(f"--image_folder {folder}: no such folder or zip file{starts_from(folder)}")
@@ -119,9 +120,10 @@ def check_kernels(training_args: Any) -> None:
         )
 
 
-def image_store(data_args: Any) -> ImageStore:
-    """Where the records' images are, as the flags say."""
-    return ImageStore(data_args.image_folder, data_args.data_cache_dir, data_args.follow_image_links)
+def image_store(data_args: Any, records: RecordTable) -> ImageStore:
+    """Where the records' images are, as the flags and a mixture's entries say."""
+    others = records.image_folders
+    return ImageStore(data_args.image_folder, data_args.data_cache_dir, data_args.follow_image_links, others)
 
 
 def checked_records(model_args: Any, data_args: Any, training_args: Any) -> tuple[RecordTable, Callable[[Path], None]]:
@@ -132,19 +134,27 @@ def checked_records(model_args: Any, data_args: Any, training_args: Any) -> tupl
         FileNotFoundError, OSError: as `load_records` and `preflight`.
     """
     is_first = training_args.process_index == 0
-    table = load_records(data_args.data_path, data_args.data_cache_dir, check=False, show_progress=is_first)
+    seed = data_seed(training_args)
+    table = load_records(data_args.data_path, data_args.data_cache_dir, False, show_progress=is_first, seed=seed)
     rules = Rules(get_template(model_args.version), data_args.label_masking, data_args.full_decode)
     started = time.time()
-    manifest, path = preflight(table, image_store(data_args), rules, recheck=data_args.recheck_data)
+    manifest, path = preflight(table, image_store(data_args, table), rules, recheck=data_args.recheck_data)
     if manifest.checked < started:
         logger.info("the data was checked at %s, which is remembered; --recheck_data True checks again", when(manifest))
-    records = usable_records(table, manifest, data_args.on_bad_record, _preflight_command(model_args, data_args))
+    records = usable_records(table, manifest, data_args.on_bad_record, _preflight_command(model_args, data_args, seed))
     _refuse_different_records(records.key)
+    for line in source_lines(records):
+        logger.info("%s", line)
     for kind, found in manifest.warnings.items():
         logger.info("%d records: %s (%s)", found["count"], WARNINGS[kind], path)
     if manifest.unread:
         logger.info("fields that are not read, and in how many records: %s", unread_fields(manifest))
     return records, partial(write_quarantine, table, manifest)
+
+
+def data_seed(training_args: Any) -> int:
+    """The seed of the order of samples, and of what a mixture draws."""
+    return training_args.seed if training_args.data_seed is None else training_args.data_seed
 
 
 def checked_eval_records(
@@ -169,13 +179,14 @@ def report_left_out(records: RecordTable | None, output_dir: str, file: str = QU
     if records is not None and records.left_out:
         logger.warning(
             "%d of %d records were left out; they and their faults are in %s",
-            records.left_out, records.total, Path(output_dir, file),
+            records.left_out, records.left_out + records.used, Path(output_dir, file),
         )  # fmt: skip
 
 
-def _preflight_command(model_args: Any, data_args: Any) -> str:
+def _preflight_command(model_args: Any, data_args: Any, seed: int) -> str:
     options = {name: getattr(data_args, name) for name in ("data_path", "image_folder", "data_cache_dir")}
     options |= {"version": model_args.version, "label_masking": data_args.label_masking}
+    options |= {} if seed == DEFAULT_SEED else {"seed": seed}
     words = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
     words += [f"--{name}" for name in ("full_decode", "follow_image_links") if getattr(data_args, name)]
     return shlex.join(["python", "-m", "llava.data.preflight", *words])

@@ -78,9 +78,11 @@ def run_identity(model_args: Any, data_args: Any, training_args: Any, records: A
 
 def run_configuration(trainer: Any, model_args: Any, data_args: Any, training_args: Any) -> dict[str, Any]:
     """Everything that decides the trained weights, as `run.json` holds it. Every rank must call."""
+    records = trainer.train_dataset.records
+    mixture = {"mixture": records.source_counts()} if records.source_names else {}
     return {
         "model": dataclasses.asdict(model_args),
-        "data": dataclasses.asdict(data_args) | {"records": trainer.train_dataset.records.key},
+        "data": dataclasses.asdict(data_args) | {"records": records.key} | mixture,
         "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
         "deepspeed_config": _json_file(training_args.deepspeed),
         "adapter": adapter_digest(model_args.pretrain_mm_mlp_adapter),

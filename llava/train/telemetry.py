@@ -10,6 +10,8 @@ Logged keys:
     `mfu`: the same as a share of the device's datasheet peak in dense bf16; `peak_memory_gib`: of the fullest device
         (on a CPU: process), since the start;
     `eval/*`: see `llava.train.heldout`; the time that it takes is in none of the rates;
+    `loss/<source>`, `share/<source>`: of a mixture, each data set's mean loss per target and share of the samples since
+        the last line;
     `padding_share`: padded positions over all positions; `data_wait_share`: time waiting for data over all time.
 
 Shapes: N images, V visual tokens per image, E vision hidden size, D LLM hidden size.
@@ -29,6 +31,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from llava.layout import Layout
+from llava.model.loss import LMHead, LossTally
 from llava.model.multimodal_projector.norm import projector_norm
 from llava.model.zero3 import gathered
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
@@ -187,6 +191,64 @@ class Throughput:
             "padding_share": 1 - work.tokens / work.positions if work.positions and not self.padding_free else 0.0,
             "data_wait_share": wait / ranks,
         }
+
+
+class SourceLosses:
+    """The losses and the numbers of samples of a mixture's data sets between two log lines.
+
+    Args:
+        records: the training's; of no mixture nothing is measured.
+        lm_head: gives the losses.
+        device: of the model.
+    """
+
+    def __init__(self, records: Any, lm_head: LMHead, device: torch.device):
+        self.records, self.lm_head = records, lm_head
+        self.names = getattr(records, "source_names", [])
+        self.tally = LossTally(len(self.names), device) if self.names else None
+        self.samples = torch.zeros(len(self.names), dtype=torch.float64)
+        self.rows: list[torch.Tensor] = []
+        if self.names and lm_head.loss_head == "liger":
+            logger.warning("loss/<source> is not logged: --loss_head liger knows no row's loss; take chunked for that")
+
+    def start_step(self, indices: list[list[int]], micro_batches: list[dict[str, Any]]) -> None:
+        """The samples that this rank computes in the coming step, by micro-batch; `~index` stands for no sample."""
+        self.rows = []
+        for samples, batch in zip(indices if self.names else [], micro_batches, strict=False):
+            sources = torch.tensor([self.records.source_number(max(i, ~i)) for i in samples], dtype=torch.int32)
+            self.samples += torch.bincount(sources[torch.tensor(samples) >= 0], minlength=len(self.names))
+            self.rows.append(sources[samples_of_rows(batch["layout"])])
+
+    @contextlib.contextmanager
+    def of_micro_batch(self, number: int) -> Iterator[None]:
+        """The losses that are computed inside are those of a micro-batch of the step."""
+        if self.rows:
+            device = self.tally.sums.device
+            rows = self.rows[number].pin_memory() if device.type == "cuda" else self.rows[number]
+            self.tally.rows, self.lm_head.tally = rows.to(device, non_blocking=True), self.tally
+        try:
+            yield
+        finally:
+            self.lm_head.tally = None
+
+    def metrics(self, accelerator: Any) -> dict[str, float]:
+        """Means and shares over all ranks since the last call; every rank must call."""
+        if not self.names:
+            return {}
+        totals = accelerator.reduce(torch.stack([*self.tally.sums, self.samples.to(self.tally.sums.device)]), "sum")
+        losses, targets, samples = totals.tolist()
+        self.tally.sums.zero_()
+        self.samples.zero_()
+        whole = max(sum(samples), 1.0)
+        means = {f"loss/{n}": loss / t for n, loss, t in zip(self.names, losses, targets, strict=True) if t}
+        return means | {f"share/{n}": count / whole for n, count in zip(self.names, samples, strict=True)}
+
+
+def samples_of_rows(layout: Layout) -> torch.Tensor:
+    """Which sample of its batch each target [R] belongs to."""
+    if layout.attention_mask is not None:
+        return layout.predicting // layout.attention_mask.shape[1]
+    return torch.searchsorted(layout.cu_seqlens[1:], layout.predicting, right=True)
 
 
 def peak_memory_gib(device: torch.device) -> float:

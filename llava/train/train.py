@@ -339,7 +339,7 @@ def build_trainer(
         tokenizer,
         version=model_args.version,
         image_processor=image_processor,
-        image_folder=image_store(data_args),
+        image_folder=image_store(data_args, records),
         image_aspect_ratio=data_args.image_aspect_ratio,
         num_visual_tokens=num_visual_tokens,
         model_max_length=training_args.model_max_length,
@@ -359,7 +359,7 @@ def build_trainer(
     )
     if eval_records is not None:
         sources = sources_of(eval_records, data_args.eval_data_path)
-        heldout = dataset.over(eval_records, image_store(eval_data_arguments(data_args)))
+        heldout = dataset.over(eval_records, image_store(eval_data_arguments(data_args), eval_records))
         options["heldout"] = HeldOut(heldout, sources, collator, training_args, largest)
     return LLaVATrainer(
         model=model,

@@ -92,6 +92,23 @@ def test_pictures_of_records_may_be_in_a_zip_file(tmp_path):
     assert "record 1 (id 'x')" in message and "a member of the zip file is 'images/red.png'" in message
 
 
+def test_a_mixture_takes_each_data_sets_pictures_from_its_own_folder(tmp_path):
+    records(tmp_path / "a", "0.png")
+    (tmp_path / "a/0.png").write_bytes(png("red"))
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "See?"}]}]
+    rows = {"messages": [[*messages, {"role": "assistant", "content": [{"type": "text", "text": "Yes"}]}]]}
+    pq.write_table(pa.table(rows | {"image": [{"bytes": png("blue"), "path": None}]}), tmp_path / "b.parquet")
+    entries = [{"json_path": "a/records.json", "image_folder": "a"}, {"json_path": "b.parquet"}]
+    (tmp_path / "mix.yaml").write_text(json.dumps({"datasets": entries}))  # JSON is YAML
+    samples = chosen("--data", tmp_path / "mix.yaml")[:]
+    found = sorted((s.prompt, s.answer, s.image.getpixel((0, 0))) for s in samples)
+    assert found == [("See?", "Yes", (0, 0, 255)), ("See?", "Yes", (255, 0, 0))]
+    assert len(chosen("--data", tmp_path / "b.parquet")) == 1
+    with pytest.raises(ValueError, match="^--data .*mix.yaml: entry 0 .c.: json_path .*c.json: no such file"):
+        (tmp_path / "mix.yaml").write_text(json.dumps({"datasets": [{"json_path": "c.json"}]}))
+        chosen("--data", tmp_path / "mix.yaml")
+
+
 def test_records_without_one_picture_are_counted(tmp_path, tiny, capsys):
     (tmp_path / "images").mkdir()
     (tmp_path / "images/a.png").write_bytes(png("red"))
@@ -154,7 +171,7 @@ def test_unusable_data_is_refused_with_what_is_expected(tmp_path, monkeypatch):
         pa.table({"image": [{"bytes": b"no picture", "path": "x"}], "question": ["?"]}), tmp_path / "bad.parquet"
     )
     for path, message in (
-        (tmp_path / "nothing", "expected a folder, .json, .jsonl or .parquet"),
+        (tmp_path / "nothing", "expected a folder, .json, .jsonl, .parquet, .yaml"),
         (tmp_path / "cut.parquet", "cut.parquet: cannot be read as Parquet"),
         (tmp_path / "empty", "neither pictures nor Parquet"),
         (tmp_path / "text.parquet", "without a column image or images; it has text"),

@@ -62,12 +62,9 @@ def test_json_and_jsonl_give_the_same_records(tiny, tmp_path):
         ({"conversations": [turns("<image>")[0] | {"image": "a.png"}, turns("")[1]]}, "'conversations.image' is not"),
         ({"image": "a", "images": ["b"], "conversations": turns("<image>")}, "under 'image' and under 'images'"),
         ({"images": [None], "conversations": turns("<image>")}, "'images': expected a path or a list of paths"),
-        (
-            {"messages": [{"role": "user", "content": "<image>"}]},
-            "'messages' looks like chat messages .*expected 'conv",
-        ),
-        ({"conversations": [{"role": "user", "content": "a"}]}, "turn 0: .*looks like chat messages"),
-        ({"conversation": turns("a"), "id": 3}, "the record has 'conversation', 'id'"),
+        ({"messages": [{"role": "user", "content": "<image>"}]}, "1 <image> placeholders but 0 images"),
+        ({"conversations": [{"role": "user", "text": "a"}]}, "turn 0: expected .*'role': str, 'content': str or parts"),
+        ({"dialog": turns("a"), "id": 3}, "under 'conversations' or 'messages'; the record has 'dialog', 'id'"),
         ({"conversations": "[]"}, "found '..'"),
     ],
 )

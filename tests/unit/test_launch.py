@@ -243,7 +243,7 @@ def test_precision_follows_the_devices_unless_it_is_chosen():
 
 def test_hub_names_are_told_from_local_paths_and_missing_files_say_what_to_do(tmp_path):
     (tmp_path / "data.json").write_text("[]")
-    data = f"{tmp_path}/data.json,{tmp_path}/*.json,/no/such.json"
+    data = f"{tmp_path}/data.json,{tmp_path}/*.json,/no/such.json,hf:owner/set:en[train],hf:{tmp_path}[test],hf:/no[a]"
     words = ["--model_name_or_path", "owner/model", "--vision_tower", "./no/such/tower", "--data_path", data]
     words += ["--pretrain_mm_mlp_adapter", "llava/no-such-folder", "--deepspeed", "deepspeed_configs/zero3.json"]
     devices = Devices(1, 1, True)
@@ -255,10 +255,14 @@ def test_hub_names_are_told_from_local_paths_and_missing_files_say_what_to_do(tm
         ("found", "data"),
         ("found", "data"),
         ("MISSING", "data"),
+        ("hub", "data"),
+        ("found", "data"),
+        ("MISSING", "data"),
     ]
     assert [(f.state, f.what) for f in found] == [*expected, ("MISSING", "adapter"), ("found", "deepspeed")]
     hints = {f.what: f.hint for f in found if f.state == "MISSING"}
-    assert "VISION_TOWER" in hints["vision tower"] and hints["data"] == "fetch it, or set DATA_PATH"
+    assert "VISION_TOWER" in hints["vision tower"] and "hf:OWNER/NAME[SPLIT]" in hints["data"]
+    assert "fetch it, or set DATA_PATH" in [f.hint for f in found]
     assert "scripts/pretrain.sh" in hints["adapter"] and "PRETRAIN_ADAPTER" in hints["adapter"]
 
 

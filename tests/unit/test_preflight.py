@@ -502,17 +502,13 @@ def test_changed_image_bytes_of_equal_size_are_checked_again(tmp_path):
 
 
 WRONG = {
-    "messages": (
-        {"messages": pa.array([[{"role": "user", "content": "<image>"}]])}, "'messages' looks like chat messages"
-    ),
-    "chat": (
-        {"conversations": pa.array([[{"role": "user", "content": "<image>"}]])}, "this looks like chat messages"
-    ),
+    "messages": ({"messages": pa.array([[{"role": "user"}]])}, "column 'messages' is list.*or 'role' and 'content'"),
+    "chat": ({"conversations": pa.array([[{"role": "user", "content": 1}]])}, "expected a list of structs"),
     "two columns": (
         {"conversations": pa.array([TURNS]), "image": pa.array(["a"]), "images": pa.array([["a"]])},
         "columns 'image' and 'images'; keep the one",
     ),
-    "no conversations": ({"id": pa.array([1])}, "no column 'conversations'; it has id"),
+    "no conversations": ({"id": pa.array([1])}, "no column 'conversations' or 'messages'; it has id"),
     "text": ({"conversations": pa.array(["hello"])}, "'conversations' is string; expected a list of structs"),
     "struct of lists": (
         {"conversations": pa.array([{"from": ["human"], "value": ["x"]}])}, "expected a list of structs"
@@ -583,9 +579,20 @@ words = st.sampled_from(
 texts = st.lists(words, max_size=4).map("".join)
 turns = st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "system", "bot"]), "value": texts})
 odd = st.recursive(st.none() | st.integers() | texts, lambda inner: st.lists(inner, max_size=2))
+parts = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "image", "video"])}, optional={"text": texts | odd, "path": texts | odd}
+)
+messages = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "assistant", "tool"]) | odd,
+        "content": texts | st.lists(parts) | odd,
+    },
+    optional={"from": odd, "tool_calls": odd, "weight": odd},
+)
 records = st.fixed_dictionaries(
-    {"conversations": st.lists(turns | turns | turns | odd, max_size=5) | odd},
+    {"conversations": st.lists(turns | turns | messages | odd, max_size=5) | odd},
     optional={
+        "messages": st.none() | st.lists(messages, max_size=3),
         "id": odd,
         "image": st.sampled_from(["a.png", ["a.png"], ["a.png", "a.png"], "b.png", [], "", "a\0"]) | odd,
     },

@@ -1,0 +1,113 @@
+"""Data sets that the `datasets` library reads, by name or folder, as the Parquet shards that training reads by row.
+
+`hf:owner/name[split]`, `hf:owner/name:config[split]`, `hf:/a/folder[split]`; the split is `train` where none is named.
+A data set that consists of Parquet files is read from them as they lie, in the library's cache where it was downloaded.
+Any other, and a part of a split (`train[:10%]`), is written as Parquet once, shard by shard. Pictures stay the bytes or
+paths that they are; none is decoded.
+"""
+
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from llava.data.cache import cache_folders, made_once
+from llava.data.checks import starts_from
+
+_NAME = re.compile(r"hf:(?P<path>[^:\[\]]+)(:(?P<config>[^:\[\]]+))?(\[(?P<split>.+)\])?")
+_SHARD = 1 << 29  # bytes of a shard that is written
+_GROUP_ROWS = 100  # of a row group; image bytes are read from its start
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a part of `--data_path` names a data set for the `datasets` library."""
+    return name.startswith("hf:")
+
+
+def hub_shards(name: str, cache_dir: str | None = None) -> list[Path]:
+    """The Parquet files of a data set's split, in order; downloaded or written where they are not there yet.
+
+    Args:
+        name: as the module says.
+        cache_dir: where written shards are kept; default the user's cache folder.
+
+    Raises:
+        FileNotFoundError: there is no such data set, folder or split.
+        ValueError: the name is malformed, or the data set cannot be read.
+        ImportError: the library is not installed.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"--data_path {name}: expected hf:OWNER/NAME[SPLIT] or hf:OWNER/NAME:CONFIG[SPLIT]")
+    path, config, split = str(Path(match["path"]).expanduser()), match["config"], match["split"]
+    if Path(path).is_dir():
+        path = str(Path(path).absolute())  # the library has readers of its own under names such as csv
+    elif path.startswith((".", "/")) or path.count("/") > 1:
+        raise FileNotFoundError(f"--data_path {name}: no such folder{starts_from(path)}")
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(f"--data_path {name}: needs the datasets library; pip install 'datasets>=4'") from None
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        if any(Path(path, file).is_file() for file in ("state.json", "dataset_dict.json")):
+            return _written(_saved(datasets, path, split), path, cache_dir)
+        return _shards(datasets, path, config, split or "train", cache_dir)
+    except (FileNotFoundError, ConnectionError) as error:
+        raise FileNotFoundError(f"--data_path {name}: {_in_a_line(error)}") from error
+    except (ValueError, OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"--data_path {name}: {_in_a_line(error)}") from error
+
+
+def _saved(datasets: Any, path: str, split: str | None) -> Any:
+    """What `save_to_disk` wrote: one split, or several by name."""
+    data = datasets.load_from_disk(path)
+    if not isinstance(data, datasets.DatasetDict):
+        data = {str(data.split or "train"): data}
+    if (split or "train") in data:
+        return data[split or "train"]
+    if split is None and len(data) == 1:
+        return next(iter(data.values()))
+    raise ValueError(f"no split {split or 'train'!r}; it has {', '.join(map(repr, data))}")
+
+
+def _shards(datasets: Any, path: str, config: str | None, split: str, cache_dir: str | None) -> list[Path]:
+    builder = datasets.load_dataset_builder(path, config)
+    files = builder.config.data_files or {}
+    if builder.name.startswith("parquet") and split in files:
+        return list(map(Path, datasets.DownloadManager().download(list(files[split]))))
+    return _written(datasets.load_dataset(path, config, split=split), path, cache_dir)
+
+
+def _written(data: Any, path: str, cache_dir: str | None) -> list[Path]:
+    """The shards of `data`, a data set that is mapped from disk, written where they are not there yet."""
+    name = f"{re.sub('[^A-Za-z0-9._-]+', '-', path).strip('-')[-80:]}.{data._fingerprint}"
+    count = max(1, -(-data.data.nbytes // _SHARD))
+    folders = cache_folders(Path.home(), cache_dir)[-1:]
+    return [
+        made_once(f"{name}-{i:05d}-of-{count:05d}.parquet", folders, partial(_write, data, count, i), _is_whole)
+        for i in range(count)
+    ]
+
+
+def _write(data: Any, count: int, number: int, target: Path) -> None:
+    part = data.shard(count, number, contiguous=True).with_format("arrow")  # as it is stored: nothing is decoded
+    with pq.ParquetWriter(target, part.features.arrow_schema) as writer:
+        for rows in part.iter(_GROUP_ROWS):
+            writer.write_table(rows)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return pq.read_metadata(path).num_rows >= 0
+    except (pa.ArrowException, OSError):
+        return False
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{error}{f' ({error.__cause__})' if error.__cause__ else ''}".split())

@@ -1,0 +1,158 @@
+"""Chat messages, as TRL, ms-swift and LLaMA-Factory take them, made into LLaVA's records when a file is converted.
+
+A record is known by its keys: turns under `messages`, `conversation` or `conversations`, each with `role` and `content`
+or with `from` and `value`; or TRL's `prompt` and `completion`, both lists of messages. docs/data.md says what each part
+becomes. A record in LLaVA's form stays as it is, and what is neither is left to `llava.data.checks`.
+"""
+
+from typing import Any
+
+from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.data.checks import TURN_KEYS, Problem, Record, RepeatedKeys, image_keys
+
+_SPEAKERS = {"user": "human", "human": "human", "assistant": "gpt", "gpt": "gpt", "system": "system"}
+_LLAVA = ("human", "gpt", "system")
+_TOOLS = ("tool", "function", "observation", "function_call", "tool_call", "tool_response", "tool_calls", "ipython")
+_PICTURE_KEYS = ("image", "path", "url", "image_url")
+
+
+class _Fault(ValueError):
+    """What keeps a record from being converted."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.problem = Problem(kind, message)
+
+
+def as_record(found: Any) -> tuple[Any, Problem | None]:
+    """`found` as LLaVA's record, the same object where there is nothing to convert; or what keeps it from being one."""
+    if not isinstance(found, dict) or isinstance(found, RepeatedKeys):
+        return found, None
+    try:
+        key, turns = _turns(found)
+        return found if key is None else _converted(found, key, turns), None
+    except _Fault as fault:
+        return found, fault.problem
+
+
+def _turns(found: Record) -> tuple[str | None, list[Any]]:
+    """The key whose place the conversations take, and the turns to convert; no key where there are none."""
+    keys = [key for key in TURN_KEYS if found.get(key) is not None]
+    if len(keys) > 1:
+        raise _Fault("schema", f"turns under {' and under '.join(map(repr, keys))}; keep one of the two")
+    prompt, completion = found.get("prompt"), found.get("completion")
+    if not keys and isinstance(prompt, list) and isinstance(completion, list):
+        if any(isinstance(turn, dict) and turn.get("role") == "assistant" for turn in prompt):
+            raise _Fault(
+                "turns", "'prompt' has an assistant's turn, which would be learnt as well; expected it in 'completion'"
+            )
+        return "prompt", prompt + completion
+    if not keys or not isinstance(found[keys[0]], list) or not found[keys[0]]:
+        return None, []
+    key, turns = keys[0], found[keys[0]]
+    return (None, []) if key == "conversations" and not any(map(_differs, turns)) else (key, turns)
+
+
+def _differs(turn: Any) -> bool:
+    """Whether a turn is one that is converted; others are LLaVA's, or at fault."""
+    if type(turn) is not dict or turn.get("from") in _LLAVA and isinstance(turn.get("value"), str):
+        return False
+    role_key, text_key = _fields(turn)
+    role = turn.get(role_key)
+    is_known = isinstance(role, str) and (role in _SPEAKERS or role in _TOOLS)
+    return role_key == "role" or is_known and role not in _LLAVA or isinstance(turn.get(text_key), list)
+
+
+def _fields(turn: dict[str, Any]) -> tuple[str, str]:
+    """The keys of a turn's speaker and text."""
+    chat = turn.get("role") is not None and turn.get("from") is None
+    return ("role", "content") if chat else ("from", "value")
+
+
+def _converted(found: Record, key: str, turns: list[Any]) -> Record:
+    pictures: list[str | None] = []
+    conversations = []
+    for number, turn in enumerate(turns):
+        try:
+            conversations.append(_turn(turn, pictures))
+        except _Fault as fault:
+            raise _Fault(fault.problem.kind, f"turn {number}: {fault}") from None
+    record = {("conversations" if name == key else name): value for name, value in found.items()}
+    record["conversations"] = conversations
+    if key == "prompt":
+        del record["completion"]
+    if named := [picture for picture in pictures if picture is not None]:
+        if keys := image_keys(record):
+            raise _Fault("schema", f"pictures in the turns and under {keys[0]!r}; keep one of the two")
+        if len(named) < len(pictures):
+            raise _Fault("schema", f"{len(pictures)} image parts, but only {len(named)} of them name a picture")
+        record["image"] = named
+    elif any(isinstance(turn, dict) and "role" in turn for turn in turns):
+        _place_in_front(record)
+    return record
+
+
+def _turn(turn: Any, pictures: list[str | None]) -> Any:
+    """The turn as LLaVA's; what its image parts name is added to `pictures`. One at fault stays as it is."""
+    if type(turn) is not dict:
+        return turn
+    keys = _fields(turn)
+    role, content = map(turn.get, keys)
+    if tools := role if role in _TOOLS else next((name for name in _TOOLS if turn.get(name)), None):
+        raise _Fault("turns", f"{tools!r}: calls of tools and functions are not trained here; leave the record out")
+    if not isinstance(role, str):
+        return turn
+    if role not in _SPEAKERS and keys[0] == "role":
+        raise _Fault("turns", f"'role' is {role!r:.80}, expected one of user, assistant, system")
+    further = {name: value for name, value in turn.items() if name not in keys and value is not None}
+    text = _text(content, pictures)
+    return further | {"from": _SPEAKERS.get(role, role), "value": text} if isinstance(text, str) else turn
+
+
+def _text(content: Any, pictures: list[str | None]) -> Any:
+    """The text of a list of parts; an image part becomes a placeholder on a line of its own, at its place."""
+    if not isinstance(content, list):
+        return content
+    text, behind_image = "", False
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) and not isinstance(part, RepeatedKeys) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            text += ("\n" if behind_image and part["text"] and not part["text"].startswith("\n") else "") + part["text"]
+            behind_image = behind_image and not part["text"]
+        elif kind in ("image", "image_url"):
+            pictures.append(_picture(part, number))
+            text += ("\n" if text and not text.endswith("\n") else "") + DEFAULT_IMAGE_TOKEN
+            behind_image = True
+        else:
+            raise _Fault(
+                "schema",
+                f"part {number}: expected {{'type': 'text', 'text': ...}} or {{'type': 'image'}}, found {part!r:.80}",
+            )
+    return text
+
+
+def _picture(part: dict[str, Any], number: int) -> str | None:
+    """What an image part names: a path, or None where the pictures stand beside the turns."""
+    named = next((part[key] for key in _PICTURE_KEYS if part.get(key) is not None), None)
+    if isinstance(named, dict):
+        if named.get("bytes") is not None:
+            raise _Fault("schema", f"part {number}: the bytes of a picture; expected them under 'images'")
+        named = named.get("path", named.get("url"))
+    if named is not None and not isinstance(named, str):
+        raise _Fault("schema", f"part {number}: expected a picture's path, found {named!r:.80}")
+    if named and ("://" in named or named.startswith("data:")):
+        raise _Fault("schema", f"part {number}: {named:.80}: pictures are not downloaded or unpacked; expected a path")
+    return named
+
+
+def _place_in_front(record: Record) -> None:
+    """Writes the placeholders of messages that have none before their first question, as TRL and ms-swift do."""
+    turns = record["conversations"]
+    if not all(isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns):
+        return
+    keys = image_keys(record)
+    images = record[keys[0]] if keys else []
+    first = next((turn for turn in turns if turn.get("from") == "human"), None)
+    if images and first and not any(DEFAULT_IMAGE_TOKEN in turn["value"] for turn in turns):
+        count = len(images) if isinstance(images, list) else 1
+        first["value"] = f"{DEFAULT_IMAGE_TOKEN}\n" * count + first["value"]

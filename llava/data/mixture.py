@@ -1,0 +1,317 @@
+"""A mixture of data sets, as a YAML file says it: LLaVA-NeXT's form, with weights, names and image folders of our own.
+
+    datasets:
+      - json_path: scenes.jsonl          # whatever --data_path takes
+        sampling_strategy: random:25%    # all, first:N, end:N or random:N; N a number or a percentage
+        weight: 0.3                      # of an epoch; all entries have one, or none has
+        image_folder: scenes/images      # default --image_folder
+        name: scenes                     # default the file's name without its ending
+    epoch_samples: 10000                 # with weights; default as many as the entries' sampling leaves
+
+It is one table of records and an array of indices into it, which is decided by the seed alone and grows with nothing
+but the epoch.
+"""
+
+import logging
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Hashable
+from dataclasses import dataclass
+from glob import glob
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from llava.data.checks import Image, PlacedImage, Record, image_keys, record_images, starts_from
+from llava.data.hub_files import is_hub_name
+from llava.data.table import RecordTable
+
+logger = logging.getLogger(__name__)
+
+MIXTURES = (".yaml", ".yml")
+_KEYS = ("json_path", "sampling_strategy", "weight", "image_folder", "name")
+_STRATEGY = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which records of a data set are used: `all`, or the `first`, the last (`end`) or `random` ones."""
+
+    kind: str = "all"
+    number: float = 0
+    is_share: bool = False
+
+    def chosen(self, total: int, seed: list[int]) -> np.ndarray:
+        """The places, rising, of those of `total` records that are used; a share is rounded up, as in LLaVA-NeXT."""
+        count = math.ceil(self.number * total / 100) if self.is_share else int(self.number)
+        count = total if self.kind == "all" else min(count, total)
+        if self.kind == "random":
+            return np.sort(np.random.default_rng(seed).permutation(total)[:count])
+        return np.arange(total - count, total) if self.kind == "end" else np.arange(count)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One data set of a mixture."""
+
+    data_path: str
+    name: str
+    sampling: Sampling
+    weight: float | None
+    image_folder: str | None
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a YAML file says, and the seed of whatever is drawn."""
+
+    path: Path
+    entries: tuple[Entry, ...]
+    epoch_samples: int | None
+    seed: int
+
+
+class MixedTable(RecordTable):
+    """The records of a mixture: at first all that the entries' sampling leaves, and after `epoch` those of an epoch.
+
+    Args:
+        mixture: what is mixed.
+        starts: where the records of each entry start among all, and the end.
+    """
+
+    def __init__(self, *arguments: Any, mixture: Mixture, starts: list[int], **options: Any):
+        super().__init__(*arguments, **options)
+        self.mixture, self.starts, self.is_epoch = mixture, starts, False
+
+    @property
+    def used(self) -> int:
+        return len(np.unique(self.kept))
+
+    @property
+    def source_names(self) -> list[str]:
+        return [entry.name for entry in self.mixture.entries]
+
+    @property
+    def image_folders(self) -> list[str | None]:
+        return [entry.image_folder for entry in self.mixture.entries]
+
+    def source_number(self, index: int) -> int:
+        return self._number(self.position(index))
+
+    def _number(self, index: int) -> int:
+        return bisect_right(self.starts, index) - 1
+
+    def record(self, index: int) -> Record:
+        record = super().record(index)
+        folder = self.image_folders[self._number(index)]
+        return record if folder is None else _placed(record, folder)
+
+    def epoch(self) -> "MixedTable":
+        """The table of what an epoch has: with weights each entry's share, else all that is left.
+
+        A share of more records than there are is made of whole passes over them, and the rest is drawn.
+
+        Raises:
+            ValueError: an entry has no record left, or its share is less than one.
+        """
+        mixture = self.mixture
+        if mixture.entries[0].weight is None or self.is_epoch:
+            return self
+        own = np.split(self.kept, np.searchsorted(self.kept, self.starts[1:-1]))
+        total = len(self.kept) if mixture.epoch_samples is None else mixture.epoch_samples
+        weights = sum(entry.weight for entry in mixture.entries)
+        drawn = []
+        for number, (entry, records) in enumerate(zip(mixture.entries, own, strict=True)):
+            share = round(entry.weight / weights * total)
+            if not len(records) or not share:
+                what = "has no record that can be used" if share else f"has no sample of an epoch of {total}"
+                named = entry_name(mixture.path, number, entry.name)
+                raise ValueError(f"{named} {what}; leave it out or change 'weight'")
+            passes, rest = divmod(share, len(records))
+            some = np.random.default_rng([mixture.seed, number, 1]).permutation(len(records))[:rest]
+            drawn += [records] * passes + [records[np.sort(some)]]
+        table = self.of(np.concatenate(drawn), self.left_out)
+        table.is_epoch = True
+        return table
+
+    def of(self, kept: np.ndarray, left_out: int) -> "MixedTable":
+        options = {"kept": kept, "left_out": left_out, "mixture": self.mixture, "starts": self.starts}
+        return MixedTable(self.sources, self.paths, self.content, self.folders, **options)
+
+    def source_counts(self) -> list[dict[str, Any]]:
+        records, (used, samples) = np.diff(self.starts), map(self._counts, (np.unique(self.kept), self.kept))
+        return [
+            {"name": entry.name, "data_path": entry.data_path, "records": int(records[i]), "used": int(used[i]),
+             "samples": int(samples[i]), "share": float(samples[i] / len(self))}
+            for i, entry in enumerate(self.mixture.entries)
+        ]  # fmt: skip
+
+    def _counts(self, indices: np.ndarray) -> np.ndarray:
+        """How many of some records of all each data set has."""
+        return np.bincount(np.searchsorted(self.starts, indices, side="right") - 1, minlength=len(self.starts) - 1)
+
+
+def source_lines(records: RecordTable) -> list[str]:
+    """A line per data set of a mixture: how many of its records are used, and what of an epoch they are."""
+    counts = records.source_counts()
+    width = max((len(found["name"]) for found in counts), default=0)
+    return [
+        f"{found['name']:<{width}}  {found['used']:,} of {found['records']:,} records, {found['samples']:,} samples of "
+        f"an epoch ({found['share']:.1%})"
+        for found in counts
+    ]
+
+
+def _placed(record: Record, folder: str) -> Record:
+    """`record` with its paths below a folder of their own."""
+    keys = image_keys(record)
+
+    def place(image: Image) -> Image:
+        return PlacedImage(folder, image) if isinstance(image, str) else image
+
+    return record | {keys[0]: [place(image) for image in record_images(record)]} if keys else record
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that occurs twice, of which YAML's own loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                fault = f"the key {key.value!r} occurs twice"
+                raise yaml.constructor.ConstructorError(None, None, fault, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_mixture(path: Path, seed: int) -> Mixture:
+    """What a YAML file says.
+
+    Args:
+        path: the file.
+        seed: of `random` sampling, and of what weights draw.
+
+    Raises:
+        FileNotFoundError: a data set or an image folder is not there; the message names file and entry.
+        ValueError: the file is no mixture; the message names it, and the entry or the line.
+    """
+    found = _parsed(path)
+    if not isinstance(found, dict) or not isinstance(found.get("datasets"), list) or not found["datasets"]:
+        raise ValueError(f"--data_path {path}: expected a list of data sets under 'datasets', found {found!r:.80}")
+    if unknown := [key for key in found if key not in ("datasets", "epoch_samples")]:
+        raise ValueError(f"--data_path {path}: unknown key {unknown[0]!r}; expected datasets, epoch_samples")
+    entries = tuple(_entry(path, number, entry) for number, entry in enumerate(found["datasets"]))
+    for number, entry in enumerate(entries):
+        if (first := [other.name for other in entries].index(entry.name)) != number:
+            raise ValueError(
+                f"{entry_name(path, number, entry.name)} has the name of entry {first}; give them names under 'name'"
+            )
+        if (entry.weight is None) != (entries[0].weight is None):
+            without = number if entry.weight is None else 0
+            named = entry_name(path, without, entries[without].name)
+            raise ValueError(f"{named} has no 'weight', but others have; give all a weight, or none")
+    epoch_samples = found.get("epoch_samples")
+    if epoch_samples is not None and (not _is_whole(epoch_samples) or epoch_samples < 1):
+        raise ValueError(f"--data_path {path}: 'epoch_samples' is {epoch_samples!r}; expected a number of 1 or more")
+    if epoch_samples is not None and entries[0].weight is None:
+        raise ValueError(f"--data_path {path}: 'epoch_samples' needs a 'weight' in every entry")
+    return Mixture(path, entries, epoch_samples, seed)
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"--data_path {path}: no such file{starts_from(path)}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"--data_path {path}{where}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"--data_path {path}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _entry(path: Path, number: int, entry: Any) -> Entry:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{entry_name(path, number)}: expected a mapping with 'json_path', found {entry!r:.80}")
+    named = f"{entry_name(path, number, entry.get('name') or entry.get('json_path'))}"
+    if unknown := [key for key in entry if key not in _KEYS]:
+        raise ValueError(f"{named}: unknown key {unknown[0]!r}; expected {', '.join(_KEYS)}")
+    for key in ("json_path", "image_folder", "name"):
+        if (key == "json_path" or entry.get(key) is not None) and not (isinstance(entry.get(key), str) and entry[key]):
+            raise ValueError(f"{named}: {key!r} is {entry.get(key)!r:.80}; expected a text")
+    weight = entry.get("weight")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if weight is not None and not (is_number and 0 < weight < math.inf):
+        raise ValueError(f"{named}: 'weight' is {weight!r:.80}; expected a number above 0")
+    folder = entry.get("image_folder")
+    if folder is not None:
+        folder = _place(path, folder)
+        if not Path(folder).exists():
+            raise FileNotFoundError(f"{named}: image_folder {folder}: no such folder or zip file{starts_from(folder)}")
+    if entry["json_path"].endswith(MIXTURES):
+        raise ValueError(f"{named}: a mixture in a mixture; name its data sets here instead")
+    data_path = ",".join(_place(path, part.strip()) for part in entry["json_path"].split(","))
+    name = entry.get("name") or re.sub(r"\[.*\]$", "", re.split(r"[/:]", entry["json_path"].rstrip("/"))[-1])
+    name = name if entry.get("name") or is_hub_name(entry["json_path"]) else Path(name).stem
+    return Entry(data_path, name, _sampling(named, entry.get("sampling_strategy", "all")), weight, folder)
+
+
+def _sampling(named: str, found: Any) -> Sampling:
+    if found == "all":
+        return Sampling()
+    match = _STRATEGY.fullmatch(found) if isinstance(found, str) else None
+    if match is None:
+        raise ValueError(
+            f"{named}: 'sampling_strategy' is {found!r:.80}; expected all, first:N, end:N or random:N, N a number or a "
+            "percentage as in random:25%"
+        )
+    number, is_share = float(match[2]), bool(match[3])
+    if is_share and not 0 < number <= 100:
+        raise ValueError(f"{named}: 'sampling_strategy' is {found!r}; expected a percentage above 0 and up to 100")
+    if not is_share and (number < 1 or number != int(number)):
+        raise ValueError(f"{named}: 'sampling_strategy' is {found!r}; expected a whole number of 1 or more")
+    return Sampling(match[1], number, is_share)
+
+
+def _place(path: Path, name: str) -> str:
+    """Where a name of the file leads: from the working directory, as in LLaVA-NeXT, or else from the file's folder."""
+    if is_hub_name(name):
+        return name
+    beside = str(path.parent / name)
+    here, there = (bool(Path(place).exists() or glob(place, recursive=True)) for place in (name, beside))
+    if here and there and Path(name).resolve() != Path(beside).resolve():
+        logger.warning("%s: %s is the one of the working directory %s, not %s", path, name, Path.cwd(), beside)
+    return name if here or not there else beside
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def entry_name(path: Path, number: int, name: Any = None) -> str:
+    """How messages call an entry of a mixture."""
+    return f"--data_path {path}: entry {number}" + (f" ({name!s:.100})" if name else "")
+
+
+def mixed_table(mixture: Mixture, tables: list[RecordTable]) -> MixedTable:
+    """The records that the entries' sampling leaves of their `tables`, in order."""
+    starts = np.cumsum([0, *(table.total for table in tables)])
+    kept = [
+        start + entry.sampling.chosen(table.total, [mixture.seed, number, 0])
+        for number, (entry, table, start) in enumerate(zip(mixture.entries, tables, starts[:-1], strict=True))
+    ]
+    sources = [source for table in tables for source in table.sources]
+    paths = [path for table in tables for path in table.paths]
+    content = sha256(" ".join(table.content for table in tables).encode()).hexdigest()
+    return MixedTable(
+        sources, paths, content, tables[0].folders, kept=np.concatenate(kept), mixture=mixture, starts=starts.tolist()
+    )

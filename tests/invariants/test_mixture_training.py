@@ -1,0 +1,87 @@
+"""Runs over a mixture of data sets: their shares, their losses, and that a resumed run takes the same samples."""
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from training import build, flags, losses, run
+
+from llava.train import train as train_module
+from llava.train.resume import ResumeError
+from llava.train.telemetry import LOG_FILE
+
+SAMPLES, BATCH = 40, 4
+
+
+@pytest.fixture
+def mixture(tiny, tmp_path):
+    """A YAML file: 24 scenes in LLaVA's form, a share of 0.3; 10 stamps as messages with a zip file, one of 0.7."""
+    stamps = []
+    with zipfile.ZipFile(tmp_path / "stamps.zip", "w") as archive:
+        for number in range(10):
+            archive.write(tiny / f"data/images/{number}.png", f"s/{number}.png")
+            question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?" * number}]}
+            messages = [question, {"role": "assistant", "content": f"stamp {number}"}]
+            stamps.append({"id": f"s{number}", "images": [f"s/{number}.png"], "messages": messages})
+    (tmp_path / "stamps.jsonl").write_text("\n".join(map(json.dumps, stamps)))
+    entries = [
+        {"json_path": str(tiny / "data/finetune.json"), "name": "scenes", "weight": 0.3},
+        {"json_path": "stamps.jsonl", "image_folder": "stamps.zip", "weight": 0.7},
+    ]
+    (tmp_path / "mix.yaml").write_text(yaml.safe_dump({"datasets": entries, "epoch_samples": SAMPLES}))
+    return tmp_path / "mix.yaml"
+
+
+def log_of(folder: Path) -> list[dict]:
+    keys = ("step", "loss", "loss/scenes", "loss/stamps", "share/scenes", "share/stamps")
+    lines = map(json.loads, (folder / LOG_FILE).read_text().splitlines())
+    return [{key: line.get(key) for key in keys} for line in lines if "loss" in line]
+
+
+def test_an_epoch_has_the_shares_and_a_resumed_run_the_same_samples(tiny, tmp_path, mixture, caplog):
+    options = {"data_path": mixture, "max_steps": None, "num_train_epochs": 1, "per_device_train_batch_size": BATCH}
+    options |= {"save_strategy": "steps", "save_steps": 4, "seed": 7, "telemetry_steps": 0}
+    with caplog.at_level("INFO"):
+        whole, _ = run(tiny, tmp_path / "whole", 2, **options)
+    assert "scenes  12 of 24 records, 12 samples of an epoch (30.0%)" in caplog.text
+    log = log_of(tmp_path / "whole")
+    assert len(log) == SAMPLES // BATCH
+    assert abs(sum(line["share/scenes"] for line in log) / len(log) - 0.3) < 0.01
+    assert all(abs(line["share/scenes"] + line["share/stamps"] - 1) < 1e-5 for line in log)
+    start = json.loads((tmp_path / "whole/run.json").read_text())["starts"][0]["configuration"]["data"]
+    assert [(found["name"], found["samples"]) for found in start["mixture"]] == [("scenes", 12), ("stamps", 28)]
+
+    shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "resumed/checkpoint-4")
+    lines = (tmp_path / "whole" / LOG_FILE).read_text().splitlines()
+    (tmp_path / "resumed" / LOG_FILE).write_text("\n".join(lines[:4]) + "\n")
+    resumed, _ = run(tiny, tmp_path / "resumed", 2, **options)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert log_of(tmp_path / "resumed") == log
+
+    mixture.write_text(mixture.read_text().replace("0.7", "0.6"))
+    (tmp_path / "other").mkdir()
+    shutil.copytree(tmp_path / "whole/checkpoint-4", tmp_path / "other/checkpoint-4")
+    with pytest.raises(ResumeError, match="data"):
+        train_module.train(flags(tiny, tmp_path / "other", 2, **options))
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_the_loss_of_a_data_set_is_that_of_its_samples_alone(tiny, tmp_path, mixture, padding_free):
+    options = {"data_path": mixture, "max_steps": 1, "per_device_train_batch_size": 2, "telemetry_steps": 0}
+    options |= {"gradient_accumulation_steps": 4, "padding_free": padding_free}
+    model, trainer = build(flags(tiny, tmp_path / "run", 2, **options))
+    dataset, samples = trainer.train_dataset, list(trainer._get_train_sampler())[:8]
+    expected = {}
+    for number, name in enumerate(dataset.records.source_names):
+        batch = trainer.data_collator([dataset[i] for i in samples if dataset.records.source_number(i) == number])
+        del batch["indices"]
+        expected[f"loss/{name}"] = model.train()(**batch).loss.item()
+    trainer.train()
+    (line,) = log_of(tmp_path / "run")
+    assert len(expected) == 2 and abs(expected["loss/scenes"] - expected["loss/stamps"]) > 1e-3
+    assert all(abs(line[name] - loss) < 1e-5 * loss for name, loss in expected.items())
+    assert min(expected.values()) < losses(tmp_path / "run" / LOG_FILE)[0] < max(expected.values())

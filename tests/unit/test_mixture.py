@@ -1,0 +1,352 @@
+"""Mixtures of data sets as LLaVA-NeXT's YAML files say them, with shares of an epoch, and data sets of `datasets`."""
+
+import io
+import json
+import logging
+import math
+import os
+import pickle
+import re
+import sys
+import zipfile
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from data_files import BYTES, STRUCT, TURNS, shard
+from PIL import Image
+
+from llava.conversation import get_template
+from llava.data import preflight as command
+from llava.data.images import ImageStore
+from llava.data.mixture import Sampling, source_lines
+from llava.data.preflight_manifest import Rules, preflight, usable_records
+from llava.data.records import data_files, load_records
+from llava.model.loss import LMHead, LossTally
+
+RULES = Rules(get_template("chatml"), "assistant")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working directory with `cats.jsonl` (20 records), `dogs.jsonl` (50) and eight pictures in `images`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    for number, content in enumerate(BYTES):
+        (tmp_path / f"images/{number}.png").write_bytes(content)
+    for name, count in (("cats", 20), ("dogs", 50)):
+        lines = [{"id": f"{name}-{i}", "image": f"{i % 8}.png", "conversations": TURNS} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return tmp_path
+
+
+def mixture(place, *entries, name="mix.yaml", **more) -> str:
+    path = place / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump({"datasets": list(entries)} | more))
+    return str(path)
+
+
+def ids(table) -> list[str]:
+    return [record["id"] for record in table]
+
+
+# --- which records ----------------------------------------------------------------------------------------------------
+
+CATS, DOGS = {"json_path": "cats.jsonl"}, {"json_path": "dogs.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [("all", range(20)), ("first:3", range(3)), ("first:10%", range(2)), ("first:11%", range(3)),
+     ("end:4", range(16, 20)), ("end:100%", range(20)), ("first:1000", range(20)), ("end:1000", range(20))],
+)  # fmt: skip
+def test_sampling_takes_what_llava_next_takes(place, strategy, expected):
+    table = load_records(mixture(place, CATS | {"sampling_strategy": strategy}, DOGS))
+    assert ids(table) == [f"cats-{i}" for i in expected] + [f"dogs-{i}" for i in range(50)]
+
+
+def test_random_sampling_follows_the_seed_and_keeps_the_files_order(place):
+    path = mixture(place, CATS | {"sampling_strategy": "random:25%"}, DOGS | {"sampling_strategy": "random:7"})
+    tables = [load_records(path, seed=seed) for seed in (1, 1, 2)]
+    assert ids(tables[0]) == ids(tables[1]) != ids(tables[2]) and tables[0].key == tables[1].key != tables[2].key
+    found = tables[0].kept.tolist()
+    assert found == sorted(set(found)) and [sum(i < 20 for i in found), len(found)] == [5, 12]
+    assert all(0 <= i < 100 for i in Sampling("random", 30, True).chosen(100, [3]))
+
+
+@pytest.mark.parametrize("epoch_samples", [None, 10, 64, 1000, 100_003])
+def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples):
+    more = {} if epoch_samples is None else {"epoch_samples": epoch_samples}
+    path = mixture(place, CATS | {"weight": 0.9}, DOGS | {"weight": 2.1, "sampling_strategy": "first:30"}, **more)
+    table = load_records(path)
+    total = epoch_samples or 50
+    counts = Counter(name.split("-")[0] for name in (table.named(i).split("'")[1] for i in table.kept[:2000].tolist()))
+    samples = [found["samples"] for found in table.source_counts()]
+    assert samples == [round(0.3 * total), round(0.7 * total)] and abs(len(table) - total) <= 1
+    assert total > 2000 or counts["cats"] == samples[0]
+    assert len(table) < 100 or abs(samples[0] / len(table) - 0.3) < 0.01
+    repeated = Counter(table.kept.tolist())
+    for number, (count, size, start) in enumerate(zip(samples, (20, 30), (0, 20), strict=True)):
+        times = {repeated[i] for i in range(start, start + size)}
+        assert times <= {count // size, math.ceil(count / size)}, number  # whole passes, and one in part
+    assert table.kept[table.kept >= 20].max() < 50  # what the sampling left out stays out
+    assert [table.source_number(i) for i in (0, len(table) - 1)] == [0, 1]
+    assert table.epoch() is table
+    assert load_records(path).kept.tolist() == table.kept.tolist() != load_records(path, seed=1).kept.tolist()
+
+
+def test_a_mixture_is_mapped_and_pickled_like_any_table(place):
+    table = load_records(mixture(place, CATS | {"weight": 1}, DOGS | {"weight": 1}))
+    copy = pickle.loads(pickle.dumps(table))
+    assert copy[-1] == table[-1] and copy.key == table.key and copy.source_names == ["cats", "dogs"]
+    assert len(table[3:5]) == 2 and not copy.columns["record"].chunk(0).buffers()[2].is_mutable
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_data_set_may_have_its_own_folder_or_zip_file(place):
+    with zipfile.ZipFile(place / "dogs.zip", "w") as archive:
+        for number, content in enumerate(reversed(BYTES)):
+            archive.writestr(f"{number}.png", content)
+    path = mixture(place, CATS, DOGS | {"image_folder": "dogs.zip"})
+    table = load_records(path)
+    store = ImageStore("images", others=table.image_folders)
+    found, _ = preflight(load_records(path, check=False), store, RULES, show_progress=False)
+    assert not found.faults and found.counts["images"] == 70 and found.folders.keys() == {""}
+    cat, dog = (store.open(table[i]["image"] if i == 0 else table[i]["image"][0]) for i in (0, 20))
+    plain = ImageStore("images")
+    assert cat.tobytes() == plain.open("0.png").tobytes() and dog.tobytes() == plain.open("7.png").tobytes()
+
+
+def test_pictures_that_vanish_from_a_data_sets_own_folder_are_noticed_and_named(place):
+    path = mixture(place, CATS | {"image_folder": "images"})
+    table = load_records(path, check=False)
+    store = ImageStore(None, others=table.image_folders)
+    assert not preflight(table, store, RULES, show_progress=False)[0].faults
+    (place / "images/0.png").rename(place / "images/a.png")
+    found, _ = preflight(table, store, RULES, show_progress=False)
+    assert len(found.faults["image_missing"]) == 3 and "image images/0.png does not exist" in str(found.faults)
+
+
+def test_the_same_pictures_under_another_data_sets_folder_are_checked_again(place):
+    os.symlink("images", place / "other")
+    entries = [[CATS | {"image_folder": a}, DOGS | {"image_folder": b}, DOGS | {"name": "c", "image_folder": c}]
+               for a, b, c in (("images", "other", "images"), ("images", "other", "other"))]  # fmt: skip
+    paths = []
+    for found in entries:
+        table = load_records(mixture(place, *found), check=False)
+        paths.append(preflight(table, ImageStore(None, others=table.image_folders), RULES, show_progress=False)[1])
+    assert paths[0] != paths[1]
+
+
+def test_relative_paths_start_from_the_working_directory_or_else_from_the_file(place, caplog):
+    (place / "sub").mkdir()
+    (place / "cats.jsonl").rename(place / "sub/cats.jsonl")
+    (place / "images").rename(place / "sub/images")
+    path = mixture(place, CATS | {"image_folder": "images"}, DOGS, name="sub/mix.yaml")
+    table = load_records(path)
+    assert len(table) == 70 and table.image_folders == [str(place / "sub/images"), None]
+    (place / "sub/dogs.jsonl").write_text((place / "dogs.jsonl").read_text().splitlines()[0])
+    with caplog.at_level(logging.WARNING):
+        assert len(load_records(path)) == 70
+    assert f"dogs.jsonl is the one of the working directory {place}, not {place}/sub/dogs.jsonl" in caplog.text
+    assert data_files(path) == [place / "sub/cats.jsonl", type(place)("dogs.jsonl")]
+
+
+# --- the preflight ----------------------------------------------------------------------------------------------------
+
+
+def test_only_sampled_records_are_checked_and_faults_leave_the_shares(place, capsys):
+    lines = (place / "cats.jsonl").read_text().splitlines()
+    lines[0], lines[19] = '{"id": "bad", "conversations": []}', "{"
+    (place / "cats.jsonl").write_text("\n".join(lines))
+    path = mixture(place, CATS | {"sampling_strategy": "end:19", "weight": 1}, DOGS | {"weight": 3}, epoch_samples=200)
+    with pytest.raises(ValueError, match=r"1 of 69 records are malformed:\n  cats.jsonl: record 19: line 20, column 2"):
+        load_records(path)
+    options = ["--data_path", path, "--image_folder", "images", "--version", "chatml"]
+    assert command.main(options) == 1
+    shown = capsys.readouterr().out
+    assert "records   69: 68 with images, 0 text only" in shown and "faults    1 json" in shown
+    assert "sources\n  cats  18 of 20 records, 50 samples of an epoch (25.0%)\n  dogs  50 of 50 records, 150 s" in shown
+    table = load_records(path, check=False)
+    found, _ = preflight(table, ImageStore("images"), RULES, show_progress=False)
+    kept = usable_records(table, found, "skip", "")
+    assert (len(kept), kept.left_out, kept.used) == (200, 1, 68) and not {0, 19} & set(kept.kept.tolist())
+    assert source_lines(kept)[0].startswith("cats  18 of 20 records, 50 samples")
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+FILES = {
+    "empty": ("", "expected a list of data sets under 'datasets', found None"),
+    "list": ("[]", "expected a list of data sets under 'datasets'"),
+    "no data sets": ("datasets: []", "expected a list of data sets under 'datasets'"),
+    "broken": ("datasets:\n - {json_path: a\n - 3", "line 3, column 5: not valid YAML: expected ',' or '}'"),
+    "repeated": ("datasets:\n - {json_path: a, json_path: b}", "column 19: not valid YAML: the key 'json_path'"),
+    "characters": ("datasets: \x01", "not valid YAML: unacceptable character"),
+    "unknown": ("datasets: [{json_path: cats.jsonl}]\nshuffle: 1", "unknown key 'shuffle'; expected datasets, epoch_s"),
+    "epoch": ("datasets: [{json_path: cats.jsonl}]\nepoch_samples: 9", "'epoch_samples' needs a 'weight' in every"),
+    "no epoch": ("datasets: [{json_path: cats.jsonl, weight: 1}]\nepoch_samples: 0", "'epoch_samples' is 0; expected"),
+}  # fmt: skip
+ENTRIES = {
+    "text": (["cats.jsonl"], "entry 0: expected a mapping with 'json_path', found 'cats.jsonl'"),
+    "no path": ([CATS | {"name": "c"}, {"name": "x"}], r"entry 1 \(x\): 'json_path' is None; expected a text"),
+    "missing": ([CATS, {"json_path": "c.json"}], r"entry 1 \(c\): json_path c.json: no such file \(from "),
+    "kind": ([{"json_path": "mix.yaml.txt"}], r"entry 0 \(mix.yaml\): json_path mix.yaml.txt: no such file"),
+    "nested": ([{"json_path": "mix.yaml"}], "a mixture in a mixture; name its data sets here"),
+    "key": ([CATS | {"repeat_time": 2}], r"entry 0 \(cats.jsonl\): unknown key 'repeat_time'; expected json_path, sam"),
+    "strategy": ([CATS | {"sampling_strategy": "middle:3"}], "'middle:3'; expected all, first:N, end:N or random:N"),
+    "percentage": ([CATS | {"sampling_strategy": "random:101%"}], "expected a percentage above 0 and up to 100"),
+    "nothing": ([CATS | {"sampling_strategy": "first:0"}], "'first:0'; expected a whole number of 1 or more"),
+    "fraction": ([CATS | {"sampling_strategy": "end:1.5"}], "'end:1.5'; expected a whole number of 1 or more"),
+    "names": ([CATS, DOGS, CATS], r"entry 2 \(cats\) has the name of entry 0; give them names under 'name'"),
+    "some weights": ([CATS | {"weight": 1}, DOGS], r"entry 1 \(dogs\) has no 'weight', but others have"),
+    "weight": ([CATS | {"weight": 0}], "'weight' is 0; expected a number above 0"),
+    "no number": ([CATS | {"weight": True}], "'weight' is True; expected a number above 0"),
+    "share": ([CATS | {"weight": 1}, DOGS | {"weight": 1e-9}], r"entry 1 \(dogs\) has no sample of an epoch of 70"),
+    "folder": ([CATS | {"image_folder": "none"}], "image_folder none: no such folder or zip file"),
+    "name": ([CATS | {"name": 3}], "'name' is 3; expected a text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FILES)
+def test_a_file_that_is_no_mixture_is_named(place, fault):
+    content, message = FILES[fault]
+    (place / "mix.yaml").write_text(content)
+    with pytest.raises(ValueError, match=f"^--data_path mix.yaml.*{message}"):
+        load_records("mix.yaml")
+
+
+@pytest.mark.parametrize("fault", ENTRIES)
+def test_a_fault_of_an_entry_names_file_and_entry(place, fault):
+    entries, message = ENTRIES[fault]
+    mixture(place, *entries)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"^--data_path mix.yaml: .*{message}") as error:
+        load_records("mix.yaml")
+    assert "\n" not in str(error.value)
+
+
+def test_a_mixture_stands_alone_and_must_be_there(place):
+    with pytest.raises(ValueError, match="a mixture stands alone; name the other files in it"):
+        load_records(f"{mixture(place, CATS)},dogs.jsonl")
+    with pytest.raises(FileNotFoundError, match="--data_path no.yaml: no such file"):
+        load_records("no.yaml")
+
+
+# --- losses by data set -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_head", ["chunked", "plain"])
+def test_a_tally_gets_every_rows_loss_and_changes_nothing(monkeypatch, loss_head):
+    monkeypatch.setattr("llava.model.loss._CHUNK_ELEMENTS", {"cpu": 70, "gpu": 70})  # chunks of a few rows
+    generator = torch.Generator().manual_seed(0)
+    head = LMHead(6, 11, bias=False)
+    head.loss_head = loss_head
+    hidden = torch.randn(23, 6, generator=generator, requires_grad=True)
+    targets, groups = torch.randint(11, (23,), generator=generator), torch.arange(23, dtype=torch.int32) % 3
+    expected = torch.nn.functional.cross_entropy((hidden @ head.weight.T).double(), targets, reduction="none").detach()
+    before = torch.autograd.grad(head(hidden, targets), (hidden, head.weight))
+    head.tally = LossTally(4, hidden.device)
+    head.tally.rows = groups
+    total = head(hidden, targets)
+    after = torch.autograd.grad(total, (hidden, head.weight))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    found = head.tally.sums
+    assert torch.allclose(found[0], torch.stack([expected[groups == i].sum() for i in range(4)]), rtol=1e-6, atol=1e-9)
+    assert found[1].tolist() == [8, 8, 7, 0] and math.isclose(float(found[0].sum()), float(total), rel_tol=1e-6)
+    head.tally.add(0, torch.tensor([math.nan, 1.0, math.inf]))
+    assert torch.isfinite(head.tally.sums).all() and head.tally.sums[1].tolist() == [8, 9, 7, 0]
+
+
+# --- the datasets library ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """The datasets library with a cache of its own."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def test_a_folder_of_parquet_is_read_as_it_lies_by_split_and_config(tmp_path, library):
+    images = pa.array([{"bytes": data, "path": None} for data in BYTES[:4]], STRUCT)
+    for split in ("train", "test"):
+        shard(tmp_path / f"set/data/{split}-00000-of-00001.parquet", images, 4)
+    (tmp_path / "set/README.md").write_text(
+        "---\nconfigs:\n- config_name: a\n  data_files:\n  - {split: train, path: data/train-*}\n  default: true\n"
+        "- config_name: b\n  data_files:\n  - {split: dev, path: data/test-*}\n---\n"
+    )
+    train, dev = (load_records(f"hf:{tmp_path}/set{end}", cache_dir=str(tmp_path / "c")) for end in ("", ":b[dev]"))
+    assert ids(train) == [f"train-00000-of-00001-{i}" for i in range(4)] and ids(dev)[0].startswith("test-")
+    assert data_files(f"hf:{tmp_path}/set[train]") == [tmp_path / "set/data/train-00000-of-00001.parquet"]
+    assert train[2]["image"].row == 2 and ImageStore(None).open(train[2]["image"]).size == (9, 7)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "saved", "saved splits", "part"])
+def test_any_other_data_set_is_written_as_parquet_once(tmp_path, library, kind, monkeypatch):
+    rows = [{"id": i, "messages": [{"role": "user", "content": f"<image>{i}?"}, {"role": "assistant", "content": "a"}]}
+            for i in range(6)]  # fmt: skip
+    folder, name = tmp_path / "set", "[train]"
+    if kind == "jsonl":
+        folder.mkdir()
+        (folder / "train.jsonl").write_text("\n".join(json.dumps(row | {"images": ["a.png"]}) for row in rows))
+    else:
+        pictures = [{"images": [{"bytes": BYTES[i], "path": None}]} for i in range(6)]
+        data = library.Dataset.from_list([row | picture for row, picture in zip(rows, pictures, strict=True)])
+        data = data.cast_column("images", library.List(library.Image()))
+        if kind == "part":
+            folder.mkdir()
+            data.to_parquet(folder / "train.parquet")
+            name = "[train[:50%]]"
+        else:
+            (library.DatasetDict({"train": data}) if "splits" in kind else data).save_to_disk(folder)
+    path, cache = f"hf:{folder}{name}", str(tmp_path / "cache")
+    table = load_records(path, cache_dir=cache)
+    assert ids(table) == list(range(3 if kind == "part" else 6))
+    assert table[1]["conversations"][0] == {"from": "human", "value": "<image>1?"}
+    image = table[1].get("images") or table[1]["image"]
+    if kind == "jsonl":
+        assert image == ["a.png"]
+    else:
+        assert ImageStore(None).open(image[0]).tobytes() == Image.open(io.BytesIO(BYTES[1])).tobytes()
+    monkeypatch.setattr(pq, "ParquetWriter", None)
+    assert load_records(path, cache_dir=cache).key == table.key
+
+
+HUB = {
+    "no folder": ("hf:/no/such[train]", "no such folder"),
+    "split": ("hf:{place}/set[dev]", "dev"),
+    "saved split": ("hf:{place}/saved[dev]", "no split 'dev'; it has 'train'"),
+    "name": ("hf:a[b", "expected hf:OWNER/NAME"),
+    "nothing in it": ("hf:{place}/images-none[train]", "doesn't contain any data files"),
+    "columns": ("hf:{place}/set[train]", "no column 'conversations' or 'messages'; it has x"),
+    "reader's name": ("hf:csv[train]", "csv"),
+    "hub": ("hf:owner/no-such-set[train]", "no-such-set"),
+}
+
+
+@pytest.mark.parametrize("fault", HUB)
+def test_a_data_set_that_cannot_be_read_is_named_in_a_line(tmp_path, library, fault, monkeypatch):
+    monkeypatch.setattr(library.config, "HF_HUB_OFFLINE", True)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "images-none").mkdir()
+    (tmp_path / "set/train.csv").write_text("x\n1\n")
+    library.DatasetDict({"train": library.Dataset.from_dict({"x": [1]})}).save_to_disk(tmp_path / "saved")
+    name, message = HUB[fault]
+    name = name.format(place=tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"^--data_path .*{re.escape(message)}") as error:
+        load_records(name, cache_dir=str(tmp_path / "cache"))
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_library_the_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"hf:owner/name: needs the datasets library; pip install 'datasets>=4'"):
+        load_records("hf:owner/name")
