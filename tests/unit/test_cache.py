@@ -260,7 +260,7 @@ def test_lengths_equal_those_of_the_samples(tmp_path, tokenizer, monkeypatch, wo
     for visual_tokens, limit in ((4, 60), (9, 20), (1, 10_000)):
         data.num_visual_tokens, data.model_max_length, data._lengths = visual_tokens, limit, None
         for index, length in enumerate(data.modality_lengths()):
-            ids = data._cut(data.tokenize(index), index).input_ids
+            ids = data._cut(data.tokenize(index), index, visual_tokens).input_ids
             images = int((ids == IMAGE_TOKEN_INDEX).sum())
             assert abs(length) == min(len(ids) + images * (visual_tokens - 1), limit)
             assert (length > 0) == (images > 0)

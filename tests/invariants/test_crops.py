@@ -77,7 +77,7 @@ def test_sizes_are_read_from_headers_once_and_only_where_they_matter(tiny, tmp_p
         read.clear()
 
 
-@pytest.mark.parametrize("mode", MODES, ids="-".join)
+@pytest.mark.parametrize("mode", [MODES[0], MODES[1], MODES[3], MODES[5]], ids="-".join)
 def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(tiny, tmp_path, shapes, mode):
     model, trainer = built(tiny, tmp_path, shapes, mode)
     data, collate = trainer.train_dataset, trainer.data_collator
@@ -184,7 +184,7 @@ def test_stage_1_trains_the_newline_with_the_projector_and_saves_it_with_it(tiny
     assert fields == ANYRES | {"image_grid_pinpoints": json.loads(GRIDS)}
     lines = [json.loads(line) for line in (stage_1 / LOG_FILE).read_text().splitlines()]
     norms = [line["norm/image_newline"] for line in lines if "loss" in line]
-    assert norms[-1] == pytest.approx(adapter[NEWLINE].norm().item(), rel=0.01) != norms[0]
+    assert norms[-1] == pytest.approx(adapter[NEWLINE].norm().item(), rel=1e-4) and norms[0] != norms[-1]
     assert norms[0] == pytest.approx(1, rel=0.5)  # LLaVA-NeXT's: 32 values of standard deviation 1 / sqrt(32)
 
 
@@ -225,7 +225,7 @@ def test_the_newline_may_start_with_the_norm_of_a_text_embedding(tiny, shapes, t
     argv = flags(tiny, tmp_path, 2, **shapes, **ANYRES, mm_newline_init="text_norm")
     decoder = train_module.build_model(*train_module.parse_arguments(argv)).get_model()
     target = mean_text_embedding_norm(decoder.embed_tokens)
-    assert target > 2 and decoder.image_newline.norm().item() == pytest.approx(target, rel=1e-5)
+    assert target < 0.7 and decoder.image_newline.norm().item() == pytest.approx(target, rel=1e-5)
 
 
 def test_a_checkpoint_never_loses_its_newline(tiny, shapes, stage_1, tmp_path):
