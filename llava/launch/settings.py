@@ -22,7 +22,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "LORA_ALPHA": "their scale times the rank, with LORA=1",
     },
     "data": {
-        "DATA_PATH": "records: files, folders, patterns or hf:OWNER/NAME[SPLIT], joined by commas; or a mixture's .yaml",
+        "DATA_PATH": "records: files, folders, patterns, hf:OWNER/NAME[SPLIT], joined by commas; or a mixture, .yaml",
         "IMAGE_FOLDER": "folder or zip file of the pictures; empty where the rows hold them",
         "LABEL_MASKING": "which tokens are learnt: assistant or upstream",
         "MODEL_MAX_LENGTH": "positions of a sample, visual tokens included; longer ones are cut",
