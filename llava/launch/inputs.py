@@ -48,19 +48,23 @@ def _check_paths(environment: Mapping[str, str], flags: Flags) -> Iterator[Input
         hint = prepared or f"set {name} to a model folder or a hub name"
         yield from check_model(what, flags.value(flag), hint, caller)
     for part in flags.value("data_path").split(","):
-        if part and not Path(part).exists() and glob(part):
-            yield Input(FOUND, "data", part)
-        elif part.startswith("hf:"):
-            name = re.split(r"[:\[]", part.removeprefix("hf:"))[0]
-            yield from check_model("data", name, "expected hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT]", caller)
-        else:
-            yield from check_file("data", part, prepared or f"{source}, or set DATA_PATH", caller)
+        yield from _check_records("data", part, prepared or f"{source}, or set DATA_PATH", caller)
     yield from check_file("images", flags.value("image_folder"), prepared or f"{source}, or set IMAGE_FOLDER", caller)
     hint = "run scripts/pretrain.sh with the same PRESET and NORM first, or set PRETRAIN_ADAPTER"
     yield from check_file("adapter", flags.value("pretrain_mm_mlp_adapter"), hint, caller)
     hint = f"set DEEPSPEED_CONFIG to one of: {deepspeed_configs()}"
     yield from check_file("deepspeed", flags.value("deepspeed"), hint, caller)
     yield from check_file("hostfile", environment.get("HOSTFILE", ""), "write lines 'host slots=8'", caller)
+
+
+def _check_records(what: str, part: str, hint: str, caller: str) -> Iterator[Input]:
+    if part.startswith("hf:"):
+        name = re.split(r"[:\[]", part.removeprefix("hf:"))[0]
+        yield from check_model(what, name, "expected hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT]", caller)
+    elif part and not Path(part).exists() and glob(part):
+        yield Input(FOUND, what, part)
+    else:
+        yield from check_file(what, part, hint, caller)
 
 
 def _check_meeting(environment: Mapping[str, str], devices: Devices, launch: Launch) -> Iterator[Input]:
