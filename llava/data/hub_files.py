@@ -40,14 +40,7 @@ def hub_shards(name: str, cache_dir: str | None = None) -> list[Path]:
         ValueError: the name is malformed, or the data set cannot be read.
         ImportError: the library is not installed.
     """
-    match = _NAME.fullmatch(name)
-    if match is None:
-        raise ValueError(f"--data_path {name}: expected hf:OWNER/NAME[SPLIT] or hf:OWNER/NAME:CONFIG[SPLIT]")
-    path, config, split = str(Path(match["path"]).expanduser()), match["config"], match["split"]
-    if Path(path).is_dir():
-        path = str(Path(path).absolute())  # the library has readers of its own under names such as csv
-    elif path.startswith((".", "/")) or path.count("/") > 1:
-        raise FileNotFoundError(f"--data_path {name}: no such folder{starts_from(path)}")
+    path, config, split = _parts(name)
     try:
         import datasets
     except ImportError:
@@ -62,6 +55,18 @@ def hub_shards(name: str, cache_dir: str | None = None) -> list[Path]:
         raise FileNotFoundError(f"--data_path {name}: {_in_a_line(error)}") from error
     except (ValueError, OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"--data_path {name}: {_in_a_line(error)}") from error
+
+
+def _parts(name: str) -> tuple[str, str | None, str | None]:
+    """Folder or name on the hub, config and split."""
+    match = _NAME.fullmatch(name)
+    path = str(Path(match["path"]).expanduser()) if match else ""
+    is_folder = bool(path) and Path(path).is_dir()
+    if not is_folder and (path.startswith((".", "/")) or path.count("/") > 1):
+        raise FileNotFoundError(f"--data_path {name}: no such folder{starts_from(path)}")
+    if not is_folder and path.count("/") != 1:  # the library has readers of its own under names such as csv
+        raise ValueError(f"--data_path {name}: expected hf:OWNER/NAME[SPLIT], hf:OWNER/NAME:CONFIG[SPLIT] or a folder")
+    return str(Path(path).absolute()) if is_folder else path, match["config"], match["split"]
 
 
 def _saved(datasets: Any, path: str, split: str | None) -> Any:

@@ -87,7 +87,7 @@ def _converted(found: Record, key: str, turns: list[Any]) -> Record:
         if len(named) < len(pictures):
             raise _Fault("schema", f"{len(pictures)} image parts, but only {len(named)} of them name a picture")
         record["image"] = named
-    elif any(isinstance(turn, dict) and "role" in turn for turn in turns):
+    elif any(isinstance(turn, dict) and _fields(turn)[0] == "role" for turn in turns):
         _place_in_front(record)
     return record
 

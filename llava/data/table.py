@@ -6,7 +6,6 @@
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
@@ -44,18 +43,14 @@ class RecordTable(Sequence[Record]):
     ):
         self.sources, self.paths, self.content, self.folders = sources, paths, content, folders
         self.kept, self.left_out = kept, left_out
+        self.key = content  # says which records these are, of which content
+        if kept is not None:
+            self.key = sha256(f"{content} {len(kept)}".encode() + kept.tobytes()).hexdigest()
         self._columns: dict[str, pa.ChunkedArray] = {}
         self._starts: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_columns": {}}
-
-    @cached_property
-    def key(self) -> str:
-        """Says which records these are, of which content."""
-        if self.kept is None:
-            return self.content
-        return sha256(f"{self.content} {len(self.kept)}".encode() + self.kept.tobytes()).hexdigest()
 
     @property
     def columns(self) -> dict[str, pa.ChunkedArray]:

@@ -62,11 +62,11 @@ def _check_paths(environment: Mapping[str, str], flags: Flags) -> Iterator[Input
 
 
 def _check_records(what: str, part: str, hint: str, caller: str) -> Iterator[Input]:
-    if part and not Path(part).exists() and glob(part):
-        yield Input(FOUND, what, part)
-    elif part.startswith("hf:"):
+    if part.startswith("hf:"):
         name = re.split(r"[:\[]", part.removeprefix("hf:"))[0]
         yield from check_model(what, name, "expected hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT]", caller)
+    elif part and not Path(part).exists() and glob(part):
+        yield Input(FOUND, what, part)
     else:
         yield from check_file(what, part, hint, caller)
 

@@ -23,7 +23,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "LORA_ALPHA": "their scale times the rank, with LORA=1",
     },
     "data": {
-        "DATA_PATH": "records: files, folders, patterns, hf:OWNER/NAME[SPLIT], joined by commas; or a mixture as .yaml",
+        "DATA_PATH": "records: files, folders, patterns, hf:OWNER/NAME[SPLIT], joined by commas; or a mixture, .yaml",
         "IMAGE_FOLDER": "folder or zip file of the pictures; empty where the rows hold them",
         "IMAGE_ASPECT_RATIO": "square, pad, anyres or anyres_max_N (default: square)",
         "IMAGE_GRID_PINPOINTS": "with anyres: grids in crops, '(1x1),...,(3x3)', or pixels, '[[384,768],[768,384]]'",

@@ -167,6 +167,7 @@ def test_what_cannot_be_converted_is_named_with_its_record(tmp_path, fault):
         ({"prompt": [user("q"), assistant("a"), user("r")], "completion": [assistant("b")]}, "'prompt' has an assist"),
         ({"prompt": "q", "completion": "a"}, "or 'messages'; the record has 'prompt', 'completion'"),
         ({"images": ["a.png"], "conversations": [human("q"), gpt("a")]}, "0 <image> placeholders but 1 images"),
+        ({"images": ["a.png"], "messages": [human("q") | {"role": None}, gpt("a")]}, "0 <image> placeholders but 1 im"),
     ],
 )  # fmt: skip
 def test_a_record_with_two_meanings_is_refused(tmp_path, record, message):

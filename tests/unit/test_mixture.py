@@ -258,7 +258,7 @@ def test_a_tally_gets_every_rows_loss_and_changes_nothing(monkeypatch, loss_head
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     found = head.tally.sums
     assert torch.allclose(found[0], torch.stack([expected[groups == i].sum() for i in range(4)]), rtol=1e-6, atol=1e-9)
-    assert found[1].tolist() == [8, 8, 7, 0] and math.isclose(float(found[0].sum()), float(total), rel_tol=1e-6)
+    assert found[1].tolist() == [8, 8, 7, 0] and math.isclose(float(found[0].sum()), total.item(), rel_tol=1e-6)
     head.tally.add(0, torch.tensor([math.nan, 1.0, math.inf]))
     assert torch.isfinite(head.tally.sums).all() and head.tally.sums[1].tolist() == [8, 9, 7, 0]
 
@@ -327,7 +327,7 @@ HUB = {
     "name": ("hf:a[b", "expected hf:OWNER/NAME"),
     "nothing in it": ("hf:{place}/images-none[train]", "doesn't contain any data files"),
     "columns": ("hf:{place}/set[train]", "no column 'conversations' or 'messages'; it has x"),
-    "reader's name": ("hf:csv[train]", "csv"),
+    "reader's name": ("hf:csv[train]", "expected hf:OWNER/NAME"),
     "hub": ("hf:owner/no-such-set[train]", "no-such-set"),
 }
 
