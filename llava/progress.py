@@ -50,7 +50,8 @@ class Progress:
         self.bar = None
         self.hidden = hidden
         if in_terminal() and not hidden:
-            self.bar = tqdm(total=total, initial=done, desc=desc, unit=f" {unit}", bar_format=_BAR, dynamic_ncols=True)
+            shown = {"desc": desc, "unit": f" {unit}", "bar_format": _BAR, "dynamic_ncols": True, "disable": False}
+            self.bar = tqdm(total=total, initial=done, **shown)
 
     def __enter__(self) -> "Progress":
         return self

@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+from llava.progress import EVERY, FIRST, in_terminal
+
 BAR = re.compile(r"([\w ]+): +(\d+)%\|[^|]*\| *(\S+) \[([^\]]*)\]")
-EVERY_SECONDS = 1.0
-EVERY_SECONDS_IN_FILE = 60.0
+EVERY_SECONDS = 1.0  # in a terminal
 
 
 def run_logged(command: list[str], log: Path, cwd: Path, env: dict[str, str], title: str) -> int:
@@ -37,14 +38,13 @@ def run_logged(command: list[str], log: Path, cwd: Path, env: dict[str, str], ti
 
 
 def _watch(process: subprocess.Popen, log: Path, title: str) -> None:
-    terminal = sys.stderr.isatty()
-    interval = EVERY_SECONDS if terminal else EVERY_SECONDS_IN_FILE
-    shown, last = "", time.monotonic()
+    terminal = in_terminal()
+    shown, due = "", time.monotonic() + (EVERY_SECONDS if terminal else FIRST)
     while process.poll() is None:
         time.sleep(0.2)
-        if time.monotonic() - last < interval:
+        if time.monotonic() < due:
             continue
-        last = time.monotonic()
+        due = time.monotonic() + (EVERY_SECONDS if terminal else EVERY)
         line = progress(log)
         if line and line != shown:
             print(

@@ -230,7 +230,8 @@ class LLaVATrainer(Trainer):
         return metrics
 
     def _determine_best_metric(self, metrics, trial) -> bool:
-        return bool(metrics) and super()._determine_best_metric(metrics, trial)
+        # Only what is saved can be gone back to; the library would also remember the steps in between.
+        return bool(metrics) and self.control.should_save and super()._determine_best_metric(metrics, trial)
 
     def best_checkpoint(self) -> Path | None:
         """The checkpoint with the best `--metric_for_best_model` so far; None where there is none to choose from."""
@@ -276,7 +277,12 @@ class LLaVATrainer(Trainer):
         if self.resumed is None:
             return position
         best = self.best_checkpoint()
-        self.state.best_model_checkpoint = str(best) if best and best.is_dir() else None
+        if best and not best.is_dir():
+            raise ResumeError(
+                f"{resume}: {best} was the best --metric_for_best_model so far and is not there; put it back, or start "
+                "anew by --resume_from_checkpoint False"
+            )
+        self.state.best_model_checkpoint = best and str(best)
         self.state.global_step = moved_step(self.state.global_step, self.resumed, global_batch_size(self.args))
         if self.state.global_step >= max_steps:  # the library would train one more step before it looks
             logger.info("all %d steps are done; only the final folder is written", max_steps)

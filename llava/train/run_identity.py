@@ -36,7 +36,7 @@ _IRRELEVANT = _PLACES | {
     "gradient_checkpointing", "gradient_checkpointing_kwargs", "lazy_preprocess", "is_multimodal",
     "evaluation_strategy", "do_train", "do_eval", "do_predict", "skip_memory_metrics",
     "include_num_input_tokens_seen", "use_cache", "per_device_eval_batch_size", "batch_eval_metrics",
-    "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "torch_empty_cache_steps", "trial_save",
+    "load_best_model_at_end", "torch_empty_cache_steps", "trial_save",
     "ignore_data_skip", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint", "ddp_backend",
     "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "debug", "use_cpu", "on_bad_record",
     "recheck_data",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -211,15 +212,15 @@ def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_pat
 # --- the best checkpoint ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "more"), [(1, {}), (2, {}), (2, LORA), (2, {"bf16": True})])
+@pytest.mark.parametrize(("stage", "more"), [(1, {}), (2, {}), (2, LORA), (2, {"bf16": True}), (1, {"save_steps": 2})])
 def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout, stage, more):
-    """The highest loss counts as the best here, which is that of the first step."""
+    """The highest loss counts as the best here, which is that of the first step with a checkpoint."""
     options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
-    options |= {"max_steps": 4, "metric_for_best_model": "loss_image", "greater_is_better": True, **EVALS, **more}
-    options |= {"learning_rate": 1e-2, "save_total_limit": 1}
+    options |= {"max_steps": 4, "metric_for_best_model": "loss_image", "greater_is_better": True, **EVALS}
+    options |= {"learning_rate": 1e-2, "save_total_limit": 1, **more}
     train_module.train(flags(tiny, tmp_path, stage, **options))
     found = {line["step"]: line["eval/loss_image"] for line in evaluations(tmp_path)}
-    best = max(found, key=found.get)
+    best = max((step for step in found if step % options["save_steps"] == 0), key=found.get)
     assert best < 4
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     assert state["best_global_step"] == best and state["best_model_checkpoint"] == f"{tmp_path}/checkpoint-{best}"
@@ -232,6 +233,18 @@ def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout,
             assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
         else:
             assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_run_goes_on_only_with_its_own_best_checkpoint_and_metric(tiny, tmp_path, heldout):
+    options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
+    options |= {"max_steps": 2, "greater_is_better": True, "learning_rate": 1e-2, **EVALS}
+    train_module.train(flags(tiny, tmp_path, 1, **options))
+    more = {"max_steps": 3, "resume_allow_changes": "max_steps"}
+    with pytest.raises(ValueError, match="metric_for_best_model: checkpoint 'loss', now 'loss_text'"):
+        train_module.train(flags(tiny, tmp_path, 1, **options | more | {"metric_for_best_model": "loss_text"}))
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    with pytest.raises(ValueError, match="checkpoint-1 was the best --metric_for_best_model so far and is not there"):
+        train_module.train(flags(tiny, tmp_path, 1, **options | more))
 
 
 @pytest.mark.parametrize(

@@ -83,12 +83,11 @@ def tensorboard(folder) -> tuple[str, int]:
     """The last table's text and how many pictures stand beside it, as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (file,) = folder.rglob("events.out.tfevents*")
+    file = max(folder.rglob("events.out.tfevents*"), key=lambda file: file.stat().st_size)
     events = EventAccumulator(str(file), size_guidance={"tensors": 0, "images": 0}).Reload()
     text = events.Tensors("eval/answers/text_summary")[-1].tensor_proto.string_val[0].decode()
-    tags = [tag for tag in events.Tags()["images"] if tag.startswith("eval/pictures")]
     assert {"eval/loss", "eval/accuracy"} <= set(events.Tags()["scalars"])
-    return text, len(tags)
+    return text, events.Images("eval/pictures")[-1].width // 224  # in one row
 
 
 class Stub:
