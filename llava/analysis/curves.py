@@ -334,13 +334,14 @@ def draw_runs(args: argparse.Namespace, measured: dict[str, Measurement], runs: 
 
 def draw_gap(args: argparse.Namespace, measured: dict[str, Measurement]) -> None:
     """One line per model: how many times the visual tokens' angle a layer turns text by."""
-    with figure(args, name="update-rates-gap", figsize=(7, 3.8)) as (_, axis):
+    with figure(args, name="update-rates-gap", figsize=(7, 4)) as (drawn, axis):
         for index, (model, measurement) in enumerate(measured.items()):
             axis.plot(gap(measurement), color=COLOURS[index % len(COLOURS)], label=model)
         axis.axhline(1, color="black", linewidth=1, linestyle="--")
+        axis.set(xlabel="layer", yscale="log")  # before the limits are read: a linear scale's may lie below 0
         low, high = axis.get_ylim()
         low, high = min(low, 0.7), max(high, 1.5)
-        axis.set(xlabel="layer", yscale="log", ylim=(low, high))
+        axis.set_ylim(low, high)
         ticks = [tick for tick in (0.1, 0.2, 0.5, 0.7, 1, 1.4, 2, 3, 5, 10, 20, 50, 100) if low <= tick <= high]
         axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
@@ -349,4 +350,4 @@ def draw_gap(args: argparse.Namespace, measured: dict[str, Measurement]) -> None
         axis.text(
             0.99, 0.03, "visual tokens faster", transform=axis.transAxes, ha="right", va="bottom", color="#555555"
         )
-        axis.legend(loc="best")
+        drawn.legend(loc="outside lower center", ncols=3)

@@ -149,7 +149,7 @@ def draw(args: argparse.Namespace, models: list[EmbeddingNorms]) -> None:
     """One curve per model: the share of its tokens at each norm, its mean, and its token of largest norm."""
     largest = max(float(np.percentile(model.norms, 99.9)) for model in models) * 1.1
     edges = np.linspace(0, largest, 121)
-    with figure(args, figsize=(7, 4)) as (_, axis):
+    with figure(args, figsize=(7, 3.8 + 0.2 * len(models))) as (drawn, axis):
         for index, model in enumerate(models):
             colour = COLOURS[index % len(COLOURS)]
             share = 100 * np.histogram(np.clip(model.norms, 0, largest), edges)[0] / len(model.norms)
@@ -160,4 +160,4 @@ def draw(args: argparse.Namespace, models: list[EmbeddingNorms]) -> None:
                 [], [], color=colour, label=f"{model.name}: mean {mean:.3f} (dashed), std {model.norms.std():.3f}"
             )
         axis.set(xlabel="L2 norm of a token's embedding", ylabel="share of the vocabulary (%)", xlim=(0, largest))
-        axis.legend(loc="upper right")
+        drawn.legend(loc="outside lower center")

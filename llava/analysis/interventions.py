@@ -384,7 +384,7 @@ def draw(args: argparse.Namespace, rows: list[dict[str, Any]], details: dict[str
             left.plot([at], [own[TEXT_NORM]["KL (nats)"]], "*", color=colour, markersize=15, markeredgecolor="black")
             for part, style in (("keys", "--"), ("values", "-")):
                 cosines = [sweep[a][f"cos of {part}"] for a in alphas]
-                middle.plot(alphas, cosines, style, color=colour, label=f"{part}, {model}")
+                middle.plot(alphas, cosines, style, color=colour)
             names = [BLANK, *SWAPS, TEXT_ONLY]
             positions = np.arange(len(names)) + (index - (len(details) - 1) / 2) * 0.8 / len(details)
             heights = [own[name]["KL (nats)"] if name in own else math.nan for name in names]
@@ -392,8 +392,7 @@ def draw(args: argparse.Namespace, rows: list[dict[str, Any]], details: dict[str
         left.set(xscale="log", xlabel="alpha (factor on visual tokens)", ylabel="KL from the untouched output (nats)")
         left.set_title("Scaling at inference\n(dotted: blank picture; star: set to text norm)")
         middle.set(xscale="log", xlabel="alpha (factor on visual tokens)", ylabel="cosine with the untouched ones")
-        middle.set_title("Direction of visual keys and values")
-        middle.legend()
+        middle.set_title("Direction of visual keys (dashed) and values")
         right.set(xlabel="KL from the untouched output (nats)", yticks=range(len(names)), yticklabels=names)
         right.set_title("Controls")
         right.invert_yaxis()

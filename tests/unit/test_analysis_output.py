@@ -11,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llava.analysis import __main__ as command_line
-from llava.analysis import output
+from llava.analysis import embedding_norms, interventions, output
+from llava.analysis.curves import draw_gap
+from llava.analysis.embedding_norms import EmbeddingNorms
+from llava.analysis.layer_statistics import Measurement
 from llava.analysis.models import NamedModel, named_model, required_models
+from llava.analysis.probe import TEXT_AFTER, VISUAL
 from llava.analysis.statistics import PERCENTILES, RELATIVE_ERROR, Stream
 from llava.provenance import fingerprint
 
@@ -175,3 +179,70 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     assert command_line.main(["theory"]) == 130
     line = "llava.analysis theory: interrupted; the same command goes on from what is saved\n"
     assert capsys.readouterr().err == line
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that a command has written, in order."""
+    pyplot = output.import_pyplot()
+    found = []
+    monkeypatch.setitem(output.STYLE, "savefig.dpi", 30)
+    monkeypatch.setattr(pyplot, "close", found.append)
+    yield found
+    monkeypatch.undo()
+    for one in found:
+        pyplot.close(one)
+
+
+def covered_points(one) -> int:
+    """How many points of a figure's curves lie under one of its legends."""
+    one.canvas.draw()
+    legends = [*one.legends, *(axis.get_legend() for axis in one.axes if axis.get_legend())]
+    assert legends
+    boxes = [legend.get_window_extent() for legend in legends]
+    count = 0
+    for axis in one.axes:
+        paths = [line.get_transform().transform(line.get_xydata()) for line in axis.lines if len(line.get_xdata()) > 2]
+        paths += [patch.get_transform().transform(patch.get_path().vertices) for patch in axis.patches]
+        count += sum(box.count_contains(path) for box in boxes for path in paths)
+    return count
+
+
+def curves_of(angles):
+    found = Measurement()
+    found.layers = len(angles)
+    for layer, (visual, text) in enumerate(angles):
+        found.streams["turn", VISUAL, layer, False].add([visual])
+        found.streams["turn", TEXT_AFTER, layer, False].add([text])
+    return found
+
+
+def test_a_legend_covers_no_curve_however_long_the_names_are(tmp_path, drawn):
+    norms = np.random.default_rng(0).normal(3, 0.6, 5000)
+    names = ("gwc_layernorm/finetune", "none/finetune", "layernorm/finetune")
+    embeddings = [EmbeddingNorms(name, "x", 8, norms, []) for name in names]
+    embedding_norms.draw(arguments(tmp_path), embeddings)
+    draw_gap(arguments(tmp_path), dict.fromkeys(names, curves_of([(1.0, 30.0), *[(2.0, 3.0)] * 20, (3.0, 1.5)])))
+    kinds = (
+        interventions.UNTOUCHED,
+        interventions.BLANK,
+        interventions.TEXT_NORM,
+        *(f"alpha {10.0**i:g}" for i in range(-3, 4)),
+    )
+    rows = [
+        {"model": name, "intervention": kind, "KL (nats)": 1.0, "cos of keys": i / 9, "cos of values": 1 - i / 9}
+        for name in names
+        for i, kind in enumerate(kinds)
+    ]
+    details = dict.fromkeys(names, {"text norm": 1.0, "visual norm": 10.0})
+    interventions.draw(arguments(tmp_path), rows, details)
+    assert [covered_points(one) for one in drawn] == [0, 0, 0]
+
+
+def test_the_gaps_axis_fits_curves_of_any_height(tmp_path, drawn):
+    draw_gap(arguments(tmp_path), {"x": curves_of([(1.0, 30.0), (4.0, 4.0)])})
+    low, high = drawn[0].axes[0].get_ylim()
+    assert 0.5 < low <= 0.7 and 30 < high < 60
