@@ -148,8 +148,10 @@ def fill_in_lengths(lengths, repeating: int) -> None:
     """Counts only the first `repeating` records, which the others repeat."""
     counted = lengths._counted
 
-    def repeated(tokenize, total, show_progress):
-        yield np.resize(np.concatenate(list(counted(tokenize, repeating, show_progress))), (total, 3))
+    def repeated(*arguments):
+        *what, total = arguments
+        rows = np.concatenate(list(counted(*what, repeating)))
+        yield np.resize(rows, (total, *rows.shape[1:]))
 
     lengths._counted = repeated
 
