@@ -103,8 +103,9 @@ class CropRules:
         """The picture with all the crops that its size gives it."""
         if not self.is_anyres:
             return Picture()
+        size = int(size[0]), int(size[1])  # DeepSpeed makes a list of a pair on its way to forward
         width, height = best_grid(size, self.grids)
-        return Picture(1 + (width // self.crop_side) * (height // self.crop_side), (int(size[0]), int(size[1])))
+        return Picture(1 + (width // self.crop_side) * (height // self.crop_side), size)
 
     def visual_tokens(self, picture: Picture) -> int:
         """How many rows of the LLM's input the picture takes.
