@@ -20,9 +20,9 @@ from llava.analysis.loading import our_batch
 from llava.analysis.probe import VISUAL
 from llava.analysis.visual_grid import visual_grid
 from llava.anyres import Picture
+from llava.asking import load_assistant
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.data.images import ImageStore
-from llava.asking import load_assistant
 from llava.mm_utils import process_images
 from llava.model.builder import load_pretrained_model
 from llava.model.merge_lora import merge_lora
