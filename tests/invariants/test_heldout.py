@@ -240,7 +240,7 @@ def test_a_run_goes_on_only_with_its_own_best_checkpoint_and_metric(tiny, tmp_pa
     options |= {"max_steps": 2, "greater_is_better": True, "learning_rate": 1e-2, **EVALS}
     train_module.train(flags(tiny, tmp_path, 1, **options))
     more = {"max_steps": 3, "resume_allow_changes": "max_steps"}
-    with pytest.raises(ValueError, match="metric_for_best_model: checkpoint 'loss', now 'loss_text'"):
+    with pytest.raises(ValueError, match="metric_for_best_model: there 'loss', now 'loss_text'"):
         train_module.train(flags(tiny, tmp_path, 1, **options | more | {"metric_for_best_model": "loss_text"}))
     shutil.rmtree(tmp_path / "checkpoint-1")
     with pytest.raises(ValueError, match="checkpoint-1 was the best --metric_for_best_model so far and is not there"):
