@@ -182,7 +182,7 @@ def test_a_continued_run_logs_what_the_uninterrupted_one_does(tiny, tmp_path, he
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_path, heldout, monkeypatch, step):
+def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_path, heldout, monkeypatch, caplog, step):
     totals = HeldOut.totals
 
     def interrupted(self, model, prepare, at_batch):
@@ -204,6 +204,8 @@ def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_pat
         train_module.train(flags(tiny, tmp_path, 2, **options))
     assert stop.value.code == REQUEUE_EXIT_CODE
     assert [f.name for f in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step + 1}"]
+    left_out = [record.args[0] for record in caplog.records if "is left out" in record.getMessage()]
+    assert left_out == [step, step + 1]
     monkeypatch.setattr(HeldOut, "totals", totals)
     train_module.train(flags(tiny, tmp_path, 2, **options))
     assert evaluations(tmp_path)[-1]["step"] == 5
