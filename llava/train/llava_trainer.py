@@ -219,6 +219,7 @@ class LLaVATrainer(Trainer):
             answers = questions.ask(self.model, at_batch) if questions else []
             if totals is None or answers is None:
                 logger.warning("the evaluation after step %d is left out: a signal came", step)
+                self.control.should_evaluate = False  # the end of the epoch would ask again
                 return {}
             totals = self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu()
         metrics = self.heldout.metrics(totals) | (accuracy(answers) if answers else {})

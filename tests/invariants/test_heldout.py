@@ -118,7 +118,7 @@ def test_no_logits_and_no_gradients_are_made(tiny, tmp_path, heldout, monkeypatc
     rows = []
     head = trainer.model.lm_head
     head.register_forward_pre_hook(lambda module, args: rows.append((len(args), args[0].shape[:-1].numel())))
-    monkeypatch.setattr(torch, "zeros_like", None)  # with which the chunked loss begins a gradient
+    monkeypatch.setattr(torch.Tensor, "exp_", None)  # with which the chunked loss begins a gradient
     with evaluating(trainer.model):
         totals = trainer.heldout.totals(trainer.model, lambda batch: batch)
     assert {count for count, _ in rows} == {2}  # every call with targets
@@ -182,7 +182,7 @@ def test_a_continued_run_logs_what_the_uninterrupted_one_does(tiny, tmp_path, he
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_path, heldout, monkeypatch, step):
+def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_path, heldout, monkeypatch, caplog, step):
     totals = HeldOut.totals
 
     def interrupted(self, model, prepare, at_batch):
@@ -204,6 +204,8 @@ def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_pat
         train_module.train(flags(tiny, tmp_path, 2, **options))
     assert stop.value.code == REQUEUE_EXIT_CODE
     assert [f.name for f in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step + 1}"]
+    left_out = [record.args[0] for record in caplog.records if "is left out" in record.getMessage()]
+    assert left_out == [step, step + 1]
     monkeypatch.setattr(HeldOut, "totals", totals)
     train_module.train(flags(tiny, tmp_path, 2, **options))
     assert evaluations(tmp_path)[-1]["step"] == 5
@@ -240,7 +242,7 @@ def test_a_run_goes_on_only_with_its_own_best_checkpoint_and_metric(tiny, tmp_pa
     options |= {"max_steps": 2, "greater_is_better": True, "learning_rate": 1e-2, **EVALS}
     train_module.train(flags(tiny, tmp_path, 1, **options))
     more = {"max_steps": 3, "resume_allow_changes": "max_steps"}
-    with pytest.raises(ValueError, match="metric_for_best_model: checkpoint 'loss', now 'loss_text'"):
+    with pytest.raises(ValueError, match="metric_for_best_model: there 'loss', now 'loss_text'"):
         train_module.train(flags(tiny, tmp_path, 1, **options | more | {"metric_for_best_model": "loss_text"}))
     shutil.rmtree(tmp_path / "checkpoint-1")
     with pytest.raises(ValueError, match="checkpoint-1 was the best --metric_for_best_model so far and is not there"):
