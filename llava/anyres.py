@@ -175,6 +175,20 @@ def check_modes(aspect_ratio: str | None, merge_type: str = "flat") -> None:
             )
 
 
+def check_grids_given(aspect_ratio: str | None, pinpoints: str | None) -> None:
+    """Raises ValueError where `--image_grid_pinpoints` is missing, or given in vain."""
+    if is_anyres(aspect_ratio) and not pinpoints:
+        raise ValueError(
+            f"--image_aspect_ratio {aspect_ratio} needs --image_grid_pinpoints, the grids to choose from, such as "
+            "(1x1),...,(3x3)"
+        )
+    if pinpoints and not is_anyres(aspect_ratio):
+        raise ValueError(
+            f"--image_grid_pinpoints {pinpoints} has no effect with --image_aspect_ratio {aspect_ratio}; pass anyres, "
+            "or leave it out"
+        )
+
+
 def parse_pinpoints(value: Any, crop_side: int) -> tuple[Size, ...]:
     """The grids of `image_grid_pinpoints`, width and height in pixels.
 

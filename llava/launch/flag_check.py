@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from llava.anyres import check_modes
+from llava.anyres import check_grids_given, check_modes
 from llava.conversation import conv_templates
 from llava.launch.plan import ADDED, Plan
 from llava.launch.settings import ROOT, Refusal, nearest_name
@@ -32,6 +32,7 @@ def check_sources(plan: Plan) -> list[str]:
             raise Refusal(f"{variable}={values[flag]} is not one of: {' '.join(allowed)}")
     try:
         check_modes(values.get("image_aspect_ratio"), values.get("mm_patch_merge_type", "flat"))
+        check_grids_given(values.get("image_aspect_ratio"), values.get("image_grid_pinpoints"))
     except ValueError as error:
         raise Refusal(str(error)) from error
     known = own_flags() | flags_of_scripts()

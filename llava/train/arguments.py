@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 import transformers
 
-from llava.anyres import check_modes, is_anyres
+from llava.anyres import check_grids_given, check_modes
 from llava.model.loss import LossHead
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
 
@@ -173,11 +173,7 @@ class DataArguments:
 
     def __post_init__(self) -> None:
         check_modes(self.image_aspect_ratio)
-        if is_anyres(self.image_aspect_ratio) != bool(self.image_grid_pinpoints):
-            raise ValueError(
-                f"--image_aspect_ratio {self.image_aspect_ratio} and --image_grid_pinpoints "
-                f"{self.image_grid_pinpoints}: anyres needs grids, and they have no effect without it"
-            )
+        check_grids_given(self.image_aspect_ratio, self.image_grid_pinpoints)
 
 
 @dataclass

@@ -257,8 +257,8 @@ def test_lora_keeps_the_newline_beside_its_adapters_and_merging_puts_it_back(tin
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"image_aspect_ratio": "anyres"}, "anyres needs grids"),
-        ({"image_grid_pinpoints": GRIDS}, "they have no effect without it"),
+        ({"image_aspect_ratio": "anyres"}, "anyres needs --image_grid_pinpoints"),
+        ({"image_grid_pinpoints": GRIDS}, "has no effect with --image_aspect_ratio square"),
         ({"image_aspect_ratio": "anyres", "image_grid_pinpoints": "[[17,32]]"}, "17 x 32 pixels cannot be cut"),
         ({"mm_patch_merge_type": "spatial_maxpool2x2"}, "expected flat, spatial, spatial_unpad"),
         ({"mm_newline_init": "text_norm"}, "--mm_newline_init has no effect"),
