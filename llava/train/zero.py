@@ -33,9 +33,10 @@ def fit_zero(model: Any, args: Any) -> None:
             _mark(unit)
         logger.info("ZeRO-3 gathers the weights of each of %d layers at once", len(units))
         if (newline := model.get_model().image_newline) is not None:
-            from deepspeed.zero import register_external_parameter
+            import deepspeed
 
-            register_external_parameter(model, newline)  # the model splices with it before the decoder, its owner, runs
+            # The model splices with it before the decoder, whose parameter it is, runs.
+            deepspeed.zero.register_external_parameter(model, newline)
     for name, size in sizes.items():
         if zero.get(name) == "auto":
             zero[name] = size
