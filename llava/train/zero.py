@@ -35,7 +35,7 @@ def fit_zero(model: Any, args: Any) -> None:
         if (newline := model.get_model().image_newline) is not None:
             import deepspeed
 
-            # The model splices with it before the decoder, its owner, runs.
+            # The model splices with it before the decoder, whose parameter it is, runs.
             deepspeed.zero.register_external_parameter(model, newline)
     for name, size in sizes.items():
         if zero.get(name) == "auto":
