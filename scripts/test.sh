@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Lint, format check and tests. FAST=1 leaves out the slow ones; arguments go to pytest, as in: bash scripts/test.sh -k norm
+#   WORKERS=2    processes that share the test files (default: 2); 0 runs all in one, as --pdb needs it
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
@@ -15,4 +16,12 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 "$PYTHON_BIN" -m ruff format --check .
 selection=()
 is_on "${FAST:-}" && selection=(-m "not slow")
-"$PYTHON_BIN" -m pytest "${selection[@]}" "$@"
+# Many tests wait for a process that they start, so two workers take the files by turns, each on one thread.
+: "${WORKERS:=2}"
+require_number WORKERS 0
+workers=()
+if [ "$WORKERS" != 0 ]; then
+  workers=(-n "$WORKERS" --dist loadfile)
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+fi
+"$PYTHON_BIN" -m pytest "${workers[@]}" "${selection[@]}" "$@"
