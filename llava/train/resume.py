@@ -14,7 +14,7 @@ from typing import Any
 
 from llava.provenance import differences
 from llava.train.ranks import barrier
-from llava.train.run_identity import ALLOWED
+from llava.train.run_identity import ALLOWED, default_settings
 from llava.train.run_record import IDENTITY
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ def check_identity(folder: Path, settings: dict[str, Any], accepted: set[str], s
         ResumeError: other settings differ; all differences are listed with both sides.
     """
     saved = json.loads((folder / IDENTITY).read_text())
+    saved["settings"] = default_settings() | saved["settings"]
     different = differences(saved["settings"], settings)
     if refused := [k for k in different if k not in accepted]:
         side = "checkpoint" if folder.name.startswith("checkpoint-") else "there"

@@ -21,6 +21,7 @@ from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.norm import projector_norm
 from llava.model.zero3 import gathered
 from llava.provenance import software
+from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import sample_order
 from llava.train.optim import part_of
 
@@ -66,14 +67,19 @@ ALLOWED = {
 def run_identity(model_args: Any, data_args: Any, training_args: Any, records: Any, tokenizer: Any) -> dict[str, Any]:
     """What decides the numbers of a run, as JSON values: the settings in `resume.json`."""
     flags = {f.name: getattr(args, f.name) for args in (model_args, data_args, training_args) for f in _fields(args)}
-    flags = {k: v for k, v in flags.items() if _decides(k)}
     flags["deepspeed"] = _deepspeed_settings(training_args)
-    settings = {k: v if isinstance(v, bool | int | float | None) else str(v) for k, v in flags.items()}
+    settings = _settings(flags)
     settings["world_size"] = training_args.world_size
     settings["data"] = f"{len(records)} records, SHA-256 {records.key}"
     settings["template"] = _digest(repr(get_template(model_args.version)))
     settings["tokenizer"] = _digest(json.dumps(sorted(tokenizer.get_vocab().items())))
     return settings
+
+
+def default_settings() -> dict[str, Any]:
+    """What `run_identity` says of flags that are left out: a run from before there was a flag had it left out."""
+    fields = [f for args in (ModelArguments, DataArguments, TrainingArguments) for f in _fields(args)]
+    return _settings({f.name: f.default for f in fields if f.default is not dataclasses.MISSING})
 
 
 def run_configuration(trainer: Any, model_args: Any, data_args: Any, training_args: Any) -> dict[str, Any]:
@@ -91,6 +97,12 @@ def run_configuration(trainer: Any, model_args: Any, data_args: Any, training_ar
         **software(),
         "devices": {"ranks": training_args.world_size, "kind": device_name(training_args.device)},
     }
+
+
+def _settings(flags: dict[str, Any]) -> dict[str, Any]:
+    """Those that can change the numbers, as JSON values."""
+    decisive = {k: v for k, v in flags.items() if _decides(k)}
+    return {k: v if isinstance(v, bool | int | float | None) else str(v) for k, v in decisive.items()}
 
 
 def _decides(flag: str) -> bool:

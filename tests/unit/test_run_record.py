@@ -1,4 +1,4 @@
-"""`run.json`: what decides a run's weights is in it, and an arm changes nothing but its own fields."""
+"""`run.json`: what decides a run's weights is in it, and an arm changes nothing but its own fields. `resume.json`."""
 
 import json
 
@@ -7,7 +7,9 @@ import torch
 from training import flags
 
 from llava.provenance import RUN_FILE, read_starts
-from llava.train.run_identity import order_digest, weights_digests
+from llava.train.resume import ResumeError, check_identity
+from llava.train.run_identity import default_settings, order_digest, weights_digests
+from llava.train.run_record import IDENTITY
 from llava.train.train import build_model, parse_arguments, train
 
 
@@ -46,6 +48,15 @@ def test_a_resumed_run_adds_a_start_and_a_new_one_replaces_them(tiny, runs, tmp_
     assert [start["configuration"]["training"]["max_steps"] for start in starts] == [2, 3]
     train(flags(tiny, runs / "norm", 1, max_steps=1, overwrite_output_dir=True))
     assert len(read_starts(runs / "norm" / RUN_FILE)) == 1
+
+
+def test_a_flag_that_the_checkpoints_tree_did_not_have_counts_as_left_out(tmp_path):
+    now = default_settings()
+    before = {name: value for name, value in now.items() if name not in ("lora_modules", "mm_newline_init")}
+    (tmp_path / IDENTITY).write_text(json.dumps({"settings": before, "step_size": 4, "num_samples": 8}))
+    check_identity(tmp_path, now, set(), 4)
+    with pytest.raises(ResumeError, match="lora_modules: there 'decoder', now 'tower'"):
+        check_identity(tmp_path, now | {"lora_modules": "tower"}, set(), 4)
 
 
 def test_one_bit_of_a_weight_or_two_samples_exchanged_change_the_digest(tiny, tmp_path):
