@@ -84,12 +84,17 @@ def process_images(
     return torch.stack(pixels) if same_size else pixels
 
 
-def process_prompt_images(images: list[Image.Image], image_processor: Any, model_cfg: Any) -> list[torch.Tensor]:
+def process_prompt_images(
+    images: list[Image.Image], image_processor: Any, model_cfg: Any, in_prompt: int = 1
+) -> list[torch.Tensor]:
     """Pixels [n, 3, H, W] of each picture of one prompt; n is 1 without `anyres`.
 
     With `anyres` several pictures of one prompt are not cut but padded, one crop each, as LLaVA-NeXT trains them.
+
+    Args:
+        in_prompt: pictures of the whole prompt, where these are those that a cut of it has left.
     """
-    if len(images) > 1 and is_anyres(getattr(model_cfg, "image_aspect_ratio", None)):
+    if max(len(images), in_prompt) > 1 and is_anyres(getattr(model_cfg, "image_aspect_ratio", None)):
         return [_pixels(to_rgb(image), image_processor, pad=True)[None] for image in images]
     pixels = process_images(images, image_processor, model_cfg)
     return [image if image.ndim == 4 else image[None] for image in pixels]

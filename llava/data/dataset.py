@@ -116,11 +116,11 @@ class LazySupervisedDataset(Dataset):
         # A cut may remove placeholders: their images go with them.
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:
-            names = record_images(record)[:num_images]
-            images = images or [self._open_image(name, record, index) for name in names]
+            names = record_images(record)
+            images = images or [self._open_image(name, record, index) for name in names[:num_images]]
             if self.crop_rules is not None:
                 item["pictures"] = pictures or [Picture()] * num_images
-            pixels = process_prompt_images(images, self.image_processor, self.image_config)
+            pixels = process_prompt_images(images, self.image_processor, self.image_config, len(names))
             item["images"] = (pixels[0] if len(pixels) == 1 else torch.cat(pixels)).to(self.pixel_dtype)
         return item
 
@@ -192,7 +192,11 @@ class LazySupervisedDataset(Dataset):
 
     def image_sizes(self) -> np.ndarray:
         """Width and height of every sample's picture, int32 [N, 2]; zeros where none is cut into crops."""
-        return image_sizes(self.records, self._image_size, self.images.identity, self.show_progress)
+
+        def place() -> str:  # pictures that were replaced are checked anew, and so measured anew
+            return f"{self.images.identity()} {getattr(self.records, 'checked', None)}"
+
+        return image_sizes(self.records, self._image_size, place, self.show_progress)
 
     def _image_size(self, index: int) -> tuple[int, int]:
         record = self.records[index]
@@ -215,6 +219,10 @@ class LazySupervisedDataset(Dataset):
         rules = self.crop_rules
         values = [value(rules, rules.picture((w, h))) if w else usual for w, h in sizes.tolist()]
         return np.array(values, np.int64)[which.reshape(-1)]
+
+    def whole_lengths(self) -> np.ndarray:
+        """Length [N] of every sample after expansion, not cut."""
+        return whole_lengths(self.token_counts(), self.visual_tokens())
 
     def modality_lengths(self) -> np.ndarray:
         """True length [N] of every sample after expansion and cut; negative for text-only ones (LLaVA's convention)."""

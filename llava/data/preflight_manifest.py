@@ -167,9 +167,15 @@ def usable_records(table: RecordTable, manifest: Manifest, on_bad_record: str, c
     Raises:
         ValueError: there are some and they are not to be skipped, or no record is left.
     """
+    records = _without_faults(table, manifest, on_bad_record, command).epoch()
+    records.checked = manifest.checked
+    return records
+
+
+def _without_faults(table: RecordTable, manifest: Manifest, on_bad_record: str, command: str) -> RecordTable:
     bad = manifest.bad_records()
     if not bad:
-        return table.epoch()
+        return table
     shown = [text for found in manifest.faults.values() for _, text in found[: _SHOWN // 2]][:_SHOWN]
     lines = "\n  ".join(shown)
     if on_bad_record == "error" or len(bad) == len(table):
@@ -178,7 +184,7 @@ def usable_records(table: RecordTable, manifest: Manifest, on_bad_record: str, c
             f"all of them: {command} --list\n"
             + ("no record is left" if len(bad) == len(table) else "--on_bad_record skip leaves them out")
         )
-    return table.without(bad).epoch()
+    return table.without(bad)
 
 
 def write_quarantine(table: RecordTable, manifest: Manifest, path: Path) -> None:

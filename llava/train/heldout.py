@@ -104,19 +104,19 @@ def named_as_eval_data() -> Iterator[None]:
 # --- which samples, and who computes them -----------------------------------------------------------------------------
 
 
-def source_names(data_path: str) -> dict[Path, str]:
+def source_names(data_path: str, cache_dir: str | None) -> dict[Path, str]:
     """The name of each file's source: the stem of its part of `--eval_data_path`, or the part where stems repeat."""
     parts = [part.strip() for part in data_path.split(",") if part.strip()]
     stems = Counter(Path(part).stem for part in parts)
     names = {part: Path(part).stem if stems[Path(part).stem] == 1 else part for part in parts}
-    return {file: name for part, name in names.items() for file in data_files(part)}
+    return {file: name for part, name in names.items() for file in data_files(part, cache_dir)}
 
 
-def sources_of(records: RecordTable, data_path: str) -> list[str]:
+def sources_of(records: RecordTable, data_path: str, cache_dir: str | None = None) -> list[str]:
     """The source of every record that is used: a mixture's own names, or those of the files."""
     if found := records.source_names:
         return [found[records.source_number(index)] for index in range(len(records))]
-    names = source_names(data_path)
+    names = source_names(data_path, cache_dir)
     return [names[records.source(records.position(index))[0]] for index in range(len(records))]
 
 

@@ -77,16 +77,19 @@ class Questions:
                 f"--eval_generate {number}: a captioner's template (--version plain) has no questions; leave it out"
             )
         self.dataset, self.batch_size, self.show_progress = dataset, batch_size, show_progress
-        usable = [i for i in range(len(dataset)) if can_be_asked(dataset.records[i])]
+        fits = dataset.whole_lengths() <= dataset.model_max_length
+        usable = [i for i in range(len(dataset)) if fits[i] and can_be_asked(dataset.records[i])]
         if not usable:
             raise ValueError(
-                f"--eval_generate {number}: no held-out record begins with a question and an answer of at most "
-                f"{MOST_WORDS} words; leave it out, or take other records"
+                f"--eval_generate {number}: no held-out record of at most {dataset.model_max_length} tokens "
+                f"(--model_max_length) begins with a question and an answer of at most {MOST_WORDS} words; leave it "
+                "out, or take other records"
             )
         if len(usable) < number:
             logger.info(
-                "--eval_generate %d: %d held-out records have short answers; all are asked", number, len(usable)
-            )
+                "--eval_generate %d: %d held-out records fit --model_max_length and have short answers; all are asked",
+                number, len(usable),
+            )  # fmt: skip
         count = min(number, len(usable))
         self.indices = [usable[i * len(usable) // count] for i in range(count)]
         answers = [dataset.records[i]["conversations"][1]["value"] for i in self.indices]

@@ -64,13 +64,20 @@ ALLOWED = {
 }
 
 
-def run_identity(model_args: Any, data_args: Any, training_args: Any, records: Any, tokenizer: Any) -> dict[str, Any]:
-    """What decides the numbers of a run, as JSON values: the settings in `resume.json`."""
+def run_identity(
+    model_args: Any, data_args: Any, training_args: Any, records: Any, tokenizer: Any, eval_records: Any = None
+) -> dict[str, Any]:
+    """What decides the numbers of a run, as JSON values: the settings in `resume.json`.
+
+    Held-out records are among them where the best checkpoint is chosen by them.
+    """
     flags = {f.name: getattr(args, f.name) for args in (model_args, data_args, training_args) for f in _fields(args)}
     flags["deepspeed"] = _deepspeed_settings(training_args)
     settings = _settings(flags)
     settings["world_size"] = training_args.world_size
     settings["data"] = f"{len(records)} records, SHA-256 {records.key}"
+    if eval_records is not None and training_args.metric_for_best_model:
+        settings["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
     settings["template"] = _digest(repr(get_template(model_args.version)))
     settings["tokenizer"] = _digest(json.dumps(sorted(tokenizer.get_vocab().items())))
     return settings

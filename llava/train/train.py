@@ -153,7 +153,7 @@ def run(
     records, write_left_out = checked_records(model_args, data_args, training_args)
     eval_records, write_eval_left_out = checked_eval_records(model_args, data_args, training_args, records)
     tokenizer = training_tokenizer(model_args, training_args)
-    identity = run_identity(model_args, data_args, training_args, records, tokenizer)
+    identity = run_identity(model_args, data_args, training_args, records, tokenizer, eval_records)
     start = choose_start(training_args, identity)
     if start.finished is not None:
         logger.info(
@@ -330,7 +330,8 @@ def build_trainer(
 ) -> LLaVATrainer:
     """The trainer over `records`, which measures `eval_records`; `options` are the trainer's own."""
     tokenizer = tokenizer or training_tokenizer(model_args, training_args)
-    options.setdefault("identity", run_identity(model_args, data_args, training_args, records, tokenizer))
+    identity = run_identity(model_args, data_args, training_args, records, tokenizer, eval_records)
+    options.setdefault("identity", identity)
     tower, crop_rules = model.get_vision_tower(), model.crop_rules()
     num_visual_tokens = crop_rules.visual_tokens(Picture())
     image_processor = load_image_processor(model_args.vision_tower or model_args.model_name_or_path, tower)
@@ -358,7 +359,7 @@ def build_trainer(
         pad_token_id or 0, num_visual_tokens, training_args.model_max_length, training_args.padding_free, crop_rules
     )
     if eval_records is not None:
-        sources = sources_of(eval_records, data_args.eval_data_path)
+        sources = sources_of(eval_records, data_args.eval_data_path, data_args.data_cache_dir)
         heldout = dataset.over(eval_records, image_store(eval_data_arguments(data_args), eval_records))
         options["heldout"] = HeldOut(heldout, sources, collator, training_args, largest)
     return LLaVATrainer(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from anyres_data import ANYRES, GRIDS, SHAPES, write_shapes
 from batches import BACKENDS
+from data_files import noise
 from paths import GOLDEN
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -31,6 +32,7 @@ from llava.train import train as train_module
 from llava.train.batches import most_crops
 from llava.train.flops import batch_work, flop_costs, required_flops
 from llava.train.memory import estimate_memory
+from llava.train.run_checks import checked_records
 from llava.train.telemetry import LOG_FILE
 
 NEWLINE = "model.image_newline"
@@ -75,6 +77,33 @@ def test_sizes_are_read_from_headers_once_and_only_where_they_matter(tiny, tmp_p
         trainer.train_dataset.modality_lengths()
         assert len(read) == expected, mode
         read.clear()
+
+
+def test_a_cut_that_leaves_one_of_two_pictures_leaves_it_whole_and_padded(tiny, tmp_path, shapes):
+    """As its length was counted; alone from the start it would be in crops."""
+    _, trainer = built(tiny, tmp_path, shapes, MODES[1])
+    data, left = trainer.train_dataset, []
+    for data.model_max_length in range(8, 100):
+        item = data[2]
+        left.append(int((item["input_ids"] == IMAGE_TOKEN_INDEX).sum()))
+        assert len(item["images"]) == len(item["pictures"]) == left[-1] if left[-1] else "images" not in item
+    assert set(left) >= {1, 2}
+
+
+def test_pictures_that_were_replaced_are_measured_anew(tiny, tmp_path):
+    shapes = write_shapes(tmp_path / "data")
+    parsed = train_module.parse_arguments(flags(tiny, tmp_path / "run", 2, **shapes, **options(*MODES[1])))
+
+    def sizes():
+        records, _ = checked_records(*parsed)
+        trainer = train_module.build_trainer(train_module.build_model(*parsed), records, *parsed)
+        return {tuple(size) for size in trainer.train_dataset.image_sizes().tolist() if any(size)}
+
+    assert sizes() == set(SHAPES)
+    for path in list(shapes["image_folder"].iterdir()):
+        path.unlink()
+        noise(size=(99, 33), seed=0).save(path)
+    assert sizes() == {(99, 33)}
 
 
 @pytest.mark.parametrize("mode", [MODES[0], MODES[1], MODES[3], MODES[5]], ids="-".join)

@@ -9,14 +9,15 @@ import time
 import numpy as np
 import pytest
 import torch
-from data_files import write_varied
+from data_files import turns, write_varied
 from torch.nn.functional import cross_entropy
 from training import LORA, build, flags, losses, training_arguments
 
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.data.records import load_records
 from llava.train import train as train_module
 from llava.train.failures import REQUEUE_EXIT_CODE
-from llava.train.heldout import HeldOut, dealt, evaluating, parts_of, source_names
+from llava.train.heldout import HeldOut, dealt, evaluating, parts_of, source_names, sources_of
 from llava.train.telemetry import LOG_FILE
 
 EVALS = {"eval_strategy": "steps", "eval_steps": 1}
@@ -65,7 +66,15 @@ def test_sources_are_called_by_their_file_or_by_their_path_where_that_would_be_t
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("[]")
     paths = [f"{tmp_path}/{name}" for name in ("a/test.json", "b/test.json", "c.json")]
-    assert list(source_names(",".join(paths)).values()) == [paths[0], paths[1], "c"]
+    assert list(source_names(",".join(paths), None).values()) == [paths[0], paths[1], "c"]
+
+
+def test_a_data_set_that_is_written_first_is_found_again_in_the_cache_folder(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/train.jsonl").write_text(json.dumps({"id": "1", "conversations": turns("Hello", "Hi")}))
+    path, cache = f"hf:{tmp_path}/set[train]", str(tmp_path / "cache")
+    assert sources_of(load_records(path, cache_dir=cache), path, cache) == ["set[train]"]
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
@@ -244,6 +253,8 @@ def test_a_run_goes_on_only_with_its_own_best_checkpoint_and_metric(tiny, tmp_pa
     more = {"max_steps": 3, "resume_allow_changes": "max_steps"}
     with pytest.raises(ValueError, match="metric_for_best_model: there 'loss', now 'loss_text'"):
         train_module.train(flags(tiny, tmp_path, 1, **options | more | {"metric_for_best_model": "loss_text"}))
+    with pytest.raises(ValueError, match="eval_data: there '.* records, SHA-256 .*', now '"):
+        train_module.train(flags(tiny, tmp_path, 1, **options | more | {"eval_data_path": heldout.split(",")[0]}))
     shutil.rmtree(tmp_path / "checkpoint-1")
     with pytest.raises(ValueError, match="checkpoint-1 was the best --metric_for_best_model so far and is not there"):
         train_module.train(flags(tiny, tmp_path, 1, **options | more))

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from data_files import turns
 from PIL import Image
-from training import LORA, flags
+from training import LORA, build, flags
 
 from llava.asking import load_assistant
 from llava.intervals import share_interval
@@ -38,6 +39,20 @@ def test_questions_have_short_answers_and_the_pictures_that_they_show():
     for unfit in (record("one two three four five six"), record("..."), record("Yes", "Is it?")):
         assert not can_be_asked(unfit)
     assert not can_be_asked({"conversations": [{"from": "human", "value": "Hello"}]})
+
+
+def test_a_question_that_does_not_fit_is_not_asked(tiny, tmp_path):
+    records = [
+        {"id": name, "conversations": turns(question, "yes")}
+        for name, question in (("long", "why? " * 200), ("short", "why?"))
+    ]
+    (tmp_path / "held.json").write_text(json.dumps(records))
+    asked = {"eval_data_path": tmp_path / "held.json", "eval_generate": 2, "eval_strategy": "steps", "eval_steps": 1}
+    _, trainer = build(flags(tiny, tmp_path / "run", 2, model_max_length=128, **asked))
+    assert trainer.heldout.questions.indices == [1]
+    (tmp_path / "held.json").write_text(json.dumps(records[:1]))
+    with pytest.raises(ValueError, match=r"no held-out record of at most 128 tokens \(--model_max_length\)"):
+        build(flags(tiny, tmp_path / "run", 2, model_max_length=128, **asked))
 
 
 def test_accuracy_comes_with_wilsons_interval():
