@@ -1,5 +1,6 @@
 """`python -m llava.compare run`: its steps in order, what a second call leaves out, what is refused."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from paths import ROOT
 
 from llava.compare.__main__ import main
 from llava.compare.arms import Arm, parse_arm
+from llava.compare.run import add_arguments
 
 # A stand-in for Python that writes down what it is asked and leaves the files of a training.
 PYTHON = r"""#!/usr/bin/env bash
@@ -169,3 +171,12 @@ def test_an_arm_is_a_norm_and_its_initial_norm():
     assert parse_arm("gwc_layernorm") == Arm("gwc_layernorm", "text_norm")
     assert parse_arm("rmsnorm@0.25x") == Arm("rmsnorm", "0.25x")
     assert parse_arm("layernorm_default") == parse_arm("layernorm@default") == Arm("layernorm", "default")
+
+
+def test_the_script_takes_every_option_of_the_command():
+    """It refuses what its head does not list, before an environment is made."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    head = (ROOT / "scripts/compare.sh").read_text()
+    for action in parser._actions:
+        assert f"\n#   {action.option_strings[0]} " in head
