@@ -123,10 +123,9 @@ class MixedTable(RecordTable):
             return self
         own = np.split(self.kept, np.searchsorted(self.kept, self.starts[1:-1]))
         total = len(self.kept) if mixture.epoch_samples is None else mixture.epoch_samples
-        weights = sum(entry.weight for entry in mixture.entries)
+        shares = _shares([entry.weight for entry in mixture.entries], total)
         drawn = []
-        for number, (entry, records) in enumerate(zip(mixture.entries, own, strict=True)):
-            share = round(entry.weight / weights * total)
+        for number, (entry, records, share) in enumerate(zip(mixture.entries, own, shares, strict=True)):
             if not len(records) or not share:
                 what = "has no record that can be used" if share else f"has no sample of an epoch of {total}"
                 named = entry_name(mixture.path, number, entry.name)
@@ -153,6 +152,14 @@ class MixedTable(RecordTable):
     def _counts(self, indices: np.ndarray) -> np.ndarray:
         """How many of some records of all each data set has."""
         return np.bincount(np.searchsorted(self.starts, indices, side="right") - 1, minlength=len(self.starts) - 1)
+
+
+def _shares(weights: list[float], total: int) -> list[int]:
+    """How many of `total` samples each weight has: rounded down, and one more where the remainders are the largest."""
+    exact = np.array(weights, dtype=float) / sum(weights) * total
+    shares = np.floor(exact).astype(int)
+    shares[np.argsort(shares - exact, kind="stable")[: total - shares.sum()]] += 1
+    return shares.tolist()
 
 
 def source_lines(records: RecordTable) -> list[str]:

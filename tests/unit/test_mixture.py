@@ -86,7 +86,7 @@ def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples)
     total = epoch_samples or 50
     counts = Counter(name.split("-")[0] for name in (table.named(i).split("'")[1] for i in table.kept[:2000].tolist()))
     samples = [found["samples"] for found in table.source_counts()]
-    assert samples == [round(0.3 * total), round(0.7 * total)] and abs(len(table) - total) <= 1
+    assert samples == [round(0.3 * total), round(0.7 * total)] and len(table) == total
     assert total > 2000 or counts["cats"] == samples[0]
     assert len(table) < 100 or abs(samples[0] / len(table) - 0.3) < 0.01
     repeated = Counter(table.kept.tolist())
@@ -97,6 +97,17 @@ def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples)
     assert [table.source_number(i) for i in (0, len(table) - 1)] == [0, 1]
     assert table.epoch() is table
     assert load_records(path).kept.tolist() == table.kept.tolist() != load_records(path, seed=1).kept.tolist()
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (0.1, 0.2, 0.7), (1, 1e6, 3), (1, 1, 4)])
+def test_an_epoch_has_exactly_the_samples_that_it_should_and_no_share_is_one_off(place, weights):
+    entries = [CATS | {"name": str(i), "weight": weight} for i, weight in enumerate(weights)]
+    for total in (100, 101, 1_000_003) if max(weights) < 1e6 else (1_000_003,):
+        table = load_records(mixture(place, *entries, epoch_samples=total))
+        samples = [found["samples"] for found in table.source_counts()]
+        assert sum(samples) == len(table) == total
+        assert all(abs(n - w / sum(weights) * total) < 1 for n, w in zip(samples, weights, strict=True))
+    assert weights != (1, 1, 1) or samples == [333335, 333334, 333334]  # of equal remainders the first
 
 
 def test_a_mixture_is_mapped_and_pickled_like_any_table(place):
