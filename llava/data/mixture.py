@@ -85,11 +85,12 @@ class MixedTable(RecordTable):
 
     def __init__(self, *arguments: Any, mixture: Mixture, starts: list[int], **options: Any):
         super().__init__(*arguments, **options)
-        self.mixture, self.starts, self.is_epoch = mixture, starts, False
+        self.mixture, self.starts = mixture, starts
+        self.drawn_from: int | None = None  # how many records this epoch was drawn from
 
     @property
-    def used(self) -> int:
-        return len(np.unique(self.kept))
+    def checked(self) -> int:
+        return super().checked if self.drawn_from is None else self.drawn_from + self.left_out
 
     @property
     def source_names(self) -> list[str]:
@@ -119,7 +120,7 @@ class MixedTable(RecordTable):
             ValueError: an entry has no record left, or its share is less than one.
         """
         mixture = self.mixture
-        if mixture.entries[0].weight is None or self.is_epoch:
+        if mixture.entries[0].weight is None or self.drawn_from is not None:
             return self
         own = np.split(self.kept, np.searchsorted(self.kept, self.starts[1:-1]))
         total = len(self.kept) if mixture.epoch_samples is None else mixture.epoch_samples
@@ -134,7 +135,7 @@ class MixedTable(RecordTable):
             some = np.random.default_rng([mixture.seed, number, 1]).permutation(len(records))[:rest]
             drawn += [records] * passes + [records[np.sort(some)]]
         table = self.of(np.concatenate(drawn), self.left_out)
-        table.is_epoch = True
+        table.drawn_from = len(self)
         return table
 
     def of(self, kept: np.ndarray, left_out: int) -> "MixedTable":
