@@ -12,4 +12,4 @@ def share_interval(right: int, total: int) -> tuple[float, float]:
     share, z2 = right / total, QUANTILE**2
     centre = (share + z2 / (2 * total)) / (1 + z2 / total)
     half = QUANTILE / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
-    return centre - half, centre + half
+    return max(0.0, centre - half), min(1.0, centre + half)  # rounding may lead just past either end

@@ -46,6 +46,7 @@ class Progress:
         self.desc, self.unit, self.total, self.done, self.before = desc, unit, total, done, done
         self.clock, self.noted, self.said = clock, "", False
         self.started = clock()
+        self.paused = 0.0  # seconds since then in which nothing of the job was done; they do not count for its pace
         self.due = self.started + FIRST
         self.bar = None
         self.hidden = hidden
@@ -106,8 +107,9 @@ class Progress:
         parts += [self.noted] if self.noted else []
         fresh, left = self.done - self.before, self.total - self.done
         if left > 0 and fresh > 0 and seconds > 0:
-            pace = [] if self.noted else [f"{fresh / seconds:.3g}/s"]
-            parts += [*pace, f"{duration(left * seconds / fresh)} left"]
+            worked = max(seconds - self.paused, 1e-9)
+            pace = [] if self.noted else [f"{fresh / worked:.3g}/s"]
+            parts += [*pace, f"{duration(left * worked / fresh)} left"]
         else:
             parts.append(f"{duration(seconds)} in all" if left <= 0 else f"after {duration(seconds)}")
         return ", ".join(parts)

@@ -2,8 +2,9 @@
 
 `hf:owner/name[split]`, `hf:owner/name:config[split]`, `hf:/a/folder[split]`; the split is `train` where none is named.
 A data set that consists of Parquet files is read from them as they lie, in the library's cache where it was downloaded.
-Any other, and a part of a split (`train[:10%]`), is written as Parquet once, shard by shard. Pictures stay the bytes or
-paths that they are; none is decoded.
+Any other, and a part of a split (`train[:10%]`), is written as Parquet once, shard by shard. Pictures that are files of
+the data set itself, as in an image folder, are written as their bytes; others stay the bytes or paths that they are.
+None is decoded.
 """
 
 import re
@@ -16,11 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llava.data.cache import cache_folders, made_once
-from llava.data.checks import starts_from
+from llava.data.checks import IMAGE_KEYS, starts_from
 
 _NAME = re.compile(r"hf:(?P<path>[^:\[\]]+)(:(?P<config>[^:\[\]]+))?(\[(?P<split>.+)\])?")
 _SHARD = 1 << 29  # bytes of a shard that is written
-_GROUP_ROWS = 100  # of a row group; image bytes are read from its start
+_GROUP_ROWS, _GROUP_BYTES = 100, 1 << 21  # about, of a row group; image bytes are read from its start
+_READ_ROWS = 4  # at a time
+_FORMAT = 2  # of what is written; to be raised when it changes
 
 
 def is_hub_name(name: str) -> bool:
@@ -94,17 +97,49 @@ def _written(data: Any, path: str, cache_dir: str | None) -> list[Path]:
     name = f"{re.sub('[^A-Za-z0-9._-]+', '-', path).strip('-')[-80:]}.{data._fingerprint}"
     count = max(1, -(-data.data.nbytes // _SHARD))
     folders = cache_folders(Path.home(), cache_dir)[-1:]
+    write = partial(_write, data, _own_folders(path), count)
     return [
-        made_once(f"{name}-{i:05d}-of-{count:05d}.parquet", folders, partial(_write, data, count, i), _is_whole)
+        made_once(f"{name}.{_FORMAT}-{i:05d}-of-{count:05d}.parquet", folders, partial(write, i), _is_whole)
         for i in range(count)
     ]
 
 
-def _write(data: Any, count: int, number: int, target: Path) -> None:
+def _own_folders(path: str) -> list[Path]:
+    """Where files of a data set may lie: its folder, and where the library downloads and unpacks."""
+    import datasets
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    places = (datasets.config.DOWNLOADED_DATASETS_PATH, datasets.config.EXTRACTED_DATASETS_PATH, HF_HUB_CACHE)
+    return [Path(place).resolve() for place in (*places, *([path] if Path(path).is_dir() else []))]
+
+
+def _write(data: Any, own: list[Path], count: int, number: int, target: Path) -> None:
     part = data.shard(count, number, contiguous=True).with_format("arrow")  # as it is stored: nothing is decoded
-    with pq.ParquetWriter(target, part.features.arrow_schema) as writer:
-        for rows in part.iter(_GROUP_ROWS):
-            writer.write_table(rows)
+    schema = part.features.arrow_schema
+    columns = [name for name in IMAGE_KEYS if name in schema.names and "struct<bytes: " in str(schema.field(name).type)]
+    group: list[pa.Table] = []
+    with pq.ParquetWriter(target, schema) as writer:
+        for rows in part.iter(_READ_ROWS):
+            for name in columns:
+                values = pa.array([_embedded(value, own) for value in rows[name].to_pylist()], schema.field(name).type)
+                rows = rows.set_column(rows.column_names.index(name), schema.field(name), values)
+            group.append(rows)
+            if len(group) * _READ_ROWS >= _GROUP_ROWS or sum(rows.nbytes for rows in group) >= _GROUP_BYTES:
+                writer.write_table(pa.concat_tables(group).combine_chunks())
+                group = []
+        if group:
+            writer.write_table(pa.concat_tables(group).combine_chunks())
+
+
+def _embedded(value: Any, own: list[Path]) -> Any:
+    """A row's picture, or list of them, with the bytes of those that are files in one of the folders `own`."""
+    if isinstance(value, list):
+        return [_embedded(one, own) for one in value]
+    if not isinstance(value, dict) or value.get("bytes") is not None or not value.get("path"):
+        return value
+    path = Path(value["path"])
+    is_own = path.is_absolute() and path.is_file() and any(map(path.resolve().is_relative_to, own))
+    return value | {"bytes": path.read_bytes(), "path": path.name} if is_own else value
 
 
 def _is_whole(path: Path) -> bool:

@@ -24,6 +24,7 @@ LARGEST_FILE = 1 << 29
 """Bytes; with Pillow's limit of pixels, more than any picture has."""
 # EPS would start another program; the others that are missing here are no pictures, or no format that data comes in.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "MPO", "PPM", "JPEG2000", "AVIF", "ICO", "TGA")
+_OF_AN_ENTRY = "the mixture entry's image_folder"
 
 
 class ImageError(ValueError):
@@ -42,6 +43,7 @@ class ImageStore:
         cache_dir: where a zip file's list of members is kept; default `.llava_cache` beside it.
         follow_links: whether links below the folder may lead out of it.
         others: the folders or zip files of `PlacedImage`s; None stands for `image_folder`.
+        setting: where `image_folder` comes from, as messages call it.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -54,15 +56,20 @@ class ImageStore:
         cache_dir: str | None = None,
         follow_links: bool = False,
         others: Sequence[str | None] = (),
+        setting: str = "--image_folder",
     ):
-        self.root = Path(image_folder or "")
+        self.root, self.setting = Path(image_folder or ""), setting
         if not self.root.exists():
-            raise FileNotFoundError(f"--image_folder {self.root}: no such folder or zip file{starts_from(self.root)}")
+            raise FileNotFoundError(f"{setting} {self.root}: no such folder or zip file{starts_from(self.root)}")
         self.follow_links = follow_links
         self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
         self._real_root = os.path.realpath(self.root)
         self._rows = RowReader()
-        self.others = {other: ImageStore(other, cache_dir, follow_links) for other in others if other is not None}
+        self.others = {
+            other: ImageStore(other, cache_dir, follow_links, setting=_OF_AN_ENTRY)
+            for other in others
+            if other is not None
+        }
         self._places = list(others)
 
     @property
@@ -182,13 +189,13 @@ class ImageStore:
         return ImageError(
             "image_missing",
             f"image {self._name(image)} does not exist{'' if self.archive else starts_from(self.root)}; check "
-            f"--image_folder and the record{example}",
+            f"{self.setting} and the record{example}",
         )
 
     def _outside(self, name: str, found: str) -> ImageError:
         return ImageError(
             "image_outside",
-            f"image {self._name(name)} lies outside --image_folder {self.root} (at {found:.500}); name a folder that "
+            f"image {self._name(name)} lies outside {self.setting} {self.root} (at {found:.500}); name a folder that "
             "holds all images, or, where links lead out of it, pass --follow_image_links True",
         )
 

@@ -42,7 +42,7 @@ def _turns(found: Record) -> tuple[str | None, list[Any]]:
         raise _Fault("schema", f"turns under {' and under '.join(map(repr, keys))}; keep one of the two")
     prompt, completion = found.get("prompt"), found.get("completion")
     if not keys and isinstance(prompt, list) and isinstance(completion, list):
-        if any(isinstance(turn, dict) and turn.get("role") == "assistant" for turn in prompt):
+        if any(map(_is_answer, prompt)):
             raise _Fault(
                 "turns", "'prompt' has an assistant's turn, which would be learnt as well; expected it in 'completion'"
             )
@@ -51,6 +51,12 @@ def _turns(found: Record) -> tuple[str | None, list[Any]]:
         return None, []
     key, turns = keys[0], found[keys[0]]
     return (None, []) if key == "conversations" and not any(map(_differs, turns)) else (key, turns)
+
+
+def _is_answer(turn: Any) -> bool:
+    """Whether a turn is one that is learnt, in either form and by any name of its speaker."""
+    role = turn.get(_fields(turn)[0]) if isinstance(turn, dict) else None
+    return isinstance(role, str) and _SPEAKERS.get(role) == "gpt"
 
 
 def _differs(turn: Any) -> bool:

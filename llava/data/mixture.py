@@ -85,11 +85,12 @@ class MixedTable(RecordTable):
 
     def __init__(self, *arguments: Any, mixture: Mixture, starts: list[int], **options: Any):
         super().__init__(*arguments, **options)
-        self.mixture, self.starts, self.is_epoch = mixture, starts, False
+        self.mixture, self.starts = mixture, starts
+        self.drawn_from: int | None = None  # how many records this epoch was drawn from
 
     @property
-    def used(self) -> int:
-        return len(np.unique(self.kept))
+    def checked(self) -> int:
+        return super().checked if self.drawn_from is None else self.drawn_from + self.left_out
 
     @property
     def source_names(self) -> list[str]:
@@ -119,14 +120,13 @@ class MixedTable(RecordTable):
             ValueError: an entry has no record left, or its share is less than one.
         """
         mixture = self.mixture
-        if mixture.entries[0].weight is None or self.is_epoch:
+        if mixture.entries[0].weight is None or self.drawn_from is not None:
             return self
         own = np.split(self.kept, np.searchsorted(self.kept, self.starts[1:-1]))
         total = len(self.kept) if mixture.epoch_samples is None else mixture.epoch_samples
-        weights = sum(entry.weight for entry in mixture.entries)
+        shares = _shares([entry.weight for entry in mixture.entries], total)
         drawn = []
-        for number, (entry, records) in enumerate(zip(mixture.entries, own, strict=True)):
-            share = round(entry.weight / weights * total)
+        for number, (entry, records, share) in enumerate(zip(mixture.entries, own, shares, strict=True)):
             if not len(records) or not share:
                 what = "has no record that can be used" if share else f"has no sample of an epoch of {total}"
                 named = entry_name(mixture.path, number, entry.name)
@@ -135,7 +135,7 @@ class MixedTable(RecordTable):
             some = np.random.default_rng([mixture.seed, number, 1]).permutation(len(records))[:rest]
             drawn += [records] * passes + [records[np.sort(some)]]
         table = self.of(np.concatenate(drawn), self.left_out)
-        table.is_epoch = True
+        table.drawn_from = len(self)
         return table
 
     def of(self, kept: np.ndarray, left_out: int) -> "MixedTable":
@@ -153,6 +153,14 @@ class MixedTable(RecordTable):
     def _counts(self, indices: np.ndarray) -> np.ndarray:
         """How many of some records of all each data set has."""
         return np.bincount(np.searchsorted(self.starts, indices, side="right") - 1, minlength=len(self.starts) - 1)
+
+
+def _shares(weights: list[float], total: int) -> list[int]:
+    """How many of `total` samples each weight has: rounded down, and one more where the remainders are the largest."""
+    exact = np.array(weights, dtype=float) / sum(weights) * total
+    shares = np.floor(exact).astype(int)
+    shares[np.argsort(shares - exact, kind="stable")[: total - shares.sum()]] += 1
+    return shares.tolist()
 
 
 def source_lines(records: RecordTable) -> list[str]:

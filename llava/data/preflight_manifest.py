@@ -216,7 +216,7 @@ def unread_fields(manifest: Manifest) -> str:
 
 def _manifest_name(table: RecordTable, images: ImageStore, rules: Rules, full_decode: bool) -> str:
     settings = [str(_FORMAT), images.identity(), turn_rules(rules.template, rules.label_masking), str(full_decode)]
-    settings += map(str, (*table.sources, *table.image_folders))  # which the findings name
+    settings += map(str, (*table.sources, *table.image_folders, images.setting))  # which the findings name
     # The key does not say the bytes of images in rows.
     shards = [str(file_stamp(source)) for source in table.sources if source.suffix == ".parquet"]
     return f"{table.key[:16]}.{sha256(' '.join(settings + shards).encode()).hexdigest()[:16]}.preflight.json"

@@ -129,9 +129,19 @@ class RecordTable(Sequence[Record]):
         return RecordTable(self.sources, self.paths, self.content, self.folders, kept, left_out)
 
     @property
-    def used(self) -> int:
-        """How many different records are used."""
-        return len(self)
+    def checked(self) -> int:
+        """How many records were used before some were left out."""
+        return len(self) + self.left_out
+
+    def places(self) -> dict[Path, np.ndarray]:
+        """The places in each file, resolved, of the records that are used; rising, each once."""
+        every = np.arange(self.total)  # also maps the files, which says where they start
+        kept = every if self.kept is None else np.unique(self.kept)
+        found: dict[Path, list[np.ndarray]] = {}
+        for source, start, stop in zip(self.sources, self._starts[:-1], self._starts[1:], strict=True):
+            places = kept[np.searchsorted(kept, start) : np.searchsorted(kept, stop)] - start
+            found.setdefault(source.resolve(), []).append(places)
+        return {source: np.unique(np.concatenate(places)) for source, places in found.items()}
 
     # --- what a mixture has more ---
 

@@ -93,11 +93,11 @@ def named_as_eval_data() -> Iterator[None]:
     """Errors that begin with `--data_path` or `--image_folder` begin with the held-out data's own flags."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         message = re.sub(r"^--(data_path|image_folder)", r"--eval_\1", str(error))
         if message == str(error):
             raise
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        kind = next((kind for kind in (FileNotFoundError, ImportError) if isinstance(error, kind)), ValueError)
         raise kind(message) from error
 
 

@@ -92,7 +92,7 @@ class LLaVATrainer(Trainer):
         self.add_callback(TelemetryCallback(self.probe))
         self.add_callback(JsonlCallback())
         if not in_terminal() and self.pop_callback(ProgressCallback):
-            self.add_callback(TrainingProgress(global_batch_size(args)))
+            self.add_callback(TrainingProgress(global_batch_size(args), lambda: self.throughput.paused_seconds))
 
     def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler | None:
         return sample_order(self.train_dataset if train_dataset is None else train_dataset, self.args)

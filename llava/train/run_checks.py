@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -35,6 +36,7 @@ from llava.train.optim import tunable_parts
 logger = logging.getLogger(__name__)
 
 QUARANTINE, EVAL_QUARANTINE = "quarantine.jsonl", "quarantine_eval.jsonl"
+EVAL_IMAGES = "--eval_image_folder"
 
 
 def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
@@ -120,14 +122,19 @@ def check_kernels(training_args: Any) -> None:
         )
 
 
-def image_store(data_args: Any, records: RecordTable) -> ImageStore:
-    """Where the records' images are, as the flags and a mixture's entries say."""
-    others = records.image_folders
-    return ImageStore(data_args.image_folder, data_args.data_cache_dir, data_args.follow_image_links, others)
+def image_store(data_args: Any, records: RecordTable, setting: str = "--image_folder") -> ImageStore:
+    """Where the records' images are, as the flags and a mixture's entries say; messages call the folder `setting`."""
+    cache_dir, follow_links = data_args.data_cache_dir, data_args.follow_image_links
+    return ImageStore(data_args.image_folder, cache_dir, follow_links, records.image_folders, setting)
 
 
-def checked_records(model_args: Any, data_args: Any, training_args: Any) -> tuple[RecordTable, Callable[[Path], None]]:
+def checked_records(
+    model_args: Any, data_args: Any, training_args: Any, images_from: str = "--image_folder"
+) -> tuple[RecordTable, Callable[[Path], None]]:
     """The records that can be used, the same on every rank, and a function that writes those left out to a file.
+
+    Args:
+        images_from: `setting` of `image_store`.
 
     Raises:
         ValueError: records have faults and are not to be skipped, or ranks read different data.
@@ -138,7 +145,7 @@ def checked_records(model_args: Any, data_args: Any, training_args: Any) -> tupl
     table = load_records(data_args.data_path, data_args.data_cache_dir, False, show_progress=is_first, seed=seed)
     rules = Rules(get_template(model_args.version), data_args.label_masking, data_args.full_decode)
     started = time.time()
-    manifest, path = preflight(table, image_store(data_args, table), rules, recheck=data_args.recheck_data)
+    manifest, path = preflight(table, image_store(data_args, table, images_from), rules, recheck=data_args.recheck_data)
     if manifest.checked < started:
         logger.info("the data was checked at %s, which is remembered; --recheck_data True checks again", when(manifest))
     records = usable_records(table, manifest, data_args.on_bad_record, _preflight_command(model_args, data_args, seed))
@@ -168,10 +175,20 @@ def checked_eval_records(
     if not data_args.eval_data_path:
         return None, None
     with named_as_eval_data():
-        found = checked_records(model_args, eval_data_arguments(data_args), training_args)
-    if shared := {file.resolve() for file in found[0].sources} & {file.resolve() for file in records.sources}:
-        logger.warning("--eval_data_path: %s is trained on as well, so its loss is not held out", min(shared))
+        found = checked_records(model_args, eval_data_arguments(data_args), training_args, EVAL_IMAGES)
+    _warn_of_shared(found[0], records)
     return found
+
+
+def _warn_of_shared(eval_records: RecordTable, records: RecordTable) -> None:
+    own, trained = eval_records.places(), records.places()
+    shared = {file: len(np.intersect1d(own[file], trained[file])) for file in sorted(own.keys() & trained.keys())}
+    if total := sum(shared.values()):
+        named = ", ".join(f"{count:,} of {file}" for file, count in shared.items() if count)
+        logger.warning(
+            "--eval_data_path: %s of %s records are trained on as well (%s), so that the loss is not held out; "
+            "take others", f"{total:,}", f"{sum(map(len, own.values())):,}", named,
+        )  # fmt: skip
 
 
 def report_left_out(records: RecordTable | None, output_dir: str, file: str = QUARANTINE) -> None:
@@ -179,7 +196,7 @@ def report_left_out(records: RecordTable | None, output_dir: str, file: str = QU
     if records is not None and records.left_out:
         logger.warning(
             "%d of %d records were left out; they and their faults are in %s",
-            records.left_out, records.left_out + records.used, Path(output_dir, file),
+            records.left_out, records.checked, Path(output_dir, file),
         )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable
 from llava.train.ranks import joined
 from llava.train.resume import use_universal_checkpoint
 from llava.train.run_checks import (
+    EVAL_IMAGES,
     EVAL_QUARANTINE,
     QUARANTINE,
     check_flags,
@@ -360,7 +361,8 @@ def build_trainer(
     )
     if eval_records is not None:
         sources = sources_of(eval_records, data_args.eval_data_path, data_args.data_cache_dir)
-        heldout = dataset.over(eval_records, image_store(eval_data_arguments(data_args), eval_records))
+        images = image_store(eval_data_arguments(data_args), eval_records, EVAL_IMAGES)
+        heldout = dataset.over(eval_records, images)
         options["heldout"] = HeldOut(heldout, sources, collator, training_args, largest)
     return LLaVATrainer(
         model=model,

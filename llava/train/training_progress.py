@@ -3,6 +3,8 @@
 The figures of every step are in `train_log.jsonl`.
 """
 
+from collections.abc import Callable
+
 from transformers import TrainerCallback
 
 from llava.progress import Progress
@@ -14,19 +16,23 @@ class TrainingProgress(TrainerCallback):
 
     Args:
         step_size: samples of a step over all ranks.
+        paused_seconds: how long the process has evaluated and done what else is no training, so far.
     """
 
-    def __init__(self, step_size: int):
-        self.step_size = step_size
+    def __init__(self, step_size: int, paused_seconds: Callable[[], float] = lambda: 0.0):
+        self.step_size, self.paused_seconds = step_size, paused_seconds
+        self.paused_before = 0.0
         self.progress: Progress | None = None
         self.loss: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         hidden = not state.is_world_process_zero
+        self.paused_before = self.paused_seconds()
         self.progress = Progress(state.max_steps, "training", "steps", done=state.global_step, hidden=hidden)
 
     def on_step_end(self, args, state, control, **kwargs):
-        seconds = self.progress.clock() - self.progress.started
+        self.progress.paused = self.paused_seconds() - self.paused_before
+        seconds = self.progress.clock() - self.progress.started - self.progress.paused
         rate = self.step_size * (state.global_step - self.progress.before) / max(seconds, 1e-9)
         loss = [] if self.loss is None else [f"loss {self.loss:.4g}"]
         self.progress.note(", ".join([*loss, f"{rate:.3g} samples/s"]))

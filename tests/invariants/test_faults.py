@@ -509,7 +509,8 @@ def test_step_that_is_not_finite_changes_nothing_and_names_its_records(tiny, tmp
     assert trace.sums[1] == trace.sums[0] != trace.sums[2]
     assert trace.rates[1] == trace.rates[0] != trace.rates[2]
     message = next(r.getMessage() for r in caplog.records if "is not applied" in r.getMessage())
-    assert message.startswith("step 2 is not applied: gradient norm nan; loss nan on rank 0: record ")
+    beginning = "step 2 is not applied: gradient norm nan; loss nan on rank 0: "
+    assert message.startswith(f"{beginning}{tiny}/data/finetune.json: record ")
     assert message.count("(id 'q") == 4  # of the one micro-batch at fault
     assert [line.get("nonfinite_steps") for line in log_lines(tmp_path)] == [None, 1, 1]
     assert all(math.isfinite(line["loss"]) for line in log_lines(tmp_path))  # also of the steps behind it

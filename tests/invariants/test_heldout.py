@@ -321,7 +321,7 @@ def test_bad_held_out_records_are_refused_or_listed(tiny, tmp_path, heldout):
     missing = next(r for r in records if "image" in r) | {"id": "gone", "image": "gone.png"}
     (tmp_path / "eval.json").write_text(json.dumps([*records, missing]))
     options = {"eval_data_path": tmp_path / "eval.json", "max_steps": 1, **EVALS}
-    with pytest.raises(ValueError, match="eval.json"):
+    with pytest.raises(ValueError, match="eval.json: .*/gone.png does not exist; check --eval_image_folder and the"):
         train_module.train(flags(tiny, tmp_path / "run", 2, **options))
     train_module.train(flags(tiny, tmp_path / "run", 2, on_bad_record="skip", **options))
     (left_out,) = (tmp_path / "run/quarantine_eval.jsonl").read_text().splitlines()

@@ -10,6 +10,7 @@ import re
 import sys
 import zipfile
 from collections import Counter
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,12 +21,18 @@ from data_files import BYTES, STRUCT, TURNS, shard
 from PIL import Image
 
 from llava.conversation import get_template
+from llava.data import hub_files, prepare
 from llava.data import preflight as command
-from llava.data.images import ImageStore
+from llava.data.checks import PlacedImage
+from llava.data.images import ImageError, ImageStore
 from llava.data.mixture import Sampling, source_lines
 from llava.data.preflight_manifest import Rules, preflight, usable_records
-from llava.data.records import data_files, load_records
+from llava.data.records import data_files, load_records, record_images
 from llava.model.loss import LMHead, LossTally
+from llava.train.arguments import DataArguments
+from llava.train.heldout import named_as_eval_data
+from llava.train.nonfinite import NonFiniteGuard
+from llava.train.run_checks import checked_eval_records, report_left_out
 
 RULES = Rules(get_template("chatml"), "assistant")
 
@@ -86,7 +93,7 @@ def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples)
     total = epoch_samples or 50
     counts = Counter(name.split("-")[0] for name in (table.named(i).split("'")[1] for i in table.kept[:2000].tolist()))
     samples = [found["samples"] for found in table.source_counts()]
-    assert samples == [round(0.3 * total), round(0.7 * total)] and abs(len(table) - total) <= 1
+    assert samples == [round(0.3 * total), round(0.7 * total)] and len(table) == total
     assert total > 2000 or counts["cats"] == samples[0]
     assert len(table) < 100 or abs(samples[0] / len(table) - 0.3) < 0.01
     repeated = Counter(table.kept.tolist())
@@ -97,6 +104,17 @@ def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples)
     assert [table.source_number(i) for i in (0, len(table) - 1)] == [0, 1]
     assert table.epoch() is table
     assert load_records(path).kept.tolist() == table.kept.tolist() != load_records(path, seed=1).kept.tolist()
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (0.1, 0.2, 0.7), (1, 1e6, 3), (1, 1, 4)])
+def test_an_epoch_has_exactly_the_samples_that_it_should_and_no_share_is_one_off(place, weights):
+    entries = [CATS | {"name": str(i), "weight": weight} for i, weight in enumerate(weights)]
+    for total in (100, 101, 1_000_003) if max(weights) < 1e6 else (1_000_003,):
+        table = load_records(mixture(place, *entries, epoch_samples=total))
+        samples = [found["samples"] for found in table.source_counts()]
+        assert sum(samples) == len(table) == total
+        assert all(abs(n - w / sum(weights) * total) < 1 for n, w in zip(samples, weights, strict=True))
+    assert weights != (1, 1, 1) or samples == [333335, 333334, 333334]  # of equal remainders the first
 
 
 def test_a_mixture_is_mapped_and_pickled_like_any_table(place):
@@ -131,6 +149,10 @@ def test_pictures_that_vanish_from_a_data_sets_own_folder_are_noticed_and_named(
     (place / "images/0.png").rename(place / "images/a.png")
     found, _ = preflight(table, store, RULES, show_progress=False)
     assert len(found.faults["image_missing"]) == 3 and "image images/0.png does not exist" in str(found.faults)
+    assert "; check the mixture entry's image_folder and the record" in str(found.faults)
+    assert "--image_folder" not in str(found.faults)
+    with pytest.raises(ImageError, match="cats.jsonl lies outside the mixture entry's image_folder images .at"):
+        store.open(PlacedImage("images", "../cats.jsonl"))
 
 
 def test_the_same_pictures_under_another_data_sets_folder_are_checked_again(place):
@@ -158,6 +180,16 @@ def test_relative_paths_start_from_the_working_directory_or_else_from_the_file(p
     assert data_files(path) == [place / "sub/cats.jsonl", type(place)("dogs.jsonl")]
 
 
+def test_a_step_that_is_not_applied_names_the_files_record_and_not_the_place_in_the_epoch(place):
+    table = load_records(mixture(place, CATS | {"weight": 1, "sampling_strategy": "end:3"}, DOGS | {"weight": 1}))
+    guard = NonFiniteGuard(table, 2)
+    guard.start_step([[0, ~(len(table) - 1)]])
+    guard.add_loss(torch.tensor(math.nan))
+    assert not guard.is_applicable(math.nan, 1)
+    named = re.findall(r"(\w+).jsonl: record (\d+) \(id '(\w+)-(\d+)'\)", guard._suspects())
+    assert [name for name, *_ in named] == ["cats", "dogs"] and all(pair[:2] == pair[2:] for pair in named)
+
+
 # --- the preflight ----------------------------------------------------------------------------------------------------
 
 
@@ -176,8 +208,35 @@ def test_only_sampled_records_are_checked_and_faults_leave_the_shares(place, cap
     table = load_records(path, check=False)
     found, _ = preflight(table, ImageStore("images"), RULES, show_progress=False)
     kept = usable_records(table, found, "skip", "")
-    assert (len(kept), kept.left_out, kept.used) == (200, 1, 68) and not {0, 19} & set(kept.kept.tolist())
+    assert (len(kept), kept.left_out, kept.checked) == (200, 1, 69) and not {0, 19} & set(kept.kept.tolist())
     assert source_lines(kept)[0].startswith("cats  18 of 20 records, 50 samples")
+
+
+def test_what_was_left_out_is_said_of_what_was_checked_and_not_of_what_was_drawn(place, caplog):
+    lines = (place / "dogs.jsonl").read_text().splitlines()
+    (place / "dogs.jsonl").write_text("\n".join(["{}"] * 20 + lines[:30]))
+    path = mixture(place, CATS | {"sampling_strategy": "first:14", "weight": 1}, DOGS | {"weight": 1}, epoch_samples=8)
+    table = load_records(path, check=False)
+    found, _ = preflight(table, ImageStore("images"), RULES, show_progress=False)
+    report_left_out(usable_records(table, found, "skip", ""), "run")
+    assert "20 of 64 records were left out; they and their faults are in run/quarantine.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("trained", "own", "said"),
+    [
+        ("first:75%", "end:25%", None),
+        ("all", "end:25%", "5 of 5 records are trained on as well (5 of {place}/cats.jsonl), so that"),
+        ("first:80%", "end:50%", "6 of 10 records are trained on as well (6 of {place}/cats.jsonl), so that"),
+    ],
+)
+def test_held_out_records_that_are_trained_on_are_counted_record_by_record(place, caplog, trained, own, said):
+    model, training = SimpleNamespace(version="chatml"), SimpleNamespace(process_index=0, seed=1, data_seed=None)
+    data = DataArguments(image_folder="images", eval_data_path=mixture(place, CATS | {"sampling_strategy": own}))
+    records = load_records(mixture(place, DOGS, CATS | {"sampling_strategy": trained}, name="train.yaml"))
+    checked_eval_records(model, data, training, records)
+    warnings = [record.getMessage() for record in caplog.records if "trained on" in record.getMessage()]
+    assert len(warnings) == (said is not None) and all(said.format(place=place) in text for text in warnings)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -320,6 +379,27 @@ def test_any_other_data_set_is_written_as_parquet_once(tmp_path, library, kind, 
     assert load_records(path, cache_dir=cache).key == table.key
 
 
+@pytest.mark.parametrize("names", [("file_name", "image"), ("images_file_names", "images")])
+def test_pictures_that_are_files_of_the_data_set_are_written_as_bytes_and_others_stay_paths(tmp_path, library, names):
+    folder, (key, column) = tmp_path / "set", names
+    folder.mkdir()
+    lines = []
+    for number, content in enumerate(BYTES):
+        (folder / f"{number}.png").write_bytes(content)
+        lines.append({key: f"{number}.png" if column == "image" else [f"{number}.png"], "conversations": TURNS})
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    table = load_records(f"hf:{folder}", cache_dir=str(tmp_path / "cache"), check=False)
+    (tmp_path / "elsewhere").mkdir()
+    store = ImageStore(tmp_path / "elsewhere")
+    found, _ = preflight(table, store, RULES, show_progress=False)
+    assert not found.faults and found.counts["with_images"] == len(BYTES)
+    pictures = [store.open(record_images(record)[0]).tobytes() for record in table]
+    assert pictures == [Image.open(io.BytesIO(content)).tobytes() for content in BYTES]
+    foreign = {"bytes": None, "path": str(tmp_path / "cats.png")}
+    (tmp_path / "cats.png").write_bytes(BYTES[0])
+    assert hub_files._embedded(foreign, [folder]) == foreign
+
+
 HUB = {
     "no folder": ("hf:/no/such[train]", "no such folder"),
     "split": ("hf:{place}/set[dev]", "dev"),
@@ -350,3 +430,15 @@ def test_without_the_library_the_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"hf:owner/name: needs the datasets library; pip install 'datasets>=4'"):
         load_records("hf:owner/name")
+    with pytest.raises(ImportError, match="^--eval_data_path hf:owner/name: needs the datasets"), named_as_eval_data():
+        load_records("hf:owner/name")
+
+
+@pytest.mark.parametrize("program", [command.main, lambda flags: prepare.main(["folder", *flags])])
+def test_without_the_library_the_commands_end_with_a_line(program, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert program(["--data_path", "hf:owner/name"]) == 2
+    assert (
+        capsys.readouterr().err == "error: --data_path hf:owner/name: needs the datasets library; pip install "
+        "'datasets>=4'\n"
+    )

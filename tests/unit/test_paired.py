@@ -127,3 +127,8 @@ def test_interval_of_a_share_ends_where_the_share_lies_1_96_standard_errors_away
     for end in (low, high):
         distance = abs(right / total - end)
         assert distance == pytest.approx(1.959964 * math.sqrt(max(0.0, end * (1 - end)) / total), abs=1e-6)
+
+
+def test_no_interval_of_a_share_leaves_0_to_1_by_rounding():
+    ends = [end for total in range(1, 500) for right in (0, total) for end in share_interval(right, total)]
+    assert min(ends) >= 0 and max(ends) <= 1

@@ -8,12 +8,15 @@ import struct
 import subprocess
 import sys
 import termios
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from paths import ROOT
 from training import flags
 
 from llava.progress import EVERY, FIRST, Progress, duration, progress
+from llava.train import training_progress
 
 SOURCES = [
     path
@@ -74,6 +77,27 @@ def test_what_was_done_before_counts_as_done_and_not_as_pace(capsys):
     assert capsys.readouterr().err.splitlines() == [
         "going on: 60 of 100 steps, loss 2.5, 0:40 left",
         "going on: 60 of 100 steps, loss 2.5, 0:44 left",
+    ]
+
+
+def test_time_of_evaluations_counts_neither_for_the_rate_nor_for_the_time_left(capsys, monkeypatch):
+    clock, paused = Clock(), [3.0]
+    monkeypatch.setattr(training_progress, "Progress", partial(Progress, clock=clock))
+    callback = training_progress.TrainingProgress(8, lambda: paused[0])
+    state = SimpleNamespace(max_steps=4, global_step=0, is_world_process_zero=True)
+    callback.on_train_begin(None, state, None)
+    for state.global_step in (1, 2):
+        clock.now += 10
+        callback.on_step_end(None, state, None)
+        clock.now += 40  # an evaluation
+        paused[0] += 40
+    state.global_step = 4
+    clock.now += 20
+    callback.on_step_end(None, state, None)
+    assert capsys.readouterr().err.splitlines() == [
+        "training: 1 of 4 steps, 0.8 samples/s, 0:30 left",
+        "training: 2 of 4 steps, 0.8 samples/s, 0:20 left",
+        "training: 4 of 4 steps, 0.8 samples/s, 2:00 in all",
     ]
 
 
