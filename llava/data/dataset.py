@@ -194,7 +194,7 @@ class LazySupervisedDataset(Dataset):
         """Width and height of every sample's picture, int32 [N, 2]; zeros where none is cut into crops."""
 
         def place() -> str:  # pictures that were replaced are checked anew, and so measured anew
-            return f"{self.images.identity()} {getattr(self.records, 'checked', None)}"
+            return f"{self.images.identity()} {getattr(self.records, 'checked_at', None)}"
 
         return image_sizes(self.records, self._image_size, place, self.show_progress)
 

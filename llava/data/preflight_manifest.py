@@ -168,7 +168,7 @@ def usable_records(table: RecordTable, manifest: Manifest, on_bad_record: str, c
         ValueError: there are some and they are not to be skipped, or no record is left.
     """
     records = _without_faults(table, manifest, on_bad_record, command).epoch()
-    records.checked = manifest.checked
+    records.checked_at = manifest.checked
     return records
 
 

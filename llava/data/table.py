@@ -43,7 +43,7 @@ class RecordTable(Sequence[Record]):
     ):
         self.sources, self.paths, self.content, self.folders = sources, paths, content, folders
         self.kept, self.left_out = kept, left_out
-        self.checked: float | None = None  # when the preflight opened the pictures, in seconds since the epoch
+        self.checked_at: float | None = None  # when the preflight opened the pictures, in seconds since the epoch
         self.key = content  # says which records these are, of which content
         if kept is not None:
             self.key = sha256(f"{content} {len(kept)}".encode() + kept.tobytes()).hexdigest()

@@ -84,7 +84,7 @@ def test_losses_equal_an_independent_sum_in_float64_over_each_sample_alone(tiny,
     _, trainer = build(flags(tiny, tmp_path, 2, eval_data_path=heldout, **EVALS))
     dataset = trainer.heldout.dataset
     model = trainer.model.double().eval()
-    names = source_names(heldout)
+    names = source_names(heldout, None)
     visual = model.get_vision_tower().num_tokens
     sums = {}
     with torch.no_grad():
