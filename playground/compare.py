@@ -19,7 +19,6 @@ from playground import answers, page
 from playground.records import is_right
 from playground.store import PlaygroundError, write_json
 
-ALL = "all questions"
 LOSS_STEPS = 10  # at the end, of which the mean is shown
 Log = list[dict[str, float]]
 
@@ -109,7 +108,7 @@ def kinds_of(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Indices of the questions of every kind, in the order of first sight, and of all."""
     kinds = np.array([record["kind"] for record in records])
     return {kind: np.flatnonzero(kinds == kind) for kind in dict.fromkeys(kinds.tolist())} | {
-        ALL: np.arange(len(kinds))
+        page.ALL: np.arange(len(kinds))
     }
 
 
@@ -167,17 +166,6 @@ def _last(log: Log, key: str) -> float:
 
 # --- table ------------------------------------------------------------------------------------------------------------
 
-ROWS = (
-    ("final loss, stage 1", "final_loss", 0),
-    ("final loss, stage 2", "final_loss", 1),
-    ("visual token norm, start", "visual_norm", 0),
-    ("visual token norm, after stage 1", "visual_norm", 1),
-    ("visual token norm, after stage 2", "visual_norm", 2),
-    ("text token norm, start", "text_norm", 0),
-    ("text token norm, after stage 2", "text_norm", 2),
-)
-"""Rows below the scores: label, key of an arm's summary, index."""
-
 
 def markdown_table(arms: Mapping[str, dict[str, Any]], chance: Mapping[str, float]) -> str:
     """One column per arm, and what chance gives; a score has its 95 % interval."""
@@ -188,7 +176,7 @@ def markdown_table(arms: Mapping[str, dict[str, Any]], chance: Mapping[str, floa
             low, high = arm["accuracy_interval"][kind]
             cells.append(f"{arm['accuracy_percent'][kind]:.1f} ({low:.0f} to {high:.0f})")
         rows.append((f"  {kind}", *cells, f"{chance[kind]:.1f}"))
-    for label, key, index in ROWS:
+    for label, key, index in page.ROWS:
         rows.append((label, *[f"{arm[key][index]:.3g}" for arm in arms.values()], ""))
     header = ("", *arms, "")
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]

@@ -25,6 +25,18 @@ EXAMPLES = 3
 SHOWN_SIDE = 256  # pixels that a picture has at most on the page
 Logs = Mapping[str, Sequence[Sequence[Mapping[str, float]]]]
 
+ALL = "all questions"
+ROWS = (
+    ("final loss, stage 1", "final_loss", 0),
+    ("final loss, stage 2", "final_loss", 1),
+    ("visual token norm, start", "visual_norm", 0),
+    ("visual token norm, after stage 1", "visual_norm", 1),
+    ("visual token norm, after stage 2", "visual_norm", 2),
+    ("text token norm, start", "text_norm", 0),
+    ("text token norm, after stage 2", "text_norm", 2),
+)
+"""Rows below the scores: label, key of an arm's summary, index."""
+
 
 def write_page(
     args: argparse.Namespace, results: Mapping[str, Any], logs: Logs, examples: Sequence[Mapping[str, Any]]
@@ -37,8 +49,6 @@ def write_page(
         logs: every arm's optimizer steps, by stage.
         examples: see `examples`.
     """
-    from playground.compare import ALL, ROWS
-
     folder = args.output_dir
     draw_norms(logs, folder / "norms")
     arms = list(results["arms"])
