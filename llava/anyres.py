@@ -261,12 +261,12 @@ def fitted_size(size: Size, grid: Size) -> Size:
 def _patches(rules: CropRules, size: Size) -> Patches:
     grid, side = best_grid(size, rules.grids), rules.patches_per_side
     columns, rows = grid[0] // rules.crop_side, grid[1] // rules.crop_side
-    left, top = _black_margins(size, columns * side, rows * side) if rules.has_newline else (0, 0)
+    left, top = black_margins(size, columns * side, rows * side) if rules.has_newline else (0, 0)
     width, height = columns * side - 2 * left, rows * side - 2 * top
     return Patches(columns, rows, left, top, width, height, _shrunk(width, height, rules))
 
 
-def _black_margins(size: Size, columns: int, rows: int) -> Size:
+def black_margins(size: Size, columns: int, rows: int) -> Size:
     """Patches to cut off left and right, and above and below, by the shapes of picture and grid."""
     if size[0] / size[1] > columns / rows:
         return 0, (rows - int(size[1] * (columns / size[0]))) // 2

@@ -29,7 +29,7 @@ from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Probe
 from llava.analysis.resume import Rows, resumed, state_file
-from llava.analysis.visual_grid import visual_grid
+from llava.analysis.visual_grid import picture_map
 
 NEEDS = Needs()
 
@@ -41,8 +41,8 @@ class Picture(NamedTuple):
     """What one sample's attention says.
 
     Attributes:
-        maps: per method, the picture's attention over its tokens [rows, columns], summing to 1; empty where the tokens
-            form no grid.
+        maps: per method, the picture's attention over its places [rows, columns], summing to 1; empty where its tokens
+            have none that are known.
         share: per layer, the visual tokens' share of the attention; NaN where a layer has none.
         entropy: per layer, of the distribution over the visual tokens, in units of ln of how many of them the query may
             look at (1 is uniform); NaN where it may look at none.
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
             print(f"{name}: no attention, so no values, in layers {', '.join(map(str, without))}")
     gridded = {name: pictures for name, pictures in results.items() if all(one.maps for one in pictures)}
     if len(gridded) < len(results):
-        print(f"no heatmap, visual tokens form no single grid: {', '.join(results.keys() - gridded.keys())}")
+        print(f"no heatmap, it is not known where visual tokens lie: {', '.join(results.keys() - gridded.keys())}")
     for method in METHODS if gridded else ():
         maps = {name: [one.maps[method] for one in pictures] for name, pictures in gridded.items()}
         draw_heatmaps(args, samples[:SHOWN], maps, method)
@@ -124,7 +124,7 @@ def look(probe: Probe, sample: PicturePrompt, args: argparse.Namespace) -> Pictu
         raise ValueError(f"--layers {args.layers}: {probe.name} has no attention in layers {without}")
     if not state.mean.any():
         raise ValueError(f"{probe.name}, {sample.name}: no layer lets the query {args.query!r} look at the picture")
-    return state.result(visual_grid(probe.model, batch, groups), sink_mask(seen)[0])
+    return state.result(picture_map(probe.model, batch, groups), sink_mask(seen)[0])
 
 
 class _Look(NamedTuple):
@@ -157,13 +157,13 @@ class _Reducer:
         step = (weights.mean(dim=0) + torch.eye(weights.shape[-1], dtype=torch.float64)) / 2
         self.rollout = step if self.rollout is None else step @ self.rollout
 
-    def result(self, grid: tuple[int, int] | None, sinks: torch.Tensor) -> Picture:
+    def result(self, place: Callable[[torch.Tensor], torch.Tensor] | None, sinks: torch.Tensor) -> Picture:
         rolled = self.rollout[self.asking][:, self.visual].mean(dim=0)
         maps = {"mean": self.mean / self.mean.sum(), "rollout": rolled / rolled.sum()}
         sinks = sinks[self.visual]
         looks = [self.seen.get(index) for index in range(self.count)]
         return Picture(
-            {method: one.reshape(grid).numpy() for method, one in maps.items()} if grid else {},
+            {method: place(one).numpy() for method, one in maps.items()} if place else {},
             *per_layer([look and look.weights[:, look.visible] for look in looks]),
             *per_layer([look and look.weights[:, look.visible & ~sinks] for look in looks])[:2],
             sinks.nonzero().flatten().tolist(),

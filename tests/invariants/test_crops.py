@@ -19,7 +19,7 @@ from training import LORA, build, flags, load, run
 
 from llava.analysis.loading import our_batch
 from llava.analysis.probe import VISUAL
-from llava.analysis.visual_grid import visual_grid
+from llava.analysis.visual_grid import picture_map
 from llava.anyres import Picture
 from llava.asking import load_assistant
 from llava.constants import IMAGE_TOKEN_INDEX
@@ -333,7 +333,10 @@ def test_an_analysis_knows_every_position_of_a_picture_in_crops(stage_1):
     assert (batch.input_ids == IMAGE_TOKEN_INDEX).sum(dim=1).tolist() == expected
     one = our_batch(model, ids[:1], pictures[:1], processor)
     groups = torch.where(one.input_ids == IMAGE_TOKEN_INDEX, VISUAL, -1)
-    assert visual_grid(model, one, groups) is None  # its rows end in newlines
+    shares = torch.rand(expected[0], dtype=torch.float64)
+    drawn = picture_map(model, one, groups)(shares / shares.sum())
+    patches = rules.patches(rules.picture(pictures[0].size))
+    assert drawn.shape == (patches.shrunk or (patches.width, patches.height))[::-1] and drawn.sum() == pytest.approx(1)
 
 
 PUBLISHED = {

@@ -7,6 +7,7 @@ import pytest
 import torch
 from paths import GOLDEN
 
+from llava.analysis.visual_grid import drawn_in_place
 from llava.anyres import CropRules, Picture, best_grid, check_modes, parse_pinpoints
 from llava.model.pictures import line_up, match_crops, refuse_video
 
@@ -77,6 +78,32 @@ def test_a_shrunk_grid_has_about_as_many_tokens_as_allowed():
             width, height = patches.shrunk or (patches.width, patches.height)
             assert width * height <= 1.21 * most * SIDE**2 or min(width, height) == 1
             assert patches.shrunk is None or patches.width * patches.height > 1.21 * most * SIDE**2
+
+
+@pytest.mark.parametrize(("aspect_ratio", "merge_type"), [*MODES[:3], ("anyres_max_1", "spatial_unpad")])
+def test_every_tokens_share_is_drawn_where_its_patch_lies_in_the_picture(aspect_ratio, merge_type):
+    """Each patch carries its row and column of the grid through the model's own arrangement."""
+    some, unpadded = rules(aspect_ratio, merge_type), rules("anyres")
+    for size in sizes(12):
+        picture, shown = some.picture(size), unpadded.patches(unpadded.picture(size))
+        places = numbered(picture.crops)
+        for crop in range(1, picture.crops):
+            row, column = divmod(crop - 1, shown.columns)
+            places[crop] = places[crop] + torch.tensor([0.0, row * SIDE, column * SIDE])
+        tokens = line_up(places, [picture], some, NEWLINE if some.has_newline else None).tolist()
+        for index, (crop, row, column) in enumerate(tokens):
+            drawn = drawn_in_place(torch.eye(len(tokens), dtype=torch.float64)[index], picture, some)
+            found = [int(i) for i in divmod(int(drawn.argmax()), drawn.shape[1])]
+            inside = [(row - shown.top, shown.height), (column - shown.left, shown.width)]
+            if crop == 0:  # of the whole picture: a square of it
+                inside = [(row, SIDE), (column, SIDE)]
+            if crop >= 0 and all(0 <= place < of for place, of in inside):
+                assert drawn.sum() == pytest.approx(1)
+                for got, length, (place, of) in zip(found, drawn.shape, inside, strict=True):
+                    scale = length / of  # places of the map for one of the patch
+                    assert abs(got + 0.5 - (place + 0.5) * scale) <= max(scale / 2, 0.5) + 0.5
+            else:
+                assert not drawn.any()  # newlines, and patches that show black alone
 
 
 def test_newline_has_a_gradient_where_no_row_remains():
