@@ -6,9 +6,11 @@ Training does the same before its first step and reads the manifest that this le
 """
 
 import argparse
+import math
 import sys
 import time
 
+from llava.anyres import CropRules, Picture, is_anyres, parse_pinpoints
 from llava.conversation import get_template
 from llava.data.images import ImageStore
 from llava.data.mixture import source_lines
@@ -63,7 +65,11 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
     parser.add_argument("--list", action="store_true", help="show every fault, not only the first of each kind")
     parser.add_argument("--model_name_or_path", help="count the samples that are too long for this model's tokenizer")
     parser.add_argument("--model_max_length", type=int, default=2048, help="with it: positions of a sample")
-    parser.add_argument("--num_visual_tokens", type=int, default=729, help="with it: what an image expands to")
+    parser.add_argument("--num_visual_tokens", type=int, default=729, help="with it: what a crop expands to")
+    parser.add_argument("--image_aspect_ratio", help="with it: of the training; anyres cuts pictures into crops")
+    parser.add_argument("--image_grid_pinpoints", help="with anyres: as in training")
+    parser.add_argument("--mm_patch_merge_type", default="flat", help="with anyres: as in training (default flat)")
+    parser.add_argument("--crop_side", type=int, default=384, help="with anyres: pixels of the vision tower's square")
 
 
 def show(args: argparse.Namespace) -> int:
@@ -83,7 +89,7 @@ def show(args: argparse.Namespace) -> int:
             "python -m llava.data.prepare ... --rewrite_shards makes them small"
         )
     if args.model_name_or_path:
-        print(length_report(args, usable_records(table, manifest, "skip", "")))
+        print(length_report(args, usable_records(table, manifest, "skip", ""), images))
     print(f"checked   {when(manifest)}" + (remembered(manifest) if manifest.checked < started else ""))
     print(f"manifest  {path}")
     return int(bool(manifest.faults))
@@ -127,22 +133,35 @@ def _sources(table: RecordTable) -> str:
         return f"sources   {error}"
 
 
-def length_report(args: argparse.Namespace, table: RecordTable) -> str:
+def length_report(args: argparse.Namespace, table: RecordTable, images: ImageStore) -> str:
     """How many samples are longer than `--model_max_length`; counts what the cache does not know."""
     from llava.data.dataset import LazySupervisedDataset
-    from llava.data.lengths import whole_lengths
     from llava.mm_utils import load_tokenizer
 
     tokenizer = load_tokenizer(args.model_name_or_path, model_max_length=args.model_max_length, padding_side="right")
+    rules = _crop_rules(args)
     dataset = LazySupervisedDataset(
-        table, tokenizer, args.version, None, None, "square", args.num_visual_tokens, args.model_max_length,
-        label_masking=args.label_masking,
+        table, tokenizer, args.version, None, images, "square", rules.visual_tokens(Picture()), args.model_max_length,
+        label_masking=args.label_masking, crop_rules=rules,
     )  # fmt: skip
-    lengths = whole_lengths(dataset.token_counts(), args.num_visual_tokens)
+    lengths = dataset.whole_lengths()
     longer = int((lengths > args.model_max_length).sum())
     return (
         f"lengths   {longer:,} of {len(lengths):,} samples are longer than {args.model_max_length:,} tokens and are "
         f"cut; the longest has {lengths.max():,}"
+    )
+
+
+def _crop_rules(args: argparse.Namespace) -> CropRules:
+    """The training's, of a tower whose tokens are its patches."""
+    grids = args.image_grid_pinpoints if is_anyres(args.image_aspect_ratio) else None
+    return CropRules(
+        args.num_visual_tokens,
+        math.isqrt(args.num_visual_tokens),
+        args.crop_side,
+        args.image_aspect_ratio,
+        args.mm_patch_merge_type,
+        () if grids is None else parse_pinpoints(grids, args.crop_side),
     )
 
 

@@ -14,11 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from anyres_data import ANYRES, write_shapes
 from data_files import BYTES, GPT, HUMAN, STRUCT, TURNS, encoded, noise, shard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from training import flags, losses
+from tiny_models import V
+from training import build, flags, losses
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.conversation import conv_templates, get_template
@@ -342,6 +344,16 @@ def test_the_command_lists_every_fault_and_says_so_by_its_status(tmp_path, pictu
     assert "1 of 1 samples are longer than 30 tokens" in capsys.readouterr().out
     assert command.main(["--data_path", str(tmp_path / "nothing.json")]) == 2
     assert "nothing.json: no such file" in capsys.readouterr().err
+
+
+def test_the_command_counts_the_lengths_that_training_has_with_crops(tmp_path, tiny, capsys):
+    shapes = {name: str(path) for name, path in write_shapes(tmp_path / "data").items()}
+    _, trainer = build(flags(tiny, tmp_path / "run", 2, version="chatml", **shapes, **ANYRES))
+    longest = trainer.train_dataset.whole_lengths().max()
+    options = shapes | ANYRES | {"version": "chatml", "model_name_or_path": str(tiny / "llama")}
+    options |= {"num_visual_tokens": str(V), "crop_side": "16", "model_max_length": "20"}
+    assert command.main([word for name, value in options.items() for word in (f"--{name}", value)]) == 0
+    assert f"are longer than 20 tokens and are cut; the longest has {longest}\n" in capsys.readouterr().out
 
 
 def test_training_refuses_or_leaves_out_records_with_faults_and_says_where_they_are(tiny, tmp_path, caplog):
