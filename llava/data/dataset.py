@@ -21,7 +21,8 @@ from llava.data.checks import placeholder_problem
 from llava.data.images import ImageError, ImageStore
 from llava.data.lengths import Tokenization, image_sizes, lengths_from_counts, token_counts, whole_lengths
 from llava.data.preprocess import TokenizedSample, preprocess
-from llava.data.records import Record, RecordTable, record_images, record_name
+from llava.data.records import Record, record_images
+from llava.data.table import name_of
 from llava.data.turns import check_has_image
 from llava.mm_utils import process_prompt_images
 
@@ -108,7 +109,7 @@ class LazySupervisedDataset(Dataset):
         sample = self._tokenize(record, index)
         images, pictures, visual_tokens = [], [], self.num_visual_tokens
         if self._is_cut_into_crops(record):  # its length depends on the picture's size
-            images = [self._open_image(record_images(record)[0], record, index)]
+            images = [self._open_image(record_images(record)[0], index)]
             pictures = [self.crop_rules.picture(images[0].size)]
             visual_tokens = self.crop_rules.visual_tokens(pictures[0])
         sample = self._cut(sample, index, visual_tokens)
@@ -117,7 +118,7 @@ class LazySupervisedDataset(Dataset):
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:
             names = record_images(record)
-            images = images or [self._open_image(name, record, index) for name in names[:num_images]]
+            images = images or [self._open_image(name, index) for name in names[:num_images]]
             if self.crop_rules is not None:
                 item["pictures"] = pictures or [Picture()] * num_images
             pixels = process_prompt_images(images, self.image_processor, self.image_config, len(names))
@@ -126,11 +127,6 @@ class LazySupervisedDataset(Dataset):
 
     def _is_cut_into_crops(self, record: Record) -> bool:
         return self.crop_rules is not None and len(record_images(record)) == 1
-
-    def _name(self, record: Record, index: int) -> str:
-        if not isinstance(self.records, RecordTable):
-            return record_name(record, index)
-        return self.records.named(self.records.position(index))
 
     def tokenize(self, index: int) -> TokenizedSample:
         """Token ids and labels of one record, not yet cut."""
@@ -154,9 +150,9 @@ class LazySupervisedDataset(Dataset):
                 has_image=bool(num_images),
             )
         except ValueError as error:
-            raise ValueError(f"{self._name(record, index)}: {error}") from error
+            raise ValueError(f"{name_of(self.records, index)}: {error}") from error
         if (written := int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())) != num_images:
-            raise ValueError(f"{self._name(record, index)}: {num_images} images, but {written} places for them")
+            raise ValueError(f"{name_of(self.records, index)}: {num_images} images, but {written} places for them")
         return sample
 
     def _cut(self, sample: TokenizedSample, index: int, num_visual_tokens: int) -> TokenizedSample:
@@ -168,22 +164,22 @@ class LazySupervisedDataset(Dataset):
             self._truncation_reported = True
             logger.warning(
                 "%s has %d tokens and is cut to --model_max_length %d; further cuts are not reported by this process",
-                self._name(self.records[index], index),
+                name_of(self.records, index),
                 int(widths.sum()),
                 self.model_max_length,
             )
         starts_inside = widths.cumsum(0) - widths < self.model_max_length
         return TokenizedSample(sample.input_ids[starts_inside], sample.labels[starts_inside])
 
-    def _open_image(self, image: Place, record: Record, index: int) -> Image.Image:
-        return self._named_errors(self.images.open, image, record, index)
+    def _open_image(self, image: Place, index: int) -> Image.Image:
+        return self._named_errors(self.images.open, image, index)
 
-    def _named_errors(self, read: Callable[[Place], Any], image: Place, record: Record, index: int) -> Any:
+    def _named_errors(self, read: Callable[[Place], Any], image: Place, index: int) -> Any:
         try:
             return read(image)
         except ImageError as error:
             kind = FileNotFoundError if error.problem.kind == "image_missing" else ValueError
-            raise kind(f"{self._name(record, index)}: {error}") from error
+            raise kind(f"{name_of(self.records, index)}: {error}") from error
 
     def token_counts(self) -> np.ndarray:
         """Text tokens, images, and text tokens before the first image of every sample, int32 [N, 3]."""
@@ -202,7 +198,7 @@ class LazySupervisedDataset(Dataset):
         record = self.records[index]
         if not self._is_cut_into_crops(record):
             return 0, 0
-        return self._named_errors(self.images.size, record_images(record)[0], record, index)
+        return self._named_errors(self.images.size, record_images(record)[0], index)
 
     def visual_tokens(self) -> int | np.ndarray:
         """How many stand for each image of a sample: one number, or one for every sample [N]."""

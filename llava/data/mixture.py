@@ -146,7 +146,7 @@ class MixedTable(RecordTable):
         records, (used, samples) = np.diff(self.starts), map(self._counts, (np.unique(self.kept), self.kept))
         return [
             {"name": entry.name, "data_path": entry.data_path, "records": int(records[i]), "used": int(used[i]),
-             "samples": int(samples[i]), "share": float(samples[i] / len(self))}
+             "samples": int(samples[i]), "share": float(samples[i] / max(len(self), 1))}
             for i, entry in enumerate(self.mixture.entries)
         ]  # fmt: skip
 

@@ -168,6 +168,13 @@ class RecordTable(Sequence[Record]):
         return self
 
 
+def name_of(records: Sequence[Record], index: int) -> str:
+    """How messages call the record `[index]`: a table's by its file and place there, a list's by its place."""
+    if isinstance(records, RecordTable):
+        return records.named(records.position(index))
+    return record_name(records[index], index)
+
+
 def map_rows(path: Path) -> pa.Table:
     """A converted file, mapped into memory.
 

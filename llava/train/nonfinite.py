@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from llava.data.records import Record, RecordTable, record_name
+from llava.data.records import Record
+from llava.data.table import name_of
 from llava.train.ranks import from_all
 
 logger = logging.getLogger(__name__)
@@ -90,10 +91,5 @@ class NonFiniteGuard:
 
     def _names(self, samples: list[int]) -> str:
         samples = [i if i >= 0 else ~i for i in samples]
-        names = ", ".join(map(self._name, samples[:_NAMED]))
+        names = ", ".join(name_of(self.records, sample) for sample in samples[:_NAMED])
         return names + (f" and {len(samples) - _NAMED} more" if len(samples) > _NAMED else "")
-
-    def _name(self, sample: int) -> str:
-        if isinstance(self.records, RecordTable):
-            return self.records.named(self.records.position(sample))
-        return record_name(self.records[sample], sample)
