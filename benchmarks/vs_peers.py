@@ -216,7 +216,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short run of each peer's best settings")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.repeats = 8, 1
+        args.steps, args.repeats = 6, 1
     if not 1 <= args.warmup_steps < args.steps:
         parser.error(
             f"--steps {args.steps}: expected more than --warmup-steps ({args.warmup_steps}), which is at least 1"
