@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from playground.options import add_options, settings_from
+from playground.options import PICTURES, add_options, settings_from
 from playground.store import PlaygroundError
 
 INPUTS = ("smollm2", "scenes", "stamps", "mixed", "tower", "heldout")
-QUICKSTART = ("smollm2", "scenes", "tower")
 # Modules with `add_arguments` and `run`; they are imported when they are called, since figures and models take seconds.
 OTHERS = {
     "quickstart": "Inputs, both stages of every arm side by side, answers, and one page.",
@@ -37,8 +36,9 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=summary, description=summary, formatter_class=style)
         if name == command:
             module_of(name).add_arguments(sub)
-    summary = f"Prepare {', '.join(QUICKSTART)} with their default settings."
-    commands.add_parser("all", parents=[shared], help=summary, description=summary, formatter_class=style)
+    summary = "Prepare what a training on pictures of one kind needs, with default settings: smollm2, pictures, tower."
+    everything = commands.add_parser("all", parents=[shared], help=summary, description=summary, formatter_class=style)
+    everything.add_argument("--data", choices=PICTURES, default=PICTURES[0], help="kind of the pictures")
     return top
 
 
@@ -55,8 +55,10 @@ def main(argv: list[str] | None = None) -> int:
         if args.command in OTHERS:
             module_of(args.command).run(args)
         elif args.command == "all":
-            for name in QUICKSTART:
+            for name in ("smollm2", args.data):
                 module_of(name).prepare(module_of(name).Settings(), args.root, args.force)
+            tower = module_of("tower")
+            tower.prepare(tower.Settings(data=args.data), args.root, args.force)
         else:
             module = module_of(args.command)
             module.prepare(settings_from(args, module.Settings), args.root, args.force)

@@ -6,6 +6,9 @@ from typing import Any, TypeVar
 
 SettingsT = TypeVar("SettingsT")
 
+PICTURES = ("scenes", "stamps")
+"""The sets of pictures, each a module of this package; the first is the default."""
+
 
 def option(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
     """Return a dataclass field that `add_options` turns into a flag of the default's type."""

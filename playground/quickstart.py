@@ -28,9 +28,9 @@ from llava.launch.settings import Refusal
 from llava.provenance import differences
 from playground import answers, smollm2
 from playground.lanes import StageStep, Step, StepError, run_lanes
+from playground.options import PICTURES
 from playground.store import PlaygroundError, read_manifest, shown_python, write_json
 
-DATA = ("scenes", "stamps")
 ROOT_OF_INPUTS = Path("playground/data")
 MEMORY_OF_ARM = 3.5  # GiB that a training of the demo takes
 TIMES = "times.json"  # seconds of every step
@@ -244,7 +244,7 @@ def _python(*words: str) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `python -m playground quickstart`."""
-    parser.add_argument("--data", choices=DATA, default=DATA[0], help="pictures that are asked about")
+    parser.add_argument("--data", choices=PICTURES, default=PICTURES[0], help="pictures that are asked about")
     parser.add_argument("--arms", default="none gwc_layernorm", help="norms to train, separated by spaces")
     parser.add_argument("--root", type=Path, default=ROOT_OF_INPUTS, help="folder of the prepared inputs")
     parser.add_argument("--output-dir", type=Path, required=True, help="where everything goes")

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from playground.options import option
+from playground.options import PICTURES, option
 from playground.records import STATEMENTS
 from playground.store import PlaygroundError, build, read_manifest
 
@@ -24,7 +24,7 @@ POSITION_SCALE = 8.0
 class Settings:
     """What `python -m playground tower` trains."""
 
-    data: str = option("scenes", "prepared picture set to train on", ("scenes", "stamps"))
+    data: str = option(PICTURES[0], "prepared picture set to train on", PICTURES)
     image_size: int = option(64, "side of the tower's input in pixels")
     patch_size: int = option(32, "side of a patch; one patch is one visual token")
     layers: int = option(5, "encoder layers; the visual tokens are read before the last one")

@@ -35,11 +35,10 @@ def this_tree(inputs: Path, tokenizer_folder: str):
         )
 
     text, image = dataset("text.json"), dataset("image.json")
-    record = image.records[0]
     return {
         "text": text.__getitem__,
         "image_text": lambda i: image.tokenize(i)._asdict(),
-        "pixels": lambda i: process_images([image._open_image(record["image"], record, i)], processor, None),
+        "pixels": lambda i: process_images([image.images.open(image.records[i]["image"])], processor, None),
         "image": image.__getitem__,
     }
 

@@ -13,8 +13,9 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from benchmarks import common, data_preflight, hf_layout, inputs, scaling, shapes, startup, vs_peers
+from benchmarks import common, data_pipeline, data_preflight, hf_layout, inputs, scaling, shapes, startup, vs_peers
 from benchmarks.peers import recording
+from benchmarks.upstream import data_arm
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data import lengths
 from llava.data.preprocess import preprocess
@@ -95,6 +96,15 @@ def test_pairing_batches_by_length_leaves_more_kinds_of_records_in_them_than_sor
     one, paired = scaling.order_rows([1, 16])
     assert paired["kinds_of_records_in_a_batch"] > 0.85 * one["kinds_of_records_in_a_batch"]
     assert one["variance_of_lengths_between_batches"] < 0.01 < paired["variance_of_lengths_between_batches"] < 0.2
+
+
+def test_every_kind_of_work_of_the_data_benchmark_runs(tiny, tmp_path):
+    inputs.write_photo(tmp_path / "photo.jpg")
+    for name, image in (("text.json", None), ("image.json", "photo.jpg")):
+        inputs.write_json(tmp_path / name, inputs.conversation_records(2, image))
+    functions = data_arm.this_tree(tmp_path, str(tiny / "qwen"))
+    assert set(functions) == set(data_pipeline.KINDS)
+    assert all(data_arm.rate(function, count=2, seconds=0) > 0 for function in functions.values())
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------

@@ -474,6 +474,20 @@ def test_every_command_documents_its_flags(command: str, capsys: pytest.CaptureF
     assert "--root" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("words", "prepared"), [([], "scenes"), (["--data", "stamps"], "stamps")])
+def test_all_prepares_what_a_training_on_one_kind_of_pictures_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], prepared: str
+) -> None:
+    made = []
+    for module in (smollm2, scenes, stamps, tower):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(
+            module, "prepare", lambda settings, *_, name=name: made.append((name, getattr(settings, "data", "")))
+        )
+    assert command_line.main(["all", "--root", str(tmp_path), *words]) == 0
+    assert made == [("smollm2", ""), (prepared, ""), ("tower", prepared)]
+
+
 def test_mixed_has_both_sets_records_with_pictures_named_from_the_root(scenes_root: Path, tmp_path: Path) -> None:
     for name in mixed.SETS:
         (tmp_path / name).symlink_to(scenes_root / "scenes")
