@@ -1,12 +1,17 @@
 """Two CPU ranks under DeepSpeed, through the real entry point."""
 
+import functools
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import psutil
+import rank_server
 import torch
 import train_in_turn
 from paths import ROOT
@@ -36,11 +41,35 @@ def run_on_two_ranks(script: Path, argv: list[str], timeout: int) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
-    done = subprocess.run([*command, str(script), *argv], capture_output=True, text=True, timeout=timeout, env=env)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout + done.stderr
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        job = {"command": [str(script), *argv], "environment": environment(), "port": port, "output": output.name}
+        statuses = ask_server(job, timeout)
+        text = output.read()
+    assert not any(statuses), f"exit statuses {statuses}\n{text[-9000:]}"
+    return text
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
+
+
+@functools.cache
+def server() -> subprocess.Popen:
+    """Forks the ranks; it ends with this process, which closes its input."""
+    command, pipe = [sys.executable, rank_server.__file__], subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment())
+
+
+def ask_server(job: dict, timeout: int) -> list[int]:
+    """The exit statuses of both ranks; raises TimeoutError, and ends the server, after so many seconds."""
+    process = server()
+    print(json.dumps(job), file=process.stdin, flush=True)
+    if not select.select([process.stdout], [], [], timeout)[0]:
+        for started in [*psutil.Process(process.pid).children(), process]:
+            started.kill()
+        server.cache_clear()
+        raise TimeoutError(f"two ranks took more than {timeout} s: {' '.join(job['command'])}")
+    return json.loads(process.stdout.readline())
 
 
 def zero_file(config: dict | str, folder: Path) -> Path:
