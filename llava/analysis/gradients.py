@@ -33,6 +33,7 @@ from llava.model.multimodal_projector.norm import (
     mean_text_embedding_norm,
     projector_norm,
 )
+from llava.model.pictures import line_up
 from llava.presentation import COLOURS
 
 NEEDS = Needs(OURS, flags=("data",))  # one batch, so that `--samples` of the others is not for it
@@ -129,22 +130,41 @@ def training_batch(
 
 
 def visual_sinks(model: Any, batch: Batch) -> torch.Tensor:
-    """Which of the projector's tokens [N * V] are sinks.
+    """Which of the projector's tokens [K * V] are sinks, of K pictures or crops; one that enters nowhere is none.
 
     Raises:
-        ValueError: a sample is so long that its picture was cut.
+        ValueError: a sample is so long that its picture was cut; or see `projector_rows`.
     """
     seen = Probe("gradients", model, find_parts(model, Family(), IMAGE_TOKEN_INDEX)).run(batch)
     visual = seen.visual.cpu()
-    if model.crop_rules().is_anyres or model.crop_rules().has_newline:
-        raise ValueError(
-            f"gradients: image_aspect_ratio {model.config.image_aspect_ratio!r} with mm_patch_merge_type "
-            f"{model.crop_rules().merge_type!r}: visual tokens are not the projector's one for one, so that this table "
-            "cannot be made of them; measure a checkpoint without anyres"
-        )
-    if int(visual.sum()) != len(seen.projector_output):
+    rows = projector_rows(model, batch)
+    if int(visual.sum()) != len(rows):
         raise ValueError("--data: a sample is longer than the model's tokenizer_model_max_length, which cuts a picture")
-    return sink_mask(seen)[visual]
+    sinks = torch.zeros(len(seen.projector_output), dtype=torch.bool)
+    sinks[rows[sink_mask(seen)[visual] & (rows >= 0)]] = True
+    return sinks
+
+
+def projector_rows(model: Any, batch: Batch) -> torch.Tensor:
+    """Which of the projector's tokens each visual token of the batch is; -1 for `image_newline`.
+
+    Raises:
+        ValueError: a picture's tokens are means of several, because it had too many.
+    """
+    rules, given = model.crop_rules(), batch.inputs
+    layout, _ = model.lay_out(
+        given["input_ids"], given["attention_mask"], None, given["images"], given.get("image_sizes")
+    )
+    for picture in layout.pictures:
+        if picture.crops > 1 and rules.patches(picture).shrunk is not None:
+            raise ValueError(
+                f"gradients: mm_patch_merge_type {rules.merge_type!r} shrinks a picture of {picture.size[0]} x "
+                f"{picture.size[1]} pixels, so that its visual tokens are not the projector's; leave larger ones out"
+            )
+    crops, tokens = sum(picture.crops for picture in layout.pictures), model.get_vision_tower().num_tokens
+    numbers = torch.arange(crops * tokens).view(crops, tokens, 1)
+    newline = torch.tensor([-1]) if rules.has_newline else None
+    return line_up(numbers, layout.pictures, rules, newline).flatten()
 
 
 def split(projector: nn.Module) -> tuple[nn.Module, nn.Module | None]:

@@ -1,10 +1,13 @@
 """Gradients of each arm against autograd on the parts put together by hand, and what compensation must change."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from analysis_commands import arguments, run
+from anyres_data import ANYRES, write_shapes
+from safetensors.torch import load_file, save_file
 from tiny_models import VISION_SIZES
 from torch.nn import functional as F
 from vision_language_models import our_checkpoint
@@ -112,6 +115,56 @@ def test_a_visual_token_of_large_norm_is_found_to_be_a_sink(tiny, tmp_path):
 
     model.model.mm_projector.register_forward_hook(enlarge)
     assert gradients.visual_sinks(model, batch).nonzero().flatten().tolist() == [4 + 2]
+
+
+def in_crops(tiny, tmp_path, aspect_ratio):
+    """The setting of a checkpoint that cuts pictures of several shapes into crops, and its model and batch."""
+    path = our_checkpoint(tiny, tmp_path / "m")
+    rules = {name: value for name, value in ANYRES.items() if name != "image_aspect_ratio"}
+    config = json.loads((tmp_path / "m/config.json").read_text()) | rules | {"image_aspect_ratio": aspect_ratio}
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    weights = load_file(tmp_path / "m/model.safetensors")
+    save_file(weights | {"model.image_newline": torch.randn(config["hidden_size"])}, tmp_path / "m/model.safetensors")
+    data = write_shapes(tmp_path / "shapes")["data_path"]
+    args = arguments("gradients", "--data", data, "--samples", 4)
+    args.output_dir, named = tmp_path / "out", NamedModel("m", path)
+    samples = inputs.choose(args)
+    tokenizer, model, image_processor = loading.load_ours(named, args)
+    batch, _ = gradients.training_batch(samples[:], tokenizer, image_processor, model, get_template("chatml"))
+    return named, samples, args, model, batch
+
+
+def test_of_a_picture_in_crops_every_visual_token_is_traced_to_the_projector(tiny, tmp_path):
+    named, samples, args, model, batch = in_crops(tiny, tmp_path, "anyres")
+    rows = gradients.projector_rows(model, batch)
+    given = batch.inputs
+    layout, crops = model.lay_out(
+        given["input_ids"], given["attention_mask"], None, given["images"], given["image_sizes"]
+    )
+    with torch.no_grad():
+        tokens, entered = model.encode_images(crops).flatten(0, 1), model.splice(layout, crops)[0]
+        expected = torch.cat([tokens, model.model.image_newline[None]])[rows]
+    of_pictures = batch.input_ids[batch.mask] == IMAGE_TOKEN_INDEX
+    assert (rows == -1).any() and len(set(rows.tolist())) < len(tokens)  # newlines, and margins that are cut off
+    torch.testing.assert_close(entered[of_pictures], expected)
+
+    norms = gradients.measure_gradients(named, samples, args)["none"].norms
+    assert all(value > 0 for value in norms.values())
+    place = int(rows[rows >= 0][7])
+
+    def enlarge(module, args, output):
+        output = output.clone()
+        output.flatten(0, 1)[place] *= 1000
+        return output
+
+    model.model.mm_projector.register_forward_hook(enlarge)
+    assert gradients.visual_sinks(model, batch).nonzero().flatten().tolist() == [place]
+
+
+def test_a_picture_whose_tokens_are_means_of_several_is_refused(tiny, tmp_path):
+    *_, model, batch = in_crops(tiny, tmp_path, "anyres_max_2")
+    with pytest.raises(ValueError, match=r"shrinks a picture of \d+ x \d+ pixels.*leave larger ones out"):
+        gradients.projector_rows(model, batch)
 
 
 def test_the_command_writes_table_and_figure(tiny, tmp_path, capsys, monkeypatch):
