@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from anyres_data import ANYRES
 from data_files import write_varied
 from decoder_families import NAMES, write_families
@@ -15,6 +16,7 @@ from two_ranks import COMPARABLE, assert_same, launch, launch_in_turn, zero_1
 from llava.model.lora import NON_LORA_FILE
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
+from llava.train.telemetry import LOG_FILE
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +71,28 @@ def test_a_varying_number_of_micro_batches_equals_one_process_with_one(tiny, tmp
     output = launch(flags(tiny, tmp_path / "two", 2, max_tokens_per_micro_batch=450, **options), config, tmp_path)
     assert "--max_tokens_per_micro_batch 450: 2.667 micro-batches per step and rank (2 to 3)" in output
     assert_same(tmp_path / "two", varied[1])
+
+
+def test_losses_and_shares_of_a_mixtures_data_sets_equal_one_process(tiny, tmp_path):
+    entries = [
+        {"json_path": str(tiny / f"data/{name}.json"), "name": name, "weight": weight}
+        for name, weight in (("pretrain", 0.3), ("finetune", 0.7))
+    ]
+    (tmp_path / "mix.yaml").write_text(yaml.safe_dump({"datasets": entries, "epoch_samples": 40}))
+    options = COMPARABLE | {"data_path": tmp_path / "mix.yaml", "telemetry_steps": 0}
+    launch(flags(tiny, tmp_path / "two", 2, **options), "zero2", tmp_path)
+    train_module.train(flags(tiny, tmp_path / "one", 2, per_device_train_batch_size=8, **options))
+    names = [f"{kind}/{entry['name']}" for kind in ("loss", "share") for entry in entries]
+    two, one = (
+        [
+            [line[name] for name in names]
+            for line in map(json.loads, (tmp_path / run / LOG_FILE).open())
+            if "loss" in line
+        ]
+        for run in ("two", "one")
+    )
+    assert len(one) == COMPARABLE["max_steps"]
+    assert two == [pytest.approx(line, rel=1e-5) for line in one]
 
 
 @pytest.mark.parametrize("images_as", [{}, ANYRES], ids=["whole", "crops"])
