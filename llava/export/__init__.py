@@ -1,0 +1,1 @@
+"""A trained model in the formats that others read: Hugging Face's both ways, and what goes with it."""
