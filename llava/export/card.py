@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", type=Path, required=True, help="folder of the model, as trained or as exported")
     parser.add_argument("--output", type=Path, help="file to write (default: README.md in the model's folder)")
     parser.add_argument("--overwrite", action="store_true", help="replace a README that this command did not write")
-    parser.add_argument("--run", type=Path, help="folder with run.json and log (default: the model's)")
-    parser.add_argument("--results", type=Path, help="results.json or its folder (default: that of --run)")
+    parser.add_argument("--run-dir", type=Path, help="folder with run.json and log (default: the model's)")
+    parser.add_argument("--results", type=Path, help="results.json or its folder (default: that of --run-dir)")
     parser.add_argument("--repo", help="OWNER/NAME that it will have on the hub, for the lines on how to load it")
     parser.add_argument("--license", type=_word(_LICENSE, "a licence's id on the hub, such as apache-2.0"))
     parser.add_argument("--language", type=_word(_LANGUAGE, "a code such as en"), action="append", default=[])
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: no model there, or another README in the way.
     """
-    facts = card_facts.read_facts(args.model_path, args.run, args.results)
+    facts = card_facts.read_facts(args.model_path, args.run_dir, args.results)
     path = args.output or args.model_path / CARD_FILE
     check_replaceable(path, args.overwrite)
     metadata, sources = card_metadata(facts, args)

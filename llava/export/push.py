@@ -6,14 +6,16 @@ Without `--execute` it only says what would be sent and what not, and reaches no
 import argparse
 import glob
 import json
+import logging
 import re
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from llava.export.card import CARD_FILE
@@ -201,6 +203,9 @@ def send(folder: Path, files: list[str], repo: str, private: bool = False, revis
         raise PermissionError(
             "no token for the hub: log in by `hf auth login`, or set HF_TOKEN, with the right to write"
         )
+    if not sys.stderr.isatty():  # a file gets a line now and then, no redrawn bar
+        disable_progress_bars()
+        logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.INFO)
     api = HfApi()
     try:
         before = _prepare(api, repo, private, revision)
@@ -229,9 +234,7 @@ def _prepare(api: HfApi, repo: str, private: bool, revision: str | None) -> str 
     try:
         found = api.model_info(repo)
         if private and not found.private:
-            raise ValueError(
-                f"{repo} is public, and --private was given; change it on its page, or leave --private out"
-            )
+            raise ValueError(f"{repo} is public, and --private was given; change it on its page, or leave the flag out")
     except RepositoryNotFoundError:
         for kind in ("dataset", "space"):
             if api.repo_exists(repo, repo_type=kind):
@@ -251,9 +254,7 @@ def _refusal(error: HfHubHTTPError, repo: str) -> OSError:
         )
     if status in (403, 404):
         owner = repo.partition("/")[0]
-        return PermissionError(
-            f"{repo}: the token may not write there ({status}); take one with write access to {owner}"
-        )
+        return PermissionError(f"{repo}: the token may not write there ({status}); take one that may write for {owner}")
     return ConnectionError(f"{repo}: the hub answered {status} ({_one_line(error)}); try the same command again")
 
 

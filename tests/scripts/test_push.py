@@ -44,7 +44,6 @@ def hub(monkeypatch):
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)  # its storage has no stand-in
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         yield hub
 

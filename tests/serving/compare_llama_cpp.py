@@ -1,6 +1,6 @@
 """Exports a checkpoint for llama.cpp, asks both, and says how many greedy answers are equal.
 
-    LLAMA_CPP_PYTHON=ENV/bin/python python tests/serving/compare_llama_cpp.py --model-path CKPT [--questions 60] [--dtype f16]
+    LLAMA_CPP_PYTHON=ENV/bin/python python tests/serving/compare_llama_cpp.py --model-path CKPT [--dtype f16]
 
 `LLAMA_CPP_PYTHON` is the Python of an environment with llama-cpp-python and Pillow; `pip install llama-cpp-python
 pillow` compiles it, in about a quarter of an hour on one core. Answers here are those of the checkpoint in fp32.
