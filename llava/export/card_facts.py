@@ -201,14 +201,15 @@ def recorded_datasets(stages: list[Stage]) -> list[str]:
 
 
 def changed_flags(stage: Stage) -> dict[str, str]:
-    """The flags that decide the weights and differ from their defaults, and the seed; paths by their last part."""
-    defaults = default_settings()
+    """The flags that decide the weights and differ from their defaults, with seed; paths by their last part."""
+    defaults, always = default_settings(), {LANGUAGE_MODEL, "seed"}
+    shown = defaults.keys() | always
     given = {name: value for part in ("model", "data", "training") for name, value in stage.configuration[part].items()}
     left_out = ("warmup_steps",) if given.get("warmup_ratio") else ()  # which is what --warmup_ratio becomes
     return {
         name: base_name(value, stage.started_in)
         for name, value in given.items()
-        if name in defaults and name not in left_out and (str(value) != str(defaults[name]) or name == "seed")
+        if name in shown and name not in left_out and (name in always or str(value) != str(defaults[name]))
     }
 
 

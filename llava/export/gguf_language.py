@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from llava.conversation import Conversation
+from llava.export.chat_template import chat_template
 from llava.export.gguf_file import library
 from llava.model.language_model.families import family_of
 
@@ -70,6 +71,7 @@ def fields(model: Any, tokenizer: Any, template: Conversation) -> Callable[[Any]
         writer.add_key_length(_head_dim(config))
         writer.add_value_length(_head_dim(config))
         _add_tokenizer(writer, tokenizer, config.vocab_size, template)
+        writer.add_chat_template(chat_template(template, tokenizer))
 
     return add
 

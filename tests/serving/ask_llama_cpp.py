@@ -2,17 +2,21 @@
 
     python ask_llama_cpp.py MODEL.gguf MMPROJ.gguf ASKED.json ANSWERS.json
 
-`ASKED.json`: a list of `{"prompt", "image", "max_new_tokens"}`, the prompt's `<image>` standing for the picture.
-`ANSWERS.json`: for each the greedy `answer`, its `prompt_ids` (null at the picture) and `visual`, the visual tokens.
+`ASKED.json`: a list of `{"prompt", "question", "image", "max_new_tokens"}`, the prompt's `<image>` standing for the
+picture. `ANSWERS.json`: for each the greedy `answer` to the prompt, its `prompt_ids` (null at the picture), the visual
+tokens (`visual`), and `chat_answer`, that to the bare question by the file's own chat template.
 """
 
+import base64
 import ctypes
+import io
 import json
 import sys
 
 import llama_cpp
 import numpy as np
 from llama_cpp import mtmd_cpp as mtmd
+from llama_cpp.llama_chat_format import MTMDChatHandler
 from PIL import Image
 
 
@@ -20,7 +24,9 @@ class Asker:
     """A language model and its mmproj."""
 
     def __init__(self, model: str, projector: str) -> None:
-        self.llama = llama_cpp.Llama(model, n_ctx=4096, n_threads=1, n_threads_batch=1, verbose=False)
+        chat = MTMDChatHandler(projector, verbose=False, use_gpu=False)
+        options = {"n_ctx": 4096, "n_threads": 1, "n_threads_batch": 1, "chat_handler": chat}
+        self.llama = llama_cpp.Llama(model, verbose=False, **options)
         options = mtmd.mtmd_context_params_default()
         options.use_gpu, options.print_timings, options.n_threads, options.warmup = False, False, 1, False
         self.context = mtmd.mtmd_init_from_file(projector.encode(), self.llama._model.model, options)
@@ -29,7 +35,7 @@ class Asker:
         self.width = llama_cpp.llama_model_n_embd(self.llama._model.model)
         self.vocabulary = llama_cpp.llama_model_get_vocab(self.llama._model.model)
 
-    def ask(self, prompt: str, image: str, max_new_tokens: int) -> dict:
+    def ask(self, prompt: str, question: str, image: str, max_new_tokens: int) -> dict:
         with Image.open(image) as opened:
             picture = opened.convert("RGB")
         pixels = (ctypes.c_uint8 * (3 * picture.width * picture.height)).from_buffer_copy(picture.tobytes())
@@ -40,11 +46,20 @@ class Asker:
             text = mtmd.mtmd_input_text(marked, len(marked), True, True)
             bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
             assert mtmd.mtmd_tokenize(self.context, chunks, ctypes.byref(text), bitmaps, 1) == 0
-            found = self._read(chunks)
-            return found | {"answer": self._generate(chunks, max_new_tokens)}
+            found = self._read(chunks) | {"answer": self._generate(chunks, max_new_tokens)}
+            return found | {"chat_answer": self._chat(picture, question, max_new_tokens)}
         finally:
             mtmd.mtmd_input_chunks_free(chunks)
             mtmd.mtmd_bitmap_free(bitmap)
+
+    def _chat(self, picture: Image.Image, question: str, max_new_tokens: int) -> str:
+        buffer = io.BytesIO()
+        picture.save(buffer, "png")
+        url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+        greedy = {"temperature": 0.0, "top_k": 1, "repeat_penalty": 1.0, "max_tokens": max_new_tokens}
+        said = self.llama.create_chat_completion([{"role": "user", "content": parts}], **greedy)
+        return said["choices"][0]["message"]["content"].strip()
 
     def _read(self, chunks: int) -> dict:
         ids, visual = [], []

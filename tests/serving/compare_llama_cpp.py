@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from llava.asking import load_assistant, load_picture
-from llava.constants import IMAGE_TOKEN_INDEX
+from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.export.__main__ import main as export
 from llava.mm_utils import process_prompt_images
 
@@ -54,7 +54,9 @@ def compare(args: argparse.Namespace, folder: Path) -> int:
         ids = assistant.prompt_ids(turns, [picture]).tolist()
         ours.append((said[0], [None if token == IMAGE_TOKEN_INDEX else token for token in ids]))
         image = str((args.image_folder / record["image"]).resolve())
-        asked.append({"prompt": assistant.prompt_text(turns), "image": image, "max_new_tokens": args.max_new_tokens})
+        question = turns[0]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
+        asked.append({"prompt": assistant.prompt_text(turns), "question": question, "image": image})
+        asked[-1]["max_new_tokens"] = args.max_new_tokens
     if status := export(["gguf", "--model-path", args.model_path, "--output-dir", str(folder), "--dtype", args.dtype]):
         return status
     (folder / "asked.json").write_text(json.dumps(asked))
@@ -66,9 +68,14 @@ def compare(args: argparse.Namespace, folder: Path) -> int:
         folder / "asked.json",
         folder / "said.json",
     ]
-    subprocess.run(list(map(str, command)), check=True, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(list(map(str, command)), env=environment, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(done.stderr[-2000:], file=sys.stderr)
+        return 2
     theirs = json.loads((folder / "said.json").read_text())
     equal = sum(said == their["answer"] for (said, _), their in zip(ours, theirs, strict=True))
+    chats = sum(said == their["chat_answer"] for (said, _), their in zip(ours, theirs, strict=True))
     prompts = sum(ids == their["prompt_ids"] for (_, ids), their in zip(ours, theirs, strict=True))
     error = max(
         ((torch.tensor(their["visual"]) - tokens).norm() / tokens.norm()).item()
@@ -77,9 +84,10 @@ def compare(args: argparse.Namespace, folder: Path) -> int:
     for (said, _), their, question in zip(ours, theirs, asked, strict=True):
         if said != their["answer"]:
             print(f"{question['image']}: {said!r} here, {their['answer']!r} in llama.cpp")
-    print(f"{args.dtype}: {equal} of {len(ours)} greedy answers equal; token ids of {prompts} prompts equal")
+    print(f"{args.dtype}: {equal} of {len(ours)} greedy answers equal, {chats} by the file's chat template")
+    print(f"token ids of {prompts} prompts equal")
     print(f"visual tokens differ by at most {error:.2e} of their norm")
-    return 0 if equal >= args.least * len(ours) and prompts == len(ours) else 1
+    return 0 if min(equal, chats) >= args.least * len(ours) and prompts == len(ours) else 1
 
 
 if __name__ == "__main__":

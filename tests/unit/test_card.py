@@ -84,9 +84,9 @@ def test_the_norm_is_told_with_target_gains_and_logged_norms(write_card, stages)
 
 def test_the_gain_is_that_of_the_weight_files_in_both_layouts(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llava_norm", "mm_projector_norm": "layernorm"}')
-    gain, linear = torch.full((8,), -0.25), torch.ones(8, 8)
-    for prefix, norm in (("model.mm_projector.", "3"), ("multi_modal_projector.", "norm")):
-        tensors = {f"{prefix}0.weight": linear, f"{prefix}{norm}.weight": gain, f"{prefix}{norm}.bias": gain}
+    gain, bias, linear = torch.full((8,), -0.25), torch.zeros(8), torch.ones(8, 8)
+    for prefix, norm in (("model.mm_projector.", "3"), ("model.multi_modal_projector.", "norm")):
+        tensors = {f"{prefix}0.weight": linear, f"{prefix}{norm}.weight": gain, f"{prefix}{norm}.bias": bias}
         save_file(tensors | {"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
         assert read_facts(tmp_path).gain == 0.25
 
@@ -147,7 +147,7 @@ def test_an_exported_folder_is_loaded_by_transformers_and_needs_trust_for_its_co
         text = write_card("--repo", "me/model", folder=tmp_path)
         assert ModelCard(text).data.library_name == "transformers"
         assert 'pipeline("image-text-to-text", model="me/model"' in text and "vllm serve me/model" in text
-        assert ("trust_remote_code=True" in text) == ("--trust-remote-code" in text) == bool(remote)
+        assert ("trust_remote_code=True" in text) == ("needs the plugin" in text) == bool(remote)
 
 
 def test_recorded_hub_ids_are_taken_and_paths_are_not(tmp_path, monkeypatch):
