@@ -195,8 +195,9 @@ def _training_section(stages: list[Stage]) -> list[str]:
     for number, stage in enumerate(stages):
         flags = card_facts.changed_flags(stage)
         data = card_facts.base_name(stage.configuration["data"].get(card_facts.DATA), stage.started_in)
-        devices = stage.configuration["devices"]
-        facts = [f"data: {plain(data)}", f"{devices['ranks']} x {plain(devices['kind'])}"]
+        devices, given = stage.configuration["devices"], stage.configuration["training"]
+        batch = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"] * devices["ranks"]
+        facts = [f"data: {plain(data)}", f"{devices['ranks']} x {plain(devices['kind'])}", f"{batch} samples a step"]
         facts += [f"{stage.steps} steps"] if stage.steps is not None else []
         losses = [line["loss"] for line in stage.log if "loss" in line]
         facts += [f"last logged loss {losses[-1]:.4g}"] if losses else []
@@ -256,8 +257,10 @@ def plain(text: Any) -> str:
 
 def code(text: Any) -> str:
     """`text` as one line of code, which may stand in a table."""
-    line = html.escape(" ".join(str(text).split()), quote=False).replace("|", "&#124;").replace("`", "&#96;")
-    return f"<code>{re.sub(r'([*_~])', lambda mark: f'&#{ord(mark[0])};', line)}</code>"
+    line = " ".join(str(text).split())
+    if not set(line) & set("`|"):
+        return f"`{line}`"
+    return f"<code>{re.sub('[`|*_~]', lambda mark: f'&#{ord(mark[0])};', html.escape(line, quote=False))}</code>"
 
 
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -202,15 +202,13 @@ def recorded_datasets(stages: list[Stage]) -> list[str]:
 
 def changed_flags(stage: Stage) -> dict[str, str]:
     """The flags that decide the weights and differ from their defaults, with seed; paths by their last part."""
-    defaults, always = default_settings(), {LANGUAGE_MODEL, "seed"}
-    shown = defaults.keys() | always
     given = {name: value for part in ("model", "data", "training") for name, value in stage.configuration[part].items()}
-    left_out = ("warmup_steps",) if given.get("warmup_ratio") else ()  # which is what --warmup_ratio becomes
-    return {
-        name: base_name(value, stage.started_in)
-        for name, value in given.items()
-        if name in shown and name not in left_out and (name in always or str(value) != str(defaults[name]))
-    }
+    defaults = default_settings()
+    for implied in ("accelerator_config", "tf32", "warmup_steps" if given.get("warmup_ratio") else ""):
+        defaults.pop(implied, None)  # no flag here, or what the library makes of another one
+    changed = {name for name, default in defaults.items() if name in given and str(given[name]) != str(default)}
+    changed |= {LANGUAGE_MODEL, "seed"} & given.keys()
+    return {name: base_name(value, stage.started_in) for name, value in given.items() if name in changed}
 
 
 def norms_over_training(stages: list[Stage]) -> list[tuple[str, dict[str, float]]]:

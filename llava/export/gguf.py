@@ -5,7 +5,6 @@ What its graph would compute otherwise than the model was trained is refused by 
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,42 +28,24 @@ def run(args: argparse.Namespace) -> None:
         ImportError: the package gguf is missing.
     """
     gguf_file.library()
-    model_file, projector_file = (args.output_dir / f"{name}-{args.dtype}.gguf" for name in ("model", "mmproj"))
-    for file in (model_file, projector_file):
+    files = {part: args.output_dir / f"{part}-{args.dtype}.gguf" for part in ("model", "mmproj")}
+    for file in files.values():
         if file.exists() and not args.overwrite:
             raise ValueError(f"{file} is there already; pass --overwrite to replace it, or another --output-dir")
-    tokenizer, model, image_processor, _ = load_pretrained_model(
-        args.model_path, None, "llava", device="cpu", torch_dtype="auto"
-    )
+    options = {"device": "cpu", "torch_dtype": "auto"}
+    tokenizer, model, image_processor, _ = load_pretrained_model(args.model_path, None, "llava", **options)
     template = choose_template(model.config, args.model_path)
     if is_captioner(template):
-        raise ValueError(
-            f"{args.model_path} is of stage 1 (template plain), which answers no questions; export stage 2"
-        )
-    gguf_vision.check(model)
+        raise ValueError(f"{args.model_path} is of stage 1 (template plain) and answers no questions; export stage 2")
+    gguf_vision.check(model, image_processor)
     gguf_language.check(model, tokenizer)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     name = Path(args.model_path).resolve().name
     with torch.no_grad():
-        gguf_file.write(
-            projector_file,
-            "clip",
-            args.dtype,
-            named(name, gguf_vision.fields(model, image_processor)),
-            gguf_vision.tensors(model),
-        )
-        architecture = gguf_language.DECODERS[gguf_language.family_of(model.config).name].architecture
-        language = named(name, gguf_language.fields(model, tokenizer, template))
-        gguf_file.write(model_file, architecture, args.dtype, language, gguf_language.tensors(model))
-    print(f"{model_file}\n{projector_file}")
-    print(f"llama-mtmd-cli -m {model_file} --mmproj {projector_file} --image photo.jpg -p ...   (docs/gguf.md)")
-
-
-def named(name: str, add_fields: Any) -> Any:
-    """`add_fields` with the model's name."""
-
-    def add(writer: Any) -> None:
-        writer.add_name(name)
-        add_fields(writer)
-
-    return add
+        fields, tensors = gguf_vision.fields(model, image_processor), gguf_vision.tensors(model)
+        gguf_file.write(files["mmproj"], "clip", name, args.dtype, fields, tensors)
+        fields, tensors = gguf_language.fields(model, tokenizer, template), gguf_language.tensors(model)
+        gguf_file.write(files["model"], gguf_language.decoder_of(model).architecture, name, args.dtype, fields, tensors)
+    print(f"{files['model']}\n{files['mmproj']}\nhow to ask it: docs/gguf.md")
+    for note in gguf_vision.notes(model, image_processor):
+        print(f"note: {note}")

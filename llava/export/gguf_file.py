@@ -1,5 +1,6 @@
 """A GGUF file: fields, then tensors one after another, so that none but the one being written is in memory twice."""
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from llava.progress import progress
 
 DTYPES = ("f32", "f16", "bf16")
 """Types of matrices; vectors are always f32."""
@@ -23,15 +26,22 @@ def library() -> Any:
         import gguf
     except ImportError as error:
         raise ImportError("llama.cpp's files are written by the package gguf: pip install gguf") from error
+    logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of endianness and of temporary files
     return gguf
 
 
 def write(
-    path: Path, architecture: str, dtype: str, add_fields: Callable[[Any], None], tensors: dict[str, torch.Tensor]
+    path: Path,
+    architecture: str,
+    name: str,
+    dtype: str,
+    add_fields: Callable[[Any], None],
+    tensors: dict[str, torch.Tensor],
 ) -> None:
     """Writes the file at once, so that a reader never sees half of it.
 
     Args:
+        name: of the model.
         dtype: of the matrices, one of `DTYPES`.
         add_fields: is given the `GGUFWriter`.
         tensors: by llama.cpp's names.
@@ -42,19 +52,20 @@ def write(
     gguf = library()
     partial = path.with_name(path.name + ".tmp")
     writer = gguf.GGUFWriter(partial, architecture)
+    writer.add_name(name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"])
     add_fields(writer)
     try:
-        for name, tensor in tensors.items():
+        for key, tensor in tensors.items():
             kind = _kind(tensor, dtype)
             size, written = tensor.numel() * _TORCH[kind].itemsize, gguf.GGMLQuantizationType[kind.upper()]
-            writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, written)
+            writer.add_tensor_info(key, tensor.shape, np.dtype(np.float32), size, written)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, tensor in tensors.items():
-            writer.write_tensor_data(_array(name, tensor, _kind(tensor, dtype)))
+        for key, tensor in progress(tensors.items(), f"writing {path.name}", "tensors"):
+            writer.write_tensor_data(_array(key, tensor, _kind(tensor, dtype)))
         writer.close()
         os.replace(partial, path)
     finally:

@@ -53,6 +53,11 @@ def check(model: Any, tokenizer: Any) -> None:
     pre_tokenizer(tokenizer)
 
 
+def decoder_of(model: Any) -> Decoder:
+    """The row of the model's family."""
+    return DECODERS[family_of(model.config).name]
+
+
 def fields(model: Any, tokenizer: Any, template: Conversation) -> Callable[[Any], None]:
     """What writes the fields of the language model into a `GGUFWriter`."""
     config = model.config
@@ -78,8 +83,7 @@ def fields(model: Any, tokenizer: Any, template: Conversation) -> Callable[[Any]
 
 def tensors(model: Any) -> dict[str, torch.Tensor]:
     """The decoder's weights by llama.cpp's names; a tied output matrix is left out, as it is there."""
-    gguf, config = library(), model.config
-    decoder = DECODERS[family_of(config).name]
+    gguf, config, decoder = library(), model.config, decoder_of(model)
     architecture = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == decoder.architecture)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}

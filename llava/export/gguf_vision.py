@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.image_utils import PILImageResampling
 
 from llava.export.gguf_file import library
 from llava.model.multimodal_projector.norm import AlignedLayerNorm, UniformScale, projector_norm
 
 SPAN = 300.0  # C over the largest sqrt(|h|^2 + sum(h)^2) of some pictures: an error of 3e-6
+PADDING = (122, 116, 104)  # the colour that llama.cpp pads LLaVA's pictures with: CLIP's mean
 _ACTIVATIONS = {"gelu_pytorch_tanh": True, "quick_gelu": False}  # whether the field use_gelu stands for it
 
 
-def check(model: Any) -> None:
+def check(model: Any, image_processor: Any) -> None:
     """Raises ValueError where the graph of `mtmd` would not compute what tower and projector do."""
     config, tower = model.config, model.get_vision_tower()
     if tower is None:
@@ -45,8 +47,24 @@ def check(model: Any) -> None:
         raise ValueError(
             f"--mm_projector_type {config.mm_projector_type}: llama.cpp's LLaVA graph has mlp2x_gelu alone"
         )
+    if image_processor.resample != PILImageResampling.BICUBIC:
+        raise ValueError(
+            f"the image processor resizes by filter {image_processor.resample}; llama.cpp by bicubic alone"
+        )
     if config.image_aspect_ratio.startswith("anyres"):
         raise ValueError(f"--image_aspect_ratio {config.image_aspect_ratio}: crops are not exported to llama.cpp")
+
+
+def notes(model: Any, image_processor: Any) -> list[str]:
+    """How llama.cpp shows pictures that are not square to the model otherwise than training did."""
+    colour = tuple(int(255 * mean) for mean in image_processor.image_mean)
+    if model.config.image_aspect_ratio != "pad":
+        return [
+            "llama.cpp pads pictures to squares, and this model was trained on squashed ones: make them square first"
+        ]
+    if colour != PADDING:
+        return [f"llama.cpp pads pictures to squares with the colour {PADDING}, and training did with {colour}"]
+    return []
 
 
 def fields(model: Any, image_processor: Any) -> Callable[[Any], None]:

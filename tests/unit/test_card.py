@@ -59,12 +59,11 @@ def test_the_hub_can_read_the_metadata_and_nothing_in_it_is_invented(write_card,
 
 def test_the_recipe_is_the_flags_that_differ_from_their_defaults(write_card, tiny):
     text = write_card()
-    rows = dict(re.findall(r"\| <code>--(\S+)</code> \| <code>(.*?)</code> \|", text.partition("Stage 2.")[2]))
-    rows = {name.replace("&#95;", "_"): value for name, value in rows.items()}
+    rows = dict(re.findall(r"\| `--(\S+)` \| `(.*?)` \|", text.partition("Stage 2.")[2]))
     assert rows["seed"] == "7" and rows["learning_rate"] == "0.001" and rows["max_steps"] == "2"
-    assert rows["mm_projector_norm"] == "gwc&#95;layernorm" and rows["model_name_or_path"] == "llama"
+    assert rows["mm_projector_norm"] == "gwc_layernorm" and rows["model_name_or_path"] == "llama"
     assert "lora_r" not in rows and "padding_free" not in rows
-    assert "data: pretrain.json" in text and "data: finetune.json" in text and "2 steps" in text
+    assert "data: pretrain.json" in text and "data: finetune.json" in text and "4 samples a step; 2 steps" in text
 
 
 def test_no_folder_of_the_machine_is_in_the_card(write_card, stages, tiny):

@@ -154,6 +154,7 @@ def test_one_factor_for_all_tokens_becomes_part_of_the_last_linear_layer():
         ({"norm": "gwc_rmsnorm"}, "the projector ends in gwc_rmsnorm, and llama.cpp's LLaVA graph in a linear layer"),
         ({"tower": "clip"}, "the vision tower is a clip_vision_model"),
         ({"mm_projector_type": "linear"}, "--mm_projector_type linear"),
+        ({"image_aspect_ratio": "anyres", "image_grid_pinpoints": "[[16,32]]"}, "--image_aspect_ratio anyres"),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused_by_name(checkpoint, tmp_path, capsys, options, message):
@@ -161,6 +162,15 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_name(checkpoint, tmp_pa
     assert main(["gguf", "--model-path", str(folder), "--output-dir", str(tmp_path / "out")]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("llava.export gguf: ") and message in line and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "note"), [("square", "trained on squashed ones"), ("pad", "did with (127, 127, 127)")]
+)
+def test_what_happens_to_pictures_that_are_not_square_is_said(checkpoint, tmp_path, capsys, mode, note):
+    folder = checkpoint(image_aspect_ratio=mode)
+    assert main(["gguf", "--model-path", str(folder), "--output-dir", str(tmp_path)]) == 0
+    assert "note: llama.cpp pads pictures to squares" in (said := capsys.readouterr().out) and note in said
 
 
 def test_files_that_are_there_stay_unless_they_may_be_replaced(checkpoint, tmp_path, capsys):
