@@ -132,11 +132,12 @@ def pre_tokenizer(tokenizer: Any) -> str:
     model, pre = content["model"], content["pre_tokenizer"] or {}
     steps = tuple(_step(part) for part in pre.get("pretokenizers", [pre]))
     found = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges"))))
-    if model["type"] != "BPE" or model.get("byte_fallback") or found is None:
+    normalizer = (content["normalizer"] or {}).get("type")
+    if model["type"] != "BPE" or model.get("byte_fallback") or normalizer not in (None, "NFC") or found is None:
         known = ", ".join(PRE_TOKENIZERS.values())
         raise ValueError(
-            f"the tokenizer ({model['type']}, which cuts by {', then '.join(steps)}) is none of those that were "
-            f"compared with llama.cpp: {known}"
+            f"the tokenizer ({model['type']}, normalized by {normalizer}, cut by {', then '.join(steps)}) is none of "
+            f"those that were compared with llama.cpp: {known}"
         )
     return found
 
@@ -180,9 +181,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int, template: Conversatio
             getattr(writer, f"add_{name}_token_id")(number)
     if (end := end_token(tokenizer, template)) is not None:
         writer.add_eot_token_id(end)
-    writer.add_add_bos_token(
-        tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-    )
+    writer.add_add_bos_token(False)  # the chat template writes it where training had it
 
 
 def end_token(tokenizer: Any, template: Conversation) -> int | None:

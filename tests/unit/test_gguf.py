@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import byte_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from training import flags
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from llava.conversation import get_template
 from llava.export.__main__ import main
+from llava.export.chat_template import chat_template
 from llava.export.gguf_language import pre_tokenizer
 from llava.export.gguf_vision import projector_tensors
 from llava.model.builder import load_pretrained_model
@@ -77,6 +79,7 @@ def test_the_vocabulary_keeps_its_order_and_says_which_tokens_are_special(export
     assert set(kinds[len(tokenizer) :]) == {gguf.TokenType.UNUSED}
     assert value(language, "tokenizer.ggml.eot_token_id") == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert value(language, "tokenizer.ggml.add_bos_token") is False
+    assert value(language, "tokenizer.chat_template") == chat_template(get_template("chatml"), tokenizer)
 
 
 def test_the_tower_ends_at_the_selected_layer_and_the_projector_is_whole(export):
@@ -191,8 +194,10 @@ def test_a_value_that_f16_cannot_hold_is_refused_and_leaves_no_file(checkpoint, 
     assert not list(tmp_path.iterdir())
 
 
-def with_steps(*steps, **model):
+def with_steps(*steps, normalizer=None, **model):
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[], **model))
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
@@ -204,5 +209,6 @@ def test_a_tokenizer_is_known_by_how_it_cuts_text():
     for step in (pre_tokenizers.Metaspace(), pre_tokenizers.ByteLevel(add_prefix_space=True)):
         with pytest.raises(ValueError, match="none of those that were compared with llama.cpp: smollm, gpt-2"):
             pre_tokenizer(with_steps(step))
-    with pytest.raises(ValueError, match="none of those"):
-        pre_tokenizer(with_steps(words, ignore_merges=True))
+    for options in ({"ignore_merges": True}, {"normalizer": normalizers.Lowercase()}):
+        with pytest.raises(ValueError, match="none of those"):
+            pre_tokenizer(with_steps(words, **options))
