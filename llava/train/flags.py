@@ -43,7 +43,7 @@ REFUSED = {
         "include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval do_predict label_names"
     ),
     "--eval_strategy says whether and when held-out data is read": "do_eval",
-    "the folder is complete only when the run has ended; upload it then": (
+    "the folder is complete only when the run has ended; then send it by python -m llava.export push": (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
     ),
     "it compiles the whole model, for every batch anew; use --compile_layers True": (

@@ -1,0 +1,233 @@
+"""What a model card is written from: the model's own files, the records of its training, its results."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError, safe_open
+
+from llava.eval.results import RESULTS_FILE, Results, TaskResult, read_results
+from llava.intervals import share_interval
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
+from llava.provenance import RUN_FILE, read_starts
+from llava.train.checkpoint import finished_step
+from llava.train.run_identity import default_settings
+from llava.train.telemetry import LOG_FILE
+
+LANGUAGE_MODEL, VISION_TOWER, DATA, ADAPTER = (
+    "model_name_or_path",
+    "vision_tower",
+    "data_path",
+    "pretrain_mm_mlp_adapter",
+)
+TOLERANCE = 0.05  # points by which a recorded score may differ from the mean of its questions
+_FILES = (".json", ".jsonl", ".parquet", ".yaml", ".yml", ".zip", ".bin")
+_LOADER_ID = re.compile(r"hf:([^\[\]]+)\[")  # hf:OWNER/NAME[SPLIT]
+_GAIN = re.compile(r"(?:mm_projector|multi_modal_projector)\..*weight$")
+
+
+class Stage(NamedTuple):
+    """One run, as its folder says.
+
+    Attributes:
+        configuration: of its newest start, see `llava.train.run_record`.
+        started_in: the folder that its relative paths start from.
+        starts: how often it was started, 1 where it was never interrupted.
+        log: the lines of `train_log.jsonl`; empty where there is none.
+        steps: after how many it was finished, or None where nothing says so.
+    """
+
+    configuration: dict[str, Any]
+    started_in: Path
+    starts: int
+    log: list[dict[str, Any]]
+    steps: int | None
+
+
+class Facts(NamedTuple):
+    """All that a card can say.
+
+    Attributes:
+        name: of the model's folder.
+        config: its `config.json`.
+        exported: the folder has transformers' layout, not LLaVA's.
+        remote_code: transformers loads it by code that lies in the folder.
+        gain: mean |gain| of the projector's norm in the weights; None where there is none.
+        stages: its runs, the first stage's first; those that left a record.
+        results: of an evaluation, or None.
+    """
+
+    name: str
+    config: dict[str, Any]
+    exported: bool
+    remote_code: bool
+    gain: float | None
+    stages: list[Stage]
+    results: Results | None
+
+    @property
+    def arm(self) -> str:
+        return self.config.get("mm_projector_norm") or "none"
+
+
+def read_facts(folder: Path, run: Path | None = None, results: Path | None = None) -> Facts:
+    """What is known of the model in `folder`.
+
+    Args:
+        run: the folder that it was trained in, with `run.json`, log and results; None: the same.
+        results: a `results.json`, or its folder; None: that of `run`, where there is one.
+
+    Raises:
+        ValueError: no model there, `run` or `results` are given and hold no record, or a file cannot be read.
+    """
+    config = read_config(folder)
+    stages = read_stages(run or folder, required=run is not None)
+    found = results or (run or folder) / RESULTS_FILE
+    return Facts(
+        name=folder.resolve().name,
+        config=config,
+        exported="text_config" in config,
+        remote_code="auto_map" in config,
+        gain=norm_gain(folder) if (config.get("mm_projector_norm") or "none") != "none" else None,
+        stages=stages,
+        results=read_results(found) if results or found.is_file() else None,
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The model's `config.json`.
+
+    Raises:
+        ValueError: there is none, or it is not JSON.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"--model-path {folder}: no config.json there; expected the folder of a model") from None
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{folder / 'config.json'}: cannot be read ({error})") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(f"{folder / 'config.json'}: no model_type; expected the configuration of a model")
+    return config
+
+
+def read_stages(folder: Path, required: bool = False) -> list[Stage]:
+    """The run of `folder` and, where it began with the adapter of a run that is still there, that run before it.
+
+    Raises:
+        ValueError: a record cannot be read, or there is none and it is `required`.
+    """
+    file = folder / RUN_FILE
+    if not file.is_file() and not required:
+        return []
+    starts = read_starts(file)
+    newest, started_in = starts[-1]["configuration"], Path(starts[-1]["provenance"]["folder"])
+    stage = Stage(newest, started_in, len(starts), read_log(folder), finished_step(folder))
+    adapter = newest["model"].get(ADAPTER)
+    if not adapter:
+        return [stage]
+    path = started_in / adapter
+    return [*read_stages(path if path.is_dir() else path.parent), stage]
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the folder's `train_log.jsonl`; a line that a killed run cut off is left out."""
+    lines = []
+    if (folder / LOG_FILE).is_file():
+        for line in (folder / LOG_FILE).read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue
+    return lines
+
+
+def norm_gain(folder: Path) -> float | None:
+    """Mean |gain| of the norm that ends the projector: its last vector named weight, read from the files alone."""
+    gains = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in filter(_GAIN.search, tensors.keys()):
+                    if len(tensors.get_slice(name).get_shape()) == 1:
+                        gains[name] = tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file}: not a whole file of tensors ({error}); write the model again") from error
+    if not gains and (folder / ADAPTER_FILE).is_file():
+        tensors = read_tensors(folder / ADAPTER_FILE)
+        gains = {name: tensor for name, tensor in tensors.items() if _GAIN.search(name) and tensor.ndim == 1}
+    return gains[max(gains)].double().abs().mean().item() if gains else None
+
+
+# --- what of it may be said -------------------------------------------------------------------------------------------
+
+
+def hub_id(value: Any, started_in: Path = Path()) -> str | None:
+    """`value` where it is OWNER/NAME and no path of this machine; what `hf:OWNER/NAME[SPLIT]` names; else None."""
+    text = str(value or "")
+    if match := _LOADER_ID.match(text):
+        text = match[1]
+    if text.count("/") != 1 or text.startswith((".", "~", "/")) or (started_in / text).exists() or Path(text).exists():
+        return None
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        return None
+    return None if Path(text).suffix in _FILES else text
+
+
+def base_name(value: Any, started_in: Path = Path()) -> str:
+    """A flag's value without the folders of the machine that it was given on; a hub id keeps its owner."""
+    text = str(value)
+    parts = [part.strip() for part in text.split(",")] if "," in text and "/" in text else [text]
+    return ", ".join(hub_id(part, started_in) or re.split(r"[/\\]", part.rstrip("/\\"))[-1] for part in parts)
+
+
+def recorded_bases(stages: list[Stage]) -> list[str]:
+    """What the first stage started from, as far as it has names on the hub: language model, then vision tower."""
+    if not stages:
+        return []
+    given, folder = stages[0].configuration["model"], stages[0].started_in
+    return [found for flag in (LANGUAGE_MODEL, VISION_TOWER) if (found := hub_id(given.get(flag), folder))]
+
+
+def recorded_datasets(stages: list[Stage]) -> list[str]:
+    """The data sets of all stages that were read from the hub."""
+    paths = [str(stage.configuration["data"].get(DATA)) for stage in stages]
+    return list(dict.fromkeys(found for path in paths if path.startswith("hf:") and (found := hub_id(path))))
+
+
+def changed_flags(stage: Stage) -> dict[str, str]:
+    """The flags that decide the weights and differ from their defaults, with seed; paths by their last part."""
+    given = {name: value for part in ("model", "data", "training") for name, value in stage.configuration[part].items()}
+    defaults = default_settings()
+    for implied in ("accelerator_config", "tf32", "warmup_steps" if given.get("warmup_ratio") else ""):
+        defaults.pop(implied, None)  # no flag here, or what the library makes of another one
+    changed = {name for name, default in defaults.items() if name in given and str(given[name]) != str(default)}
+    changed |= {LANGUAGE_MODEL, "seed"} & given.keys()
+    return {name: base_name(value, stage.started_in) for name, value in given.items() if name in changed}
+
+
+def norms_over_training(stages: list[Stage]) -> list[tuple[str, dict[str, float]]]:
+    """The norms of tokens and gain at the first measured step, and at the last of each stage, by the place's name."""
+    found = []
+    for number, stage in enumerate(stages):
+        lines = [{k.removeprefix("norm/"): v for k, v in line.items() if k.startswith("norm/")} for line in stage.log]
+        measured = [norms for norms in lines if norms]
+        name = f"stage {number + 1}" if len(stages) > 1 else "training"
+        if measured:
+            found += [(f"{name}, first step", measured[0])] if number == 0 else []
+            found += [(f"{name}, last step", measured[-1])]
+    return found
+
+
+def interval(task: TaskResult) -> tuple[float, float] | None:
+    """The 95 % interval of a task's score in percent; None where the score is not the mean of its questions'."""
+    total, right = len(task.samples), sum(sample.score for sample in task.samples)
+    if not total or abs(100 * right / total - task.score) > TOLERANCE:
+        return None
+    low, high = share_interval(right, total)
+    return 100 * low, 100 * high

@@ -1,0 +1,51 @@
+"""`python -m llava.export gguf`: a checkpoint as the two files of llama.cpp, language model and mmproj.
+
+What its graph would compute otherwise than the model was trained is refused by name: docs/gguf.md.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from llava.asking import choose_template, is_captioner
+from llava.export import gguf_file, gguf_language, gguf_vision
+from llava.model.builder import load_pretrained_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder of the two files")
+    parser.add_argument("--dtype", choices=gguf_file.DTYPES, default="f16", help="of the matrices")
+    parser.add_argument("--overwrite", action="store_true", help="replace files of an earlier export")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes both files and says how to use them.
+
+    Raises:
+        ValueError: llama.cpp would compute something else, or the files are there already.
+        ImportError: the package gguf is missing.
+    """
+    gguf_file.library()
+    files = {part: args.output_dir / f"{part}-{args.dtype}.gguf" for part in ("model", "mmproj")}
+    for file in files.values():
+        if file.exists() and not args.overwrite:
+            raise ValueError(f"{file} is there already; pass --overwrite to replace it, or another --output-dir")
+    options = {"device": "cpu", "torch_dtype": "auto"}
+    tokenizer, model, image_processor, _ = load_pretrained_model(args.model_path, None, "llava", **options)
+    template = choose_template(model.config, args.model_path)
+    if is_captioner(template):
+        raise ValueError(f"{args.model_path} is of stage 1 (template plain) and answers no questions; export stage 2")
+    gguf_vision.check(model, image_processor)
+    gguf_language.check(model, tokenizer)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    name = Path(args.model_path).resolve().name
+    with torch.no_grad():
+        fields, tensors = gguf_vision.fields(model, image_processor), gguf_vision.tensors(model)
+        gguf_file.write(files["mmproj"], "clip", name, args.dtype, fields, tensors)
+        fields, tensors = gguf_language.fields(model, tokenizer, template), gguf_language.tensors(model)
+        gguf_file.write(files["model"], gguf_language.decoder_of(model).architecture, name, args.dtype, fields, tensors)
+    print(f"{files['model']}\n{files['mmproj']}\nhow to ask it: docs/gguf.md")
+    for note in gguf_vision.notes(model, image_processor):
+        print(f"note: {note}")

@@ -1,0 +1,56 @@
+"""`--report_to trackio` and `wandb` without a network: numbers and the table of answers stay on this machine."""
+
+import importlib.util
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+from training import flags
+
+LOGGED = ("train/loss", "train/norm/llm_input", "train/grad_norm/before_norm", "eval/loss", "eval/accuracy")
+
+
+@pytest.fixture
+def train_with(tiny, tmp_path):
+    """A function from a tracker's name to the folder that it wrote to, after a run of two steps with two questions."""
+
+    def run(tracker):
+        if importlib.util.find_spec(tracker) is None:
+            pytest.skip(f"{tracker} is not installed: pip install {tracker}")
+        options = {"report_to": tracker, "version": "qwen_1_5", "eval_data_path": tiny / "data/finetune.json"}
+        options |= {"eval_strategy": "epoch", "eval_generate": 2}
+        names = ("TRACKIO_DIR", "WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")
+        places = dict.fromkeys(names, str(tmp_path)) | {"WANDB_MODE": "offline"}
+        command = [sys.executable, "-m", "llava.train.train", *flags(tiny, tmp_path / "run", 2, **options)]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | places, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return tmp_path
+
+    return run
+
+
+def test_trackio_keeps_numbers_and_pictures(train_with):
+    folder = train_with("trackio")
+    (database,) = folder.glob("*.db")
+    logged = {}
+    for (line,) in sqlite3.connect(database).execute("select metrics from metrics order by id"):
+        logged |= json.loads(line)
+    assert set(LOGGED) <= logged.keys() and logged["train/global_step"] == 2
+    rows = logged["eval/answers"]["_value"]
+    assert len(rows) == 2 and all({"question", "expected", "answer", "right"} <= row.keys() for row in rows)
+    assert all((folder / "media" / row["picture"]["file_path"]).is_file() for row in rows)
+
+
+def test_wandb_keeps_numbers_and_pictures(train_with):
+    folder = train_with("wandb")
+    (log,) = folder.glob("wandb/offline-run-*/*.wandb")
+    content = log.read_bytes()
+    assert [name for name in LOGGED if name.encode() not in content] == []
+    (table,) = folder.glob("wandb/offline-run-*/files/media/table/eval/answers_*.table.json")
+    assert len(json.loads(table.read_text())["data"]) == 2
+    staged = [file.read_bytes() for file in folder.glob("artifacts/staging/*")]  # what `wandb sync` sends
+    assert sum(content.startswith(b"\x89PNG") for content in staged) == 2

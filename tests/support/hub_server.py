@@ -1,0 +1,193 @@
+"""A stand-in for the model hub: the endpoints that an upload by huggingface_hub speaks, over HTTP on this machine."""
+
+import base64
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+WRITER, READER = "hf_writer", "hf_reader"  # tokens; any other is not accepted
+OWNER = "owner"  # in whose name the writer may make repositories
+
+
+@dataclass
+class Repository:
+    """A model repository: for each branch its files by path, each with its content."""
+
+    name: str
+    private: bool = False
+    branches: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
+    commits: int = 1
+
+    def sha(self) -> str:
+        return f"{self.commits:040x}"
+
+
+class Hub:
+    """What the server holds and what was asked of it.
+
+    Attributes:
+        models: repositories by id.
+        others: ids of datasets and spaces, by kind.
+        received: names of requests, and of every file whose content came.
+        fails: a request's name whose connection is cut, or None.
+    """
+
+    def __init__(self) -> None:
+        self.models: dict[str, Repository] = {}
+        self.others: dict[str, set[str]] = {"datasets": set(), "spaces": set()}
+        self.objects: dict[str, bytes] = {}
+        self.received: list[str] = []
+        self.fails: str | None = None
+        self.endpoint = ""
+
+
+def git_hash(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args) -> None:
+        """Nothing on stderr."""
+
+    def do_GET(self) -> None:
+        kind, *rest = self.path.partition("?")[0].removeprefix("/api/").split("/")
+        name = "/".join(rest[:2])
+        if not self._accepted():
+            return
+        if kind == "models" and name in self.hub.models:
+            repository = self.hub.models[name]
+            self._answer({"id": name, "sha": repository.sha(), "private": repository.private})
+        elif kind != "models" and name in self.hub.others.get(kind, ()):
+            self._answer({"id": name, "sha": "0" * 40})
+        else:
+            self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        path = self.path.partition("?")[0]
+        if self._cut(path) or not self._accepted():
+            return
+        if path == "/api/validate-yaml":
+            self._answer({"errors": [], "warnings": []})
+        elif not self._may_write():
+            return
+        elif path == "/api/repos/create":
+            self._create(json.loads(body))
+        elif path.endswith("/info/lfs/objects/batch"):
+            self._batch(json.loads(body))
+        else:
+            _, _, _, owner, name, action, branch = path.split("/")
+            getattr(self, f"_{action}")(self.hub.models[f"{owner}/{name}"], branch, body)
+
+    def do_PUT(self) -> None:
+        if self._cut(self.path):
+            return
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        self.hub.objects[self.path.rsplit("/", 1)[1]] = content
+        self._answer({})
+
+    # --- what is asked ------------------------------------------------------------------------------------------------
+
+    def _create(self, asked: dict) -> None:
+        name = f"{asked['organization']}/{asked['name']}"
+        if asked["organization"] != OWNER:
+            self._answer({"error": "You don't have the rights"}, 403)
+            return
+        self.hub.models[name] = Repository(name, private=asked.get("visibility") == "private")
+        self._answer({"url": f"{self.hub.endpoint}/{name}", "name": name})
+
+    def _branch(self, repository: Repository, branch: str, body: bytes) -> None:
+        if branch in repository.branches:
+            self._answer({"error": "Reference already exists"}, 409)
+        else:
+            repository.branches[branch] = dict(repository.branches["main"])
+            self._answer({})
+
+    def _preupload(self, repository: Repository, branch: str, body: bytes) -> None:
+        here, files = repository.branches[branch], []
+        for file in json.loads(body)["files"]:
+            path, large = file["path"], file["path"].endswith((".safetensors", ".bin", ".gguf"))
+            found = here.get(path)
+            oid = None if found is None else hashlib.sha256(found).hexdigest() if large else git_hash(found)
+            mode = "lfs" if large else "regular"
+            files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self._answer({"files": files})
+
+    def _batch(self, asked: dict) -> None:
+        objects = []
+        for entry in asked["objects"]:
+            upload = {"upload": {"href": f"{self.hub.endpoint}/lfs/{entry['oid']}"}}
+            objects.append(entry | ({} if entry["oid"] in self.hub.objects else {"actions": upload}))
+        self._answer({"objects": objects, "transfer": "basic"})
+
+    def _commit(self, repository: Repository, branch: str, body: bytes) -> None:
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                content = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                content = self.hub.objects[value["oid"]]
+            else:
+                continue
+            repository.branches[branch][value["path"]] = content
+            self.hub.received.append(value["path"])
+        repository.commits += 1
+        oid = repository.sha()
+        self._answer({"commitUrl": f"{self.hub.endpoint}/{repository.name}/commit/{oid}", "commitOid": oid})
+
+    # --- how it is answered -------------------------------------------------------------------------------------------
+
+    def _cut(self, path: str) -> bool:
+        cut = self.hub.fails is not None and self.hub.fails in path
+        if cut:
+            self.close_connection = True
+            self.connection.close()
+        return cut
+
+    def _accepted(self) -> bool:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token in (WRITER, READER):
+            return True
+        message = "Invalid credentials in Authorization header"
+        self._answer({"error": message}, 401, {"X-Error-Message": message})
+        return False
+
+    def _may_write(self) -> bool:
+        may = self.headers["Authorization"].endswith(WRITER)
+        if not may:
+            self._answer({"error": "You don't have the rights"}, 403)
+        return may
+
+    def _answer(self, content: dict, status: int = 200, headers: dict | None = None) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        described = {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        for name, value in (described | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextlib.contextmanager
+def serve() -> Iterator[Hub]:
+    """A hub that listens on this machine."""
+    hub = Hub()
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
