@@ -50,10 +50,7 @@ class Assistant(NamedTuple):
     @property
     def end(self) -> str:
         """The text that closes an answer."""
-        sample = self.template.copy()
-        sample.messages = [[sample.roles[0], "question"], [sample.roles[1], "answer"]]
-        ends = [part.text for part in sample.parts() if part.kind == "end"]
-        return ends[-1].strip(" ")
+        return answer_end(self.template)
 
     def prompt_ids(self, turns: list[dict[str, str]], pictures: Sequence[Image.Image] = ()) -> torch.Tensor:
         """`input_ids` [S] that ask for the next answer.
@@ -178,6 +175,14 @@ def choose_template(config: Any, model_path: str, conv_mode: str | None = None) 
             f"name it by --conv-mode (LLaVA-1.5: v1). Templates: {', '.join(conv_templates)}"
         )
     return get_template(name)
+
+
+def answer_end(template: Conversation) -> str:
+    """The text that closes an answer."""
+    sample = template.copy()
+    sample.messages = [[sample.roles[0], "question"], [sample.roles[1], "answer"]]
+    ends = [part.text for part in sample.parts() if part.kind == "end"]
+    return ends[-1].strip(" ")
 
 
 def is_captioner(template: Conversation) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, StoppingCriteria
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -210,7 +211,7 @@ def encode_chunk(chunk: str, tokenizer: Any) -> tuple[list[int], np.ndarray | No
     gives other ids than those LLaVA's checkpoints were trained on; here it is always there. Slow tokenizers know no
     characters: None.
     """
-    shift = 1 if chunk.startswith(" ") and _adds_space(tokenizer) else 0
+    shift = 1 if chunk.startswith(" ") and adds_space(tokenizer) else 0
     backend = _backend(tokenizer)
     if backend is None:
         return list(tokenizer(" " * shift + chunk, add_special_tokens=False)["input_ids"]), None
@@ -235,17 +236,34 @@ def _backend(tokenizer: Any) -> Any:
     return backend
 
 
-def _adds_space(tokenizer: Any) -> bool:
+def adds_space(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts a space before every text, as SentencePiece does."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     pre_tokenizer = getattr(backend, "pre_tokenizer", None)
     return type(pre_tokenizer).__name__ == "Metaspace" and pre_tokenizer.prepend_scheme != "never"
 
 
+ADDED_BY_EXPORT = "added_by_export"
+"""Setting of a tokenizer: tokens that `python -m llava.export hf` has added, which this tree has no use for."""
+
+
 def load_tokenizer(path: str, **kwargs: Any) -> Any:
-    """`AutoTokenizer.from_pretrained`, with SentencePiece's order of merges where it was lost."""
-    tokenizer = restore_merge_order(AutoTokenizer.from_pretrained(path, **kwargs))
+    """`AutoTokenizer.from_pretrained`, with SentencePiece's order of merges where it was lost.
+
+    Tokens that an export has added are left out: `<image>` is no token here.
+    """
+    tokenizer = _without_added(restore_merge_order(AutoTokenizer.from_pretrained(path, **kwargs)))
     if _sentencepiece_file(tokenizer):
         tokenizer.init_kwargs["legacy"] = False  # saved with it: transformers 4 takes silence for its old behaviour
+    return tokenizer
+
+
+def _without_added(tokenizer: Any) -> Any:
+    added = tokenizer.init_kwargs.pop(ADDED_BY_EXPORT, None)
+    if added:
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in added]
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
     return tokenizer
 
 

@@ -34,8 +34,12 @@ def main(argv: list[str] | None = None) -> int:
     name = f"llava.export {argv[0]}" if argv else "llava.export"
     try:
         args = parser(argv[0] if argv else None).parse_args(argv)
+        from transformers.utils import logging as transformers_logging
+
         from llava.commands import REFUSALS
 
+        if not sys.stderr.isatty():  # a redrawn bar would fill a log
+            transformers_logging.disable_progress_bar()
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         try:
             return args.run(args) or 0

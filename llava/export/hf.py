@@ -1,14 +1,348 @@
-"""Placeholder."""
+"""Writes a checkpoint as a folder of Hugging Face's LLaVA classes: model, tokenizer, processor and chat template.
+
+Without a norm it is a stock LlavaForConditionalGeneration wherever that class computes the same; else the folder brings
+its own code, modeling_llava_norm.py, and is loaded with trust_remote_code=True.
+"""
 
 import argparse
+import dataclasses
+import hashlib
+import inspect
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from transformers import GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from llava.anyres import is_anyres
+from llava.asking import answer_end, choose_template
+from llava.commands import DTYPES
+from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.conversation import Conversation
+from llava.export import modeling_llava_norm
+from llava.export.chat_template import chat_template
+from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration, LlavaNormModel
+from llava.mm_utils import ADDED_BY_EXPORT, encode_chunk, follow_umask, load_tokenizer, save_tokenizer
+from llava.model.builder import load_language_model, read_config
+from llava.model.hf_folder import CARRIED, ROWS, STOCK, WITH_NORM, hf_names
+from llava.model.language_model.families import family_of
+from llava.model.multimodal_encoder.builder import load_image_processor
+from llava.model.multimodal_encoder.towers import DINOv3VisionTower, Siglip2VisionTower
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+from llava.model.multimodal_projector.builder import projector_depth
+from llava.model.multimodal_projector.norm import EPS, MIN_GAIN, NORM_TYPES, ProjectorNorm, ScaleGradient
+
+logger = logging.getLogger(__name__)
+
+CODE_FILE = "modeling_llava_norm.py"
+EXPORT_FILE = "export.json"
+"""In a folder that an export has written to its end: what it was made of."""
+NEEDS_TRUST = (
+    "gelu, and layers that the library's own LLaVA classes lack: load this folder by AutoModelForImageTextToText with "
+    "trust_remote_code=True"
+)
+"""The activation that classes without our code look up, and do not find."""
+_IMPORT = "from llava.model.multimodal_projector.norm import EPS, MIN_GAIN, NORM_TYPES, ProjectorNorm\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument("--model-path", required=True)
-    parser.add_argument("--output-dir", required=True)
+    parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
+    parser.add_argument("--output-dir", type=Path, required=True, help="new or empty folder")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights (default: that of the checkpoint)")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a weight file")
+    parser.add_argument("--conv-mode", metavar="TEMPLATE", help="conversation template (default: the checkpoint's own)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
-    raise NotImplementedError("not written yet")
+    export(args.model_path, args.output_dir, args.dtype, args.max_shard_size, args.conv_mode)
+
+
+def export(
+    model_path: str,
+    output_dir: Path,
+    dtype: str | None = None,
+    max_shard_size: str = "5GB",
+    conv_mode: str | None = None,
+) -> None:
+    """Writes the folder; it appears when it is whole.
+
+    Raises:
+        ValueError: the checkpoint is none, lacks a part or has one that the format has no place for, or `output_dir`
+            holds something else.
+    """
+    config = exportable_config(model_path)
+    template = choose_template(config, model_path, conv_mode)
+    source = source_of(model_path)
+    check_output(output_dir, source)
+    model = load_language_model(model_path, config, dtype=getattr(torch, dtype) if dtype else "auto").eval()
+    tokenizer = load_tokenizer(model_path)
+    image_processor = load_image_processor(model_path, model.get_vision_tower())
+
+    partial = output_dir.with_name(f".{output_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    rows = model.config.vocab_size
+    image_token = add_image_token(tokenizer)
+    fields = config_fields(model, image_token, max(rows, image_token + 1))
+    write_tokenizer(tokenizer, partial, chat_template(template, tokenizer, config.mm_use_im_start_end))
+    write_processor(image_processor, fields, partial, pad=config.image_aspect_ratio == "pad")
+    write_model(model, fields, partial, max_shard_size)
+    generation_config(model, tokenizer, template).save_pretrained(partial)
+    if fields["model_type"] == WITH_NORM:
+        (partial / CODE_FILE).write_text(remote_code())
+    (partial / EXPORT_FILE).write_text(json.dumps(source, indent=2) + "\n")
+    put_in_place(partial, output_dir)
+    logger.info("%s written: %s in %s", output_dir.absolute(), fields["architectures"][0], fields["dtype"])
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def exportable_config(model_path: str) -> Any:
+    """The checkpoint's config, with the fields that decide here.
+
+    Raises:
+        ValueError: see `export`.
+    """
+    folder = Path(model_path)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--model-path {model_path}: a LoRA folder; merge it first: python -m llava.model.merge_lora --model-path "
+            f"{model_path} --save-model-path FOLDER"
+        )
+    config = read_config(model_path)
+    if folder.is_dir() and not list(folder.glob("*.safetensors")) and not list(folder.glob("pytorch_model*.bin")):
+        what = (
+            "a stage-1 folder, which has a projector alone" if (folder / ADAPTER_FILE).is_file() else "no weights there"
+        )
+        raise ValueError(f"--model-path {model_path}: {what}; expected a whole checkpoint, as stage 2 writes it")
+    if not (getattr(config, "mm_vision_tower", None) or getattr(config, "mm_vision_config", None)):
+        raise ValueError(
+            f"--model-path {model_path}: a language model without a vision tower; expected a LLaVA checkpoint"
+        )
+    for field, default in (("image_aspect_ratio", None), ("mm_use_im_start_end", False)):
+        setattr(config, field, getattr(config, field, default))
+    if is_anyres(config.image_aspect_ratio):
+        raise ValueError(
+            f"--model-path {model_path}: image_aspect_ratio={config.image_aspect_ratio} (several crops for a picture) "
+            "cannot be written in this format; use the checkpoint as it is, or train one with --image_aspect_ratio pad"
+        )
+    return config
+
+
+def source_of(model_path: str) -> dict[str, str]:
+    """What tells one checkpoint from another: its name, and a digest of its config and its files' sizes."""
+    folder, digest = Path(model_path), hashlib.sha256(model_path.encode())
+    if folder.is_dir():
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        for file in sorted(folder.glob("*.safetensors")):
+            digest.update(f"{file.name} {file.stat().st_size}".encode())
+    return {"command": "hf", "checkpoint": folder.name, "digest": digest.hexdigest()}
+
+
+def check_output(output_dir: Path, source: dict[str, str]) -> None:
+    """Raises ValueError where `output_dir` holds something else than an earlier export of the same checkpoint."""
+    if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
+        return
+    file = output_dir / EXPORT_FILE
+    if not file.is_file() or json.loads(file.read_text()) != source:
+        raise ValueError(
+            f"--output-dir {output_dir}: already there and neither empty nor an earlier export of this checkpoint; "
+            "give another one"
+        )
+
+
+def put_in_place(partial: Path, output_dir: Path) -> None:
+    """Gives the finished folder its name; an earlier export that has it goes."""
+    earlier = output_dir.with_name(f".{output_dir.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if output_dir.exists():
+        output_dir.rename(earlier)
+    partial.rename(output_dir)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+def config_fields(model: Any, image_token: int, rows: int) -> dict[str, Any]:
+    """`config.json` of the exported folder.
+
+    Args:
+        model: the checkpoint's.
+        image_token: id of `<image>`.
+        rows: of the text embedding, with one for it.
+    """
+    config, tower = model.config, model.get_vision_tower()
+    family = family_of(config)
+    ours = config.to_diff_dict()  # with the fields that transformers 4 reads
+    carried = {k: v for k, v in ours.items() if k.startswith(CARRIED)}
+    text = {k: v for k, v in ours.items() if k not in carried}
+    text |= {"model_type": family.config.model_type, "architectures": [family.causal_lm.__name__], "vocab_size": rows}
+    has_class_token = tower.num_prefix_tokens > 0
+    dtype = str(model.dtype).removeprefix("torch.")
+    fields = {
+        "architectures": [LlavaForConditionalGeneration.__name__],
+        "model_type": STOCK,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "text_config": text | {"dtype": dtype, "torch_dtype": dtype},
+        "vision_config": {k: v for k, v in tower.config.to_dict().items() if k != "_name_or_path"},
+        "vision_feature_layer": tower.num_layers_used - tower.config.num_hidden_layers - 1,
+        "vision_feature_select_strategy": "default" if has_class_token and tower.select_feature == "patch" else "full",
+        "image_token_index": image_token,
+        "image_seq_length": tower.num_tokens,
+        "projector_hidden_act": "gelu",
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "pad_token_id": config.pad_token_id,
+        ROWS: config.vocab_size,
+        **carried,
+    }
+    own = {
+        "projector_depth": projector_depth(config.mm_projector_type),
+        "num_register_tokens": max(tower.num_prefix_tokens - 1, 0),
+    }
+    if stock_classes_suffice(config, tower, own):
+        return fields
+    classes = {"AutoConfig": LlavaNormConfig, "AutoModel": LlavaNormModel}
+    classes |= {"AutoModelForImageTextToText": LlavaNormForConditionalGeneration}
+    return (
+        fields
+        | own
+        | {
+            "architectures": [LlavaNormForConditionalGeneration.__name__],
+            "model_type": WITH_NORM,
+            "auto_map": {auto: f"{CODE_FILE.removesuffix('.py')}.{cls.__name__}" for auto, cls in classes.items()},
+            "projector_hidden_act": NEEDS_TRUST,
+        }
+    )
+
+
+def stock_classes_suffice(config: Any, tower: Any, own: dict[str, int]) -> bool:
+    """Whether the library's LLaVA class computes what the checkpoint does."""
+    return (
+        getattr(config, "mm_projector_norm", "none") == "none"
+        and own == {"projector_depth": 2, "num_register_tokens": 0}
+        # NaFlex takes patches and not pixels; DINOv3 jitters positions in training.
+        and not isinstance(tower, Siglip2VisionTower | DINOv3VisionTower)
+        and getattr(config, "logits_scaling", 1) == 1  # Granite's, which is none of its decoder's but of its head's
+    )
+
+
+def write_model(model: Any, fields: dict[str, Any], folder: Path, max_shard_size: str) -> None:
+    """Weights and `config.json`; every tensor of the checkpoint has its place, and none of the class is left over."""
+    config_class, model_class = (
+        (LlavaConfig, LlavaForConditionalGeneration)
+        if fields["model_type"] == STOCK
+        else (LlavaNormConfig, LlavaNormForConditionalGeneration)
+    )
+    tensors = model.state_dict()
+    names = hf_names(tensors, model.config)
+    tensors = {theirs: tensors[ours] for ours, theirs in names.items()}
+    for name in ("model.language_model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = with_rows(tensors[name], fields["text_config"]["vocab_size"])
+    with torch.device("meta"):
+        theirs = model_class(config_class.from_dict(fields))
+    theirs.load_state_dict(tensors, strict=True, assign=True)
+    theirs.tie_weights()
+    theirs.save_pretrained(folder, max_shard_size=max_shard_size)
+    follow_umask(folder)
+    (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def with_rows(embedding: torch.Tensor, rows: int) -> torch.Tensor:
+    """`embedding` with its mean as further rows, up to `rows`.
+
+    As a row of the head the mean gives the mean logit: it is never the largest, and its probability is below one in the
+    number of tokens.
+    """
+    missing = rows - len(embedding)
+    if not missing:
+        return embedding
+    return torch.cat([embedding, embedding.float().mean(dim=0).to(embedding.dtype).expand(missing, -1)])
+
+
+def generation_config(model: Any, tokenizer: Any, template: Conversation) -> GenerationConfig:
+    """The checkpoint's, which also ends where the template ends an answer."""
+    settings = model.generation_config
+    end = answer_end(template)
+    ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+    ids = list(encode_chunk(end, tokenizer)[0])
+    if len(ids) == 1:
+        ends = [*ends, *ids]
+    else:
+        logger.warning("the template ends answers with %r, several tokens: pass it to generate as stop_strings", end)
+    ends = list(dict.fromkeys(token for token in ends if token is not None))
+    settings.eos_token_id = ends[0] if len(ends) == 1 else ends
+    settings.pad_token_id = tokenizer.pad_token_id
+    return settings
+
+
+def remote_code() -> str:
+    """The text of the folder's own code, which needs transformers alone: the norm's classes stand in it."""
+    text = inspect.getsource(modeling_llava_norm)
+    classes = dict.fromkeys(
+        cls for arm in NORM_TYPES.values() if arm for cls in reversed(arm.__mro__) if issubclass(cls, ProjectorNorm)
+    )
+    table = [f'    "{name}": {arm and arm.__name__},' for name, arm in NORM_TYPES.items()]
+    pieces = [f"EPS = {EPS!r}\nMIN_GAIN = {MIN_GAIN!r}"]
+    pieces += [inspect.getsource(cls).rstrip() for cls in (ScaleGradient, *classes)]
+    pieces.append("\n".join(["NORM_TYPES = {", *table, "}"]))
+    before, found, after = text.partition(_IMPORT)
+    return before.replace("\nfrom itertools", "\nimport math\nfrom itertools", 1) + "\n\n\n".join(pieces) + "\n" + after
+
+
+# --- tokenizer and processor ------------------------------------------------------------------------------------------
+
+
+def add_image_token(tokenizer: Any) -> int:
+    """The id of `<image>`, which is added where the tokenizer has no such token."""
+    if DEFAULT_IMAGE_TOKEN not in tokenizer.get_vocab():
+        tokenizer.add_tokens([AddedToken(DEFAULT_IMAGE_TOKEN, special=True, normalized=False)], special_tokens=True)
+        tokenizer.init_kwargs[ADDED_BY_EXPORT] = [DEFAULT_IMAGE_TOKEN]
+    return tokenizer.convert_tokens_to_ids(DEFAULT_IMAGE_TOKEN)
+
+
+def write_tokenizer(tokenizer: Any, folder: Path, template: str) -> None:
+    """The tokenizer with its chat template, which pads on the left as generation needs it."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    tokenizer.chat_template = template
+    save_tokenizer(tokenizer, folder)
+
+
+def write_processor(image_processor: Any, fields: dict[str, Any], folder: Path, pad: bool) -> None:
+    """The files of a `LlavaProcessor` whose pixels and number of visual tokens are the checkpoint's."""
+    crops = bool(getattr(image_processor, "do_center_crop", False))
+    kept = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_resize", "resample", "size")
+    settings = {name: plain(getattr(image_processor, name)) for name in kept}
+    settings |= {
+        # LLaVA's own pads pictures to a square first. Both have `crop_size`, which LlavaProcessor reads in any case.
+        "image_processor_type": "LlavaImageProcessor" if pad else "CLIPImageProcessor",
+        "do_pad": pad,
+        "do_convert_rgb": True,
+        "do_center_crop": crops,
+        "crop_size": plain(image_processor.crop_size) if crops else settings["size"],
+    }
+    strategy = fields["vision_feature_select_strategy"]
+    own = {"image_token": DEFAULT_IMAGE_TOKEN, "patch_size": fields["vision_config"]["patch_size"]}
+    in_tower = (settings["crop_size"]["height"] // own["patch_size"]) ** 2
+    own["num_additional_image_tokens"] = fields["image_seq_length"] - in_tower + (strategy == "default")
+    own["vision_feature_select_strategy"] = strategy
+    processor = {"processor_class": "LlavaProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | processor, indent=2) + "\n")
+    (folder / "processor_config.json").write_text(json.dumps(own | processor, indent=2) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """A size as the dictionary that files hold; anything else as it is."""
+    if dataclasses.is_dataclass(value):
+        value = dataclasses.asdict(value)
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value

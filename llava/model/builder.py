@@ -8,6 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from llava.mm_utils import load_tokenizer
+from llava.model.hf_folder import extra_rows, is_hf_folder, key_mapping, own_fields
 from llava.model.language_model.families import MODEL_CLASSES, family_of
 from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora, recorded_base
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -16,17 +17,23 @@ from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state
 logger = logging.getLogger(__name__)
 
 
+def _read_fields(model_path: str, **kwargs: Any) -> dict[str, Any]:
+    try:
+        return PretrainedConfig.get_config_dict(model_path, **kwargs)[0]
+    except OSError as error:
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"{model_path}: no config.json found ({first}); expected a model folder or hub id") from error
+
+
 def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
-    """The LLaVA config of a LLaVA checkpoint or of a plain language model (local folder or hub id).
+    """The LLaVA config of a LLaVA checkpoint, ours or Hugging Face's, or of a plain language model (folder or hub id).
 
     Raises:
         ValueError: nothing readable there, or a model type without a LLaVA class.
     """
-    try:
-        fields, _ = PretrainedConfig.get_config_dict(model_path, **kwargs)
-    except OSError as error:
-        first = str(error).partition("\n")[0]
-        raise ValueError(f"{model_path}: no config.json found ({first}); expected a model folder or hub id") from error
+    fields = _read_fields(model_path, **kwargs)
+    if is_hf_folder(fields):
+        fields = own_fields(fields, model_path)
     model_type = fields.get("model_type")
     if model_type not in MODEL_CLASSES:
         raise ValueError(f"{model_path}: model_type {model_type!r}; expected one of {', '.join(MODEL_CLASSES)}")
@@ -57,7 +64,13 @@ def load_language_model(model_path: str, config: PretrainedConfig | None = None,
         )
     config = config or read_config(model_path)
     model_class = next(cls for cls in MODEL_CLASSES.values() if cls.config_class is type(config))
-    return model_class.from_pretrained(model_path, config=config, **kwargs)
+    fields = _read_fields(model_path, cache_dir=kwargs.get("cache_dir"))
+    if not is_hf_folder(fields):
+        return model_class.from_pretrained(model_path, config=config, **kwargs)
+    model = model_class.from_pretrained(model_path, config=config, key_mapping=key_mapping(config), **kwargs)
+    if added := extra_rows(fields):
+        model.resize_token_embeddings(config.vocab_size - added)
+    return model
 
 
 def load_pretrained_model(

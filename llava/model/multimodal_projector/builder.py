@@ -32,11 +32,22 @@ def _bare_projector(projector_type: str, mm_hidden_size: int, hidden_size: int) 
                 "use 'linear' or 'mlp2x_gelu'"
             )
         return nn.Identity()
+    layers: list[nn.Module] = [nn.Linear(mm_hidden_size, hidden_size)]
+    for _ in range(projector_depth(projector_type) - 1):
+        layers += [nn.GELU(), nn.Linear(hidden_size, hidden_size)]
+    return nn.Sequential(*layers)
+
+
+def projector_depth(projector_type: str) -> int:
+    """How many linear layers a projector of this type has, a GELU between two.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    if projector_type in ("identity", "linear"):
+        return int(projector_type == "linear")
     if match := re.fullmatch(r"mlp([1-9]\d*)x_gelu", projector_type or ""):
-        layers: list[nn.Module] = [nn.Linear(mm_hidden_size, hidden_size)]
-        for _ in range(int(match[1]) - 1):
-            layers += [nn.GELU(), nn.Linear(hidden_size, hidden_size)]
-        return nn.Sequential(*layers)
+        return int(match[1])
     raise ValueError(
         "--mm_projector_type: expected 'linear', 'identity' or 'mlp<N>x_gelu' (as mlp2x_gelu), "
         f"found {projector_type!r}"

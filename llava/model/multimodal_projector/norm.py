@@ -32,7 +32,7 @@ EPS = 1e-5
 MIN_GAIN = 1e-3
 
 
-class _ScaleGradient(torch.autograd.Function):
+class ScaleGradient(torch.autograd.Function):
     """Identity in the forward pass; multiplies the gradient by a 0-dim tensor in the backward pass."""
 
     @staticmethod
@@ -106,7 +106,7 @@ class ProjectorNorm(nn.Module):
         """Normalises the last dimension of `x` [N, D]; the gradient at `x` is compensated in training mode only."""
         if self.compensated and self.training and torch.is_grad_enabled() and x.requires_grad:
             # The layer's backward is linear in its incoming gradient, so 1/s at the input equals 1/s at x_hat (eq. 26).
-            x = _ScaleGradient.apply(x, self.mean_abs_gain().clamp(min=self.min_gain).reciprocal())
+            x = ScaleGradient.apply(x, self.mean_abs_gain().clamp(min=self.min_gain).reciprocal())
         return self.normalize(x)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:

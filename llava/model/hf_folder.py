@@ -1,0 +1,126 @@
+"""Folders of Hugging Face's LLaVA classes in terms of this tree: their config, and what their parameters are called.
+
+They are those that `python -m llava.export hf` writes, and published ones of LLaVA 1.5 (`llava-hf/llava-1.5-7b-hf`), by
+the names of transformers 4 or 5.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlavaConfig, PretrainedConfig
+
+from llava.model.multimodal_encoder.towers import TOWERS
+from llava.model.multimodal_projector.builder import build_vision_projector
+from llava.model.multimodal_projector.norm import ProjectorNorm
+
+STOCK, WITH_NORM = "llava", "llava_norm"
+"""Model types: that of transformers, and that of the code which an exported folder brings along."""
+CARRIED = ("mm_", "image_aspect", "image_grid", "tokenizer_", "use_mm_proj", "tune_mm", "freeze_mm")
+"""How fields of our config begin that an exported folder keeps, for the way back."""
+ROWS = "text_vocab_size"
+"""Field of an exported folder's config: rows of the text embedding before `<image>` got one."""
+_PROJECTOR = "multi_modal_projector"
+
+
+def is_hf_folder(fields: dict[str, Any]) -> bool:
+    """Whether a config's fields are those of Hugging Face's LLaVA; LLaVA's first checkpoints have that name as well."""
+    return fields.get("model_type") in (STOCK, WITH_NORM) and isinstance(fields.get("text_config"), dict)
+
+
+def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
+    """The fields of our config that mean what these of Hugging Face's do; `model_type` is the plain decoder's.
+
+    Raises:
+        ValueError: something in them that this tree has not; the message names it.
+    """
+    config = LlavaConfig.from_dict({k: v for k, v in fields.items() if k != "model_type"})
+    vision = config.vision_config
+    if vision.model_type not in TOWERS:
+        raise ValueError(
+            f"{model_path}: its vision tower is a {vision.model_type!r}; expected one of {', '.join(TOWERS)}"
+        )
+    if not isinstance(config.vision_feature_layer, int):
+        raise ValueError(
+            f"{model_path}: vision_feature_layer={config.vision_feature_layer}; expected one layer, not several"
+        )
+    if fields["model_type"] == STOCK and (
+        config.projector_hidden_act != "gelu" or not config.multimodal_projector_bias
+    ):
+        raise ValueError(
+            f"{model_path}: projector_hidden_act={config.projector_hidden_act!r}, multimodal_projector_bias="
+            f"{config.multimodal_projector_bias}; expected 'gelu' and True, the projector that LLaVA 1.5 has"
+        )
+    feature = "cls_patch" if config.vision_feature_select_strategy == "full" else "patch"
+    published = {
+        "mm_vision_tower": vision._name_or_path or model_path,
+        "mm_vision_config": vision.to_dict(),
+        "mm_vision_select_layer": config.vision_feature_layer,
+        "mm_vision_select_feature": feature if feature in TOWERS[vision.model_type].select_features else "patch",
+        "mm_projector_type": "mlp2x_gelu",
+        "mm_projector_norm": "none",
+        "mm_hidden_size": vision.hidden_size,
+        "mm_patch_merge_type": "flat",
+        "mm_use_im_start_end": False,
+        "mm_use_im_patch_token": False,
+        "use_mm_proj": True,
+    }
+    carried = {k: v for k, v in fields.items() if k.startswith(CARRIED)}
+    dtype = fields.get("dtype") or fields.get("torch_dtype")
+    decoder = fields["text_config"] | {"model_type": config.text_config.model_type, "dtype": dtype}
+    return decoder | published | carried
+
+
+def extra_rows(fields: dict[str, Any]) -> int:
+    """How many rows at the end of the text embedding `python -m llava.export hf` has added."""
+    rows = fields["text_config"].get("vocab_size")
+    return rows - fields[ROWS] if ROWS in fields and rows else 0
+
+
+def key_mapping(config: PretrainedConfig) -> dict[str, str]:
+    """Regular expressions of their parameters' names, and ours, as `from_pretrained` takes them: in this order."""
+    prefix = r"^(?:model\.)?"
+    projector = {
+        rf"{prefix}{_PROJECTOR}\.{theirs}\.": f"model.mm_projector.{ours}{'.' if ours else ''}"
+        for ours, theirs in projector_modules(config).items()
+    }
+    return (
+        {
+            rf"{prefix}vision_tower\.(?:vision_model\.)?": "model.vision_tower.vision_tower.vision_model.",
+            r"^language_model\.lm_head\.": "lm_head.",
+        }
+        | projector
+        | {r"^(?:model\.language_model\.|language_model\.model\.)": "model."}
+    )
+
+
+def projector_modules(config: PretrainedConfig) -> dict[str, str]:
+    """The names of the projector's layers with parameters, ours and theirs: `linear_1`, `linear_2`, ..., `norm`."""
+    with torch.device("meta"):
+        projector = build_vision_projector(config)
+    names = {}
+    for name, module in projector.named_modules():
+        if isinstance(module, nn.Linear):
+            names[name] = f"linear_{len(names) + 1}"
+        elif isinstance(module, ProjectorNorm):
+            names[name] = "norm"
+    return names
+
+
+def hf_names(ours: Iterable[str], config: PretrainedConfig) -> dict[str, str]:
+    """The module paths in Hugging Face's classes of our parameters."""
+    prefixes = {
+        "model.vision_tower.vision_tower.vision_model.": "model.vision_tower.",
+        **{
+            f"model.mm_projector.{name}{'.' if name else ''}": f"model.{_PROJECTOR}.{theirs}."
+            for name, theirs in projector_modules(config).items()
+        },
+        "model.": "model.language_model.",
+        "lm_head.": "lm_head.",
+    }
+    names = {}
+    for name in ours:
+        prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
+        names[name] = prefixes[prefix] + name.removeprefix(prefix)
+    return names

@@ -1,0 +1,112 @@
+"""The chat template of an exported folder gives the ids that training and asking give, for every conversation template."""
+
+import pytest
+from paths import GOLDEN
+from tiny_models import byte_tokenizer
+
+from llava.constants import IMAGE_TOKEN_INDEX
+from llava.conversation import SeparatorStyle, conv_templates
+from llava.data.preprocess import generation_ids, preprocess
+from llava.export.chat_template import chat_template
+from llava.export.hf import add_image_token
+from llava.mm_utils import load_tokenizer
+
+TOKENIZERS = {
+    "bytes": byte_tokenizer,
+    "sentencepiece": lambda: load_tokenizer(str(GOLDEN / "train/inputs/llama")),
+    "qwen": lambda: load_tokenizer(str(GOLDEN / "train/inputs/qwen_untied")),
+}
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+ONE = [("human", "<image>\nWhat is it?")]
+SEVERAL = [
+    *ONE,
+    ("gpt", "A cat."),
+    ("human", " And <image>, this <image><image>?"),
+    ("gpt", "Dogs"),
+    ("human", "Sure?\n"),
+]
+SYSTEM = ("system", "Be terse.")
+
+
+@pytest.fixture(params=TOKENIZERS)
+def tokenizers(request):
+    """Two of a kind, the second with `<image>` as a token."""
+    plain, extended = TOKENIZERS[request.param](), TOKENIZERS[request.param]()
+    add_image_token(extended)
+    return plain, extended
+
+
+def messages(turns, parts=False):
+    said = [{"role": ROLES[speaker], "content": text} for speaker, text in turns]
+    if parts:  # as a pipeline's users write them
+        question = [{"type": "image"}, {"type": "text", "text": said[-1]["content"].removeprefix("<image>\n")}]
+        said[-1]["content"] = question
+    return said
+
+
+def conversation(turns):
+    return [{"from": speaker, "value": text} for speaker, text in turns]
+
+
+def ids_of(said, tokenizer, **options):
+    """As `LlavaProcessor` tokenises what the template writes, which is as the tokenizer's own method does."""
+    text = tokenizer.apply_chat_template(said, tokenize=False, **options)
+    starts = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids = tokenizer(text, add_special_tokens=not starts)["input_ids"]
+    assert tokenizer.apply_chat_template(said, tokenize=True, return_dict=False, **options) == ids
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    return [IMAGE_TOKEN_INDEX if token == image else token for token in ids]
+
+
+def has_questions(name):
+    return conv_templates[name].sep_style is not SeparatorStyle.PLAIN
+
+
+@pytest.mark.parametrize("name", conv_templates)
+def test_prompts_of_the_exported_template_are_ours(tokenizers, name):
+    plain, extended = tokenizers
+    template = conv_templates[name]
+    extended.chat_template = chat_template(template, extended)
+    conversations = [ONE]
+    if has_questions(name):
+        conversations += [SEVERAL, [("human", "Hi")]]
+        if template.sep_style is not SeparatorStyle.GEMMA:
+            conversations += [[SYSTEM, *ONE], [SYSTEM, *SEVERAL]]
+    for turns in conversations:
+        expected = generation_ids(conversation(turns), plain, template).tolist()
+        assert ids_of(messages(turns), extended, add_generation_prompt=True) == expected
+    expected = generation_ids(conversation(ONE), plain, template).tolist()
+    assert ids_of(messages(ONE, parts=True), extended, add_generation_prompt=True) == expected
+
+
+@pytest.mark.parametrize("name", conv_templates)
+def test_whole_conversations_of_the_exported_template_are_what_training_learns(tokenizers, name):
+    plain, extended = tokenizers
+    template = conv_templates[name]
+    extended.chat_template = chat_template(template, extended)
+    turns = [*(SEVERAL if has_questions(name) else ONE), ("gpt", "Yes.")]
+    expected = preprocess(conversation(turns), plain, template).input_ids.tolist()
+    assert ids_of(messages(turns), extended) == expected
+
+
+@pytest.mark.parametrize("name", ["v1", "v1_mmtag", "qwen_1_5", "plain"])
+def test_tokens_around_pictures_are_written_as_in_training(tokenizers, name):
+    plain, extended = tokenizers
+    tags = ["<im_start>", "<im_end>"]
+    for tokenizer in tokenizers:
+        tokenizer.add_tokens(tags, special_tokens=True)
+    extended.chat_template = chat_template(conv_templates[name], extended, mm_use_im_start_end=True)
+    expected = generation_ids(conversation(ONE), plain, conv_templates[name], mm_use_im_start_end=True)
+    text = extended.apply_chat_template(messages(ONE), tokenize=False, add_generation_prompt=True)
+    assert ("<im_start>" in text) == (name != "plain")
+    assert plain.convert_ids_to_tokens(expected[expected >= 0]) == [
+        token for token in extended.tokenize(text) if token != "<image>"
+    ]
+
+
+@pytest.mark.parametrize("name", ["gemma_instruct", "plain"])
+def test_a_template_without_a_place_for_a_system_message_says_so(tokenizers, name):
+    _, extended = tokenizers
+    extended.chat_template = chat_template(conv_templates[name], extended)
+    with pytest.raises(Exception, match="has no place"):
+        ids_of(messages([SYSTEM, *ONE]), extended, add_generation_prompt=True)
