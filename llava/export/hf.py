@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from tokenizers import AddedToken
 from transformers import GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -46,6 +47,8 @@ NEEDS_TRUST = (
     "trust_remote_code=True"
 )
 """The activation that classes without our code look up, and do not find."""
+_PREFIXED = ("clip_vision_model", "siglip_vision_model", "siglip2_vision_model")
+"""Towers whose parameters have `vision_model.` before their names in files."""
 _IMPORT = "from llava.model.multimodal_projector.norm import EPS, MIN_GAIN, NORM_TYPES, ProjectorNorm\n"
 
 
@@ -250,10 +253,26 @@ def write_model(model: Any, fields: dict[str, Any], folder: Path, max_shard_size
     with torch.device("meta"):
         theirs = model_class(config_class.from_dict(fields))
     theirs.load_state_dict(tensors, strict=True, assign=True)
-    theirs.tie_weights()
-    theirs.save_pretrained(folder, max_shard_size=max_shard_size)
+    if fields["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]
+    tensors = {file_name(name, fields): tensor.contiguous() for name, tensor in tensors.items()}
+    save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size, metadata={"format": "pt"})
     follow_umask(folder)
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def file_name(name: str, fields: dict[str, Any]) -> str:
+    """What a parameter is called in the weight files: in a stock folder as in the published ones, which all versions read.
+
+    The library leaves the names of classes that come with a folder as they are, but for those of the vision tower.
+    """
+    if fields["vision_config"]["model_type"] in _PREFIXED and name.startswith("model.vision_tower."):
+        name = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+    if fields["model_type"] == WITH_NORM:
+        return name
+    renamed = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.", "model.": ""}
+    prefix = next(prefix for prefix in renamed if name.startswith(prefix))
+    return renamed[prefix] + name.removeprefix(prefix)
 
 
 def with_rows(embedding: torch.Tensor, rows: int) -> torch.Tensor:

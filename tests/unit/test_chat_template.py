@@ -1,4 +1,4 @@
-"""The chat template of an exported folder gives the ids that training and asking give, for every conversation template."""
+"""The chat template of an exported folder gives the ids of training and asking, for every conversation template."""
 
 import pytest
 from paths import GOLDEN
