@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
 
         if not sys.stderr.isatty():  # a redrawn bar would fill a log
             transformers_logging.disable_progress_bar()
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("llava").setLevel(logging.INFO)
         try:
             return args.run(args) or 0
         except REFUSALS as error:

@@ -6,11 +6,9 @@ its own code, modeling_llava_norm.py, and is loaded with trust_remote_code=True.
 
 import argparse
 import dataclasses
-import hashlib
 import inspect
 import json
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation
 from llava.export import modeling_llava_norm
 from llava.export.chat_template import chat_template
+from llava.export.folder import whole_folder
 from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration, LlavaNormModel
 from llava.mm_utils import ADDED_BY_EXPORT, encode_chunk, follow_umask, load_tokenizer, save_tokenizer
 from llava.model.builder import load_language_model, read_config
@@ -40,8 +39,6 @@ from llava.model.multimodal_projector.norm import EPS, MIN_GAIN, NORM_TYPES, Pro
 logger = logging.getLogger(__name__)
 
 CODE_FILE = "modeling_llava_norm.py"
-EXPORT_FILE = "export.json"
-"""In a folder that an export has written to its end: what it was made of."""
 NEEDS_TRUST = (
     "gelu, and layers that the library's own LLaVA classes lack: load this folder by AutoModelForImageTextToText with "
     "trust_remote_code=True"
@@ -81,26 +78,18 @@ def export(
     """
     config = exportable_config(model_path)
     template = choose_template(config, model_path, conv_mode)
-    source = source_of(model_path)
-    check_output(output_dir, source)
-    model = load_language_model(model_path, config, dtype=getattr(torch, dtype) if dtype else "auto").eval()
-    tokenizer = load_tokenizer(model_path)
-    image_processor = load_image_processor(model_path, model.get_vision_tower())
-
-    partial = output_dir.with_name(f".{output_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    rows = model.config.vocab_size
-    image_token = add_image_token(tokenizer)
-    fields = config_fields(model, image_token, max(rows, image_token + 1))
-    write_tokenizer(tokenizer, partial, chat_template(template, tokenizer, config.mm_use_im_start_end))
-    write_processor(image_processor, fields, partial, pad=config.image_aspect_ratio == "pad")
-    write_model(model, fields, partial, max_shard_size)
-    generation_config(model, tokenizer, template).save_pretrained(partial)
-    if fields["model_type"] == WITH_NORM:
-        (partial / CODE_FILE).write_text(remote_code())
-    (partial / EXPORT_FILE).write_text(json.dumps(source, indent=2) + "\n")
-    put_in_place(partial, output_dir)
+    with whole_folder(output_dir, "hf", model_path) as folder:
+        model = load_language_model(model_path, config, dtype=getattr(torch, dtype) if dtype else "auto").eval()
+        tokenizer = load_tokenizer(model_path)
+        image_token = add_image_token(tokenizer)
+        fields = config_fields(model, image_token, max(model.config.vocab_size, image_token + 1))
+        write_tokenizer(tokenizer, folder, chat_template(template, tokenizer, config.mm_use_im_start_end))
+        image_processor = load_image_processor(model_path, model.get_vision_tower())
+        write_processor(image_processor, fields, folder, pad=config.image_aspect_ratio == "pad")
+        write_model(model, fields, folder, max_shard_size)
+        generation_config(model, tokenizer, template).save_pretrained(folder)
+        if fields["model_type"] == WITH_NORM:
+            (folder / CODE_FILE).write_text(remote_code())
     logger.info("%s written: %s in %s", output_dir.absolute(), fields["architectures"][0], fields["dtype"])
 
 
@@ -137,38 +126,6 @@ def exportable_config(model_path: str) -> Any:
             "cannot be written in this format; use the checkpoint as it is, or train one with --image_aspect_ratio pad"
         )
     return config
-
-
-def source_of(model_path: str) -> dict[str, str]:
-    """What tells one checkpoint from another: its name, and a digest of its config and its files' sizes."""
-    folder, digest = Path(model_path), hashlib.sha256(model_path.encode())
-    if folder.is_dir():
-        digest = hashlib.sha256((folder / "config.json").read_bytes())
-        for file in sorted(folder.glob("*.safetensors")):
-            digest.update(f"{file.name} {file.stat().st_size}".encode())
-    return {"command": "hf", "checkpoint": folder.name, "digest": digest.hexdigest()}
-
-
-def check_output(output_dir: Path, source: dict[str, str]) -> None:
-    """Raises ValueError where `output_dir` holds something else than an earlier export of the same checkpoint."""
-    if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
-        return
-    file = output_dir / EXPORT_FILE
-    if not file.is_file() or json.loads(file.read_text()) != source:
-        raise ValueError(
-            f"--output-dir {output_dir}: already there and neither empty nor an earlier export of this checkpoint; "
-            "give another one"
-        )
-
-
-def put_in_place(partial: Path, output_dir: Path) -> None:
-    """Gives the finished folder its name; an earlier export that has it goes."""
-    earlier = output_dir.with_name(f".{output_dir.name}.earlier")
-    shutil.rmtree(earlier, ignore_errors=True)
-    if output_dir.exists():
-        output_dir.rename(earlier)
-    partial.rename(output_dir)
-    shutil.rmtree(earlier, ignore_errors=True)
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -262,7 +219,7 @@ def write_model(model: Any, fields: dict[str, Any], folder: Path, max_shard_size
 
 
 def file_name(name: str, fields: dict[str, Any]) -> str:
-    """What a parameter is called in the weight files: in a stock folder as in the published ones, which all versions read.
+    """What a parameter is called in the weight files; in a stock folder as in published ones, which all versions read.
 
     The library leaves the names of classes that come with a folder as they are, but for those of the vision tower.
     """

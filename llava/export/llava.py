@@ -1,14 +1,54 @@
-"""Placeholder."""
+"""Writes a folder of Hugging Face's LLaVA classes as a checkpoint in LLaVA's layout, as training writes it.
+
+It takes what `python -m llava.export hf` has written, and published folders of LLaVA 1.5. Training, asking, evaluation
+and analysis read such folders as they are, without this.
+"""
 
 import argparse
+import logging
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from llava.commands import DTYPES
+from llava.export.folder import whole_folder
+from llava.mm_utils import load_tokenizer, save_tokenizer
+from llava.model.builder import load_language_model, read_config
+from llava.model.hf_folder import is_hf_folder
+from llava.model.multimodal_encoder.builder import load_image_processor
+
+logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument("--model-path", required=True)
-    parser.add_argument("--output-dir", required=True)
+    parser.add_argument("--model-path", required=True, help="folder or hub id of Hugging Face's LLaVA classes")
+    parser.add_argument("--output-dir", type=Path, required=True, help="new or empty folder")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights (default: that of the folder)")
+    parser.add_argument("--max-shard-size", default="5GB", help="of a weight file")
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
-    raise NotImplementedError("not written yet")
+    write_checkpoint(args.model_path, args.output_dir, args.dtype, args.max_shard_size)
+
+
+def write_checkpoint(model_path: str, output_dir: Path, dtype: str | None = None, max_shard_size: str = "5GB") -> None:
+    """Writes the checkpoint; it appears when it is whole.
+
+    Raises:
+        ValueError: `model_path` is no such folder, or `output_dir` holds something else.
+    """
+    config = read_config(model_path)
+    if not is_hf_folder(PretrainedConfig.get_config_dict(model_path)[0]):
+        raise ValueError(
+            f"--model-path {model_path}: not a folder of Hugging Face's LLaVA classes (its config.json has no "
+            "text_config); a checkpoint of this tree has LLaVA's layout already"
+        )
+    with whole_folder(output_dir, "llava", model_path) as folder:
+        model = load_language_model(model_path, config, dtype=getattr(torch, dtype) if dtype else "auto")
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        save_tokenizer(load_tokenizer(model_path, padding_side="right"), folder)
+        load_image_processor(model_path, model.get_vision_tower()).save_pretrained(folder)
+    logger.info("%s written: %s in %s", output_dir.absolute(), type(model).__name__, model.dtype)

@@ -1,21 +1,39 @@
 """An exported folder computes what the checkpoint does, by transformers alone, and comes back bit for bit."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 import torch
 from decoder_families import NAMES, write_families
+from PIL import Image
+from safetensors.torch import load_file, save_file
 from tiny_models import make
+from training import flags
 from transformers import (
+    AutoConfig,
     AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
     LlavaForConditionalGeneration,
+    pipeline,
 )
 
+from llava.asking import load_assistant
 from llava.constants import IMAGE_TOKEN_INDEX
-from llava.export.hf import export
-from llava.mm_utils import load_tokenizer
+from llava.export import hf
+from llava.export.__main__ import main
+from llava.export.hf import export, file_name
+from llava.mm_utils import load_tokenizer, process_images
 from llava.model.builder import load_language_model
+from llava.model.hf_folder import hf_names
+from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_encoder.towers import TOWERS
+from llava.model.multimodal_projector.norm import NORM_TYPES
+from llava.train.train import train
 
 VERSION = "chatml_direct"
 TOWER_CONFIGS = {
@@ -115,3 +133,230 @@ def test_every_projector_computes_the_same(parts, tmp_path, projector, norm):
     ours = save(parts, tmp_path / "ours", tower="clip", norm=norm, mm_projector_type=projector)
     export(str(tmp_path / "ours"), tmp_path / "hf")
     check_equal(ours, load_exported(tmp_path / "hf"))
+
+
+# --- norm arms --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def normed(parts, tmp_path_factory):
+    """(checkpoint, exported folder) of `gwc_layernorm` on Llama and CLIP."""
+    root = tmp_path_factory.mktemp("normed")
+    save(parts, root / "ours", tower="clip")
+    export(str(root / "ours"), root / "hf")
+    return root / "ours", root / "hf"
+
+
+def gradients(model, rows, **inputs):
+    """Of a loss on the tokens that both models have."""
+    model.train().requires_grad_(True).zero_grad()
+    model(**inputs).logits[..., :rows].log_softmax(-1)[..., 7].mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("norm", [name for name in NORM_TYPES if name != "none"])
+def test_every_arm_is_loaded_bit_for_bit_and_trained_as_here(parts, tmp_path, norm):
+    ours = save(parts, tmp_path / "ours", tower="clip", norm=norm)
+    export(str(tmp_path / "ours"), tmp_path / "hf")
+    theirs = load_exported(tmp_path / "hf")
+    names, found, rows = hf_names(ours.state_dict(), ours.config), theirs.state_dict(), ours.config.vocab_size
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(found[names[name]][: len(tensor)], tensor), name
+    check_equal(ours, theirs)
+    prompt, images = expanded(TEXT, theirs, ours.get_vision_tower().num_tokens), pixels()
+    expected = gradients(ours, rows, input_ids=torch.tensor([TEXT]), images=images)
+    found = gradients(theirs, rows, input_ids=prompt, pixel_values=images)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[names[name]][: len(gradient)], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_code_of_the_folder_needs_transformers_alone(normed):
+    code = (normed[1] / "modeling_llava_norm.py").read_text()
+    modules = {name.split(".")[0] for name in re.findall(r"^(?:from|import) ([\w.]+)", code, re.MULTILINE)}
+    assert modules == {"math", "itertools", "torch", "transformers"}
+    assert code.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+
+
+LOADERS = {
+    "config": AutoConfig.from_pretrained,
+    "auto": AutoModelForImageTextToText.from_pretrained,
+    "stock": LlavaForConditionalGeneration.from_pretrained,
+    "pipeline": lambda folder: pipeline("image-text-to-text", model=str(folder)),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_norm_is_never_dropped_where_its_code_is_not_trusted(normed, monkeypatch, loader):
+    monkeypatch.setattr("transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE", 0)  # nobody is there to be asked
+    with pytest.raises((ValueError, KeyError), match="trust_remote_code=True"):
+        LOADERS[loader](normed[1])
+
+
+# --- tokenizer and processor ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("aspect", ["pad", "square", None])
+@pytest.mark.parametrize("tower", ["clip", "siglip", *TOWER_CONFIGS])
+def test_the_processor_gives_our_pixels_and_as_many_tokens_as_the_tower(parts, tmp_path, tower, aspect):
+    ours = save(parts, tmp_path / "ours", tower=tower, norm="none", aspect=aspect)
+    export(str(tmp_path / "ours"), tmp_path / "hf")
+    processor = AutoProcessor.from_pretrained(tmp_path / "hf", trust_remote_code=True)
+    image_processor = load_image_processor(str(tmp_path / "ours"), ours.get_vision_tower())
+    generator = np.random.default_rng(0)
+    for size in ((40, 23, 3), (16, 50, 3), (31, 31, 3)):
+        picture = Image.fromarray(generator.integers(0, 256, size, dtype=np.uint8))
+        found = processor(images=picture, text="<image>", return_tensors="pt")
+        assert torch.equal(found["pixel_values"], process_images([picture], image_processor, ours.config))
+        assert int((found["input_ids"] == processor.image_token_id).sum()) == ours.get_vision_tower().num_tokens
+    assert processor.image_processor.crop_size["height"] == 16
+    assert (
+        AutoConfig.from_pretrained(tmp_path / "hf", trust_remote_code=True).image_token_id == processor.image_token_id
+    )
+
+
+@pytest.mark.parametrize("norm", ["none", "gwc_layernorm"])
+def test_a_pipeline_answers_a_chat_message_as_we_do(parts, tmp_path, norm):
+    save(parts, tmp_path / "ours", tower="siglip", norm=norm)
+    export(str(tmp_path / "ours"), tmp_path / "hf")
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 23, 3), dtype=np.uint8))
+    ask = pipeline("image-text-to-text", model=str(tmp_path / "hf"), trust_remote_code=True)
+    message = {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "Why?"}]}
+    options = {"max_new_tokens": 6, "do_sample": False}
+    found = ask(text=[message], return_full_text=False, generate_kwargs=options)[0]["generated_text"]
+    assistant = load_assistant(str(tmp_path / "ours"), device="cpu")
+    question = [{"from": "human", "value": "<image>\nWhy?"}]
+    assert found.strip() == assistant.answer([question], [picture], **options)[0]
+
+
+def test_generation_ends_where_the_template_ends_an_answer(normed):
+    settings = json.loads((normed[1] / "generation_config.json").read_text())
+    tokenizer = load_tokenizer(str(normed[1]))
+    assert settings["eos_token_id"] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert settings["pad_token_id"] == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("language_model", ["llama", "llama_tied"])
+def test_the_row_of_the_image_token_never_wins(parts, tmp_path, language_model):
+    save(parts, tmp_path / "ours", language_model, tower="clip", norm="none")
+    export(str(tmp_path / "ours"), tmp_path / "hf", dtype="bfloat16")
+    files = load_file(tmp_path / "hf/model.safetensors")
+    tied = "language_model.lm_head.weight" not in files
+    assert tied == (language_model == "llama_tied") and {t.dtype for t in files.values()} == {torch.bfloat16}
+    theirs = load_exported(tmp_path / "hf")
+    assert theirs.dtype == torch.bfloat16
+    logits = theirs.float()(input_ids=torch.arange(300)[None]).logits
+    assert logits.shape[-1] == 321 and (logits.argmax(-1) < 320).all()
+    assert logits.softmax(-1)[..., 320].max() < 1 / 300
+
+
+# --- the way back -----------------------------------------------------------------------------------------------------
+
+
+def equal_checkpoints(ours, back):
+    expected, found = ours.state_dict(), back.state_dict()
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+NOT_KEPT = ("_name_or_path", "transformers_version")
+
+
+@pytest.mark.parametrize(("language_model", "tower", "norm"), [
+    ("families/Llama", "clip", "none"),
+    ("families/Gemma3", "siglip", "none"),
+    ("families/Qwen3", "dinov3_vit", "gwc_layernorm"),
+    ("families/Granite", "clip", "clip"),
+    ("qwen_tied", "siglip2_vision_model", "gwc_rmsnorm"),
+])  # fmt: skip
+def test_the_way_back_gives_the_checkpoint(parts, tmp_path, language_model, tower, norm):
+    ours = save(parts, tmp_path / "ours", language_model, tower=tower, norm=norm)
+    export(str(tmp_path / "ours"), tmp_path / "hf")
+    assert main(["llava", "--model-path", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "back")]) == 0
+    equal_checkpoints(ours, load_language_model(str(tmp_path / "hf")))
+    equal_checkpoints(ours, load_language_model(str(tmp_path / "back")))
+    files = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("ours", "back")]
+    assert {k: v for k, v in files[0].items() if k not in NOT_KEPT} == {
+        k: v for k, v in files[1].items() if k not in NOT_KEPT
+    }
+    ours, back = (load_tokenizer(str(tmp_path / folder)) for folder in ("ours", "back"))
+    assert ours.get_vocab() == back.get_vocab()
+    assert ours("Hi <image> there")["input_ids"] == back("Hi <image> there")["input_ids"]
+
+
+@pytest.mark.parametrize("names", ["published", "library"])
+def test_a_published_folder_is_read_and_trained(parts, tmp_path, names):
+    """One that no export of ours has written, by the names of transformers 4 and of 5."""
+    torch.manual_seed(0)
+    text = LlamaConfig.from_pretrained(parts / "llama")
+    vision = CLIPVisionConfig.from_pretrained(parts / "clip")
+    theirs = LlavaForConditionalGeneration(LlavaConfig(vision, text, image_token_index=300, tie_word_embeddings=False))
+    theirs.save_pretrained(tmp_path / "hf")
+    load_tokenizer(str(parts / "llama")).save_pretrained(tmp_path / "hf")
+    if names == "published":
+        tensors = theirs.state_dict()
+        published = {file_name(name, PUBLISHED): tensor.clone() for name, tensor in tensors.items()}
+        save_file(published, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    ours = load_language_model(str(tmp_path / "hf")).eval()
+    images = pixels()
+    prompt = torch.tensor([[y for x in TEXT for y in ([300] * 4 if x == IMAGE_TOKEN_INDEX else [x])]])
+    with torch.no_grad():
+        found = ours(input_ids=torch.tensor([TEXT]), images=images).logits
+        expected = theirs.eval()(input_ids=prompt, pixel_values=images).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    if names == "published":
+        train(flags(parts, tmp_path / "run", 2, model_name_or_path=tmp_path / "hf", tower="clip", norm="none"))
+        assert load_language_model(str(tmp_path / "run")).config.model_type == "llava_llama"
+
+
+PUBLISHED = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refusal(capsys, *argv):
+    assert main([*argv]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    return said[-1]
+
+
+def test_what_is_no_whole_checkpoint_is_refused_by_name(parts, tmp_path, capsys):
+    out = ["--output-dir", str(tmp_path / "out")]
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora/adapter_config.json").write_text("{}")
+    assert "merge_lora" in refusal(capsys, "hf", "--model-path", str(tmp_path / "lora"), *out)
+    assert "plain language model" in refusal(capsys, "hf", "--model-path", str(parts / "llama"), *out)
+    assert "no config.json found" in refusal(capsys, "hf", "--model-path", str(tmp_path / "none"), *out)
+    stage_1 = tmp_path / "stage1"
+    stage_1.mkdir()
+    (stage_1 / "config.json").write_text((parts / "llama/config.json").read_text())
+    (stage_1 / "mm_projector.bin").write_bytes(b"")
+    assert "stage-1 folder" in refusal(capsys, "hf", "--model-path", str(stage_1), *out)
+    assert "LLaVA's layout already" in refusal(capsys, "llava", "--model-path", str(parts / "llama"), *out)
+    assert not (tmp_path / "out").exists()
+
+
+def test_crops_are_refused(parts, tmp_path, capsys):
+    save(parts, tmp_path / "ours", tower="clip", aspect="anyres")
+    said = refusal(capsys, "hf", "--model-path", str(tmp_path / "ours"), "--output-dir", str(tmp_path / "out"))
+    assert "image_aspect_ratio=anyres" in said
+
+
+def test_an_export_replaces_only_itself(normed, parts, tmp_path, capsys, monkeypatch):
+    ours, out = str(normed[0]), tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("")
+    assert "give another one" in refusal(capsys, "hf", "--model-path", ours, "--output-dir", str(out))
+    (out / "mine.txt").unlink()
+    assert main(["hf", "--model-path", ours, "--output-dir", str(out)]) == 0
+    (out / "model.safetensors").unlink()
+    assert main(["hf", "--model-path", ours, "--output-dir", str(out)]) == 0
+    assert (out / "model.safetensors").is_file()
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf, "write_model", killed)
+    assert main(["hf", "--model-path", ours, "--output-dir", str(tmp_path / "killed")]) == 130
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out"]
