@@ -110,4 +110,3 @@ def test_served_projector_ends_in_the_arms_norm(arm, vllm):
     tokens = torch.randn(2, 3, 8)
     before = projector.linear_2(nn.functional.gelu(projector.linear_1(tokens)))
     torch.testing.assert_close(projector(tokens), before if norm is None else norm.normalize(before))
-
