@@ -57,6 +57,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--arms", nargs="+", default=["none", "gwc_layernorm"], help="which of its arms to serve")
     parser.add_argument("--questions", type=positive, help="how many to ask (default: all that are held out)")
     parser.add_argument("--dtype", choices=list(BOUNDS), default="bfloat16", help="precision of both sides")
+    parser.add_argument(
+        "--remote-code",
+        action="store_true",
+        help="serve by the folder's own code (--trust-remote-code) on vLLM's transformers backend, without the plugin",
+    )
     parser.add_argument("--parallel", type=positive, default=8, help="questions asked at a time")
     parser.add_argument(
         "--output-dir", type=Path, default=Path("outputs/serving"), help="for exports, logs and answers"
@@ -190,8 +195,11 @@ def served(folder: Path, arm: str, args: argparse.Namespace) -> Iterator[str]:
     command = [str(args.vllm), "serve", str(folder), "--served-model-name", arm, "--dtype", args.dtype]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--max-num-seqs", "8"]
     command += ["--enforce-eager"]  # compiling takes longer than these questions
+    command += ["--trust-remote-code"] * args.remote_code
     env = os.environ | {
-        "VLLM_PLUGINS": "" if arm == "none" else PLUGIN,  # the stock class needs none, and gets none
+        "VLLM_PLUGINS": ""
+        if arm == "none" or args.remote_code
+        else PLUGIN,  # the stock class needs none, and gets none
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
