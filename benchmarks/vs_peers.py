@@ -36,10 +36,11 @@ import torch
 
 from benchmarks import shapes, vs_upstream
 from benchmarks.common import ROOT, ratio, write_result
-from benchmarks.hf_layout import write_hf_model
 from llava.data.preprocess import preprocess
-from llava.mm_utils import load_tokenizer
+from llava.export.hf import export
+from llava.mm_utils import load_tokenizer, save_tokenizer
 from llava.model.builder import load_language_model
+from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict
 from llava.train.arguments import ModelArguments
 
@@ -279,7 +280,7 @@ def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
         ModelArguments(model_name_or_path="", vision_tower=str(work / "clip"), mm_projector_norm="none")
     )
     torch.save(adapter_state_dict(model.get_model().mm_projector), work / ADAPTER_FILE)
-    write_hf_model(model, work / "clip", work / "llama", CHAT_TEMPLATES[stage], work / stage / "hf")
+    write_hf_model(model, work / "clip", work / "llama", stage, work / stage / "hf")
     vs_upstream.make_data(made, work, stage, work / "llama")
     records = json.loads((work / f"{stage}.json").read_text())[: steps_of(args, stage) * BATCH[stage]]
     tokens = [positions(record, stage, load_tokenizer(str(work / "llama"))) for record in records]
@@ -288,6 +289,18 @@ def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
         (work / stage / f"{order}.json").write_text(json.dumps(ordered))
         lines = [json.dumps(peers_record(records[i], work / "images", tokens[i])) for i in indices]
         (work / stage / f"{order}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def write_hf_model(model: Any, tower: Path, tokenizer: Path, stage: str, folder: Path) -> None:
+    """The model as the peers read it, with a chat template that marks the targets; `folder` must be new."""
+    checkpoint = folder.with_name("checkpoint")
+    model.config.mm_conv_version = TEMPLATES[stage]
+    model.save_pretrained(checkpoint)
+    save_tokenizer(load_tokenizer(str(tokenizer)), checkpoint)
+    load_image_processor(str(tower), model.get_vision_tower()).save_pretrained(checkpoint)
+    export(str(checkpoint), folder)
+    shutil.rmtree(checkpoint)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATES[stage])
 
 
 def positions(record: dict[str, Any], stage: str, tokenizer: Any) -> int:

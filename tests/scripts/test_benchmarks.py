@@ -8,12 +8,10 @@ import sys
 import numpy as np
 import pytest
 import tiny_models
-import torch
 from transformers import AutoProcessor, LlavaForConditionalGeneration
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from benchmarks import common, data_preflight, hf_layout, inputs, scaling, shapes, startup, vs_peers
+from benchmarks import common, data_preflight, inputs, scaling, shapes, startup, vs_peers
 from benchmarks.peers import recording
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data import lengths
@@ -100,35 +98,14 @@ def test_pairing_batches_by_length_leaves_more_kinds_of_records_in_them_than_sor
 # --- peers ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("language_model", ["llama", "llama_tied"])
-def test_an_exported_model_gives_the_same_logits(tiny, tmp_path, language_model):
-    side = tiny_models.VISION_SIZES["image_size"]
-    tower = tmp_path / "clip"
-    tower.mkdir()
-    for file in (tiny / "clip").iterdir():
-        (tower / file.name).symlink_to(file)
-    CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side}).save_pretrained(
-        tower
-    )
-    ours = tiny_models.make(tiny, language_model, tower="clip", norm="none")
-    hf_layout.write_hf_model(ours, tower, tiny / language_model, "", tmp_path / "hf")
-    theirs, loading = LlavaForConditionalGeneration.from_pretrained(tmp_path / "hf", output_loading_info=True)
+def test_peers_are_given_our_model_with_the_template_that_marks_targets(tiny, tmp_path):
+    ours = tiny_models.make(tiny, tower="clip", norm="none")
+    vs_peers.write_hf_model(ours, tiny / "clip", tiny / "llama", "finetune", tmp_path / "hf")
+    _, loading = LlavaForConditionalGeneration.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(loading.values())
     processor = AutoProcessor.from_pretrained(tmp_path / "hf")
-    image = processor.tokenizer.convert_tokens_to_ids(hf_layout.IMAGE)
-    pixels = torch.randn(1, 3, side, side)
-    text = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    expanded = torch.cat([text[:1], torch.full((1, tiny_models.V), image), text[1:]], 1)
-    placed = torch.cat([text[:1], torch.tensor([[IMAGE_TOKEN_INDEX]]), text[1:]], 1)
-    with torch.no_grad():
-        expected = ours(input_ids=placed, images=pixels).logits
-        found = theirs.eval()(input_ids=expanded, pixel_values=pixels).logits
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_norm_cannot_be_exported_in_silence(tiny):
-    with pytest.raises(ValueError, match=r"mm_projector\.3\.weight.*without norm"):
-        hf_layout.renamed(tiny_models.make(tiny, tower="clip", norm="layernorm").state_dict())
+    assert processor.chat_template == vs_peers.CHAT_TEMPLATES["finetune"]
+    assert [file.name for file in tmp_path.iterdir()] == ["hf"]
 
 
 @pytest.mark.parametrize(("stage", "shown"), [("pretrain", True), ("finetune", True), ("finetune", False)])
