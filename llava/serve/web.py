@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
                 share=args.share,
                 max_file_size=int(args.max_upload * MEGABYTE),
                 prevent_thread_lock=True,
+                state_session_capacity=100,
                 app_kwargs={"middleware": policy_middleware()},
                 ssr_mode=False,
                 footer_links=[],
@@ -164,10 +165,11 @@ class Page:
 
     Args:
         most_bytes: of an uploaded picture.
+        same: stands for a value that the page shows already.
     """
 
-    def __init__(self, arms: Sequence[Arm], most_bytes: int):
-        self.arms, self.most_bytes = arms, most_bytes
+    def __init__(self, arms: Sequence[Arm], most_bytes: int, same: Any = None):
+        self.arms, self.most_bytes, self.same = arms, most_bytes, same
 
     def shown(self, talks: Sequence[Talk], said: str = "") -> list[Any]:
         """Values of state, sentence, and each arm's chat, heatmap and norms."""
@@ -200,11 +202,16 @@ class Page:
     ) -> Iterator[list[Any]]:
         """Asks all arms, and shows their answers grow."""
         sampling = {"temperature": temperature} if temperature > 0 else {}
+        shown: list[Any] = []
         try:
             picture, question = checked_picture(path, self.most_bytes), checked_question(question)
             options = {"do_sample": temperature > 0, "max_new_tokens": int(max_new_tokens), **sampling}
             for now in ask_all(self.arms, talks, picture, question, **options):
-                yield self.shown(now)
+                # A picture that is sent again is written again, perhaps while the browser reads it.
+                before, shown = shown, self.shown(now)
+                yield [
+                    self.same if before and new == old else new for new, old in zip(shown, before or shown, strict=True)
+                ]
         except REFUSALS as error:
             yield self.shown([Talk(talk.turns) for talk in talks], str(error))
         except Exception:
@@ -214,48 +221,51 @@ class Page:
 
 def build_page(gradio: Any, arms: Sequence[Arm], args: argparse.Namespace) -> Any:
     """The page as Gradio's blocks, with its events."""
-
-    class Upload(gradio.Image):
-        """A picture as it was uploaded: nothing decodes it before `checked_picture`."""
-
-        is_template = True  # the browser shows it as its parent
-
-        def preprocess(self, payload: Any) -> str | None:
-            return payload and payload.path
-
-    does = Page(arms, int(args.max_upload * MEGABYTE))
+    does = Page(arms, int(args.max_upload * MEGABYTE), gradio.skip())
     title = " and ".join(arm.name for arm in arms)
     with gradio.Blocks(title=f"LLaVA: {title}", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gradio.Markdown("# Ask about a picture")
         state = gradio.State(does.start())
         with gradio.Row():
             with gradio.Column(scale=2, min_width=280):
-                picture = Upload(label="Picture", type="filepath", sources=["upload", "clipboard"], height=260)
+                picture = gradio.Image(label="Picture", type="filepath", sources=["upload", "clipboard"], height=260)
+                # The file as it was uploaded: nothing decodes it before `checked_picture`. (A subclass would say this
+                # as well, and Gradio would write a .pyi file beside this one.)
+                picture.preprocess = lambda payload: payload and payload.path
             with gradio.Column(scale=3, min_width=280):
                 question = gradio.Textbox(label="Question", lines=2, placeholder="What is in the picture?")
                 with gradio.Row():
                     ask = gradio.Button("Ask", variant="primary", min_width=80)
                     stop = gradio.Button("Stop", min_width=80)
-                    reset = gradio.Button("Start anew", min_width=80)
+                    reset = gradio.Button("Reset", min_width=80)
                 said = gradio.HTML()
                 with gradio.Accordion("Settings", open=False):
                     temperature = gradio.Slider(0, 2, 0, step=0.1, label="Temperature (0: the likeliest token)")
                     longest = gradio.Slider(1, 1024, args.max_new_tokens, step=1, label="Longest answer in tokens")
-        outputs = [state, said]
+        outputs, chats = [state, said], []
         with gradio.Row():
             for arm in arms:
                 with gradio.Column(min_width=300):
                     gradio.Markdown(f"### {arm.name}")
-                    chat = gradio.Chatbot(show_label=False, height=260, render_markdown=False)
-                    heatmap = gradio.Image(label="Where it looked", interactive=False, height=260)
+                    chat = gradio.Chatbot(show_label=False, height=260, render_markdown=False, buttons=["copy"])
+                    heatmap = gradio.Image(
+                        label="Where it looked",
+                        interactive=False,
+                        height=260,
+                        format="png",
+                        buttons=["download", "fullscreen"],
+                        alt_text=f"Where {arm.name} looked in the picture",
+                    )
                     outputs += [chat, heatmap, gradio.HTML()]
+                    chats.append(chat)
         if found := examples():
             gradio.Examples(found, [picture, question], cache_examples=False)
         inputs, hidden = [picture, question, state, temperature, longest], {"api_visibility": "private"}
         alone = {"concurrency_limit": 1, "concurrency_id": "model"}
         events = [on(does.ask, inputs, outputs, **alone, **hidden) for on in (ask.click, question.submit)]
         stop.click(does.stop, [state], outputs, cancels=events, **hidden)
-        reset.click(does.reset, None, outputs, cancels=events, **hidden)
+        for on in (reset.click, *(chat.clear for chat in chats)):
+            on(does.reset, None, outputs, cancels=events, **hidden)
         picture.change(does.new_picture, [picture], outputs, cancels=events, **hidden)
     return page.queue(max_size=WAITING)
 

@@ -65,14 +65,14 @@ def visit(browser, address):
         page.goto(address)
         page.get_by_role("button", name="Ask").wait_for(timeout=PATIENCE)
         opened.append((page, asked, said))
+        page.said = said
         return page
 
     yield open_at
     for page, asked, said in opened:
         elsewhere = [url for url in asked if not url.startswith((address, "data:", "blob:"))]
         assert not elsewhere, "the page asked other servers"
-        page.evaluate("performance.getEntriesByType('resource').map(e => e.name)")
-        assert not [text for kind, text in said if kind == "error" and "413" not in text]
+        assert not [text for kind, text in said if kind == "error"]
         page.close()
 
 
@@ -87,7 +87,7 @@ def choose(page, file) -> None:
 
 
 def ask(page, question: str) -> None:
-    page.get_by_label("Question").fill(question)
+    page.get_by_role("textbox", name="Question").fill(question)
     page.get_by_role("button", name="Ask").click()
 
 
@@ -96,16 +96,29 @@ def test_both_arms_answer_about_an_uploaded_picture(visit, tiny, trained, where)
     page = visit(WIDTHS[where])
     keep_screenshot(page, f"{where}-empty")
     choose(page, tiny / "data/images/red.png")
-    page.locator("button[aria-label='Remove Image'], button[aria-label='Clear']").first.wait_for(timeout=PATIENCE)
+    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
     ask(page, QUESTIONS[0] + POPE_SUFFIX)
     page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
     answers = [text.strip() for text in page.locator(".message.bot").all_inner_texts()]
     assert len(answers) == 2 and all(answer.startswith("Yes") for answer in answers)
     assert page.get_by_text(re.compile(r"with [\d.e+]+ times the norm of text tokens")).count() == 2
-    drawn = page.locator("img").evaluate_all("all => all.filter(i => i.naturalWidth && i.alt != '').length")
-    assert drawn >= 0
+    page.wait_for_function(
+        "[...document.querySelectorAll('img[alt^=Where]')].filter(i => i.complete && i.naturalWidth == 384).length == 2"
+    )
     keep_screenshot(page, f"{where}-answered")
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[where]
+
+
+def test_a_conversation_goes_on_and_is_forgotten(visit, tiny, trained):
+    page = visit(WIDTHS["desk"])
+    choose(page, tiny / "data/images/blue.png")
+    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
+    for count, question in enumerate((QUESTIONS[0] + POPE_SUFFIX, "Sure?"), 1):
+        ask(page, question)
+        page.wait_for_function(f"document.querySelectorAll('.message.bot').length == {2 * count}", timeout=PATIENCE)
+        page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
+    page.get_by_role("button", name="Reset").click()
+    page.wait_for_function("document.querySelectorAll('.message, .norms').length == 0", timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +140,9 @@ def test_a_picture_that_is_too_large_is_refused_on_the_page(visit, tmp_path):
     page = visit(WIDTHS["phone"])
     (tmp_path / "large.png").write_bytes(encoded(noise(size=(400, 400))))
     choose(page, tmp_path / "large.png")
-    page.get_by_text(re.compile("exceeded|too large|larger", re.IGNORECASE)).first.wait_for(timeout=PATIENCE)
+    page.get_by_text("exceed the maximum allowed size").first.wait_for(timeout=PATIENCE)
     keep_screenshot(page, "too-large")
+    page.said.clear()  # Gradio logs what it shows
 
 
 def test_a_question_without_a_picture_is_refused_in_a_sentence(visit):

@@ -120,7 +120,7 @@ def test_both_arms_answer_one_after_the_other_and_remember(pair):
     expected = "Yes" if "red" in WARM else "No"
     for talk in end:
         assert talk.messages() == [{"role": "user", "content": ASK}, {"role": "assistant", "content": expected}]
-        assert talk.heatmap.size == RED.size and "times the norm of text tokens" in talk.norms
+        assert talk.heatmap.size == (384, 307) and "times the norm of text tokens" in talk.norms
     again = list(ask_all(pair, end, RED, "Sure?", **GREEDY))[-1]
     for arm, talk in zip(pair, again, strict=True):
         history = [*asked(), {"from": "gpt", "value": expected}, {"from": "human", "value": "Sure?"}]
@@ -195,13 +195,19 @@ def test_a_look_agrees_with_the_attention_command(pair):
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-def test_a_heatmap_is_drawn_in_the_pictures_size_and_no_larger_than_shown():
+@pytest.mark.parametrize(
+    ("size", "drawn"),
+    [((2000, 500), (768, 192)), ((500, 400), (500, 400)), ((64, 32), (384, 192)), ((3000, 1), (768, 1))],
+)
+def test_a_heatmap_is_drawn_as_large_as_it_is_shown(size, drawn):
+    assert arms.shown_heatmap(Image.new("RGB", size), look.Look(np.ones((2, 2)), 1.0, 1.0)).size == drawn
+
+
+def test_a_place_that_was_seen_more_is_brighter():
     shares = np.array([[0.1, 0.2], [0.3, 0.4]])
-    wide = Image.new("RGB", (2000, 500), "white")
-    drawn = arms.shown_heatmap(wide, look.Look(shares, 1.0, 1.0))
-    assert drawn.size == (768, 192)
-    corners = [sum(drawn.getpixel(at)) for at in ((0, 0), (767, 0), (0, 191), (767, 191))]
-    assert corners == sorted(corners)  # the more it was seen the brighter
+    drawn = arms.shown_heatmap(Image.new("RGB", (400, 400), "white"), look.Look(shares, 1.0, 1.0))
+    corners = [sum(drawn.getpixel(at)) for at in ((0, 0), (399, 0), (0, 399), (399, 399))]
+    assert corners == sorted(corners) and len(set(corners)) == 4
 
 
 def test_bars_stay_on_their_scale():
@@ -225,10 +231,13 @@ def red(tmp_path):
 
 
 def test_asking_shows_the_answers_of_both_arms_and_keeps_them(pair, red):
-    page = web.Page(pair, 1 << 20)
-    *_, (talks, said, *shown) = page.ask(red, ASK, page.start(), 0, 8)
+    page = web.Page(pair, 1 << 20, same="same")
+    steps = list(page.ask(red, ASK, page.start(), 0, 8))
+    last = [[step[i] for step in steps if step[i] != "same"] for i in range(len(steps[0]))]
+    talks, said, *shown = [values[-1] for values in last]
     assert said == "" and [talk.turns[1]["value"] for talk in talks] == ["Yes", "Yes"]
     assert shown == [value for talk in talks for value in (talk.messages(), talk.heatmap, talk.norms)]
+    assert [len(last[i]) for i in (3, 6)] == [2, 2]  # each heatmap is sent once, and none before it
 
 
 @pytest.mark.parametrize(
