@@ -163,7 +163,8 @@ def what_is_asked(questions: QuestionRecords, args: argparse.Namespace) -> dict[
     for flag, path in (("--model-path", args.model_path), ("--model-base", args.model_base)):
         asked[flag] = path and f"{checkpoint_name(path)}, content {revision(path)}"
     asked["--data"] = f"content {questions.records.key[:16]}"
-    asked["--image-folder"] = questions.images.identity()
+    images = questions.images
+    asked["--image-folder"] = images.identity() if images.archive else str(images.root.resolve())
     return asked
 
 

@@ -181,13 +181,18 @@ class Page:
         return [Talk() for _ in self.arms]
 
     def new_picture(self, path: str | None) -> list[Any]:
-        """A picture was chosen or taken away: the conversations start anew, and one that is none is refused at once."""
+        """A picture was chosen or taken away: conversations start anew, and what is no picture is taken away again.
+
+        The first value is the picture; a sentence stays while there is none.
+        """
+        state, said, *parts = self.shown(self.start())
+        if not path:
+            return [self.same, state, self.same, *parts]
         try:
-            if path:
-                checked_picture(path, self.most_bytes)
+            checked_picture(path, self.most_bytes)
         except REFUSALS as error:
-            return self.shown(self.start(), str(error))
-        return self.shown(self.start())
+            return [None, state, refusal(str(error)), *parts]
+        return [self.same, state, said, *parts]
 
     def reset(self) -> list[Any]:
         """The conversations start anew."""
@@ -266,7 +271,7 @@ def build_page(gradio: Any, arms: Sequence[Arm], args: argparse.Namespace) -> An
         stop.click(does.stop, [state], outputs, cancels=events, **hidden)
         for on in (reset.click, *(chat.clear for chat in chats)):
             on(does.reset, None, outputs, cancels=events, **hidden)
-        picture.change(does.new_picture, [picture], outputs, cancels=events, **hidden)
+        picture.change(does.new_picture, [picture], [picture, *outputs], cancels=events, **hidden)
     return page.queue(max_size=WAITING)
 
 

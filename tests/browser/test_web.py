@@ -133,6 +133,9 @@ def test_what_is_no_picture_is_refused_in_a_sentence(visit, tmp_path, name, cont
     (tmp_path / name).write_bytes(content)
     choose(page, tmp_path / name)
     page.get_by_role("alert").get_by_text(sentence).wait_for(timeout=PATIENCE)
+    page.get_by_text("Drop Image Here").wait_for(timeout=PATIENCE)
+    page.wait_for_timeout(500)
+    assert page.get_by_role("alert").inner_text().startswith(name)
     keep_screenshot(page, f"refused-{name}")
 
 

@@ -174,7 +174,7 @@ def test_a_finished_file_says_so_and_loads_nothing(ask, asked, monkeypatch):
     assert again.status == 0 and "finished before, 4 answers" in again.out and len(asked.calls) == 1
 
 
-def test_answers_to_another_call_are_refused_by_name_and_overwritten_where_asked(ask, trained):
+def test_answers_to_another_call_are_refused_by_name_and_overwritten_where_asked(ask, trained, images):
     ask(LINES)
     before = ask(LINES).file.read_text()
     for records, flags, model, named in (
@@ -183,6 +183,7 @@ def test_answers_to_another_call_are_refused_by_name_and_overwritten_where_asked
         (LINES, ("--conv-mode", "v1"), None, "--conv-mode was None, is v1"),
         (LINES, (), trained("none"), "--model-path was "),
         (LINES, ("--num-chunks", "2"), None, "--num-chunks was 1, is 2"),
+        (LINES, ("--image-folder", str(images / "..")), None, f"--image-folder was {images}, is {images.parent};"),
     ):
         found = ask(records, *flags, **({"model": model} if model else {}))
         assert found.status == 2 and named in found.error and "--overwrite" in found.error

@@ -267,16 +267,19 @@ def test_a_bug_is_said_on_the_page_and_shown_in_the_terminal(pair, red, monkeypa
 
 def test_a_name_with_markup_stays_text(pair, tmp_path):
     path = tmp_path / "<img src=x>.png"
-    path.write_bytes(b"x")
-    assert "<img" not in web.Page(pair, 9).new_picture(str(path))[1].replace("<p class", "")
+    path.write_bytes(b"no")
+    picture, _, said, *_ = web.Page(pair, 9).new_picture(str(path))
+    assert picture is None and "&lt;img src=x&gt;.png: not a picture" in said and "<img" not in said
 
 
 def test_another_picture_starts_anew_and_a_stopped_question_is_forgotten(pair, red):
     page = web.Page(pair, 1 << 20)
     talks = [Talk(turns("<image>\nWhy?", "So"), growing=("And?", "Beca"))] * 2
     assert page.stop(talks)[0] == [Talk(turns("<image>\nWhy?", "So"))] * 2 and "stopped" in page.stop(talks)[1]
-    for shown in (page.new_picture(red), page.new_picture(None), page.reset()):
-        assert shown[:2] == [page.start(), ""]
+    page.same = "same"
+    assert page.new_picture(red)[:3] == ["same", page.start(), ""]
+    assert page.new_picture(None)[:3] == ["same", page.start(), "same"]  # why it was taken away stays to be read
+    assert page.reset()[:2] == [page.start(), ""]
 
 
 def test_examples_are_the_playgrounds_pictures_each_once(tmp_path, monkeypatch):
