@@ -1,4 +1,4 @@
-"""Asks a checkpoint about pictures: what the chat, the single question and the demo's scoring share.
+"""Asks a checkpoint about pictures: what chat, web page, single question, batch answers and the scorings share.
 
 Shapes: B conversations, S longest prompt.
 """
@@ -6,25 +6,30 @@ Shapes: B conversations, S longest prompt.
 import argparse
 import io
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from PIL import Image, UnidentifiedImageError
 
-from llava.anyres import Picture
-from llava.commands import add_device_argument
+from llava.anyres import Picture, Size
+from llava.commands import DTYPES, add_device_argument
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, SeparatorStyle, conv_templates, get_template
+from llava.data.images import LARGEST_FILE, picture_header
 from llava.data.preprocess import generation_ids
 from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_name_from_path, process_prompt_images
 from llava.model.builder import load_pretrained_model
+from llava.progress import in_terminal
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that choose a checkpoint, its template and its device."""
-    parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
+def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """The flags that choose a checkpoint, or `several`, with template and device."""
+    many = {"action": "append", "help": "checkpoint folder or hub id; several are asked side by side"}
+    one = {"help": "checkpoint folder or hub id"}
+    parser.add_argument("--model-path", required=True, **(many if several else one))
     parser.add_argument(
         "--model-base", help="language model, where --model-path holds only a projector or LoRA weights"
     )
@@ -35,6 +40,25 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="conversation template (default: the one that the checkpoint was trained with)",
     )
     add_device_argument(parser)
+
+
+def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say in which precision the checkpoint computes, and how it cuts pictures."""
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's, on CPU float32)")
+    parser.add_argument("--load-8bit", action="store_true", help="quantise with bitsandbytes")
+    parser.add_argument("--load-4bit", action="store_true", help="quantise with bitsandbytes")
+    parser.add_argument(
+        "--image-aspect-ratio",
+        metavar="MODE",
+        help="square, pad, anyres or anyres_max_N (default: the checkpoint's, whose grids anyres takes)",
+    )
+
+
+class Asked(NamedTuple):
+    """A question: turns as `Assistant.prompt_ids` takes them, and where the pictures of their placeholders are."""
+
+    turns: list[dict[str, str]]
+    pictures: Sequence[Any]
 
 
 class Assistant(NamedTuple):
@@ -63,26 +87,38 @@ class Assistant(NamedTuple):
             ValueError: malformed turns, or more tokens than the model was made for.
         """
         ids = self._ids(turns)
+        self._length(ids, [picture.size for picture in pictures])
+        return ids
+
+    def prompt_length(self, turns: list[dict[str, str]], sizes: Sequence[Size] = ()) -> int:
+        """S of what `prompt_ids` gives, with visual tokens; raises as it does.
+
+        Args:
+            sizes: width and height of the pictures.
+        """
+        return self._length(self._ids(turns), sizes)
+
+    def _length(self, ids: torch.Tensor, sizes: Sequence[Size]) -> int:
         num_images = int((ids == IMAGE_TOKEN_INDEX).sum())
-        length = expanded_length(len(ids), num_images, self._visual_tokens(pictures, num_images))
+        length = expanded_length(len(ids), num_images, self._visual_tokens(sizes, num_images))
         if length > self.max_tokens:
             raise ValueError(
                 f"the conversation has {length} tokens with its pictures, more than the {self.max_tokens} of "
                 f"{self.name}; start a new one"
             )
-        return ids
+        return length
 
     def _ids(self, turns: list[dict[str, str]]) -> torch.Tensor:
         tags = getattr(self.model.config, "mm_use_im_start_end", False)
         return generation_ids(turns, self.tokenizer, self.template, mm_use_im_start_end=tags)
 
-    def _visual_tokens(self, pictures: Sequence[Image.Image], num_images: int) -> int:
+    def _visual_tokens(self, sizes: Sequence[Size], num_images: int) -> int:
         """How many stand for each image of a prompt; under anyres only one alone has several crops."""
         if self.model.get_vision_tower() is None:
             return 1
         rules = self.model.crop_rules()
-        alone = len(pictures) == num_images == 1
-        return rules.visual_tokens(rules.picture(pictures[0].size) if alone else Picture())
+        alone = len(sizes) == num_images == 1
+        return rules.visual_tokens(rules.picture(sizes[0]) if alone else Picture())
 
     def prompt_text(self, turns: list[dict[str, str]]) -> str:
         """What the model is asked, as text."""
@@ -136,6 +172,37 @@ class Assistant(NamedTuple):
         return [text.split(self.end)[0].strip() for text in texts]
 
 
+def batch_answers(
+    assistant: Assistant,
+    questions: Sequence[Asked],
+    open_picture: Callable[[Any], Image.Image],
+    batch_size: int,
+    stop: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> Iterator[dict[int, str]]:
+    """The answers of one batch after the other, by their question's index.
+
+    Questions of about one length share a batch, which so has little padding; the longest come first, so that what does
+    not fit the memory fails at once. Ends early where `stop`, which is asked before every batch, says so.
+
+    Args:
+        open_picture: opens what `Asked.pictures` has.
+        options: of `generate`.
+
+    Raises:
+        ValueError: see `Assistant.answer`.
+    """
+    lengths = [assistant.prompt_length(question.turns) for question in questions]
+    order = sorted(range(len(questions)), key=lambda i: -lengths[i])
+    for start in range(0, len(order), batch_size):
+        if stop():
+            return
+        batch = [questions[i] for i in order[start : start + batch_size]]
+        pictures = [open_picture(place) for question in batch for place in question.pictures]
+        said = assistant.answer([question.turns for question in batch], pictures, **options)
+        yield dict(zip(order[start : start + batch_size], said, strict=True))
+
+
 def shared_out(pictures: Sequence[Image.Image], counts: list[int]) -> list[list[Image.Image]]:
     """The pictures of each conversation; the last one gets those that are left over, if there are any."""
     ends = [*accumulate(counts[:-1]), len(pictures)]
@@ -154,11 +221,34 @@ def load_assistant(
     Raises:
         ValueError: there is no such checkpoint, or it does not say its template.
     """
+    if not in_terminal():  # a bar that redraws itself makes a log unreadable
+        transformers.utils.logging.disable_progress_bar()
     name = get_model_name_from_path(model_path)
     tokenizer, model, image_processor, context_len = load_pretrained_model(model_path, model_base, name, **options)
     max_tokens = min(context_len, getattr(model.config, "tokenizer_model_max_length", None) or context_len)
     template = choose_template(model.config, model_path, conv_mode)
     return Assistant(model_path, tokenizer, model, image_processor, template, max_tokens)
+
+
+def chosen_assistant(args: argparse.Namespace) -> Assistant:
+    """The checkpoint that `add_model_arguments` and `add_loading_arguments` choose.
+
+    Raises:
+        ValueError: see `load_assistant`; an unknown `--image-aspect-ratio`.
+    """
+    assistant = load_assistant(
+        args.model_path,
+        args.model_base,
+        args.conv_mode,
+        device=args.device,
+        torch_dtype=args.dtype,
+        load_8bit=args.load_8bit,
+        load_4bit=args.load_4bit,
+    )
+    if args.image_aspect_ratio and assistant.image_processor is not None:
+        assistant.model.config.image_aspect_ratio = args.image_aspect_ratio
+        assistant.model.crop_rules()
+    return assistant
 
 
 def choose_template(config: Any, model_path: str, conv_mode: str | None = None) -> Conversation:
@@ -190,26 +280,30 @@ def is_captioner(template: Conversation) -> bool:
     return template.sep_style is SeparatorStyle.PLAIN
 
 
-def load_picture(source: str) -> Image.Image:
-    """The picture at a path or an http(s) address.
+def load_picture(source: str, called: str | None = None) -> Image.Image:
+    """The picture at a path or an http(s) address, checked as those of training are.
+
+    Args:
+        called: what messages call it; default `--image-file` with the source.
 
     Raises:
-        ValueError: nothing there, or not a picture; the message names the source.
+        ValueError: nothing there, or not a picture; the message names it.
     """
+    called = called or f"--image-file {source}"
     try:
-        with Image.open(_download(source) if source.startswith(("http://", "https://")) else source) as image:
+        with picture_header(_download(source) if source.startswith(("http://", "https://")) else source) as image:
             image.load()
             return image
     except FileNotFoundError:
-        raise ValueError(f"--image-file {source}: no such file") from None
+        raise ValueError(f"{called}: no such file") from None
     except UnidentifiedImageError:
-        raise ValueError(f"--image-file {source}: not a picture in a format that Pillow reads") from None
-    except OSError as error:
-        raise ValueError(f"--image-file {source}: cannot be read ({error})") from error
+        raise ValueError(f"{called}: not a picture in a format that Pillow reads") from None
+    except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
+        raise ValueError(f"{called}: cannot be read ({str(error) or type(error).__name__:.300})") from error
 
 
 def _download(address: str) -> io.BytesIO:
     # Some servers refuse the library's own name.
     request = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (llava)"})
     with urllib.request.urlopen(request, timeout=30) as response:
-        return io.BytesIO(response.read())
+        return io.BytesIO(response.read(LARGEST_FILE))  # a longer one is a picture that is cut off

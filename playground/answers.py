@@ -6,11 +6,10 @@ What `python -m playground compare` shows beside that of other arms. Both are ke
 import argparse
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from llava.launch.devices import has_bf16_instructions
 from llava.progress import progress
@@ -121,24 +120,17 @@ def answer(
     checkpoint: str, records: list[dict[str, Any]], images: Path, batch_size: int, max_new_tokens: int, name: str
 ) -> list[str]:
     """The checkpoint's greedy answer to the first question of every record."""
-    from llava.asking import load_assistant
+    from llava.asking import Asked, batch_answers, load_assistant
+    from llava.data.images import ImageStore
 
     assistant = load_assistant(checkpoint, torch_dtype=fastest_dtype())
-    max_new_tokens = max_new_tokens or longest_answer(records, assistant.tokenizer)
-    # Questions of about one length share a batch, which so has little padding.
-    order = sorted(range(len(records)), key=lambda i: len(records[i]["conversations"][0]["value"]))
-    answers = [""] * len(records)
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    for batch in progress(batches, f"answering, {name}", "batches"):
-        given = assistant.answer(
-            [records[i]["conversations"][:1] for i in batch],
-            [Image.open(images / records[i]["image"]) for i in batch],
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-        )
-        for i, text in zip(batch, given, strict=True):
-            answers[i] = text
-    return answers
+    options = {"do_sample": False, "max_new_tokens": max_new_tokens or longest_answer(records, assistant.tokenizer)}
+    asked = [Asked(record["conversations"][:1], [record["image"]]) for record in records]
+    batches = batch_answers(assistant, asked, ImageStore(images, follow_links=True).open, batch_size, **options)
+    said = {}
+    for batch in progress(batches, f"answering, {name}", "batches", total=math.ceil(len(asked) / batch_size)):
+        said |= batch
+    return [said[number] for number in range(len(asked))]
 
 
 def longest_answer(records: list[dict[str, Any]], tokenizer: Any) -> int:

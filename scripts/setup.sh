@@ -33,6 +33,8 @@ require_known_extras() {
   for extra in ${wanted//,/ }; do
     [[ " $known " == *" $extra "* ]] || fail "EXTRAS names '$extra'; pyproject.toml has: $known"
   done
+  [[ " ${wanted//,/ } " != *" web "* ]] ||
+    fail "EXTRAS names 'web': Gradio takes no Pillow 13, which all else here was tested with; docs/chat.md says how to install it"
 }
 
 # The venv's Python version, read from its own record: starting an interpreter would take most of a second call's time.

@@ -70,16 +70,22 @@ def files_count_as_old(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def browse(tmp_path_factory):
-    """A function from a page and a window's width to its DOM after loading and what the console said."""
+def chromium():
+    """The program."""
     program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip(f"no Chromium: none of {', '.join(BROWSERS)} on PATH (Debian: apt-get install {BROWSERS[0]})")
+    return program
+
+
+@pytest.fixture(scope="session")
+def browse(tmp_path_factory, chromium):
+    """A function from a page and a window's width to its DOM after loading and what the console said."""
     profile = tmp_path_factory.mktemp("browser")
 
     def run(page, *flags, width=1200):
         command = [
-            program,
+            chromium,
             "--headless",
             "--no-sandbox",
             "--disable-gpu",

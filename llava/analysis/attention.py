@@ -27,7 +27,7 @@ from llava.analysis.inputs import PicturePrompt
 from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import write_result
-from llava.analysis.probe import TEXT_AFTER, VISUAL, Probe
+from llava.analysis.probe import TEXT_AFTER, VISUAL, Batch, Observation, Probe
 from llava.analysis.resume import Rows, resumed, state_file
 from llava.analysis.visual_grid import picture_map
 
@@ -113,18 +113,34 @@ def measure_attention(named: NamedModel, samples: inputs.Samples, args: argparse
 def look(probe: Probe, sample: PicturePrompt, args: argparse.Namespace) -> Picture:
     """Runs one sample and reduces its attention, layer by layer."""
     batch = probe.prepare([sample])
-    groups = probe.groups(batch)
     texts = [probe.token_text(token) if token >= 0 else "" for token in batch.input_ids[0].tolist()]
-    asking = query_positions(groups[0].cpu(), texts, args.query, sample.name)
-    count = len(probe.parts.layers)
-    state = _Reducer(groups[0].cpu() == VISUAL, asking, count, chosen(args.layers, count, "--layers"), args.heads)
+    asking = query_positions(probe.groups(batch)[0].cpu(), texts, args.query, sample.name)
+    called = f"{probe.name}, {sample.name}: no layer lets the query {args.query!r}"
+    return attention_of(probe, batch, asking, called, args.layers, args.heads)[0]
+
+
+def attention_of(
+    probe: Probe, batch: Batch, asking: torch.Tensor, called: str, layers: str = "all", heads: str = "all"
+) -> tuple[Picture, Observation]:
+    """What the attention of a batch of one sample says, and what else passed through the model.
+
+    Args:
+        asking: the tokens that look [S] bool.
+        called: begins the message where no layer lets them look at the picture.
+        layers, heads: as the flags.
+
+    Raises:
+        ValueError: none does, or a named layer has no attention.
+    """
+    groups, count = probe.groups(batch), len(probe.parts.layers)
+    state = _Reducer(groups[0].cpu() == VISUAL, asking, count, chosen(layers, count, "--layers"), heads)
     seen = attention_watch.run(probe, batch, see=state.see)
-    if args.layers != "all" and not state.layers <= state.seen.keys():
+    if layers != "all" and not state.layers <= state.seen.keys():
         without = ", ".join(map(str, sorted(state.layers - state.seen.keys())))
-        raise ValueError(f"--layers {args.layers}: {probe.name} has no attention in layers {without}")
+        raise ValueError(f"--layers {layers}: {probe.name} has no attention in layers {without}")
     if not state.mean.any():
-        raise ValueError(f"{probe.name}, {sample.name}: no layer lets the query {args.query!r} look at the picture")
-    return state.result(picture_map(probe.model, batch, groups), sink_mask(seen)[0])
+        raise ValueError(f"{called} look at the picture")
+    return state.result(picture_map(probe.model, batch, groups), sink_mask(seen)[0]), seen
 
 
 class _Look(NamedTuple):

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.output import figure
-from llava.presentation import COLOURS
+from llava.presentation import COLOURS, import_pyplot
+
+COLOUR_MAP, OPACITY = "inferno", 0.65
 
 
 def draw_heatmaps(
@@ -21,27 +24,45 @@ def draw_heatmaps(
         results: per model the attention over each picture's tokens [rows, columns].
         method: `mean` or `rollout`.
     """
+    import_pyplot()
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
     shown = range(len(samples))
     size = (2.3 * len(shown) + 0.8, 2.2 * len(results) + 2.6)
     name = f"{args.command}-heatmaps" if method == "mean" else f"{args.command}-{method}"
     with figure(args, 1 + len(results), len(shown), figsize=size, squeeze=False, name=name) as (drawn, axes):
         for column in shown:
-            picture = samples[column].image.convert("RGB")
-            extent = (0, picture.width, picture.height, 0)
-            axes[0, column].imshow(picture, extent=extent)
+            picture = samples[column].image
+            axes[0, column].imshow(picture.convert("RGB"))
             axes[0, column].set_title(_wrapped(samples[column].prompt), fontsize=9)
             top = max(maps[column].max() for maps in results.values())
             for row, (model, maps) in enumerate(results.items(), 1):
                 axis = axes[row, column]
-                axis.imshow(picture.convert("L"), cmap="gray", extent=extent, vmin=-200, vmax=300)
-                image = axis.imshow(maps[column], cmap="inferno", alpha=0.65, extent=extent, vmin=0, vmax=top)
+                axis.imshow(overlaid(picture, maps[column], top))
                 axis.set_ylabel(model if column == 0 else "")
             for axis in axes[:, column]:
                 axis.set(xticks=[], yticks=[])
                 axis.grid(False)
-        bar = drawn.colorbar(image, ax=axes[1:], shrink=0.8, ticks=[0, top])
+        bar = drawn.colorbar(ScalarMappable(Normalize(0, 1), COLOUR_MAP), ax=axes[1:], shrink=0.8, ticks=[0, 1])
         bar.ax.set_yticklabels(["0", "most"])
         bar.set_label("share of the picture's attention")
+
+
+def overlaid(picture: Image.Image, shares: np.ndarray, most: float) -> Image.Image:
+    """The picture in grey under its heatmap, in RGB and its own size.
+
+    Args:
+        shares: of the attention, over its places [rows, columns].
+        most: the share that gets the brightest colour.
+    """
+    import_pyplot()
+    from matplotlib import colormaps
+
+    colours = colormaps[COLOUR_MAP](shares / most)[:, :, :3]
+    heat = Image.fromarray(np.uint8(255 * colours)).resize(picture.size, Image.Resampling.NEAREST)
+    grey = picture.convert("L").point(lambda value: (value + 200) * 255 / 500).convert("RGB")  # neither black nor white
+    return Image.blend(grey, heat, OPACITY)
 
 
 def _wrapped(text: str, width: int = 26, lines: int = 2) -> str:

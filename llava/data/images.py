@@ -135,10 +135,8 @@ class ImageStore:
             return
         source = self._source(image)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                with Image.open(source, formats=_known_formats()) as picture:
-                    yield picture
+            with picture_header(source) as picture:
+                yield picture
         except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
             raise self._unreadable(image, str(error) or type(error).__name__) from error
 
@@ -201,6 +199,19 @@ class ImageStore:
 
     def _unreadable(self, image: str | RowImage, fault: str) -> ImageError:
         return ImageError("image_unreadable", f"image {self._name(image)} cannot be decoded ({fault:.500})")
+
+
+@contextmanager
+def picture_header(source: str | BytesIO) -> Iterator[Image.Image]:
+    """A picture that is not decoded yet; only `_FORMATS` are tried, and one of too many pixels for Pillow is refused.
+
+    Raises:
+        Exception: whatever damaged bytes lead Pillow's decoders to, here and within the context.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with Image.open(source, formats=_known_formats()) as picture:
+            yield picture
 
 
 _formats: tuple[str, ...] = ()

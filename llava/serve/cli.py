@@ -10,7 +10,14 @@ import sys
 from PIL import Image
 from transformers import TextStreamer
 
-from llava.asking import Assistant, add_model_arguments, is_captioner, load_assistant, load_picture
+from llava.asking import (
+    Assistant,
+    add_loading_arguments,
+    add_model_arguments,
+    chosen_assistant,
+    is_captioner,
+    load_picture,
+)
 from llava.commands import Parser, exit_status
 from llava.constants import DEFAULT_IMAGE_TOKEN
 
@@ -30,16 +37,10 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = Parser(prog="python -m llava.serve.cli", description=__doc__.splitlines()[0])
     add_model_arguments(top)
+    add_loading_arguments(top)
     top.add_argument("--image-file", required=True, help="path or http(s) address of the picture")
     top.add_argument("--temperature", type=float, default=0.2, help="0 takes the likeliest token (default: 0.2)")
     top.add_argument("--max-new-tokens", type=int, default=512, help="longest answer (default: 512)")
-    top.add_argument("--load-8bit", action="store_true", help="quantise with bitsandbytes")
-    top.add_argument("--load-4bit", action="store_true", help="quantise with bitsandbytes")
-    top.add_argument(
-        "--image-aspect-ratio",
-        metavar="MODE",
-        help="square, pad, anyres or anyres_max_N (default: the checkpoint's, whose grids anyres takes)",
-    )
     top.add_argument("--debug", action="store_true", help="show prompt and answer as the model sees them")
     return top
 
@@ -56,24 +57,14 @@ def load_chat_assistant(args: argparse.Namespace) -> Assistant:
     Raises:
         ValueError: it has no vision tower, or a template without turns.
     """
-    assistant = load_assistant(
-        args.model_path,
-        args.model_base,
-        args.conv_mode,
-        device=args.device,
-        load_8bit=args.load_8bit,
-        load_4bit=args.load_4bit,
-    )
+    assistant = chosen_assistant(args)
     if assistant.image_processor is None:
-        raise ValueError(f"--model-path {args.model_path} has no vision tower: it cannot see --image-file")
+        raise ValueError(f"--model-path {args.model_path} has no vision tower: it cannot see pictures")
     if is_captioner(assistant.template):
         raise ValueError(
             f"--model-path {args.model_path} has the template 'plain' (stage 1), which has no turns: get its caption "
             "with python -m llava.eval.run_llava, or name another template by --conv-mode"
         )
-    if args.image_aspect_ratio:
-        assistant.model.config.image_aspect_ratio = args.image_aspect_ratio
-        assistant.model.crop_rules()
     return assistant
 
 
@@ -119,7 +110,7 @@ def answer(
 ) -> list[dict[str, str]]:
     """Prints the answer; the turns with question and answer, or as they were where none could be given."""
     sampling = {"temperature": args.temperature} if args.temperature > 0 else {}
-    asked = [*turns, {"from": "human", "value": question if turns else f"{DEFAULT_IMAGE_TOKEN}\n{question}"}]
+    asked = with_question(turns, question)
     streamer = AnswerStreamer(assistant)
     try:
         assistant.prompt_ids(asked, [picture])
@@ -145,6 +136,11 @@ def answer(
     if args.debug:
         print({"prompt": assistant.prompt_text(asked), "outputs": text})
     return [*asked, {"from": "gpt", "value": text}]
+
+
+def with_question(turns: list[dict[str, str]], question: str) -> list[dict[str, str]]:
+    """The turns with another question; the first one comes with the picture."""
+    return [*turns, {"from": "human", "value": question if turns else f"{DEFAULT_IMAGE_TOKEN}\n{question}"}]
 
 
 def read_question() -> str:
@@ -182,7 +178,11 @@ class AnswerStreamer(TextStreamer):
         # Text comes up to the last space, and no template's end has one inside: it never comes in two pieces.
         text = text.split(self.end_of_answer)[0]
         self.shown += text
-        super().on_finalized_text(text, stream_end)
+        self.show(text, stream_end)
+
+    def show(self, text: str, is_last: bool) -> None:
+        """Called with each piece of the answer."""
+        super().on_finalized_text(text, is_last)
 
 
 if __name__ == "__main__":

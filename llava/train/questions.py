@@ -9,6 +9,7 @@ the table is `eval/answers` (TensorBoard: beside it the pictures, as `eval/pictu
 """
 
 import logging
+import math
 import string
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 from PIL import Image, ImageOps
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from llava.asking import Assistant, is_captioner
+from llava.asking import Asked, Assistant, batch_answers, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import Record, record_images
@@ -104,20 +105,20 @@ class Questions:
         )  # fmt: skip
         options = {"do_sample": False, "use_cache": True, "max_new_tokens": self.max_new_tokens}
         options["synced_gpus"] = is_deepspeed_zero3_enabled()
-        answers = []
-        starts = range(0, len(self.indices), self.batch_size)
-        for start in progress(starts, "asking", "batches", hidden=not self.show_progress):
-            if at_batch():
-                return None
-            numbers = self.indices[start : start + self.batch_size]
-            records = [dataset.records[i] for i in numbers]
-            opened = [[dataset.images.open(name) for name in record_images(record)] for record in records]
-            turns = [record["conversations"][:2] for record in records]
-            said = assistant.answer([both[:1] for both in turns], sum(opened, []), **options)
-            for pictures, (question, expected), text in zip(opened, turns, said, strict=True):
-                asked = question["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
-                answers.append(Answer(pictures, asked, expected["value"], text))
-        return answers
+        records = [dataset.records[i] for i in self.indices]
+        asked = [Asked(record["conversations"][:1], record_images(record)) for record in records]
+        batches = batch_answers(assistant, asked, dataset.images.open, self.batch_size, at_batch, **options)
+        count, said = math.ceil(len(asked) / self.batch_size), {}
+        for batch in progress(batches, "asking", "batches", total=count, hidden=not self.show_progress):
+            said |= batch
+        if len(said) < len(asked):
+            return None
+        return [self._answer(record, said[number]) for number, record in enumerate(records)]
+
+    def _answer(self, record: Record, said: str) -> Answer:
+        question, expected = (turn["value"] for turn in record["conversations"][:2])
+        pictures = [self.dataset.images.open(name) for name in record_images(record)]
+        return Answer(pictures, question.replace(DEFAULT_IMAGE_TOKEN, "").strip(), expected, said)
 
 
 def accuracy(answers: Sequence[Answer]) -> dict[str, float]:

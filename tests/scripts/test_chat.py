@@ -165,6 +165,17 @@ def test_a_cut_off_picture_is_named(images, tmp_path):
         load_picture(str(tmp_path / "cut.png"))
 
 
+def test_a_picture_of_too_many_pixels_or_of_a_format_that_runs_a_program_is_refused(images, tmp_path, monkeypatch):
+    (tmp_path / "eps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    with pytest.raises(ValueError, match=r"eps\.png: not a picture in a format"):
+        load_picture(str(tmp_path / "eps.png"))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)
+    for side in (15, 30):  # of which Pillow warns, and which it refuses
+        Image.new("RGB", (side, side)).save(tmp_path / "bomb.png")
+        with pytest.raises(ValueError, match=r"bomb\.png: cannot be read \(Image size .* exceeds limit"):
+            load_picture(str(tmp_path / "bomb.png"))
+
+
 def test_a_language_model_without_a_vision_tower_is_refused(ask, talk, tiny):
     for result in (ask("--conv-mode", "v1", model=tiny / "llama"), talk("", "--conv-mode", "v1", model=tiny / "llama")):
         assert result.status == 2 and str(tiny / "llama") in result.error and "has no vision tower" in result.error
@@ -322,7 +333,7 @@ def test_ctrl_c_at_the_prompt_says_how_to_quit_and_quits_on_the_second(talk, mon
 
 
 def test_ctrl_c_while_the_model_is_loaded_is_one_word(talk, monkeypatch):
-    monkeypatch.setattr(cli, "load_assistant", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(cli, "chosen_assistant", lambda args: os.kill(os.getpid(), signal.SIGINT))
     result = talk("")
     assert (result.status, result.error) == (130, "interrupted\n")
 

@@ -10,7 +10,7 @@ import torch
 from paths import ROOT
 
 from llava.analysis import __main__ as analysis
-from llava.eval import evaluate, run_llava
+from llava.eval import answer, evaluate, run_llava
 from llava.model import merge_lora
 from llava.serve import cli
 
@@ -18,6 +18,7 @@ ASKING = ["--model-path", "x", "--image-file", "y"]
 COMMANDS = {
     "chat": (cli.main, ASKING),
     "question": (run_llava.main, [*ASKING, "--query", "z"]),
+    "answers": (answer.main, ["--model-path", "x", "--data", "y", "--output", "z"]),
     **{
         name: (analysis.main, [name, "--model", "x"])
         for name in ("interface-norms", "layer-norms", "update-rates", "gradients", "attention", "interventions")

@@ -648,6 +648,8 @@ def test_setup_extras_add_up_and_unknown_ones_are_refused(setup):
     refused = setup(EXTRAS="dev,nonsense")
     assert refused.returncode != 0
     assert "nonsense" in refused.stderr and "playground" in refused.stderr
+    refused = setup(EXTRAS="web")
+    assert refused.returncode != 0 and "docs/chat.md" in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
 def test_setup_that_failed_shows_pips_words_and_starts_again(setup):

@@ -6,7 +6,7 @@ import pytest
 from paths import ROOT
 
 TESTS = ROOT / "tests"
-ROOMS = ("unit", "invariants", "distributed", "upstream", "scripts")
+ROOMS = ("unit", "invariants", "distributed", "upstream", "scripts", "browser")
 SOURCES = {path: path.read_text(encoding="utf-8") for path in sorted(TESTS.rglob("*.py"))}
 
 

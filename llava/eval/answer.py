@@ -1,0 +1,228 @@
+"""Answers to many questions: `python -m llava.eval.answer --model-path CKPT --data FILE --output answers.jsonl`.
+
+Takes whatever training takes, and LLaVA's question files (`question_id`, `image`, `text`). Writes a line for each
+question, in their order, with the fields that LLaVA's evaluation scripts read. The same command goes on where it was
+stopped: answers are written a window of batches at a time, and a window that is not whole is asked again, so that an
+interrupted call ends with the same file.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from llava.anyres import Size
+from llava.asking import (
+    Assistant,
+    add_loading_arguments,
+    add_model_arguments,
+    batch_answers,
+    chosen_assistant,
+    is_captioner,
+)
+from llava.commands import Parser, exit_status
+from llava.eval.answer_file import kept, read_answers, recorded_count, write_record
+from llava.eval.question_records import Question, QuestionRecords
+from llava.progress import progress
+from llava.provenance import checkpoint_name, revision
+
+WINDOW = 8  # batches; questions are sorted by length within it, and so much is asked again after an interruption
+SHOWN_FAULTS = 10
+ON_BAD_RECORD = ("error", "skip")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    try:
+        return exit_status(run, parser().parse_args(argv))
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = Parser(prog="python -m llava.eval.answer", description=__doc__.splitlines()[0])
+    add_model_arguments(top)
+    add_loading_arguments(top)
+    top.add_argument("--data", required=True, help="questions: .json, .jsonl, .parquet or a mixture, as --data_path")
+    top.add_argument("--image-folder", help="of their pictures, or a zip file (default: here)")
+    top.add_argument("--output", type=Path, required=True, help="file of the answers, a line each")
+    top.add_argument("--overwrite", action="store_true", help="ask anew what --output has answers to")
+    top.add_argument("--batch-size", type=positive, default=8, help="questions asked at a time (default: 8)")
+    top.add_argument("--max-new-tokens", type=positive, default=512, help="longest answer (default: 512)")
+    top.add_argument("--temperature", type=float, default=0, help="above 0 answers are sampled (default: 0, greedy)")
+    top.add_argument("--top-p", type=float, help="sample from the likeliest tokens with this much probability together")
+    top.add_argument("--num-beams", type=positive, default=1, help="beams of beam search (default: 1)")
+    top.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+    top.add_argument("--num-chunks", type=positive, default=1, help="parts of the data, a process each (default: 1)")
+    top.add_argument("--chunk-idx", type=int, default=0, help="which part this process asks, from 0 (default: 0)")
+    top.add_argument(
+        "--on-bad-record",
+        choices=ON_BAD_RECORD,
+        default="error",
+        help="what cannot be asked: `error` names it and asks nothing (default), `skip` leaves it out",
+    )
+    return top
+
+
+def positive(text: str) -> int:
+    """A flag's number, at least 1."""
+    try:
+        if (number := int(text)) > 0:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes `--output`.
+
+    Raises:
+        ValueError, OSError, ImportError: refused flags, questions or checkpoint; `--output` holds other answers, or
+            another process writes it.
+    """
+    if not 0 <= args.chunk_idx < args.num_chunks:
+        raise ValueError(f"--chunk-idx {args.chunk_idx}: expected 0 to {args.num_chunks - 1} (--num-chunks)")
+    if args.temperature < 0 or (args.top_p is not None and not (0 < args.top_p <= 1 and args.temperature)):
+        raise ValueError("--temperature: expected 0 or more; --top-p: above 0 to 1, and with --temperature above 0")
+    questions = QuestionRecords(args.data, args.image_folder, (args.chunk_idx, args.num_chunks))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(args.output.with_name(f".{args.output.name}.lock"), timeout=0):
+            answer_all(questions, args)
+    except Timeout:
+        raise ValueError(f"--output {args.output}: another process writes it") from None
+
+
+def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
+    """Asks what `--output` lacks."""
+    output, asked = args.output, what_is_asked(questions, args)
+    if args.overwrite:
+        output.unlink(missing_ok=True)
+    if output.exists() and (count := recorded_count(output, asked)) == len(read_answers(output)[0]):
+        print(f"{output}: finished before, {count} answers (--overwrite asks anew)")
+        return
+    sizes = usable(questions, args.on_bad_record)
+    assistant = chosen_assistant(args)
+    if is_captioner(assistant.template):
+        print(f"note: {args.model_path} is a captioner (template plain): it captions, questions are unread")
+    places = fitting(questions, sizes, assistant, args.on_bad_record)
+    write_record(output, asked, len(places))
+    window = WINDOW * args.batch_size
+    done, end = kept(output, [questions[place] for place in places], window)
+    with open(output, "ab") as file, progress(len(places), "answering", "questions", done=done) as bar:
+        file.truncate(end)
+        for start in range(done, len(places), window):
+            some = [questions[place] for place in places[start : start + window]]
+            torch.manual_seed(args.seed + start)  # so that a call that goes on samples what an uninterrupted one does
+            said: dict[int, str] = {}
+            pictures, options = questions.images.open, generation_options(args)
+            for batch in batch_answers(assistant, [one.asked for one in some], pictures, args.batch_size, **options):
+                said |= batch
+                bar.update(len(batch))
+            lines = [answer_line(one, said[number], args.model_path) for number, one in enumerate(some)]
+            file.write("".join(lines).encode())
+            file.flush()
+    print(f"{output}: {len(places)} answers")
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as `generate` takes them."""
+    options = {"do_sample": args.temperature > 0, "num_beams": args.num_beams, "max_new_tokens": args.max_new_tokens}
+    return options | ({"temperature": args.temperature, "top_p": args.top_p} if args.temperature > 0 else {})
+
+
+def answer_line(question: Question, text: str, model_path: str) -> str:
+    """A line with the fields of LLaVA's answer files; `metadata` has the answer that the record expects."""
+    name = checkpoint_name(model_path)
+    key = json.dumps([name, question.identifier, question.prompt, text])
+    fields = {
+        "question_id": question.identifier,
+        "prompt": question.prompt,
+        "text": text,
+        "answer_id": hashlib.sha256(key.encode()).hexdigest()[:22],
+        "model_id": name,
+        "metadata": {} if question.expected is None else {"expected": question.expected},
+    }
+    return json.dumps(fields, ensure_ascii=False) + "\n"
+
+
+def what_is_asked(questions: QuestionRecords, args: argparse.Namespace) -> dict[str, Any]:
+    """What decides the answers, by flag; the size of a batch and the device do not."""
+    names = ("conv_mode", "dtype", "load_8bit", "load_4bit", "image_aspect_ratio", "max_new_tokens", "temperature")
+    names += ("top_p", "num_beams", "seed", "num_chunks", "chunk_idx", "on_bad_record")
+    asked = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    for flag, path in (("--model-path", args.model_path), ("--model-base", args.model_base)):
+        asked[flag] = path and f"{checkpoint_name(path)}, content {revision(path)}"
+    asked["--data"] = f"content {questions.records.key[:16]}"
+    images = questions.images
+    asked["--image-folder"] = images.identity() if images.archive else str(images.root.resolve())
+    return asked
+
+
+# --- what can be asked ------------------------------------------------------------------------------------------------
+
+
+def usable(questions: QuestionRecords, on_bad_record: str) -> dict[int, list[Size]]:
+    """The sizes of the pictures of every question whose record and pictures are in order.
+
+    Raises:
+        ValueError: one is not, unless they shall be skipped; the message names record, picture and fault.
+    """
+    skip, faults, sizes = on_bad_record == "skip", [], {}
+    for place in progress(range(len(questions)), "checking", "questions"):
+        try:
+            sizes[place] = questions.picture_sizes(place, decode=skip)
+        except ValueError as error:
+            faults.append(f"{questions.named(place)}: {error}")
+    report(faults, len(questions), skip)
+    return sizes
+
+
+def fitting(
+    questions: QuestionRecords, sizes: dict[int, list[Size]], assistant: Assistant, on_bad_record: str
+) -> list[int]:
+    """Those questions that the checkpoint can be asked: its template can write them, and they are short enough.
+
+    Raises:
+        ValueError: one cannot, unless they shall be skipped; the message names record and fault.
+    """
+    faults, places = [], []
+    for place, shown in progress(sizes.items(), "measuring", "questions", total=len(sizes)):
+        try:
+            if shown and assistant.image_processor is None:
+                raise ValueError(f"it has pictures, and {assistant.name} has no vision tower")
+            assistant.prompt_length(questions[place].asked.turns, shown)
+            places.append(place)
+        except ValueError as error:
+            faults.append(f"{questions.named(place)}: {error}")
+    report(faults, len(questions), on_bad_record == "skip")
+    return places
+
+
+def report(faults: Sequence[str], total: int, skip: bool) -> None:
+    """Lists what cannot be asked on stderr where it is skipped.
+
+    Raises:
+        ValueError: with the list, where it is not.
+    """
+    if not faults:
+        return
+    more = [f"and {len(faults) - SHOWN_FAULTS} more"] if len(faults) > SHOWN_FAULTS else []
+    shown = "\n  ".join([*faults[:SHOWN_FAULTS], *more])
+    if not skip:
+        advice = "mend them, or leave them out by --on-bad-record skip"
+        raise ValueError(f"--data: {len(faults)} of {total} questions cannot be asked; {advice}:\n  {shown}")
+    print(f"left out: {len(faults)} of {total} questions (--on-bad-record skip):\n  {shown}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""What `python -m llava.eval.answer` asks: every record that training takes, and the lines of LLaVA's question files.
+
+Of a conversation everything up to its last question is asked, earlier answers included; an answer behind it is what is
+expected. A line of a question file has its words under `text` and its pictures, if it has any, under `image`.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from llava.anyres import Size
+from llava.asking import Asked
+from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.data.checks import TURN_KEYS, Record, record_images, record_problem
+from llava.data.images import ImageStore
+from llava.data.records import load_records
+from llava.data.table import RecordTable, name_of
+
+
+class Question(NamedTuple):
+    """One record's question.
+
+    Attributes:
+        identifier: `question_id` or `id` of the record, else its place.
+        prompt: the last turn without its placeholders.
+        expected: the answer that the record has for it, or None.
+    """
+
+    identifier: Any
+    asked: Asked
+    prompt: str
+    expected: str | None
+
+
+class QuestionRecords(Sequence[Question]):
+    """The questions of `--data`, parsed when asked for; `[i]` raises ValueError where record i has none.
+
+    Args:
+        data: see `llava.data.records.load_records`.
+        image_folder: pictures are looked up below it; a folder or zip file.
+        part: which of how many parts of equal size, counted from 0, as LLaVA's `--chunk-idx` and `--num-chunks`.
+
+    Raises:
+        ValueError, OSError, ImportError: nothing readable there.
+    """
+
+    def __init__(self, data: str, image_folder: str | None, part: tuple[int, int] = (0, 1)):
+        try:
+            self.records: RecordTable = load_records(data, check=False, show_progress=True).epoch()
+        except (ValueError, OSError) as error:
+            raise ValueError(str(error).replace("--data_path", "--data")) from error
+        others = self.records.image_folders
+        self.images = ImageStore(image_folder, follow_links=True, others=others, setting="--image-folder")
+        size = -(-len(self.records) // part[1])
+        start = min(part[0] * size, len(self.records))
+        self.places = range(start, min(start + size, len(self.records)))
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Question:
+        place = self.places[index]
+        position = self.records.position(place)
+        problem = self.records.problem(position)
+        if problem is None:
+            return as_question(self.records.record(position), place)
+        found = json.loads(self.records.text(position)) if problem.kind == "schema" else None
+        if type(found) is not dict or not set(TURN_KEYS).isdisjoint(found):
+            raise ValueError(problem.message)
+        if not isinstance(found.get("text"), str):
+            raise ValueError(f"{problem.message}; a line of a question file has its words under 'text'")
+        record = as_conversation(self.records.record(position))
+        if problem := record_problem(record):
+            raise ValueError(problem.message)
+        return as_question(record, place)
+
+    def named(self, index: int) -> str:
+        """How messages call a question."""
+        return name_of(self.records, self.places[index])
+
+    def picture_sizes(self, index: int, decode: bool = False) -> list[Size]:
+        """Width and height of a question's pictures, by their headers, or by decoding them.
+
+        Raises:
+            ValueError: the record has no question, or a picture is missing or damaged.
+        """
+        pictures = self[index].asked.pictures
+        return [self.images.open(place).size if decode else self.images.size(place) for place in pictures]
+
+
+def as_conversation(line: Record) -> Record:
+    """A line of a question file in LLaVA's form; its pictures stand in front where its text does not place them."""
+    text, pictures = line["text"], record_images(line)
+    if DEFAULT_IMAGE_TOKEN not in text and isinstance(pictures, list):
+        text = f"{DEFAULT_IMAGE_TOKEN}\n" * len(pictures) + text
+    return line | {"conversations": [{"from": "human", "value": text}]}
+
+
+def as_question(record: Record, place: int) -> Question:
+    """The question of a record that `record_problem` finds nothing wrong with.
+
+    Raises:
+        ValueError: nobody asks anything in it.
+    """
+    turns = record["conversations"]
+    asking = [number for number, turn in enumerate(turns) if turn["from"] == "human"]
+    if not asking:
+        raise ValueError("expected a question, found no turn of 'human' (or 'user')")
+    end = asking[-1] + 1
+    shown = sum(turn["value"].count(DEFAULT_IMAGE_TOKEN) for turn in turns[:end])
+    identifier = next((record[key] for key in ("question_id", "id") if record.get(key) is not None), place)
+    prompt = turns[end - 1]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
+    expected = turns[end]["value"] if len(turns) > end else None
+    return Question(identifier, Asked(turns[:end], record_images(record)[:shown]), prompt, expected)

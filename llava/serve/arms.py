@@ -1,0 +1,185 @@
+"""Checkpoints that answer about the same picture, word by word, and what each looked at; everything but the page."""
+
+import html
+import math
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from llava.analysis.attention_figures import overlaid
+from llava.asking import Assistant, load_picture
+from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.mm_utils import to_rgb
+from llava.presentation import TEXT_COLOUR, VISUAL_COLOUR
+from llava.serve.cli import AnswerStreamer, with_question
+from llava.serve.look import Look, look_of, probe_of
+
+LONGEST_QUESTION = 10_000  # characters; more than any context holds would only keep the tokenizer busy
+SMALL, LARGE = 384, 768  # pixels of a heatmap's longer side, between which it has the picture's size
+LEAST_NORM, MOST_NORM = 0.1, 10_000.0  # ends of the bars' logarithmic scale
+
+
+class Arm:
+    """A checkpoint on the page."""
+
+    def __init__(self, name: str, assistant: Assistant):
+        self.name, self.assistant, self.probe = name, assistant, probe_of(assistant)
+
+
+@dataclass(frozen=True)
+class Talk:
+    """One arm's conversation about a picture, and what is shown of it.
+
+    Attributes:
+        turns: LLaVA's, with the answers that are complete.
+        growing: the question that is being answered and the answer so far; empty when none is.
+        heatmap, norms: of the last answer; a picture, and HTML.
+    """
+
+    turns: list[dict[str, str]] = field(default_factory=list)
+    growing: tuple[str, ...] = ()
+    heatmap: Image.Image | None = None
+    norms: str = ""
+
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation as chat messages, without the placeholder."""
+        texts = [(turn["from"], turn["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()) for turn in self.turns]
+        texts += zip(("human", "gpt"), self.growing, strict=False)
+        roles = {"human": "user", "gpt": "assistant"}
+        return [{"role": roles[speaker], "content": text or "(no words)"} for speaker, text in texts]
+
+
+def checked_question(question: str | None) -> str:
+    """What was typed.
+
+    Raises:
+        ValueError: nothing, too much, or a placeholder in it.
+    """
+    question = (question or "").strip()
+    if not question:
+        raise ValueError("Please type a question.")
+    if len(question) > LONGEST_QUESTION:
+        raise ValueError(f"The question has {len(question):,} characters; at most {LONGEST_QUESTION:,} are read.")
+    if DEFAULT_IMAGE_TOKEN in question:
+        raise ValueError(f"The picture is already there; please ask without {DEFAULT_IMAGE_TOKEN}.")
+    return question
+
+
+def checked_picture(path: str | None, most_bytes: int) -> Image.Image:
+    """The picture of an uploaded file, in RGB, checked as those of training are; of animated ones the first frame.
+
+    Raises:
+        ValueError: there is none, it is too large, or no picture; the message names the file, not its folder.
+    """
+    if not path:
+        raise ValueError("Please choose a picture first.")
+    file = Path(path)
+    if file.is_file() and file.stat().st_size > most_bytes:
+        raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes; at most {most_bytes:,} are taken.")
+    try:
+        return to_rgb(load_picture(path, file.name))
+    except ValueError as error:
+        raise ValueError(f"{str(error).replace(f'{file.parent}/', '')}.") from error
+
+
+def ask_all(
+    arms: Sequence[Arm], talks: Sequence[Talk], picture: Image.Image, question: str, **options: Any
+) -> Iterator[list[Talk]]:
+    """All arms' conversations, each time that something is to be shown; one arm answers after the other.
+
+    Args:
+        talks: the conversations so far, which the first question starts.
+        options: of `generate`.
+
+    Raises:
+        ValueError: see `Assistant.answer`.
+    """
+    talks = [replace(talk, growing=(question,), heatmap=None, norms="") for talk in talks]
+    yield list(talks)
+    for number, arm in enumerate(arms):
+        before, asked = talks[number], with_question(talks[number].turns, question)
+        for text in growing_answer(arm.assistant, asked, picture, **options):
+            talks[number] = replace(before, growing=(question, text + " ..."))
+            yield list(talks)
+        talks[number] = Talk([*asked, {"from": "gpt", "value": text}])
+        yield list(talks)
+        look = look_of(arm.assistant, arm.probe, asked, picture, text)
+        heatmap = None if look.heatmap is None else shown_heatmap(picture, look)
+        talks[number] = replace(talks[number], heatmap=heatmap, norms=norm_bars(look))
+        yield list(talks)
+
+
+class Stopped(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class _Streamer(AnswerStreamer):
+    # Hands the answer so far to another thread, and ends the generation when that one is gone.
+    def __init__(self, assistant: Assistant):
+        super().__init__(assistant)
+        self.pieces: queue.Queue[str | None] = queue.Queue()
+        self.stopped = threading.Event()
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.stopped.is_set():
+            raise Stopped
+        super().put(value)
+
+    def show(self, text: str, is_last: bool) -> None:
+        self.pieces.put(self.shown)
+
+
+def growing_answer(
+    assistant: Assistant, turns: list[dict[str, str]], picture: Image.Image, **options: Any
+) -> Iterator[str]:
+    """The answer so far, each time that it has grown, and at last the whole; closing the iterator ends it.
+
+    Raises:
+        ValueError: see `Assistant.answer`.
+    """
+    streamer = _Streamer(assistant)
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(assistant.answer, [turns], [picture], streamer=streamer, **options)
+        answer.add_done_callback(lambda _: streamer.pieces.put(None))
+        try:
+            while (text := streamer.pieces.get()) is not None:
+                yield text
+        finally:
+            streamer.stopped.set()
+        yield answer.result()[0]
+
+
+def shown_heatmap(picture: Image.Image, look: Look) -> Image.Image:
+    """The heatmap over the picture, as large as a page shows it; its brightest place is the most seen."""
+    side = max(picture.size)
+    factor = min(max(side, SMALL), LARGE) / side
+    size = [max(1, round(length * factor)) for length in picture.size]
+    return overlaid(picture.resize(size), look.heatmap, look.heatmap.max())
+
+
+def norm_bars(look: Look) -> str:
+    """The two norms as bars on one logarithmic scale, in HTML, with a sentence that says their ratio."""
+    rows = [("visual tokens", look.visual_norm, VISUAL_COLOUR), ("text tokens", look.text_norm, TEXT_COLOUR)]
+    bars = "".join(
+        f'<div class="norm"><span>{what}</span><div class="track"><div style="width:{bar_width(norm):.1f}%;'
+        f'background:{colour}"></div></div><b>{norm:.3g}</b></div>'
+        for what, norm, colour in rows
+    )
+    ratio = look.visual_norm / look.text_norm if look.text_norm else math.nan
+    sentence = f"Visual tokens enter the language model with {ratio:.3g} times the norm of text tokens."
+    note = "Median L2 norms, bars on a logarithmic scale."
+    return f'<div class="norms">{bars}<p>{html.escape(sentence)} <small>{note}</small></p></div>'
+
+
+def bar_width(norm: float) -> float:
+    """Percent of the scale from `LEAST_NORM` to `MOST_NORM`; within it whatever the norm is."""
+    if not math.isfinite(norm) or norm <= LEAST_NORM:
+        return 0.0
+    return min(100.0, 100 * math.log(norm / LEAST_NORM) / math.log(MOST_NORM / LEAST_NORM))

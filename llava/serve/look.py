@@ -1,0 +1,60 @@
+"""Where a model looked while it answered, and how large visual and text tokens were where they entered it.
+
+Shapes: S sequence with visual tokens and the answer.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from llava.analysis.attention import attention_of
+from llava.analysis.families import Family, find_parts
+from llava.analysis.layer_statistics import TEXT_GROUPS
+from llava.analysis.loading import our_batch, special_ids
+from llava.analysis.probe import VISUAL, Probe
+from llava.asking import Assistant
+from llava.constants import IMAGE_TOKEN_INDEX
+
+
+class Look(NamedTuple):
+    """What is shown beside an answer.
+
+    Attributes:
+        heatmap: the answer's attention over the places of the picture [rows, columns], mean over layers and heads, sum
+            1; None where it is not known where visual tokens lie.
+        visual_norm, text_norm: medians over the tokens that enter the language model.
+    """
+
+    heatmap: np.ndarray | None
+    visual_norm: float
+    text_norm: float
+
+
+def probe_of(assistant: Assistant) -> Probe:
+    """Shows what passes between the parts of an assistant's model."""
+    parts = find_parts(assistant.model, Family(), IMAGE_TOKEN_INDEX)
+    return Probe(assistant.name, assistant.model, parts, special_ids=special_ids(assistant.tokenizer))
+
+
+def look_of(assistant: Assistant, probe: Probe, turns: list[dict[str, str]], picture: Image.Image, answer: str) -> Look:
+    """Runs a question and the answer to it once more, and watches.
+
+    Args:
+        probe: of the assistant, see `probe_of`.
+        turns: what was asked, with one placeholder.
+
+    Raises:
+        ValueError: the attention cannot be watched.
+    """
+    prompt = assistant.prompt_ids(turns, [picture])
+    said = assistant.tokenizer(answer, add_special_tokens=False, return_tensors="pt")["input_ids"][0].long()
+    batch = our_batch(assistant.model, [torch.cat([prompt, said])], [picture], assistant.image_processor)
+    asking = torch.zeros(batch.input_ids.shape[1], dtype=torch.bool)
+    start = assistant.prompt_length(turns, [picture.size]) - 1  # what a token looks at decides the next one
+    asking[start : max(start + 1, len(asking) - 1)] = True
+    found, seen = attention_of(probe, batch, asking, f"{assistant.name}: no layer lets the answer")
+    norms, groups = seen.hidden_states[0][0].float().norm(dim=-1).cpu(), seen.groups[0].cpu()
+    is_text = torch.isin(groups, torch.tensor(TEXT_GROUPS, dtype=groups.dtype))
+    return Look(found.maps.get("mean"), norms[groups == VISUAL].median().item(), norms[is_text].median().item())

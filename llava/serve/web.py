@@ -1,0 +1,279 @@
+"""A page to talk about pictures with one or two checkpoints: `python -m llava.serve.web --model-path CKPT`.
+
+Beside each answer stands where the model looked and how large visual and text tokens were. Only this machine reaches
+the page unless `--host` or `--share` says otherwise; the page loads nothing from elsewhere and reports nothing.
+"""
+
+import argparse
+import html
+import json
+import os
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llava.analysis.inputs import PLAYGROUND
+from llava.asking import add_loading_arguments, add_model_arguments
+from llava.commands import REFUSALS, Parser, exit_status
+from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.presentation import import_pyplot
+from llava.provenance import checkpoint_name
+from llava.serve.arms import Arm, Talk, ask_all, checked_picture, checked_question
+from llava.serve.cli import load_chat_assistant
+
+MOST_ARMS, EXAMPLES = 2, 6
+WAITING = 20  # questions in the queue; further ones are refused
+MEGABYTE = 10**6
+# What a browser may load: nothing but what this server gives. Gradio's own scripts and styles stand in the page.
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; media-src 'self' data: blob:; worker-src 'self' blob:"
+)
+STYLE = """
+.norms { padding: 0 4px; } .norms p { margin: 6px 0 0; }
+.norm { display: grid; grid-template-columns: 7em 1fr 4em; gap: 8px; align-items: center; }
+.norm .track { background: var(--border-color-primary); height: 14px; border-radius: 3px; }
+.norm .track div { height: 14px; border-radius: 3px; min-width: 2px; }
+.norm b { text-align: right; font-variant-numeric: tabular-nums; }
+.refusal { color: var(--error-text-color, #b91c1c); font-weight: 600; margin: 4px 0; }
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    try:
+        return exit_status(run, parser().parse_args(argv))
+    except KeyboardInterrupt:
+        print("closed", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = Parser(prog="python -m llava.serve.web", description=__doc__.splitlines()[0])
+    add_model_arguments(top, several=True)
+    add_loading_arguments(top)
+    top.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all (default: 127.0.0.1)")
+    top.add_argument("--port", type=int, default=7860, help="port to listen on (default: 7860)")
+    top.add_argument("--share", action="store_true", help="also open Gradio's public tunnel to whoever has the link")
+    top.add_argument("--max-upload", type=float, default=10, metavar="MB", help="largest picture taken (default: 10)")
+    top.add_argument("--max-new-tokens", type=int, default=256, help="longest answer, to begin with (default: 256)")
+    return top
+
+
+def run(args: argparse.Namespace) -> None:
+    """Loads the checkpoints and serves the page until Ctrl-C.
+
+    Raises:
+        ValueError, OSError, ImportError: refused flags or checkpoints; Gradio is not installed; the port is taken.
+    """
+    if len(args.model_path) > MOST_ARMS:
+        raise ValueError(f"--model-path: expected one or two checkpoints, found {len(args.model_path)}")
+    if args.max_upload <= 0 or args.max_new_tokens < 1:
+        raise ValueError("--max-upload and --max-new-tokens: expected positive numbers")
+    import_pyplot()
+    with tempfile.TemporaryDirectory(prefix="llava-web-") as folder:
+        gradio = import_gradio(folder)
+        arms = load_arms(args)
+        page = build_page(gradio, arms, args)
+        try:
+            page.launch(
+                server_name=args.host,
+                server_port=args.port,
+                share=args.share,
+                max_file_size=int(args.max_upload * MEGABYTE),
+                prevent_thread_lock=True,
+                state_session_capacity=100,
+                app_kwargs={"middleware": policy_middleware()},
+                ssr_mode=False,
+                footer_links=[],
+                quiet=True,
+                theme=gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+                css=STYLE,
+            )
+            print(f"the page: {page.local_url}" + (f" and {page.share_url}" if page.share_url else ""), flush=True)
+            threading.Event().wait()
+        finally:
+            page.close()
+
+
+def import_gradio(folder: str) -> Any:
+    """Gradio, which keeps its files in `folder` and does not report its use.
+
+    Raises:
+        ImportError: it is not installed; says which extra brings it.
+    """
+    os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": folder}
+    try:
+        import gradio
+    except ImportError as error:
+        raise ImportError("the page needs Gradio: pip install 'llava[web]'") from error
+    return gradio
+
+
+def load_arms(args: argparse.Namespace) -> list[Arm]:
+    """The checkpoints, named as in tables; two of one name get their place."""
+    names = [checkpoint_name(path) for path in args.model_path]
+    if len(set(names)) < len(names):
+        names = [f"{number}: {name}" for number, name in enumerate(names, 1)]
+    loaded = [load_chat_assistant(argparse.Namespace(**vars(args) | {"model_path": path})) for path in args.model_path]
+    return [Arm(name, assistant) for name, assistant in zip(names, loaded, strict=True)]
+
+
+def policy_middleware() -> list[Any]:
+    """Sends `POLICY` with every answer of the server."""
+    from starlette.middleware import Middleware
+
+    class Policy:
+        def __init__(self, app: Any):
+            self.app = app
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            async def send_with(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
+                await send(message)
+
+            await self.app(scope, receive, send_with if scope["type"] == "http" else send)
+
+    return [Middleware(Policy)]
+
+
+def examples() -> list[list[str]]:
+    """Pictures of the playground with a question each, from whichever set is prepared here; no picture twice."""
+    found: dict[str, str] = {}
+    for file in filter(Path.is_file, map(Path, PLAYGROUND)):
+        for record in json.loads(file.read_text(encoding="utf-8")):
+            picture = file.parent / "images" / record["image"]
+            if len(found) < EXAMPLES and picture.is_file():
+                question = record["conversations"][0]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
+                found.setdefault(str(picture), question)
+    return [list(pair) for pair in found.items()]
+
+
+def refusal(text: str) -> str:
+    """A sentence on the page that says what cannot be done."""
+    return f'<p class="refusal" role="alert">{html.escape(text)}</p>' if text else ""
+
+
+class Page:
+    """What the page's buttons do; every function returns values for `outputs`.
+
+    Args:
+        most_bytes: of an uploaded picture.
+        same: stands for a value that the page shows already.
+    """
+
+    def __init__(self, arms: Sequence[Arm], most_bytes: int, same: Any = None):
+        self.arms, self.most_bytes, self.same = arms, most_bytes, same
+
+    def shown(self, talks: Sequence[Talk], said: str = "") -> list[Any]:
+        """Values of state, sentence, and each arm's chat, heatmap and norms."""
+        parts = [value for talk in talks for value in (talk.messages(), talk.heatmap, talk.norms)]
+        return [talks, refusal(said), *parts]
+
+    def start(self) -> list[Talk]:
+        """Conversations that have not begun."""
+        return [Talk() for _ in self.arms]
+
+    def new_picture(self, path: str | None) -> list[Any]:
+        """A picture was chosen or taken away: conversations start anew, and what is no picture is taken away again.
+
+        The first value is the picture; a sentence stays while there is none.
+        """
+        state, said, *parts = self.shown(self.start())
+        if not path:
+            return [self.same, state, self.same, *parts]
+        try:
+            checked_picture(path, self.most_bytes)
+        except REFUSALS as error:
+            return [None, state, refusal(str(error)), *parts]
+        return [self.same, state, said, *parts]
+
+    def reset(self) -> list[Any]:
+        """The conversations start anew."""
+        return self.shown(self.start())
+
+    def stop(self, talks: Sequence[Talk]) -> list[Any]:
+        """The question that was being answered is forgotten."""
+        return self.shown([Talk(talk.turns) for talk in talks], "The answer was stopped, the question is forgotten.")
+
+    def ask(
+        self, path: str | None, question: str | None, talks: Sequence[Talk], temperature: float, max_new_tokens: int
+    ) -> Iterator[list[Any]]:
+        """Asks all arms, and shows their answers grow."""
+        sampling = {"temperature": temperature} if temperature > 0 else {}
+        shown: list[Any] = []
+        try:
+            picture, question = checked_picture(path, self.most_bytes), checked_question(question)
+            options = {"do_sample": temperature > 0, "max_new_tokens": int(max_new_tokens), **sampling}
+            for now in ask_all(self.arms, talks, picture, question, **options):
+                # A picture that is sent again is written again, perhaps while the browser reads it.
+                before, shown = shown, self.shown(now)
+                yield [
+                    self.same if before and new == old else new for new, old in zip(shown, before or shown, strict=True)
+                ]
+        except REFUSALS as error:
+            yield self.shown([Talk(talk.turns) for talk in talks], str(error))
+        except Exception:
+            traceback.print_exc()
+            yield self.shown([Talk(talk.turns) for talk in talks], "This failed here; the terminal says why.")
+
+
+def build_page(gradio: Any, arms: Sequence[Arm], args: argparse.Namespace) -> Any:
+    """The page as Gradio's blocks, with its events."""
+    does = Page(arms, int(args.max_upload * MEGABYTE), gradio.skip())
+    title = " and ".join(arm.name for arm in arms)
+    with gradio.Blocks(title=f"LLaVA: {title}", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+        gradio.Markdown("# Ask about a picture")
+        state = gradio.State(does.start())
+        with gradio.Row():
+            with gradio.Column(scale=2, min_width=280):
+                picture = gradio.Image(label="Picture", type="filepath", sources=["upload", "clipboard"], height=260)
+                # The file as it was uploaded: nothing decodes it before `checked_picture`. (A subclass would say this
+                # as well, and Gradio would write a .pyi file beside this one.)
+                picture.preprocess = lambda payload: payload and payload.path
+            with gradio.Column(scale=3, min_width=280):
+                question = gradio.Textbox(label="Question", lines=2, placeholder="What is in the picture?")
+                with gradio.Row():
+                    ask = gradio.Button("Ask", variant="primary", min_width=80)
+                    stop = gradio.Button("Stop", min_width=80)
+                    reset = gradio.Button("Reset", min_width=80)
+                said = gradio.HTML()
+                with gradio.Accordion("Settings", open=False):
+                    temperature = gradio.Slider(0, 2, 0, step=0.1, label="Temperature (0: the likeliest token)")
+                    longest = gradio.Slider(1, 1024, args.max_new_tokens, step=1, label="Longest answer in tokens")
+        outputs, chats = [state, said], []
+        with gradio.Row():
+            for arm in arms:
+                with gradio.Column(min_width=300):
+                    gradio.Markdown(f"### {arm.name}")
+                    chat = gradio.Chatbot(show_label=False, height=260, render_markdown=False, buttons=["copy"])
+                    heatmap = gradio.Image(
+                        label="Where it looked",
+                        interactive=False,
+                        height=260,
+                        format="png",
+                        buttons=["download", "fullscreen"],
+                        alt_text=f"Where {arm.name} looked in the picture",
+                    )
+                    outputs += [chat, heatmap, gradio.HTML()]
+                    chats.append(chat)
+        if found := examples():
+            gradio.Examples(found, [picture, question], cache_examples=False)
+        inputs, hidden = [picture, question, state, temperature, longest], {"api_visibility": "private"}
+        alone = {"concurrency_limit": 1, "concurrency_id": "model"}
+        events = [on(does.ask, inputs, outputs, **alone, **hidden) for on in (ask.click, question.submit)]
+        stop.click(does.stop, [state], outputs, cancels=events, **hidden)
+        for on in (reset.click, *(chat.clear for chat in chats)):
+            on(does.reset, None, outputs, cancels=events, **hidden)
+        picture.change(does.new_picture, [picture], [picture, *outputs], cancels=events, **hidden)
+    return page.queue(max_size=WAITING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""The web page in headless Chromium, at desk and phone width, with two tiny checkpoints.
+
+Needs Gradio (`llava[web]`), Playwright (`pip install playwright`; it drives the Chromium that is there) and a Chromium.
+SCREENSHOTS=FOLDER keeps pictures of the page.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from data_files import POPE_SUFFIX, QUESTIONS, encoded, noise
+from paths import ROOT
+
+pytest.importorskip("gradio", reason="the web page needs Gradio: pip install 'llava[web]'")
+api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+
+WIDTHS = {"desk": 1280, "phone": 390}
+PATIENCE = 60_000  # milliseconds
+
+
+@pytest.fixture(scope="module")
+def address(trained, tmp_path_factory):
+    """Where the page of two arms is served, with uploads of at most 0.2 MB."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "llava.serve.web", "--port", str(port), "--max-upload", "0.2"]
+    command += [word for norm in ("none", "gwc_layernorm") for word in ("--model-path", str(trained(norm)))]
+    log = tmp_path_factory.mktemp("web") / "log.txt"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with log.open("w") as file:
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment, cwd=ROOT)
+    line = server.stdout.readline()
+    assert line.startswith("the page: http://127.0.0.1:"), log.read_text()
+    yield line.split()[2]
+    server.send_signal(2)
+    assert server.wait(30) == 130 and "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def browser(chromium):
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser, address):
+    """A function that opens the page at a width; all it asked for and what the console said are checked at the end."""
+    opened = []
+
+    def open_at(width):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        asked, said = [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: said.append((message.type, message.text)))
+        page.on("pageerror", lambda error: said.append(("error", str(error))))
+        page.goto(address)
+        page.get_by_role("button", name="Ask").wait_for(timeout=PATIENCE)
+        opened.append((page, asked, said))
+        page.said = said
+        return page
+
+    yield open_at
+    for page, asked, said in opened:
+        elsewhere = [url for url in asked if not url.startswith((address, "data:", "blob:"))]
+        assert not elsewhere, "the page asked other servers"
+        assert not [text for kind, text in said if kind == "error"]
+        page.close()
+
+
+def keep_screenshot(page, name: str) -> None:
+    if folder := os.environ.get("SCREENSHOTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=f"{folder}/{name}.png", full_page=True)
+
+
+def choose(page, file) -> None:
+    page.locator("input[type=file]").first.set_input_files(str(file))
+
+
+def ask(page, question: str) -> None:
+    page.get_by_role("textbox", name="Question").fill(question)
+    page.get_by_role("button", name="Ask").click()
+
+
+@pytest.mark.parametrize("where", WIDTHS)
+def test_both_arms_answer_about_an_uploaded_picture(visit, tiny, trained, where):
+    page = visit(WIDTHS[where])
+    keep_screenshot(page, f"{where}-empty")
+    choose(page, tiny / "data/images/red.png")
+    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
+    ask(page, QUESTIONS[0] + POPE_SUFFIX)
+    page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
+    answers = [text.strip() for text in page.locator(".message.bot").all_inner_texts()]
+    assert len(answers) == 2 and all(answer.startswith("Yes") for answer in answers)
+    assert page.get_by_text(re.compile(r"with [\d.e+]+ times the norm of text tokens")).count() == 2
+    page.wait_for_function(
+        "[...document.querySelectorAll('img[alt^=Where]')].filter(i => i.complete && i.naturalWidth == 384).length == 2"
+    )
+    keep_screenshot(page, f"{where}-answered")
+    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[where]
+
+
+def test_a_conversation_goes_on_and_is_forgotten(visit, tiny, trained):
+    page = visit(WIDTHS["desk"])
+    choose(page, tiny / "data/images/blue.png")
+    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
+    for count, question in enumerate((QUESTIONS[0] + POPE_SUFFIX, "Sure?"), 1):
+        ask(page, question)
+        page.wait_for_function(f"document.querySelectorAll('.message.bot').length == {2 * count}", timeout=PATIENCE)
+        page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
+    page.get_by_role("button", name="Reset").click()
+    page.wait_for_function("document.querySelectorAll('.message, .norms').length == 0", timeout=PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("note.png", b"hello", "note.png: not a picture in a format that Pillow reads."),
+        ("cut.png", encoded(noise(size=(64, 64)))[:900], "cut.png: cannot be read"),
+    ],
+)
+def test_what_is_no_picture_is_refused_in_a_sentence(visit, tmp_path, name, content, sentence):
+    page = visit(WIDTHS["desk"])
+    (tmp_path / name).write_bytes(content)
+    choose(page, tmp_path / name)
+    page.get_by_role("alert").get_by_text(sentence).wait_for(timeout=PATIENCE)
+    page.get_by_text("Drop Image Here").wait_for(timeout=PATIENCE)
+    page.wait_for_timeout(500)
+    assert page.get_by_role("alert").inner_text().startswith(name)
+    keep_screenshot(page, f"refused-{name}")
+
+
+def test_a_picture_that_is_too_large_is_refused_on_the_page(visit, tmp_path):
+    page = visit(WIDTHS["phone"])
+    (tmp_path / "large.png").write_bytes(encoded(noise(size=(400, 400))))
+    choose(page, tmp_path / "large.png")
+    page.get_by_text("exceed the maximum allowed size").first.wait_for(timeout=PATIENCE)
+    keep_screenshot(page, "too-large")
+    page.said.clear()  # Gradio logs what it shows
+
+
+def test_a_question_without_a_picture_is_refused_in_a_sentence(visit):
+    page = visit(WIDTHS["phone"])
+    ask(page, "Why?")
+    page.get_by_role("alert").get_by_text("Please choose a picture first.").wait_for(timeout=PATIENCE)
+
+
+def test_files_of_the_machine_are_not_served(address):
+    for path in ("gradio_api/file=/etc/passwd", f"gradio_api/file={ROOT}/README.md", "file=/etc/passwd"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{address}{path}", timeout=30)
+        assert refused.value.code in (403, 404)
+
+
+def test_every_answer_of_the_server_names_itself_as_the_only_source(address):
+    with urllib.request.urlopen(address, timeout=30) as response:
+        assert response.headers["content-security-policy"].startswith("default-src 'self';")

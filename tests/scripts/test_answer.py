@@ -1,0 +1,285 @@
+"""Answers to a file of questions: what may be asked, the lines that are written, and going on after an interruption."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM, encoded, noise, shard, turns
+from filelock import FileLock
+from PIL import Image
+from saved_models import filled
+
+from llava.asking import Assistant
+from llava.eval import answer
+from llava.eval.question_records import QuestionRecords
+from llava.model.builder import load_pretrained_model
+
+ASK = QUESTIONS[0] + POPE_SUFFIX
+EXPECTED = ["Yes" if colour in WARM else "No" for colour in COLOURS]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(trained):
+    return str(trained("gwc_layernorm"))
+
+
+@pytest.fixture(scope="module")
+def babbler(checkpoint, tmp_path_factory):
+    """A checkpoint that says something else about everything."""
+    folder = tmp_path_factory.mktemp("babbler") / "model"
+    shutil.copytree(checkpoint, folder)
+    filled(load_pretrained_model(checkpoint, None, "llava")[1]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def images(tiny, checkpoint):
+    """The folder with `<colour>.png`."""
+    return tiny / "data/images"
+
+
+@pytest.fixture
+def ask(checkpoint, images, tmp_path, capsys):
+    """A function from records to the command's status, lines, what it printed and its error."""
+
+    def run(records, *flags, output="answers.jsonl", model=checkpoint):
+        data = tmp_path / "questions.jsonl"
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        if not data.exists() or data.read_text() != text:
+            data.write_text(text)
+        argv = ["--model-path", str(model), "--data", str(data), "--image-folder", str(images)]
+        argv += ["--output", str(tmp_path / output), "--max-new-tokens", "8", *flags]
+        try:
+            status = answer.main(argv)
+        except SystemExit as stop:
+            status = stop.code
+        file, captured = tmp_path / output, capsys.readouterr()
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return SimpleNamespace(status=status, lines=lines, file=file, out=captured.out, error=captured.err)
+
+    return run
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The conversations that reach the model, batch by batch; `asked.stop_after(n)` presses Ctrl-C before batch n."""
+    calls = []
+    original = Assistant.answer
+    limit = [10**9]
+
+    def spy(self, conversations, *args, **options):
+        if len(calls) == limit[0]:
+            raise KeyboardInterrupt
+        calls.append(conversations)
+        return original(self, conversations, *args, **options)
+
+    monkeypatch.setattr(Assistant, "answer", spy)
+    return SimpleNamespace(calls=calls, stop_after=lambda n: limit.__setitem__(0, n))
+
+
+def line(colour: str, **fields) -> dict:
+    """A line of a question file."""
+    return {"question_id": f"q-{colour}", "image": f"{colour}.png", "text": ASK} | fields
+
+
+LINES = [line(colour) for colour in COLOURS]
+LONG = [line(colour, question_id=i, text="Why? " * (i * 7 % 11) + "Say it.") for i, colour in enumerate([*COLOURS] * 3)]
+
+
+def forms(colour: str) -> dict[str, dict]:
+    """One question in every form that may be asked."""
+    picture, llava = f"{colour}.png", turns(f"<image>\n{ASK}", "Maybe")
+    parts = [{"type": "image", "image": picture}, {"type": "text", "text": ASK}]
+    return {
+        "question file": line(colour),
+        "question file, placed": line(colour, text=f"<image>\n{ASK}", image=[picture]),
+        "record": {"id": colour, "image": picture, "conversations": llava},
+        "record without an answer": {"id": colour, "images": [picture], "conversations": llava[:1]},
+        "messages": {"messages": [{"role": "user", "content": parts}]},
+        "messages, pictures beside": {"messages": [{"role": "user", "content": ASK}], "images": [picture]},
+    }
+
+
+@pytest.mark.parametrize("form", forms("red"))
+def test_every_form_of_a_question_is_asked_alike(ask, asked, form):
+    found = ask([forms(colour)[form] for colour in COLOURS])
+    assert found.status == 0 and [one["text"] for one in found.lines] == EXPECTED
+    assert {json.dumps(turns) for batch in asked.calls for turns in batch} == {
+        json.dumps([{"from": "human", "value": f"<image>\n{ASK}"}])
+    }
+
+
+def test_a_line_has_the_fields_that_llavas_scripts_read(ask):
+    found = ask([LINES[0], forms("blue")["record"]])
+    assert [list(one) for one in found.lines] == [
+        ["question_id", "prompt", "text", "answer_id", "model_id", "metadata"]
+    ] * 2
+    first, second = found.lines
+    assert (first["question_id"], first["prompt"], first["text"], first["metadata"]) == ("q-red", ASK, "Yes", {})
+    assert second["question_id"] == "blue" and second["metadata"] == {"expected": "Maybe"}
+    assert first["model_id"] == second["model_id"] and first["answer_id"] != second["answer_id"]
+
+
+def test_the_last_question_is_asked_with_what_was_said_before(ask, asked, checkpoint):
+    said = turns(f"<image>\n{ASK}", "Yes", "Sure?", "Very")
+    ask([{"image": "red.png", "conversations": [{"from": "system", "value": "Be short."}, *said]}])
+    assert asked.calls == [[[{"from": "system", "value": "Be short."}, *said[:3]]]]
+
+
+def test_rows_of_parquet_and_text_alone_are_asked(ask, tmp_path, images, checkpoint):
+    import pyarrow as pa
+
+    rows = [{"bytes": encoded(Image.open(images / f"{c}.png")), "path": None} for c in COLOURS]
+    data = shard(tmp_path / "rows.parquet", pa.array(rows), len(rows), turns=turns(f"<image>\n{ASK}", "Maybe"))
+    argv = ["--model-path", checkpoint, "--data", str(data), "--output", str(tmp_path / "rows.jsonl")]
+    assert answer.main([*argv, "--max-new-tokens", "8"]) == 0
+    assert [json.loads(one)["text"] for one in (tmp_path / "rows.jsonl").read_text().splitlines()] == EXPECTED
+    assert ask([{"text": "What is 1 + 1?"}, LINES[0]]).lines[1]["text"] == "Yes"
+
+
+def test_greedy_answers_stand_in_the_datas_order_and_do_not_depend_on_the_batch(ask, monkeypatch, babbler):
+    monkeypatch.setattr(answer, "WINDOW", 2)
+    found = {
+        size: ask(LONG, "--batch-size", size, output=f"{size}.jsonl", model=babbler).lines
+        for size in ("1", "2", "5", "64")
+    }
+    assert len({one["text"] for one in found["1"]}) > 3
+    for lines in found.values():
+        assert lines == found["1"] and [one["question_id"] for one in lines] == list(range(len(LONG)))
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "1.5", "--top-p", "0.9")], ids=["greedy", "sampled"])
+def test_the_same_command_goes_on_and_ends_with_the_same_file(ask, asked, monkeypatch, babbler, sampling):
+    monkeypatch.setattr(answer, "WINDOW", 2)
+    flags = ("--batch-size", "2", *sampling)
+    whole = ask(LONG, *flags, model=babbler, output="whole.jsonl").file.read_bytes()
+    asked.calls.clear()
+    asked.stop_after(3)  # in the second of three windows
+    stopped = ask(LONG, *flags, model=babbler)
+    assert stopped.status == 130 and "the same command goes on" in stopped.error and len(stopped.lines) == 4
+    asked.stop_after(10**9)
+    stopped.file.write_bytes(whole[: len(stopped.file.read_bytes()) + 70])  # killed in a line behind a whole window
+    asked.calls.clear()
+    assert ask(LONG, *flags, model=babbler).file.read_bytes() == whole and len(asked.calls) == 4
+    asked.calls.clear()
+    stopped.file.write_bytes(whole[:100])  # killed in a line of the first one
+    assert ask(LONG, *flags, model=babbler).file.read_bytes() == whole and len(asked.calls) == 6
+
+
+def test_a_finished_file_says_so_and_loads_nothing(ask, asked, monkeypatch):
+    ask(LINES)
+    monkeypatch.setattr(answer, "chosen_assistant", None)
+    again = ask(LINES, "--batch-size", "3", "--device", "cpu")
+    assert again.status == 0 and "finished before, 4 answers" in again.out and len(asked.calls) == 1
+
+
+def test_answers_to_another_call_are_refused_by_name_and_overwritten_where_asked(ask, trained, images):
+    ask(LINES)
+    before = ask(LINES).file.read_text()
+    for records, flags, model, named in (
+        (LINES[1:], (), None, "--data was content"),
+        (LINES, ("--max-new-tokens", "9"), None, "--max-new-tokens was 8, is 9"),
+        (LINES, ("--conv-mode", "v1"), None, "--conv-mode was None, is v1"),
+        (LINES, (), trained("none"), "--model-path was "),
+        (LINES, ("--num-chunks", "2"), None, "--num-chunks was 1, is 2"),
+        (LINES, ("--image-folder", str(images / "..")), None, f"--image-folder was {images}, is {images.parent};"),
+    ):
+        found = ask(records, *flags, **({"model": model} if model else {}))
+        assert found.status == 2 and named in found.error and "--overwrite" in found.error
+        assert len(found.error.splitlines()) == 1 and found.file.read_text() == before
+    assert [one["question_id"] for one in ask(LINES[1:], "--overwrite").lines] == ["q-green", "q-blue", "q-yellow"]
+
+
+def test_a_file_that_was_not_written_here_is_left_alone(ask, tmp_path):
+    (tmp_path / "answers.jsonl").write_text('{"mine": 1}\n')
+    found = ask(LINES)
+    assert found.status == 2 and "answers.jsonl.run.json" in found.error and found.lines == [{"mine": 1}]
+
+
+def test_a_line_that_answers_another_question_is_named(ask, asked, monkeypatch):
+    monkeypatch.setattr(answer, "WINDOW", 1)
+    asked.stop_after(2)
+    stopped = ask(LINES, "--batch-size", "1")
+    stopped.file.write_text("\n".join(stopped.file.read_text().splitlines()[::-1]) + "\n")
+    found = ask(LINES, "--batch-size", "1")
+    assert found.status == 2 and "line 1: expected the answer to question 'q-red', found 'q-green'" in found.error
+
+
+def test_two_processes_do_not_write_one_file(ask, tmp_path):
+    with FileLock(tmp_path / ".answers.jsonl.lock"):
+        found = ask(LINES)
+    assert found.status == 2 and "another process writes it" in found.error and not found.lines
+
+
+BAD = {
+    "no picture": (line("red", image="none.png"), "none.png does not exist"),
+    "a damaged picture": (line("red", image="cut.png"), "cut.png cannot be decoded"),
+    "no text": ({"question_id": 9, "image": "red.png", "question": ASK}, "has its words under 'text'"),
+    "nobody asks": ({"conversations": [{"from": "gpt", "value": "Hi"}]}, "found no turn of 'human'"),
+    "an odd speaker": ({"conversations": [{"from": "bot", "value": "Hi"}, *turns("Why?")]}, "'from' is 'bot'"),
+    "too many placeholders": (line("red", text="<image> <image>"), "2 <image> placeholders but 1 images"),
+    "too long": (line("red", text="why? " * 200), "more than the 512 of"),
+    "an odd picture": (line("red", image=7), "'image': expected a path or a list of paths, found 7"),
+    "no JSON object": (["a"], "expected an object, found list"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_what_cannot_be_asked_is_named_before_anything_is_asked_or_left_out(ask, asked, images, fault):
+    (images / "cut.png").write_bytes(b"no picture")
+    record, message = BAD[fault]
+    found = ask([LINES[0], record, LINES[1]])
+    assert found.status == 2 and "1 of 3 questions cannot be asked" in found.error and message in found.error
+    assert "questions.jsonl: record 1" in found.error and not asked.calls and not found.lines
+    found = ask([LINES[0], record, LINES[1]], "--on-bad-record", "skip", output="rest.jsonl")
+    assert [one["question_id"] for one in found.lines] == ["q-red", "q-green"]
+    assert found.status == 0 and "left out: 1 of 3" in found.error and message in found.error
+
+
+def test_a_picture_cut_off_behind_its_header_is_left_out_where_faults_are(ask, images):
+    whole = encoded(noise(size=(64, 64)))
+    (images / "half.png").write_bytes(whole[: len(whole) // 2])
+    found = ask([LINES[0], line("red", image="half.png")], "--on-bad-record", "skip")
+    assert len(found.lines) == 1 and "half.png cannot be decoded" in found.error
+
+
+def test_pictures_for_a_language_model_without_sight_are_refused(ask, tiny):
+    found = ask(LINES, "--conv-mode", "v1", model=tiny / "llama")
+    assert found.status == 2 and "has no vision tower" in found.error
+
+
+def test_chunks_together_are_the_whole(ask, images, checkpoint):
+    flags = ("--num-chunks", "3")
+    parts = [ask(LINES, *flags, "--chunk-idx", str(i), output=f"{i}.jsonl") for i in range(3)]
+    assert [len(part.lines) for part in parts] == [2, 2, 0] and all(part.status == 0 for part in parts)
+    assert parts[0].lines + parts[1].lines == ask(LINES, output="whole.jsonl").lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--batch-size", "0"), "--batch-size: expected a positive number, found '0'"),
+        (("--max-new-tokens", "x"), "--max-new-tokens: expected a positive number, found 'x'"),
+        (("--chunk-idx", "1"), "--chunk-idx 1: expected 0 to 0"),
+        (("--temperature", "-1"), "--temperature: expected 0 or more"),
+        (("--top-p", "0.9"), "--top-p: above 0 to 1, and with --temperature"),
+        (("--image-folder", "/nowhere"), "--image-folder /nowhere: no such folder or zip file"),
+        (("--data", "/nowhere.jsonl"), "--data /nowhere.jsonl: no such file"),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(ask, flags, message):
+    found = ask(LINES, *flags)
+    assert found.status == 2 and message in found.error and len(found.error.splitlines()) == 1
+
+
+def test_beams_and_other_precisions_are_taken(ask):
+    found = ask(LINES, "--num-beams", "2", "--dtype", "bfloat16")
+    assert found.status == 0 and [one["text"] for one in found.lines] == EXPECTED
+
+
+def test_questions_of_a_file_are_not_kept_in_memory(tmp_path, images):
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(one) + "\n" for one in LINES))
+    questions = QuestionRecords(str(tmp_path / "q.jsonl"), str(images))
+    assert len(questions) == 4 and questions[1] == questions[1] and questions[1] is not questions[1]
+    assert questions.picture_sizes(0) == [(20, 16)]
