@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, StoppingCriteria
+from transformers import AutoTokenizer, PretrainedConfig, StoppingCriteria
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -252,6 +252,12 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
 
     Tokens that an export has added are left out: `<image>` is no token here.
     """
+    try:
+        code = PretrainedConfig.get_config_dict(path, cache_dir=kwargs.get("cache_dir"))[0].get("auto_map") or {}
+    except (OSError, ValueError):
+        code = {}
+    if "AutoConfig" in code and "AutoTokenizer" not in code:
+        kwargs.setdefault("config", PretrainedConfig())  # or it asks whether to trust code that it does not need
     tokenizer = _without_added(restore_merge_order(AutoTokenizer.from_pretrained(path, **kwargs)))
     if _sentencepiece_file(tokenizer):
         tokenizer.init_kwargs["legacy"] = False  # saved with it: transformers 4 takes silence for its old behaviour

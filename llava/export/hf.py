@@ -21,7 +21,7 @@ from llava.anyres import is_anyres
 from llava.asking import answer_end, choose_template
 from llava.commands import DTYPES
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.conversation import Conversation
+from llava.conversation import Conversation, conv_templates
 from llava.export import modeling_llava_norm
 from llava.export.chat_template import chat_template
 from llava.export.folder import whole_folder
@@ -55,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-dir", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--dtype", choices=DTYPES, help="of the written weights (default: that of the checkpoint)")
     parser.add_argument("--max-shard-size", default="5GB", help="of a weight file")
-    parser.add_argument("--conv-mode", metavar="TEMPLATE", help="conversation template (default: the checkpoint's own)")
+    parser.add_argument(
+        "--conv-mode",
+        choices=list(conv_templates),
+        metavar="TEMPLATE",
+        help="conversation template (default: the one that the checkpoint was trained with)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -241,7 +246,8 @@ def with_rows(embedding: torch.Tensor, rows: int) -> torch.Tensor:
     missing = rows - len(embedding)
     if not missing:
         return embedding
-    return torch.cat([embedding, embedding.float().mean(dim=0).to(embedding.dtype).expand(missing, -1)])
+    mean = embedding.mean(dim=0, dtype=torch.float32).to(embedding.dtype)
+    return torch.cat([embedding, mean.expand(missing, -1)])
 
 
 def generation_config(model: Any, tokenizer: Any, template: Conversation) -> GenerationConfig:

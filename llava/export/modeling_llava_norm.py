@@ -97,10 +97,13 @@ class LlavaNormModel(_InitialGain, LlavaModel):
         self.post_init()
 
     def train(self, mode: bool = True) -> "LlavaNormModel":
-        """DINOv3 would jitter its positions at random in training mode."""
+        """Keeps DINOv3 from jittering its positions, and a norm that is not learnable out of training."""
         super().train(mode)
         if hasattr(self.vision_tower, "rope_embeddings"):
             self.vision_tower.rope_embeddings.eval()
+        norm = self.multi_modal_projector.norm
+        if norm is not None and not norm.learnable:
+            norm.requires_grad_(False)  # loading makes every parameter trainable
         return self
 
     def get_image_features(self, pixel_values: torch.Tensor, *args, **kwargs):

@@ -62,8 +62,6 @@ def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
         "mm_projector_norm": "none",
         "mm_hidden_size": vision.hidden_size,
         "mm_patch_merge_type": "flat",
-        "mm_use_im_start_end": False,
-        "mm_use_im_patch_token": False,
         "use_mm_proj": True,
     }
     carried = {k: v for k, v in fields.items() if k.startswith(CARRIED)}

@@ -62,16 +62,21 @@ def parts(tiny, tmp_path_factory):
     return tiny
 
 
-def save(parts, folder, language_model="llama", version=VERSION, aspect="pad", **options):
-    """A checkpoint with noise on every parameter, so that no two are alike and the norm is not where it began."""
+def save(parts, folder, language_model="llama", version=VERSION, aspect="pad", spare_rows=False, **options):
+    """A checkpoint with noise on every parameter, so that no two are alike and the norm is not where it began.
+
+    Its embedding has as many rows as there are tokens, or spare ones.
+    """
     model = make(parts, language_model, **options)
+    tokenizer = load_tokenizer(str(parts / language_model))
+    if not spare_rows:
+        model.resize_token_embeddings(len(tokenizer))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     model.config.mm_conv_version, model.config.image_aspect_ratio = version, aspect
     model.save_pretrained(folder)
-    tokenizer = load_tokenizer(str(parts / language_model))
     tokenizer.save_pretrained(folder)
     model.get_vision_tower().default_image_processor().save_pretrained(folder)
     return load_language_model(str(folder)).eval()
@@ -228,6 +233,14 @@ def test_a_pipeline_answers_a_chat_message_as_we_do(parts, tmp_path, norm):
     assert found.strip() == assistant.answer([question], [picture], **options)[0]
 
 
+def test_a_norm_that_is_not_learnable_stays_so(parts, tmp_path):
+    save(parts, tmp_path / "ours", tower="clip", norm="layernorm", mm_projector_norm_learnable=False)
+    export(str(tmp_path / "ours"), tmp_path / "hf")
+    assert not any(
+        p.requires_grad for p in load_exported(tmp_path / "hf").model.multi_modal_projector.norm.parameters()
+    )
+
+
 def test_generation_ends_where_the_template_ends_an_answer(normed):
     settings = json.loads((normed[1] / "generation_config.json").read_text())
     tokenizer = load_tokenizer(str(normed[1]))
@@ -244,9 +257,10 @@ def test_the_row_of_the_image_token_never_wins(parts, tmp_path, language_model):
     assert tied == (language_model == "llama_tied") and {t.dtype for t in files.values()} == {torch.bfloat16}
     theirs = load_exported(tmp_path / "hf")
     assert theirs.dtype == torch.bfloat16
-    logits = theirs.float()(input_ids=torch.arange(300)[None]).logits
-    assert logits.shape[-1] == 321 and (logits.argmax(-1) < 320).all()
-    assert logits.softmax(-1)[..., 320].max() < 1 / 300
+    image = theirs.config.image_token_id
+    logits = theirs.float()(input_ids=torch.arange(image)[None]).logits
+    assert logits.shape[-1] == image + 1 and (logits.argmax(-1) < image).all()
+    assert logits.softmax(-1)[..., image].max() < 1 / image
 
 
 # --- the way back -----------------------------------------------------------------------------------------------------
@@ -262,15 +276,16 @@ def equal_checkpoints(ours, back):
 NOT_KEPT = ("_name_or_path", "transformers_version")
 
 
-@pytest.mark.parametrize(("language_model", "tower", "norm"), [
-    ("families/Llama", "clip", "none"),
-    ("families/Gemma3", "siglip", "none"),
-    ("families/Qwen3", "dinov3_vit", "gwc_layernorm"),
-    ("families/Granite", "clip", "clip"),
-    ("qwen_tied", "siglip2_vision_model", "gwc_rmsnorm"),
+@pytest.mark.parametrize(("language_model", "tower", "norm", "projector"), [
+    ("families/Llama", "clip", "none", "mlp2x_gelu"),
+    ("families/Gemma3", "siglip", "none", "linear"),
+    ("families/Qwen3", "dinov3_vit", "gwc_layernorm", "mlp2x_gelu"),
+    ("families/Granite", "clip", "clip", "mlp3x_gelu"),
+    ("qwen_tied", "siglip2_vision_model", "gwc_rmsnorm", "linear"),
 ])  # fmt: skip
-def test_the_way_back_gives_the_checkpoint(parts, tmp_path, language_model, tower, norm):
-    ours = save(parts, tmp_path / "ours", language_model, tower=tower, norm=norm)
+def test_the_way_back_gives_the_checkpoint(parts, tmp_path, language_model, tower, norm, projector):
+    options = {"tower": tower, "norm": norm, "mm_projector_type": projector, "spare_rows": norm == "clip"}
+    ours = save(parts, tmp_path / "ours", language_model, **options)
     export(str(tmp_path / "ours"), tmp_path / "hf")
     assert main(["llava", "--model-path", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "back")]) == 0
     equal_checkpoints(ours, load_language_model(str(tmp_path / "hf")))
@@ -288,9 +303,9 @@ def test_the_way_back_gives_the_checkpoint(parts, tmp_path, language_model, towe
 def test_a_published_folder_is_read_and_trained(parts, tmp_path, names):
     """One that no export of ours has written, by the names of transformers 4 and of 5."""
     torch.manual_seed(0)
-    text = LlamaConfig.from_pretrained(parts / "llama")
-    vision = CLIPVisionConfig.from_pretrained(parts / "clip")
-    theirs = LlavaForConditionalGeneration(LlavaConfig(vision, text, image_token_index=300, tie_word_embeddings=False))
+    parts_of_it = {"text_config": LlamaConfig.from_pretrained(parts / "llama")}
+    parts_of_it |= {"vision_config": CLIPVisionConfig.from_pretrained(parts / "clip")}
+    theirs = LlavaForConditionalGeneration(LlavaConfig(image_token_index=300, **parts_of_it))
     theirs.save_pretrained(tmp_path / "hf")
     load_tokenizer(str(parts / "llama")).save_pretrained(tmp_path / "hf")
     if names == "published":
@@ -326,7 +341,7 @@ def test_what_is_no_whole_checkpoint_is_refused_by_name(parts, tmp_path, capsys)
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora/adapter_config.json").write_text("{}")
     assert "merge_lora" in refusal(capsys, "hf", "--model-path", str(tmp_path / "lora"), *out)
-    assert "plain language model" in refusal(capsys, "hf", "--model-path", str(parts / "llama"), *out)
+    assert "without a vision tower" in refusal(capsys, "hf", "--model-path", str(parts / "llama"), *out)
     assert "no config.json found" in refusal(capsys, "hf", "--model-path", str(tmp_path / "none"), *out)
     stage_1 = tmp_path / "stage1"
     stage_1.mkdir()
