@@ -31,6 +31,7 @@ from llava.commands import Parser, exit_status
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.mm_utils import process_prompt_images
 from playground.answers import held_out, longest_answer
+from playground.store import PlaygroundError
 
 PLUGIN = "llava_norm"  # its name among the entry points of pyproject.toml
 STARTED_WITHIN = 600.0  # seconds that a server may need
@@ -80,6 +81,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return exit_status(run, parser().parse_args())
+    except PlaygroundError as error:
+        print(f"error: --data: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("stopped, and the server with it", file=sys.stderr)
         return 130

@@ -1,6 +1,13 @@
 #!/usr/bin/env bash
 # Serves a quickstart's checkpoints by vLLM on the CPU and compares its answers to the held-out questions with ours:
-#   bash tests/serving/run.sh [--checkpoints outputs/quickstart] [--questions 40] [--dtype float32] ...
+#   bash tests/serving/run.sh [flags]
+#   --checkpoints DIR                 a quickstart's folder (default: outputs/quickstart)
+#   --data DIR                        its prepared pictures (default: playground/data/scenes)
+#   --arms none gwc_layernorm ...     which of its arms (default: these two)
+#   --questions N                     how many to ask (default: all that are held out), --parallel N of them at a time (8)
+#   --dtype bfloat16 | float32        precision of both sides (default: bfloat16)
+#   --remote-code                     serve by the folder's own code instead of the plugin
+#   --output-dir DIR                  of exports, logs and reports (default: outputs/serving)
 # The stock class serves NORM=none, without any plugin; this package's plugin serves the norm. Every difference is explained,
 # and more than rounding ends with status 1. vLLM has an environment of its own, .venv-serving or $SERVING_VENV, made once of
 # requirements.txt beside this file ($PYTHON: Python 3.11 or 3.12). LLAVA_PYTHON as in all scripts.
@@ -14,12 +21,14 @@ readonly REQUIREMENTS=tests/serving/requirements.txt
 
 # vLLM's environment, made once; this package is installed beside it, without what it needs for training.
 ensure_serving() {
-  local stamp="$SERVING_VENV/serving.stamp" wanted pip=("$SERVING_VENV/bin/python" -m pip --disable-pip-version-check install -q)
-  wanted="$("$PYTHON" --version) $(sha256sum <"$REQUIREMENTS")" || die "PYTHON=$PYTHON does not run"
+  local stamp="$SERVING_VENV/serving.stamp" version wanted pip=("$SERVING_VENV/bin/python" -m pip --disable-pip-version-check install -q)
+  version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || die "PYTHON=$PYTHON does not run"
+  wanted="$version $(sha256sum <"$REQUIREMENTS")"
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    [[ "$wanted" =~ ^Python\ 3\.1[12]\. ]] || die "PYTHON=$PYTHON is ${wanted%% [0-9a-f]*}; vLLM's list of packages is for 3.11 and 3.12"
+    [[ "$version" =~ ^3\.1[12]$ ]] || die "PYTHON=$PYTHON is Python $version; vLLM's packages are listed for 3.11 and 3.12"
     echo "serving: making $SERVING_VENV, some minutes and 4 GB"
     "$PYTHON" -m venv --clear "$SERVING_VENV"
+    "${pip[@]}" "$(grep '^torch==' "$REQUIREMENTS")" # with what its build needs
     "${pip[@]}" --no-deps -r "$REQUIREMENTS"
     mend_packages "$("$SERVING_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     echo "$wanted" >"$stamp"
