@@ -8,6 +8,7 @@ import argparse
 import html
 import json
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--model-path: expected one or two checkpoints, found {len(args.model_path)}")
     if args.max_upload <= 0 or args.max_new_tokens < 1:
         raise ValueError("--max-upload and --max-new-tokens: expected positive numbers")
+    check_free(args.host, args.port)
     import_pyplot()
     with tempfile.TemporaryDirectory(prefix="llava-web-") as folder:
         gradio = import_gradio(folder)
@@ -101,6 +103,15 @@ def run(args: argparse.Namespace) -> None:
             page.close()
 
 
+def check_free(host: str, port: int) -> None:
+    """Raises ValueError, before any model is loaded, where nothing can listen at `host` and `port`."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--host {host} --port {port}: cannot listen there ({error}); name another --port") from None
+
+
 def import_gradio(folder: str) -> Any:
     """Gradio, which keeps its files in `folder` and does not report its use.
 
@@ -111,7 +122,7 @@ def import_gradio(folder: str) -> Any:
     try:
         import gradio
     except ImportError as error:
-        raise ImportError("the page needs Gradio: pip install 'llava[web]'") from error
+        raise ImportError("the page needs Gradio: pip install 'llava[web]', see docs/chat.md") from error
     return gradio
 
 

@@ -318,8 +318,8 @@ def test_a_checkpoint_answers_about_one_picture_in_crops_and_about_two_padded(ti
     ]
     assert together == alone
     rules = assistant.model.crop_rules()
-    assert assistant._visual_tokens([wide], 1) == rules.visual_tokens(rules.picture(wide.size))
-    assert assistant._visual_tokens([wide, tall], 2) == rules.visual_tokens(Picture()) == V + 1
+    assert assistant._visual_tokens([wide.size], 1) == rules.visual_tokens(rules.picture(wide.size))
+    assert assistant._visual_tokens([wide.size, tall.size], 2) == rules.visual_tokens(Picture()) == V + 1
 
 
 def test_an_analysis_knows_every_position_of_a_picture_in_crops(stage_1):

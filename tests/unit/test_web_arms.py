@@ -1,6 +1,7 @@
 """What the web page shows, without the page: checked uploads, growing answers, where the model looked, bars."""
 
 import json
+import socket
 import sys
 import threading
 
@@ -308,8 +309,18 @@ def test_wrong_flags_are_refused_in_one_line(capsys, flags, message):
     assert message in error and len(error.splitlines()) == 1
 
 
+def test_a_port_that_is_taken_is_named_before_anything_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert web.main(["--model-path", "/nowhere", "--port", str(port)]) == 2
+    assert f"--host 127.0.0.1 --port {port}: cannot listen there" in capsys.readouterr().err
+    assert web.main(["--model-path", "/nowhere", "--port", "99999"]) == 2
+    assert "--port 99999: cannot listen there" in capsys.readouterr().err
+
+
 def test_without_gradio_the_command_says_what_brings_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.setattr(web, "check_free", lambda host, port: None)
     assert web.main(["--model-path", "a"]) == 2
     assert "pip install 'llava[web]'" in capsys.readouterr().err
 
