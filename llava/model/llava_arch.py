@@ -169,13 +169,13 @@ class LlavaMetaForCausalLM:
         `config.mm_vision_tower`.
 
         Raises:
-            ValueError: projector parameters that the config announces are missing in the checkpoint.
+            ValueError: parameters that the config announces are missing in the checkpoint.
         """
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         # Keys are LLaVA's already. Under ZeRO-3 the library would still undo renamings that never took place when it
         # saves, and double the encoder's prefix.
         model._weight_conversions = []
-        missing = info["missing_keys"]
+        missing = set(info["missing_keys"])
         if lost := sorted(k for k in missing if ".mm_projector." in k or k.endswith("image_newline")):
             norm = getattr(model.config, "mm_projector_norm", "none")
             merge = getattr(model.config, "mm_patch_merge_type", "flat")
@@ -186,8 +186,13 @@ class LlavaMetaForCausalLM:
                 f"{', '.join(lost)}. For a stage-1 folder pass the language model as the base and "
                 "the folder's mm_projector.bin as the adapter."
             )
-        if any(".vision_tower." in k for k in missing):
-            model.get_vision_tower().load_pretrained(model.config.mm_vision_tower)
+        tower, of_tower = model.get_vision_tower(), {k for k in missing if ".vision_tower." in k}
+        without_tower = bool(of_tower) and len(of_tower) == len(tower.state_dict())
+        if lost := sorted(missing - of_tower if without_tower else missing):
+            more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+            raise ValueError(f"{pretrained_model_name_or_path}: the weights lack {', '.join(lost[:5])}{more}")
+        if without_tower:
+            tower.load_pretrained(model.config.mm_vision_tower)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs):

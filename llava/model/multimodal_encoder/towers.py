@@ -25,6 +25,8 @@ from transformers import (
     SiglipVisionConfig,
     SiglipVisionModel,
 )
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -32,6 +34,11 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from llava.model.multimodal_encoder.vision_tower import VisionTower
+
+# Where transformers 5.23 renames DINOv3's weights it takes `layer_scale1` for a layer too: its dot is any character.
+register_checkpoint_conversion_mapping(
+    DINOv3ViTConfig.model_type, [WeightRenaming(r"(?<!model\.)layer\.", "model.layer.")], overwrite=True
+)
 
 
 def _cropping_to(side: int, processor: Any) -> Any:
