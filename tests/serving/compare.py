@@ -239,7 +239,7 @@ def wait_until_ready(process: subprocess.Popen, address: str, log: Path) -> None
 
 def stop(process: subprocess.Popen) -> None:
     """Ends the server and what it started."""
-    for sign in (signal.SIGINT, signal.SIGKILL):
+    for sign in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -43,10 +43,8 @@ def is_alive(process: int) -> bool:
 
 
 def test_stopping_ends_the_server_and_what_it_started():
-    # A child of a shell without a terminal does not hear SIGINT.
-    process = subprocess.Popen(
-        ["bash", "-c", "sleep 60 & echo $!; exec sleep 60"], start_new_session=True, stdout=subprocess.PIPE, text=True
-    )
+    deaf = '(trap "" TERM; exec sleep 60) & echo $!; exec sleep 60'
+    process = subprocess.Popen(["bash", "-c", deaf], start_new_session=True, stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
     compare.stop(process)
     assert process.poll() is not None
