@@ -310,7 +310,7 @@ def test_the_command_line_starts_without_loading_models_or_figures():
 def test_the_demo_preset_takes_the_data_that_it_is_told():
     from llava.launch.recipe import resolved_run
 
-    for data in quickstart.DATA:
+    for data in quickstart.PICTURES:
         flags = resolved_run("pretrain", PRESET="demo", NUM_GPUS=0, DEMO_DATA=data)["flags"]
         assert flags["data_path"] == f"playground/data/{data}/pretrain.json"
         assert flags["vision_tower"] == f"playground/data/siglip-{data}"
