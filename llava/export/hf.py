@@ -27,7 +27,7 @@ from llava.export.chat_template import chat_template
 from llava.export.folder import whole_folder
 from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration, LlavaNormModel
 from llava.mm_utils import ADDED_BY_EXPORT, encode_chunk, follow_umask, load_tokenizer, save_tokenizer
-from llava.model.builder import load_language_model, read_config
+from llava.model.builder import load_as_stored, read_config
 from llava.model.hf_folder import CARRIED, ROWS, STOCK, WITH_NORM, hf_names
 from llava.model.language_model.families import family_of
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -84,7 +84,7 @@ def export(
     config = exportable_config(model_path)
     template = choose_template(config, model_path, conv_mode)
     with whole_folder(output_dir, "hf", model_path) as folder:
-        model = load_language_model(model_path, config, dtype=getattr(torch, dtype) if dtype else "auto").eval()
+        model = load_as_stored(model_path, config, dtype).eval()
         tokenizer = load_tokenizer(model_path)
         image_token = add_image_token(tokenizer)
         fields = config_fields(model, image_token, max(model.config.vocab_size, image_token + 1))

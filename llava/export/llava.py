@@ -8,13 +8,12 @@ import argparse
 import logging
 from pathlib import Path
 
-import torch
 from transformers import PretrainedConfig
 
 from llava.commands import DTYPES
 from llava.export.folder import whole_folder
 from llava.mm_utils import load_tokenizer, save_tokenizer
-from llava.model.builder import load_language_model, read_config
+from llava.model.builder import load_as_stored, read_config
 from llava.model.hf_folder import is_hf_folder
 from llava.model.multimodal_encoder.builder import load_image_processor
 
@@ -47,7 +46,7 @@ def write_checkpoint(model_path: str, output_dir: Path, dtype: str | None = None
             "text_config); a checkpoint of this tree has LLaVA's layout already"
         )
     with whole_folder(output_dir, "llava", model_path) as folder:
-        model = load_language_model(model_path, config, dtype=getattr(torch, dtype) if dtype else "auto")
+        model = load_as_stored(model_path, config, dtype)
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         save_tokenizer(load_tokenizer(model_path, padding_side="right"), folder)
         load_image_processor(model_path, model.get_vision_tower()).save_pretrained(folder)

@@ -63,7 +63,7 @@ def load_language_model(model_path: str, config: PretrainedConfig | None = None,
             f"python -m llava.model.merge_lora --model-path {model_path} --save-model-path FOLDER"
         )
     config = config or read_config(model_path)
-    model_class = next(cls for cls in MODEL_CLASSES.values() if cls.config_class is type(config))
+    model_class = class_of(config)
     fields = _read_fields(model_path, cache_dir=kwargs.get("cache_dir"))
     if not is_hf_folder(fields):
         return model_class.from_pretrained(model_path, config=config, **kwargs)
@@ -71,6 +71,33 @@ def load_language_model(model_path: str, config: PretrainedConfig | None = None,
     if added := extra_rows(fields):
         model.resize_token_embeddings(config.vocab_size - added)
     return model
+
+
+def load_as_stored(model_path: str, config: PretrainedConfig | None = None, dtype: str | None = None) -> Any:
+    """As `load_language_model`, with weights in the types of their files, or all in `dtype`.
+
+    The library brings all weights to one type, and training leaves a projector in fp32 beside weights of 16 bits.
+    """
+    config = config or read_config(model_path)
+    if dtype:
+        return load_language_model(model_path, config, dtype=getattr(torch, dtype))
+    model_class, parts = class_of(config), ("mm_projector", "image_newline")
+    model_class._keep_in_fp32_modules_strict = parts
+    try:
+        model = load_language_model(model_path, config, dtype="auto")
+    finally:
+        del model_class._keep_in_fp32_modules_strict
+    model._keep_in_fp32_modules_strict = set()
+    own = [p for name, p in model.named_parameters() if any(part in name for part in parts)]
+    if all(torch.equal(p, p.to(model.dtype).to(p.dtype)) for p in own):  # stored as the others are
+        for p in own:
+            p.data = p.data.to(model.dtype)
+    return model
+
+
+def class_of(config: PretrainedConfig) -> type:
+    """The LLaVA class that is built from a config."""
+    return next(cls for cls in MODEL_CLASSES.values() if cls.config_class is type(config))
 
 
 def load_pretrained_model(

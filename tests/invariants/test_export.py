@@ -273,6 +273,21 @@ def equal_checkpoints(ours, back):
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_a_projector_in_another_type_than_the_rest_stays_in_it(parts, tmp_path, kept):
+    ours = save(parts, tmp_path / "ours", "families/Llama", tower="clip", norm="none").to(torch.bfloat16)
+    ours.model.mm_projector.to(kept).apply(lambda module: [p.data.normal_() for p in module.parameters(False)])
+    ours.config.dtype = torch.bfloat16
+    ours.save_pretrained(tmp_path / "ours")
+    export(str(tmp_path / "ours"), tmp_path / "hf")
+    assert main(["llava", "--model-path", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "back")]) == 0
+    expected, back = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "back"))
+    theirs = load_file(tmp_path / "hf/model.safetensors")["multi_modal_projector.linear_1.weight"]
+    assert torch.equal(theirs, expected["model.mm_projector.0.weight"]) and theirs.dtype is kept
+    assert {n: t.dtype for n, t in back.items()} == {n: t.dtype for n, t in expected.items()}
+    assert all(torch.equal(back[name], tensor) for name, tensor in expected.items())
+
+
 NOT_KEPT = ("_name_or_path", "transformers_version")
 
 
