@@ -105,9 +105,11 @@ def run(args: argparse.Namespace) -> None:
 def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
     """Asks what `--output` lacks."""
     output, asked = args.output, what_is_asked(questions, args)
-    if args.overwrite:
-        output.unlink(missing_ok=True)
-    if output.exists() and (count := recorded_count(output, asked)) == len(read_answers(output)[0]):
+    if (
+        not args.overwrite
+        and output.exists()
+        and (count := recorded_count(output, asked)) == len(read_answers(output)[0])
+    ):
         print(f"{output}: finished before, {count} answers (--overwrite asks anew)")
         return
     sizes = usable(questions, args.on_bad_record)
@@ -115,6 +117,8 @@ def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
     if is_captioner(assistant.template):
         print(f"note: {args.model_path} is a captioner (template plain): it captions, questions are unread")
     places = fitting(questions, sizes, assistant, args.on_bad_record)
+    if args.overwrite:
+        output.unlink(missing_ok=True)
     write_record(output, asked, len(places))
     window = WINDOW * args.batch_size
     done, end = kept(output, [questions[place] for place in places], window)

@@ -1,60 +1,79 @@
 """The folder that an export writes: it appears under its name when it is whole."""
 
 import contextlib
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from llava.provenance import revision
+
 EXPORT_FILE = "export.json"
-"""In a folder that an export has written to its end: what it was made of."""
+"""In a folder that an export has written to its end: what it was made of, and which files are the export's."""
 
 
 @contextlib.contextmanager
 def whole_folder(output_dir: Path, command: str, model_path: str) -> Iterator[Path]:
-    """A folder beside `output_dir` to write into, which takes its name at the end; an earlier export there goes.
+    """A folder beside `output_dir` to write into, which takes its name at the end.
+
+    An earlier export there goes; files that were added to it since, such as a model card, stay.
 
     Raises:
-        ValueError: `output_dir` holds something else than an earlier export of the same checkpoint.
+        ValueError: `output_dir` holds something else than an earlier export of the same checkpoint, or another export
+            writes there.
+        OSError: it cannot be written.
     """
-    source = {"command": command, "checkpoint": Path(model_path).name, "digest": digest_of(model_path)}
-    check_output(output_dir, source)
-    partial = output_dir.with_name(f".{output_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    target = output_dir.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock, partial, earlier = (target.with_name(f".{target.name}.{part}") for part in ("lock", "partial", "earlier"))
+    source = {"command": command, "checkpoint": Path(model_path).name, "content": revision(model_path) or model_path}
     try:
-        yield partial
-        (partial / EXPORT_FILE).write_text(json.dumps(source, indent=2) + "\n")
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    earlier = output_dir.with_name(f".{output_dir.name}.earlier")
-    shutil.rmtree(earlier, ignore_errors=True)
-    if output_dir.exists():
-        output_dir.rename(earlier)
-    partial.rename(output_dir)
-    shutil.rmtree(earlier, ignore_errors=True)
+        with FileLock(lock, timeout=0):
+            if earlier.exists() and not target.exists():  # an export was killed between two names
+                earlier.rename(target)
+            added = added_files(output_dir, source)
+            for left in (partial, earlier):  # by an export that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            try:
+                partial.mkdir()
+                yield partial
+                source["files"] = sorted(path.name for path in partial.iterdir())
+                (partial / EXPORT_FILE).write_text(json.dumps(source, indent=2) + "\n")
+                for path in added:
+                    if not (partial / path.name).exists():
+                        (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
+                if target.exists():
+                    target.rename(earlier)
+                partial.rename(target)
+            except SafetensorError as error:
+                raise OSError(f"--output-dir {output_dir}: {error}") from error
+            finally:
+                for left in (partial, earlier):
+                    shutil.rmtree(left, ignore_errors=True)
+                lock.unlink(missing_ok=True)
+    except Timeout:
+        raise ValueError(f"--output-dir {output_dir}: another export writes it") from None
 
 
-def digest_of(model_path: str) -> str:
-    """Tells one checkpoint from another by its config and the sizes of its weight files; a hub id by itself."""
-    folder = Path(model_path)
-    if not folder.is_dir():
-        return hashlib.sha256(model_path.encode()).hexdigest()
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-    return digest.hexdigest()
+def added_files(output_dir: Path, source: dict[str, str]) -> list[Path]:
+    """What lies in `output_dir` beside the files of an earlier export from the same source.
 
-
-def check_output(output_dir: Path, source: dict[str, str]) -> None:
-    """Raises ValueError where `output_dir` is there, and neither empty nor an earlier export from the same source."""
+    Raises:
+        ValueError: there is no such export, and the folder is not empty.
+    """
     if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
-        return
-    file = output_dir / EXPORT_FILE
-    if not file.is_file() or json.loads(file.read_text()) != source:
+        return []
+    try:
+        found = json.loads((output_dir / EXPORT_FILE).read_text())
+        own = [EXPORT_FILE, *found.pop("files")]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        found, own = None, []
+    if found != source:
         raise ValueError(
             f"--output-dir {output_dir}: already there and neither empty nor an earlier export of this checkpoint; "
             "give another one"
         )
+    return [path for path in output_dir.iterdir() if path.name not in own]

@@ -11,7 +11,7 @@ from llava.mm_utils import load_tokenizer
 from llava.model.hf_folder import extra_rows, is_hf_folder, key_mapping, own_fields
 from llava.model.language_model.families import MODEL_CLASSES, family_of
 from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora, recorded_base
-from llava.model.multimodal_encoder.builder import load_image_processor
+from llava.model.multimodal_encoder.builder import has_image_processor, load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict, load_adapter
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def load_pretrained_model(
     tower = model.get_vision_tower()
     image_processor = None
     if tower is not None:
-        own = [p for p in (model_path, model_base) if p and Path(p, "preprocessor_config.json").exists()]
+        own = [p for p in (model_path, model_base) if p and has_image_processor(p)]
         image_processor = load_image_processor([*own, config.mm_vision_tower][0], tower)
     context_len = getattr(config, "max_sequence_length", None) or getattr(config, "max_position_embeddings", 2048)
     return tokenizer, model, image_processor, context_len

@@ -28,7 +28,7 @@ from llava.export import hf
 from llava.export.__main__ import main
 from llava.export.hf import export, file_name
 from llava.mm_utils import load_tokenizer, process_images
-from llava.model.builder import load_language_model
+from llava.model.builder import load_language_model, load_pretrained_model
 from llava.model.hf_folder import hf_names
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_encoder.towers import TOWERS
@@ -200,8 +200,10 @@ def test_a_norm_is_never_dropped_where_its_code_is_not_trusted(normed, monkeypat
 # --- tokenizer and processor ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("aspect", ["pad", "square", None])
-@pytest.mark.parametrize("tower", ["clip", "siglip", *TOWER_CONFIGS])
+@pytest.mark.parametrize(
+    ("tower", "aspect"),
+    [("clip", "square"), ("siglip", None), *((tower, "pad") for tower in ("clip", "siglip", *TOWER_CONFIGS))],
+)
 def test_the_processor_gives_our_pixels_and_as_many_tokens_as_the_tower(parts, tmp_path, tower, aspect):
     ours = save(parts, tmp_path / "ours", tower=tower, norm="none", aspect=aspect)
     export(str(tmp_path / "ours"), tmp_path / "hf")
@@ -288,6 +290,25 @@ def test_a_projector_in_another_type_than_the_rest_stays_in_it(parts, tmp_path, 
     assert all(torch.equal(back[name], tensor) for name, tensor in expected.items())
 
 
+def test_a_folder_that_the_library_saved_again_keeps_its_image_processor(parts, tmp_path):
+    save(parts, tmp_path / "ours", tower="siglip", norm="none")
+    export(str(tmp_path / "ours"), tmp_path / "hf")
+    processor = AutoProcessor.from_pretrained(tmp_path / "hf")
+    processor.image_processor.image_mean = [0.1, 0.2, 0.3]
+    processor.save_pretrained(tmp_path / "again")
+    LlavaForConditionalGeneration.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again/preprocessor_config.json").exists()
+    model, image_processor = load_pretrained_model(str(tmp_path / "again"), None, "again", device="cpu")[1:3]
+    assert list(image_processor.image_mean) == [0.1, 0.2, 0.3]
+    equal_checkpoints(load_language_model(str(tmp_path / "ours")), model)
+
+
+def test_another_template_is_that_of_the_folder_and_of_its_config(parts, tmp_path):
+    save(parts, tmp_path / "ours", tower="clip", norm="none")
+    export(str(tmp_path / "ours"), tmp_path / "hf", conv_mode="v1")
+    assert json.loads((tmp_path / "hf/config.json").read_text())["mm_conv_version"] == "v1"
+
+
 NOT_KEPT = ("_name_or_path", "transformers_version")
 
 
@@ -306,7 +327,6 @@ def test_the_way_back_gives_the_checkpoint(parts, tmp_path, language_model, towe
     equal_checkpoints(ours, load_language_model(str(tmp_path / "hf")))
     equal_checkpoints(ours, load_language_model(str(tmp_path / "back")))
     files = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("ours", "back")]
-    files[0].setdefault("mm_use_im_start_end", False)  # its default, which the way back writes down
     assert {k: v for k, v in files[0].items() if k not in NOT_KEPT} == {
         k: v for k, v in files[1].items() if k not in NOT_KEPT
     }

@@ -188,6 +188,8 @@ def test_answers_to_another_call_are_refused_by_name_and_overwritten_where_asked
         found = ask(records, *flags, **({"model": model} if model else {}))
         assert found.status == 2 and named in found.error and "--overwrite" in found.error
         assert len(found.error.splitlines()) == 1 and found.file.read_text() == before
+    refused = ask(LINES, "--overwrite", model=images / "nothing")
+    assert refused.status == 2 and refused.file.read_text() == before  # as long as nothing can be asked
     assert [one["question_id"] for one in ask(LINES[1:], "--overwrite").lines] == ["q-green", "q-blue", "q-yellow"]
 
 

@@ -1,5 +1,6 @@
 """Builds the vision tower from a model config; the tower's own config, never its path, decides its type."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,26 @@ def build_vision_tower(config: PretrainedConfig) -> VisionTower:
     )
 
 
+def has_image_processor(folder: str) -> bool:
+    """Whether a local folder holds an image processor: in a file of its own, or in that of a whole processor."""
+    return Path(folder, "preprocessor_config.json").exists() or bool(_in_processor(folder))
+
+
 def load_image_processor(folder_or_id: str, tower: VisionTower) -> Any:
     """The image processor stored with a checkpoint or vision encoder, always on the PIL backend (same pixels anywhere).
 
-    A local folder without `preprocessor_config.json` gets the encoder family's default at the tower's image size.
+    A local folder without one gets the encoder family's default at the tower's image size.
     """
-    folder = Path(folder_or_id)
-    if folder.is_dir() and not (folder / "preprocessor_config.json").exists():
+    if Path(folder_or_id, "preprocessor_config.json").exists() or not Path(folder_or_id).is_dir():
+        processor = tower.image_processor_class.from_pretrained(folder_or_id)
+    elif settings := _in_processor(folder_or_id):
+        processor = tower.image_processor_class.from_dict(settings)
+    else:
         return tower.default_image_processor()
-    return tower.fit_image_processor(tower.image_processor_class.from_pretrained(folder_or_id))
+    return tower.fit_image_processor(processor)
+
+
+def _in_processor(folder: str) -> dict[str, Any]:
+    """The image processor's part of `processor_config.json`, in which transformers 5 saves it."""
+    file = Path(folder, "processor_config.json")
+    return json.loads(file.read_text(encoding="utf-8")).get("image_processor", {}) if file.is_file() else {}
