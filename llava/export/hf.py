@@ -88,9 +88,10 @@ def export(
         tokenizer = load_tokenizer(model_path)
         image_token = add_image_token(tokenizer)
         fields = config_fields(model, image_token, max(model.config.vocab_size, image_token + 1))
-        write_tokenizer(tokenizer, folder, chat_template(template, tokenizer, config.mm_use_im_start_end))
+        tags = getattr(config, "mm_use_im_start_end", False)
+        write_tokenizer(tokenizer, folder, chat_template(template, tokenizer, tags))
         image_processor = load_image_processor(model_path, model.get_vision_tower())
-        write_processor(image_processor, fields, folder, pad=config.image_aspect_ratio == "pad")
+        write_processor(image_processor, fields, folder, pad=getattr(config, "image_aspect_ratio", None) == "pad")
         write_model(model, fields, folder, max_shard_size)
         generation_config(model, tokenizer, template).save_pretrained(folder)
         if fields["model_type"] == WITH_NORM:
@@ -102,7 +103,7 @@ def export(
 
 
 def exportable_config(model_path: str) -> Any:
-    """The checkpoint's config, with the fields that decide here.
+    """The checkpoint's config.
 
     Raises:
         ValueError: see `export`.
@@ -123,11 +124,9 @@ def exportable_config(model_path: str) -> Any:
         raise ValueError(
             f"--model-path {model_path}: a language model without a vision tower; expected a LLaVA checkpoint"
         )
-    for field, default in (("image_aspect_ratio", None), ("mm_use_im_start_end", False)):
-        setattr(config, field, getattr(config, field, default))
-    if is_anyres(config.image_aspect_ratio):
+    if is_anyres(aspect := getattr(config, "image_aspect_ratio", None)):
         raise ValueError(
-            f"--model-path {model_path}: image_aspect_ratio={config.image_aspect_ratio} (several crops for a picture) "
+            f"--model-path {model_path}: image_aspect_ratio={aspect} (several crops for a picture) "
             "cannot be written in this format; use the checkpoint as it is, or train one with --image_aspect_ratio pad"
         )
     return config
