@@ -236,7 +236,8 @@ def _loading(facts: Facts, name: str) -> list[str]:
         "from transformers import pipeline\n\n"
         f'ask = pipeline("image-text-to-text", model="{name}"{trust})\n'
         'content = [{"type": "image", "url": "photo.jpg"}, {"type": "text", "text": "What is this?"}]\n'
-        'print(ask(text=[{"role": "user", "content": content}], max_new_tokens=64)[0]["generated_text"])'
+        'print(ask(text=[{"role": "user", "content": content}], max_new_tokens=64, return_full_text=False)'
+        '[0]["generated_text"])'
     )
     serve = f"vllm serve {name}"
     needs = " (its norm needs the plugin that comes with the training tree)" if facts.remote_code else ""

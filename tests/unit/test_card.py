@@ -146,6 +146,7 @@ def test_an_exported_folder_is_loaded_by_transformers_and_needs_trust_for_its_co
         text = write_card("--repo", "me/model", folder=tmp_path)
         assert ModelCard(text).data.library_name == "transformers"
         assert 'pipeline("image-text-to-text", model="me/model"' in text and "vllm serve me/model" in text
+        assert "return_full_text=False" in text  # else the whole chat is printed
         assert ("trust_remote_code=True" in text) == ("needs the plugin" in text) == bool(remote)
 
 
