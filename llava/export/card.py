@@ -98,7 +98,7 @@ def card_metadata(facts: Facts, args: argparse.Namespace) -> tuple[ModelCardData
             shown = value if isinstance(value, str) else ", ".join(value)
             lines.append(f"{name}: {shown} ({f'given by {flag}' if given else 'recorded in run.json'})")
         else:
-            lines.append(f"{name}: left out, as nothing records it; give it by {flag}")
+            lines.append(f"{name}: left out, as nothing records it for certain; give it by {flag}")
     tags = ["llava", "vision-language", *([] if facts.arm == "none" else [facts.arm])]
     library = {"library_name": "transformers"} if facts.exported else {}
     return ModelCardData(**fields, **library, pipeline_tag="image-text-to-text", tags=tags), lines
