@@ -26,6 +26,7 @@ LANGUAGE_MODEL, VISION_TOWER, DATA, ADAPTER = (
     "data_path",
     "pretrain_mm_mlp_adapter",
 )
+WHOLE, LORA, PROJECTOR = "whole", "lora", "projector"
 TOLERANCE = 0.05  # points by which a recorded score may differ from the mean of its questions
 _LOADER_ID = re.compile(r"hf:([^\[\]]+)\[")  # hf:OWNER/NAME[SPLIT]
 _GAIN = re.compile(r"(?:mm_projector|multi_modal_projector)\..*weight$")
@@ -57,6 +58,7 @@ class Facts(NamedTuple):
         config: its `config.json`.
         exported: the folder has transformers' layout, not LLaVA's.
         remote_code: transformers loads it by code that lies in the folder.
+        part: what there is of a model: WHOLE, LORA or PROJECTOR; the last two need the model they were trained on.
         gain: mean |gain| of the projector's norm in the weights; None where there is none.
         stages: its runs, the first stage's first; those that left a record.
         results: of an evaluation, or None.
@@ -66,6 +68,7 @@ class Facts(NamedTuple):
     config: dict[str, Any]
     exported: bool
     remote_code: bool
+    part: str
     gain: float | None
     stages: list[Stage]
     results: Results | None
@@ -93,10 +96,19 @@ def read_facts(folder: Path, run: Path | None = None, results: Path | None = Non
         config=config,
         exported="text_config" in config,
         remote_code="auto_map" in config,
+        part=part_of(folder),
         gain=norm_gain(folder) if (config.get("mm_projector_norm") or "none") != "none" else None,
         stages=stages,
         results=read_results(found) if results or found.is_file() else None,
     )
+
+
+def part_of(folder: Path) -> str:
+    """WHOLE, LORA or PROJECTOR, by the files of `folder`."""
+    if (folder / "adapter_config.json").is_file():
+        return LORA
+    weights = any(any(folder.glob(form)) for form in ("*.safetensors", "pytorch_model*.bin"))
+    return PROJECTOR if (folder / ADAPTER_FILE).is_file() and not weights else WHOLE
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -151,6 +151,21 @@ def test_an_exported_folder_is_loaded_by_transformers_and_needs_trust_for_its_co
         assert ("trust_remote_code=True" in text) == ("needs the plugin" in text) == bool(remote)
 
 
+@pytest.mark.parametrize("base", [None, "owner/llm"])
+@pytest.mark.parametrize("part", ["lora", "projector"])
+def test_what_is_no_whole_model_is_loaded_on_its_base_and_tagged_as_an_adapter(tmp_path, write_card, part, base):
+    (tmp_path / "config.json").write_text('{"model_type": "llava_llama"}')
+    (tmp_path / {"lora": "adapter_config.json", "projector": "mm_projector.bin"}[part]).touch()
+    text = write_card("--repo", "me/part", *(("--base-model", base) if base else ()), folder=tmp_path)
+    assert f'load_pretrained_model("me/part", "{base or "BASE"}", "llava")' in text
+    merge = f"merge_lora --model-path me/part --model-base {base or 'BASE'} --save-model-path part-merged\n"
+    export = "python -m llava.export hf --model-path part-merged --output-dir part-hf"
+    assert (merge in text) == (export in text) == (part == "lora") and "--model-path me/part --output-dir" not in text
+    data = ModelCard(text).data.to_dict()
+    assert data["tags"][-2:] == ["adapter", part]
+    assert data.get("base_model_relation") == ("adapter" if base else None)
+
+
 @pytest.fixture
 def hub_cache(tmp_path, monkeypatch):
     """The hub's cache with a language model, a tower and a set of pictures."""
