@@ -33,8 +33,10 @@ require_known_extras() {
   for extra in ${wanted//,/ }; do
     [[ " $known " == *" $extra "* ]] || fail "EXTRAS names '$extra'; pyproject.toml has: $known"
   done
-  [[ " ${wanted//,/ } " != *" web "* ]] ||
-    fail "EXTRAS names 'web': Gradio takes no Pillow 13, which all else here was tested with; docs/chat.md says how to install it"
+  for extra in web:docs/chat.md trackio:docs/hub.md; do
+    [[ " ${wanted//,/ } " != *" ${extra%%:*} "* ]] ||
+      fail "EXTRAS names '${extra%%:*}', which takes no Pillow 13; older ones resize pictures to other pixels than all here was tested with; ${extra#*:} says how to install it"
+  done
 }
 
 # The venv's Python version, read from its own record: starting an interpreter would take most of a second call's time.

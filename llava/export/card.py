@@ -16,7 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from llava.export import card_facts
-from llava.export.card_facts import Facts, Stage, interval, norms_over_training
+from llava.export.card_facts import LORA, PROJECTOR, WHOLE, Facts, Stage, interval, norms_over_training
 from llava.train.checkpoint import replace_file
 
 CARD_FILE = "README.md"
@@ -98,10 +98,13 @@ def card_metadata(facts: Facts, args: argparse.Namespace) -> tuple[ModelCardData
             shown = value if isinstance(value, str) else ", ".join(value)
             lines.append(f"{name}: {shown} ({f'given by {flag}' if given else 'recorded in run.json'})")
         else:
-            lines.append(f"{name}: left out, as nothing records it; give it by {flag}")
+            lines.append(f"{name}: left out, as nothing records it for certain; give it by {flag}")
     tags = ["llava", "vision-language", *([] if facts.arm == "none" else [facts.arm])]
-    library = {"library_name": "transformers"} if facts.exported else {}
-    return ModelCardData(**fields, **library, pipeline_tag="image-text-to-text", tags=tags), lines
+    fields |= {"library_name": "transformers"} if facts.exported else {}
+    if facts.part != WHOLE:
+        tags += ["adapter", facts.part]
+        fields |= {"base_model_relation": "adapter"} if "base_model" in fields else {}
+    return ModelCardData(**fields, pipeline_tag="image-text-to-text", tags=tags), lines
 
 
 def card_text(facts: Facts, metadata: ModelCardData, repo: str | None = None) -> str:
@@ -115,7 +118,7 @@ def card_text(facts: Facts, metadata: ModelCardData, repo: str | None = None) ->
         *_training_section(facts.stages),
         *_results_section(facts),
         "## How to load it",
-        *_loading(facts, repo or facts.name),
+        *_loading(facts, repo or facts.name, (metadata.base_model or ["BASE"])[0]),
     ]
     front = f"---\n{metadata.to_yaml()}\n---\n"
     body = "\n" + "\n\n".join(sections) + "\n"
@@ -222,21 +225,33 @@ def _results_section(facts: Facts) -> list[str]:
     return ["## Results", _table(heads, rows), note]
 
 
-def _loading(facts: Facts, name: str) -> list[str]:
+def _loading(facts: Facts, name: str, base: str) -> list[str]:
+    model_base = "None" if facts.part == WHOLE else f'"{base}"'
     tree = (
         "from llava.model.builder import load_pretrained_model\n\n"
-        f'tokenizer, model, image_processor, context_len = load_pretrained_model("{name}", None, "llava")'
+        f'tokenizer, model, image_processor, context_len = load_pretrained_model("{name}", {model_base}, "llava")'
     )
     in_tree = ["In the tree that trained it:", _block("python", tree)]
+    trained_on = f"the model that it was trained on{', here BASE' if base == 'BASE' else ''}"
+    if facts.part == PROJECTOR:
+        return [f"The folder holds the projector alone, and needs {trained_on}.", *in_tree]
+    own = name.rpartition("/")[2]
+    if facts.part == LORA:
+        merged = f"{own}-merged"
+        merge = f"python -m llava.model.merge_lora --model-path {name} --model-base {base} --save-model-path {merged}"
+        lines = _block("bash", f"{merge}\n{_export(merged, own)}")
+        needs = f"The folder holds LoRA weights, and needs {trained_on}."
+        return [needs, *in_tree, "For transformers and vLLM, merge it and write it in their layout first:", lines]
     if not facts.exported:
-        export = f"python -m llava.export hf --model-path {name} --output-dir {name.rpartition('/')[2]}-hf"
-        return [*in_tree, "For transformers and vLLM, write it in their layout first:", _block("bash", export)]
+        lines = _block("bash", _export(name, own))
+        return [*in_tree, "For transformers and vLLM, write it in their layout first:", lines]
     trust = ", trust_remote_code=True" if facts.remote_code else ""
     stock = (
         "from transformers import pipeline\n\n"
         f'ask = pipeline("image-text-to-text", model="{name}"{trust})\n'
         'content = [{"type": "image", "url": "photo.jpg"}, {"type": "text", "text": "What is this?"}]\n'
-        'print(ask(text=[{"role": "user", "content": content}], max_new_tokens=64)[0]["generated_text"])'
+        'print(ask(text=[{"role": "user", "content": content}], max_new_tokens=64, return_full_text=False)'
+        '[0]["generated_text"])'
     )
     serve = f"vllm serve {name}"
     needs = " (its norm needs the plugin that comes with the training tree)" if facts.remote_code else ""
@@ -245,6 +260,10 @@ def _loading(facts: Facts, name: str) -> list[str]:
         *(f"In vLLM{needs}:", _block("bash", serve)),
         *in_tree,
     ]
+
+
+def _export(name: str, own: str) -> str:
+    return f"python -m llava.export hf --model-path {name} --output-dir {own}-hf"
 
 
 # --- Markdown ---------------------------------------------------------------------------------------------------------

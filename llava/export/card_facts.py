@@ -1,11 +1,14 @@
 """What a model card is written from: the model's own files, the records of its training, its results."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
@@ -23,8 +26,8 @@ LANGUAGE_MODEL, VISION_TOWER, DATA, ADAPTER = (
     "data_path",
     "pretrain_mm_mlp_adapter",
 )
+WHOLE, LORA, PROJECTOR = "whole", "lora", "projector"
 TOLERANCE = 0.05  # points by which a recorded score may differ from the mean of its questions
-_FILES = (".json", ".jsonl", ".parquet", ".yaml", ".yml", ".zip", ".bin")
 _LOADER_ID = re.compile(r"hf:([^\[\]]+)\[")  # hf:OWNER/NAME[SPLIT]
 _GAIN = re.compile(r"(?:mm_projector|multi_modal_projector)\..*weight$")
 
@@ -55,6 +58,7 @@ class Facts(NamedTuple):
         config: its `config.json`.
         exported: the folder has transformers' layout, not LLaVA's.
         remote_code: transformers loads it by code that lies in the folder.
+        part: what there is of a model: WHOLE, LORA or PROJECTOR; the last two need the model they were trained on.
         gain: mean |gain| of the projector's norm in the weights; None where there is none.
         stages: its runs, the first stage's first; those that left a record.
         results: of an evaluation, or None.
@@ -64,6 +68,7 @@ class Facts(NamedTuple):
     config: dict[str, Any]
     exported: bool
     remote_code: bool
+    part: str
     gain: float | None
     stages: list[Stage]
     results: Results | None
@@ -91,10 +96,19 @@ def read_facts(folder: Path, run: Path | None = None, results: Path | None = Non
         config=config,
         exported="text_config" in config,
         remote_code="auto_map" in config,
+        part=part_of(folder),
         gain=norm_gain(folder) if (config.get("mm_projector_norm") or "none") != "none" else None,
         stages=stages,
         results=read_results(found) if results or found.is_file() else None,
     )
+
+
+def part_of(folder: Path) -> str:
+    """WHOLE, LORA or PROJECTOR, by the files of `folder`."""
+    if (folder / "adapter_config.json").is_file():
+        return LORA
+    weights = any(any(folder.glob(form)) for form in ("*.safetensors", "pytorch_model*.bin"))
+    return PROJECTOR if (folder / ADAPTER_FILE).is_file() and not weights else WHOLE
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -165,39 +179,61 @@ def norm_gain(folder: Path) -> float | None:
 # --- what of it may be said -------------------------------------------------------------------------------------------
 
 
-def hub_id(value: Any, started_in: Path = Path()) -> str | None:
-    """`value` where it is OWNER/NAME and no path of this machine; what `hf:OWNER/NAME[SPLIT]` names; else None."""
+def hub_id(value: Any, started_in: Path = Path(), kind: str = "model") -> str | None:
+    """`value` where this machine's hub cache holds it as OWNER/NAME, or what `hf:OWNER/NAME[SPLIT]` names; else None.
+
+    `checkpoints/vicuna` has the same form once its folder is gone, so the form alone says nothing.
+
+    Args:
+        started_in: the folder that a relative path starts from.
+        kind: `model` or `dataset`.
+    """
     text = str(value or "")
     if match := _LOADER_ID.match(text):
         text = match[1]
-    if text.count("/") != 1 or text.startswith((".", "~", "/")) or (started_in / text).exists() or Path(text).exists():
+    if text.count("/") != 1 or (started_in / text).exists() or Path(text).exists():
         return None
     try:
         validate_repo_id(text)
     except HFValidationError:
         return None
-    return None if Path(text).suffix in _FILES else text
+    cached = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=text, repo_type=kind), "snapshots")
+    return text if cached.is_dir() else None
 
 
 def base_name(value: Any, started_in: Path = Path()) -> str:
     """A flag's value without the folders of the machine that it was given on; a hub id keeps its owner."""
-    text = str(value)
-    parts = [part.strip() for part in text.split(",")] if "," in text and "/" in text else [text]
+    return str(_without_folders(value, started_in))
+
+
+def _without_folders(value: Any, started_in: Path) -> Any:
+    if isinstance(value, str) and value.startswith(("{", "[")):
+        with contextlib.suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, dict):
+        return {name: _without_folders(inner, started_in) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(inner, started_in) for inner in value]
+    if not isinstance(value, str):
+        return value
+    parts = [part.strip() for part in value.split(",")] if "," in value and "/" in value else [value]
     return ", ".join(hub_id(part, started_in) or re.split(r"[/\\]", part.rstrip("/\\"))[-1] for part in parts)
 
 
 def recorded_bases(stages: list[Stage]) -> list[str]:
-    """What the first stage started from, as far as it has names on the hub: language model, then vision tower."""
+    """The hub ids of what the first stage started from, language model, then vision tower; none where one has none."""
     if not stages:
         return []
     given, folder = stages[0].configuration["model"], stages[0].started_in
-    return [found for flag in (LANGUAGE_MODEL, VISION_TOWER) if (found := hub_id(given.get(flag), folder))]
+    found = [hub_id(given[flag], folder) for flag in (LANGUAGE_MODEL, VISION_TOWER) if given.get(flag)]
+    return found if all(found) else []
 
 
 def recorded_datasets(stages: list[Stage]) -> list[str]:
     """The data sets of all stages that were read from the hub."""
     paths = [str(stage.configuration["data"].get(DATA)) for stage in stages]
-    return list(dict.fromkeys(found for path in paths if path.startswith("hf:") and (found := hub_id(path))))
+    found = [hub_id(path, kind="dataset") for path in paths if path.startswith("hf:")]
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def changed_flags(stage: Stage) -> dict[str, str]:

@@ -648,8 +648,12 @@ def test_setup_extras_add_up_and_unknown_ones_are_refused(setup):
     refused = setup(EXTRAS="dev,nonsense")
     assert refused.returncode != 0
     assert "nonsense" in refused.stderr and "playground" in refused.stderr
-    refused = setup(EXTRAS="web")
-    assert refused.returncode != 0 and "docs/chat.md" in refused.stderr and len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("extra", "where"), [("web", "docs/chat.md"), ("trackio", "docs/hub.md")])
+def test_setup_refuses_what_would_bring_an_older_pillow(setup, extra, where):
+    refused = setup(EXTRAS=f"train,{extra}")
+    assert refused.returncode != 0 and where in refused.stderr and len(refused.stderr.splitlines()) == 1
 
 
 def test_setup_that_failed_shows_pips_words_and_starts_again(setup):

@@ -3,6 +3,7 @@
 import json
 import re
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -11,7 +12,7 @@ from training import flags
 
 from llava.eval.results import Answered, Results, TaskResult, write_results
 from llava.export.__main__ import main
-from llava.export.card_facts import base_name, hub_id, read_facts
+from llava.export.card_facts import Stage, base_name, hub_id, read_facts, recorded_bases
 from llava.intervals import share_interval
 from llava.provenance import RUN_FILE
 from llava.train.train import train
@@ -50,7 +51,7 @@ def test_the_hub_can_read_the_metadata_and_nothing_in_it_is_invented(write_card,
     assert bare == {"pipeline_tag": "image-text-to-text", "tags": ["llava", "vision-language", "gwc_layernorm"]}
     said = capsys.readouterr().out
     for flag in ("--license", "--language", "--base-model", "--dataset"):
-        assert f"left out, as nothing records it; give it by {flag}" in said
+        assert f"left out, as nothing records it for certain; give it by {flag}" in said
     given = ("--license", "apache-2.0", "--language", "en", "--base-model", "a/llm", "--base-model", "b/tower")
     full = ModelCard(write_card(*given, "--dataset", "c/pictures")).data.to_dict()
     assert full["license"] == "apache-2.0" and full["language"] == ["en"] and full["datasets"] == ["c/pictures"]
@@ -146,19 +147,61 @@ def test_an_exported_folder_is_loaded_by_transformers_and_needs_trust_for_its_co
         text = write_card("--repo", "me/model", folder=tmp_path)
         assert ModelCard(text).data.library_name == "transformers"
         assert 'pipeline("image-text-to-text", model="me/model"' in text and "vllm serve me/model" in text
+        assert "return_full_text=False" in text  # else the whole chat is printed
         assert ("trust_remote_code=True" in text) == ("needs the plugin" in text) == bool(remote)
 
 
-def test_recorded_hub_ids_are_taken_and_paths_are_not(tmp_path, monkeypatch):
+@pytest.mark.parametrize("base", [None, "owner/llm"])
+@pytest.mark.parametrize("part", ["lora", "projector"])
+def test_what_is_no_whole_model_is_loaded_on_its_base_and_tagged_as_an_adapter(tmp_path, write_card, part, base):
+    (tmp_path / "config.json").write_text('{"model_type": "llava_llama"}')
+    (tmp_path / {"lora": "adapter_config.json", "projector": "mm_projector.bin"}[part]).touch()
+    text = write_card("--repo", "me/part", *(("--base-model", base) if base else ()), folder=tmp_path)
+    assert f'load_pretrained_model("me/part", "{base or "BASE"}", "llava")' in text
+    merge = f"merge_lora --model-path me/part --model-base {base or 'BASE'} --save-model-path part-merged\n"
+    export = "python -m llava.export hf --model-path part-merged --output-dir part-hf"
+    assert (merge in text) == (export in text) == (part == "lora") and "--model-path me/part --output-dir" not in text
+    data = ModelCard(text).data.to_dict()
+    assert data["tags"][-2:] == ["adapter", part]
+    assert data.get("base_model_relation") == ("adapter" if base else None)
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """The hub's cache with a language model, a tower and a set of pictures."""
+    for name in ("models--Qwen--Qwen2.5-7B", "models--owner--tower", "datasets--owner--pictures"):
+        (tmp_path / "hub" / name / "snapshots").mkdir(parents=True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def test_only_what_the_hub_cache_holds_is_called_a_hub_id(hub_cache, tmp_path, monkeypatch):
     (tmp_path / "models/llm").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert hub_id("Qwen/Qwen2.5-7B-Instruct") == "Qwen/Qwen2.5-7B-Instruct"
-    assert hub_id("hf:owner/pictures[train]") == "owner/pictures"
+    assert hub_id("Qwen/Qwen2.5-7B") == "Qwen/Qwen2.5-7B"
+    assert hub_id("hf:owner/pictures[train]", kind="dataset") == "owner/pictures"
     for path in ("models/llm", "./llm", "/srv/llm", "data/a.json", "a/b/c", "", None):
         assert hub_id(path) is None
     assert hub_id("models/llm", tmp_path) is None
+    assert hub_id("checkpoints/vicuna") is None  # a folder that is gone
+    assert hub_id("hf:saved/pictures[train]", kind="dataset") is None
+
+
+def test_base_models_are_all_recorded_or_none_is(hub_cache, tmp_path):
+    def bases(llm, tower):
+        given = {"model_name_or_path": llm, "vision_tower": tower}
+        return recorded_bases([Stage({"model": given}, tmp_path, 1, [], None)])
+
+    assert bases("Qwen/Qwen2.5-7B", "owner/tower") == ["Qwen/Qwen2.5-7B", "owner/tower"]
+    assert bases("Qwen/Qwen2.5-7B", None) == ["Qwen/Qwen2.5-7B"]
+    assert bases("checkpoints/vicuna", "owner/tower") == []
+
+
+def test_values_of_flags_lose_their_folders_and_stay_whole(hub_cache):
     assert base_name("/srv/x/llm/") == "llm" and base_name("data/a.json,/srv/b.json") == "a.json, b.json"
     assert base_name("1e-3,2") == "1e-3,2" and base_name(r"C:\models\llm") == "llm"
+    assert base_name("Qwen/Qwen2.5-7B") == "Qwen/Qwen2.5-7B"
+    assert base_name({"x": "/home/me/q", "y": 2}) == base_name('{"x": "/home/me/q", "y": 2}') == "{'x': 'q', 'y': 2}"
+    assert base_name(["/home/me/q", {"z": "a/b/c"}]) == "['q', {'z': 'c'}]"
 
 
 def test_a_run_that_is_not_recorded_gives_a_card_without_recipe(stages, tmp_path, write_card):
