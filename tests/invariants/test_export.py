@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -333,6 +334,16 @@ def test_the_way_back_gives_the_checkpoint(parts, tmp_path, language_model, towe
     ours, back = (load_tokenizer(str(tmp_path / folder)) for folder in ("ours", "back"))
     assert ours.get_vocab() == back.get_vocab()
     assert ours("Hi <image> there")["input_ids"] == back("Hi <image> there")["input_ids"]
+
+
+@pytest.mark.parametrize("lost", ["vision_tower.vision_model.pre_layrnorm.weight", "language_model.norm.weight"])
+def test_a_folder_that_lacks_some_weights_is_refused_and_not_filled_up(normed, tmp_path, lost):
+    shutil.copytree(normed[1], tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    del tensors[f"model.{lost}"]
+    save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"the weights lack .*{lost.split('.')[-2]}.weight"):
+        load_language_model(str(tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("names", ["published", "library"])
