@@ -4,11 +4,14 @@ What its graph would compute otherwise than the model was trained is refused by 
 """
 
 import argparse
+import os
+import tempfile
 from pathlib import Path
 
 import torch
 
 from llava.asking import choose_template, is_captioner
+from llava.conversation import conv_templates
 from llava.export import gguf_file, gguf_language, gguf_vision
 from llava.model.builder import load_pretrained_model
 
@@ -17,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
     parser.add_argument("--output-dir", type=Path, required=True, help="folder of the two files")
     parser.add_argument("--dtype", choices=gguf_file.DTYPES, default="f16", help="of the matrices")
+    parser.add_argument(
+        "--conv-mode",
+        choices=list(conv_templates),
+        metavar="TEMPLATE",
+        help="conversation template (default: the one that the checkpoint was trained with)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace files of an earlier export")
 
 
@@ -34,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"{file} is there already; pass --overwrite to replace it, or another --output-dir")
     options = {"device": "cpu", "torch_dtype": "auto"}
     tokenizer, model, image_processor, _ = load_pretrained_model(args.model_path, None, "llava", **options)
-    template = choose_template(model.config, args.model_path)
+    template = choose_template(model.config, args.model_path, args.conv_mode)
     if is_captioner(template):
         raise ValueError(f"{args.model_path} is of stage 1 (template plain) and answers no questions; export stage 2")
     gguf_vision.check(model, image_processor)
@@ -42,10 +51,16 @@ def run(args: argparse.Namespace) -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     name = Path(args.model_path).resolve().name
     with torch.no_grad():
-        fields, tensors = gguf_vision.fields(model, image_processor), gguf_vision.tensors(model)
-        gguf_file.write(files["mmproj"], "clip", name, args.dtype, fields, tensors)
-        fields, tensors = gguf_language.fields(model, tokenizer, template), gguf_language.tensors(model)
-        gguf_file.write(files["model"], gguf_language.decoder_of(model).architecture, name, args.dtype, fields, tensors)
+        vision = gguf_vision.fields(model, image_processor), gguf_vision.tensors(model)
+        language = gguf_language.fields(model, tokenizer, template), gguf_language.tensors(model)
+        # Beside their places until both are whole: one without the other is of no use.
+        with tempfile.TemporaryDirectory(dir=args.output_dir, prefix=".gguf-") as partial:
+            written = {part: Path(partial, file.name) for part, file in files.items()}
+            gguf_file.write(written["mmproj"], "clip", name, args.dtype, *vision)
+            architecture = gguf_language.decoder_of(model).architecture
+            gguf_file.write(written["model"], architecture, name, args.dtype, *language)
+            for part, file in files.items():
+                os.replace(written[part], file)
     print(f"{files['model']}\n{files['mmproj']}\nhow to ask it: docs/gguf.md")
     for note in gguf_vision.notes(model, image_processor):
         print(f"note: {note}")

@@ -76,7 +76,8 @@ def fields(model: Any, tokenizer: Any, template: Conversation) -> Callable[[Any]
         writer.add_key_length(_head_dim(config))
         writer.add_value_length(_head_dim(config))
         _add_tokenizer(writer, tokenizer, config.vocab_size, template)
-        writer.add_chat_template(chat_template(template, tokenizer))
+        tags = getattr(config, "mm_use_im_start_end", False)
+        writer.add_chat_template(chat_template(template, tokenizer, tags))
 
     return add
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers.image_utils import PILImageResampling
 
+from llava.anyres import is_anyres
 from llava.export.gguf_file import library
 from llava.model.multimodal_projector.norm import AlignedLayerNorm, UniformScale, projector_norm
 
@@ -51,14 +52,14 @@ def check(model: Any, image_processor: Any) -> None:
         raise ValueError(
             f"the image processor resizes by filter {image_processor.resample}; llama.cpp by bicubic alone"
         )
-    if config.image_aspect_ratio.startswith("anyres"):
-        raise ValueError(f"--image_aspect_ratio {config.image_aspect_ratio}: crops are not exported to llama.cpp")
+    if is_anyres(mode := getattr(config, "image_aspect_ratio", None)):
+        raise ValueError(f"--image_aspect_ratio {mode}: crops are not exported to llama.cpp")
 
 
 def notes(model: Any, image_processor: Any) -> list[str]:
     """How llama.cpp shows pictures that are not square to the model otherwise than training did."""
     colour = tuple(int(255 * mean) for mean in image_processor.image_mean)
-    if model.config.image_aspect_ratio != "pad":
+    if getattr(model.config, "image_aspect_ratio", None) != "pad":
         return [
             "llama.cpp pads pictures to squares, and this model was trained on squashed ones: make them square first"
         ]

@@ -53,7 +53,9 @@ def say_what(args: argparse.Namespace, files: list[str], left_out: dict[str, str
     for name, reason in left_out.items():
         print(f"  left out: {name} ({reason})")
     if telling := [name for name in files if tells_paths(args.model_path / name)]:
-        print(f"  note: {', '.join(telling)} name folders of the machine that wrote them, and are sent as they are")
+        one = "names folders of the machine that wrote it, and is sent as it is"
+        several = "name folders of the machine that wrote them, and are sent as they are"
+        print(f"  note: {', '.join(telling)} {several if len(telling) > 1 else one}")
 
 
 def size_text(size: float) -> str:

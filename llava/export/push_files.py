@@ -1,62 +1,81 @@
 """Which files of a model's folder go to the hub, and whether the folder is whole and holds no secret."""
 
 import json
+import posixpath
 import re
-from collections.abc import Iterator
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
+from llava.eval.results import RESULTS_FILE
 from llava.export.card import CARD_FILE
+from llava.export.folder import EXPORT_FILE
+from llava.model.lora import NON_LORA_FILE
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.provenance import RUN_FILE
-from llava.train.checkpoint import MANIFEST, STAGING, checkpoint_faults
-from llava.train.run_record import IDENTITY
+from llava.train.checkpoint import MANIFEST, checkpoint_faults
+from llava.train.telemetry import LOG_FILE
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
-# What stays here, by the reason; a pattern is met by a file's name or by a folder's on the way to it.
-LEFT_OUT = {
-    "a checkpoint of the training": ("checkpoint-*", "global_step*", STAGING, "latest", "zero_to_fp32.py"),
-    "the optimizer's state": ("optimizer*", "scheduler.pt", "scaler.pt", "rng_state*", "*_optim_states.pt"),
-    "of use on this machine only": (IDENTITY, MANIFEST, "training_args.bin", "command.sh", "done", "errors", "wandb"),
-    "a cache": (".cache", ".llava_cache", "__pycache__", "*.pyc", ".git", ".DS_Store", "*.tmp"),
-    "may hold a secret": (".env*", ".netrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "*token", "*credentials*"),
-}
-_SECRET = re.compile(rb"\b(?:hf_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{32,}|AKIA[A-Z0-9]{16})\b")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", ADAPTER_FILE, NON_LORA_FILE, "*.gguf")
+SENT = (
+    *(*WEIGHTS, "*.safetensors.index.json", "pytorch_model*.bin.index.json"),
+    *("config.json", "generation_config.json", "adapter_config.json", "*processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.json*", "*.jinja"),
+    *("modeling_*.py", "configuration_*.py", "processing_*.py", "image_processing_*.py", "tokenization_*.py"),
+    *(CARD_FILE, "LICENSE*", "NOTICE*", RUN_FILE, LOG_FILE, RESULTS_FILE, EXPORT_FILE),
+)
+"""Names of the files that make a model: weights, configuration, tokenizer, code, card and records."""
+_FIGURE = re.compile(r"""(?:\]\(|src=["'])([^\s"')#?]+\.(?:png|jpe?g|svg|gif|webp))(?=[\s"')])""")
+_SECRET = re.compile(
+    rb"\b(?:hf_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{32,}|AKIA[A-Z0-9]{16}|gh[opsur]_[A-Za-z0-9]{30,}"
+    rb"|github_pat_[A-Za-z0-9_]{30,})\b"
+)
+_PASSWORD = re.compile(rb"""://[^\s/:@"'<>]+:[^\s/:@"'<>]+@""")  # of a user, in an address
 _MOST_TEXT = 16 << 20  # bytes of a file that is searched for them
 
 
 def sort_out(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The files to send, and those that stay with the reason; a folder that stays as a whole is named once.
+    """The files to send, and what else lies in the folder with the reason why it stays.
 
     Raises:
         ValueError: `folder` is none.
     """
     if not folder.is_dir():
         raise ValueError(f"--model-path {folder}: no such folder")
+    figures = _figures(folder)
     files, left_out = [], {}
-    for path in _walk(folder):
-        name = path.relative_to(folder).as_posix()
-        if reason := _reason(path):
-            left_out[name + "/" * path.is_dir()] = reason
-        elif path.is_file():
-            files.append(name)
+    for path in sorted(folder.iterdir()):
+        below = [name for name in figures if name.startswith(f"{path.name}/")]
+        if path.is_symlink():
+            left_out[path.name] = "a link"
+        elif path.is_dir():
+            files += below
+            left_out[f"{path.name}/"] = "but for what the card shows" if below else "not part of a model"
+        elif path.name in figures or any(fnmatchcase(path.name, form) for form in SENT):
+            files.append(path.name)
+        else:
+            left_out[path.name] = "not part of a model"
     return files, left_out
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Files and folders below `folder`, without what is in folders that stay."""
-    for path in sorted(folder.iterdir()):
-        yield path
-        if path.is_dir() and not _reason(path):
-            yield from _walk(path)
-
-
-def _reason(path: Path) -> str | None:
-    if path.is_symlink():
-        return "a link"
-    return next((why for why, forms in LEFT_OUT.items() if any(fnmatch(path.name, form) for form in forms)), None)
+def _figures(folder: Path) -> list[str]:
+    """The pictures in `folder` and below that its card shows."""
+    card, root = folder / CARD_FILE, folder.resolve()
+    if card.is_symlink() or not card.is_file():
+        return []
+    found = {posixpath.normpath(name) for name in _FIGURE.findall(card.read_text(encoding="utf-8", errors="replace"))}
+    # Where a part of the way is a link, the file's real place is another one.
+    return sorted(
+        name
+        for name in found
+        if (folder / name).is_file()
+        and (folder / name).resolve() == root / name
+        and not any(part.startswith(".") for part in name.split("/"))
+        and not name.startswith("/")
+    )
 
 
 def tells_paths(file: Path) -> bool:
@@ -90,10 +109,13 @@ def check_folder(folder: Path, files: list[str]) -> None:
     if not weights:
         raise ValueError(f"{folder}: no weights to send (expected {', '.join(WEIGHTS)}); a link is not followed")
     for name in files:
-        if found := _SECRET.search(_text(folder / name)):
+        text = _text(folder / name)
+        if found := _SECRET.search(text):
             raise ValueError(
                 f"{folder / name} holds what looks like an access token ({found[0][:6].decode()}...); take it out"
             )
+        if _PASSWORD.search(text):
+            raise ValueError(f"{folder / name} holds an address with a password (user:password@); take it out")
     if CARD_FILE not in files:
         raise ValueError(f"{folder} has no card; write one: python -m llava.export card --model-path {folder}")
     try:
@@ -105,7 +127,7 @@ def check_folder(folder: Path, files: list[str]) -> None:
 
 
 def _is_weights(name: str) -> bool:
-    return any(fnmatch(name, form) for form in WEIGHTS)
+    return any(fnmatchcase(name, form) for form in WEIGHTS)
 
 
 def _tensor_fault(file: Path) -> str | None:

@@ -10,14 +10,16 @@ from hub_server import OWNER, READER, WRITER, serve
 from safetensors.torch import save_file
 
 from llava.export.__main__ import main
+from llava.export.push_files import sort_out
 from llava.train.checkpoint import file_hash
 
 REPO = f"{OWNER}/model"
 STAY = (
     "checkpoint-10/model.safetensors", "checkpoint-10/optimizer.pt", "optimizer.pt", "rng_state_0.pth", "resume.json",
     "training_args.bin", ".env", "id_rsa", "hub.token", ".llava_cache/x.json", ".git/config", "__pycache__/a.pyc",
+    "runs/events", "notes.txt", "dump.bin", "pictures.npy", "prepare.py", "figures/other.png",
 )  # fmt: skip
-SENT = ("README.md", "config.json", "model.safetensors", "run.json", "runs/events", "train_log.jsonl")
+SENT = ("README.md", "config.json", "model.safetensors", "run.json", "train_log.jsonl", "figures/loss.png")
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def folder(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
     save_file({"a": torch.arange(6.0)}, folder / "model.safetensors")
-    (folder / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n![Loss](figures/loss.png)\n![Me](.env)\n")
     (folder / "config.json").write_text('{"model_type": "llava_llama"}')
     weights = folder / "model.safetensors"
     entry = {"size": weights.stat().st_size, "sha256": file_hash(weights)}
@@ -65,8 +67,9 @@ def test_without_execute_it_only_says_what_it_would_do(folder, hub, capsys, monk
     said = capsys.readouterr().out
     for name in SENT:
         assert f"  {name}\n" in said
-    for name in ("checkpoint-10/ (a checkpoint", "optimizer.pt (the optimizer's", ".env (may hold a secret)"):
-        assert f"left out: {name}" in said
+    for name in ("checkpoint-10/", "optimizer.pt", ".env", "notes.txt", "dump.bin"):
+        assert f"left out: {name} (not part of a model)\n" in said
+    assert "left out: figures/ (but for what the card shows)\n" in said
     assert "nothing was sent" in said and f"in {len(SENT)} files" in said
 
 
@@ -83,7 +86,7 @@ def test_a_second_time_nothing_is_sent_and_then_only_what_changed(folder, hub, c
     assert push(folder, "--execute") == 0
     hub.received.clear()
     assert push(folder, "--execute") == 0
-    assert hub.received == [] and "has these 6 files already; nothing was sent" in capsys.readouterr().out
+    assert hub.received == [] and f"has these {len(SENT)} files already; nothing was sent" in capsys.readouterr().out
     (folder / "train_log.jsonl").write_text("longer")
     assert push(folder, "--execute") == 0 and hub.received == ["train_log.jsonl"]
 
@@ -163,6 +166,9 @@ def other_weights(folder):
         (lambda folder: (folder / "README.md").unlink(), "has no card; write one: python -m llava.export card"),
         (lambda folder: (folder / "README.md").write_text("---\na: [\n---\n"), "its metadata cannot be read"),
         (lambda folder: (folder / "run.json").write_text('"hf_' + "a" * 34 + '"'), "like an access token (hf_aaa...)"),
+        (lambda folder: (folder / "run.json").write_text('"ghp_' + "a" * 36 + '"'), "like an access token (ghp_aa...)"),
+        (lambda folder: (folder / "run.json").write_text("github_pat_" + "a1_" * 20), "access token (github...)"),
+        (lambda folder: (folder / "run.json").write_text('"https://me:pass@host"'), "an address with a password"),
         (shutil.rmtree, "no such folder"),
     ],
 )  # fmt: skip
@@ -173,5 +179,44 @@ def test_a_folder_that_should_not_be_sent_is_refused_before_anything_is(folder, 
 
 def test_a_link_is_not_followed(folder, hub, tmp_path):
     (tmp_path / "elsewhere").write_text("private")
-    (folder / "notes.txt").symlink_to(tmp_path / "elsewhere")
-    assert push(folder, "--execute") == 0 and "notes.txt" not in hub.models[REPO].branches["main"]
+    (folder / "tokenizer.json").symlink_to(tmp_path / "elsewhere")
+    assert push(folder, "--execute") == 0 and "tokenizer.json" not in hub.models[REPO].branches["main"]
+
+
+def test_every_file_that_an_export_or_an_adapter_needs_is_sent(folder):
+    names = (
+        "model-00001-of-00002.safetensors", "model.safetensors.index.json", "mm_projector.bin", "adapter_config.json",
+        "adapter_model.safetensors", "non_lora_trainables.bin", "tokenizer.json", "tokenizer_config.json",
+        "tokenizer.model", "special_tokens_map.json", "chat_template.jinja", "generation_config.json",
+        "preprocessor_config.json", "processor_config.json", "modeling_llava_norm.py", "export.json", "results.json",
+        "model-f16.gguf",
+    )  # fmt: skip
+    for name in names:
+        (folder / name).touch()
+    assert set(sort_out(folder)[0]) == {*SENT, *names}
+
+
+@pytest.mark.parametrize("link", ["figures/loss.png", "figures"])
+def test_a_figure_behind_a_link_or_outside_the_folder_stays(folder, tmp_path, link):
+    (folder / "figures").rename(tmp_path / "figures")
+    (folder / link).parent.mkdir(exist_ok=True)
+    (folder / link).symlink_to(tmp_path / link)
+    (folder / "README.md").write_text(f"![a](figures/loss.png) ![b](../figures/loss.png) ![c]({tmp_path}/a.png)")
+    (tmp_path / "a.png").touch()
+    assert set(sort_out(folder)[0]) == set(SENT) - {"figures/loss.png"}
+
+
+@pytest.mark.parametrize(
+    ("names", "note"),
+    [
+        (["config.json"], "config.json names folders of the machine that wrote it, and is sent as it is"),
+        (
+            ["config.json", "run.json"],
+            "config.json, run.json name folders of the machine that wrote them, and are sent as they are",
+        ),
+    ],
+)
+def test_files_that_tell_of_the_machine_are_named(folder, hub, capsys, names, note):
+    for name in names:
+        (folder / name).write_text('{"model_type": "llava_llama", "a": "/home/me"}')
+    assert push(folder) == 0 and f"note: {note}\n" in capsys.readouterr().out

@@ -194,6 +194,26 @@ def test_a_value_that_f16_cannot_hold_is_refused_and_leaves_no_file(checkpoint, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_failure_in_the_second_file_leaves_neither(checkpoint, tmp_path, capsys, monkeypatch):
+    from llava.export import gguf_language
+
+    monkeypatch.setattr(gguf_language, "tensors", lambda model: {"output.weight": torch.full((2, 2), 1e6)})
+    assert main(["gguf", "--model-path", str(checkpoint()), "--output-dir", str(tmp_path)]) == 2
+    assert "does not fit f16" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_names_neither_template_nor_mode_is_exported_with_conv_mode(checkpoint, tmp_path, capsys):
+    folder, out = checkpoint("llama", seed=8), tmp_path / "out"
+    config = json.loads((folder / "config.json").read_text()) | {"mm_use_im_start_end": True}
+    config |= {"image_aspect_ratio": None, "mm_conv_version": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    command = ["gguf", "--model-path", str(folder), "--output-dir", str(out)]
+    assert main(command) == 2 and "name it by --conv-mode" in capsys.readouterr().err
+    assert main([*command, "--conv-mode", "chatml"]) == 0
+    written = value(gguf.GGUFReader(out / "model-f16.gguf"), "tokenizer.chat_template")
+    assert written == chat_template(get_template("chatml"), byte_tokenizer(), mm_use_im_start_end=True)
+
+
 def with_steps(*steps, normalizer=None, **model):
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[], **model))
     if normalizer is not None:
