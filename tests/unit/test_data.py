@@ -192,8 +192,11 @@ def test_missing_and_broken_pictures_name_the_record(tiny, tokenizer, tmp_path):
         dataset(tiny, tokenizer, [missing])[0]
     (tiny / "data/images/broken.png").write_bytes(b"not a picture")
     broken = {"id": "bad", "image": "broken.png", "conversations": turns("<image>")}
-    with pytest.raises(ValueError, match="id 'bad'.*broken.png cannot be decoded"):
-        dataset(tiny, tokenizer, [broken])[0]
+    try:
+        with pytest.raises(ValueError, match="id 'bad'.*broken.png cannot be decoded"):
+            dataset(tiny, tokenizer, [broken])[0]
+    finally:
+        (tiny / "data/images/broken.png").unlink()  # other tests take the whole folder
 
 
 def test_collator_masks_by_length_even_where_ids_equal_the_padding_id():
