@@ -88,10 +88,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps that are looked at, spread evenly")
     parser.add_argument("--repeats", type=int, default=3, help="runs of two ranks and of one; 0: the simulation alone")
-    parser.add_argument("--quick", action="store_true", help="64 ranks, windows 1 and 16, 300 steps, one pair of runs")
+    parser.add_argument("--quick", action="store_true", help="64 ranks, windows 1 and 16, 150 steps, one pair of runs")
     args = parser.parse_args()
     if args.quick:
-        args.ranks, args.windows, args.steps, args.repeats = [64], [1, 16], 300, min(args.repeats, 1)
+        args.ranks, args.windows, args.steps, args.repeats = [64], [1, 16], 150, min(args.repeats, 1)
     rows = [*recipe_rows(args.steps), *order_rows(args.windows)]
     for row in rows:
         print(row, flush=True)

@@ -98,10 +98,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / "outputs/vs_upstream", help="models, data and logs")
     parser.add_argument("--output-dir", type=Path, help="of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="of the result file")
-    parser.add_argument("--quick", action="store_true", help="two runs of 7 steps, in stage 1 of 21")
+    parser.add_argument("--quick", action="store_true", help="one run of 7 steps, in stage 1 of 21")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.repeats = 7, 2
+        args.steps, args.repeats = 7, 1
     return args
 
 
