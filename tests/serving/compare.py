@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from llava.asking import Assistant, load_assistant
+from llava.asking import Asked, Assistant, batch_answers, load_assistant
 from llava.commands import Parser, exit_status
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.mm_utils import process_prompt_images
@@ -277,13 +277,11 @@ def ask(address: str, model: str, record: dict[str, Any], pictures: Path, max_to
 
 
 def our_answers(assistant: Assistant, records: list[dict[str, Any]], pictures: Path, max_tokens: int) -> list[str]:
-    given = []
-    for start in range(0, len(records), BATCH):
-        batch = records[start : start + BATCH]
-        shown = [Image.open(pictures / record["image"]) for record in batch]
-        turns = [record["conversations"][:1] for record in batch]
-        given += assistant.answer(turns, shown, do_sample=False, max_new_tokens=max_tokens)
-    return given
+    questions = [Asked(record["conversations"][:1], [pictures / record["image"]]) for record in records]
+    given: dict[int, str] = {}
+    for batch in batch_answers(assistant, questions, Image.open, BATCH, do_sample=False, max_new_tokens=max_tokens):
+        given |= batch
+    return [given[number] for number in range(len(records))]
 
 
 def same_prompt(assistant: Assistant, record: dict[str, Any], answer: Answer, image: int) -> bool:
