@@ -271,6 +271,7 @@ def test_a_failure_shows_a_bar_that_was_drawn_again_as_its_last_state(tmp_path):
     [
         ([], "outputs/quickstart"),
         (["--data", "stamps"], "outputs/quickstart-stamps"),
+        (["--data", "probes"], "outputs/quickstart-probes"),
         (["--data=scenes"], "outputs/quickstart"),
     ],
 )
@@ -279,7 +280,7 @@ def test_each_data_set_has_a_folder_of_its_own(tmp_path, flags, folder):
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
     run = bash("scripts/quickstart.sh", *flags, LLAVA_PYTHON=python)
-    data = "stamps" if "stamps" in flags else "scenes"
+    data = flags[1] if len(flags) == 2 else "scenes"
     assert f"quickstart --data {data} --arms none gwc_layernorm --output-dir {folder} " in run.stdout
 
 
@@ -310,7 +311,7 @@ def test_the_command_line_starts_without_loading_models_or_figures():
 def test_the_demo_preset_takes_the_data_that_it_is_told():
     from llava.launch.recipe import resolved_run
 
-    for data in quickstart.DATA:
+    for data in quickstart.PICTURES:
         flags = resolved_run("pretrain", PRESET="demo", NUM_GPUS=0, DEMO_DATA=data)["flags"]
         assert flags["data_path"] == f"playground/data/{data}/pretrain.json"
         assert flags["vision_tower"] == f"playground/data/siglip-{data}"
