@@ -39,7 +39,7 @@ TINTS = {  # muted, so that every shape colour stands out
 OUTLINE, OUTLINE_WIDTH = (45, 45, 45), 2  # width in pixels of the saved picture
 MIN_RADIUS, MAX_RADIUS, MARGIN = 0.2, 0.23, 0.016  # shares of the side; a shape never leaves its quarter
 SMALL_RADIUS = 0.12  # of a small shape
-MARK_HEIGHT = 0.2  # font size of a mark, as a share of the side
+MARK_HEIGHT = 0.24  # font size of a mark, as a share of the side
 INK = {True: (250, 250, 250), False: (15, 15, 15)}  # of a mark: light on a dark shape, dark on a light one
 
 

@@ -20,7 +20,7 @@ INITIAL_SCALE = 10.0  # as SigLIP's
 POSITION_SCALE = 8.0
 # What stands for a 0 in the settings. Probes need several tokens a shape, and more steps until what is written is read.
 USUAL = {"image_size": 64, "patch_size": 32, "steps": 240}
-OWN = {"probes": {"image_size": 96, "patch_size": 24, "steps": 480}}
+OWN = {"probes": {"image_size": 96, "patch_size": 24, "steps": 600}}
 QUARTERED = ("scenes", "probes")  # sets that say what each quarter of a picture shows
 
 
@@ -35,7 +35,7 @@ class Settings:
     width: int = option(192, "hidden size")
     heads: int = option(4, "attention heads")
     steps: int = option(
-        0, "training steps, the same number gives the same tower on one machine; 0: 240, for probes 480"
+        0, "training steps, the same number gives the same tower on one machine; 0: 240, for probes 600"
     )
     seconds: float = option(0.0, "train for this time instead; how good the tower gets then depends on the machine")
     batch_size: int = option(32, "pictures per step, each against everything that is said of one of them")
