@@ -89,7 +89,7 @@ def write_probes(settings: Settings, folder: Path) -> dict[str, Any]:
     """Write images and record files to `folder`; return the facts for the manifest."""
     train = [draw_train(settings, TRAINED[i % len(TRAINED)], i) for i in range(settings.num_train)]
     rngs = [random.Random(f"{settings.seed}/{TOWER}/{i}") for i in range(settings.num_crowded)]
-    crowded = [lay_out(rng, settings.size, TOWER) for rng in rngs]
+    crowded = [lay_out(rng, settings.size, TOWER, number_of_shapes(rng, TOWER)) for rng in rngs]
     heldout = [draw_heldout(settings, i) for i in range(settings.num_per_kind * len(ANSWERS))]
     records = {
         "pretrain.json": pretrain_records(train, counted_caption),
@@ -117,7 +117,8 @@ def chance_percent(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 def draw_train(settings: Settings, kind: str, index: int) -> Scene:
     """Return a training scene for questions of `kind`, without a held-out pair."""
     rng = random.Random(f"{settings.seed}/train/{index}")
-    while any(map(is_held_out, (scene := lay_out(rng, settings.size, kind)).shapes)):
+    number = number_of_shapes(rng, kind)  # before any is rejected, and so with the same chances as without
+    while any(map(is_held_out, (scene := lay_out(rng, settings.size, kind, number)).shapes)):
         pass
     return scene
 
@@ -132,7 +133,7 @@ def draw_heldout(settings: Settings, index: int) -> tuple[Scene, dict[str, Any]]
     kind = tuple(ANSWERS)[which]
     wanted = ANSWERS[kind][turn_of_kind % len(ANSWERS[kind])]
     while True:
-        scene = lay_out(rng, settings.size, kind)
+        scene = lay_out(rng, settings.size, kind, number_of_shapes(rng, kind))
         for shape in filter(is_held_out, scene.shapes):
             turn, choices = question(rng, kind, scene, shape)
             if turn[1] == wanted:
@@ -145,8 +146,13 @@ def is_held_out(shape: Shape) -> bool:
     return (shape.color, shape.name) in HELD_OUT_PAIRS
 
 
-def lay_out(rng: random.Random, size: int, kind: str) -> Scene:
-    """Return a random scene that questions of `kind` can be asked about."""
+def number_of_shapes(rng: random.Random, kind: str) -> int:
+    """Return how many shapes a picture for questions of `kind` has."""
+    return rng.randint(*NUM_SHAPES.get(kind, (1, 2)))
+
+
+def lay_out(rng: random.Random, size: int, kind: str, number: int) -> Scene:
+    """Return a random scene of so many shapes that questions of `kind` can be asked about."""
 
     def small(shape: Shape) -> Shape:
         return place_shape(rng, size, shape.color, shape.name, shape.position, is_small=True)
@@ -154,9 +160,9 @@ def lay_out(rng: random.Random, size: int, kind: str) -> Scene:
     def marked(shape: Shape) -> Shape:
         return replace(shape, mark=rng.choice(MARKS))
 
-    scene = draw_scene(rng, size, rng.randint(*NUM_SHAPES.get(kind, (1, 2))), COLORS)
+    scene = draw_scene(rng, size, number, COLORS)
     if kind == "relation" and not relation(*scene.shapes):
-        return lay_out(rng, size, kind)
+        return lay_out(rng, size, kind, number)
     chosen = rng.choice(scene.shapes)
     changes = {
         "size": lambda shape: small(shape) if shape is chosen else shape,

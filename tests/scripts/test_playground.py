@@ -323,6 +323,8 @@ def test_no_answer_known_without_the_picture_beats_chance_in_probes() -> None:
     settings, frequent = probes.Settings(), {}
     records = [probes.draw_heldout(settings, index)[1] for index in range(8 * settings.num_per_kind)]
     drawn = [probes.draw_train(settings, probes.TRAINED[i % 6], i) for i in range(settings.num_train)]
+    numbers = Counter(len(scene.shapes) for i, scene in enumerate(drawn) if probes.TRAINED[i % 6] == "count")
+    assert min(numbers.values()) > 0.8 * 200 / 4, "what is held out makes no number rarer in training"
     for record in probes.finetune_records(drawn, settings):
         for question, answer in turns(record):
             frequent.setdefault(question, Counter())[answer] += 1
