@@ -9,7 +9,7 @@ from types import ModuleType
 from playground.options import PICTURES, add_options, settings_from
 from playground.store import PlaygroundError
 
-INPUTS = ("smollm2", "scenes", "stamps", "mixed", "tower", "heldout")
+INPUTS = ("smollm2", *PICTURES, "mixed", "tower", "heldout")
 # Modules with `add_arguments` and `run`; they are imported when they are called, since figures and models take seconds.
 OTHERS = {
     "quickstart": "Inputs, both stages of every arm side by side, answers, and one page.",

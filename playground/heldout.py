@@ -8,12 +8,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from playground.options import PICTURES
 from playground.records import IMAGE_TOKEN
 from playground.store import PlaygroundError, build, read_manifest
 
 FOLDER = "harness"  # below it lie data sets as <org>/<name>, which is how a task names them
 ORGANISATION = "heldout"
-SETS = ("scenes", "stamps")
 FORMAT = 1  # raise it when the same pictures and questions give other files
 README = """---
 configs:
@@ -42,10 +42,10 @@ class Settings:
 
 def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
     """Return the folder `<root>/harness` with one data set for each prepared set, made unless it is complete."""
-    found = [name for name in SETS if (root / name / "heldout.json").is_file()]
+    found = [name for name in PICTURES if (root / name / "heldout.json").is_file()]
     if not found:
-        raise PlaygroundError(f"{root}: no prepared pictures; run `python -m playground scenes` or `stamps` first")
-    for name in SETS:
+        raise PlaygroundError(f"{root}: no prepared pictures; run `python -m playground {PICTURES[0]}` first")
+    for name in PICTURES:
         if name not in found:
             print(f"heldout: {name} are not prepared in {root}, skipped")
             continue

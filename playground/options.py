@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 SettingsT = TypeVar("SettingsT")
 
-PICTURES = ("scenes", "stamps")
+PICTURES = ("scenes", "stamps", "probes")
 """The sets of pictures, each a module of this package; the first is the default."""
 
 

@@ -1,10 +1,11 @@
 """Scenes of one to four coloured shapes: what they hold, how they are drawn at random, and how they look."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 OVERSAMPLING = 4
 COLORS = {
@@ -37,17 +38,22 @@ TINTS = {  # muted, so that every shape colour stands out
 # An outline of one colour around every shape, so that a small tower sees forms whatever they are filled with.
 OUTLINE, OUTLINE_WIDTH = (45, 45, 45), 2  # width in pixels of the saved picture
 MIN_RADIUS, MAX_RADIUS, MARGIN = 0.2, 0.23, 0.016  # shares of the side; a shape never leaves its quarter
+SMALL_RADIUS = 0.12  # of a small shape
+MARK_HEIGHT = 0.24  # font size of a mark, as a share of the side
+INK = {True: (250, 250, 250), False: (15, 15, 15)}  # of a mark: light on a dark shape, dark on a light one
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One drawn shape; `center` (x, y) and `radius` in pixels of the saved picture."""
+    """One drawn shape; `center` (x, y) and `radius` in pixels of the saved picture; `mark` is written on it, if any."""
 
     color: str
     name: str
     position: str
     center: tuple[int, int]
     radius: float
+    is_small: bool = False
+    mark: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,20 +74,20 @@ class Scene:
         return shapes if len(shapes) > 1 else (*shapes, self.texture, self.tint)
 
 
-def draw_scene(rng: random.Random, size: int, count: int) -> Scene:
-    """Return a random scene of `size` pixels with `count` shapes, at most four."""
-    colors, names = rng.sample(tuple(COLORS), count), rng.sample(SHAPES * (1 + count // 4), count)
+def draw_scene(rng: random.Random, size: int, count: int, colors: Sequence[str] = tuple(COLORS)) -> Scene:
+    """Return a random scene of `size` pixels with `count` shapes, at most four, each of another of `colors`."""
+    colors, names = rng.sample(colors, count), rng.sample(SHAPES * (1 + count // 4), count)
     positions = sorted(rng.sample(tuple(POSITIONS), count), key=tuple(POSITIONS).index)
     shapes = tuple(place_shape(rng, size, *item) for item in zip(colors, names, positions, strict=True))
     return Scene(rng.choice(TEXTURES), rng.choice(tuple(TINTS)), shapes, rng.randrange(2**32))
 
 
-def place_shape(rng: random.Random, size: int, color: str, name: str, position: str) -> Shape:
+def place_shape(rng: random.Random, size: int, color: str, name: str, position: str, is_small: bool = False) -> Shape:
     """Return the shape at a random place inside its quarter."""
-    radius = rng.uniform(MIN_RADIUS, MAX_RADIUS)
+    radius = SMALL_RADIUS if is_small else rng.uniform(MIN_RADIUS, MAX_RADIUS)
     freedom = 0.25 - MARGIN - radius
     x, y = (int(size * (middle + rng.uniform(-freedom, freedom))) for middle in POSITIONS[position])
-    return Shape(color, name, position, (x, y), radius * size)
+    return Shape(color, name, position, (x, y), radius * size, is_small)
 
 
 def render(scene: Scene, size: int) -> Image.Image:
@@ -91,6 +97,8 @@ def render(scene: Scene, size: int) -> Image.Image:
     draw = ImageDraw.Draw(picture)
     for shape in scene.shapes:
         draw_shape(draw, shape)
+        if shape.mark:
+            draw_mark(draw, shape, MARK_HEIGHT * large)
     return picture.reduce(OVERSAMPLING)
 
 
@@ -108,6 +116,14 @@ def draw_shape(draw: ImageDraw.ImageDraw, shape: Shape) -> None:
     else:
         corners = [(x, y - radius), (x + radius, y + 0.8 * radius), (x - radius, y + 0.8 * radius)]
         draw.polygon(corners, **style)
+
+
+def draw_mark(draw: ImageDraw.ImageDraw, shape: Shape, height: float) -> None:
+    """Write the shape's mark on its middle, in bold, on the oversampled picture."""
+    place = tuple((value + 0.5) * OVERSAMPLING for value in shape.center)
+    red, green, blue = COLORS[shape.color]
+    ink = INK[3 * red + 6 * green + blue < 10 * 128]
+    draw.text(place, shape.mark, ink, ImageFont.load_default(height), "mm", stroke_width=height / 30)
 
 
 def background(scene: Scene, side: int) -> np.ndarray:

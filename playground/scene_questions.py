@@ -34,9 +34,14 @@ FACTS = (
 
 def caption(scene: Scene) -> str:
     """Return one sentence that names every shape with colour and position, in reading order."""
-    parts = [f"a {shape.color} {shape.name} in the {shape.position}" for shape in scene.shapes]
-    sentence = " and ".join(parts).replace("a orange", "an orange")
+    sentence = " and ".join(f"{described(shape)} in the {shape.position}" for shape in scene.shapes)
     return sentence[0].upper() + sentence[1:] + "."
+
+
+def described(shape: Shape) -> str:
+    """Return what can be said of a shape but for where it is."""
+    size, mark = "small " * shape.is_small, f" marked {shape.mark}" * bool(shape.mark)
+    return f"a {size}{shape.color} {shape.name}{mark}".replace("a orange", "an orange")
 
 
 def quarter_statements(scene: Scene) -> list[list[str]]:
@@ -46,8 +51,9 @@ def quarter_statements(scene: Scene) -> list[list[str]]:
 
 
 def statements_about(shape: Shape) -> list[str]:
-    """Return phrases that name the shape by colour, by form, and by both."""
-    phrases = (f"a {shape.color} {shape.name}", f"a {shape.color} shape", f"a {shape.name}")
+    """Return phrases that name the shape by colour, by form, by both, and by size and mark where it has them."""
+    phrases = [f"a {shape.color} {shape.name}", f"a {shape.color} shape", f"a {shape.name}"]
+    phrases += ["a small shape"] * shape.is_small + [f"marked {shape.mark}"] * bool(shape.mark)
     return [phrase.replace("a orange", "an orange") for phrase in phrases]
 
 

@@ -51,7 +51,12 @@ def check(settings: Settings) -> None:
         raise PlaygroundError(f"--size {settings.size}: shapes are told apart from 32 pixels on; give at least 32.")
     if not 0 <= settings.two_shapes <= 1:
         raise PlaygroundError(f"--two-shapes {settings.two_shapes}: expected a share between 0 and 1.")
-    for name in ("num_train", "num_crowded", "num_heldout", "num_text"):
+    check_counts(settings, "num_train", "num_crowded", "num_heldout", "num_text")
+
+
+def check_counts(settings: Any, *names: str) -> None:
+    """Raise `PlaygroundError` for a setting below 0 of those named."""
+    for name in names:
         if getattr(settings, name) < 0:
             raise PlaygroundError(f"--{name.replace('_', '-')} {getattr(settings, name)}: expected 0 or more.")
 
@@ -59,30 +64,41 @@ def check(settings: Settings) -> None:
 def write_scenes(settings: Settings, folder: Path) -> dict[str, Any]:
     """Write images and record files to `folder`; return the facts for the manifest."""
     train, heldout = draw_scenes(settings)
-    (folder / "images").mkdir()
-    for split, drawn in (("train", train), ("heldout", heldout)):
-        for index, scene in enumerate(progress(drawn, f"scenes: {split}", "pictures")):
-            render(scene, settings.size).save(folder / "images" / image_name(split, index))
     records = {
         "pretrain.json": pretrain_records(train[: settings.num_train]),
         "finetune.json": finetune_records(train[: settings.num_train], settings),
         "heldout.json": heldout_records(heldout, settings.seed),
     }
-    for name, content in records.items():
-        write_json(folder / name, content)
-    statements = {
-        split: {
-            image_name(split, index): {"picture": [caption(scene)], "quarters": quarter_statements(scene)}
-            for index, scene in enumerate(drawn)
-        }
-        for split, drawn in (("train", train), ("heldout", heldout))
-    }
-    write_json(folder / STATEMENTS, statements)
+    write_set({"train": train, "heldout": heldout}, records, settings.size, folder)
     return {
         "records": {name: len(content) for name, content in records.items()},
         "choices": CHOICES,
         "chance_percent": {kind: round(100 / len(choices), 1) for kind, choices in CHOICES.items()},
     }
+
+
+def write_set(
+    splits: dict[str, list[Scene]],
+    records: dict[str, list[dict[str, Any]]],
+    size: int,
+    folder: Path,
+    say: Callable[[Scene], str] = caption,
+) -> None:
+    """Write to `folder` the pictures of every split's scenes, what is true of each, and the record files."""
+    (folder / "images").mkdir()
+    for split, drawn in splits.items():
+        for index, scene in enumerate(progress(drawn, f"{folder.stem}: {split}", "pictures")):
+            render(scene, size).save(folder / "images" / image_name(split, index))
+    for name, content in records.items():
+        write_json(folder / name, content)
+    statements = {
+        split: {
+            image_name(split, index): {"picture": [say(scene)], "quarters": quarter_statements(scene)}
+            for index, scene in enumerate(drawn)
+        }
+        for split, drawn in splits.items()
+    }
+    write_json(folder / STATEMENTS, statements)
 
 
 def image_name(split: str, index: int) -> str:
@@ -122,10 +138,10 @@ def _draw_outside(
     )
 
 
-def pretrain_records(scenes: list[Scene]) -> list[dict[str, Any]]:
+def pretrain_records(scenes: list[Scene], say: Callable[[Scene], str] = caption) -> list[dict[str, Any]]:
     """Return one caption record per scene (stage 1); the picture alone asks for it, as in LLaVA's own stage 1."""
     return [
-        image_record(f"scene-caption-{i:05d}", image_name("train", i), [("", caption(scene))])
+        image_record(f"scene-caption-{i:05d}", image_name("train", i), [("", say(scene))])
         for i, scene in enumerate(scenes)
     ]
 

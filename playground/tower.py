@@ -18,6 +18,10 @@ INITIAL_SCALE = 10.0  # as SigLIP's
 # Position embeddings start as large as the patches' own: at their usual size so short a training leaves tokens that do
 # not say where they are, and a language model can hardly count them.
 POSITION_SCALE = 8.0
+# What stands for a 0 in the settings. Probes need several tokens a shape, and more steps until what is written is read.
+USUAL = {"image_size": 64, "patch_size": 32, "steps": 240}
+OWN = {"probes": {"image_size": 96, "patch_size": 24, "steps": 600}}
+QUARTERED = ("scenes", "probes")  # sets that say what each quarter of a picture shows
 
 
 @dataclass
@@ -25,16 +29,22 @@ class Settings:
     """What `python -m playground tower` trains."""
 
     data: str = option(PICTURES[0], "prepared picture set to train on", PICTURES)
-    image_size: int = option(64, "side of the tower's input in pixels")
-    patch_size: int = option(32, "side of a patch; one patch is one visual token")
+    image_size: int = option(0, "side of the tower's input in pixels; 0: 64, for probes 96")
+    patch_size: int = option(0, "side of a patch, which is one visual token; 0: 32, for probes 24")
     layers: int = option(5, "encoder layers; the visual tokens are read before the last one")
     width: int = option(192, "hidden size")
     heads: int = option(4, "attention heads")
-    steps: int = option(240, "training steps; the same number gives the same tower on one machine")
+    steps: int = option(
+        0, "training steps, the same number gives the same tower on one machine; 0: 240, for probes 600"
+    )
     seconds: float = option(0.0, "train for this time instead; how good the tower gets then depends on the machine")
     batch_size: int = option(32, "pictures per step, each against everything that is said of one of them")
     learning_rate: float = option(5e-4, "highest learning rate of AdamW, after warm-up and before cosine decay")
     seed: int = option(0, "seed of weights and batches")
+
+    def __post_init__(self):
+        for name, value in (USUAL | OWN.get(self.data, {})).items():
+            setattr(self, name, getattr(self, name) or value)
 
 
 def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
@@ -62,10 +72,10 @@ def check(settings: Settings) -> None:
             f"--image-size {settings.image_size}: expected a multiple of --patch-size {settings.patch_size}."
         )
     side = settings.image_size // settings.patch_size
-    if settings.data == "scenes" and side % 2:
+    if settings.data in QUARTERED and side % 2:
         raise PlaygroundError(
             f"--patch-size {settings.patch_size}: {side} patches a side make no quarters, by which "
-            "scenes are described; give a size that makes their number even."
+            f"{settings.data} are described; give a size that makes their number even."
         )
     if settings.width % settings.heads:
         raise PlaygroundError(f"--width {settings.width}: expected a multiple of --heads {settings.heads}.")

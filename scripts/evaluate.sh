@@ -19,7 +19,7 @@ export EXTRAS="${EXTRAS:-eval,playground}"
 ensure_environment
 for argument in "$@"; do
   # Their data sets are made from the pictures that the playground prepared.
-  if [[ ",${argument#*=}," =~ ,(scenes|stamps), ]] && [ -d "playground/data/${BASH_REMATCH[1]}" ]; then
+  if [[ ",${argument#*=}," =~ ,(scenes|stamps|probes), ]] && [ -d "playground/data/${BASH_REMATCH[1]}" ]; then
     "$PYTHON_BIN" -m playground heldout
     break
   fi

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # A real two-stage MLLM on two CPU cores: prepares a language model, a vision tower and pictures, trains the baseline and
 # the aligned, compensated norm through both stages, and compares them on held-out pictures. About 8 minutes.
-#   --data scenes | stamps                drawn scenes (default), or photos of Debian's tuxpaint-stamps-default
+#   --data scenes | stamps | probes       drawn scenes (default), photos of Debian's tuxpaint-stamps-default, or pictures for harder questions
 #   ARMS="none layernorm gwc_layernorm"   which arms to train (default: none gwc_layernorm); on a CPU side by side
-#   OUTPUT_ROOT=folder                    where everything goes (default: outputs/quickstart, or -stamps)
+#   OUTPUT_ROOT=folder                    where everything goes (default: outputs/quickstart, or -stamps, -probes)
 #   SEED=42                               of data order and initial projector
 # Steps, of which those that `|` divides run side by side (playground/quickstart.py):
 #   .venv
@@ -25,7 +25,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-case $DATA in scenes | stamps) ;; *) die "--data '$DATA' is not one of: scenes, stamps; see --help" ;; esac
+case $DATA in scenes | stamps | probes) ;; *) die "--data '$DATA' is not one of: scenes, stamps, probes; see --help" ;; esac
 : "${ARMS:=none gwc_layernorm}" "${OUTPUT_ROOT:=outputs/quickstart$([ "$DATA" = scenes ] || echo "-$DATA")}"
 
 # DeepSpeed and TensorBoard are needed by those who ask for them alone.

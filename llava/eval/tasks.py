@@ -218,6 +218,7 @@ _TASKS = (
     ),
     Task("scenes", "heldout/scenes", "accuracy,none", own_samples, chance=_own_chance, own=True),
     Task("stamps", "heldout/stamps", "accuracy,none", own_samples, chance=_own_chance, own=True),
+    Task("probes", "heldout/probes", "accuracy,none", own_samples, chance=_own_chance, own=True),
 )
 TASKS = {task.name: task for task in _TASKS}
 

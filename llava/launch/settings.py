@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VARIABLES: dict[str, dict[str, str]] = {
     "what is trained": {
         "PRESET": "a file of scripts/presets: model, template and sizes that go with it",
-        "DEMO_DATA": "with PRESET=demo: scenes or stamps, prepared by python -m playground (default: scenes)",
+        "DEMO_DATA": "with PRESET=demo: scenes, stamps or probes, prepared by python -m playground (default: scenes)",
         "NORM": "the arm: norm layer behind the projector",
         "NORM_INIT": "norm a visual token starts with: text_norm, default or a number (default: the trainer's)",
         "MODEL_PATH": "language model: folder or hub name",

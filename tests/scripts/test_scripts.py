@@ -18,6 +18,7 @@ from shell import bash, only
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import NAMES
 from llava.launch.supervise import is_running
+from playground.options import PICTURES
 
 SHELL_FILES = sorted(p for p in (ROOT / "scripts").rglob("*") if p.suffix in {".sh", ".sbatch"})
 STAGES = ("pretrain", "finetune")
@@ -161,13 +162,14 @@ def test_demo_preset_is_one_plain_process_on_a_cpu():
 
 
 def test_demo_data_chooses_pictures_records_and_tower():
-    for name in ("scenes", "stamps"):
+    for name in PICTURES:
         flags = resolved_run("finetune", PRESET="demo", NUM_GPUS=0, DEMO_DATA=name)["flags"]
         assert flags["data_path"] == f"playground/data/{name}/finetune.json"
         assert flags["image_folder"] == f"playground/data/{name}/images"
         assert flags["vision_tower"] == f"playground/data/siglip-{name}"
+        assert flags["max_steps"] == ("140" if name == "probes" else "70")
     refused = bash("scripts/pretrain.sh", PRESET="demo", DEMO_DATA="photos", DRY_RUN=1)
-    assert refused.returncode == 2 and "DEMO_DATA=photos is not one of: scenes stamps" in refused.stderr
+    assert refused.returncode == 2 and "DEMO_DATA=photos is not one of: scenes stamps probes" in refused.stderr
 
 
 def stand_in_python(folder: Path, liger: str) -> Path:

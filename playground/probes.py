@@ -1,0 +1,240 @@
+"""Drawn pictures for tasks that need more of a picture than what it shows: count, relation, size, binding, small text.
+
+    color, shape, position   of one of one or two shapes, as in `scenes`
+    count                    of one to four shapes
+    relation, size           of two shapes: beside or above each other; one of them small
+    binding                  of three shapes: the color of one named by its form, or the form of one named by its color
+    text                     a letter or digit written on a shape
+
+Of every color one form is held out: no picture, caption or question of either stage has the pair, and every held-out
+question is about one. The tower alone has seen them, as a real one would have: trained without them it takes a color
+for proof that its missing form is not there, and no language model can tell.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from playground.options import option
+from playground.records import image_record
+from playground.scene_drawing import POSITIONS, SHAPES, Scene, Shape, draw_scene, place_shape
+from playground.scene_questions import about_scene, ask, caption, text_records
+from playground.scenes import check_counts, image_name, pretrain_records, write_set
+from playground.store import PlaygroundError, build
+
+FOLDER = "probes"
+FORMAT = 1  # raise it when the same settings give other files
+COLORS = ("red", "green", "blue", "yellow", "black", "white")
+# One pair of every color, two of every form: so neither is rarer than another in training.
+HELD_OUT_PAIRS = frozenset((color, SHAPES[index % len(SHAPES)]) for index, color in enumerate(COLORS))
+NUMBERS = ("one", "two", "three", "four")
+RELATIONS = {(-1, 0): "left", (1, 0): "right", (0, -1): "above", (0, 1): "below"}  # by the direction (x, y)
+MARKS = tuple("CHTX24")
+ANSWERS = {  # the kinds of questions, with answers that take turns
+    "color": COLORS,
+    "shape": SHAPES,
+    "position": tuple(POSITIONS),
+    "count": NUMBERS,
+    "relation": tuple(RELATIONS.values()),
+    "size": ("larger", "smaller"),
+    "binding": (*COLORS, *SHAPES, *SHAPES),
+    "text": MARKS,
+}
+TURNS = 24  # after so many questions all answers of every kind have come equally often
+TOWER = "tower"  # the kind of pictures that the vision tower alone is trained on, besides
+NUM_SHAPES = {"count": (1, 4), "relation": (2, 2), "size": (2, 2), "binding": (3, 3), TOWER: (1, 4)}
+TRAINED = ("color", "count", "relation", "size", "binding", "text")  # `color` stands for its picture's three kinds
+CAPTION_SHARE = 0.25  # so many captions for every record of questions in stage 2
+
+
+@dataclass
+class Settings:
+    """What `python -m playground probes` draws."""
+
+    size: int = option(96, "side of the square pictures in pixels")
+    num_train: int = option(1200, "training pictures: each gives a caption and a record of questions")
+    num_crowded: int = option(2000, "pictures with all that is asked about, for the vision tower alone")
+    num_per_kind: int = option(72, f"held-out pictures, and questions, of every kind; a multiple of {TURNS}")
+    num_text: int = option(40, "training records without a picture")
+    seed: int = option(0, "seed of everything drawn")
+
+
+def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
+    """Return the folder `<root>/probes`, made unless it is complete."""
+    check(settings)
+
+    def write(folder: Path) -> dict[str, Any]:
+        return write_probes(settings, folder)
+
+    return build(root / FOLDER, "probes", {**asdict(settings), "format": FORMAT}, write, force)
+
+
+def check(settings: Settings) -> None:
+    """Raise `PlaygroundError` for settings that cannot be drawn."""
+    if settings.size < 64:
+        raise PlaygroundError(
+            f"--size {settings.size}: what is written is legible from 64 pixels on; give at least 64."
+        )
+    check_counts(settings, "num_train", "num_crowded", "num_per_kind", "num_text")
+    if settings.num_per_kind % TURNS:
+        raise PlaygroundError(
+            f"--num-per-kind {settings.num_per_kind}: expected a multiple of {TURNS}, so that all answers come equally "
+            "often."
+        )
+
+
+def write_probes(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Write images and record files to `folder`; return the facts for the manifest."""
+    train = [draw_train(settings, TRAINED[i % len(TRAINED)], i) for i in range(settings.num_train)]
+    rngs = [random.Random(f"{settings.seed}/{TOWER}/{i}") for i in range(settings.num_crowded)]
+    crowded = [lay_out(rng, settings.size, TOWER, number_of_shapes(rng, TOWER)) for rng in rngs]
+    heldout = [draw_heldout(settings, i) for i in range(settings.num_per_kind * len(ANSWERS))]
+    records = {
+        "pretrain.json": pretrain_records(train, counted_caption),
+        "finetune.json": finetune_records(train, settings),
+        "heldout.json": [record for _, record in heldout],
+    }
+    splits = {"train": train + crowded, "heldout": [scene for scene, _ in heldout]}
+    write_set(splits, records, settings.size, folder, counted_caption)
+    return {
+        "records": {name: len(content) for name, content in records.items()},
+        "held_out_pairs": sorted(f"{color} {form}" for color, form in HELD_OUT_PAIRS),
+        "chance_percent": chance_percent(records["heldout.json"]),
+    }
+
+
+def chance_percent(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return for every kind how many per cent of its questions a guess among the choices gets right."""
+    found = {kind: [1 / len(record["choices"]) for record in records if record["kind"] == kind] for kind in ANSWERS}
+    return {kind: round(100 * sum(shares) / len(shares), 1) for kind, shares in found.items() if shares}
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def draw_train(settings: Settings, kind: str, index: int) -> Scene:
+    """Return a training scene for questions of `kind`, without a held-out pair."""
+    rng = random.Random(f"{settings.seed}/train/{index}")
+    number = number_of_shapes(rng, kind)  # before any is rejected, and so with the same chances as without
+    while any(map(is_held_out, (scene := lay_out(rng, settings.size, kind, number)).shapes)):
+        pass
+    return scene
+
+
+def draw_heldout(settings: Settings, index: int) -> tuple[Scene, dict[str, Any]]:
+    """Return a held-out scene and its question, about a held-out pair.
+
+    Kinds take turns, and so do the answers of a kind, so that any first part of the list is balanced.
+    """
+    rng = random.Random(f"{settings.seed}/heldout/{index}")
+    turn_of_kind, which = divmod(index, len(ANSWERS))
+    kind = tuple(ANSWERS)[which]
+    wanted = ANSWERS[kind][turn_of_kind % len(ANSWERS[kind])]
+    while True:
+        scene = lay_out(rng, settings.size, kind, number_of_shapes(rng, kind))
+        for shape in filter(is_held_out, scene.shapes):
+            turn, choices = question(rng, kind, scene, shape)
+            if turn[1] == wanted:
+                extra = {"kind": kind, "choices": list(choices), "caption": counted_caption(scene)}
+                return scene, image_record(f"probe-heldout-{index:05d}", image_name("heldout", index), [turn], **extra)
+
+
+def is_held_out(shape: Shape) -> bool:
+    """Say whether the shape's pair of color and form is held out of both stages."""
+    return (shape.color, shape.name) in HELD_OUT_PAIRS
+
+
+def number_of_shapes(rng: random.Random, kind: str) -> int:
+    """Return how many shapes a picture for questions of `kind` has."""
+    return rng.randint(*NUM_SHAPES.get(kind, (1, 2)))
+
+
+def lay_out(rng: random.Random, size: int, kind: str, number: int) -> Scene:
+    """Return a random scene of so many shapes that questions of `kind` can be asked about."""
+
+    def small(shape: Shape) -> Shape:
+        return place_shape(rng, size, shape.color, shape.name, shape.position, is_small=True)
+
+    def marked(shape: Shape) -> Shape:
+        return replace(shape, mark=rng.choice(MARKS))
+
+    scene = draw_scene(rng, size, number, COLORS)
+    if kind == "relation" and not relation(*scene.shapes):
+        return lay_out(rng, size, kind, number)
+    chosen = rng.choice(scene.shapes)
+    changes = {
+        "size": lambda shape: small(shape) if shape is chosen else shape,
+        "text": lambda shape: marked(shape) if shape is chosen else shape,
+        TOWER: lambda shape: rng.choice((small, marked, marked))(shape),
+    }
+    return replace(scene, shapes=tuple(map(changes.get(kind, lambda shape: shape), scene.shapes)))
+
+
+def relation(shape: Shape, other: Shape) -> str | None:
+    """Return where a shape is from another beside, above or below it; None where it is none of these."""
+    (x, y), (other_x, other_y) = POSITIONS[shape.position], POSITIONS[other.position]
+    return RELATIONS.get((round(2 * (x - other_x)), round(2 * (y - other_y))))
+
+
+# --- what is said and asked -------------------------------------------------------------------------------------------
+
+
+def counted_caption(scene: Scene) -> str:
+    """Return the scene's caption after the number of its shapes."""
+    number, said = NUMBERS[len(scene.shapes) - 1], caption(scene)
+    return f"{number.capitalize()} shape{'s' * (len(scene.shapes) > 1)}: {said[0].lower()}{said[1:]}"
+
+
+def question(rng: random.Random, kind: str, scene: Scene, shape: Shape) -> tuple[tuple[str, str], Sequence[str]]:
+    """Return question and answer of `kind` about one shape of a scene, and what a guess can choose from.
+
+    For a color to be bound these are the colors in the picture: who sees them all and not whose they are guesses among
+    them.
+    """
+    if kind == "count":
+        return ("How many shapes are there?", NUMBERS[len(scene.shapes) - 1]), NUMBERS
+    if kind == "text":
+        return (f"What is written on the {shape.name}?", shape.mark), MARKS
+    if kind == "binding":
+        named_by_form = rng.random() < 0.5
+        colors = [color for color in COLORS if color in {other.color for other in scene.shapes}]
+        return (ask("color", shape), colors) if named_by_form else (ask("shape", shape), SHAPES)
+    if kind in ("relation", "size"):
+        (other,) = (other for other in scene.shapes if other is not shape)
+        if kind == "size":
+            asked, answer = "larger or smaller than", "smaller" if shape.is_small else "larger"
+        else:
+            asked, answer = "left of, right of, above or below", relation(shape, other)
+        return (f"Is the {shape.name} {asked} the {other.name}?", answer), ANSWERS[kind]
+    return ask(kind, shape), ANSWERS[kind]
+
+
+def conversation_about(rng: random.Random, scene: Scene, kind: str) -> list[tuple[str, str]]:
+    """Return turns about a training scene, the question of `kind` first; none gives a later answer away."""
+    if kind == "color":
+        return about_scene(rng, scene)
+    shape = rng.choice([shape for shape in scene.shapes if shape.mark or kind != "text"])
+    turn, _ = question(rng, kind, scene, shape)
+    others = rng.sample(scene.shapes, len(scene.shapes))
+    if kind == "count":  # forms come twice, so that positions name the shapes
+        return [turn] + [(f"What color is the object in the {other.position}?", other.color) for other in others[:2]]
+    return [turn] + [ask("color", other) for other in others if other.color not in "".join(turn)]
+
+
+def finetune_records(scenes: list[Scene], settings: Settings) -> list[dict[str, Any]]:
+    """Return questions, captions, and records without a picture (stage 2), mixed."""
+    rng = random.Random(f"{settings.seed}/finetune")
+    records = pretrain_records(scenes, counted_caption)[: round(CAPTION_SHARE * len(scenes))]
+    records += [
+        image_record(
+            f"probe-question-{i:05d}",
+            image_name("train", i),
+            conversation_about(rng, scene, TRAINED[i % len(TRAINED)]),
+        )
+        for i, scene in enumerate(scenes)
+    ]
+    records += text_records(rng, settings.num_text)
+    rng.shuffle(records)
+    return records
