@@ -28,22 +28,20 @@ def samples_to_reach(
     """
     rng = np.random.default_rng(seed)
     shares = np.asarray(shares)
-    drawn = []
-    for _ in range(RESAMPLES):
-        chosen = shares[rng.integers(len(shares), size=len(shares))]
-        drawn.append(first_reached(accuracy, samples, (rng.binomial(questions, chosen) / questions).mean(axis=0)))
+    chosen = shares[rng.integers(len(shares), size=(RESAMPLES, len(shares)))]  # [B, S, K]
+    drawn = first_reached(accuracy, samples, (rng.binomial(questions, chosen) / questions).mean(axis=1))
     ends = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], method="nearest")
-    values = (first_reached(accuracy, samples, shares.mean(axis=0)), *ends)
+    values = (*first_reached(accuracy, samples, shares.mean(axis=0)[None]), *ends)
     return tuple(float(value) if np.isfinite(value) else None for value in values)
 
 
-def first_reached(accuracy: float, samples: Sequence[float], curve: np.ndarray) -> float:
-    """Where the curve [K] over `samples` [K] first is at `accuracy`; infinity where it never is."""
-    above = np.flatnonzero(curve >= accuracy)
-    if not len(above):
-        return float("inf")
-    at = int(above[0])
-    if at == 0:
-        return float(samples[0])
-    low, high = curve[at - 1], curve[at]
-    return float(samples[at - 1] + (accuracy - low) / (high - low) * (samples[at] - samples[at - 1]))
+def first_reached(accuracy: float, samples: Sequence[float], curves: np.ndarray) -> np.ndarray:
+    """Where each curve [B, K] over `samples` [K] first is at `accuracy` [B]; infinity where it never is."""
+    samples, rows = np.asarray(samples, dtype=float), np.arange(len(curves))
+    above = curves >= accuracy
+    at = above.argmax(axis=1)
+    before = np.maximum(at - 1, 0)
+    low, high = curves[rows, before], curves[rows, at]
+    part = np.where(at > 0, (accuracy - low) / np.where(high > low, high - low, 1), 0)
+    found = samples[before] + part * (samples[at] - samples[before])
+    return np.where(above.any(axis=1), found, np.inf)

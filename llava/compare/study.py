@@ -26,6 +26,7 @@ from llava.compare.lanes import StageStep, Step, run_lanes, runs_at_once
 from llava.compare.plan import (
     FEWEST_SEEDS,
     FEWEST_STEPS,
+    PLAN_FILE,
     Pilot,
     Plan,
     check_same,
@@ -56,11 +57,14 @@ ASKED_IN_TRAINING, ASKED_IN_QUICK_TRAINING = 96, 24
 QUICK_QUESTIONS = 48
 QUICK_SHARE, QUICK_SEEDS = 1 / 6, 2
 PILOT_SHARE = 1 / 4
+START = "start"
+"""Folder of a run's model as stage 1 finds it: one step of stage 1 at learning rate 0, for the first seed alone."""
 MEASURED = {
-    "pretrain": "interface-norms update-rates attention",
-    "finetune": "interface-norms layer-norms update-rates norm-params attention gradients interventions theory",
+    START: "interface-norms update-rates attention theory",
+    STAGES[0]: "interface-norms update-rates attention theory",
+    STAGES[1]: "interface-norms layer-norms update-rates norm-params attention gradients interventions theory",
 }
-"""What `llava.analysis` measures after each stage."""
+"""What `llava.analysis` measures before training and after each stage."""
 
 
 @dataclass
@@ -71,11 +75,13 @@ class Study(Comparison):
         data: name of the pictures that are asked about, and trained on by the demo.
         plan: see `Plan`.
         quick: few questions in training and few samples measured.
+        measures_start: keeps the first seed's models as they are before training.
     """
 
     data: str = ""
     plan: Plan | None = None
     quick: bool = False
+    measures_start: bool = True
 
     @property
     def pictures(self) -> Path:
@@ -94,21 +100,25 @@ class Study(Comparison):
             found["DEMO_DATA"] = self.data
         if stage == "finetune":
             asked = ASKED_IN_QUICK_TRAINING if self.quick else ASKED_IN_TRAINING
-            found |= {
+            held_out = {
                 "EVAL_DATA_PATH": str(self.pictures / "heldout.json"),
                 "EVAL_IMAGE_FOLDER": str(self.pictures / "images"),
                 "EVAL_STEPS": str(1 / EVALUATIONS),
                 "EVAL_GENERATE": str(asked),
                 "EVAL_ON_START": "True",
             }
+            found |= {name: os.environ.get(name) or value for name, value in held_out.items()}
         return found
 
     def lane(self, run: Run, threads: Mapping[str, str]) -> list[Step]:
         """The steps of one run."""
-        steps: list[Step] = [StudyStage.of(self, run, stage, threads) for stage in STAGES]
+        steps: list[Step] = [StudyStage.of(self, run, stage, stage, threads) for stage in STAGES]
+        if self.measures_start and run.seed == self.seeds[0]:
+            untrained = {**threads, "MAX_STEPS": "1", "LEARNING_RATE": "0"}
+            steps.insert(0, StudyStage.of(self, run, STAGES[0], START, untrained))
         words = ["-m", "playground", "controls", "--checkpoint", str(run.folder("finetune")), "--data"]
         words += [str(self.pictures), "--output-dir", str(run.folder("heldout"))]
-        words += ["--questions", str(self.plan.questions)]
+        words += ["--questions", str(self.plan.questions), *([] if self.demo else ["--batch-size", "8"])]
         log = run.folder("heldout").with_suffix(".log")
         steps.append(Step(f"{run.name}, answers", [_interpreter(), *words], log, threads))
         return steps
@@ -155,9 +165,9 @@ class Study(Comparison):
             for run in self.runs:
                 self.step(f"benchmarks, {run.name}", self.evaluate, run.seed, run.arm)
             check_results(self.runs)
-        for stage, commands in MEASURED.items():
+        for part, commands in MEASURED.items():
             for command in os.environ.get("ANALYSIS", commands).split():
-                self.step(f"{command} after {stage}", self.analyze, command, stage, f"analysis-{stage}")
+                self.step(f"{command}, {part}", self.analyze, command, part, f"analysis-{part}")
         self.step("page", self.page)
 
     def page(self) -> None:
@@ -194,7 +204,12 @@ class Study(Comparison):
         }
         trial = Plan(self.preset_name, self.arms[:1], self.seeds[:1], short, questions)
         pilot_study = replace(
-            self, arms=trial.arms, seeds=trial.seeds, plan=trial, folder=self.folder / "pilot", times=self.times
+            self,
+            arms=trial.arms,
+            seeds=trial.seeds,
+            plan=trial,
+            folder=self.folder / "pilot",
+            measures_start=False,
         )
         self.step("pilot", pilot_study.train_all)
         run = pilot_study.runs[0]
@@ -233,13 +248,14 @@ class StudyStage(StageStep):
     began: float = 0.0
 
     @classmethod
-    def of(cls, study: Study, run: Run, stage: str, threads: Mapping[str, str]) -> "StudyStage":
-        folder = run.folder(stage)
+    def of(cls, study: Study, run: Run, stage: str, part: str, settings: Mapping[str, str]) -> "StudyStage":
+        """The stage of a run into its folder `part`, with more variables of the stage's script."""
+        folder = run.folder(part)
         return cls(
-            f"{run.name}, stage {1 + STAGES.index(stage)}",
+            f"{run.name}, {part}",
             ["bash", f"scripts/{stage}.sh"],
             folder.with_suffix(".log"),
-            study.settings(stage, run.seed, run.arm) | dict(threads),
+            study.settings(stage, run.seed, run.arm) | dict(settings),
             stage=stage,
             folder=folder,
             study=study,
@@ -252,7 +268,8 @@ class StudyStage(StageStep):
 
     def succeeded(self) -> None:
         (self.folder / DONE).write_text(f"{time.monotonic() - self.began:.1f}\n")
-        check_runs([run for run in self.study.runs if run.has_finished(self.stage)], self.stage)
+        part = self.folder.name
+        check_runs([run for run in self.study.runs if run.has_finished(part)], part)
 
 
 def pilot_of(run: Run) -> Pilot:
@@ -292,7 +309,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", help="how many (42, 43, ...), or which, as in 1,2 (default: 3, or what fits)")
     parser.add_argument("--hours", type=float, help="plan steps and seeds so that it takes about so long")
     parser.add_argument("--quick", action="store_true", help="every part with few steps, questions and arms")
-    parser.add_argument("--output-dir", type=Path, help="default: outputs/study-<preset>")
+    parser.add_argument("--output-dir", type=Path, help="default: outputs/study-<preset>, with -quick")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -309,22 +326,27 @@ def run(args: argparse.Namespace) -> None:
     if steps := os.environ.pop("MAX_STEPS", ""):
         raise ValueError(f"MAX_STEPS={steps}: a study plans its steps; leave it out, and give --hours or --quick")
     recipe, data = PRESETS.get(args.preset, (args.preset, PRESETS[DEMO][1]))
-    folder = (args.output_dir or Path("outputs") / f"study-{args.preset}").resolve()
+    name = f"study-{args.preset}{'-quick' if args.quick else ''}"
+    folder = (args.output_dir or Path("outputs") / name).resolve()
     os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
     os.environ.setdefault("REPORT_TO", "none")
     kept = read_plan(folder)
     if kept is not None:
         wanted = {"preset": args.preset, "hours": args.hours, "seeds": seeds}
         check_same(kept, wanted | ({"arms": arms} if args.arms or args.quick else {}), folder)
+        if args.quick != bool(kept.questions):
+            said = "with" if kept.questions else "without"
+            raise ValueError(
+                f"{folder / PLAN_FILE} was made {said} --quick; take another --output-dir, or go on {said}"
+            )
         arms, seeds = kept.arms, kept.seeds
-    for stage in STAGES:
-        (folder / f"analysis-{stage}").mkdir(parents=True, exist_ok=True)
+    for part in MEASURED:
+        (folder / f"analysis-{part}").mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with locked(folder) as lock:
-        quick = args.quick or bool(kept and kept.questions)
-        study = Study(recipe, arms, seeds or parse_seeds("1"), "", folder, False, lock, data=data, quick=quick)
+        study = Study(recipe, arms, seeds or parse_seeds("1"), "", folder, False, lock, data=data, quick=args.quick)
         os.environ.setdefault("DATA", str(study.pictures / "heldout.json"))
-        if quick:
+        if args.quick:
             os.environ.setdefault("SAMPLES", "4")
         study.step(f"inputs: {data}", study.prepare)
         if kept is None:

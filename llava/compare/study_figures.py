@@ -100,7 +100,7 @@ def _controls(study: Study, pyplot: Any) -> Any:
 
 
 def _rescaling(study: Study, pyplot: Any) -> Any:
-    rows = study["measured"]["finetune"].get("interventions", [])
+    rows = study["measured"].get("finetune", {}).get("interventions", [])
     sweep = [row for row in rows if row["intervention"].startswith("alpha ")]
     if not sweep:
         return None
@@ -133,7 +133,7 @@ def _norms(study: Study, pyplot: Any) -> Any:
 
 
 def _gradients(study: Study, pyplot: Any) -> Any:
-    rows = study["measured"]["finetune"].get("gradients", [])
+    rows = study["measured"].get("finetune", {}).get("gradients", [])
     points = list(dict.fromkeys(row["gradient at"] for row in rows))
     if not points:
         return None

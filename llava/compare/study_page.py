@@ -19,6 +19,7 @@ Rows = list[dict[str, Any]]
 PAPER_ARMS = ("layernorm", "gwc_layernorm")
 LEVEL_ARMS = ("scale-fixed", "scale", "clip")  # they set the norm's level and normalise nothing
 FIGURE = "study-{}.svg"
+WHEN = {"start": "before training", "pretrain": "after stage 1", "finetune": "after stage 2"}
 CLAIMS: Rows = [
     {
         "who": "The paper (arXiv 2512.08374)",
@@ -98,8 +99,9 @@ def tables(study: Study) -> dict[str, Rows]:
         "With the picture taken away": controls(study),
         "Norms where visual tokens meet the text, first seed": norms(study),
     }
-    for stage, commands in study["measured"].items():
-        found |= {f"{command}, after {stage}": rounded(rows) for command, rows in commands.items()}
+    for part in (part for part in WHEN if part in study["measured"]):
+        commands = study["measured"][part]
+        found |= {f"{command}, {WHEN[part]}": rounded(rows) for command, rows in commands.items()}
     return {title: rows for title, rows in found.items() if rows}
 
 
@@ -256,7 +258,7 @@ def about_pictures(study: Study) -> str:
 
 def about_rescaling(study: Study) -> str:
     """What setting trained arms to the text norm at inference does, beside a blank picture."""
-    rows = study["measured"]["finetune"].get("interventions", [])
+    rows = study["measured"].get("finetune", {}).get("interventions", [])
     by_arm = {
         arm: {row["intervention"]: row["KL (nats)"] for row in rows if row["model"] == arm} for arm in study["arms"]
     }

@@ -38,6 +38,8 @@ CONTRASTS = (
 )
 """Arms that are also compared with each other, the first minus the second, where both were trained."""
 DOSED = "gwc_layernorm"
+MEASURED = "analysis-"
+"""Beginning of the names of the folders in which `llava.analysis` wrote."""
 NORM_KEYS = {"visual": "norm/llm_input", "text": "norm/text_embeddings"}
 
 
@@ -86,7 +88,9 @@ def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> d
         "training": learning(runs),
         "controls": controls(runs),
         "norms": {run.arm: norms(run) for run in runs if run.seed == stats.seeds[0]},
-        "measured": {stage: measured(folder / f"analysis-{stage}") for stage in STAGES},
+        "measured": {
+            place.name.removeprefix(MEASURED): measured(place) for place in sorted(folder.glob(f"{MEASURED}*"))
+        },
         "hours": sum(sum(seconds_of_steps(run, stage)) for run in runs for stage in STAGES) / 3600,
     }
 
