@@ -12,6 +12,7 @@ from llava.compare.report import render
 from llava.compare.report_figures import data_uri
 from llava.compare.study_figures import figures
 from llava.compare.study_record import DOSED
+from llava.launch.devices import count_of
 from llava.provenance import ROOT
 
 Study = Mapping[str, Any]
@@ -194,12 +195,38 @@ def done(study: Study) -> list[str]:
 
 def conclusions(study: Study) -> list[str]:
     """The answers to what was claimed, composed from the intervals."""
-    found = [about_arms("The paper's layer", PAPER_ARMS, study)]
+    found = [headline(study), about_arms("The paper's layer", PAPER_ARMS, study)]
     found += [about_arms("A level without a norm layer", LEVEL_ARMS, study)]
     rest = [arm for arm in study["results"] if arm not in (*PAPER_ARMS, *LEVEL_ARMS, *study["dose"])]
     found += [about_arms("Other norms", rest, study)]
-    found += [about_dose(study), about_pairs(study), about_pictures(study), about_rescaling(study)]
+    found += [about_dose(study), about_pairs(study), about_speed(study), about_pictures(study), about_rescaling(study)]
     return [text for text in found if text]
+
+
+def headline(study: Study) -> str:
+    """How many arms differ from the baseline over all tasks."""
+    named = {verdict: [] for verdict in (IMPROVED, WORSE, UNCHANGED)}
+    for arm, found in study["results"].items():
+        named[found[MEAN]["verdict"]].append(arm)
+    parts = [f"{len(arms)} {verdict}" + (f" ({', '.join(arms)})" if arms else "") for verdict, arms in named.items()]
+    return f"Over all tasks, against {study['arms'][0]}: {', '.join(parts)}. Unchanged: no difference is shown."
+
+
+def about_speed(study: Study) -> str:
+    """Arms whose interval of samples to an accuracy does not meet the baseline's; what was not reached is longest."""
+
+    def ends(one: Mapping[str, Any]) -> tuple[float, float]:
+        return tuple(float("inf") if one[end] is None else one[end] for end in ("low", "high"))
+
+    parts = []
+    for accuracy in dict.fromkeys(one["accuracy"] for one in study["training"]["reached"]):
+        by_arm = {one["arm"]: ends(one) for one in study["training"]["reached"] if one["accuracy"] == accuracy}
+        low, high = by_arm[study["arms"][0]]
+        fewer = [arm for arm, (_, its_high) in by_arm.items() if its_high < low]
+        more = [arm for arm, (its_low, _) in by_arm.items() if its_low > high]
+        said = [f"{', '.join(arms)} with {word}" for arms, word in ((fewer, "fewer samples"), (more, "more")) if arms]
+        parts.append(f"{100 * accuracy:.0f} % right is reached by {' and by '.join(said) or 'no arm sooner or later'}")
+    return f"In stage 2, beside the baseline: {'; '.join(parts)} (intervals that do not meet)." if parts else ""
 
 
 def about_arms(what: str, arms: Sequence[str], study: Study) -> str:
@@ -286,8 +313,8 @@ def power(study: Study) -> list[str]:
         )  # fmt: skip
     points = list(study["resolved"].values())
     found.append(
-        f"By the intervals that came out, {min(points):.1f} to {max(points):.1f} points over all tasks, by the arm. "
-        "Smaller differences may be there and are not shown."
+        f"By the intervals that came out, differences of {min(points):.1f} to {max(points):.1f} points over all tasks "
+        f"would be shown with {100 * POWER:.0f} % probability, by the arm. Smaller ones may be there and are not shown."
     )
     return found
 
@@ -296,8 +323,8 @@ def limits(study: Study) -> list[str]:
     """What the verdicts do not cover."""
     seeds = len(study["seeds"])
     found = [
-        f"Intervals together cover at 95 % (Bonferroni): over all tasks for {len(study['results'])} arms, on single "
-        f"tasks for arms times {len(study['tasks'])} tasks. Arms against each other are a family of their own.",
+        f"Intervals together cover at 95 % (Bonferroni): over all tasks for {count_of(len(study['results']), 'arm')}, "
+        f"on single tasks for arms times {len(study['tasks'])} tasks. Arms against each other are a family apart.",
         "Training runs of all arms are taken to vary alike, and the tasks as fixed.",
         "Measurements inside the models are of the first seed and have no intervals over seeds.",
     ]
