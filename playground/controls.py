@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--controls", nargs="+", choices=CONTROLS, default=list(CONTROLS), help="which (default: all, also untouched)"
     )
-    parser.add_argument("--questions", type=int, default=0, help="how many, evenly over them; 0: all")
+    parser.add_argument("--questions", type=int, default=0, help="the first so many, whose kinds take turns; 0: all")
     parser.add_argument("--batch-size", type=int, default=80, help="questions answered at a time")
 
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         PlaygroundError: there is no checkpoint, or there are no questions.
     """
-    records = evenly(answers.held_out(args.data), args.questions)
+    records = answers.held_out(args.data)[: args.questions or None]
     asked = answers.what_is_asked(str(args.checkpoint), args.data, 0)
     settings = {"questions": len(records), "dtype": answers.fastest_dtype()}
     missing = [name for name in args.controls if not is_recorded(args.output_dir / name, asked, settings)]
@@ -61,15 +61,6 @@ def run(args: argparse.Namespace) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         found = Results(str(args.checkpoint), asked["checkpoint"], command, versions, settings, now, tasks)
         print(f"written: {write_results(found, args.output_dir / name)}")
-
-
-def evenly(records: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """So many of the records of every kind in equal parts, in their order; all of them where `number` is 0."""
-    by_kind: dict[str, list[int]] = {}
-    for index, record in enumerate(records):
-        by_kind.setdefault(record["kind"], []).append(index)
-    of_kind = -(-number // len(by_kind)) if number else len(records)
-    return [records[i] for i in sorted(i for indices in by_kind.values() for i in indices[:of_kind])]
 
 
 def is_recorded(folder: Path, asked: dict[str, Any], settings: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ the comparison's own means, and the runs are checked as those of a comparison ar
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -41,6 +42,7 @@ from llava.compare.runs import Run, check_present, check_results, check_runs
 from llava.compare.stage import STAGES, locked
 from llava.compare.study_page import write_page
 from llava.compare.study_record import CONTROLS, answers_of, record, write_record
+from llava.eval.results import RESULTS_FILE
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.recipe import resolved_run
 from llava.provenance import DONE, ROOT
@@ -52,8 +54,9 @@ ARMS = (
 QUICK_ARMS = "none,scale-fixed,gwc_layernorm,gwc_layernorm@4x"
 PRESETS = {DEMO: (DEMO, "probes"), "stamps": (DEMO, "stamps")}
 """Recipe and pictures of a study that is not called after its recipe; the others ask about the pictures of `demo`."""
-EVALUATIONS = 8  # points of the accuracy over training
-ASKED_IN_TRAINING, ASKED_IN_QUICK_TRAINING = 96, 24
+EVALUATIONS = 6  # during stage 2, besides the one before it
+ASKED = "asked.json"  # what is asked then: the first held-out questions, whose kinds take turns
+ASKED_IN_TRAINING, ASKED_IN_QUICK_TRAINING = 64, 24
 QUICK_QUESTIONS = 48
 QUICK_SHARE, QUICK_SEEDS = 1 / 6, 2
 PILOT_SHARE = 1 / 4
@@ -91,6 +94,10 @@ class Study(Comparison):
     def runs(self) -> list[Run]:
         return [self.run(seed, arm) for seed in self.seeds for arm in self.arms]
 
+    @property
+    def asked_in_training(self) -> int:
+        return ASKED_IN_QUICK_TRAINING if self.quick else ASKED_IN_TRAINING
+
     # --- what a run is ------------------------------------------------------------------------------------------------
 
     def data_settings(self, stage: str) -> dict[str, str]:
@@ -99,12 +106,11 @@ class Study(Comparison):
         if self.demo:
             found["DEMO_DATA"] = self.data
         if stage == "finetune":
-            asked = ASKED_IN_QUICK_TRAINING if self.quick else ASKED_IN_TRAINING
             held_out = {
-                "EVAL_DATA_PATH": str(self.pictures / "heldout.json"),
+                "EVAL_DATA_PATH": str(self.folder / ASKED),
                 "EVAL_IMAGE_FOLDER": str(self.pictures / "images"),
                 "EVAL_STEPS": str(1 / EVALUATIONS),
-                "EVAL_GENERATE": str(asked),
+                "EVAL_GENERATE": str(self.asked_in_training),
                 "EVAL_ON_START": "True",
             }
             found |= {name: os.environ.get(name) or value for name, value in held_out.items()}
@@ -120,7 +126,7 @@ class Study(Comparison):
         words += [str(self.pictures), "--output-dir", str(run.folder("heldout"))]
         words += ["--questions", str(self.plan.questions), *([] if self.demo else ["--batch-size", "8"])]
         log = run.folder("heldout").with_suffix(".log")
-        steps.append(Step(f"{run.name}, answers", [_interpreter(), *words], log, threads))
+        steps.append(Step(f"{run.name}, answers", [_interpreter(), *words], log, threads, partial(is_answered, run)))
         return steps
 
     def places(self) -> list[dict[str, str]]:
@@ -146,6 +152,10 @@ class Study(Comparison):
 
     def train_all(self) -> None:
         """Every run with its answers, and the check that they may be compared."""
+        if not os.environ.get("EVAL_DATA_PATH"):
+            records = json.loads((self.pictures / "heldout.json").read_text(encoding="utf-8"))
+            (self.folder / ASKED).parent.mkdir(exist_ok=True)
+            (self.folder / ASKED).write_text(json.dumps(records[: self.asked_in_training]), encoding="utf-8")
         places = self.places()
         threads = {}
         if self.demo and not resolve_devices(os.environ).on_gpu and not os.environ.get("OMP_NUM_THREADS"):
@@ -270,6 +280,13 @@ class StudyStage(StageStep):
         (self.folder / DONE).write_text(f"{time.monotonic() - self.began:.1f}\n")
         part = self.folder.name
         check_runs([run for run in self.study.runs if run.has_finished(part)], part)
+
+
+def is_answered(run: Run) -> bool:
+    """Whether there are answers under every control, given after the last training."""
+    trained, files = run.folder("finetune") / DONE, [run.folder("heldout") / c / RESULTS_FILE for c in CONTROLS]
+    there = trained.is_file() and all(file.is_file() for file in files)
+    return there and min(file.stat().st_mtime for file in files) >= trained.stat().st_mtime
 
 
 def pilot_of(run: Run) -> Pilot:

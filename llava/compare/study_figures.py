@@ -120,10 +120,9 @@ def _rescaling(study: Study, pyplot: Any) -> Any:
 def _norms(study: Study, pyplot: Any) -> Any:
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
     points = ["start", "after stage 1", "after stage 2"]
-    for arm, found in study["norms"].items():
-        ratios = [
-            math.nan if v is None or not t else v / t for v, t in zip(found["visual"], found["text"], strict=True)
-        ]
+    for arm, found in study["logged"].items():
+        pairs = zip(found["visual norm"], found["text norm"], strict=True)
+        ratios = [visual / text if visual and text else math.nan for visual, text in pairs]
         axes.plot(range(len(points)), ratios, "o", label=arm, **look_of(study, arm))
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_xticks(range(len(points)), points)

@@ -20,6 +20,7 @@ Rows = list[dict[str, Any]]
 PAPER_ARMS = ("layernorm", "gwc_layernorm")
 LEVEL_ARMS = ("scale-fixed", "scale", "clip")  # they set the norm's level and normalise nothing
 FIGURE = "study-{}.svg"
+# Parts of a run, in their order.
 WHEN = {"start": "before training", "pretrain": "after stage 1", "finetune": "after stage 2"}
 CLAIMS: Rows = [
     {
@@ -98,7 +99,7 @@ def tables(study: Study) -> dict[str, Rows]:
         "Differences of arms from each other": differences(study["contrasts"]),
         "Samples of stage 2 to reach an accuracy": reached(study),
         "With the picture taken away": controls(study),
-        "Norms where visual tokens meet the text, first seed": norms(study),
+        "Norms and gradients while training, first seed": logged(study),
     }
     for part in (part for part in WHEN if part in study["measured"]):
         commands = study["measured"][part]
@@ -150,14 +151,15 @@ def controls(study: Study) -> Rows:
     ]
 
 
-def norms(study: Study) -> Rows:
-    """Visual norm over text norm at the start and after each stage."""
+def logged(study: Study) -> Rows:
+    """Norms and gradients at the start, and at the end of each stage."""
     rows = []
-    for arm, found in study["norms"].items():
-        row = {"arm": arm}
-        for point, visual, text in zip(("start", "stage 1", "stage 2"), found["visual"], found["text"], strict=True):
-            row[f"visual, {point}"], row[f"text, {point}"] = significant(visual), significant(text)
-        rows.append(row)
+    for arm, found in study["logged"].items():
+        points = [{"arm": arm, "when": when} for when in WHEN.values()]
+        for name, values in found.items():
+            for point, value in zip(points, values, strict=True):
+                point[name] = significant(value)
+        rows += points
     return rows
 
 

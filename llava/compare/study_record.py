@@ -40,7 +40,13 @@ CONTRASTS = (
 DOSED = "gwc_layernorm"
 MEASURED = "analysis-"
 """Beginning of the names of the folders in which `llava.analysis` wrote."""
-NORM_KEYS = {"visual": "norm/llm_input", "text": "norm/text_embeddings"}
+LOGGED = {
+    "visual norm": "norm/llm_input",
+    "text norm": "norm/text_embeddings",
+    "gradient, LLM input": "grad_norm/llm_input",
+    "gradient, vision features": "grad_norm/vision_features",
+}
+"""What the first seed's runs logged at their start and at the end of each stage."""
 
 
 def answers_of(run: Run, control: str) -> Results:
@@ -87,7 +93,7 @@ def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> d
         "dose": doses(stats.arms),
         "training": learning(runs),
         "controls": controls(runs),
-        "norms": {run.arm: norms(run) for run in runs if run.seed == stats.seeds[0]},
+        "logged": {run.arm: logged(run) for run in runs if run.seed == stats.seeds[0]},
         "measured": {
             place.name.removeprefix(MEASURED): measured(place) for place in sorted(folder.glob(f"{MEASURED}*"))
         },
@@ -174,17 +180,16 @@ def samples_seen(run: Run, stage: str) -> int:
 def learning(runs: Sequence[Run]) -> dict[str, Any]:
     """Accuracy over the samples of stage 2 for every arm and seed, and the samples to reach given accuracies."""
     stage = STAGES[-1]
-    points = {run: [one for one in run.evaluations(stage) if "eval/accuracy" in one] for run in runs}
-    shared = [one["step"] for one in points[runs[0]]]
-    if not shared or any([one["step"] for one in found] != shared for found in points.values()):
-        raise ValueError(
-            f"{stage}: runs were not asked at the same steps in training; remove those that were trained otherwise"
-        )
+    points = {run: {one["step"]: one for one in run.evaluations(stage) if "eval/accuracy" in one} for run in runs}
+    # A signal may have cut an evaluation short; a point counts where every run has it.
+    shared = sorted(set.intersection(*(set(found) for found in points.values())))
+    if len(shared) < 2:
+        raise ValueError(f"{stage}: all runs were asked at {shared or 'no'} steps in training; train them again")
     samples = [step * batch_of(runs[0], stage) for step in shared]
     curves: dict[str, list[list[float]]] = {}
     for run, found in points.items():
-        curves.setdefault(run.arm, []).append([one["eval/accuracy"] for one in found])
-    questions = int(points[runs[0]][0]["eval/questions"])
+        curves.setdefault(run.arm, []).append([found[step]["eval/accuracy"] for step in shared])
+    questions = int(points[runs[0]][shared[0]]["eval/questions"])
     tasks = answers_of(runs[0], CONTROLS[0]).tasks
     asked = sum(len(task.samples) for task in tasks.values())
     chance = sum(task.chance * len(task.samples) for task in tasks.values()) / asked / 100
@@ -198,13 +203,12 @@ def learning(runs: Sequence[Run]) -> dict[str, Any]:
     return {"samples": samples, "questions": questions, "chance": chance, "curves": curves, "reached": reached}
 
 
-def norms(run: Run) -> dict[str, list[float | None]]:
-    """Mean norms where visual tokens and text enter: at the start, and at the end of each stage."""
+def logged(run: Run) -> dict[str, list[float | None]]:
+    """What `LOGGED` names: at the start, and at the end of each stage."""
     found = {}
-    for name, key in NORM_KEYS.items():
-        logged = {stage: [line[key] for line in run.log(stage) if key in line] for stage in STAGES}
-        starts = logged[STAGES[0]][:1] or [None]
-        found[name] = starts + [values[-1] if values else None for values in logged.values()]
+    for name, key in LOGGED.items():
+        values = [[line[key] for line in run.log(stage) if key in line] or [None] for stage in STAGES]
+        found[name] = [values[0][0], *(one[-1] for one in values)]
     return found
 
 

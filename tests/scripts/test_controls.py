@@ -8,7 +8,7 @@ import pytest
 from llava import asking
 from llava.eval.results import read_results
 from playground.__main__ import main
-from playground.controls import CONTROLS, evenly
+from playground.controls import CONTROLS
 
 
 @pytest.fixture
@@ -54,9 +54,3 @@ def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, train
 def test_what_is_not_there_is_refused_by_name(tmp_path, capsys):
     assert main(["controls", "--checkpoint", "no", "--data", str(tmp_path), "--output-dir", str(tmp_path)]) == 1
     assert "heldout.json" in capsys.readouterr().err
-
-
-def test_questions_are_taken_evenly_over_their_kinds():
-    records = [{"id": i, "kind": "abc"[i % 3]} for i in range(12)]
-    assert [one["id"] for one in evenly(records, 6)] == [0, 1, 2, 3, 4, 5]
-    assert len(evenly(records, 7)) == 9 and evenly(records, 0) == records

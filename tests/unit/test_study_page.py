@@ -69,7 +69,7 @@ def study():
         "training": {"samples": seen, "questions": 96, "chance": 0.2, "reached": reached}
         | {"curves": {arm: np.linspace(0.2, 0.8, 9).reshape(3, 3).tolist() for arm in NAMES}},
         "controls": controls,
-        "norms": {arm: {"visual": [3.0, None, 300.0], "text": [3.0, 3.0, 3.0]} for arm in NAMES},
+        "logged": {arm: {"visual norm": [3.0, None, 300.0], "text norm": [3.0, 3.0, 3.0]} for arm in NAMES},
         "measured": {"start": {"update-rates": rows[:2]}, "finetune": {"interventions": rows, "gradients": gradients}},
         "hours": 3.0,
     }
