@@ -6,7 +6,8 @@ gets an interval above zero with probability `POWER`.
 
 Two trained models are taken to answer a question independently of each other, each right with the pilot's share p: one
 question of one seed then varies by v = 2 p (1 - p). Real models err on the same hard questions, so v is an upper bound.
-Beyond their answers, training runs are taken to vary by `SEED_DEVIATION`. With N questions, S seeds and T tasks:
+A pilot is short and its share will grow, so below a half a half is taken. Beyond their answers, training runs are taken
+to vary by `SEED_DEVIATION`. With N questions, S seeds and T tasks:
 
     D varies by       Q + 2 SEED_DEVIATION^2 / S,      Q = sum over tasks of v / (S N) / T^2
     the interval by   Q' + Q + 2 SEED_DEVIATION^2 / S,  Q' as Q with the two questions that the interval adds
@@ -161,7 +162,8 @@ def smallest_differences(
 
 def _variances(right: float, questions: int, seeds: int) -> tuple[float, float]:
     # Of a task's difference, by its answers alone: as it is, and as the interval takes it, with two questions more.
-    of_question = 2 * right * (1 - right) / seeds
+    share = max(0.5, (right * questions + 1) / (questions + 2))  # no pilot is so good that nothing varies
+    of_question = 2 * share * (1 - share) / seeds
     return of_question / questions, (of_question * questions + 2) / (questions + 2) ** 2
 
 

@@ -89,6 +89,8 @@ def test_more_seeds_questions_and_fewer_arms_show_smaller_differences():
         return smallest_differences({"a": 0.6, "b": 0.6}, {"a": questions, "b": questions}, arms, seeds)["mean"]
 
     assert mean(questions=288) < mean() and mean(seeds=6) < mean() and mean(arms=2) < mean()
+    ends = [smallest_differences({"a": right}, {"a": 72}, 8, 3)["a"] for right in (0.0, 0.5, 1.0)]
+    assert ends[0] == ends[1] > ends[2] > 100 * SEED_DEVIATION  # nothing is certain
     alone = smallest_differences({"a": 0.6}, {"a": 72}, 8, 3)
     assert alone["a"] == alone["mean"]
 
