@@ -14,6 +14,7 @@ INPUTS = ("smollm2", *PICTURES, "mixed", "tower", "heldout")
 OTHERS = {
     "quickstart": "Inputs, both stages of every arm side by side, answers, and one page.",
     "answers": "Ask one checkpoint the held-out questions, and measure how fast its tokens turn.",
+    "controls": "Score one checkpoint on the held-out questions, as they are and with the picture taken away.",
     "compare": "Score trained checkpoints on held-out pictures, and show arms side by side on one page.",
 }
 DEFAULT_ROOT = Path(__file__).resolve().parent / "data"

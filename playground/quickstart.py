@@ -10,7 +10,6 @@ cores; on a GPU one after the other. Finished steps are kept: the same call goes
 
 import argparse
 import json
-import math
 import os
 import shlex
 import signal
@@ -20,19 +19,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llava.compare.lanes import StageStep, Step, StepError, run_lanes, runs_at_once
 from llava.compare.stage import STAGES, last_step, locked
-from llava.launch.devices import available_cores, count_of, memory_quota, resolve_devices
+from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.load import POLICY
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import Refusal
 from llava.provenance import differences
 from playground import answers, smollm2
-from playground.lanes import StageStep, Step, StepError, run_lanes
 from playground.options import PICTURES
 from playground.store import PlaygroundError, read_manifest, shown_python, write_json
 
 ROOT_OF_INPUTS = Path("playground/data")
-MEMORY_OF_ARM = 3.5  # GiB that a training of the demo takes
 TIMES = "times.json"  # seconds of every step
 SETTINGS = "settings.json"  # beside a stage's folder: what it is made from
 # Flags that decide where and how often something is written, and nothing about the result.
@@ -59,7 +57,7 @@ class Quickstart:
         self.started = time.monotonic() - set_up_seconds
         self.times = {"set-up of .venv": set_up_seconds} if set_up_seconds else {}
         self.on_gpu = resolve_devices(os.environ).on_gpu
-        self.width = 1 if self.on_gpu else arms_at_once(len(self.arms), available_cores())
+        self.width = 1 if self.on_gpu else runs_at_once(len(self.arms), available_cores())
         self.recipes = {(arm, stage): self.recipe(arm, stage) for arm in self.arms for stage in STAGES}
 
     # --- what a step is -----------------------------------------------------------------------------------------------
@@ -227,14 +225,6 @@ def keep_longest(times: Mapping[str, float], file: Path) -> None:
     """Adds to what earlier calls took, of whose finished steps this one has done nothing but look."""
     before = json.loads(file.read_text()) if file.is_file() else {}
     write_json(file, before | {name: max(seconds, before.get(name, 0.0)) for name, seconds in times.items()})
-
-
-def arms_at_once(arms: int, cores: int) -> int:
-    """How many arms train side by side on a CPU: each needs a core and the memory of a training."""
-    import psutil
-
-    free = min(psutil.virtual_memory().available, memory_quota() or math.inf)
-    return max(1, min(arms, cores, int(free / 2**30 / MEMORY_OF_ARM)))
 
 
 def _python(*words: str) -> list[str]:

@@ -43,6 +43,7 @@ launch llava/train/train_mem.py \
   --pretrain_mm_mlp_adapter "$PRETRAIN_ADAPTER" \
   --mm_projector_norm "$NORM" \
   --mm_projector_norm_init "${NORM_INIT:-}" \
+  --mm_projector_norm_learnable "${NORM_LEARNABLE:-}" \
   --mm_tunable_parts "$TUNABLE_PARTS" \
   --lora_enable "${LORA_R:+True}" \
   --lora_r "$LORA_R" \

@@ -94,6 +94,7 @@ launch() { # entry, flags of the stage and of the caller
     --eval_image_folder "${EVAL_IMAGE_FOLDER:-}" \
     --eval_strategy "${EVAL_DATA_PATH:+steps}" \
     --eval_steps "${EVAL_STEPS:-${EVAL_DATA_PATH:+500}}" \
+    --eval_on_start "${EVAL_ON_START:-}" \
     --eval_generate "${EVAL_GENERATE:-}" \
     "${@:2}"
 }

@@ -31,6 +31,7 @@ launch llava/train/train_mem.py \
   --mm_projector_type mlp2x_gelu \
   --mm_projector_norm "$NORM" \
   --mm_projector_norm_init "${NORM_INIT:-}" \
+  --mm_projector_norm_learnable "${NORM_LEARNABLE:-}" \
   --tune_mm_mlp_adapter True \
   --label_masking "$LABEL_MASKING" \
   --model_max_length "$MODEL_MAX_LENGTH" \

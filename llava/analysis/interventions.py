@@ -1,9 +1,9 @@
 """What the norm of visual tokens does to a trained model at inference, beside the controls that give it a scale.
 
 Visual tokens are scaled by alpha, or each set to the text norm, where they enter the first layer; the text norm is the
-median norm of the text tokens that enter beside them. Controls: a blank picture of the same size, no picture, and the
-visual part of the KV cache (keys, values, both) taken from the blank one. A hybrid decoder's layers without attention
-have no cache to take: in them the picture stays.
+median norm of the text tokens that enter beside them. Controls: a blank picture of the same size, no picture, visual
+tokens in another order, and the visual part of the KV cache (keys, values, both) taken from the blank one. A hybrid
+decoder's layers without attention have no cache to take: in them the picture stays.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from llava.presentation import COLOURS
 NEEDS = Needs()
 
 UNTOUCHED, TEXT_NORM, BLANK, TEXT_ONLY = "untouched", "text norm", "blank picture", "no picture"
+SHUFFLED = "shuffled tokens"
 SWAPS = {"blank's keys": (True, False), "blank's values": (False, True), "blank's keys and values": (True, True)}
 GREY = (127, 127, 127)
 # Of the change that a blank picture makes: below the first, scaling is called harmless, above the second, breaking.
@@ -95,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loading.add_arguments(parser)
     inputs.add_arguments(parser, samples=16)
     parser.add_argument(
-        "--alphas", type=float, nargs="+", default=[0.03, 0.1, 0.3, 0.6, 2, 5], help="factors of the sweep"
+        "--alphas", type=float, nargs="+", default=[0.01, 0.03, 0.1, 0.3, 0.6, 2, 5, 10], help="factors of the sweep"
     )
     resume.add_arguments(parser)
 
@@ -183,6 +184,7 @@ def interventions(
     for alpha in alphas:
         yield f"alpha {alpha:g}", _run(probe, batch, at_visual(lambda tokens, alpha=alpha: alpha * tokens))
     yield TEXT_NORM, _run(probe, batch, at_visual(lambda tokens: text_norm * F.normalize(tokens, dim=-1)))
+    yield SHUFFLED, _run(probe, batch, at_visual(shuffled))
     blank = _run(probe, probe.prepare([sample._replace(image=Image.new("RGB", sample.image.size, GREY))]))
     yield BLANK, blank
     text_only = _text_alone(probe, sample)
@@ -210,6 +212,11 @@ def at_visual(change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
         return states
 
     return edit
+
+
+def shuffled(tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens [N, D] in another order, the same for every model that has as many."""
+    return tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0)).to(tokens.device)]
 
 
 def _taking(source: _Run, visual: torch.Tensor, keys: bool, values: bool) -> Change:
@@ -385,7 +392,7 @@ def draw(args: argparse.Namespace, rows: list[dict[str, Any]], details: dict[str
             for part, style in (("keys", "--"), ("values", "-")):
                 cosines = [sweep[a][f"cos of {part}"] for a in alphas]
                 middle.plot(alphas, cosines, style, color=colour)
-            names = [BLANK, *SWAPS, TEXT_ONLY]
+            names = [BLANK, SHUFFLED, *SWAPS, TEXT_ONLY]
             positions = np.arange(len(names)) + (index - (len(details) - 1) / 2) * 0.8 / len(details)
             heights = [own[name]["KL (nats)"] if name in own else math.nan for name in names]
             right.barh(positions, heights, 0.8 / len(details), color=colour)

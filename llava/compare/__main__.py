@@ -1,13 +1,16 @@
-"""Compares arms: `run` trains, scores and measures them; the other commands are its steps for runs that are there."""
+"""Compares arms: `run` and `study` train, score and measure them; the other commands are their steps."""
 
 import argparse
 import sys
 from pathlib import Path
 
 from llava.compare import run as whole
+from llava.compare import study, study_page
+from llava.compare.lanes import StepError as LaneError
 from llava.compare.report import write_report
 from llava.compare.runs import STAGES, Run, check_present, check_results, check_runs
 from llava.compare.stage import StageError, train_stage
+from llava.compare.study_record import read_record
 
 _CHECKS = (
     ("check", "refuse runs that differ in more than the arm"),
@@ -21,6 +24,12 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     summary = "train, score and measure every arm, and write one page with a verdict"
     whole.add_arguments(commands.add_parser("run", help=summary, description=f"{summary}. See docs/compare.md."))
+    summary = "train many arms with seeds and controls by a plan, and write one page on what that shows"
+    study.add_arguments(commands.add_parser("study", help=summary, description=f"{summary}. See docs/compare.md."))
+    summary = "write a study's page again from its study.json"
+    command = commands.add_parser("page", help=summary, description=summary)
+    command.add_argument("study", type=Path, metavar="STUDY_JSON")
+    command.add_argument("--docs", action="store_true", help="as docs/study.md, with its figures, instead of beside it")
     for name, summary in _CHECKS:
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("--output-dir", type=Path, required=True, help="folder with seed-<seed>/<arm>/<stage>")
@@ -47,11 +56,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.command == "run":
             whole.run(args)
+        elif args.command == "study":
+            study.run(args)
+        elif args.command == "page":
+            found = read_record(args.study)
+            for path in study_page.write_docs(found) if args.docs else study_page.write_page(found, args.study.parent):
+                print(f"written: {path}")
         elif args.command == "stage":
             train_stage(args.stage, args.folder, args.log, dict(pair.split("=", 1) for pair in args.settings))
         else:
             _check(args)
-    except (ValueError, OSError, whole.StepError, StageError) as error:
+    except (ValueError, OSError, whole.StepError, StageError, LaneError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,11 +1,13 @@
 """What an arm of a comparison is called: a norm of `NORM_TYPES`, with its initial norm behind an @ where it is not the
-text norm, as in `layernorm@4x` or `layernorm@default`. `layernorm_default` is the older spelling of the latter."""
+text norm, as in `layernorm@4x` or `layernorm@default`, and `-fixed` at the end where it is not trained, as in
+`scale-fixed`. `layernorm_default` is the older spelling of `layernorm@default`."""
 
 from typing import NamedTuple
 
 from llava.model.multimodal_projector.norm import NORM_TYPES, ProjectorNormArguments, parse_init
 
 BASELINE = "none"
+FIXED = "-fixed"
 _DEFAULT = "_default"
 
 
@@ -15,10 +17,17 @@ class Arm(NamedTuple):
     Attributes:
         norm: `--mm_projector_norm`.
         init: `--mm_projector_norm_init`; empty for the baseline, which has none.
+        learnable: `--mm_projector_norm_learnable`.
     """
 
     norm: str
     init: str
+    learnable: bool = True
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Variables of scripts/pretrain.sh and finetune.sh."""
+        return {"NORM": self.norm, "NORM_INIT": self.init, "NORM_LEARNABLE": "" if self.learnable else "False"}
 
 
 def parse_arm(name: str) -> Arm:
@@ -27,18 +36,19 @@ def parse_arm(name: str) -> Arm:
     Raises:
         ValueError: no such norm, or an initial norm that is none or that the baseline cannot have.
     """
-    norm, at, init = name.partition("@")
+    norm, at, init = name.removesuffix(FIXED).partition("@")
+    learnable = not name.endswith(FIXED)
     if not at and norm.endswith(_DEFAULT):
         norm, at, init = norm.removesuffix(_DEFAULT), "@", "default"
     if norm not in NORM_TYPES:
         raise ValueError(f"--arms {name}: {norm!r} is not one of: {', '.join(NORM_TYPES)}")
     if norm == BASELINE:
-        if at:
-            raise ValueError(f"--arms {name}: without a norm there is no initial norm to set")
+        if at or not learnable:
+            raise ValueError(f"--arms {name}: without a norm there is no initial norm to set or to keep")
         return Arm(norm, "")
     if at:
         parse_init(init)
-    return Arm(norm, init if at else ProjectorNormArguments.mm_projector_norm_init)
+    return Arm(norm, init if at else ProjectorNormArguments.mm_projector_norm_init, learnable)
 
 
 def parse_arms(text: str) -> list[str]:

@@ -11,10 +11,15 @@ vary by (S - 1) / S of what seeds do, which for two seeds is half. With one seed
 
 To each set of questions one that is won and one that is lost by the full score is added (Bonett and Price, 2012).
 Without them four questions won and none lost of 400 would be an interval above zero, while a sign test gives p = 0.125.
+
+`compare_arms` is for a study of many arms. Its intervals are wider, so that all of them together leave out a true value
+in one study of twenty at most (Bonferroni): those of the mean of all benchmarks are corrected for the arms, those of
+single benchmarks for arms times benchmarks. Three seeds say little about how training runs vary, so there v* is drawn
+from the deviations of every arm's seeds from that arm's mean: runs of all arms are taken to vary alike.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +27,7 @@ import numpy as np
 from llava.intervals import CONFIDENCE
 
 RESAMPLES = 10_000
+RESAMPLES_OF_ARMS = 40_000  # their intervals end further out
 IMPROVED, UNCHANGED, WORSE = "improved", "unchanged", "worse"
 
 
@@ -31,7 +37,7 @@ class Difference:
 
     Attributes:
         delta: points (percent) over all seeds.
-        low, high: ends of the 95 % interval, in points.
+        low, high: ends of the interval, in points; 95 % unless `compare_benchmarks` was told otherwise.
         by_seed: points of each seed.
         won, lost: questions that the arm answers better, and worse, on average over the seeds.
         p: of the exact two-sided sign test on them; with one seed and right-or-wrong answers McNemar's.
@@ -52,7 +58,12 @@ class Difference:
 
 
 def compare_benchmarks(
-    differences: Sequence[np.ndarray], strata: Sequence[np.ndarray | None], seed: int = 0, resamples: int = RESAMPLES
+    differences: Sequence[np.ndarray],
+    strata: Sequence[np.ndarray | None],
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    confidence: tuple[float, float] = (CONFIDENCE, CONFIDENCE),
+    pool: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[Difference], Difference]:
     """One result for every benchmark, and one for their mean.
 
@@ -60,21 +71,59 @@ def compare_benchmarks(
         differences: of every benchmark, arm minus baseline [S, N], each from -1 to 1; seeds in the same order.
         strata: of every benchmark the kind of each question [N] where the score is the mean over kinds, else None.
         seed: of the resampling.
+        confidence: of the intervals of single benchmarks, and of their mean.
+        pool: of every benchmark, what seeds are drawn from [P] in place of this arm's own.
     """
     rng = np.random.default_rng(seed)
     num_seeds = differences[0].shape[0]
-    shares = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), size=resamples) / num_seeds  # [B, S]
+    size = num_seeds if pool is None else len(pool[0])
+    shares = rng.multinomial(num_seeds, np.full(size, 1 / size), size=resamples) / num_seeds  # [B, S or P]
     results, centres, drawn = [], [], []
-    for d, kinds in zip(differences, strata, strict=True):
-        members = [d] if kinds is None else [d[:, kinds == kind] for kind in np.unique(kinds)]
+    for index, (d, kinds) in enumerate(zip(differences, strata, strict=True)):
+        members = members_of(d, kinds)
         by_seed = np.mean([group.mean(axis=1) for group in members], axis=0)  # [S]
         sample_part = np.mean([resampled_mean(group.mean(axis=0), rng, resamples) for group in members], axis=0)  # [B]
         centres.append(by_seed)
-        drawn.append(sample_part + seed_part(by_seed, shares))
+        drawn.append(sample_part + seed_part(by_seed if pool is None else pool[index], shares, num_seeds))
         won, lost = int((d.mean(axis=0) > 0).sum()), int((d.mean(axis=0) < 0).sum())
-        results.append(_difference(by_seed, drawn[-1], won, lost))
+        results.append(_difference(by_seed, drawn[-1], won, lost, confidence[0]))
     won, lost = sum(r.won for r in results), sum(r.lost for r in results)
-    return results, _difference(np.mean(centres, axis=0), np.mean(drawn, axis=0), won, lost)
+    return results, _difference(np.mean(centres, axis=0), np.mean(drawn, axis=0), won, lost, confidence[1])
+
+
+def compare_arms(
+    differences: Mapping[str, Sequence[np.ndarray]],
+    strata: Sequence[np.ndarray | None],
+    resamples: int = RESAMPLES_OF_ARMS,
+) -> dict[str, tuple[list[Difference], Difference]]:
+    """What `compare_benchmarks` gives, for every arm of a study: corrected for their number, seeds pooled.
+
+    Args:
+        differences: of every arm, of every benchmark, arm minus baseline [S, N].
+        strata: see `compare_benchmarks`.
+    """
+    pool = []
+    for index, kinds in enumerate(strata):
+        by_seed = [
+            np.mean([group.mean(axis=1) for group in members_of(found[index], kinds)], axis=0)
+            for found in differences.values()
+        ]
+        pool.append(np.concatenate([seeds - seeds.mean() for seeds in by_seed]))
+    confidence = confidence_of(len(differences) * len(strata)), confidence_of(len(differences))
+    return {
+        arm: compare_benchmarks(found, strata, resamples=resamples, confidence=confidence, pool=pool)
+        for arm, found in differences.items()
+    }
+
+
+def confidence_of(verdicts: int) -> float:
+    """Of each of so many intervals, if all together shall have `CONFIDENCE` (Bonferroni)."""
+    return 1 - (1 - CONFIDENCE) / verdicts
+
+
+def members_of(d: np.ndarray, kinds: np.ndarray | None) -> list[np.ndarray]:
+    """The questions of `d` [S, N] by kind; all in one where there are no kinds."""
+    return [d] if kinds is None else [d[:, kinds == kind] for kind in np.unique(kinds)]
 
 
 def resampled_mean(values: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:
@@ -87,16 +136,15 @@ def resampled_mean(values: np.ndarray, rng: np.random.Generator, resamples: int)
     return rng.multinomial(total, counts / total, size=resamples) @ distinct / total
 
 
-def seed_part(by_seed: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """What drawing seeds adds [B], from each seed's difference [S] and the drawn shares [B, S]."""
-    num_seeds = len(by_seed)
+def seed_part(values: np.ndarray, shares: np.ndarray, num_seeds: int) -> np.ndarray:
+    """What drawing seeds adds [B], from the differences [P] that they are drawn from and the drawn shares [B, P]."""
     if num_seeds == 1:
         return np.zeros(len(shares))
-    return math.sqrt(num_seeds / (num_seeds - 1)) * (shares - 1 / num_seeds) @ by_seed
+    return math.sqrt(num_seeds / (num_seeds - 1)) * (shares - 1 / len(values)) @ values
 
 
-def _difference(by_seed: np.ndarray, drawn: np.ndarray, won: int, lost: int) -> Difference:
-    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+def _difference(by_seed: np.ndarray, drawn: np.ndarray, won: int, lost: int, confidence: float) -> Difference:
+    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
     points = tuple(100 * float(value) for value in by_seed)
     return Difference(
         100 * float(by_seed.mean()), 100 * float(low), 100 * float(high), points, won, lost, sign_test(won, lost)

@@ -1,7 +1,7 @@
 """What a comparison's page says: scores with differences and intervals, and a table for everything else."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,19 @@ TOLERANCE = 0.05  # points by which a recorded score may differ from its samples
 Rows = list[dict[str, Any]]
 
 
+def each_alone(
+    differences: Mapping[str, Sequence[np.ndarray]], strata: Sequence[np.ndarray | None]
+) -> dict[str, tuple[list[Difference], Difference]]:
+    """Every arm's results, each with intervals that take no account of the other arms."""
+    return {arm: compare_benchmarks(found, strata) for arm, found in differences.items()}
+
+
 class Statistics:
     """Scores, and every arm's differences from the baseline.
+
+    Args:
+        tasks_of: what a run was asked, and its scores.
+        compare: gives results for every arm, from each arm's differences and the tasks' strata.
 
     Attributes:
         tasks: benchmarks that all runs have, in the paper's order.
@@ -29,12 +40,18 @@ class Statistics:
         results: `results[arm][task or mean]` of every arm but the baseline, the first.
     """
 
-    def __init__(self, runs: Sequence[Run]):
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        tasks_of: Callable[[Run], Mapping[str, TaskResult]] = lambda run: run.results.tasks,
+        compare: Callable[..., dict[str, tuple[list[Difference], Difference]]] = each_alone,
+    ):
         self.arms = list(dict.fromkeys(run.arm for run in runs))
         self.seeds = list(dict.fromkeys(run.seed for run in runs))
         self.baseline = self.arms[0]
-        self.tasks = sorted(runs[0].results.tasks, key=lambda t: ([*PAPER_COLUMNS.values(), t].index(t), t))
-        self.by_run = {(run.arm, run.seed): run.results.tasks for run in runs}
+        self.by_run = {(run.arm, run.seed): tasks_of(run) for run in runs}
+        first = self.by_run[self.baseline, self.seeds[0]]
+        self.tasks = sorted(first, key=lambda t: ([*PAPER_COLUMNS.values(), t].index(t), t))
         self.scores = {
             arm: {task: [self.by_run[arm, s][task].score for s in self.seeds] for task in self.tasks}
             for arm in self.arms
@@ -42,12 +59,15 @@ class Statistics:
         for scores in self.scores.values():
             scores[MEAN] = np.mean([scores[task] for task in self.tasks], axis=0).tolist()
         samples = {arm: [self._samples(arm, task) for task in self.tasks] for arm in self.arms}  # each [S, N]
-        strata = [self._strata(task) for task in self.tasks]
-        self.results: dict[str, dict[str, Difference]] = {}
-        for arm in self.arms[1:]:
-            pairs = zip(samples[arm], samples[self.baseline], strict=True)
-            each, mean = compare_benchmarks([ours - base for ours, base in pairs], strata)
-            self.results[arm] = dict(zip([*self.tasks, MEAN], [*each, mean], strict=True))
+        strata = [self.strata(task) for task in self.tasks]
+        self.differences = {
+            arm: [ours - base for ours, base in zip(samples[arm], samples[self.baseline], strict=True)]
+            for arm in self.arms[1:]
+        }
+        self.results: dict[str, dict[str, Difference]] = {
+            arm: dict(zip([*self.tasks, MEAN], [*each, mean], strict=True))
+            for arm, (each, mean) in compare(self.differences, strata).items()
+        }
 
     def first(self, task: str) -> TaskResult:
         return self.by_run[self.baseline, self.seeds[0]][task]
@@ -65,7 +85,7 @@ class Statistics:
 
     def _check(self, arm: str, task: str, scores: np.ndarray) -> None:
         """Intervals are about samples, so their scores must be the score that the table shows."""
-        kinds = self._strata(task)
+        kinds = self.strata(task)
         groups = [scores] if kinds is None else [scores[:, kinds == kind] for kind in np.unique(kinds)]
         means = 100 * np.mean([group.mean(axis=1) for group in groups], axis=0)
         recorded = np.array(self.scores[arm][task])
@@ -74,7 +94,7 @@ class Statistics:
                 f"{task}, {arm}: score {recorded.tolist()}, but its samples give {means.tolist()}; evaluate again"
             )
 
-    def _strata(self, task: str) -> np.ndarray | None:
+    def strata(self, task: str) -> np.ndarray | None:
         """The kind of each question where the benchmark's score is the mean over kinds."""
         if task in TASKS and TASKS[task].score is mean_of_groups:
             return np.array([str(sample.group) for sample in self.first(task).samples])
@@ -153,21 +173,27 @@ def kinds_table(stats: Statistics) -> Rows:
     return rows
 
 
+def batch_of(run: Run, stage: str) -> int:
+    """Samples of an optimizer step."""
+    c = run.configuration(stage)
+    per_device = c["training.per_device_train_batch_size"] * c["training.gradient_accumulation_steps"]
+    return per_device * c["devices.ranks"]
+
+
+def seconds_of_steps(run: Run, stage: str) -> list[float]:
+    """How long the stage's steps took, from one line of its log to the next."""
+    log, batch = run.log(stage), batch_of(run, stage)
+    before = [0, *(line["step"] for line in log[:-1])]
+    return [(line["step"] - b) * batch / line["samples_per_second"] for line, b in zip(log, before, strict=True)]
+
+
 def cost_table(runs: Sequence[Run]) -> Rows:
     """Hours, tokens and memory of every stage from its log, and the time of the evaluation."""
     rows = []
     for run in runs:
         for stage in STAGES:
             c, log = run.configuration(stage), run.log(stage)
-            batch = (
-                c["training.per_device_train_batch_size"]
-                * c["training.gradient_accumulation_steps"]
-                * c["devices.ranks"]
-            )
-            before = [0, *(line["step"] for line in log[:-1])]
-            seconds = [
-                (line["step"] - b) * batch / line["samples_per_second"] for line, b in zip(log, before, strict=True)
-            ]
+            seconds = seconds_of_steps(run, stage)
             tokens = sum(t * line["tokens_per_second"] for t, line in zip(seconds, log, strict=True))
             row = {
                 "arm": run.arm,

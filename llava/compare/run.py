@@ -86,15 +86,20 @@ class Comparison:
         names = ["--arms", ",".join(self.arms), "--seeds", ",".join(map(str, self.seeds))]
         self.python("llava.compare", command, "--output-dir", self.folder, *names, *words)
 
+    def settings(self, stage: str, seed: int, arm: str) -> dict[str, str]:
+        """Variables of the stage's script."""
+        adapter = self.run(seed, arm).folder("pretrain").resolve() / "mm_projector.bin"
+        own = {"PRESET": self.preset, "SEED": str(seed), "RUN_NAME": f"{arm}-seed-{seed}-{stage}"}
+        return own | parse_arm(arm).settings | {"PRETRAIN_ADAPTER": str(adapter)} | self.data_settings(stage)
+
+    def data_settings(self, stage: str) -> dict[str, str]:
+        """Those that say what is trained on, where it is not the preset's."""
+        return {"DATA_PATH": f"playground/data/mixed/{stage}.json"} if self.demo else {}
+
     def train(self, stage: str, seed: int, arm: str) -> None:
         """One stage of one run; refuses it beside finished runs that it could not be compared with."""
-        run, flags = self.run(seed, arm), parse_arm(arm)
-        folder = run.folder(stage)
-        settings = {"PRESET": self.preset, "NORM": flags.norm, "NORM_INIT": flags.init, "SEED": str(seed)}
-        settings["RUN_NAME"] = f"{arm}-seed-{seed}-{stage}"
-        settings["PRETRAIN_ADAPTER"] = str(run.folder("pretrain").resolve() / "mm_projector.bin")
-        if self.demo:
-            settings["DATA_PATH"] = f"playground/data/mixed/{stage}.json"
+        folder = self.run(seed, arm).folder(stage)
+        settings = self.settings(stage, seed, arm)
         if not (folder / DONE).is_file():
             self.check("present")
         train_stage(stage, folder, folder.with_suffix(".log"), settings, keep_open=[self.lock])
@@ -110,11 +115,11 @@ class Comparison:
         checkpoint, output = run.folder("finetune").resolve(), run.folder("eval").resolve()
         self.call("bash", "scripts/evaluate.sh", checkpoint, *tasks, "--output-dir", output, *flags)
 
-    def analyze(self, command: str) -> None:
-        """One measurement of the first seed's arms, unless it is newer than all of them."""
-        folders = [self.run(self.seeds[0], arm).folder("finetune").resolve() for arm in self.arms]
+    def analyze(self, command: str, stage: str = STAGES[-1], place: str = "analysis") -> None:
+        """One measurement of the first seed's arms after a stage, unless it is newer than all of them."""
+        folders = [self.run(self.seeds[0], arm).folder(stage).resolve() for arm in self.arms]
         models = [f"{arm}={folder}" for arm, folder in zip(self.arms, folders, strict=True)]
-        done = self.folder / "analysis" / f"{command}.done"
+        done = self.folder / place / f"{command}.done"
         newest = max((folder / DONE).stat().st_mtime for folder in folders)
         if done.is_file() and done.stat().st_mtime > newest and done.read_text() == " ".join(models):
             print(f"{done.with_suffix('')} is complete, skipped")

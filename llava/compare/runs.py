@@ -5,7 +5,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,6 +70,11 @@ class Run:
     @cached_property
     def results(self) -> Results:
         return read_results(self.folder("eval"))
+
+    def evaluations(self, stage: str) -> list[dict[str, float]]:
+        """What the stage logged of each evaluation on held-out records."""
+        lines = map(json.loads, (self.folder(stage) / LOG_FILE).read_text().splitlines())
+        return [line for line in lines if "eval/loss" in line]
 
 
 TRAIN_AGAIN = "Runs may differ in the arm alone. Remove {} and run the comparison again."
@@ -139,7 +144,7 @@ def check_arm(run: Run, stage: str) -> None:
     arm = parse_arm(run.arm)
     wanted = {"training.seed": run.seed, "model.mm_projector_norm": arm.norm}
     if arm.norm != BASELINE:
-        wanted["model.mm_projector_norm_init"] = arm.init
+        wanted |= {"model.mm_projector_norm_init": arm.init, "model.mm_projector_norm_learnable": arm.learnable}
     if stage == "finetune":
         wanted["adapter"] = hashlib.sha256((run.folder("pretrain") / "mm_projector.bin").read_bytes()).hexdigest()
     changed = {name: (value, found.get(name)) for name, value in wanted.items() if found.get(name) != value}
@@ -149,15 +154,15 @@ def check_arm(run: Run, stage: str) -> None:
         )
 
 
-def check_results(runs: Sequence[Run]) -> None:
+def check_results(runs: Sequence[Run], results_of: Callable[[Run], Results] = lambda run: run.results) -> None:
     """Raises ValueError unless all runs were asked the same questions in the same way, and by their present weights."""
-    first = runs[0].results
+    first = results_of(runs[0])
     for run in runs:
-        found = run.results
+        found = results_of(run)
         now = revision(str(run.folder("finetune")))
         if found.fingerprint != now:
             raise ValueError(
-                f"{run.folder('eval')}: of other weights ({found.fingerprint}) than {run.folder('finetune')} "
+                f"{run.name}, evaluation: of other weights ({found.fingerprint}) than {run.folder('finetune')} "
                 f"has ({now}); evaluate again"
             )
         changed = differences(asked(first), asked(found), ABSENT)

@@ -153,6 +153,7 @@ def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
         (["--arms", "layernorm,none"], "baseline"),
         (["--arms", "none,none"], "arm twice"),
         (["--arms", "none,none@default"], "none@default"),
+        (["--arms", "none,none-fixed"], "none-fixed"),
         (["--arms"], "--arms: expected one argument"),
         (["--epochs", "3"], "--epochs"),
     ],
@@ -171,6 +172,8 @@ def test_an_arm_is_a_norm_and_its_initial_norm():
     assert parse_arm("gwc_layernorm") == Arm("gwc_layernorm", "text_norm")
     assert parse_arm("rmsnorm@0.25x") == Arm("rmsnorm", "0.25x")
     assert parse_arm("layernorm_default") == parse_arm("layernorm@default") == Arm("layernorm", "default")
+    assert parse_arm("scale-fixed") == Arm("scale", "text_norm", learnable=False)
+    assert parse_arm("scale@4x-fixed") == Arm("scale", "4x", learnable=False)
 
 
 def test_the_script_takes_every_option_of_the_command():

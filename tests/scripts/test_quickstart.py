@@ -15,9 +15,10 @@ import pytest
 from paths import ROOT
 from shell import bash
 
+from llava.compare import lanes
+from llava.compare.lanes import Step, StepError, run_lanes
 from llava.launch import devices
 from playground import quickstart
-from playground.lanes import Step, StepError, run_lanes
 
 # A stand-in for Python that writes down when what was begun and ended, and leaves the files of a training.
 PYTHON = r"""#!/usr/bin/env bash
@@ -139,9 +140,9 @@ def test_a_second_call_trains_nothing_again(start):
 @pytest.mark.parametrize(("free", "width"), [(64, 2), (5, 1), (1, 1)])
 def test_arms_train_one_after_the_other_where_memory_is_short(free, width, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free * 2**30))
-    monkeypatch.setattr(quickstart, "memory_quota", lambda: None)
-    assert quickstart.arms_at_once(2, cores=2) == width
-    assert quickstart.arms_at_once(2, cores=1) == 1
+    monkeypatch.setattr(lanes, "memory_quota", lambda: None)
+    assert lanes.runs_at_once(2, cores=2) == width
+    assert lanes.runs_at_once(2, cores=1) == 1
 
 
 def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypatch):
@@ -152,8 +153,8 @@ def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypa
     (tmp_path / "memory.max").write_text("max\n")
     assert devices.memory_quota(tmp_path) is None
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * 2**30))
-    monkeypatch.setattr(quickstart, "memory_quota", lambda: 4 * 2**30)
-    assert quickstart.arms_at_once(2, cores=2) == 1
+    monkeypatch.setattr(lanes, "memory_quota", lambda: 4 * 2**30)
+    assert lanes.runs_at_once(2, cores=2) == 1
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -254,6 +255,16 @@ def test_a_lane_is_taken_up_when_another_has_ended_and_no_earlier(tmp_path):
         one[0].command = [*one[0].command[:2], one[0].command[2].replace("order", str(tmp_path / "order"))]
     times = run_lanes(steps, 2)
     assert (tmp_path / "order").read_text().split()[2] == "c" and times["a"] >= 0.6 > times["b"]
+
+
+def test_no_two_lanes_at_a_time_have_the_same_place(tmp_path):
+    lanes_of = {
+        name: [Step(name, ["bash", "-c", f"echo {name}$GPU >>{tmp_path}/order; sleep 0.2"], tmp_path / name)]
+        for name in "abc"
+    }
+    run_lanes(lanes_of, 2, places=[{"GPU": "0"}, {"GPU": "1"}])
+    seen = (tmp_path / "order").read_text().split()
+    assert set(seen[:2]) == {"a0", "b1"} and seen[2] in ("c0", "c1")
 
 
 def test_a_failure_shows_a_bar_that_was_drawn_again_as_its_last_state(tmp_path):

@@ -20,13 +20,14 @@ def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
         options: `answer` (text of wrong answers), `tasks` (number of questions by name), `model` (path of the LLM).
     """
     run = Run(root, seed, arm)
-    norm = arm.removesuffix("_default")
+    norm = arm.removesuffix("_default").removesuffix("-fixed")
     for stage in STAGES:
         folder = run.folder(stage)
         folder.mkdir(parents=True)
         (folder / "mm_projector.bin").write_text(f"{seed} {arm} {stage}")
         (folder / "config.json").write_text(json.dumps({"hidden_size": 8, "mm_projector_norm": norm}))
         model = {"model_name_or_path": options.get("model", "smollm2"), "mm_projector_norm": norm}
+        model["mm_projector_norm_learnable"] = not arm.endswith("-fixed")
         model["mm_projector_norm_init"] = "default" if norm != arm else "text_norm"
         model["pretrain_mm_mlp_adapter"] = str(run.folder("pretrain")) if stage == "finetune" else None
         training = {

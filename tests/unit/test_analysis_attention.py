@@ -381,7 +381,7 @@ def test_a_processor_that_makes_no_inputs_of_text_alone_leaves_that_control_out(
     assert main(["interventions", *given, "--device", "cpu", "--output-dir", str(tmp_path), "--alphas", "2"]) == 0
     assert "m: not run: no picture; its processor makes no inputs of text alone" in capsys.readouterr().out
     rows = json.loads((tmp_path / "interventions.json").read_text())["rows"]
-    assert interventions.TEXT_ONLY not in [row["intervention"] for row in rows] and len(rows) == 7
+    assert interventions.TEXT_ONLY not in [row["intervention"] for row in rows] and len(rows) == 8
 
 
 def plain_run(probe, question, scale):
@@ -395,6 +395,17 @@ def plain_run(probe, question, scale):
     output = probe.model(inputs_embeds=embeds, use_cache=True)
     cache = [(layer.keys[0][:, visual], layer.values[0][:, visual]) for layer in output.past_key_values.layers]
     return output.logits[0, -1].double().log_softmax(-1), cache, embeds[0, visual]
+
+
+def test_shuffling_equals_the_models_own_run_on_the_tokens_in_another_order(probe, question, outcomes):
+    with torch.no_grad():
+        expected, _, tokens = plain_run(probe, question, lambda tokens: tokens)
+        found, _, moved = plain_run(probe, question, interventions.shuffled)
+    assert not torch.equal(tokens, moved) and torch.equal(tokens.sum(dim=-1).sort()[0], moved.sum(dim=-1).sort()[0])
+    outcome = outcomes[interventions.SHUFFLED]
+    kl = F.kl_div(found, expected, log_target=True, reduction="sum").item()
+    assert outcome.kl == pytest.approx(kl, rel=1e-3, abs=1e-10)
+    assert outcome.visual_norm == pytest.approx(outcomes[interventions.UNTOUCHED].visual_norm)
 
 
 @pytest.mark.parametrize("name", ["alpha 2", "alpha 0.5", interventions.TEXT_NORM])

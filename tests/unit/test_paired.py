@@ -52,7 +52,7 @@ def test_resampling_distinct_values_is_resampling_the_values():
 def test_seeds_vary_by_the_unbiased_standard_error(seeds):
     by_seed = RNG.normal(size=seeds)
     shares = np.random.default_rng(3).multinomial(seeds, [1 / seeds] * seeds, size=200_000) / seeds
-    drawn = seed_part(by_seed, shares)
+    drawn = seed_part(by_seed, shares, seeds)
     assert drawn.std() == pytest.approx(by_seed.std(ddof=1) / math.sqrt(seeds), rel=0.02)
     assert drawn.mean() == pytest.approx(0, abs=0.01)
 

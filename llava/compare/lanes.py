@@ -1,5 +1,6 @@
 """Lanes of steps: those of a lane run one after the other, several lanes side by side, each step with its own log."""
 
+import math
 import os
 import re
 import shlex
@@ -9,11 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from llava.compare.stage import end, is_finished, last_lines, last_step, start_logged, start_stage
+from llava.launch.devices import memory_quota
 from llava.provenance import DONE
 
 POLL_SECONDS = 0.1
 SHOWN_LINES = 12  # of a failed step's log
+MEMORY_OF_RUN = 3.5  # GiB that a training of the demo takes
 
 
 class StepError(RuntimeError):
@@ -35,8 +40,9 @@ class Step:
     settings: Mapping[str, str] = field(default_factory=dict)
     is_done: Callable[[], bool] = lambda: False
 
-    def start(self, keep_open: Sequence[int] = ()) -> subprocess.Popen:
-        return start_logged(self.command, self.log, self.settings, keep_open)
+    def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> subprocess.Popen:
+        """Starts it with the variables of its lane's place."""
+        return start_logged(self.command, self.log, {**self.settings, **place}, keep_open)
 
     def succeeded(self) -> None:
         """Called when the command has ended with status 0."""
@@ -64,8 +70,8 @@ class StageStep(Step):
     def __post_init__(self) -> None:
         self.is_done = lambda: is_finished(self.folder)
 
-    def start(self, keep_open: Sequence[int] = ()) -> subprocess.Popen:
-        return start_stage(self.stage, self.folder, self.log, self.settings, keep_open)
+    def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> subprocess.Popen:
+        return start_stage(self.stage, self.folder, self.log, {**self.settings, **place}, keep_open)
 
     def succeeded(self) -> None:
         (self.folder / DONE).touch()
@@ -85,35 +91,45 @@ class StageStep(Step):
 
 @dataclass
 class Lane:
-    """A lane at work: the steps to come, the running one with its process, and when it began."""
+    """A lane at work: the steps to come, the running one with its process, when it began, and the lane's place."""
 
     name: str
     steps: list[Step]
+    place: Mapping[str, str] = field(default_factory=dict)
     running: Step | None = None
     process: subprocess.Popen | None = None
     since: float = 0.0
 
 
-def run_lanes(lanes: Mapping[str, Sequence[Step]], width: int, keep_open: Sequence[int] = ()) -> dict[str, float]:
+def run_lanes(
+    lanes: Mapping[str, Sequence[Step]],
+    width: int,
+    keep_open: Sequence[int] = (),
+    places: Sequence[Mapping[str, str]] = (),
+) -> dict[str, float]:
     """Runs every lane's steps in order, at most `width` lanes at a time; returns each step's seconds by its title.
 
     Args:
         keep_open: file descriptors that the commands inherit, such as a lock's.
+        places: variables that tell the lanes that run at a time apart, such as each one's GPU; `width` of them.
 
     Raises:
         StepError: a step failed; what else ran was asked to save and stop.
     """
     waiting = [Lane(name, list(steps)) for name, steps in lanes.items()]
     active: list[Lane] = []
+    free = list(places or [{}] * width)
     times: dict[str, float] = {}
     shown, between = time.monotonic(), float(os.environ.get("WATCH_SECONDS", "20"))
     try:
         while waiting or active:
             while waiting and len(active) < width:
                 active.append(waiting.pop(0))
+                active[-1].place = free.pop(0)
             for lane in list(active):
                 if not _advance(lane, times, keep_open):
                     active.remove(lane)
+                    free.append(lane.place)
             if time.monotonic() - shown > between:
                 shown = time.monotonic()
                 for lane in active:
@@ -143,7 +159,7 @@ def _advance(lane: Lane, times: dict[str, float], keep_open: Sequence[int]) -> b
             continue
         lane.running.log.parent.mkdir(parents=True, exist_ok=True)
         lane.since = time.monotonic()
-        lane.process = lane.running.start(keep_open)
+        lane.process = lane.running.start(keep_open, lane.place)
         _say(lane, f"log: {lane.running.log}")
         return True
     return False
@@ -157,3 +173,9 @@ def _failure(step: Step, code: int) -> str:
 
 def _say(lane: Lane, text: str) -> None:
     print(f"  {lane.running.title:<28} {text}", flush=True)
+
+
+def runs_at_once(runs: int, cores: int) -> int:
+    """How many runs of the demo train side by side on a CPU: each needs a core and the memory of a training."""
+    free = min(psutil.virtual_memory().available, memory_quota() or math.inf)
+    return max(1, min(runs, cores, int(free / 2**30 / MEMORY_OF_RUN)))

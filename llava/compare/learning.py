@@ -1,0 +1,47 @@
+"""Accuracy over training: how many samples an arm needs to reach a given accuracy, with an interval.
+
+The trainer asks held-out questions every so many steps (`--eval_generate`) and logs the share of right answers. An
+arm's curve is the mean over its seeds; it has reached an accuracy where it first gets there, between two points by a
+straight line. The interval draws seeds with replacement, and the right answers at each point from a binomial.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from llava.intervals import CONFIDENCE
+
+LEVELS = (0.5, 0.8)
+"""Shares of the way from chance to the baseline's last accuracy; the accuracies for which samples are counted."""
+RESAMPLES = 2000
+
+
+def samples_to_reach(
+    accuracy: float, samples: Sequence[float], shares: np.ndarray, questions: int, seed: int = 0
+) -> tuple[float | None, float | None, float | None]:
+    """Samples that the mean curve needs to reach `accuracy`, and the ends of the interval; None: more than were seen.
+
+    Args:
+        samples: seen at each point [K], the first one 0.
+        shares: of right answers [S, K].
+        questions: that each share is of.
+    """
+    rng = np.random.default_rng(seed)
+    shares = np.asarray(shares)
+    chosen = shares[rng.integers(len(shares), size=(RESAMPLES, len(shares)))]  # [B, S, K]
+    drawn = first_reached(accuracy, samples, (rng.binomial(questions, chosen) / questions).mean(axis=1))
+    ends = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], method="nearest")
+    values = (*first_reached(accuracy, samples, shares.mean(axis=0)[None]), *ends)
+    return tuple(float(value) if np.isfinite(value) else None for value in values)
+
+
+def first_reached(accuracy: float, samples: Sequence[float], curves: np.ndarray) -> np.ndarray:
+    """Where each curve [B, K] over `samples` [K] first is at `accuracy` [B]; infinity where it never is."""
+    samples, rows = np.asarray(samples, dtype=float), np.arange(len(curves))
+    above = curves >= accuracy
+    at = above.argmax(axis=1)
+    before = np.maximum(at - 1, 0)
+    low, high = curves[rows, before], curves[rows, at]
+    part = np.where(at > 0, (accuracy - low) / np.where(high > low, high - low, 1), 0)
+    found = samples[before] + part * (samples[at] - samples[before])
+    return np.where(above.any(axis=1), found, np.inf)

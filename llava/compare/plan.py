@@ -1,0 +1,173 @@
+"""The plan of a study: how many steps and seeds fit into its hours, and which difference it would show.
+
+A short pilot of the baseline says how long a step takes and how many of its answers are right. What a study would show
+is worked out for the test that it makes (`paired.compare_arms`): an arm that is better by the *smallest difference*
+gets an interval above zero with probability `POWER`.
+
+Two trained models are taken to answer a question independently of each other, each right with the pilot's share p: one
+question of one seed then varies by v = 2 p (1 - p). Real models err on the same hard questions, so v is an upper bound.
+A pilot is short and its share will grow, so below a half a half is taken. Beyond their answers, training runs are taken
+to vary by `SEED_DEVIATION`. With N questions, S seeds and T tasks:
+
+    D varies by       Q + 2 SEED_DEVIATION^2 / S,      Q = sum over tasks of v / (S N) / T^2
+    the interval by   Q' + Q + 2 SEED_DEVIATION^2 / S,  Q' as Q with the two questions that the interval adds
+
+since the interval draws questions, and seeds, whose means vary with their questions once more.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+from llava.compare.paired import confidence_of
+
+PLAN_FILE = "plan.json"
+POWER = 0.8
+SEED_DEVIATION = 0.02
+FEWEST_SEEDS, MOST_SEEDS = 3, 8
+FEWEST_STEPS = 8
+FOR_MEASURING = 0.25  # of the hours: pilot, measurements and page
+MEAN = "mean"
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """What a short training of the baseline took and reached.
+
+    Attributes:
+        overhead: seconds of a run that do not grow with its steps: starting, saving, answering.
+        per_step: seconds of an optimizer step of each stage.
+        right: share of right answers to each task.
+        questions: number of questions of each task.
+    """
+
+    overhead: float
+    per_step: dict[str, float]
+    right: dict[str, float]
+    questions: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a study does.
+
+    Attributes:
+        arms, seeds: every arm is trained with every seed; the baseline first.
+        steps: of each stage.
+        questions: of every kind that are asked at most; 0: all.
+        hours: that were given; None: the steps and seeds were.
+        predicted_hours: that training and answering take by the pilot.
+        smallest: `smallest[task or mean]`, points that would be shown with probability `POWER`; without a pilot empty.
+    """
+
+    preset: str
+    arms: list[str]
+    seeds: list[int]
+    steps: dict[str, int]
+    questions: int
+    hours: float | None = None
+    predicted_hours: float | None = None
+    smallest: dict[str, float] | None = None
+    pilot: Pilot | None = None
+
+    def write(self, folder: Path) -> None:
+        """Keeps it in `folder`, where `read_plan` finds it."""
+        partial = folder / f"{PLAN_FILE}.tmp"
+        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        partial.replace(folder / PLAN_FILE)
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """The plan that `folder` keeps, or None.
+
+    Raises:
+        ValueError: the file there is not a plan.
+    """
+    file = folder / PLAN_FILE
+    try:
+        content = json.loads(file.read_text())
+        pilot = content.pop("pilot")
+        return Plan(**content, pilot=pilot and Pilot(**pilot))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: not a study's plan ({error!r}); remove it to plan again") from error
+
+
+def check_same(kept: Plan, wanted: Mapping[str, object], folder: Path) -> None:
+    """Raises ValueError where the flags ask for something else than the plan that was kept."""
+    for name, value in wanted.items():
+        if value is not None and value != getattr(kept, name):
+            raise ValueError(
+                f"--{name} {value}: {folder / PLAN_FILE} has {getattr(kept, name)}; leave the flag out to go on with "
+                "that plan, or take another --output-dir"
+            )
+
+
+def fitting(
+    hours: float, pilot: Pilot, full_steps: Mapping[str, int], arms: int, at_once: int, seeds: int | None
+) -> tuple[dict[str, int], int]:
+    """Steps of each stage and number of seeds that fit into the hours: the recipe's steps first, then seeds.
+
+    Args:
+        full_steps: of each stage, the recipe's.
+        at_once: runs that train side by side.
+        seeds: how many, where they were given; else `FEWEST_SEEDS` to `MOST_SEEDS`.
+
+    Raises:
+        ValueError: not even the fewest steps with the fewest seeds fit.
+    """
+    seconds = hours * 3600 * (1 - FOR_MEASURING) * at_once / arms  # of all seeds of one arm
+    whole = sum(full_steps[stage] * pilot.per_step[stage] for stage in full_steps)
+    count = seeds or max(FEWEST_SEEDS, min(MOST_SEEDS, int(seconds / (pilot.overhead + whole))))
+    share = min(1.0, (seconds / count - pilot.overhead) / whole)
+    steps = {stage: int(share * full) for stage, full in full_steps.items()}
+    if min(steps.values()) < FEWEST_STEPS:
+        least = (
+            (pilot.overhead + max(FEWEST_STEPS / full for full in full_steps.values()) * whole) * count * arms / at_once
+        )
+        raise ValueError(
+            f"--hours {hours:g}: {arms} arms with {count} seeds need at least "
+            f"{least / 3600 / (1 - FOR_MEASURING):.2g} by the pilot; give more, or fewer --arms"
+        )
+    return steps, count
+
+
+def predicted_hours(pilot: Pilot, steps: Mapping[str, int], runs: int, at_once: int) -> float:
+    """What training and answering of so many runs take."""
+    one = pilot.overhead + sum(count * pilot.per_step[stage] for stage, count in steps.items())
+    return math.ceil(runs / at_once) * one / 3600
+
+
+def smallest_differences(
+    right: Mapping[str, float], questions: Mapping[str, int], arms: int, seeds: int
+) -> dict[str, float]:
+    """The points that each task, and the mean over all, would show with probability `POWER`.
+
+    Args:
+        right: share of right answers to each task.
+        questions: of each task.
+        arms: that are compared with the baseline.
+    """
+    tasks = len(right)
+    single = {task: _variances(right[task], questions[task], seeds) for task in right}
+    of_runs = 2 * SEED_DEVIATION**2 / seeds
+    found = {task: _smallest(*single[task], of_runs, arms * tasks) for task in right}
+    whole = [sum(pair[i] for pair in single.values()) / tasks**2 for i in (0, 1)]
+    return found | {MEAN: _smallest(*whole, of_runs, arms)}
+
+
+def _variances(right: float, questions: int, seeds: int) -> tuple[float, float]:
+    # Of a task's difference, by its answers alone: as it is, and as the interval takes it, with two questions more.
+    share = max(0.5, (right * questions + 1) / (questions + 2))  # no pilot is so good that nothing varies
+    of_question = 2 * share * (1 - share) / seeds
+    return of_question / questions, (of_question * questions + 2) / (questions + 2) ** 2
+
+
+def _smallest(varies: float, drawn: float, of_runs: float, verdicts: int) -> float:
+    normal = NormalDist()
+    outside = normal.inv_cdf((1 + confidence_of(verdicts)) / 2) * math.sqrt(drawn + varies + of_runs)
+    return 100 * (outside + normal.inv_cdf(POWER) * math.sqrt(varies + of_runs))

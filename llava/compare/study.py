@@ -1,0 +1,392 @@
+"""The study: every arm, and the norm's dose, trained side by side with seeds and controls, and one page about it.
+
+    inputs     the playground's language model, pictures and tower
+    plan       with `--hours`: a short pilot of the baseline decides steps and seeds (`llava.compare.plan`)
+    runs       stage 1, stage 2, answers and controls | the same for the next arm and seed
+    measured   `llava.analysis` after each stage, on the first seed's models
+    page       study.json, study.html, study.md (`llava.compare.study_record`, `study_page`)
+
+`|` stands for side by side: one run per GPU for the demo, on a CPU as many as cores and memory allow. A step is done by
+the comparison's own means, and the runs are checked as those of a comparison are. Every step keeps what it finished.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llava.compare.arms import parse_arms, parse_seeds
+from llava.compare.lanes import StageStep, Step, run_lanes, runs_at_once
+from llava.compare.plan import (
+    FEWEST_SEEDS,
+    FEWEST_STEPS,
+    PLAN_FILE,
+    Pilot,
+    Plan,
+    check_same,
+    fitting,
+    predicted_hours,
+    read_plan,
+    smallest_differences,
+)
+from llava.compare.report_tables import seconds_of_steps
+from llava.compare.run import DEMO, Comparison
+from llava.compare.runs import Run, check_present, check_results, check_runs
+from llava.compare.stage import STAGES, locked
+from llava.compare.study_page import write_page
+from llava.compare.study_record import CONTROLS, answers_of, record, write_record
+from llava.eval.results import RESULTS_FILE
+from llava.launch.devices import available_cores, count_of, resolve_devices
+from llava.launch.recipe import resolved_run
+from llava.provenance import DONE, ROOT
+
+ARMS = (
+    "none,scale,scale-fixed,clip,rmsnorm,layernorm,layernorm@default,gwc_layernorm,gwc_rmsnorm,"
+    "gwc_layernorm@0.25x,gwc_layernorm@4x,gwc_layernorm@16x"
+)
+QUICK_ARMS = "none,scale-fixed,gwc_layernorm,gwc_layernorm@4x"
+PRESETS = {DEMO: (DEMO, "probes"), "stamps": (DEMO, "stamps")}
+"""Recipe and pictures of a study that is not called after its recipe; the others ask about the pictures of `demo`."""
+EVALUATIONS = 6  # during stage 2, besides the one before it
+ASKED = "asked.json"  # what is asked then: the first held-out questions, whose kinds take turns
+ASKED_IN_TRAINING, ASKED_IN_QUICK_TRAINING = 64, 24
+QUICK_QUESTIONS = 48
+QUICK_SHARE, QUICK_SEEDS = 1 / 6, 2
+PILOT_SHARE = 1 / 4
+START = "start"
+"""Folder of a run's model as stage 1 finds it: one step of stage 1 at learning rate 0, for the first seed alone."""
+MEASURED = {
+    START: "interface-norms update-rates attention theory",
+    STAGES[0]: "interface-norms update-rates attention theory",
+    STAGES[1]: "interface-norms layer-norms update-rates norm-params attention gradients interventions theory",
+}
+"""What `llava.analysis` measures before training and after each stage."""
+
+
+@dataclass
+class Study(Comparison):
+    """A comparison with a plan, whose runs stand side by side.
+
+    Attributes:
+        data: name of the pictures that are asked about, and trained on by the demo.
+        plan: see `Plan`.
+        quick: few questions in training and few samples measured.
+        measures_start: keeps the first seed's models as they are before training.
+    """
+
+    data: str = ""
+    plan: Plan | None = None
+    quick: bool = False
+    measures_start: bool = True
+
+    @property
+    def pictures(self) -> Path:
+        return ROOT / "playground/data" / self.data
+
+    @property
+    def runs(self) -> list[Run]:
+        return [self.run(seed, arm) for seed in self.seeds for arm in self.arms]
+
+    @property
+    def asked_in_training(self) -> int:
+        return ASKED_IN_QUICK_TRAINING if self.quick else ASKED_IN_TRAINING
+
+    # --- what a run is ------------------------------------------------------------------------------------------------
+
+    def data_settings(self, stage: str) -> dict[str, str]:
+        """Pictures, steps, and in stage 2 the questions that are asked during training."""
+        found = {"MAX_STEPS": str(self.plan.steps[stage])} if self.plan else {}
+        if self.demo:
+            found["DEMO_DATA"] = self.data
+        if stage == "finetune":
+            held_out = {
+                "EVAL_DATA_PATH": str(self.folder / ASKED),
+                "EVAL_IMAGE_FOLDER": str(self.pictures / "images"),
+                "EVAL_STEPS": str(1 / EVALUATIONS),
+                "EVAL_GENERATE": str(self.asked_in_training),
+                "EVAL_ON_START": "True",
+            }
+            found |= {name: os.environ.get(name) or value for name, value in held_out.items()}
+        return found
+
+    def lane(self, run: Run, threads: Mapping[str, str]) -> list[Step]:
+        """The steps of one run."""
+        steps: list[Step] = [StudyStage.of(self, run, stage, stage, threads) for stage in STAGES]
+        if self.measures_start and run.seed == self.seeds[0]:
+            untrained = {**threads, "MAX_STEPS": "1", "LEARNING_RATE": "0"}
+            steps.insert(0, StudyStage.of(self, run, STAGES[0], START, untrained))
+        words = ["-m", "playground", "controls", "--checkpoint", str(run.folder("finetune")), "--data"]
+        words += [str(self.pictures), "--output-dir", str(run.folder("heldout"))]
+        words += ["--questions", str(self.plan.questions), *([] if self.demo else ["--batch-size", "8"])]
+        log = run.folder("heldout").with_suffix(".log")
+        steps.append(Step(f"{run.name}, answers", [_interpreter(), *words], log, threads, partial(is_answered, run)))
+        return steps
+
+    def places(self) -> list[dict[str, str]]:
+        """Variables of the runs that train side by side."""
+        if not resolve_devices(os.environ).on_gpu:
+            at_once = runs_at_once(len(self.runs), available_cores()) if self.demo else 1
+            return [{}] * at_once
+        if not self.demo:
+            return [{}]
+        count = resolve_devices(os.environ).ranks
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = seen if len(seen) >= count and all(seen) else [str(number) for number in range(count)]
+        return [{"CUDA_VISIBLE_DEVICES": name, "NUM_GPUS": "1"} for name in names[:count]]
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """The playground's inputs."""
+        if self.demo:
+            self.python("playground", "all", "--data", self.data)
+        else:
+            self.python("playground", self.data)
+
+    def train_all(self) -> None:
+        """Every run with its answers, and the check that they may be compared."""
+        if not os.environ.get("EVAL_DATA_PATH"):
+            records = json.loads((self.pictures / "heldout.json").read_text(encoding="utf-8"))
+            (self.folder / ASKED).parent.mkdir(exist_ok=True)
+            (self.folder / ASKED).write_text(json.dumps(records[: self.asked_in_training]), encoding="utf-8")
+        places = self.places()
+        threads = {}
+        if self.demo and not resolve_devices(os.environ).on_gpu and not os.environ.get("OMP_NUM_THREADS"):
+            threads = {"OMP_NUM_THREADS": str(max(1, available_cores() // len(places)))}
+        lanes = {run.name: self.lane(run, threads) for run in self.runs}
+        run_lanes(lanes, len(places), [self.lock], places)
+        for stage in STAGES:
+            check_runs(self.runs, stage)
+        for control in CONTROLS:
+            check_results(self.runs, partial(answers_of, control=control))
+
+    def run_all(self) -> None:
+        """Every step in order, from a plan that is made."""
+        said = f"{count_of(len(self.runs), 'run')}, {len(self.places())} at a time: stage 1, stage 2, answers"
+        self.step(said, self.train_all)
+        if not self.demo:
+            for run in self.runs:
+                self.step(f"benchmarks, {run.name}", self.evaluate, run.seed, run.arm)
+            check_results(self.runs)
+        for part, commands in MEASURED.items():
+            for command in os.environ.get("ANALYSIS", commands).split():
+                self.step(f"{command}, {part}", self.analyze, command, part, f"analysis-{part}")
+        self.step("page", self.page)
+
+    def page(self) -> None:
+        """study.json, and what is written from it."""
+        found = record(self.runs, self.plan, self.folder, not self.demo)
+        print(f"written: {write_record(found, self.folder)}")
+        for path in write_page(found, self.folder):
+            print(f"written: {path}")
+
+    # --- the plan -----------------------------------------------------------------------------------------------------
+
+    def full_steps(self) -> dict[str, int]:
+        """Of each stage, the recipe's; -1 where it counts epochs."""
+        environment = {name: value for name, value in os.environ.items() if name.isupper()}
+        found = {}
+        for stage in STAGES:
+            settings = self.settings(stage, self.seeds[0], self.arms[0]) | {"OUTPUT_DIR": str(self.folder / "none")}
+            found[stage] = int(resolved_run(stage, **environment | settings)["flags"]["max_steps"])
+        if self.quick:
+            found = {stage: max(FEWEST_STEPS, int(count * QUICK_SHARE)) for stage, count in found.items()}
+        return found
+
+    def planned(self, hours: float | None, seeds: Sequence[int] | None) -> Plan:
+        """The plan for these hours, by a pilot; without hours the recipe's steps and the given seeds, or the fewest."""
+        full = self.full_steps()
+        questions = QUICK_QUESTIONS if self.quick else 0
+        fewest = QUICK_SEEDS if self.quick else FEWEST_SEEDS
+        if hours is None:
+            chosen = list(seeds or parse_seeds(str(fewest)))
+            return Plan(self.preset_name, self.arms, chosen, full, questions)
+        short = {
+            stage: max(FEWEST_STEPS, int(PILOT_SHARE * count)) if count > 0 else PILOT_STEPS
+            for stage, count in full.items()
+        }
+        trial = Plan(self.preset_name, self.arms[:1], self.seeds[:1], short, questions)
+        pilot_study = replace(
+            self,
+            arms=trial.arms,
+            seeds=trial.seeds,
+            plan=trial,
+            folder=self.folder / "pilot",
+            measures_start=False,
+        )
+        self.step("pilot", pilot_study.train_all)
+        run = pilot_study.runs[0]
+        pilot = pilot_of(run)
+        full = {stage: count if count > 0 else epoch_steps(run, stage) for stage, count in full.items()}
+        given = len(seeds) if seeds else QUICK_SEEDS if self.quick else None
+        at_once = len(replace(self, seeds=[*range(given or FEWEST_SEEDS)]).places())
+        steps, count = fitting(hours, pilot, full, len(self.arms), at_once, given)
+        chosen = list(seeds or parse_seeds(str(count)))
+        others = len(self.arms) - 1
+        return Plan(
+            self.preset_name,
+            self.arms,
+            chosen,
+            steps,
+            questions,
+            hours,
+            predicted_hours(pilot, steps, len(self.arms) * count, at_once),
+            smallest_differences(pilot.right, pilot.questions, others, count),
+            pilot,
+        )
+
+    @property
+    def preset_name(self) -> str:
+        return next((name for name, one in PRESETS.items() if one == (self.preset, self.data)), self.preset)
+
+
+PILOT_STEPS = 20  # of a recipe that counts epochs
+
+
+@dataclass
+class StudyStage(StageStep):
+    """A training stage that is refused beside runs it could not be compared with, and notes how long it took."""
+
+    study: Study | None = None
+    began: float = 0.0
+
+    @classmethod
+    def of(cls, study: Study, run: Run, stage: str, part: str, settings: Mapping[str, str]) -> "StudyStage":
+        """The stage of a run into its folder `part`, with more variables of the stage's script."""
+        folder = run.folder(part)
+        return cls(
+            f"{run.name}, {part}",
+            ["bash", f"scripts/{stage}.sh"],
+            folder.with_suffix(".log"),
+            study.settings(stage, run.seed, run.arm) | dict(settings),
+            stage=stage,
+            folder=folder,
+            study=study,
+        )
+
+    def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> Any:
+        check_present(self.study.runs)
+        self.began = time.monotonic()
+        return super().start(keep_open, place)
+
+    def succeeded(self) -> None:
+        (self.folder / DONE).write_text(f"{time.monotonic() - self.began:.1f}\n")
+        part = self.folder.name
+        check_runs([run for run in self.study.runs if run.has_finished(part)], part)
+
+
+def is_answered(run: Run) -> bool:
+    """Whether there are answers under every control, given after the last training."""
+    trained, files = run.folder("finetune") / DONE, [run.folder("heldout") / c / RESULTS_FILE for c in CONTROLS]
+    there = trained.is_file() and all(file.is_file() for file in files)
+    return there and min(file.stat().st_mtime for file in files) >= trained.stat().st_mtime
+
+
+def pilot_of(run: Run) -> Pilot:
+    """What a finished short run says about time and answers."""
+    overhead, per_step = 0.0, {}
+    for stage in STAGES:
+        seconds = seconds_of_steps(run, stage)
+        wall = float((run.folder(stage) / DONE).read_text() or sum(seconds))
+        per_step[stage] = sum(seconds) / len(seconds)
+        overhead += max(0.0, wall - sum(seconds))
+    overhead += sum(task.seconds for control in CONTROLS for task in answers_of(run, control).tasks.values())
+    tasks = answers_of(run, CONTROLS[0]).tasks
+    right = {name: task.score / 100 for name, task in tasks.items()}
+    return Pilot(overhead, per_step, right, {name: len(task.samples) for name, task in tasks.items()})
+
+
+def epoch_steps(run: Run, stage: str) -> int:
+    """Optimizer steps of an epoch, from how far a short run came."""
+    last = run.log(stage)[-1]
+    return max(1, round(last["step"] / last["epoch"]))
+
+
+def _interpreter() -> str:
+    return os.environ.get("LLAVA_PYTHON") or sys.executable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `study`."""
+    recipes = {path.stem for path in (ROOT / "scripts/presets").glob("*.sh")}
+    parser.add_argument(
+        "--preset",
+        choices=sorted(recipes | PRESETS.keys()),
+        default=DEMO,
+        help="what is trained (default: %(default)s)",
+    )
+    parser.add_argument("--arms", help=f"joined by commas, none first (default: {ARMS}; --quick: {QUICK_ARMS})")
+    parser.add_argument("--seeds", help="how many (42, 43, ...), or which, as in 1,2 (default: 3, or what fits)")
+    parser.add_argument("--hours", type=float, help="plan steps and seeds so that it takes about so long")
+    parser.add_argument("--quick", action="store_true", help="every part with few steps, questions and arms")
+    parser.add_argument("--output-dir", type=Path, help="default: outputs/study-<preset>, with -quick")
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command `study`.
+
+    Raises:
+        ValueError: wrong flags, other ones than the folder's plan, or the folder is in use.
+        StepError, CallError: a step failed.
+    """
+    if args.hours is not None and not args.hours > 0:
+        raise ValueError(f"--hours {args.hours:g}: expected a positive number")
+    arms = parse_arms(args.arms or (QUICK_ARMS if args.quick else ARMS))
+    seeds = parse_seeds(args.seeds) if args.seeds else None
+    if steps := os.environ.pop("MAX_STEPS", ""):
+        raise ValueError(f"MAX_STEPS={steps}: a study plans its steps; leave it out, and give --hours or --quick")
+    recipe, data = PRESETS.get(args.preset, (args.preset, PRESETS[DEMO][1]))
+    name = f"study-{args.preset}{'-quick' if args.quick else ''}"
+    folder = (args.output_dir or Path("outputs") / name).resolve()
+    os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
+    os.environ.setdefault("REPORT_TO", "none")
+    kept = read_plan(folder)
+    if kept is not None:
+        wanted = {"preset": args.preset, "hours": args.hours, "seeds": seeds}
+        check_same(kept, wanted | ({"arms": arms} if args.arms or args.quick else {}), folder)
+        if args.quick != bool(kept.questions):
+            said = "with" if kept.questions else "without"
+            raise ValueError(
+                f"{folder / PLAN_FILE} was made {said} --quick; take another --output-dir, or go on {said}"
+            )
+        arms, seeds = kept.arms, kept.seeds
+    for part in MEASURED:
+        (folder / f"analysis-{part}").mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with locked(folder) as lock:
+        study = Study(recipe, arms, seeds or parse_seeds("1"), "", folder, False, lock, data=data, quick=args.quick)
+        os.environ.setdefault("DATA", str(study.pictures / "heldout.json"))
+        if args.quick:
+            os.environ.setdefault("SAMPLES", "4")
+        study.step(f"inputs: {data}", study.prepare)
+        if kept is None:
+            kept = study.planned(args.hours, seeds)
+            kept.write(folder)
+        study.plan, study.seeds = kept, kept.seeds
+        show_plan(kept, folder)
+        study.run_all()
+    print("\n=== time of each step")
+    for title, seconds in [*study.times, ("all", sum(seconds for _, seconds in study.times))]:
+        print(f"{title:<60} {seconds:5.0f} s")
+    print(
+        f"\npage: {folder}/study.html   numbers: {folder}/study.json   for the repository: "
+        f"python -m llava.compare page {folder}/study.json --docs"
+    )
+
+
+def show_plan(plan: Plan, folder: Path) -> None:
+    """The plan in words, and what it can resolve."""
+    steps = " + ".join(str(count) if count > 0 else "an epoch's" for count in plan.steps.values())
+    seeds = ", ".join(map(str, plan.seeds))
+    print(f"\nplan ({folder / 'plan.json'}): {len(plan.arms)} arms, seeds {seeds}, {steps} steps")
+    if plan.predicted_hours is not None:
+        print(f"  training and answers: about {plan.predicted_hours:.2g} of {plan.hours:g} hours")
+    for task, points in (plan.smallest or {}).items():
+        print(f"  {task:<12} would show a difference of {points:.1f} points (power 80 %, corrected for all verdicts)")

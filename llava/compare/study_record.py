@@ -1,0 +1,239 @@
+"""What a study found, as one JSON file: everything that its page says is read from here."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from llava.compare.arms import parse_arm
+from llava.compare.learning import LEVELS, samples_to_reach
+from llava.compare.paired import Difference, compare_arms, confidence_of
+from llava.compare.plan import POWER, Plan
+from llava.compare.report_tables import MEAN, Statistics, batch_of, seconds_of_steps
+from llava.compare.runs import STAGES, Run
+from llava.eval.results import Results, TaskResult, read_results
+from llava.intervals import share_interval
+from llava.provenance import git_commit
+
+FILE = "study.json"
+FORMAT = 1
+CONTROLS = ("untouched", "blank", "shuffled", "text-only")
+"""Folders of `python -m playground controls`."""
+CONTRASTS = (
+    ("gwc_layernorm", "layernorm"),
+    ("gwc_rmsnorm", "rmsnorm"),
+    ("layernorm", "layernorm@default"),
+    ("layernorm", "rmsnorm"),
+    ("gwc_layernorm", "scale"),
+    ("scale", "scale-fixed"),
+    ("scale", "clip"),
+    ("gwc_layernorm", "gwc_layernorm@0.25x"),
+    ("gwc_layernorm", "gwc_layernorm@4x"),
+    ("gwc_layernorm", "gwc_layernorm@16x"),
+)
+"""Arms that are also compared with each other, the first minus the second, where both were trained."""
+DOSED = "gwc_layernorm"
+MEASURED = "analysis-"
+"""Beginning of the names of the folders in which `llava.analysis` wrote."""
+LOGGED = {
+    "visual norm": "norm/llm_input",
+    "text norm": "norm/text_embeddings",
+    "gradient, LLM input": "grad_norm/llm_input",
+    "gradient, vision features": "grad_norm/vision_features",
+}
+"""What the first seed's runs logged at their start and at the end of each stage."""
+
+
+def answers_of(run: Run, control: str) -> Results:
+    """A run's answers to the held-out questions under a control."""
+    return read_results(run.folder("heldout") / control)
+
+
+def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> dict[str, Any]:
+    """Everything about a finished study.
+
+    Args:
+        benchmarks: whether the runs were scored by `scripts/evaluate.sh` as well.
+    """
+
+    def tasks_of(run: Run) -> dict[str, TaskResult]:
+        return answers_of(run, CONTROLS[0]).tasks | (run.results.tasks if benchmarks else {})
+
+    stats = Statistics(runs, tasks_of, compare_arms)
+    first = runs[0].configuration(STAGES[-1])
+    model = {
+        name: first[f"model.{name}"] for name in ("model_name_or_path", "vision_tower") if f"model.{name}" in first
+    }
+    others = len(stats.arms) - 1
+    return {
+        "format": FORMAT,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": git_commit(),
+        "trained_at": first["code.commit"],
+        "plan": asdict(plan),
+        "model": model,
+        "devices": f"{first['devices.ranks']} x {first['devices.kind']}",
+        "arms": stats.arms,
+        "seeds": stats.seeds,
+        "tasks": {
+            task: {"questions": len(stats.first(task).samples), "chance": stats.first(task).chance}
+            for task in stats.tasks
+        },
+        "samples": {stage: samples_seen(runs[0], stage) for stage in STAGES},
+        "confidence": {"mean": confidence_of(others), "task": confidence_of(others * len(stats.tasks))},
+        "scores": stats.scores,
+        "results": {arm: as_json(found) for arm, found in stats.results.items()},
+        "contrasts": contrasts(stats),
+        "resolved": resolved(stats, confidence_of(others)),
+        "dose": doses(stats.arms),
+        "training": learning(runs),
+        "controls": controls(runs),
+        "logged": {run.arm: logged(run) for run in runs if run.seed == stats.seeds[0]},
+        "measured": {
+            place.name.removeprefix(MEASURED): measured(place) for place in sorted(folder.glob(f"{MEASURED}*"))
+        },
+        "hours": sum(sum(seconds_of_steps(run, stage)) for run in runs for stage in STAGES) / 3600,
+    }
+
+
+def write_record(found: Mapping[str, Any], folder: Path) -> Path:
+    """Writes `study.json` at once, so that a reader never sees half of it; returns its path."""
+    path = folder / FILE
+    partial = path.with_name(f"{FILE}.tmp")
+    partial.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The content of a `study.json`.
+
+    Raises:
+        ValueError: no such file, or not one of this format.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; python -m llava.compare study writes it") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); run the study again, which keeps its runs") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a study of format {FORMAT}; run the study again, which keeps its runs")
+    return found
+
+
+# --- differences ------------------------------------------------------------------------------------------------------
+
+
+def as_json(found: Mapping[str, Difference]) -> dict[str, dict[str, Any]]:
+    """Results by task, with their verdicts."""
+    return {task: asdict(one) | {"verdict": one.verdict} for task, one in found.items()}
+
+
+def contrasts(stats: Statistics) -> dict[str, dict[str, Any]]:
+    """Arms of `CONTRASTS` against each other; corrected for how many these are."""
+    zero = [np.zeros_like(one) for one in next(iter(stats.differences.values()))]
+    by_arm = {stats.baseline: zero} | stats.differences
+    pairs = [pair for pair in CONTRASTS if set(pair) <= by_arm.keys()]
+    wanted = {
+        f"{ours} minus {theirs}": [a - b for a, b in zip(by_arm[ours], by_arm[theirs], strict=True)]
+        for ours, theirs in pairs
+    }
+    strata = [stats.strata(task) for task in stats.tasks]
+    found = compare_arms(wanted, strata) if wanted else {}
+    return {
+        name: as_json(dict(zip([*stats.tasks, MEAN], [*each, mean], strict=True)))
+        for name, (each, mean) in found.items()
+    }
+
+
+def resolved(stats: Statistics, confidence: float) -> dict[str, float]:
+    """The points over all tasks that the study would have shown in four of five repetitions, by its own intervals."""
+    normal = NormalDist()
+    edge = normal.inv_cdf((1 + confidence) / 2)
+    widths = {arm: (found[MEAN].high - found[MEAN].low) / 2 for arm, found in stats.results.items()}
+    return {arm: half * (1 + normal.inv_cdf(POWER) / edge) for arm, half in widths.items()}
+
+
+def doses(arms: Sequence[str]) -> dict[str, float]:
+    """The arms whose initial norm is a multiple of the text's, with that multiple, in its order."""
+    found = {}
+    for name in arms:
+        arm = parse_arm(name)
+        if arm.norm == DOSED and arm.learnable and (arm.init == "text_norm" or arm.init.endswith("x")):
+            found[name] = 1.0 if arm.init == "text_norm" else float(arm.init.removesuffix("x"))
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def samples_seen(run: Run, stage: str) -> int:
+    return batch_of(run, stage) * run.configuration(stage)["steps"]
+
+
+def learning(runs: Sequence[Run]) -> dict[str, Any]:
+    """Accuracy over the samples of stage 2 for every arm and seed, and the samples to reach given accuracies."""
+    stage = STAGES[-1]
+    points = {run: {one["step"]: one for one in run.evaluations(stage) if "eval/accuracy" in one} for run in runs}
+    # A signal may have cut an evaluation short; a point counts where every run has it.
+    shared = sorted(set.intersection(*(set(found) for found in points.values())))
+    if len(shared) < 2:
+        raise ValueError(f"{stage}: all runs were asked at {shared or 'no'} steps in training; train them again")
+    samples = [step * batch_of(runs[0], stage) for step in shared]
+    curves: dict[str, list[list[float]]] = {}
+    for run, found in points.items():
+        curves.setdefault(run.arm, []).append([found[step]["eval/accuracy"] for step in shared])
+    questions = int(points[runs[0]][shared[0]]["eval/questions"])
+    tasks = answers_of(runs[0], CONTROLS[0]).tasks
+    asked = sum(len(task.samples) for task in tasks.values())
+    chance = sum(task.chance * len(task.samples) for task in tasks.values()) / asked / 100
+    last = float(np.mean([curve[-1] for curve in curves[runs[0].arm]]))
+    reached = []
+    for level in LEVELS if last > chance else ():
+        accuracy = chance + level * (last - chance)
+        for arm, curve in curves.items():
+            needed, low, high = samples_to_reach(accuracy, samples, np.array(curve), questions)
+            reached.append({"accuracy": accuracy, "arm": arm, "samples": needed, "low": low, "high": high})
+    return {"samples": samples, "questions": questions, "chance": chance, "curves": curves, "reached": reached}
+
+
+def logged(run: Run) -> dict[str, list[float | None]]:
+    """What `LOGGED` names: at the start, and at the end of each stage."""
+    found = {}
+    for name, key in LOGGED.items():
+        values = [[line[key] for line in run.log(stage) if key in line] or [None] for stage in STAGES]
+        found[name] = [values[0][0], *(one[-1] for one in values)]
+    return found
+
+
+# --- controls and measurements ----------------------------------------------------------------------------------------
+
+
+def controls(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Share of right answers of every arm under every control, all seeds and tasks together, with its 95 % interval."""
+    found: dict[str, dict[str, Any]] = {}
+    for control in CONTROLS:
+        for arm in dict.fromkeys(run.arm for run in runs):
+            tasks = [task for run in runs if run.arm == arm for task in answers_of(run, control).tasks.values()]
+            samples = [sample for task in tasks for sample in task.samples]
+            right = sum(sample.score for sample in samples)
+            low, high = share_interval(round(right), len(samples))
+            score = 100 * right / len(samples)
+            found.setdefault(control, {})[arm] = {"score": score, "low": 100 * low, "high": 100 * high}
+    return found
+
+
+def measured(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows of what `llava.analysis` measured, by command."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and content.get("rows"):
+            found[path.stem] = content["rows"]
+    return found

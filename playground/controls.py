@@ -1,0 +1,139 @@
+"""Asks one checkpoint the held-out questions as they are and under controls, and scores each kind of question.
+
+The controls take the picture away in three ways: a grey one of the same size, visual tokens in another order, and the
+question alone. Each is written as `<control>/results.json` (`llava.eval.results`), a task for every kind of question.
+"""
+
+import argparse
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from llava.eval.results import Answered, Results, TaskResult, read_results, write_results
+from llava.progress import progress
+from llava.provenance import PACKAGES, git_commit, version_of
+from playground import answers
+from playground.records import IMAGE_TOKEN, is_right
+
+UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = CONTROLS = ("untouched", "blank", "shuffled", "text-only")
+GREY = (127, 127, 127)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `python -m playground controls`."""
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a finished training")
+    parser.add_argument("--data", type=Path, required=True, help="prepared folder with heldout.json and images/")
+    parser.add_argument("--output-dir", type=Path, required=True, help="where <control>/results.json goes")
+    parser.add_argument(
+        "--controls", nargs="+", choices=CONTROLS, default=list(CONTROLS), help="which (default: all, also untouched)"
+    )
+    parser.add_argument("--questions", type=int, default=0, help="the first so many, whose kinds take turns; 0: all")
+    parser.add_argument("--batch-size", type=int, default=80, help="questions answered at a time")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Answers under every control that this checkpoint has not been asked under yet.
+
+    Raises:
+        PlaygroundError: there is no checkpoint, or there are no questions.
+    """
+    records = answers.held_out(args.data)[: args.questions or None]
+    asked = answers.what_is_asked(str(args.checkpoint), args.data, 0)
+    settings = {"questions": len(records), "dtype": answers.fastest_dtype()}
+    missing = [name for name in args.controls if not is_recorded(args.output_dir / name, asked, settings)]
+    if not missing:
+        print(f"{args.output_dir}: every answer is recorded")
+        return
+    from llava.asking import load_assistant
+
+    assistant = load_assistant(str(args.checkpoint), torch_dtype=settings["dtype"])
+    for name in missing:
+        start = time.monotonic()
+        said = under_control(assistant, name, records, args.data / "images", args.batch_size)
+        tasks = scored(records, said, time.monotonic() - start, asked["questions"])
+        versions = {package: version_of(package) for package in PACKAGES} | {"llava (git commit)": git_commit()}
+        command = shlex.join(["python", "-m", "playground", *sys.argv[1:]])
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        found = Results(str(args.checkpoint), asked["checkpoint"], command, versions, settings, now, tasks)
+        print(f"written: {write_results(found, args.output_dir / name)}")
+
+
+def is_recorded(folder: Path, asked: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether `folder` has this checkpoint's answers to these questions."""
+    try:
+        found = read_results(folder)
+    except ValueError:
+        return False
+    same = all(task.data == asked["questions"] for task in found.tasks.values())
+    return same and found.fingerprint == asked["checkpoint"] and found.settings == settings
+
+
+def under_control(
+    assistant: Any, control: str, records: Sequence[dict[str, Any]], images: Path, batch_size: int
+) -> list[str]:
+    """The greedy answer to every record's first question, with its picture changed as the control says."""
+    from PIL import Image
+
+    def picture(record: dict[str, Any]) -> list[Image.Image]:
+        if control == TEXT_ONLY:
+            return []
+        with Image.open(images / record["image"]) as image:
+            return [Image.new("RGB", image.size, GREY) if control == BLANK else image.convert("RGB")]
+
+    def question(record: dict[str, Any]) -> list[dict[str, str]]:
+        (turn,) = record["conversations"][:1]
+        text = turn["value"].replace(f"{IMAGE_TOKEN}\n", "") if control == TEXT_ONLY else turn["value"]
+        return [turn | {"value": text}]
+
+    options = {"do_sample": False, "max_new_tokens": answers.longest_answer(records, assistant.tokenizer)}
+    said = []
+    with shuffled(assistant.model) if control == SHUFFLED else contextlib.nullcontext():
+        starts = range(0, len(records), batch_size)
+        for start in progress(starts, f"answering, {control}", "batches"):
+            batch = records[start : start + batch_size]
+            pictures = [one for record in batch for one in picture(record)]
+            said += assistant.answer([question(record) for record in batch], pictures, **options)
+    return said
+
+
+@contextlib.contextmanager
+def shuffled(model: Any) -> Iterator[None]:
+    """The projector's tokens of every picture in another order, the same for all pictures and models."""
+    import torch
+
+    def reorder(module: Any, inputs: Any, tokens: Any) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return tokens[..., torch.randperm(tokens.shape[-2], generator=generator).to(tokens.device), :]
+
+    handle = model.get_model().mm_projector.register_forward_hook(reorder)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def scored(records: Sequence[dict[str, Any]], said: Sequence[str], seconds: float, data: str) -> dict[str, TaskResult]:
+    """A task for every kind of question; `data` says which questions they are."""
+    samples: dict[str, list[Answered]] = {}
+    chance: dict[str, list[float]] = {}
+    for record, text in zip(records, said, strict=True):
+        expected = record["conversations"][1]["value"]
+        right = float(is_right(text, expected))
+        samples.setdefault(record["kind"], []).append(Answered(record["id"], right, text, expected, record["kind"]))
+        chance.setdefault(record["kind"], []).append(100 / len(record["choices"]))
+    return {
+        kind: TaskResult(
+            "accuracy",
+            100 * sum(one.score for one in found) / len(found),
+            found,
+            sum(chance[kind]) / len(found),
+            seconds * len(found) / len(records),
+            data,
+        )
+        for kind, found in samples.items()
+    }

@@ -1,0 +1,56 @@
+"""`python -m playground controls`: answers with the picture taken away, by one that tells warm from cold colours."""
+
+import json
+import shutil
+
+import pytest
+
+from llava import asking
+from llava.eval.results import read_results
+from playground.__main__ import main
+from playground.controls import CONTROLS
+
+
+@pytest.fixture
+def data(tiny, trained, tmp_path):
+    """A prepared folder that asks each question about each colour, every question a kind."""
+    trained("none")
+    (tmp_path / "data").mkdir()
+    records = json.loads((tiny / "data/colours.json").read_text())
+    records = [r | {"kind": r["id"].split(" ", 1)[1], "choices": ["Yes", "No"]} for r in records]
+    (tmp_path / "data/heldout.json").write_text(json.dumps(records))
+    shutil.copytree(tiny / "data/images", tmp_path / "data/images")
+    return tmp_path / "data"
+
+
+def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, trained, tmp_path, monkeypatch):
+    words = [
+        "controls",
+        "--checkpoint",
+        str(trained("none")),
+        "--data",
+        str(data),
+        "--output-dir",
+        str(tmp_path / "out"),
+    ]
+    assert main([*words, "--batch-size", "5"]) == 0
+    found = {control: read_results(tmp_path / "out" / control).tasks for control in CONTROLS}
+    assert all(task.score > 90 and task.chance == 50 for task in found["untouched"].values())
+    for control in ("blank", "text-only"):
+        for task in found[control].values():
+            assert len({sample.answer for sample in task.samples}) == 1 and task.score < 90
+    ids = [sample.id for task in found["shuffled"].values() for sample in task.samples]
+    assert sorted(ids) == sorted(sample.id for task in found["blank"].values() for sample in task.samples)
+
+    def never(*_, **__):
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(asking, "load_assistant", never)
+    assert main(words) == 0  # all are recorded
+    with pytest.raises(AssertionError, match="asked again"):
+        main([*words, "--questions", "2"])
+
+
+def test_what_is_not_there_is_refused_by_name(tmp_path, capsys):
+    assert main(["controls", "--checkpoint", "no", "--data", str(tmp_path), "--output-dir", str(tmp_path)]) == 1
+    assert "heldout.json" in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""`python -m llava.compare study`: its parts in order, its plan, what a second call leaves out, and its page."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from paths import ROOT
+
+from llava.compare.__main__ import main
+
+ARMS = "none,gwc_layernorm"
+
+
+@pytest.fixture
+def study(tmp_path):
+    """A function that runs the study, or with `start` starts it; `seen()` returns and clears its calls."""
+    python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {ROOT}/tests/support/study_stub.py "$@"\n')
+    python.chmod(0o755)
+    data = tmp_path / "data.json"
+    data.touch()
+    env = {"LLAVA_PYTHON": python, "CALLS": calls, "RIGHT": json.dumps({"none": 0.4, "gwc_layernorm": 0.8})}
+    env |= {"DATA_PATH": data, "IMAGE_FOLDER": tmp_path, "MODEL_PATH": tmp_path, "VISION_TOWER": tmp_path, "DATA": data}
+    env |= {"EVAL_DATA_PATH": data, "EVAL_IMAGE_FOLDER": tmp_path, "NUM_GPUS": 0, "BF16": "False"}
+    env |= {"PATH": os.environ["PATH"], "HOME": tmp_path, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
+
+    def run(*flags, start=False, **extra):
+        words = [sys.executable, "-m", "llava.compare", "study", "--preset", "stamps", "--output-dir", out, *flags]
+        options = {"cwd": ROOT, "env": {k: str(v) for k, v in (env | extra).items()}}
+        if start:
+            return subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True, **options)
+        return subprocess.run(words, capture_output=True, text=True, check=False, **options)
+
+    def seen():
+        lines = calls.read_text().splitlines() if calls.exists() else []
+        calls.write_text("")
+        return lines
+
+    run.out, run.seen = out, seen
+    return run
+
+
+def test_quick_goes_through_every_part_and_a_second_call_trains_and_measures_nothing_again(study):
+    done = study("--quick", "--hours", "0.5", "--arms", ARMS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = study.seen()
+    assert calls[:4] == ["prepare all", "train 42 none pretrain", "train 42 none finetune", "answer none"]  # the pilot
+    trained = [line for line in calls[4:] if line.startswith("train")]
+    assert sorted(trained) == sorted(
+        f"train {seed} {arm} {stage}"
+        for seed in (42, 43)
+        for arm in ARMS.split(",")
+        for stage in ("start", "pretrain", "finetune")[seed - 42 :]
+    )
+    assert sum(line.startswith("answer") for line in calls[4:]) == 4
+    measured = [line for line in calls if line.startswith("measure")]
+    assert measured[0] == "measure interface-norms analysis-start"
+    assert measured[-1] == "measure theory analysis-finetune"
+    plan = json.loads((study.out / "plan.json").read_text())
+    assert plan["seeds"] == [42, 43] and plan["pilot"]["questions"] == {"binding": 100, "color": 100, "count": 100}
+    assert f"difference of {plan['smallest']['mean']:.1f} points" in done.stdout
+
+    found = json.loads((study.out / "study.json").read_text())
+    assert found["results"]["gwc_layernorm"]["mean"]["verdict"] == "improved"
+    assert found["controls"]["blank"]["gwc_layernorm"]["score"] < 40
+    assert [one["arm"] for one in found["training"]["reached"][:2]] == ARMS.split(",")
+    assert "gwc_layernorm is improved" in (study.out / "study.html").read_text()
+    assert "gwc\\_layernorm is improved" in (study.out / "study.md").read_text()
+    assert (study.out / "figures/study-rescaling.svg").is_file()
+
+    again = study("--quick", "--hours", "0.5", "--arms", ARMS)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert not [line for line in study.seen() if line.startswith(("train", "measure"))]
+    for flags, said in ((["--quick", "--hours", "3"], "--hours 3.0: "), (["--hours", "0.5"], "with --quick")):
+        other = study(*flags)
+        assert other.returncode == 2 and said in other.stderr and "plan.json" in other.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_killed_while_training_it_goes_on_where_it_was(study, sent):
+    flags = ("--quick", "--arms", ARMS, "--seeds", "7,8")
+    process = study(*flags, start=True, HANGS="train 8 none finetune")
+    lines = []
+    for _ in range(1200):
+        time.sleep(0.1)
+        lines += study.seen()
+        if "train 8 none finetune" in lines:
+            break
+    assert "train 8 none finetune" in lines
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(sent)
+    process.wait(timeout=60)
+    for survivor in psutil.wait_procs(family, timeout=0)[1]:
+        survivor.kill()
+    done = study(*flags, LOCK_SECONDS=20)
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = [line for line in study.seen() if line.startswith("train")]
+    assert "train 8 none finetune" in again and "train 8 none pretrain" not in again
+    assert "train 7 none pretrain" not in again and (study.out / "study.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--preset", "no"], "--preset: invalid choice: 'no'"),
+        (["--hours", "0"], "--hours 0: expected a positive number"),
+        (["--hours", "soon"], "--hours: invalid float value"),
+        (["--arms", "layernorm,none"], "baseline"),
+        (["--seeds", "0"], "--seeds 0"),
+    ],
+)
+def test_wrong_flags_are_refused_by_name_before_anything_is_made(tmp_path, capsys, flags, named):
+    try:
+        status = main(["study", "--output-dir", str(tmp_path / "out"), *flags])
+    except SystemExit as error:
+        status = error.code
+    assert status == 2 and named in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_page_of_something_else_is_refused_by_name(tmp_path, capsys):
+    for name, content, said in (("none", None, "no such file"), ("text", "{", "not JSON"), ("other", "{}", "format 1")):
+        file = Path(tmp_path, name)
+        if content is not None:
+            file.write_text(content)
+        assert main(["page", str(file)]) == 2
+        error = capsys.readouterr().err
+        assert said in error and str(file) in error

@@ -1,0 +1,135 @@
+"""Stands in for the Python that a study starts: leaves the files of a training, of answers and of measurements.
+
+`$CALLS` gets a line per call; one that ends with `$HANGS` waits to be killed. `$RIGHT` has the share of right answers
+by arm, as JSON. It imports nothing that takes a second.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from llava.provenance import RUN_FILE, fingerprint, software
+
+KINDS = ("color", "count", "binding")
+CONTROLS = ("untouched", "blank", "shuffled", "text-only")
+STEP = {"loss": 1.0, "samples_per_second": 8.0, "tokens_per_second": 80.0, "peak_memory_gib": 1.0}
+
+
+def main(words: list[str]) -> None:
+    line = described(words)
+    if line is None:
+        return
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write(line + "\n")
+    if line.endswith(os.environ.get("HANGS") or "\n"):
+        time.sleep(60)
+        sys.exit(1)
+    if line.startswith("train"):
+        train(flags_of(words))
+    elif line.startswith("answer"):
+        answer(flags_of(words))
+    elif line.startswith("measure"):
+        measure(words, flags_of(words))
+
+
+def described(words: list[str]) -> str | None:
+    text, flags = " ".join(words), flags_of(words)
+    if "train_mem.py" in text:
+        return f"train {flags['seed']} {arm_of(Path(flags['output_dir']))} {Path(flags['output_dir']).name}"
+    if "playground controls" in text:
+        return f"answer {arm_of(Path(flags['checkpoint']))}"
+    if "playground" in words:
+        return f"prepare {words[words.index('playground') + 1]}"
+    if "llava.analysis" in text:
+        return f"measure {flags['commands']} {Path(flags['output-dir']).name}"
+    return None
+
+
+def flags_of(words: list[str]) -> dict[str, str]:
+    return {a[2:]: b for a, b in zip(words, [*words[1:], ""], strict=True) if a.startswith("--")}
+
+
+def arm_of(stage: Path) -> str:
+    return stage.parent.name
+
+
+def train(flags: dict[str, str]) -> None:
+    folder, seed = Path(flags["output_dir"]), int(flags["seed"])
+    stage, arm = folder.name, arm_of(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("mm_projector.bin", "model.safetensors"):
+        (folder / name).write_text(f"{seed} {arm} {stage}")
+    norm = flags["mm_projector_norm"]
+    model = {"model_name_or_path": flags["model_name_or_path"], "vision_tower": flags["vision_tower"]}
+    model |= {"mm_projector_norm": norm, "mm_projector_norm_init": flags.get("mm_projector_norm_init", "text_norm")}
+    model["mm_projector_norm_learnable"] = flags.get("mm_projector_norm_learnable") != "False"
+    adapter = flags.get("pretrain_mm_mlp_adapter")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llava_llama", "mm_projector_norm": norm}))
+    start = {
+        "model": model,
+        "training": {"seed": seed, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        "adapter": adapter and hashlib.sha256(Path(adapter).read_bytes()).hexdigest(),
+        "order": seed,
+        "initial_weights": {"mm_mlp_adapter": f"{seed} {arm if adapter else ''}"},
+        "devices": {"ranks": 1, "kind": "cpu"},
+        **software(("numpy",)),
+    }
+    record = {"configuration": start, "provenance": {"started": "2026-01-01T00:00:00+00:00", "command": "train"}}
+    (folder / RUN_FILE).write_text(json.dumps({"format": 1, "starts": [record]}))
+    lines, steps = [], int(flags["max_steps"])
+    every = max(1, round(steps * float(flags.get("eval_steps") or 1)))
+    for step in range(steps + 1):
+        norms = {"norm/llm_input": 3.0 + step, "norm/text_embeddings": 3.0}
+        lines += [{"step": step} | STEP | norms] if step else []
+        if flags.get("eval_generate") and (step % every == 0 or step == steps):
+            share = 0.25 + (right_of(arm) - 0.25) * step / steps
+            lines.append({"step": step, "eval/loss": 1.0, "eval/accuracy": share, "eval/questions": 96})
+    (folder / "train_log.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+def right_of(arm: str) -> float:
+    return json.loads(os.environ.get("RIGHT", "{}")).get(arm, 0.5)
+
+
+def answer(flags: dict[str, str]) -> None:
+    """Questions are as hard for one arm as for another, up to a little luck; without pictures answers are guesses."""
+    checkpoint = Path(flags["checkpoint"])
+    run, stage = arm_of(checkpoint), checkpoint.parent.parent.name
+    for control in CONTROLS:
+        tasks = {}
+        for kind in KINDS:
+            shared, own = random.Random(f"{stage} {kind}"), random.Random(f"{stage} {kind} {run} {control}")
+            share = right_of(run) if control == "untouched" else 0.25
+            samples = []
+            for number in range(100):
+                hit = 0.8 * shared.random() + 0.2 * own.random() < share
+                sample = {"id": f"{kind}-{number}", "score": float(hit), "answer": "<b>a</b>", "target": "a"}
+                samples.append(sample | {"group": kind})
+            score = sum(sample["score"] for sample in samples)
+            tasks[kind] = {"metric": "accuracy", "score": score, "samples": samples, "chance": 25.0, "seconds": 1.0}
+        content = {"format": 1, "checkpoint": str(checkpoint), "fingerprint": fingerprint(checkpoint), "command": ""}
+        content |= {"versions": {}, "settings": {}, "created": "2026-01-01", "tasks": tasks}
+        folder = Path(flags["output-dir"]) / control
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "results.json").write_text(json.dumps(content))
+
+
+def measure(words: list[str], flags: dict[str, str]) -> None:
+    models = [word.split("=")[0] for word in words if "=/" in word]
+    rows = [{"model": model, "angle": 0.5} for model in models]
+    if flags["commands"] == "interventions":
+        names = ("untouched", "alpha 0.1", "alpha 10", "text norm", "blank picture")
+        values = {"KL (nats)": 0.25, "cos of keys": 0.9, "cos of values": None}
+        rows = [{"model": model, "intervention": name} | values for model in models for name in names]
+    if flags["commands"] == "gradients":
+        shares = {"none": 1.0, "layernorm": 0.1, "gwc_layernorm": 1.0}
+        rows = [{"model": m, "gradient at": at} | shares for m in models for at in ("LLM input", "vision features")]
+    Path(flags["output-dir"], f"{flags['commands']}.json").write_text(json.dumps({"rows": rows}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

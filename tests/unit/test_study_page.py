@@ -1,0 +1,121 @@
+"""The study's page says what the intervals allow and nothing else, for as many arms as there are."""
+
+import json
+
+import numpy as np
+import pytest
+
+from llava.compare.__main__ import main
+from llava.compare.plan import MEAN
+from llava.compare.study import ARMS
+from llava.compare.study_page import conclusions, limits, power, write_page
+from llava.compare.study_record import CONTRASTS, CONTROLS, doses
+
+NAMES = ARMS.split(",")
+
+
+def difference(delta, half=4.0):
+    low, high = delta - half, delta + half
+    verdict = "improved" if low > 0 else "worse" if high < 0 else "unchanged"
+    return {"delta": delta, "low": low, "high": high, "by_seed": [delta - 1, delta + 1], "verdict": verdict} | {
+        "won": 9,
+        "lost": 3,
+        "p": 0.1,
+    }
+
+
+@pytest.fixture
+def study():
+    """A made-up study: layernorm better, clip worse, gwc_layernorm@16x worse than gwc_layernorm, the rest alike."""
+    deltas = {"layernorm": 6.0, "clip": -7.0}
+    tasks = {"color": {"questions": 72, "chance": 12.5}, "count": {"questions": 72, "chance": 25.0}}
+
+    def both(delta):
+        return {"color": difference(delta, 9.0), "count": difference(delta, 9.0), MEAN: difference(delta)}
+
+    pairs = {f"{a} minus {b}": both(5.0 if "16x" in b else 0.5) for a, b in CONTRASTS}
+    scores = {arm: {task: [60 + deltas.get(arm, 0)] * 3 for task in [*tasks, MEAN]} for arm in NAMES}
+    seen = [0, 100, 200]
+    reached = [{"accuracy": 0.5, "arm": arm, "samples": 100, "low": 90, "high": 120} for arm in NAMES]
+    reached[NAMES.index("rmsnorm")] |= {"samples": 50, "low": 40, "high": 60}
+    reached[NAMES.index("clip")] |= {"samples": None, "low": 150, "high": None}
+    controls = {c: {a: {"score": 60.0, "low": 55.0, "high": 65.0} for a in NAMES} for c in CONTROLS}
+    controls["blank"] = {a: {"score": 25.0, "low": 20.0, "high": 30.0} for a in NAMES[:-1]} | {
+        NAMES[-1]: {"score": 58.0, "low": 50.0, "high": 62.0}
+    }
+    rows = [
+        {"model": arm, "intervention": name, "KL (nats)": 0.5, "cos of keys": 0.9, "cos of values": None}
+        for arm in NAMES
+        for name in ("untouched", "alpha 0.01", "alpha 10", "text norm", "blank picture")
+    ]
+    gradients = [{"model": a, "gradient at": "x", "none": 1.0, "layernorm": 0.1, "gwc_layernorm": 1.0} for a in NAMES]
+    return {
+        "format": 1,
+        "created": "2026-11-22",
+        "commit": "c0ffee",
+        "trained_at": "c0ffee",
+        "plan": {"preset": "demo", "hours": 2.0, "questions": 0, "smallest": {"color": 9.0, "count": 9.5, MEAN: 4.5}},
+        "model": {"model_name_or_path": "/models/<b>small</b>", "vision_tower": "tower"},
+        "devices": "1 x cpu",
+        "arms": NAMES,
+        "seeds": [42, 43, 44],
+        "tasks": tasks,
+        "samples": {"pretrain": 1000, "finetune": 200},
+        "scores": scores,
+        "results": {arm: both(deltas.get(arm, 1.0)) for arm in NAMES[1:]},
+        "contrasts": pairs,
+        "resolved": dict.fromkeys(NAMES[1:], 5.0),
+        "dose": doses(NAMES),
+        "training": {"samples": seen, "questions": 96, "chance": 0.2, "reached": reached}
+        | {"curves": {arm: np.linspace(0.2, 0.8, 9).reshape(3, 3).tolist() for arm in NAMES}},
+        "controls": controls,
+        "logged": {arm: {"visual norm": [3.0, None, 300.0], "text norm": [3.0, 3.0, 3.0]} for arm in NAMES},
+        "measured": {"start": {"update-rates": rows[:2]}, "finetune": {"interventions": rows, "gradients": gradients}},
+        "hours": 3.0,
+    }
+
+
+def test_conclusions_are_those_of_the_intervals(study):
+    said = conclusions(study)
+    assert said[0].startswith("Over all tasks, against none: 1 improved (layernorm), 1 worse (clip), 9 unchanged")
+    text = "\n".join(said)
+    assert "layernorm is improved (+6.0 points, +2.0 to +10.0)" in text
+    assert "gwc_layernorm is unchanged (+1.0 points, -3.0 to +5.0), so neither 3.0 points less nor 5.0 more" in text
+    assert "better than 16x (+5.0, +1.0 to +9.0)" in text and "not shown to differ from 0.25x" in text
+    assert "50 % right is reached by rmsnorm with fewer samples and by clip with more" in text
+    assert f"not shown for {NAMES[-1]}" in text
+    assert text.count("improved on") == 0  # single tasks' intervals hold zero
+
+
+def test_nothing_is_concluded_from_what_was_not_done(study):
+    study |= {"contrasts": {}, "measured": {}, "training": study["training"] | {"reached": []}}
+    text = "\n".join(conclusions(study))
+    assert "Dose" not in text and "each other" not in text and "nats" not in text and "In stage 2" not in text
+
+
+def test_power_and_limits_say_what_the_study_could_not_show(study):
+    assert "4.5 points" in power(study)[0] and "color 9.0" in power(study)[0] and "5.0 to 5.0" in power(study)[1]
+    assert not any("trial" in text for text in limits(study))
+    study["plan"]["questions"] = 48
+    assert "Only 48 questions" in limits(study)[0]
+
+
+def test_both_pages_and_every_figure_hold_every_arm_and_escape_names(study, tmp_path):
+    (tmp_path / "study.json").write_text(json.dumps(study))
+    assert main(["page", str(tmp_path / "study.json")]) == 0
+    html = (tmp_path / "study.html").read_text()
+    assert "<b>small" not in html and "http" not in html.replace("http-equiv", "") and "improved" in html
+    figures = sorted(path.stem for path in (tmp_path / "figures").glob("*.svg"))
+    names = ("controls", "dose", "gradients", "intervals", "norms", "rescaling", "training")
+    assert figures == [f"study-{name}" for name in names]
+    for name in ("controls", "intervals", "rescaling", "training"):
+        drawn = (tmp_path / f"figures/study-{name}.svg").read_text()
+        assert all(f">{arm}<" in drawn for arm in NAMES[1:])
+    before = (tmp_path / "study.md").read_text()
+    write_page(study, tmp_path)
+    assert (tmp_path / "study.md").read_text() == before
+
+
+def test_doses_are_the_multiples_of_the_text_norm_in_their_order():
+    assert list(doses(NAMES).values()) == [0.25, 1.0, 4.0, 16.0]
+    assert doses(["none", "gwc_layernorm@3.5", "gwc_layernorm@2x-fixed", "gwc_layernorm@default"]) == {}
