@@ -7,7 +7,7 @@ import argparse
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +120,22 @@ def answer(
     checkpoint: str, records: list[dict[str, Any]], images: Path, batch_size: int, max_new_tokens: int, name: str
 ) -> list[str]:
     """The checkpoint's greedy answer to the first question of every record."""
-    from llava.asking import Asked, batch_answers, load_assistant
+    from llava.asking import Asked, load_assistant
     from llava.data.images import ImageStore
 
     assistant = load_assistant(checkpoint, torch_dtype=fastest_dtype())
     options = {"do_sample": False, "max_new_tokens": max_new_tokens or longest_answer(records, assistant.tokenizer)}
     asked = [Asked(record["conversations"][:1], [record["image"]]) for record in records]
-    batches = batch_answers(assistant, asked, ImageStore(images, follow_links=True).open, batch_size, **options)
+    return answers_in_order(assistant, asked, ImageStore(images, follow_links=True).open, batch_size, name, **options)
+
+
+def answers_in_order(
+    assistant: Any, asked: list[Any], open_picture: Callable[[Any], Any], batch_size: int, name: str, **options: Any
+) -> list[str]:
+    """The answer to each of `asked`, under a progress bar that says `name`; see `llava.asking.batch_answers`."""
+    from llava.asking import batch_answers
+
+    batches = batch_answers(assistant, asked, open_picture, batch_size, **options)
     said = {}
     for batch in progress(batches, f"answering, {name}", "batches", total=math.ceil(len(asked) / batch_size)):
         said |= batch

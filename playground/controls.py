@@ -14,8 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from llava.eval.results import Answered, Results, TaskResult, read_results, write_results
-from llava.progress import progress
+from llava.eval.results import LLAVA_COMMIT, Answered, Results, TaskResult, read_results, write_results
 from llava.provenance import PACKAGES, git_commit, version_of
 from playground import answers
 from playground.records import IMAGE_TOKEN, is_right
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
         start = time.monotonic()
         said = under_control(assistant, name, records, args.data / "images", args.batch_size)
         tasks = scored(records, said, time.monotonic() - start, asked["questions"])
-        versions = {package: version_of(package) for package in PACKAGES} | {"llava (git commit)": git_commit()}
+        versions = {package: version_of(package) for package in PACKAGES} | {LLAVA_COMMIT: git_commit()}
         command = shlex.join(["python", "-m", "playground", *sys.argv[1:]])
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         found = Results(str(args.checkpoint), asked["checkpoint"], command, versions, settings, now, tasks)
@@ -79,26 +78,25 @@ def under_control(
     """The greedy answer to every record's first question, with its picture changed as the control says."""
     from PIL import Image
 
-    def picture(record: dict[str, Any]) -> list[Image.Image]:
-        if control == TEXT_ONLY:
-            return []
-        with Image.open(images / record["image"]) as image:
-            return [Image.new("RGB", image.size, GREY) if control == BLANK else image.convert("RGB")]
+    from llava.asking import Asked
+    from llava.data.images import ImageStore
 
-    def question(record: dict[str, Any]) -> list[dict[str, str]]:
+    store = ImageStore(images, follow_links=True)
+
+    def picture(name: str) -> Image.Image:
+        image = store.open(name)
+        return Image.new("RGB", image.size, GREY) if control == BLANK else image
+
+    def question(record: dict[str, Any]) -> Asked:
         (turn,) = record["conversations"][:1]
-        text = turn["value"].replace(f"{IMAGE_TOKEN}\n", "") if control == TEXT_ONLY else turn["value"]
-        return [turn | {"value": text}]
+        if control == TEXT_ONLY:
+            return Asked([turn | {"value": turn["value"].replace(f"{IMAGE_TOKEN}\n", "")}], [])
+        return Asked([turn], [record["image"]])
 
     options = {"do_sample": False, "max_new_tokens": answers.longest_answer(records, assistant.tokenizer)}
-    said = []
+    asked = list(map(question, records))
     with shuffled(assistant.model) if control == SHUFFLED else contextlib.nullcontext():
-        starts = range(0, len(records), batch_size)
-        for start in progress(starts, f"answering, {control}", "batches"):
-            batch = records[start : start + batch_size]
-            pictures = [one for record in batch for one in picture(record)]
-            said += assistant.answer([question(record) for record in batch], pictures, **options)
-    return said
+        return answers.answers_in_order(assistant, asked, picture, batch_size, control, **options)
 
 
 @contextlib.contextmanager

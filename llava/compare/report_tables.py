@@ -10,7 +10,7 @@ import numpy as np
 from llava.compare import paper
 from llava.compare.paired import UNCHANGED, Difference, compare_benchmarks
 from llava.compare.runs import STAGES, Run, arm_differences
-from llava.eval.results import PAPER_COLUMNS, TaskResult
+from llava.eval.results import LLAVA_COMMIT, PAPER_COLUMNS, TaskResult
 from llava.eval.tasks import TASKS, mean_of_groups
 
 MEAN = "mean"
@@ -218,8 +218,8 @@ def provenance_table(runs: Sequence[Run]) -> Rows:
     for run in runs:
         for stage in STAGES:
             for start in run.starts(stage):
-                commit = start["configuration"]["code"]["commit"]
-                rows.append({"run": run.name, "step": stage, "time": start["provenance"]["started"], "commit": commit})
+                rows.append({"run": run.name, "step": stage, "time": start["provenance"]["started"]})
+                rows[-1] |= {"commit": start["configuration"]["code"]["commit"]}
                 rows[-1] |= {"command": start["provenance"]["command"], "weights": None}
         found = run.results
         rows.append(
@@ -227,7 +227,7 @@ def provenance_table(runs: Sequence[Run]) -> Rows:
                 "run": run.name,
                 "step": "evaluation",
                 "time": found.created,
-                "commit": found.versions.get("llava (git commit)"),
+                "commit": found.versions.get(LLAVA_COMMIT),
             }
         )
         rows[-1] |= {"command": found.command, "weights": found.fingerprint}

@@ -13,7 +13,7 @@ from typing import Any
 
 from llava.compare.arms import BASELINE, parse_arm
 from llava.compare.stage import LOG_FILE, STAGES
-from llava.eval.results import Results, read_results
+from llava.eval.results import LLAVA_COMMIT, Results, read_results
 from llava.provenance import DONE, RUN_FILE, differences, read_starts, revision, software
 
 ABSENT = "(absent)"  # stands for the value of a field that a run does not have
@@ -53,10 +53,14 @@ class Run:
     def configuration(self, stage: str) -> dict[str, Any]:
         """Everything that must be equal, by dotted name: what the run recorded, its config.json, the steps it took.
 
+        The commit need not be: `code.digest` is of the files that training runs.
+
         Raises:
             ValueError: the run was continued with another configuration than it was started with.
         """
         first, *later = [dict(flattened(start["configuration"])) for start in self.starts(stage)]
+        for one in (first, *later):
+            one.pop("code.commit", None)
         for again in later:
             if changed := differences(first, again, ABSENT):
                 raise ValueError(
@@ -180,7 +184,8 @@ def check_results(runs: Sequence[Run], results_of: Callable[[Run], Results] = la
 def asked(results: Results) -> dict[str, Any]:
     """What decides the questions and how answers are counted, by dotted name."""
     tasks = {name: {"data": task.data, "metric": task.metric} for name, task in results.tasks.items()}
-    return dict(flattened({"settings": results.settings, "versions": results.versions, "tasks": tasks}))
+    versions = {name: version for name, version in results.versions.items() if name != LLAVA_COMMIT}
+    return dict(flattened({"settings": results.settings, "versions": versions, "tasks": tasks}))
 
 
 def arm_differences(runs: Sequence[Run]) -> list[dict[str, str]]:

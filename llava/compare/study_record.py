@@ -74,7 +74,7 @@ def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> d
         "format": FORMAT,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": git_commit(),
-        "trained_at": first["code.commit"],
+        "trained_at": runs[0].starts(STAGES[-1])[0]["configuration"]["code"]["commit"],
         "plan": asdict(plan),
         "model": model,
         "devices": f"{first['devices.ranks']} x {first['devices.kind']}",

@@ -18,14 +18,13 @@ from llava.asking import choose_template, is_captioner
 from llava.commands import Parser, exit_status
 from llava.eval.collect import EvaluationError
 from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
-from llava.eval.results import RESULTS_FILE, Results, read_results, write_results
+from llava.eval.results import LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import ROOT, Task, choose
 from llava.model.builder import read_config
 from llava.presentation import format_table
 from llava.provenance import checkpoint_name, git_commit, revision, version_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "lmms-eval", "lm-eval")
-CODE = "llava (git commit)"
 IDENTITY = ("conv_template", "limit", "mmlu_fewshot")
 """Settings on which the scores depend; another batch size or number of GPUs finds finished tasks done."""
 
@@ -138,7 +137,7 @@ def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results
         checkpoint=args.checkpoint,
         fingerprint=found,
         command=shlex.join(["bash", "scripts/evaluate.sh", *args.argv]),
-        versions={name: version_of(name) for name in PACKAGES} | {CODE: git_commit()},
+        versions={name: version_of(name) for name in PACKAGES} | {LLAVA_COMMIT: git_commit()},
         settings=settings,
         created=now(),
     )

@@ -18,6 +18,8 @@ from typing import Any
 
 FORMAT = 1
 RESULTS_FILE = "results.json"
+LLAVA_COMMIT = "llava (git commit)"
+"""This tree among the versions of `Results`."""
 
 PAPER_COLUMNS = {
     "MMBench-EN": "mmbench_en_dev_static",
