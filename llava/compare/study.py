@@ -58,6 +58,7 @@ EVALUATIONS = 6  # during stage 2, besides the one before it
 ASKED = "asked.json"  # what is asked then: the first held-out questions, whose kinds take turns
 ASKED_IN_TRAINING, ASKED_IN_QUICK_TRAINING = 64, 24
 QUICK_QUESTIONS = 48
+QUESTIONS_UNDER_CONTROLS = 144  # these answers fall to chance: a few of every kind and seed show it
 QUICK_SHARE, QUICK_SEEDS = 1 / 6, 2
 PILOT_SHARE = 1 / 4
 START = "start"
@@ -124,6 +125,7 @@ class Study(Comparison):
             steps.insert(0, StudyStage.of(self, run, STAGES[0], START, untrained))
         words = ["-m", "playground", "controls", "--checkpoint", str(run.folder("finetune")), "--data"]
         words += [str(self.pictures), "--output-dir", str(run.folder("heldout"))]
+        words += ["--control-questions", str(QUESTIONS_UNDER_CONTROLS)]
         words += ["--questions", str(self.plan.questions), *([] if self.demo else ["--batch-size", "8"])]
         log = run.folder("heldout").with_suffix(".log")
         steps.append(Step(f"{run.name}, answers", [_interpreter(), *words], log, threads, partial(is_answered, run)))
