@@ -18,7 +18,7 @@ since the interval draws questions, and seeds, whose means vary with their quest
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -72,6 +72,13 @@ class Plan:
     predicted_hours: float | None = None
     smallest: dict[str, float] | None = None
     pilot: Pilot | None = None
+
+    def with_seeds(self, seeds: list[int]) -> "Plan":
+        """The same plan with other seeds, and what these would show."""
+        smallest = self.pilot and smallest_differences(
+            self.pilot.right, self.pilot.questions, len(self.arms) - 1, len(seeds)
+        )
+        return replace(self, seeds=seeds, smallest=smallest)
 
     def write(self, folder: Path) -> None:
         """Keeps it in `folder`, where `read_plan` finds it."""

@@ -330,6 +330,10 @@ def limits(study: Study) -> list[str]:
         "Training runs of all arms are taken to vary alike, and the tasks as fixed.",
         "Measurements inside the models are of the first seed and have no intervals over seeds.",
     ]
+    if missing := len(study["plan"]["seeds"]) - seeds:
+        found.insert(
+            0, f"{count_of(missing, 'seed')} of {seeds + missing} not trained yet: this is how it stands so far."
+        )
     if seeds < 3:
         found.insert(0, f"{seeds} seed{'s' if seeds > 1 else ''}: how much training runs vary is hardly known.")
     if study["plan"]["questions"]:
