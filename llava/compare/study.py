@@ -404,7 +404,7 @@ def going_on(folder: Path, args: argparse.Namespace, arms: list[str], seeds: lis
     if seeds and seeds[: len(kept.seeds)] == kept.seeds:
         kept = kept.with_seeds(seeds)
     wanted = {"preset": args.preset, "hours": args.hours, "seeds": seeds}
-    check_same(kept, wanted | ({"arms": arms} if args.arms or args.quick else {}), folder)
+    check_same(kept, wanted | ({"arms": arms} if args.arms else {}), folder)
     if args.quick != bool(kept.questions):
         said = "with" if kept.questions else "without"
         raise ValueError(f"{folder / PLAN_FILE} was made {said} --quick; take another --output-dir, or go on {said}")
