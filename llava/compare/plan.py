@@ -178,3 +178,8 @@ def _smallest(varies: float, drawn: float, of_runs: float, verdicts: int) -> flo
     normal = NormalDist()
     outside = normal.inv_cdf((1 + confidence_of(verdicts)) / 2) * math.sqrt(drawn + varies + of_runs)
     return 100 * (outside + normal.inv_cdf(POWER) * math.sqrt(varies + of_runs))
+
+
+def points_in_words(points: float) -> str:
+    """A smallest difference to be read; none of more than 100 points can be."""
+    return f"{points:.1f}" if points <= 100 else "none"

@@ -32,6 +32,7 @@ from llava.compare.plan import (
     Plan,
     check_same,
     fitting,
+    points_in_words,
     predicted_hours,
     read_plan,
     smallest_differences,
@@ -432,5 +433,7 @@ def show_plan(plan: Plan, folder: Path) -> None:
     print(f"\nplan ({folder / 'plan.json'}): {len(plan.arms)} arms, seeds {seeds}, {steps} steps")
     if plan.predicted_hours is not None:
         print(f"  training and answers: about {plan.predicted_hours:.2g} of {plan.hours:g} hours")
+    if plan.smallest:
+        print("  smallest difference in points that it would show (power 80 %, corrected for all verdicts):")
     for task, points in (plan.smallest or {}).items():
-        print(f"  {task:<12} would show a difference of {points:.1f} points (power 80 %, corrected for all verdicts)")
+        print(f"    {task:<12} {points_in_words(points)}")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from llava.compare.paired import IMPROVED, UNCHANGED, WORSE
-from llava.compare.plan import MEAN, POWER
+from llava.compare.plan import MEAN, POWER, points_in_words
 from llava.compare.report import render
 from llava.compare.report_figures import data_uri
 from llava.compare.study_figures import figures
@@ -311,7 +311,7 @@ def power(study: Study) -> list[str]:
         found.append(
             f"Planned from a pilot: over all tasks a difference of {plan['smallest'][MEAN]:.1f} points would be shown "
             f"with {100 * POWER:.0f} % probability; on single tasks "
-            + ", ".join(f"{task} {points:.1f}" for task, points in plan["smallest"].items() if task != MEAN) + "."
+            + ", ".join(f"{task} {points_in_words(points)}" for task, points in plan["smallest"].items() if task != MEAN) + "."
         )  # fmt: skip
     points = list(study["resolved"].values())
     found.append(

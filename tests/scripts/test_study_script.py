@@ -65,7 +65,7 @@ def test_quick_goes_through_every_part_and_a_second_call_trains_and_measures_not
     assert measured[-1] == "measure theory analysis-finetune"
     plan = json.loads((study.out / "plan.json").read_text())
     assert plan["seeds"] == [42, 43] and plan["pilot"]["questions"] == {"binding": 100, "color": 100, "count": 100}
-    assert f"difference of {plan['smallest']['mean']:.1f} points" in done.stdout
+    assert f"    mean         {plan['smallest']['mean']:.1f}\n" in done.stdout
 
     found = json.loads((study.out / "study.json").read_text())
     assert found["results"]["gwc_layernorm"]["mean"]["verdict"] == "improved"

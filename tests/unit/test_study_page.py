@@ -96,6 +96,8 @@ def test_nothing_is_concluded_from_what_was_not_done(study):
 
 def test_power_and_limits_say_what_the_study_could_not_show(study):
     assert "4.5 points" in power(study)[0] and "color 9.0" in power(study)[0] and "5.0 to 5.0" in power(study)[1]
+    study["plan"]["smallest"]["count"] = 125.0
+    assert "count none" in power(study)[0]
     assert not any("trial" in text for text in limits(study))
     study["plan"]["questions"] = 48
     assert "Only 48 questions" in limits(study)[0]
