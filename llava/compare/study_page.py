@@ -308,11 +308,11 @@ def power(study: Study) -> list[str]:
     found = []
     plan = study["plan"]
     if plan["smallest"]:
+        single = [f"{task} {points_in_words(points)}" for task, points in plan["smallest"].items() if task != MEAN]
         found.append(
             f"Planned from a pilot: over all tasks a difference of {plan['smallest'][MEAN]:.1f} points would be shown "
-            f"with {100 * POWER:.0f} % probability; on single tasks "
-            + ", ".join(f"{task} {points_in_words(points)}" for task, points in plan["smallest"].items() if task != MEAN) + "."
-        )  # fmt: skip
+            f"with {100 * POWER:.0f} % probability; on single tasks {', '.join(single)}."
+        )
     points = list(study["resolved"].values())
     found.append(
         f"By the intervals that came out, differences of {min(points):.1f} to {max(points):.1f} points over all tasks "

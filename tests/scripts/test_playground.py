@@ -299,8 +299,9 @@ def test_held_out_pairs_are_in_no_training_picture_and_in_questions_of_one_kind_
     shown = set(described_shapes(json.dumps([stages, [statements[image] for image in used]])))
     assert len(shown) == 12 and not PAIRS & shown
     for image in used:
-        seen = {(color, form) for color, (form, _) in shapes_in(probes_folder / "images" / image).items()}
-        assert "marked" in str(statements[image]) or not seen & probes.HELD_OUT_PAIRS
+        if "marked" not in str(statements[image]):  # a mark hides some of its shape
+            seen = {(color, form) for color, (form, _) in shapes_in(probes_folder / "images" / image).items()}
+            assert not seen & probes.HELD_OUT_PAIRS
     assert PAIRS & set(described_shapes(json.dumps(statements))), "the tower has seen them"
     for record in read(probes_folder / "heldout.json"):
         ((question, answer),) = turns(record)
