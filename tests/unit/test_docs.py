@@ -1,4 +1,4 @@
-"""The pages are true: links lead somewhere, commands and flags exist, quoted messages are those that the code prints."""
+"""The pages are true: links lead somewhere, commands and flags exist, quoted messages are what the code prints."""
 
 import ast
 import json
