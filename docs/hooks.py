@@ -117,10 +117,8 @@ def flags() -> str:
         for action in shown:
             values = ", ".join(map(str, action.choices)) if action.choices else action.metavar or ""
             default = "" if action.default in (None, "", [], argparse.SUPPRESS) else f"`{action.default}`"
-            meaning = action.help.replace("%%", "%")
-            lines.append(
-                f'| <code class="flag">{action.option_strings[0]}</code> | {cell(values)} | {default} | {cell(meaning)} |'
-            )
+            meaning = cell(action.help.replace("%%", "%"))
+            lines.append(f"| {name_cell(action.option_strings[0])} | {cell(values)} | {default} | {meaning} |")
     return "\n".join(lines)
 
 
@@ -132,13 +130,18 @@ def variables() -> str:
     lines = ["", "## scripts/pretrain.sh, scripts/finetune.sh"]
     for group, meanings in VARIABLES.items():
         lines += ["", f"### {group[0].upper()}{group[1:]}", "", "| variable | meaning |", "|---|---|"]
-        lines += [f'| <code class="flag">{name}</code> | {cell(meaning)} |' for name, meaning in meanings.items()]
+        lines += [f"| {name_cell(name)} | {cell(meaning)} |" for name, meaning in meanings.items()]
     for name in SCRIPTS:
         script = f"scripts/{name}.sh"
         command, python = ["bash", ROOT / script, "--help"], {"LLAVA_PYTHON": sys.executable}
         told = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | python).stdout
         lines += ["", f"## {script}", "", fenced(told, "text")]
     return "\n".join(lines)
+
+
+def name_cell(name: str) -> str:
+    """A flag or variable, which is not broken over lines."""
+    return f'<code class="flag">{name}</code>'
 
 
 def cell(text: str) -> str:
