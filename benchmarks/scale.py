@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.shapes import PRESETS, SO400M, STAGES
 from llava.launch.recipe import resolved_run
-from llava.launch.settings import ROOT
 from llava.model.language_model.families import LLAVA_CLASSES
+from llava.provenance import ROOT
 from llava.train.flops import Work, flop_costs, required_flops
 from llava.train.memory import CheckpointPlan, estimate_memory, plan_checkpointing
 from llava.train.optim import set_trainable

@@ -10,6 +10,7 @@ import transformers
 from llava.anyres import check_grids_given, check_modes
 from llava.model.loss import LossHead
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
+from llava.provenance import shipped
 
 
 @dataclass
@@ -437,6 +438,8 @@ class TrainingArguments(transformers.TrainingArguments):
             self.warmup_steps = self.warmup_ratio
         if not torch.accelerator.is_available() and not self.deepspeed:
             self.use_cpu = True
+        if isinstance(self.deepspeed, str) and self.deepspeed.endswith(".json"):
+            self.deepspeed = shipped(self.deepspeed)
         if str(self.deepspeed).endswith(".json") and not Path(self.deepspeed).is_file():
             raise ValueError(f"--deepspeed {self.deepspeed}: no such file; the recipes' are in deepspeed_configs/")
         if self.remove_unused_columns:
