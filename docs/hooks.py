@@ -28,7 +28,7 @@ PAGES = {
 }
 """Pages whose files stand outside docs/, as the code host wants them."""
 LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?!https?:|mailto:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]+)?\)")
-SCRIPTS = ("setup", "quickstart", "evaluate", "analyze", "compare", "test", "upstream_baseline")
+SCRIPTS = ("setup", "quickstart", "evaluate", "analyze", "compare", "test", "lint", "upstream_baseline")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
