@@ -245,9 +245,9 @@ def templates() -> list[str]:
 def is_printed(message: str) -> bool:
     """Whether a line of the code makes up most of the message."""
     for line in templates():
-        if len(line.replace(ANY, "")) >= len(message) / 3:
-            shape = ".*?".join(map(re.escape, line.split(ANY)))
-            if re.search(shape, message):
+        pieces = line.split(ANY)
+        if sum(map(len, pieces)) >= len(message) / 3 and all(piece in message for piece in pieces):
+            if re.search(".*?".join(map(re.escape, pieces)), message):
                 return True
     return False
 
