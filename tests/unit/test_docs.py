@@ -125,7 +125,7 @@ import contextlib, io, json, runpy, sys
 told = {}
 for call in json.loads(sys.argv[1]):
     sys.argv, out = [*call, "--help"], io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit, ImportError):
         runpy.run_module(call[0], run_name="__main__", alter_sys=True)
     told[" ".join(call)] = out.getvalue()
 print(json.dumps(told))
@@ -246,9 +246,10 @@ def is_printed(message: str) -> bool:
     """Whether a line of the code makes up most of the message."""
     for line in templates():
         pieces = line.split(ANY)
-        if sum(map(len, pieces)) >= len(message) / 3 and all(piece in message for piece in pieces):
-            if re.search(".*?".join(map(re.escape, pieces)), message):
-                return True
+        if sum(map(len, pieces)) < len(message) / 3 or not all(piece in message for piece in pieces):
+            continue
+        if re.search(".*?".join(map(re.escape, pieces)), message):
+            return True
     return False
 
 
