@@ -69,7 +69,7 @@ class Progress:
             self.close()
 
     def note(self, text: str) -> None:
-        """What is shown behind the count from now on, such as the loss."""
+        """What is shown after the count from now on, such as the loss."""
         self.noted = text
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)

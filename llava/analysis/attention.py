@@ -92,7 +92,9 @@ def run(args: argparse.Namespace) -> None:
             print(f"{name}: no attention, so no values, in layers {', '.join(map(str, without))}")
     gridded = {name: pictures for name, pictures in results.items() if all(one.maps for one in pictures)}
     if len(gridded) < len(results):
-        print(f"no heatmap, it is not known where visual tokens lie: {', '.join(results.keys() - gridded.keys())}")
+        print(
+            f"no heatmap, as the places of the visual tokens are unknown: {', '.join(results.keys() - gridded.keys())}"
+        )
     for method in METHODS if gridded else ():
         maps = {name: [one.maps[method] for one in pictures] for name, pictures in gridded.items()}
         draw_heatmaps(args, samples[:SHOWN], maps, method)

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, product
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -88,6 +89,14 @@ class ModalityLengthGroupedSampler(Sampler[int]):
         return rows.gather(1, self.lengths[rows].abs().argsort(dim=1, descending=True, stable=True))
 
 
+class Order(Protocol):
+    """Every sample once, in some order."""
+
+    def __iter__(self) -> Iterator[int]: ...
+
+    def __len__(self) -> int: ...
+
+
 class StepSampler(Sampler[list[list[int]]]):
     """One rank's optimizer steps, each a list of micro-batches; every rank has as many of them.
 
@@ -104,7 +113,7 @@ class StepSampler(Sampler[list[list[int]]]):
 
     def __init__(
         self,
-        order: Sampler[int],
+        order: Order,
         step_size: int,
         deal: Callable[[list[int]], list[list[list[int]]]],
         rank: int,
@@ -200,14 +209,14 @@ def _relieve(groups: list[list[int]], lengths: Sequence[int], limit: int) -> Non
         full = max((g for g, group in enumerate(groups) if len(group) > 1), key=sums.__getitem__, default=None)
         if full is None or sums[full] <= limit:
             return
-        best = sums[full]
+        best, exchange = sums[full], None
         for other, group in enumerate(groups):
             if sums[other] < best:
                 for given, taken in product(groups[full], (None, *group)):
                     moved = lengths[given] - (0 if taken is None else lengths[taken])
                     if (larger := max(sums[full] - moved, sums[other] + moved)) < best:
                         best, exchange = larger, (other, given, taken, moved)
-        if best == sums[full]:
+        if exchange is None:
             return
         other, given, taken, moved = exchange
         groups[full].remove(given)

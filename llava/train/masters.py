@@ -47,15 +47,17 @@ class MasterWeights:
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
         """Adds a micro-batch's gradient to the master's, so that none of 16 bits is ever added up."""
-        master = self.masters[parameter]
+        master, gradient = self.masters[parameter], parameter.grad
+        if gradient is None:
+            return
         if master.grad is not None:
-            master.grad += parameter.grad
+            master.grad += gradient
         elif parameter.device.type == "cpu":
             # Memory kept over the steps: fresh memory costs a page fault for every 4 KiB.
             buffer = self._buffers.setdefault(parameter, torch.empty_like(master))
-            master.grad = buffer.copy_(parameter.grad)
+            master.grad = buffer.copy_(gradient)
         else:
-            master.grad = parameter.grad.float()
+            master.grad = gradient.float()
         parameter.grad = None
 
     @torch.no_grad()
