@@ -6,7 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis}" # eval: a stock harness scores a checkpoint
+export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis,docs}" # eval: a stock harness scores a checkpoint; docs: the site
 ensure_environment
 
 # Nothing in the tests needs the model hub: with it shut they behave the same on every machine.

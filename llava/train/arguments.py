@@ -20,7 +20,7 @@ class ModelArguments(ProjectorNormArguments):
     model_name_or_path: str = field(
         kw_only=True,  # the norm's fields, which have defaults, come before it
         metadata={
-            "help": "Language model (families: docs/launch.md) or LLaVA checkpoint of this tree: folder or hub id."
+            "help": "Language model (families: docs/models.md) or LLaVA checkpoint of this tree: folder or hub id."
         },
     )
     version: str = field(
@@ -47,7 +47,7 @@ class ModelArguments(ProjectorNormArguments):
         },
     )
     vision_tower: str | None = field(
-        default=None, metadata={"help": "Vision encoder (kinds: docs/launch.md): local folder or hub id."}
+        default=None, metadata={"help": "Vision encoder (kinds: docs/models.md): local folder or hub id."}
     )
     mm_vision_select_layer: int = field(
         default=-2,
