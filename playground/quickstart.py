@@ -142,7 +142,7 @@ class Quickstart:
         self.page()
 
     def input_lanes(self) -> dict[str, list[Step]]:
-        """The language model beside pictures and tower, which all cores train: threads that wait shall sleep."""
+        """The language model beside pictures and tower, which all cores train: waiting threads may sleep."""
 
         def step(title: str, *words: str) -> Step:
             log = self.folder / "inputs" / f"{words[0]}.log"

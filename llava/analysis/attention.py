@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the tokens that look: `question` (all text after the picture), `last` (the one that answers), or words "
         "that occur in every question",
     )
-    parser.add_argument("--layers", default="all", help="of the mean: `all`, or as in 4-11,20 (the first is 0)")
-    parser.add_argument("--heads", default="all", help="of mean and roll-out, as --layers")
+    parser.add_argument("--layers", default="all", help="layers of the mean: `all`, or as in 4-11,20 (the first is 0)")
+    parser.add_argument("--heads", default="all", help="heads of mean and roll-out, as for --layers")
     resume.add_arguments(parser)
 
 

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add_model_arguments(top)
     add_loading_arguments(top)
     top.add_argument("--data", required=True, help="questions: .json, .jsonl, .parquet or a mixture, as --data_path")
-    top.add_argument("--image-folder", help="of their pictures, or a zip file (default: here)")
+    top.add_argument("--image-folder", help="folder or zip file of their pictures (default: here)")
     top.add_argument("--output", type=Path, required=True, help="file of the answers, a line each")
     top.add_argument("--overwrite", action="store_true", help="ask again what --output has answers to")
     top.add_argument("--batch-size", type=positive, default=8, help="questions asked at a time (default: 8)")
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--temperature", type=float, default=0, help="above 0 answers are sampled (default: 0, greedy)")
     top.add_argument("--top-p", type=float, help="sample from the likeliest tokens whose probabilities add up to this")
     top.add_argument("--num-beams", type=positive, default=1, help="beams of beam search (default: 1)")
-    top.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+    top.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
     top.add_argument("--num-chunks", type=positive, default=1, help="parts of the data, a process each (default: 1)")
     top.add_argument("--chunk-idx", type=int, default=0, help="which part this process asks, from 0 (default: 0)")
     top.add_argument(

@@ -131,7 +131,7 @@ def considerate(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
     if added:
         variables = " ".join(f"{name}={value}" for name, value in added.items())
         used = f"{len(cores) - idle:.1f} of {len(cores)} cores"
-        print(f"note: other programs use {used}, so waiting threads are let sleep: {variables}", flush=True)
+        print(f"note: other programs use {used}, so waiting threads may sleep: {variables}", flush=True)
     return added
 
 
