@@ -349,7 +349,7 @@ class LlavaMetaForCausalLM(ModelBase):
             crops = torch.zeros(1, 3, side, side, device=layout.source.device)
         text = self.get_model().embed_tokens(layout.text_ids)
         parts = [text.new_zeros(1, text.shape[-1]), text]
-        if crops is not None:
+        if pictures and crops is not None:
             newline = self.get_model().image_newline
             parts.append(line_up(self.encode_images(crops), pictures, self.crop_rules(), newline).to(text.dtype))
         return torch.cat(parts).index_select(0, layout.source.flatten()).view(*layout.source.shape, -1)
