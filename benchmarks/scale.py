@@ -229,7 +229,7 @@ BREAKS = """
 4. **Latency.** A ring over hundreds of GPUs costs milliseconds per collective, whatever it carries.
 5. **Checkpoints.** Rank 0 alone writes the gathered 16-bit weights (15 GiB for 7B); optimizer states are written by
    all ranks.
-6. **Failures.** Their rate grows with the number of nodes; what a run does then is in [clusters.md](clusters.md#faults)."""
+6. **Failures.** Their rate grows with the number of nodes; [clusters.md](clusters.md#faults) says what a run does."""
 
 
 if __name__ == "__main__":

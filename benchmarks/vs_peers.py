@@ -115,7 +115,7 @@ def rebalanced(micro: int, batch: int, **options: Any) -> Setting:
 
 
 def packed(samples: int) -> Setting:
-    """LLaMA-Factory packs so many samples of a step into a row."""
+    """LLaMA-Factory packs this many samples of a step into a row."""
     return Setting(f"neat_packing, {samples} in a row", 1, options={"pack": samples})
 
 

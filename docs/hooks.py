@@ -1,11 +1,12 @@
 """What the site adds to the files of docs/: pages from elsewhere in the repository, and references made from the code.
 
-Links are written as the code host follows them, from file to file. Here a link leads to the page that the file has on the
-site; a file that is no page, such as a module, gets one that shows it.
+Links are written as the code host follows them, from file to file. Here a link leads to the page that the file has on
+the site; a file that is no page, such as a module, gets one that shows it.
 """
 
 import html
 import json
+import os
 import posixpath
 import re
 import subprocess
@@ -26,8 +27,8 @@ PAGES = {
     "patches/README.md": "patches.md",
 }
 """Pages whose files stand outside docs/, as the code host wants them."""
-LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]+)?(?=\))")
-SCRIPTS = ("setup", "quickstart", "evaluate", "analyze", "compare", "test", "upstream_baseline")
+LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?!https?:|mailto:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]+)?\)")
+SCRIPTS = ("setup", "quickstart", "evaluate", "analyze", "compare", "test", "lint", "upstream_baseline")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -43,12 +44,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page with links that lead to pages of the site, and with its references filled in."""
-    here = path_of(page.file.src_uri)
+    here, titles = path_of(page.file.src_uri), dict(titled(config.nav))
 
     def moved(link: re.Match) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), link["path"]))
-        uri = posixpath.relpath(uri_of(target), posixpath.dirname(page.file.src_uri) or ".")
-        return uri + (link["anchor"] or "")
+        target = uri_of(posixpath.normpath(posixpath.join(posixpath.dirname(here), link["path"])))
+        text = titles.get(target, link["text"]) if link["text"].endswith(".md") else link["text"]
+        uri = posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or ".")
+        return f"[{text}]({uri}{link['anchor'] or ''})"
 
     if not here.startswith("docs/source/"):
         markdown = LINK.sub(moved, markdown)
@@ -56,6 +58,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if (place := f"<!-- {marker}: filled in when the site is built -->") in markdown:
             markdown = markdown.replace(place, text())
     return markdown
+
+
+def titled(nav: list) -> Iterator[tuple[str, str]]:
+    """The pages of the navigation with their titles."""
+    for title, entry in (pair for item in nav for pair in item.items()):
+        yield from titled(entry) if isinstance(entry, list) else [(entry, title)]
 
 
 def path_of(uri: str) -> str:
@@ -109,8 +117,8 @@ def flags() -> str:
         for action in shown:
             values = ", ".join(map(str, action.choices)) if action.choices else action.metavar or ""
             default = "" if action.default in (None, "", [], argparse.SUPPRESS) else f"`{action.default}`"
-            meaning = action.help.replace("%%", "%")
-            lines.append(f"| `{action.option_strings[0]}` | {cell(values)} | {default} | {cell(meaning)} |")
+            meaning = cell(action.help.replace("%%", "%"))
+            lines.append(f"| {name_cell(action.option_strings[0])} | {cell(values)} | {default} | {meaning} |")
     return "\n".join(lines)
 
 
@@ -122,12 +130,18 @@ def variables() -> str:
     lines = ["", "## scripts/pretrain.sh, scripts/finetune.sh"]
     for group, meanings in VARIABLES.items():
         lines += ["", f"### {group[0].upper()}{group[1:]}", "", "| variable | meaning |", "|---|---|"]
-        lines += [f"| `{name}` | {cell(meaning)} |" for name, meaning in meanings.items()]
+        lines += [f"| {name_cell(name)} | {cell(meaning)} |" for name, meaning in meanings.items()]
     for name in SCRIPTS:
         script = f"scripts/{name}.sh"
-        told = subprocess.run(["bash", ROOT / script, "--help"], capture_output=True, text=True, check=True).stdout
+        command, python = ["bash", ROOT / script, "--help"], {"LLAVA_PYTHON": sys.executable}
+        told = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | python).stdout
         lines += ["", f"## {script}", "", fenced(told, "text")]
     return "\n".join(lines)
+
+
+def name_cell(name: str) -> str:
+    """A flag or variable, which is not broken over lines."""
+    return f'<code class="flag">{name}</code>'
 
 
 def cell(text: str) -> str:

@@ -160,7 +160,7 @@ def max_crops(aspect_ratio: str | None) -> int | None:
 
 
 def check_modes(aspect_ratio: str | None, merge_type: str = "flat") -> None:
-    """Raises ValueError where `image_aspect_ratio` or `mm_patch_merge_type` is none that exists."""
+    """Raises ValueError where `image_aspect_ratio` or `mm_patch_merge_type` does not exist."""
     if aspect_ratio not in (None, "square", "pad", "anyres") and max_crops(aspect_ratio) is None:
         raise ValueError(
             f"image_aspect_ratio {aspect_ratio!r}: expected 'square', 'pad', 'anyres', or 'anyres_max_N' with a number "
@@ -176,7 +176,7 @@ def check_modes(aspect_ratio: str | None, merge_type: str = "flat") -> None:
 
 
 def check_grids_given(aspect_ratio: str | None, pinpoints: str | None) -> None:
-    """Raises ValueError where `--image_grid_pinpoints` is missing, or given in vain."""
+    """Raises ValueError where `--image_grid_pinpoints` is missing, or has no effect."""
     if is_anyres(aspect_ratio) and not pinpoints:
         raise ValueError(
             f"--image_aspect_ratio {aspect_ratio} needs --image_grid_pinpoints, the grids to choose from, such as "

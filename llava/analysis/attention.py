@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_attention(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> list[Picture]:
-    """What each sample's attention says, from `--output-dir` as far as it is there."""
+    """What each sample's attention says, going on from what `--output-dir` has."""
 
     def start() -> Callable[[Rows, Sequence[PicturePrompt]], None]:
         probe = loading.load_with_vision(named, args)

@@ -32,7 +32,7 @@ PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 PROMPT = "Describe this image."
 OPTIONS = "ABCDEFGHIJ"
 MALFORMED = -1
-"""Stands for the number of pictures of a record that is none."""
+"""Number of pictures that stands for a row which is no record."""
 
 
 class Unreadable(ValueError):

@@ -93,7 +93,7 @@ class Measurement:
 
 
 def measure_layers(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> Measurement:
-    """The model's statistics over `samples`, from `--output-dir` as far as they are there.
+    """The model's statistics over `samples`, going on from what `--output-dir` has.
 
     Raises:
         ValueError: see `load`; no sample has visual positions.

@@ -164,7 +164,7 @@ class Tallies:
 
 
 def measure_assumptions(named: NamedModel, samples: Samples, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """`Tallies.rows` over all samples, from `--output-dir` as far as they are there."""
+    """`Tallies.rows` over all samples, going on from what `--output-dir` has."""
 
     def start() -> Callable[[Tallies, Sequence[PicturePrompt]], None]:
         probe = loading.load_with_vision(named, args)

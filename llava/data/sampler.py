@@ -40,9 +40,9 @@ class ModalityLengthGroupedSampler(Sampler[int]):
         lengths: length of every sample, negative for text-only ones.
         global_batch_size: samples per optimizer step over all ranks.
         seed: with the epoch decides the order; all ranks must use the same.
-        window: so many global batches' samples, drawn at random, are paired, the longest with the shortest, and pairs
-            with like sums share a batch, so that ranks with two samples of it or more can be equally busy. 1 (as LLaVA)
-            leaves each batch a random sample of its modality.
+        window: the samples of this many global batches, drawn at random, are paired, the longest with the shortest;
+            pairs with like sums share a batch, so that ranks with two samples of it or more can be equally busy. 1 (as
+            LLaVA) leaves each batch a random sample of its modality.
     """
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, global_batch_size: int, seed: int = 0, window: int = 1):
@@ -151,8 +151,8 @@ def dealt_evenly(
         samples: of one step.
         lengths: tokens of every sample of the data set, the sign is ignored.
         micro_batches: per rank, or fewer where some would be empty.
-        max_tokens: decides instead: the fewest that hold no more than so many tokens each. Only a sample that is longer
-            by itself exceeds it.
+        max_tokens: decides instead: the fewest micro-batches of at most this many tokens each. Only a sample that is
+            longer by itself exceeds it.
     """
     tokens = np.abs(np.asarray(lengths)[samples]).tolist()
     most = -(-len(samples) // ranks)

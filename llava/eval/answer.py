@@ -179,7 +179,7 @@ def usable(questions: QuestionRecords, on_bad_record: str) -> dict[int, list[Siz
     """The sizes of the pictures of every question whose record and pictures are in order.
 
     Raises:
-        ValueError: one is not, unless they shall be skipped; the message names record, picture and fault.
+        ValueError: one is not, unless such are skipped; the message names record, picture and fault.
     """
     skip, faults, sizes = on_bad_record == "skip", [], {}
     for place in progress(range(len(questions)), "checking", "questions"):
@@ -197,7 +197,7 @@ def fitting(
     """Those questions that the checkpoint can be asked: its template can write them, and they are short enough.
 
     Raises:
-        ValueError: one cannot, unless they shall be skipped; the message names record and fault.
+        ValueError: one cannot, unless such are skipped; the message names record and fault.
     """
     faults, places = [], []
     for place, shown in progress(sizes.items(), "measuring", "questions", total=len(sizes)):

@@ -98,7 +98,7 @@ class Supervisor:
             _send_group(self.launcher.pid, signal.SIGTERM)
 
     def _end(self, launcher: int) -> None:
-        """Kills the launcher first, lest it start or save anything, and then whatever it had started."""
+        """Kills the launcher first, so that it starts and saves nothing more, and then whatever it had started."""
         self.ended = True
         ranks = {_process_id(file) for file in self.run_dir.glob("*.pid")} | descendants(launcher)
         _send_group(launcher, signal.SIGKILL)

@@ -448,16 +448,15 @@ class LlavaMetaForCausalLM(ModelBase):
         if kwargs.get("do_sample") is False:
             # Harnesses pass temperature=0 all the same; greedy decoding reads none of these, the library would warn.
             kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING_OPTIONS}
+        parent: Any = super()  # the library's mixin wants a type that has no name here
         if self.get_vision_tower() is None:
-            found: Any = super().generate(inputs, attention_mask=attention_mask, **kwargs)
-            return found[:, inputs.shape[1] :]
+            return parent.generate(inputs, attention_mask=attention_mask, **kwargs)[:, inputs.shape[1] :]
         newline = self.get_model().image_newline
         with gathered([] if newline is None else newline):  # no module's forward, by which ZeRO-3 would gather it
             _, _, attention_mask, _, inputs_embeds, _ = self.prepare_inputs_labels_for_multimodal(
                 inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
             )
-        tokens: Any = super().generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
-        return tokens
+        return parent.generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
 
 
 def without_holes(attention_mask: torch.Tensor) -> torch.Tensor:

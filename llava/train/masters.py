@@ -37,7 +37,7 @@ class MasterWeights:
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
 
     def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """What the optimizer shall update in place of these parameters."""
+        """What the optimizer updates in place of these parameters."""
         return [self.masters.get(p, p) for p in parameters]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:

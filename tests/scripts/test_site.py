@@ -44,8 +44,8 @@ def test_no_page_loads_anything_from_elsewhere(site):
 def test_references_have_every_flag_and_variable(site):
     shown = {a.option_strings[0] for a in FlagParser()._actions if a.help != argparse.SUPPRESS and a.dest != "help"}
     flags, variables = ((site / name / "index.html").read_text() for name in ("flags", "variables"))
-    assert shown and all(f"<code>{flag}</code>" in flags for flag in shown)
-    assert all(f"<code>{name}</code>" in variables for name in NAMES)
+    assert shown and all(f">{flag}</code>" in flags for flag in shown)
+    assert all(f">{name}</code>" in variables for name in NAMES)
 
 
 def test_pages_from_outside_the_folder_and_linked_files_are_there(site):

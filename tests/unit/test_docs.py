@@ -1,4 +1,4 @@
-"""The pages are true: links lead somewhere, commands and flags exist, quoted messages are those that the code prints."""
+"""The pages are true: links lead somewhere, commands and flags exist, quoted messages are what the code prints."""
 
 import ast
 import json
@@ -125,7 +125,7 @@ import contextlib, io, json, runpy, sys
 told = {}
 for call in json.loads(sys.argv[1]):
     sys.argv, out = [*call, "--help"], io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit, ImportError):
         runpy.run_module(call[0], run_name="__main__", alter_sys=True)
     told[" ".join(call)] = out.getvalue()
 print(json.dumps(told))
@@ -245,10 +245,11 @@ def templates() -> list[str]:
 def is_printed(message: str) -> bool:
     """Whether a line of the code makes up most of the message."""
     for line in templates():
-        if len(line.replace(ANY, "")) >= len(message) / 3:
-            shape = ".*?".join(map(re.escape, line.split(ANY)))
-            if re.search(shape, message):
-                return True
+        pieces = line.split(ANY)
+        if sum(map(len, pieces)) < len(message) / 3 or not all(piece in message for piece in pieces):
+            continue
+        if re.search(".*?".join(map(re.escape, pieces)), message):
+            return True
     return False
 
 

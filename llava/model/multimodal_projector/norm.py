@@ -412,7 +412,7 @@ def parse_init(init: str | float) -> tuple[str, float]:
 
 
 def resolve_target_norm(init: str | float, embedding: nn.Module | torch.Tensor) -> float:
-    """The L2 norm that a visual token shall have at the start of training.
+    """The L2 norm that a visual token should have at the start of training.
 
     Args:
         init: see `parse_init`.
