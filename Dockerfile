@@ -23,7 +23,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home --uid 10001 llava \
  && install -d -o llava -g llava /llava
-USER llava
+USER 10001
 WORKDIR /llava
 COPY --chown=llava:llava . .
 ARG EXTRAS="" PIP_EXTRA_INDEX_URL="" MAX_JOBS=4

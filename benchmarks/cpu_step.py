@@ -33,12 +33,12 @@ DTYPES = {FP32: torch.float32, AUTOCAST: torch.float32, MASTERS: torch.bfloat16}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=8, help="of the batch")
-    parser.add_argument("--tokens", type=int, default=70, help="of a sample, its 16 visual ones included")
-    parser.add_argument("--targets", type=int, default=12, help="of a sample")
+    parser.add_argument("--samples", type=int, default=8, help="samples of the batch")
+    parser.add_argument("--tokens", type=int, default=70, help="tokens of a sample, its 16 visual ones included")
+    parser.add_argument("--targets", type=int, default=12, help="targets of a sample")
     parser.add_argument("--repeats", type=int, default=5, help="steps of every arm")
     parser.add_argument("--threads", type=int, help="default: all")
-    parser.add_argument("--output-dir", type=Path, help="of the result file; default benchmarks/results")
+    parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="three steps of every arm")
     args = parser.parse_args()
     if args.quick:

@@ -270,7 +270,7 @@ def layers_that_fit(shapes: str, stage: int, zero_stage: int, full: int) -> int:
     from llava.train.optim import set_trainable
     from llava.train.zero import fit_zero
 
-    # In a process of its own: this one shall not hold memory on the GPU while the training runs.
+    # In a process of its own: this one must not hold memory on the GPU while the training runs.
     free = run_json([sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[0])"])
     for layers in range(full, 0, -1):
         model = build_llava(PRESETS[shapes], torch.device("meta"), torch.bfloat16, num_hidden_layers=layers)

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--frozen-head", action="store_true", help="stage 1: no gradient of the head's weight")
     parser.add_argument("--dtype", default=None, help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--suffix", default="", help="of the result file")
+    parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="one repeat of the largest")
     args = parser.parse_args()

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=SHAPES, default="llama-3.2-3b" if torch.cuda.is_available() else "demo")
     parser.add_argument("--samples", type=int, default=16, help="images of a micro-batch")
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--suffix", default="", help="of the result file")
+    parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     parser.add_argument("--quick", action="store_true", help="few repeats of few images")
     args = parser.parse_args()
     if args.quick:

@@ -273,7 +273,7 @@ def write_inputs(work: Path) -> None:
 
 
 def trained(work: Path, ranks: int) -> float:
-    """Samples per second of the steps behind the first two."""
+    """Samples per second of the steps after the first two."""
     golden, output = ROOT / "tests/golden/train/inputs", work / f"run{ranks}"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -84,7 +84,7 @@ def measured(folder: Path, count: int, tokenizer: str, args: argparse.Namespace)
 
 
 def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -> dict:
-    """One start: seconds of its parts, and memory behind `_BATCHES` batches."""
+    """One start: seconds of its parts, and memory after `_BATCHES` batches."""
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     from llava.conversation import get_template

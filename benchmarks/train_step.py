@@ -74,14 +74,14 @@ def main() -> int:
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--micro-batch-tokens", type=int, nargs="+", help="one or more; too large ones are left out")
     parser.add_argument("--micro-batches", type=int, default=4, help="different ones, in turn")
-    parser.add_argument("--steps", type=int, default=8 if gpu else 4, help="of every arm in every round")
+    parser.add_argument("--steps", type=int, default=8 if gpu else 4, help="steps of every arm in every round")
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
     parser.add_argument(
         "--arms", nargs="+", help="default: all that run here; on a CPU not `compiled`, a minute's wait"
     )
     parser.add_argument("--activation-checkpointing", action="store_true")
-    parser.add_argument("--output-dir", type=Path, help="of the result file; default benchmarks/results")
-    parser.add_argument("--suffix", default="", help="of the result file")
+    parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
+    parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     parser.add_argument("--quick", action="store_true", help="one round of two steps")
     args = parser.parse_args()
     if args.quick:

@@ -115,7 +115,7 @@ def rebalanced(micro: int, batch: int, **options: Any) -> Setting:
 
 
 def packed(samples: int) -> Setting:
-    """LLaMA-Factory packs so many samples of a step into a row."""
+    """LLaMA-Factory packs this many samples of a step into a row."""
     return Setting(f"neat_packing, {samples} in a row", 1, options={"pack": samples})
 
 
@@ -205,15 +205,15 @@ def parse_arguments() -> argparse.Namespace:
     names = [peer.name for peer in PEERS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--size", choices=("tiny", "demo"), default="tiny", help="of the decoder: 4 or 30 layers")
+    parser.add_argument("--size", choices=("tiny", "demo"), default="tiny", help="size of the decoder: 4 or 30 layers")
     parser.add_argument("--search", action="store_true", help="every setting of the peers, not only the first two")
-    parser.add_argument("--steps", type=int, default=16, help="of stage 2; stage 1 takes twice as many")
+    parser.add_argument("--steps", type=int, default=16, help="steps of stage 2; stage 1 takes twice as many")
     parser.add_argument("--warmup-steps", type=int, default=3, help="left out of the time")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="of PyTorch, for all")
+    parser.add_argument("--threads", type=int, default=2, help="PyTorch's threads, for all")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs/vs_peers", help="models, data and logs")
-    parser.add_argument("--output-dir", type=Path, help="of the result file; default benchmarks/results")
-    parser.add_argument("--suffix", default="", help="of the result file")
+    parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
+    parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     parser.add_argument("--quick", action="store_true", help="one short run of each peer's best settings")
     args = parser.parse_args()
     if args.quick:

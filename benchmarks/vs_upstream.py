@@ -84,20 +84,23 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument(
-        "--steps", type=int, default=24, help="of stage 2; stage 1, whose steps are short, takes three times as many"
+        "--steps",
+        type=int,
+        default=24,
+        help="steps of stage 2; stage 1, with its short steps, takes three times as many",
     )
     parser.add_argument("--warmup-steps", type=int, default=3, help="left out of the time")
     parser.add_argument("--batch", type=int, help="per device; default: that of upstream's scripts, 32 and 16")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="of PyTorch on the CPU, for both")
+    parser.add_argument("--threads", type=int, default=2, help="PyTorch's threads on the CPU, for both")
     for name, default in (("hidden", 256), ("intermediate", 688), ("layers", 4), ("heads", 4), ("vocabulary", 2048)):
-        parser.add_argument(f"--{name}", type=int, default=default, help="of the language model")
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{name} of the language model")
     for name, default in (("vision-hidden", 48), ("vision-layers", 3), ("image-size", 56)):
-        parser.add_argument(f"--{name}", type=int, default=default, help="of the CLIP tower (patch size 14)")
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{name} of the CLIP tower (patch size 14)")
     parser.add_argument("--bf16", action="store_true", help="both train in bf16, on a GPU")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs/vs_upstream", help="models, data and logs")
-    parser.add_argument("--output-dir", type=Path, help="of the result file; default benchmarks/results")
-    parser.add_argument("--suffix", default="", help="of the result file")
+    parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
+    parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     parser.add_argument("--quick", action="store_true", help="one run of 7 steps, in stage 1 of 21")
     args = parser.parse_args()
     if args.quick:

@@ -3,7 +3,7 @@
 The vision tower takes squares. With `image_aspect_ratio` `anyres` it is shown a picture several times: whole, squeezed
 to its square, and in parts. For the parts the picture is scaled into the best of the grids of `image_grid_pinpoints`,
 centred on black, and cut into squares. `mm_patch_merge_type` says how their visual tokens enter the LLM: `flat`, crop
-behind crop; `spatial`, the whole picture and then the rows of the grid; `spatial_unpad`, the same without the rows or
+after crop; `spatial`, the whole picture and then the rows of the grid; `spatial_unpad`, the same without the rows or
 columns that only show black, and with the learnt token `image_newline` at each row's end. `anyres_max_N` shrinks grids
 of more than about N crops' tokens. A picture with a single crop is followed by one `image_newline`.
 
@@ -122,7 +122,7 @@ class CropRules:
         return self.tokens_per_crop + height * (width + self.has_newline)
 
     def patches(self, picture: Picture) -> Patches:
-        """What becomes of the crops behind the first, with `spatial` or `spatial_unpad`.
+        """What becomes of the crops after the first, with `spatial` or `spatial_unpad`.
 
         Raises:
             ValueError: see `visual_tokens`.
@@ -160,7 +160,7 @@ def max_crops(aspect_ratio: str | None) -> int | None:
 
 
 def check_modes(aspect_ratio: str | None, merge_type: str = "flat") -> None:
-    """Raises ValueError where `image_aspect_ratio` or `mm_patch_merge_type` is none that exists."""
+    """Raises ValueError where `image_aspect_ratio` or `mm_patch_merge_type` does not exist."""
     if aspect_ratio not in (None, "square", "pad", "anyres") and max_crops(aspect_ratio) is None:
         raise ValueError(
             f"image_aspect_ratio {aspect_ratio!r}: expected 'square', 'pad', 'anyres', or 'anyres_max_N' with a number "
@@ -176,7 +176,7 @@ def check_modes(aspect_ratio: str | None, merge_type: str = "flat") -> None:
 
 
 def check_grids_given(aspect_ratio: str | None, pinpoints: str | None) -> None:
-    """Raises ValueError where `--image_grid_pinpoints` is missing, or given in vain."""
+    """Raises ValueError where `--image_grid_pinpoints` is missing, or has no effect."""
     if is_anyres(aspect_ratio) and not pinpoints:
         raise ValueError(
             f"--image_aspect_ratio {aspect_ratio} needs --image_grid_pinpoints, the grids to choose from, such as "

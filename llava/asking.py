@@ -44,7 +44,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) 
 
 def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that say in which precision the checkpoint computes, and how it cuts pictures."""
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's, on CPU float32)")
+    parser.add_argument("--dtype", choices=DTYPES, help="precision (default: the checkpoint's; float32 on a CPU)")
     parser.add_argument("--load-8bit", action="store_true", help="quantise with bitsandbytes")
     parser.add_argument("--load-4bit", action="store_true", help="quantise with bitsandbytes")
     parser.add_argument(

@@ -45,7 +45,7 @@ def lay_out(
     max_length: int | None = None,
     pictures: Sequence[Picture] | None = None,
 ) -> Layout:
-    """The layout of a batch without padding: its samples one behind the other.
+    """The layout of a batch without padding: its samples one after another.
 
     Args:
         input_ids: [B, S] on the CPU, with any number of IMAGE_TOKEN_INDEX at any place.

@@ -343,7 +343,7 @@ def follow_umask(folder: str | Path) -> None:
             file.chmod(stat.S_IMODE(mode))
 
 
-def expanded_length(tokens: Any, images: Any, num_visual_tokens: int) -> Any:
+def expanded_length(tokens: Any, images: Any, num_visual_tokens: Any) -> Any:
     """Length of a sample once every placeholder has become its image's visual tokens; numbers, arrays or tensors.
 
     Args:

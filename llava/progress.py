@@ -69,7 +69,7 @@ class Progress:
             self.close()
 
     def note(self, text: str) -> None:
-        """What is shown behind the count from now on, such as the loss."""
+        """What is shown after the count from now on, such as the loss."""
         self.noted = text
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
@@ -102,7 +102,7 @@ class Progress:
         print(self.line(now - self.started), file=sys.stderr, flush=True)
 
     def line(self, seconds: float) -> str:
-        """How far the job is after so many seconds, with the time that is left at the pace so far."""
+        """How far the job is after `seconds`, and the time left at the pace so far."""
         parts = [f"{self.desc}: {self.done:.0f} of {self.total:.0f} {self.unit}".rstrip()]
         parts += [self.noted] if self.noted else []
         fresh, left = self.done - self.before, self.total - self.done

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Puts the norm behind the projector of an upstream LLaVA or LLaVA-NeXT tree, or takes it out again.
+"""Puts the norm after the projector of an upstream LLaVA or LLaVA-NeXT tree, or takes it out again.
 
   python patches/apply.py TREE             apply the patch that fits TREE; again: says that it is applied already
   python patches/apply.py TREE --check     change nothing; say whether the patch is applied

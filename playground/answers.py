@@ -143,7 +143,7 @@ def answers_in_order(
 
 
 def longest_answer(records: list[dict[str, Any]], tokenizer: Any) -> int:
-    """Tokens of the longest expected answer and one more, so that one which goes on behind it is not taken for it."""
+    """Tokens of the longest expected answer and one more, so that one which goes on after it is not taken for it."""
     expected = tokenizer([record["conversations"][1]["value"] for record in records])["input_ids"]
     return max(SHORTEST, 1 + max(map(len, expected)))
 

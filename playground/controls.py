@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--control-questions",
         type=int,
         default=0,
-        help="of those the first so many where the picture is taken away; 0: all",
+        help="how many of those, from the first, where the picture is taken away; 0: all",
     )
     parser.add_argument("--batch-size", type=int, default=80, help="questions answered at a time")
 

@@ -46,12 +46,12 @@ ANSWERS = {  # the kinds of questions, with answers that take turns
     "text": MARKS,
     "pair": (*COLORS, *SHAPES, *SHAPES),
 }
-TURNS = 24  # after so many questions all answers of every kind have come equally often
+TURNS = 24  # after this many questions all answers of every kind have come equally often
 TOWER = "tower"  # the kind of pictures that the vision tower alone is trained on, besides
 NUM_SHAPES = {"count": (1, 4), "relation": (2, 2), "size": (2, 2), "binding": (3, 3), TOWER: (1, 4)}
 # The kinds of training pictures in turn; `color` stands for the first three kinds, and so comes twice.
 TRAINED = ("color", "count", "relation", "color", "size", "binding", "text")
-CAPTION_SHARE = 0.25  # so many captions for every record of questions in stage 2
+CAPTION_SHARE = 0.25  # captions for every record of questions in stage 2
 
 
 @dataclass
@@ -164,7 +164,7 @@ def number_of_shapes(rng: random.Random, kind: str) -> int:
 
 
 def lay_out(rng: random.Random, size: int, kind: str, number: int) -> Scene:
-    """Return a random scene of so many shapes that questions of `kind` can be asked about."""
+    """Return a random scene of that many shapes, which questions of `kind` can be asked about."""
 
     def small(shape: Shape) -> Shape:
         return place_shape(rng, size, shape.color, shape.name, shape.position, is_small=True)

@@ -78,7 +78,7 @@ class Quickstart:
         return found | self.threads(self.width)
 
     def threads(self, lanes: int) -> dict[str, str]:
-        """Variables that give each of so many lanes its share of the cores; those that the caller set stay."""
+        """Variables that give each lane its share of the cores; those that the caller set stay."""
         if self.on_gpu or os.environ.get("OMP_NUM_THREADS"):
             return {}
         return {"OMP_NUM_THREADS": str(max(1, available_cores() // lanes))}
@@ -142,7 +142,7 @@ class Quickstart:
         self.page()
 
     def input_lanes(self) -> dict[str, list[Step]]:
-        """The language model beside pictures and tower, which all cores train: threads that wait shall sleep."""
+        """The language model beside pictures and tower, which all cores train: waiting threads may sleep."""
 
         def step(title: str, *words: str) -> Step:
             log = self.folder / "inputs" / f"{words[0]}.log"

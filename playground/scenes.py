@@ -17,7 +17,7 @@ FOLDER = "scenes"
 FORMAT = 4  # raise it when the same settings give other files
 MAX_REDRAWS = 10_000
 MOST_SHAPES = 4  # of a crowded picture
-CAPTION_SHARE = 0.5  # so many captions for every record of questions in stage 2
+CAPTION_SHARE = 0.5  # captions for every record of questions in stage 2
 
 
 @dataclass

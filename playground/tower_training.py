@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PAD, UNKNOWN = 0, 1
 MAX_WORDS = 32
 WARMUP, WEIGHT_DECAY, BETAS, MAX_GRAD_NORM = 0.05, 1e-4, (0.9, 0.95), 1.0
-SCALE_AND_BIAS_SPEED = 10.0  # their learning rate is so many times higher: a short run cannot wait for two scalars
+SCALE_AND_BIAS_SPEED = 10.0  # factor on their learning rate: a short run cannot wait for two scalars
 Description = dict[str, list]  # a picture's entry in the file STATEMENTS
 
 

@@ -91,7 +91,7 @@ has_package() { compgen -G ".venv/lib/python*/site-packages/$1-[0-9]*.dist-info"
 # Without byte code: compiling every file of every package takes longer than all the rest; see compile_what_is_used.
 pip_install() { "$VENV_PYTHON" -m pip install --progress-bar off --no-compile -c constraints.txt "$@"; }
 
-# What training and evaluation import, once: a tenth of all files. Kept also where the caller's Python shall keep none
+# What training and evaluation import, once: a tenth of all files. Kept even where the caller's Python is told to keep none
 # (PYTHONDONTWRITEBYTECODE, as in many containers), where every later start would compile them again.
 compile_what_is_used() { env -u PYTHONDONTWRITEBYTECODE "$VENV_PYTHON" -c "import llava.train.train, llava.asking"; }
 

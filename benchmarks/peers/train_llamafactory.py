@@ -1,6 +1,6 @@
 """LLaMA-Factory's own `train` command: python train_llamafactory.py JOB.json, in its environment.
 
-Options: `pack` (so many samples become one row, without attention across), `attention`, `workers`.
+Options: `pack` (that many samples become one row, without attention across), `attention`, `workers`.
 Samples are tokenized before the first step, as LLaMA-Factory does; pictures are read as steps need them.
 """
 

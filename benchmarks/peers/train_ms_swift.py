@@ -21,7 +21,7 @@ PARTS = {
 
 
 class BenchTemplate(LlavaHfTemplate):
-    """ms-swift's own for LLaVA-1.5; the records have the line's end behind the picture already."""
+    """ms-swift's own for LLaVA-1.5; the records have the line's end after the picture already."""
 
     def replace_tag(self, media_type, index, inputs):
         return ["<image>"]

@@ -25,7 +25,7 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     )
     shared.add_argument("--data", help="samples to measure on (default: the playground's held-out scenes)")
     shared.add_argument("--output-dir", type=Path, default=Path("outputs/analysis"), help="folder of the results")
-    shared.add_argument("--seed", type=int, default=42, help="of every random choice")
+    shared.add_argument("--seed", type=int, default=42, help="seed of every random choice")
     return command_parser(PACKAGE, __doc__, SUMMARIES, command, parents=[] if command == ALL else [shared])
 
 
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(argv: list[str]) -> int | None:
-    """Runs one command, after what can be checked before it.
+    """Checks what can be checked before anything is measured, and runs one command.
 
     Raises:
         ValueError, OSError, ImportError, NotImplementedError: what is wrong.

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--commands",
         type=chosen,
         default=tuple(COMMANDS),
-        help="only these, in one word: --commands 'theory attention'",
+        help="only these, as one argument: --commands 'theory attention'",
     )
 
 
@@ -52,7 +52,7 @@ def chosen(text: str) -> tuple[str, ...]:
     names = tuple(text.replace(",", " ").split())
     if not names or (unknown := [name for name in names if name not in COMMANDS]):
         found = ", ".join(unknown) if names else "none"
-        raise argparse.ArgumentTypeError(f"expected some of {', '.join(COMMANDS)}; found {found}")
+        raise argparse.ArgumentTypeError(f"expected names from {', '.join(COMMANDS)}; found {found}")
     return names
 
 

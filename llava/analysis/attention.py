@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the tokens that look: `question` (all text after the picture), `last` (the one that answers), or words "
         "that occur in every question",
     )
-    parser.add_argument("--layers", default="all", help="of the mean: `all`, or as in 4-11,20 (the first is 0)")
-    parser.add_argument("--heads", default="all", help="of mean and roll-out, as --layers")
+    parser.add_argument("--layers", default="all", help="layers of the mean: `all`, or as in 4-11,20 (the first is 0)")
+    parser.add_argument("--heads", default="all", help="heads of mean and roll-out, as for --layers")
     resume.add_arguments(parser)
 
 
@@ -92,7 +92,9 @@ def run(args: argparse.Namespace) -> None:
             print(f"{name}: no attention, so no values, in layers {', '.join(map(str, without))}")
     gridded = {name: pictures for name, pictures in results.items() if all(one.maps for one in pictures)}
     if len(gridded) < len(results):
-        print(f"no heatmap, it is not known where visual tokens lie: {', '.join(results.keys() - gridded.keys())}")
+        print(
+            f"no heatmap, as the places of the visual tokens are unknown: {', '.join(results.keys() - gridded.keys())}"
+        )
     for method in METHODS if gridded else ():
         maps = {name: [one.maps[method] for one in pictures] for name, pictures in gridded.items()}
         draw_heatmaps(args, samples[:SHOWN], maps, method)
@@ -100,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_attention(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> list[Picture]:
-    """What each sample's attention says, from `--output-dir` as far as it is there."""
+    """What each sample's attention says, going on from what `--output-dir` has."""
 
     def start() -> Callable[[Rows, Sequence[PicturePrompt]], None]:
         probe = loading.load_with_vision(named, args)

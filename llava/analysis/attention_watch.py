@@ -47,7 +47,7 @@ class Attention(NamedTuple):
 See = Callable[[int, Attention], None]
 """Gets layer index and attention."""
 Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Gets layer index, keys and values [K, S, C]; returns those that the layer shall use."""
+"""Gets layer index, keys and values [K, S, C]; returns those that the layer is to use."""
 
 
 class _Watch(NamedTuple):

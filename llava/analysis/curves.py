@@ -175,7 +175,7 @@ def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list
             rows += [{"model": model, "tokens": label} | row for row in _layers(measurement, group, names)]
             steps = tuple(name for name in names if name in STEP_METRICS)
             added = _layers(measurement, group, steps, ADDED) if steps else []
-            rows += [{"model": model, "tokens": f"{label}: {ADDED}behind the layer"} | row for row in added]
+            rows += [{"model": model, "tokens": f"{label}: {ADDED}after the layer"} | row for row in added]
     return rows
 
 

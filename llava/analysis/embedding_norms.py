@@ -91,7 +91,7 @@ def token_names(path: str, rows: int) -> list[str]:
     try:
         tokenizer = load_tokenizer(path)
     except (OSError, ValueError) as error:
-        print(f"{path}: no tokenizer that loads, tokens are shown by number ({str(error).splitlines()[0]})")
+        print(f"{path}: no tokenizer could be loaded, so tokens are shown by number ({str(error).splitlines()[0]})")
         return [f"#{index}" for index in range(rows)]
     return [_token_name(tokenizer, index) for index in range(rows)]
 

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_gradients(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> dict[str, Arm]:
-    """Every arm's gradients, from `--output-dir` as far as they are there.
+    """Every arm's gradients, going on from what `--output-dir` has.
 
     Raises:
         ValueError: not one of our checkpoints, or the samples have no answers.

@@ -32,7 +32,7 @@ PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 PROMPT = "Describe this image."
 OPTIONS = "ABCDEFGHIJ"
 MALFORMED = -1
-"""Stands for the number of pictures of a record that is none."""
+"""Number of pictures that stands for a row which is no record."""
 
 
 class Unreadable(ValueError):
@@ -50,9 +50,15 @@ class PicturePrompt(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
     """The flags that choose the samples, beside `--data` and `--seed`."""
-    parser.add_argument("--samples", type=int, default=samples, help="how many, drawn at random; the paper takes 1000")
-    parser.add_argument("--image-folder", type=Path, help="of LLaVA records, or a zip file (default: images/ beside)")
-    parser.add_argument("--prompt", default=PROMPT, help="for a folder of pictures")
+    parser.add_argument(
+        "--samples", type=int, default=samples, help="number of samples, drawn at random; the paper takes 1000"
+    )
+    parser.add_argument(
+        "--image-folder",
+        type=Path,
+        help="folder or zip file of the pictures of LLaVA records (default: images/ beside them)",
+    )
+    parser.add_argument("--prompt", default=PROMPT, help="prompt for a folder of pictures")
 
 
 class Source(NamedTuple):
@@ -67,7 +73,7 @@ class Samples(Sequence[PicturePrompt]):
 
     Args:
         sources: see `Source`.
-        chosen: indices into all sources, one behind the other.
+        chosen: indices into all sources, one after another.
         key: says which collection and choice this is.
         unreadable: gets what a slice left out, with the reason, by position.
     """

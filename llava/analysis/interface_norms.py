@@ -67,7 +67,7 @@ class Interface(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     layer_statistics.add_arguments(parser)
     parser.add_argument(
-        "--vision-layer", type=int, default=-2, help="of an encoder on its own: the state to take, -2 as LLaVA does"
+        "--vision-layer", type=int, default=-2, help="hidden state to take of an encoder on its own; LLaVA takes -2"
     )
     parser.add_argument(
         "--embedding-name", help="the tensor of text embeddings (default: found by the families' names)"

@@ -43,7 +43,7 @@ WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
 def add_arguments(parser: argparse.ArgumentParser, samples: int = 40) -> None:
     """The flags of every command that runs models over samples."""
     inputs.add_arguments(parser, samples)
-    parser.add_argument("--batch-size", type=int, default=4, help="samples at a time; decides no result")
+    parser.add_argument("--batch-size", type=int, default=4, help="samples at a time; does not change the results")
     resume.add_arguments(parser)
     loading.add_arguments(parser)
 
@@ -76,7 +76,7 @@ class Measurement:
         return merged
 
     def added_layers(self) -> list[int]:
-        """The layers behind which the model adds visual features."""
+        """The layers after which the model adds visual features."""
         return sorted({layer for what, _, layer, _ in self.streams if what.startswith(ADDED)})
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Measurement:
 
 
 def measure_layers(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> Measurement:
-    """The model's statistics over `samples`, from `--output-dir` as far as they are there.
+    """The model's statistics over `samples`, going on from what `--output-dir` has.
 
     Raises:
         ValueError: see `load`; no sample has visual positions.

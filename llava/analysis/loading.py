@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--conv-mode", metavar="TEMPLATE", help="conversation template of our checkpoints")
     parser.add_argument("--chat-template", type=Path, help="Jinja file, for a processor that brings no chat template")
     add_device_argument(parser)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's, on CPU float32)")
+    parser.add_argument("--dtype", choices=DTYPES, help="precision (default: the checkpoint's; float32 on a CPU)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model repository's own code")
     parser.add_argument("--layers-path", help="module path of the LLM's list of layers")
     parser.add_argument("--projector-path", help="module path of the projector")

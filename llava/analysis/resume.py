@@ -90,7 +90,7 @@ def resumed(
     size: int = 1,
     unit: str = "sample",
 ) -> AnyState:
-    """The state after all of `items`, from `file` as far as it is there.
+    """The state after all of `items`, going on from what `file` has.
 
     Args:
         state: a new one, which takes over what is saved.

@@ -38,7 +38,7 @@ class Check(NamedTuple):
 
 
 def update_ignores_norm(random: np.random.Generator, samples: int) -> Check:
-    """A sub-layer behind a norm gives the same update whatever the scale of its input (paper section 1)."""
+    """A sub-layer after a norm gives the same update whatever the scale of its input (paper section 1)."""
     size = 64
     weights = [random.standard_normal((size, size)) / np.sqrt(size) for _ in range(2)]
 

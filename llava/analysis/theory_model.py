@@ -1,4 +1,4 @@
-"""How far the assumptions behind the paper's theory hold in a real model, layer by layer.
+"""How far the assumptions of the paper's theory hold in a real model, layer by layer.
 
 Measured where the theory speaks of it: the update between what enters a layer and what leaves it. Attention sinks
 (see `layer_statistics`) are counted and left out; the table also has the values with them.
@@ -164,7 +164,7 @@ class Tallies:
 
 
 def measure_assumptions(named: NamedModel, samples: Samples, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """`Tallies.rows` over all samples, from `--output-dir` as far as they are there."""
+    """`Tallies.rows` over all samples, going on from what `--output-dir` has."""
 
     def start() -> Callable[[Tallies, Sequence[PicturePrompt]], None]:
         probe = loading.load_with_vision(named, args)

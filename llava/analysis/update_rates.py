@@ -44,7 +44,9 @@ def run(args: argparse.Namespace) -> None:
         print(curves.verdict(model, measurement))
         if added := measurement.added_layers():
             layers = ", ".join(map(str, added))
-            print(f"{model}: adds features behind layers {layers}; rows of their own, in no layer's turn")
+            print(
+                f"{model}: adds features after layers {layers}; these have rows of their own and are in no layer's turn"
+            )
     curves.draw_gap(args, curves.without_earlier(measured, runs))
     if runs:
         curves.draw_runs(args, measured, runs)

@@ -46,7 +46,7 @@ def drawn_in_place(shares: torch.Tensor, picture: Picture, rules: CropRules) -> 
 
 
 def _parts(shares: torch.Tensor, picture: Picture, rules: CropRules) -> torch.Tensor:
-    """Shares of the crops behind the first, at their places in the picture."""
+    """Shares of the crops after the first, at their places in the picture."""
     patches, side = rules.patches(picture), rules.patches_per_side
     if rules.has_newline:
         width, height = patches.shrunk or (patches.width, patches.height)

@@ -1,4 +1,4 @@
-"""What an arm of a comparison is called: a norm of `NORM_TYPES`, with its initial norm behind an @ where it is not the
+"""What an arm of a comparison is called: a norm of `NORM_TYPES`, with its initial norm after an @ where it is not the
 text norm, as in `layernorm@4x` or `layernorm@default`, and `-fixed` at the end where it is not trained, as in
 `scale-fixed`. `layernorm_default` is the older spelling of `layernorm@default`."""
 

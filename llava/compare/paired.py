@@ -117,7 +117,7 @@ def compare_arms(
 
 
 def confidence_of(verdicts: int) -> float:
-    """Of each of so many intervals, if all together shall have `CONFIDENCE` (Bonferroni)."""
+    """Confidence of each of this many intervals for all together to have `CONFIDENCE` (Bonferroni)."""
     return 1 - (1 - CONFIDENCE) / verdicts
 
 

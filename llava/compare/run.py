@@ -177,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "layernorm@4x or layernorm@default (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--seeds", default="1", help="how many (42, 43, ...), or which, as in 1,2 (default: 1)")
-    parser.add_argument("--tasks", help="of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps)")
+    parser.add_argument("--tasks", help="tasks of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps)")
     parser.add_argument("--output-dir", type=Path, help="default: outputs/compare-<preset>")
     parser.add_argument(
         "--upstream", action="store_true", help="also train the baseline by upstream LLaVA, and stop if losses differ"

@@ -121,9 +121,7 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
         refused = {name: pair for name, pair in found.items() if not name.startswith(allowed)}
         if refused:
             again = TRAIN_AGAIN.format(run.folder(stage))
-            raise ValueError(
-                f"{stage}: runs that shall be compared differ{listed(refused, (other.name, run.name))}\n{again}"
-            )
+            raise ValueError(f"{stage}: runs to be compared differ{listed(refused, (other.name, run.name))}\n{again}")
 
 
 def check_present(runs: Sequence[Run]) -> None:

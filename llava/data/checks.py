@@ -160,7 +160,7 @@ def _turn_problem(turn: Any) -> Problem | None:
     if isinstance(turn, RepeatedKeys):
         return Problem("json", "a key occurs twice; write every key once")
     if not turn["value"].isascii() and _SURROGATE.search(turn["value"]):
-        return Problem("text", f"half of a surrogate pair in {turn['value']!r:.80}, which no tokenizer takes")
+        return Problem("text", f"half of a surrogate pair in {turn['value']!r:.80}, which no tokenizer accepts")
     return None
 
 
@@ -181,6 +181,6 @@ def text_problem(text: str) -> Problem | None:
     if not text.isascii() and (found := _SURROGATE.search(text)):
         byte = ord(found.group()) & 0xFF
         return Problem(
-            "text", f"not UTF-8: byte 0x{byte:02x} behind {text[max(0, found.start() - 30) : found.start()]!r}"
+            "text", f"not UTF-8: byte 0x{byte:02x} after {text[max(0, found.start() - 30) : found.start()]!r}"
         )
     return None

@@ -4,12 +4,14 @@ Shapes: B batch, S longest sample, N images of the batch.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from llava.anyres import CropRules
 from llava.constants import IGNORE_INDEX
+from llava.data.dataset import Sample
 from llava.layout import Layout, lay_out, pad_layout
 
 
@@ -40,7 +42,7 @@ class DataCollatorForSupervisedDataset:
         self.padding_free = padding_free
         self.crop_rules = crop_rules
 
-    def __call__(self, samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor | Layout]:
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor | Layout]:
         """The batch of `samples`.
 
         Returns:
@@ -48,7 +50,7 @@ class DataCollatorForSupervisedDataset:
             `indices` [B] if samples have them.
         """
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-        batch = {
+        batch: dict[str, Any] = {
             "input_ids": pad_sequence(
                 [s["input_ids"] for s in samples], batch_first=True, padding_value=self.pad_token_id
             ),
@@ -59,23 +61,24 @@ class DataCollatorForSupervisedDataset:
         if images:
             batch["images"] = torch.cat(images)
         if self.num_visual_tokens is not None:
-            batch["layout"] = self._layout(samples, **batch)
+            batch["layout"] = self._layout(samples, self.num_visual_tokens, **batch)
         if "index" in samples[0]:
             batch["indices"] = torch.tensor([sample["index"] for sample in samples])
         return batch
 
     def _layout(
         self,
-        samples: Sequence[dict],
+        samples: Sequence[Sample],
+        num_visual_tokens: int,
         input_ids: torch.Tensor,
         labels: torch.Tensor,
         attention_mask: torch.Tensor,
-        images: torch.Tensor = (),
+        images: torch.Tensor | tuple[()] = (),
     ) -> Layout:
         pictures = [picture for sample in samples for picture in sample.get("pictures", ())]
-        if pictures:
+        if pictures and self.crop_rules is not None:
             visual_tokens = [self.crop_rules.visual_tokens(picture) for picture in pictures]
         else:
-            visual_tokens = [self.num_visual_tokens] * len(images)
+            visual_tokens = [num_visual_tokens] * len(images)
         layout = lay_out(input_ids, attention_mask, labels, visual_tokens, self.max_length, pictures or None)
         return layout if self.padding_free else pad_layout(layout)

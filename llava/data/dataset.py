@@ -6,7 +6,7 @@ Shapes: S tokens of the sample (an image placeholder counts one), n images of th
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -23,10 +23,20 @@ from llava.data.lengths import Tokenization, image_sizes, lengths_from_counts, t
 from llava.data.preprocess import TokenizedSample, preprocess
 from llava.data.records import Record, record_images
 from llava.data.table import name_of
-from llava.data.turns import check_has_image
+from llava.data.turns import LabelMasking, check_has_image
 from llava.mm_utils import process_prompt_images
 
 logger = logging.getLogger(__name__)
+
+
+class Sample(TypedDict, total=False):
+    """What training gets of a record; `images` and `pictures` only where it has some."""
+
+    input_ids: torch.Tensor  # [S]
+    labels: torch.Tensor  # [S]
+    index: int  # of the record; `~index` without targets
+    images: torch.Tensor  # [n, 3, H, W]
+    pictures: list[Picture]
 
 
 class LazySupervisedDataset(Dataset):
@@ -57,7 +67,7 @@ class LazySupervisedDataset(Dataset):
         image_aspect_ratio: str,
         num_visual_tokens: int,
         model_max_length: int,
-        label_masking: str = "assistant",
+        label_masking: LabelMasking = "assistant",
         show_progress: bool = True,
         pixel_dtype: torch.dtype = torch.float32,
         crop_rules: CropRules | None = None,
@@ -92,7 +102,7 @@ class LazySupervisedDataset(Dataset):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_lengths": None}  # the order is decided elsewhere; workers need no lengths
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> Sample:
         """`input_ids` [S], `labels` [S], `index`, and, if the record has images, `images` [n, 3, H, W].
 
         With `anyres` these are the crops of all its images, which `pictures` describes.
@@ -104,16 +114,20 @@ class LazySupervisedDataset(Dataset):
         """
         if index < 0:
             item = self[~index]
-            return item | {"labels": torch.full_like(item["labels"], IGNORE_INDEX), "index": index}
+            item["labels"], item["index"] = torch.full_like(item["labels"], IGNORE_INDEX), index
+            return item
         record = self.records[index]
         sample = self._tokenize(record, index)
-        images, pictures, visual_tokens = [], [], self.num_visual_tokens
-        if self._is_cut_into_crops(record):  # its length depends on the picture's size
+        images: list[Image.Image] = []
+        pictures: list[Picture] = []
+        visual_tokens = self.num_visual_tokens
+        rules = self._rules_for(record)
+        if rules is not None:  # its length depends on the picture's size
             images = [self._open_image(record_images(record)[0], index)]
-            pictures = [self.crop_rules.picture(images[0].size)]
-            visual_tokens = self.crop_rules.visual_tokens(pictures[0])
+            pictures = [rules.picture(images[0].size)]
+            visual_tokens = rules.visual_tokens(pictures[0])
         sample = self._cut(sample, index, visual_tokens)
-        item = {"input_ids": sample.input_ids, "labels": sample.labels, "index": index}
+        item: Sample = {"input_ids": sample.input_ids, "labels": sample.labels, "index": index}
         # A cut may remove placeholders: their images go with them.
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:
@@ -125,8 +139,9 @@ class LazySupervisedDataset(Dataset):
             item["images"] = (pixels[0] if len(pixels) == 1 else torch.cat(pixels)).to(self.pixel_dtype)
         return item
 
-    def _is_cut_into_crops(self, record: Record) -> bool:
-        return self.crop_rules is not None and len(record_images(record)) == 1
+    def _rules_for(self, record: Record) -> CropRules | None:
+        """What cuts the record's picture into crops, where it is cut."""
+        return self.crop_rules if len(record_images(record)) == 1 else None
 
     def tokenize(self, index: int) -> TokenizedSample:
         """Token ids and labels of one record, not yet cut."""
@@ -196,7 +211,7 @@ class LazySupervisedDataset(Dataset):
 
     def _image_size(self, index: int) -> tuple[int, int]:
         record = self.records[index]
-        if not self._is_cut_into_crops(record):
+        if self._rules_for(record) is None:
             return 0, 0
         return self._named_errors(self.images.size, record_images(record)[0], index)
 
@@ -238,6 +253,6 @@ class LazySupervisedDataset(Dataset):
 class _ImageConfig:
     """The part of a model config that `process_images` reads."""
 
-    def __init__(self, image_aspect_ratio: str, image_grid_pinpoints: tuple[Size, ...] | None = None):
+    def __init__(self, image_aspect_ratio: str | None, image_grid_pinpoints: tuple[Size, ...] | None = None):
         self.image_aspect_ratio = image_aspect_ratio
         self.image_grid_pinpoints = image_grid_pinpoints

@@ -62,14 +62,15 @@ def hub_shards(name: str, cache_dir: str | None = None) -> list[Path]:
 
 def _parts(name: str) -> tuple[str, str | None, str | None]:
     """Folder or name on the hub, config and split."""
-    match = _NAME.fullmatch(name)
-    path = str(Path(match["path"]).expanduser()) if match else ""
+    found = _NAME.fullmatch(name)
+    path, config, split = found.group("path", "config", "split") if found else ("", None, None)
+    path = str(Path(path).expanduser()) if path else ""
     is_folder = bool(path) and Path(path).is_dir()
     if not is_folder and (path.startswith((".", "/")) or path.count("/") > 1):
         raise FileNotFoundError(f"--data_path {name}: no such folder{starts_from(path)}")
     if not is_folder and path.count("/") != 1:  # the library has readers of its own under names such as csv
         raise ValueError(f"--data_path {name}: expected hf:OWNER/NAME[SPLIT], hf:OWNER/NAME:CONFIG[SPLIT] or a folder")
-    return str(Path(path).absolute()) if is_folder else path, match["config"], match["split"]
+    return str(Path(path).absolute()) if is_folder else path, config, split
 
 
 def _saved(datasets: Any, path: str, split: str | None) -> Any:

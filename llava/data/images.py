@@ -141,13 +141,14 @@ class ImageStore:
             raise self._unreadable(image, str(error) or type(error).__name__) from error
 
     def _source(self, image: str | RowImage) -> str | BytesIO:
-        if isinstance(image, str) and not self.archive:
-            return self._file(image)
         try:
             if isinstance(image, RowImage):
                 return self._bytes(image, self._rows.read(image))
-            if (self.archive.size(image) or 0) > LARGEST_FILE:
-                raise OSError(f"{self.archive.size(image):,} bytes once unpacked; expected at most {LARGEST_FILE:,}")
+            if self.archive is None:
+                return self._file(image)
+            size = self.archive.size(image) or 0
+            if size > LARGEST_FILE:
+                raise OSError(f"{size:,} bytes once unpacked; expected at most {LARGEST_FILE:,}")
             return self._bytes(image, self.archive.read(image))
         except FileNotFoundError:
             raise self._missing(image) from None

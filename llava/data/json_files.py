@@ -1,7 +1,7 @@
 """Reads JSON and JSONL files element by element, a piece of the file at a time; faults stay with their element.
 
 What a file holds, a list or a record per line, is seen by its content: names are often wrong. In JSONL a line that is
-no JSON is a fault of that line. In a list nothing can be read behind a syntax error, so the file is refused as a whole.
+no JSON is a fault of that line. In a list nothing can be read after a syntax error, so the file is refused as a whole.
 Bytes that are not UTF-8 are carried through (`surrogateescape`) to the checks.
 """
 
@@ -119,27 +119,28 @@ def read_json(path: Path) -> Iterator[tuple[Any, str]]:
         position = _begin_of_list(window)
         separator = "["
         while separator != "]":
-            begin = _SPACE.match(window.text, position).end()
+            begin = _after_space(window.text, position)
             if separator == "[" and window.text.startswith("]", begin):
                 position = begin + 1
                 break
+            element, end = None, begin
             try:
                 element, end = parse(window.text, begin)
-                behind = _SPACE.match(window.text, end).end()
-                fault = (behind, "Expecting ',' delimiter")
+                after = _after_space(window.text, end)
+                fault = (after, "Expecting ',' delimiter")
             except json.JSONDecodeError as error:
-                behind, fault = len(window.text), (error.pos, error.msg)
+                after, fault = len(window.text), (error.pos, error.msg)
             except (ValueError, RecursionError) as error:
                 raise window.error(begin, f"not valid JSON: {_words(error)}") from None
-            if window.text[behind : behind + 1] in (",", "]"):
+            if window.text[after : after + 1] in (",", "]"):
                 yield element, window.text[begin:end]
-                separator, position = window.text[behind], behind + 1
+                separator, position = window.text[after], after + 1
             elif fault[0] < len(window.text) - _LONGEST_TOKEN and not fault[1].startswith("Unterminated string"):
                 raise window.error(*_syntax_fault(window.text, *fault))
             elif len(window.text) - position > _LONGEST_ELEMENT:
                 what = f"an element of more than {_LONGEST_ELEMENT:,} characters, or a broken one"
                 raise window.error(begin, f"not valid JSON: {what}")
-            elif window.grow(position):  # an element that goes on behind the piece
+            elif window.grow(position):  # an element that goes on after the piece
                 position = 0
             else:
                 raise window.error(*_syntax_fault(window.text, *fault))
@@ -151,13 +152,19 @@ def read_json(path: Path) -> Iterator[tuple[Any, str]]:
         raise window.error(begin, f"the list has ended, but the file goes on with {window.text[begin : begin + 20]!r}")
 
 
+def _after_space(text: str, position: int) -> int:
+    """The position of the next character that is not white space."""
+    found = _SPACE.match(text, position)
+    return found.end() if found else position
+
+
 def _begin_of_list(window: _Window) -> int:
-    """The position behind the opening bracket.
+    """The position after the opening bracket.
 
     Raises:
         ValueError: the file holds something else.
     """
-    while (begin := _SPACE.match(window.text).end()) == len(window.text) and window.grow(0):
+    while (begin := _after_space(window.text, 0)) == len(window.text) and window.grow(0):
         pass
     if window.text.startswith("[", begin):
         return begin + 1

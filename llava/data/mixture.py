@@ -122,9 +122,9 @@ class MixedTable(RecordTable):
         mixture = self.mixture
         if mixture.entries[0].weight is None or self.drawn_from is not None:
             return self
-        own = np.split(self.kept, np.searchsorted(self.kept, self.starts[1:-1]))
-        total = len(self.kept) if mixture.epoch_samples is None else mixture.epoch_samples
-        shares = _shares([entry.weight for entry in mixture.entries], total)
+        own = np.split(self.used, np.searchsorted(self.used, self.starts[1:-1]))
+        total = len(self) if mixture.epoch_samples is None else mixture.epoch_samples
+        shares = _shares([entry.weight or 0.0 for entry in mixture.entries], total)
         drawn = []
         for number, (entry, records, share) in enumerate(zip(mixture.entries, own, shares, strict=True)):
             if not len(records) or not share:
@@ -143,7 +143,7 @@ class MixedTable(RecordTable):
         return MixedTable(self.sources, self.paths, self.content, self.folders, **options)
 
     def source_counts(self) -> list[dict[str, Any]]:
-        records, (used, samples) = np.diff(self.starts), map(self._counts, (np.unique(self.kept), self.kept))
+        records, (used, samples) = np.diff(self.starts), map(self._counts, (np.unique(self.used), self.used))
         return [
             {"name": entry.name, "data_path": entry.data_path, "records": int(records[i]), "used": int(used[i]),
              "samples": int(samples[i]), "share": float(samples[i] / max(len(self), 1))}

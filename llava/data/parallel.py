@@ -36,7 +36,7 @@ def in_processes(
                 result = next(results)
             except BrokenProcessPool:
                 raise ChildProcessError(
-                    f"a process that worked at {piece} or shortly behind it was killed; the system does that when "
+                    f"a process working on {piece}, or shortly after it, was killed; the system does that when "
                     "memory runs out, and damaged data may end a process too"
                 ) from None
             yield result

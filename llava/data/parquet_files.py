@@ -220,8 +220,8 @@ def _group_rows(
     file: pq.ParquetFile, group: int, columns: list[str], image: str | None, start: int, unread: dict[str, str]
 ) -> Iterator[Element]:
     name = _image_column(file.schema_arrow, "")
-    names_leaf = name if image is None else _path_leaf(file, name)
-    held = _with_bytes(file, group, name, image) if image else None
+    names_leaf = _path_leaf(file, name) if name and image else name
+    held = _with_bytes(file, group, name, image) if name and image else None
     wanted = columns + ([names_leaf] if names_leaf else [])
     turns = [column for column in columns if column in _turn_columns(file.schema_arrow)]
     done = 0
@@ -269,7 +269,7 @@ def _names(column: pa.Array) -> list[Any]:
     return _values(pc.struct_field(column, "path") if types.is_struct(column.type) else column)
 
 
-def _lists(values: list[Any], column: pa.Array) -> list[list[Any] | None]:
+def _lists(values: list[Any], column: pa.Array) -> list[Any]:
     """The flat values of a column of lists, as lists."""
     ends = accumulate((length or 0 for length in pc.list_value_length(column).to_pylist()), initial=0)
     spans = zip(pairwise(ends), column.is_valid().to_pylist(), strict=True)

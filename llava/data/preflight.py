@@ -55,18 +55,20 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
         "--label_masking",
         choices=LABEL_MASKINGS,
         default=label_masking,
-        help=f"of the training (default {label_masking})",
+        help=f"which tokens the training learns (default {label_masking})",
     )
     parser.add_argument("--data_cache_dir", help="where what is found is kept; default .llava_cache beside the data")
     parser.add_argument("--full_decode", action="store_true", help="decode every picture, not only its header")
-    parser.add_argument("--seed", type=int, default=DEFAULT_SEED, help="of a mixture: the training's (default 42)")
+    parser.add_argument(
+        "--seed", type=int, default=DEFAULT_SEED, help="the training's, by which a mixture draws (default 42)"
+    )
     parser.add_argument("--recheck", action="store_true", help="check again, whatever was found before")
     parser.add_argument("--follow_image_links", action="store_true", help="allow links out of the image folder")
     parser.add_argument("--list", action="store_true", help="show every fault, not only the first of each kind")
     parser.add_argument("--model_name_or_path", help="count the samples that are too long for this model's tokenizer")
-    parser.add_argument("--model_max_length", type=int, default=2048, help="with it: positions of a sample")
-    parser.add_argument("--num_visual_tokens", type=int, default=729, help="with it: what a crop expands to")
-    parser.add_argument("--image_aspect_ratio", help="with it: of the training; anyres cuts pictures into crops")
+    parser.add_argument("--model_max_length", type=int, default=2048, help="for that count: longest sample in tokens")
+    parser.add_argument("--num_visual_tokens", type=int, default=729, help="for that count: visual tokens of a crop")
+    parser.add_argument("--image_aspect_ratio", help="for that count: as in training")
     parser.add_argument("--image_grid_pinpoints", help="with anyres: as in training")
     parser.add_argument("--mm_patch_merge_type", default="flat", help="with anyres: as in training (default flat)")
     parser.add_argument("--crop_side", type=int, default=384, help="with anyres: pixels of the vision tower's square")

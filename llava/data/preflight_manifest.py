@@ -121,14 +121,16 @@ def preflight(
     """
     started = time.time()
     names = {full: _manifest_name(table, images, rules, full) for full in (True, False)}
-    kept = [path for name in names.values() if (path := cached_file(name, table.folders, _is_whole))]
-    found, path = max(((_read(path), path) for path in kept), key=lambda pair: pair[0].checked, default=(None, None))
-    since = started if recheck else found.checked if found else 0.0  # what is older than `found` is out of date
-    if found and not recheck and found.full_decode >= rules.full_decode:
-        if _still_holds(found, table, images, rules):
-            return found, path
-        logger.info("pictures have changed since the check of %s: checking again", when(found))
-        since = started
+    kept = [(_read(path), path) for name in names.values() if (path := cached_file(name, table.folders, _is_whole))]
+    since = started if recheck else 0.0
+    if kept and not recheck:
+        found, path = max(kept, key=lambda pair: pair[0].checked)
+        since = found.checked  # what is older is out of date
+        if found.full_decode >= rules.full_decode:
+            if _still_holds(found, table, images, rules):
+                return found, path
+            logger.info("pictures have changed since the check of %s: checking again", when(found))
+            since = started
     make = partial(_write, table, images, rules, show_progress)
     path = made_once(names[rules.full_decode], table.folders, make, _is_whole, since)
     return _read(path), path
@@ -272,10 +274,11 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
         if source.suffix == ".parquet":
             columns, rows = unread_columns(source)
             unread += dict.fromkeys(columns, rows)
-    stamps = images.folder_stamps(folders) if len(folders) <= MOST_FOLDERS else None
-    for folder, stamp in (stamps or {}).items():
-        if stamp and not is_settled(stamp, started):
-            stamps[folder] = []  # a change during the check may not show in it: the next start checks again
+    stamps = None
+    if len(folders) <= MOST_FOLDERS:
+        # A change during the check may not show in a stamp: without one the next start checks again.
+        found_stamps = images.folder_stamps(folders).items()
+        stamps = {name: [] if stamp and not is_settled(stamp, started) else stamp for name, stamp in found_stamps}
     counts = {"records": len(table), "with_images": with_images, "text_only": text_only}
     return Manifest(
         table.key,

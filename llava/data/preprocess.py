@@ -188,6 +188,7 @@ def _joined(pieces: list[_Tokens]) -> _Tokens:
 
 def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: Any, origin: int) -> _Tokens:
     ids, offsets = encode_chunk(chunk, tokenizer)
+    assert offsets is not None  # `preprocess` refuses slow tokenizers
     starts, ends = offsets.T
     borders = np.flatnonzero(marks[1:] & ~marks[:-1]) + 1
     across = borders.searchsorted(starts, "right") < borders.searchsorted(ends, "left")
@@ -234,8 +235,9 @@ def _is_ignored(tokens: _Tokens, parts: list[Part], template: Conversation, toke
     """
     text = "".join(part.text for part in parts)
     answer_mark = "[/INST] " if template.sep_style is SeparatorStyle.LLAMA_2 else f"{template.sep}{template.roles[1]}: "
-    rounds = text.split(template.sep2)
-    begins = accumulate((len(piece) + len(template.sep2) for piece in rounds), initial=0)
+    separator = template.sep2 or ""  # templates of these styles have one
+    rounds = text.split(separator)
+    begins = accumulate((len(piece) + len(separator) for piece in rounds), initial=0)
     broken = next((begin for begin, piece in zip(begins, rounds, strict=False) if piece.count(answer_mark) != 1), None)
     counted = len(tokens.ids)
     if broken is not None and broken < len(text):

@@ -69,7 +69,8 @@ def load_records(
     if not check:
         return table
     if len(found := table.malformed()):
-        shown = "\n  ".join(f"{table.named(i)}: {table.problem(i).message}" for i in found[:_SHOWN_PROBLEMS].tolist())
+        problems = ((i, table.problem(i)) for i in found[:_SHOWN_PROBLEMS].tolist())
+        shown = "\n  ".join(f"{table.named(i)}: {problem.message}" for i, problem in problems if problem)
         raise ValueError(f"--data_path {data_path}: {len(found)} of {len(table)} records are malformed:\n  {shown}")
     return table.epoch()
 

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, product
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,9 +40,9 @@ class ModalityLengthGroupedSampler(Sampler[int]):
         lengths: length of every sample, negative for text-only ones.
         global_batch_size: samples per optimizer step over all ranks.
         seed: with the epoch decides the order; all ranks must use the same.
-        window: so many global batches' samples, drawn at random, are paired, the longest with the shortest, and pairs
-            with like sums share a batch, so that ranks with two samples of it or more can be equally busy. 1 (as LLaVA)
-            leaves each batch a random sample of its modality.
+        window: the samples of this many global batches, drawn at random, are paired, the longest with the shortest;
+            pairs with like sums share a batch, so that ranks with two samples of it or more can be equally busy. 1 (as
+            LLaVA) leaves each batch a random sample of its modality.
     """
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, global_batch_size: int, seed: int = 0, window: int = 1):
@@ -88,6 +89,14 @@ class ModalityLengthGroupedSampler(Sampler[int]):
         return rows.gather(1, self.lengths[rows].abs().argsort(dim=1, descending=True, stable=True))
 
 
+class Order(Protocol):
+    """Every sample once, in some order."""
+
+    def __iter__(self) -> Iterator[int]: ...
+
+    def __len__(self) -> int: ...
+
+
 class StepSampler(Sampler[list[list[int]]]):
     """One rank's optimizer steps, each a list of micro-batches; every rank has as many of them.
 
@@ -104,7 +113,7 @@ class StepSampler(Sampler[list[list[int]]]):
 
     def __init__(
         self,
-        order: Sampler[int],
+        order: Order,
         step_size: int,
         deal: Callable[[list[int]], list[list[list[int]]]],
         rank: int,
@@ -142,8 +151,8 @@ def dealt_evenly(
         samples: of one step.
         lengths: tokens of every sample of the data set, the sign is ignored.
         micro_batches: per rank, or fewer where some would be empty.
-        max_tokens: decides instead: the fewest that hold no more than so many tokens each. Only a sample that is longer
-            by itself exceeds it.
+        max_tokens: decides instead: the fewest micro-batches of at most this many tokens each. Only a sample that is
+            longer by itself exceeds it.
     """
     tokens = np.abs(np.asarray(lengths)[samples]).tolist()
     most = -(-len(samples) // ranks)
@@ -200,14 +209,14 @@ def _relieve(groups: list[list[int]], lengths: Sequence[int], limit: int) -> Non
         full = max((g for g, group in enumerate(groups) if len(group) > 1), key=sums.__getitem__, default=None)
         if full is None or sums[full] <= limit:
             return
-        best = sums[full]
+        best, exchange = sums[full], None
         for other, group in enumerate(groups):
             if sums[other] < best:
                 for given, taken in product(groups[full], (None, *group)):
                     moved = lengths[given] - (0 if taken is None else lengths[taken])
                     if (larger := max(sums[full] - moved, sums[other] + moved)) < best:
                         best, exchange = larger, (other, given, taken, moved)
-        if best == sums[full]:
+        if exchange is None:
             return
         other, given, taken, moved = exchange
         groups[full].remove(given)

@@ -68,6 +68,11 @@ class RecordTable(Sequence[Record]):
         """How many records the files have, kept or not."""
         return len(self.columns["record"])
 
+    @property
+    def used(self) -> np.ndarray:
+        """Where, of all, the records stand that are used, in order."""
+        return np.arange(self.total) if self.kept is None else self.kept
+
     def __len__(self) -> int:
         return self.total if self.kept is None else len(self.kept)
 
@@ -121,8 +126,7 @@ class RecordTable(Sequence[Record]):
         """The same table without some records of all; its key tells it from the whole one."""
         if not len(indices):
             return self
-        kept = np.arange(self.total) if self.kept is None else self.kept
-        return self.of(kept[~np.isin(kept, indices)], self.left_out + len(indices))
+        return self.of(self.used[~np.isin(self.used, indices)], self.left_out + len(indices))
 
     def of(self, kept: np.ndarray, left_out: int) -> "RecordTable":
         """The same files' table with other records of all."""

@@ -52,15 +52,15 @@ def parser() -> argparse.ArgumentParser:
     add_model_arguments(top)
     add_loading_arguments(top)
     top.add_argument("--data", required=True, help="questions: .json, .jsonl, .parquet or a mixture, as --data_path")
-    top.add_argument("--image-folder", help="of their pictures, or a zip file (default: here)")
+    top.add_argument("--image-folder", help="folder or zip file of their pictures (default: here)")
     top.add_argument("--output", type=Path, required=True, help="file of the answers, a line each")
-    top.add_argument("--overwrite", action="store_true", help="ask anew what --output has answers to")
+    top.add_argument("--overwrite", action="store_true", help="ask again what --output has answers to")
     top.add_argument("--batch-size", type=positive, default=8, help="questions asked at a time (default: 8)")
     top.add_argument("--max-new-tokens", type=positive, default=512, help="longest answer (default: 512)")
     top.add_argument("--temperature", type=float, default=0, help="above 0 answers are sampled (default: 0, greedy)")
-    top.add_argument("--top-p", type=float, help="sample from the likeliest tokens with this much probability together")
+    top.add_argument("--top-p", type=float, help="sample from the likeliest tokens whose probabilities add up to this")
     top.add_argument("--num-beams", type=positive, default=1, help="beams of beam search (default: 1)")
-    top.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+    top.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
     top.add_argument("--num-chunks", type=positive, default=1, help="parts of the data, a process each (default: 1)")
     top.add_argument("--chunk-idx", type=int, default=0, help="which part this process asks, from 0 (default: 0)")
     top.add_argument(
@@ -115,7 +115,7 @@ def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
     sizes = usable(questions, args.on_bad_record)
     assistant = chosen_assistant(args)
     if is_captioner(assistant.template):
-        print(f"note: {args.model_path} is a captioner (template plain): it captions, questions are unread")
+        print(f"note: {args.model_path} is a captioner (template plain): it writes captions and ignores the questions")
     places = fitting(questions, sizes, assistant, args.on_bad_record)
     if args.overwrite:
         output.unlink(missing_ok=True)
@@ -179,7 +179,7 @@ def usable(questions: QuestionRecords, on_bad_record: str) -> dict[int, list[Siz
     """The sizes of the pictures of every question whose record and pictures are in order.
 
     Raises:
-        ValueError: one is not, unless they shall be skipped; the message names record, picture and fault.
+        ValueError: one is not, unless such are skipped; the message names record, picture and fault.
     """
     skip, faults, sizes = on_bad_record == "skip", [], {}
     for place in progress(range(len(questions)), "checking", "questions"):
@@ -197,7 +197,7 @@ def fitting(
     """Those questions that the checkpoint can be asked: its template can write them, and they are short enough.
 
     Raises:
-        ValueError: one cannot, unless they shall be skipped; the message names record and fault.
+        ValueError: one cannot, unless such are skipped; the message names record and fault.
     """
     faults, places = [], []
     for place, shown in progress(sizes.items(), "measuring", "questions", total=len(sizes)):

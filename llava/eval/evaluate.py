@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         "--mmlu-fewshot", type=int, default=5, metavar="N", help="solved examples before each question (default: 5)"
     )
     top.add_argument("--batch-size", type=_positive, default=1, help="samples at a time on each device (default: 1)")
-    top.add_argument("--num-gpus", type=int, help="data parallel over so many; 0: CPU (default: all there are)")
+    top.add_argument("--num-gpus", type=int, help="GPUs to share the samples among; 0: CPU (default: all there are)")
     top.add_argument("--allow-empty", action="store_true", help="count empty answers as wrong instead of failing")
     top.add_argument(
         "--together", action="store_true", help="one process for all tasks of a harness: starts once, resumes nothing"

@@ -1,6 +1,6 @@
 """What `python -m llava.eval.answer` asks: every record that training takes, and the lines of LLaVA's question files.
 
-Of a conversation everything up to its last question is asked, earlier answers included; an answer behind it is what is
+Of a conversation everything up to its last question is asked, earlier answers included; an answer after it is what is
 expected. A line of a question file has its words under `text` and its pictures, if it has any, under `image`.
 """
 

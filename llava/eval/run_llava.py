@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--query", required=True, help="the question")
     top.add_argument("--sep", default=",", help="what separates several pictures (default: a comma)")
     top.add_argument("--temperature", type=float, default=0.2, help="0 takes the likeliest token (default: 0.2)")
-    top.add_argument("--top_p", type=float, help="sample from the likeliest tokens with this much probability together")
+    top.add_argument("--top_p", type=float, help="sample from the likeliest tokens whose probabilities add up to this")
     top.add_argument("--num_beams", type=int, default=1, help="beams of beam search (default: 1)")
     top.add_argument("--max_new_tokens", type=int, default=512, help="longest answer (default: 512)")
     return top
@@ -43,7 +43,7 @@ def eval_model(args: Any) -> str:
     assistant = load_assistant(args.model_path, args.model_base, args.conv_mode, device=getattr(args, "device", None))
     if is_captioner(assistant.template):
         print(
-            f"note: {args.model_path} has the template 'plain' (stage 1): it captions, --query is unread",
+            f"note: {args.model_path} has the template 'plain' (stage 1): it writes a caption and ignores --query",
             file=sys.stderr,
         )
     sampling = {"temperature": args.temperature, "top_p": args.top_p} if args.temperature > 0 else {}

@@ -156,7 +156,7 @@ def _model_rows(config: dict[str, Any]) -> list[tuple[str, str]]:
             _count(vision, "patch_size", "a patch"),
         ],
         "projector": [config.get("mm_projector_type")],
-        "norm behind it": [config.get("mm_projector_norm") or "none"],
+        "norm after it": [config.get("mm_projector_norm") or "none"],
         "conversation template": [config.get("mm_conv_version")],
         "pictures": [config.get("image_aspect_ratio")],
         "weights": [config.get("dtype") or config.get("torch_dtype") or text.get("dtype")],

@@ -19,7 +19,7 @@ from llava.model.builder import load_pretrained_model
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
     parser.add_argument("--output-dir", type=Path, required=True, help="folder of the two files")
-    parser.add_argument("--dtype", choices=gguf_file.DTYPES, default="f16", help="of the matrices")
+    parser.add_argument("--dtype", choices=gguf_file.DTYPES, default="f16", help="precision of the matrices")
     parser.add_argument(
         "--conv-mode",
         choices=list(conv_templates),

@@ -34,7 +34,7 @@ def check(model: Any, image_processor: Any) -> None:
     if norm is not None and not isinstance(norm, AlignedLayerNorm | UniformScale):
         raise ValueError(
             f"the projector ends in {config.mm_projector_norm}, and llama.cpp's LLaVA graph in a linear layer or a "
-            "LayerNorm: clip_graph_llava::build in tools/mtmd/models/llava.cpp would need about ten lines behind mm.2, "
+            "LayerNorm: clip_graph_llava::build in tools/mtmd/models/llava.cpp would need about ten lines after mm.2, "
             "and clip.cpp three to read the gain (docs/gguf.md)"
         )
     kind = tower.config.model_type
@@ -87,14 +87,14 @@ def fields(model: Any, image_processor: Any) -> Callable[[Any], None]:
         writer.add_vision_image_mean(image_processor.image_mean)
         writer.add_vision_image_std(image_processor.image_std)
         writer.add_vision_use_gelu(_ACTIVATIONS[config.hidden_act])
-        # Else llama.cpp takes the state before the last layer, and the layers behind the selected one are not written.
+        # Else llama.cpp takes the state before the last layer, and the layers after the selected one are not written.
         writer.add_array("clip.vision.feature_layer", [len(tower.layers)])
 
     return add
 
 
 def tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Weights of tower and projector by llama.cpp's names, without what runs behind the selected layer."""
+    """Weights of tower and projector by llama.cpp's names, without what runs after the selected layer."""
     gguf, tower = library(), model.get_vision_tower()
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, len(tower.layers))
     unused = {id(parameter) for parameter in tower.unused_parameters()}

@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
     parser.add_argument("--output-dir", type=Path, required=True, help="new or empty folder")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights (default: that of the checkpoint)")
-    parser.add_argument("--max-shard-size", default="5GB", help="of a weight file")
+    parser.add_argument("--dtype", choices=DTYPES, help="precision of the written weights (default: the checkpoint's)")
+    parser.add_argument("--max-shard-size", default="5GB", help="largest size of a weight file")
     parser.add_argument(
         "--conv-mode",
         choices=list(conv_templates),

@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--model-path", required=True, help="folder or hub id of Hugging Face's LLaVA classes")
     parser.add_argument("--output-dir", type=Path, required=True, help="new or empty folder")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the written weights (default: that of the folder)")
-    parser.add_argument("--max-shard-size", default="5GB", help="of a weight file")
+    parser.add_argument("--dtype", choices=DTYPES, help="precision of the written weights (default: the folder's)")
+    parser.add_argument("--max-shard-size", default="5GB", help="largest size of a weight file")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ class LlavaNormConfig(LlavaConfig):
     Attributes:
         mm_projector_norm: a key of `NORM_TYPES`; its settings and where its gain started follow.
         projector_depth: linear layers of the projector, with a GELU between two.
-        num_register_tokens: tokens behind the vision tower's class token that are no patches.
+        num_register_tokens: tokens after the vision tower's class token that are no patches.
         projector_hidden_act: says that a class without the norm cannot load this model; nothing is read from it.
     """
 
@@ -57,7 +57,7 @@ class LlavaNormProjector(nn.Module):
         width = config.text_config.hidden_size
         widths = [config.vision_config.hidden_size] + [width] * config.projector_depth
         self.depth, self.num_register_tokens = config.projector_depth, config.num_register_tokens
-        self.registers_start = int(config.vision_feature_select_strategy == "full")  # behind the class token
+        self.registers_start = int(config.vision_feature_select_strategy == "full")  # after the class token
         for index, (inner, outer) in enumerate(pairwise(widths), start=1):
             self.add_module(f"linear_{index}", nn.Linear(inner, outer))
         self.norm = projector_norm_of(config)

@@ -38,7 +38,7 @@ def main(words: list[str], environment: Mapping[str, str]) -> int:
         return 0
     for name, meant in misspelt(environment).items():
         print(
-            f"note: {name} is set, but is no variable of these scripts; is it meant to be {meant}?",
+            f"note: {name} is set, but these scripts have no such variable; did you mean {meant}?",
             file=sys.stderr,
         )
     plan = resolve(environment, program(words[0]), words[1:], available_cores())
@@ -115,7 +115,10 @@ def for_the_cpu(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     allocator = keeping_allocator(environment)
     if allocator:
-        print(f"note: memory by {allocator['LD_PRELOAD']} in glibc's place; LD_PRELOAD= does without", flush=True)
+        print(
+            f"note: memory is allocated by {allocator['LD_PRELOAD']} instead of glibc; LD_PRELOAD= turns that off",
+            flush=True,
+        )
     return allocator | considerate(plan, environment)
 
 
@@ -128,7 +131,7 @@ def considerate(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
     if added:
         variables = " ".join(f"{name}={value}" for name, value in added.items())
         used = f"{len(cores) - idle:.1f} of {len(cores)} cores"
-        print(f"note: other programs use {used}, so threads that wait shall sleep: {variables}", flush=True)
+        print(f"note: other programs use {used}, so waiting threads may sleep: {variables}", flush=True)
     return added
 
 

@@ -15,7 +15,7 @@ MEETING_PORT = 29500  # torchrun's own default
 
 @dataclass(frozen=True)
 class Launch:
-    """The command up to the trainer's entry: `words` behind `environment`.
+    """The command up to the trainer's entry: `words` after `environment`.
 
     `by_ssh`: DeepSpeed has the hosts' shells read the rest of the command, and passes on few variables.
     """

@@ -62,7 +62,7 @@ def resolve_devices(environment: Mapping[str, str]) -> Devices:
     if given.isdecimal() and gpus_number > int(given):
         raise Refusal(
             f"NUM_GPUS={gpus_number}, but SLURM gave {socket.gethostname()} SLURM_GPUS_ON_NODE={given}; "
-            "every node needs as many: sbatch --gpus-per-node=..., or set NUM_GPUS"
+            "every node needs the same number: sbatch --gpus-per-node=..., or set NUM_GPUS"
         )
     cpu_ranks = whole_number("CPU_RANKS", environment.get("CPU_RANKS") or "1", 1)
     return Devices(nodes_number, gpus_number or cpu_ranks, gpus_number > 0)
@@ -82,7 +82,7 @@ def read_hostfile(name: str, nodes: str = "", gpus: str = "") -> tuple[str, str]
     if not slots:
         raise Refusal(f"HOSTFILE={name} has no line 'host slots=8'")
     if not gpus and len(set(slots)) > 1:
-        raise Refusal(f"HOSTFILE={name} has hosts with different slots; set NUM_GPUS to what each node shall use")
+        raise Refusal(f"HOSTFILE={name} has hosts with different slots; set NUM_GPUS to what each node should use")
     return nodes or str(len(slots)), gpus or slots[0]
 
 
@@ -146,7 +146,8 @@ def shared_memory_note(ranks: int, workers: int, folder: str = "/dev/shm") -> st
         return ""
     return (
         f"note: {folder} has {mebibytes} MiB, through which {ranks} x {workers} loader processes hand over batches; "
-        "a full one ends them (Bus error). Start the container with --shm-size=16g or --ipc=host, or set NUM_WORKERS=0"
+        "when it is full they die (Bus error). Start the container with --shm-size=16g or --ipc=host, or set "
+        "NUM_WORKERS=0"
     )
 
 

@@ -67,8 +67,10 @@ def arms() -> tuple[str, ...]:
     """The norms by name: the keys of their table, read without importing torch."""
     for node in ast.parse(_NORMS.read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        table = getattr(node, "value", None)
         if any(isinstance(target, ast.Name) and target.id == NORM_TABLE for target in targets):
-            return tuple(ast.literal_eval(key) for key in node.value.keys)
+            assert isinstance(table, ast.Dict)
+            return tuple(ast.literal_eval(key) for key in table.keys if key is not None)
     raise LookupError(f"{_NORMS}: expected a table {NORM_TABLE}")
 
 

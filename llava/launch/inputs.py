@@ -91,7 +91,7 @@ def check_master(address: str, first_node: bool) -> None:
         Refusal: this node cannot resolve it.
     """
     try:
-        found = {(info[0], info[4][0]) for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+        found = {(int(info[0]), str(info[4][0])) for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
     except OSError as error:
         raise Refusal(
             f"MASTER_ADDR={address}: {socket.gethostname()} cannot resolve it ({error.strerror}); "

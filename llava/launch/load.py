@@ -1,7 +1,7 @@
 """Whether other programs use this machine's cores, and what a CPU run does about it.
 
-PyTorch's threads wait for each other awake (OpenMP). Alone that is fastest; beside a program that takes a core it is
-slower many times over, because a thread that waits holds the core that another needs.
+PyTorch's threads (OpenMP) spin while they wait for each other. Alone that is fastest; beside a program that takes a
+core it is many times slower, because a waiting thread holds the core that another one needs.
 """
 
 import time

@@ -108,6 +108,6 @@ def other_nodes(environment: Mapping[str, str], by_ssh: bool) -> list[str]:
     elif environment.get("SLURM_JOB_ID"):
         first = "srun passes on every variable of the job, among them:"
     else:
-        first = "nothing is passed on; set on every node alike:"
+        first = "nothing is passed on; set these on every node alike:"
     lines = (name if _SECRET.search(name) else f"{name}={shlex.quote(value)}" for name, value in variables.items())
     return [first, *(f"  {line}" for line in lines)]

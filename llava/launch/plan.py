@@ -55,7 +55,7 @@ class Plan:
 
 
 def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], cores: int = 1) -> Plan:
-    """The run of `entry` with the flags `words`, the last of a name counting, on a machine with so many cores.
+    """The run of `entry` with the flags `words`, of which the last of a name counts, on a machine with `cores` cores.
 
     Raises:
         Refusal: a variable or flag cannot be used.

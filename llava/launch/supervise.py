@@ -56,7 +56,7 @@ class Supervisor:
             (self.run_dir / HOST).write_text(socket.gethostname())
             # What is open to this process stays so: a comparison's lock lives as long as the training.
             self.launcher = subprocess.Popen(command, env=env, preexec_fn=_own_group, close_fds=False)
-            code = self._wait()
+            code = self._wait(self.launcher)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -68,10 +68,10 @@ class Supervisor:
             self._show_first_error(code)
         return code if code >= 0 else 128 - code
 
-    def _wait(self) -> int:
+    def _wait(self, launcher: subprocess.Popen) -> int:
         while True:
             try:
-                return self.launcher.wait(timeout=1.0)
+                return launcher.wait(timeout=1.0)
             except subprocess.TimeoutExpired:
                 self._note_gone()
 
@@ -83,12 +83,12 @@ class Supervisor:
 
     def _stop(self, number: int, frame: object) -> None:
         """Lets the ranks save and stop; a second Ctrl-C ends everything at once."""
-        if number == signal.SIGINT and self.interrupted:
-            self._end()
-            return
-        self.interrupted = self.interrupted or number == signal.SIGINT
         if self.launcher is None:
             raise KeyboardInterrupt
+        if number == signal.SIGINT and self.interrupted:
+            self._end(self.launcher.pid)
+            return
+        self.interrupted = self.interrupted or number == signal.SIGINT
         again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
         if [file for file in self.run_dir.glob("*.pid") if _send(_process_id(file), signal.SIGUSR1)]:
             _say(f"signal received: the ranks save after the current step and stop{again}")
@@ -97,11 +97,11 @@ class Supervisor:
             _say(f"signal received before training: nothing to save, the run ends{again}")
             _send_group(self.launcher.pid, signal.SIGTERM)
 
-    def _end(self) -> None:
-        """Kills the launcher first, lest it start or save anything, and then whatever it had started."""
+    def _end(self, launcher: int) -> None:
+        """Kills the launcher first, so that it starts and saves nothing more, and then whatever it had started."""
         self.ended = True
-        ranks = {_process_id(file) for file in self.run_dir.glob("*.pid")} | descendants(self.launcher.pid)
-        _send_group(self.launcher.pid, signal.SIGKILL)
+        ranks = {_process_id(file) for file in self.run_dir.glob("*.pid")} | descendants(launcher)
+        _send_group(launcher, signal.SIGKILL)
         for rank in ranks:
             _send(rank, signal.SIGKILL)
         _say("ended at once: what came after the last checkpoint is lost")
@@ -118,7 +118,7 @@ class Supervisor:
                 return
         if len(reports) > self.alone:  # what the only rank says is the last that is printed anyway
             text = reports[0].read_text().rstrip()
-            _say(f"the first error, of {len(reports)} in {self.output_dir / FOLDER}:\n{text}")
+            _say(f"the first of {len(reports)} errors in {self.output_dir / FOLDER}:\n{text}")
 
 
 def supervise(
@@ -182,7 +182,7 @@ def _own_group() -> None:
 def _cause(code: int | None) -> str | None:
     """Why a rank left no message, from its own exit code, or None where only its launcher knows that."""
     if code is None or code == -signal.SIGKILL:
-        return "it was killed, by hand or for want of memory"
+        return "it was killed, by hand or because memory ran out"
     return f"it was ended by {signal.Signals(-code).name}" if code < 0 else None
 
 

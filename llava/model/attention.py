@@ -1,4 +1,4 @@
-"""Causal attention inside each of several samples that lie one behind the other in one row, without padding.
+"""Causal attention inside each of several samples that lie one after another in one row, without padding.
 
 Every backend computes the same; `packed_attention` chooses one and says how to get a faster one.
 Shapes: T packed tokens, H heads, K key/value heads, C channels per head.
@@ -191,7 +191,7 @@ def varlen_attention(
     Raises:
         ValueError: the model has attention dropout, which this kernel does not know, or asks for something else.
     """
-    if cu_seq_lens_q is None:
+    if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     _refuse_unknown(VARLEN, module, kwargs)
     if dropout:
@@ -212,6 +212,7 @@ def varlen_attention(
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # keys before the query's own, after it
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    assert isinstance(output, torch.Tensor)  # with what was not asked for it would be a tuple
     return output[None], None
 
 

@@ -36,7 +36,8 @@ def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
         ValueError: something in them that this tree has not; the message names it.
     """
     config = LlavaConfig.from_dict({k: v for k, v in fields.items() if k != "model_type"})
-    vision = config.vision_config
+    vision, text = config.vision_config, config.text_config
+    assert isinstance(vision, PretrainedConfig) and isinstance(text, PretrainedConfig)
     if vision.model_type not in TOWERS:
         raise ValueError(
             f"{model_path}: its vision tower is a {vision.model_type!r}; expected one of {', '.join(TOWERS)}"
@@ -66,7 +67,7 @@ def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
     }
     carried = {k: v for k, v in fields.items() if k.startswith(CARRIED)}
     dtype = fields.get("dtype") or fields.get("torch_dtype")
-    decoder = fields["text_config"] | {"model_type": config.text_config.model_type, "dtype": dtype}
+    decoder = fields["text_config"] | {"model_type": text.model_type, "dtype": dtype}
     return decoder | published | carried
 
 

@@ -5,7 +5,7 @@ Shapes: B batch, S sequence, N images, V visual tokens per image, E vision hidde
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.layout import Layout, lay_out, pad_layout, predicting_rows
 from llava.mm_utils import follow_umask, from_anywhere
 from llava.model.attention import packed_attention_arguments
-from llava.model.loss import supervised_loss
+from llava.model.loss import LMHead, supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import load_adapter
@@ -38,8 +38,19 @@ PROJECTOR_FIELDS = ("mm_vision_select_layer", "mm_vision_select_feature", "mm_pr
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")
 
+# What the mixins are mixed into; at run time they must not bring it along themselves.
+if TYPE_CHECKING:
+    from transformers import GenerationMixin, PreTrainedModel
+    from transformers import PretrainedConfig as ConfigBase
 
-class LlavaMetaConfig:
+    class ModelBase(PreTrainedModel, GenerationMixin):
+        pass
+
+else:
+    ConfigBase = ModelBase = object
+
+
+class LlavaMetaConfig(ConfigBase):
     """Mixin for the config: what it writes can also be read by the transformers 4 that LLaVA's own trees need."""
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -55,8 +66,13 @@ class LlavaMetaConfig:
         return fields
 
 
-class LlavaMetaModel:
+class LlavaMetaModel(ModelBase):
     """Mixin for the decoder: holds `vision_tower`, `mm_projector`, `image_newline` where the config asks for them."""
+
+    vision_tower: VisionTower
+    mm_projector: nn.Module
+    image_newline: nn.Parameter | None
+    embed_tokens: nn.Embedding
 
     def __init__(self, config):
         super().__init__(config)
@@ -154,15 +170,18 @@ def check_flags_against_config(model_args: Any, config: Any) -> None:
         )
 
 
-class LlavaMetaForCausalLM:
+class LlavaMetaForCausalLM(ModelBase):
     """Mixin for the causal LM: encodes images, splices them into the text, and computes the loss."""
 
+    model: LlavaMetaModel
+    lm_head: LMHead
     accepts_loss_kwargs = True
     supports_gradient_checkpointing = True
     padding_free = False  # training batches run as one row without padding; needs a backend of llava.model.attention
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+    # pyrefly: ignore[bad-override]  # the library's other arguments pass through
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs) -> Any:
         """Loads a LLaVA checkpoint, or a plain language model of the same family.
 
         A checkpoint without tower weights (upstream's full fine-tunes of LLaVA-1.5) takes them from
@@ -171,7 +190,8 @@ class LlavaMetaForCausalLM:
         Raises:
             ValueError: parameters that the config announces are missing in the checkpoint.
         """
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
         # Keys are LLaVA's already. Under ZeRO-3 the library would still undo renamings that never took place when it
         # saves, and double the encoder's prefix.
         model._weight_conversions = []
@@ -214,7 +234,7 @@ class LlavaMetaForCausalLM:
 
     def encode_images(self, images: torch.Tensor) -> torch.Tensor:
         """Visual tokens [N, V, D] of `images` [N, 3, H, W]; the tower records no graph while it is frozen."""
-        tower, projector = self.get_vision_tower(), self.get_model().mm_projector
+        tower, projector = self.get_model().vision_tower, self.get_model().mm_projector
         with torch.set_grad_enabled(torch.is_grad_enabled() and any(p.requires_grad for p in tower.parameters())):
             features = tower(images)
         weight = next(projector.parameters(), None)
@@ -267,7 +287,9 @@ class LlavaMetaForCausalLM:
         return (
             None,
             None if position_ids is None else layout.position_ids,
-            None if attention_mask is None else layout.attention_mask.to(attention_mask.dtype),
+            None
+            if attention_mask is None or layout.attention_mask is None
+            else layout.attention_mask.to(attention_mask.dtype),
             past_key_values,
             self.splice(layout, pixels),
             None if labels is None else layout.labels,
@@ -323,23 +345,23 @@ class LlavaMetaForCausalLM:
             raise ValueError(f"the batch's layout has {expected} crops of {len(pictures)} pictures, found {found}")
         # Every rank must run tower and projector in every training step, or collectives of ZeRO-3 and DDP never meet.
         if not pictures and self.training and torch.is_grad_enabled():
-            tower, pictures = self.get_vision_tower(), [Picture()]
-            crops = torch.zeros(1, 3, tower.image_size, tower.image_size, device=layout.source.device)
+            side, pictures = self.get_model().vision_tower.image_size, [Picture()]
+            crops = torch.zeros(1, 3, side, side, device=layout.source.device)
         text = self.get_model().embed_tokens(layout.text_ids)
         parts = [text.new_zeros(1, text.shape[-1]), text]
-        if pictures:
+        if pictures and crops is not None:
             newline = self.get_model().image_newline
             parts.append(line_up(self.encode_images(crops), pictures, self.crop_rules(), newline).to(text.dtype))
         return torch.cat(parts).index_select(0, layout.source.flatten()).view(*layout.source.shape, -1)
 
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         images: Images = None,
         image_sizes: Sizes = None,
@@ -358,16 +380,17 @@ class LlavaMetaForCausalLM:
         collator makes it; without one it is made here, which waits for the device.
         """
         training_loss = labels is not None and (self.training or loss_only)
-        if layout is None and inputs_embeds is None and training_loss and self.padding_free:
+        crops: Any = images  # those of the layout's pictures, where the collator has made it
+        if layout is None and inputs_embeds is None and training_loss and self.padding_free and input_ids is not None:
             refuse_video(modalities)
-            layout, images = self.lay_out(input_ids, attention_mask, labels, images, image_sizes)
+            layout, crops = self.lay_out(input_ids, attention_mask, labels, images, image_sizes)
         if layout is not None:
-            input_ids, position_ids, inputs_embeds = None, layout.position_ids, self.splice(layout, images)
+            input_ids, position_ids, inputs_embeds = None, layout.position_ids, self.splice(layout, crops)
             attention_mask = layout.attention_mask
             if attention_mask is None:
-                kwargs |= packed_attention_arguments(layout, self.config._attn_implementation)
+                kwargs |= packed_attention_arguments(layout, str(self.config._attn_implementation))
                 attention_mask = kwargs.pop("attention_mask")
-        elif inputs_embeds is None:
+        elif inputs_embeds is None and input_ids is not None:
             input_ids, position_ids, attention_mask, past_key_values, inputs_embeds, labels = (
                 self.prepare_inputs_labels_for_multimodal(
                     input_ids, position_ids, attention_mask, past_key_values, labels, images, modalities, image_sizes
@@ -402,6 +425,7 @@ class LlavaMetaForCausalLM:
         )
 
     @torch.no_grad()
+    # pyrefly: ignore[bad-override]  # the library's other arguments pass through
     def generate(
         self,
         inputs: torch.Tensor | None = None,
@@ -409,7 +433,7 @@ class LlavaMetaForCausalLM:
         image_sizes: Sizes = None,
         modalities: Sequence[str] | None = None,
         **kwargs,
-    ) -> torch.LongTensor:
+    ) -> torch.Tensor:
         """Generates from prompts [B, S] with image placeholders; returns the new tokens only [B, new tokens].
 
         Prompts of different length are padded on either side with `attention_mask` 0; a 0 between tokens hides nothing,
@@ -424,14 +448,15 @@ class LlavaMetaForCausalLM:
         if kwargs.get("do_sample") is False:
             # Harnesses pass temperature=0 all the same; greedy decoding reads none of these, the library would warn.
             kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING_OPTIONS}
+        parent: Any = super()  # the library's mixin wants a type that has no name here
         if self.get_vision_tower() is None:
-            return super().generate(inputs, attention_mask=attention_mask, **kwargs)[:, inputs.shape[1] :]
+            return parent.generate(inputs, attention_mask=attention_mask, **kwargs)[:, inputs.shape[1] :]
         newline = self.get_model().image_newline
         with gathered([] if newline is None else newline):  # no module's forward, by which ZeRO-3 would gather it
             _, _, attention_mask, _, inputs_embeds, _ = self.prepare_inputs_labels_for_multimodal(
                 inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
             )
-        return super().generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
+        return parent.generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
 
 
 def without_holes(attention_mask: torch.Tensor) -> torch.Tensor:

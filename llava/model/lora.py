@@ -48,7 +48,8 @@ def recorded_base(folder_or_id: str) -> str:
     Raises:
         ValueError: it says none, or a folder that is not on this machine.
     """
-    base = json.loads(Path(lora_config_file(folder_or_id)).read_text()).get("base_model_name_or_path")
+    file = lora_config_file(folder_or_id)
+    base = json.loads(Path(file).read_text()).get("base_model_name_or_path") if file else None
     if base and (Path(base).exists() or not _is_path(base)):
         return base
     found = f"{base}, which is not here" if base else "none"

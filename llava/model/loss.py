@@ -32,6 +32,7 @@ class LMHead(nn.Linear):
     logits_scaling: float = 1.0  # Granite divides its logits
     tally: "LossTally | None" = None  # told of every row's loss; not by Liger's kernel, which knows their sum alone
 
+    # pyrefly: ignore[bad-override]  # callers pass the hidden states by position
     def forward(self, hidden_states: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., C] of `hidden_states` [..., D]; with `targets` [R] the fp32 sum of their cross-entropies."""
         if targets is None:
@@ -173,7 +174,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradient = log_probs.exp_()
                 gradient.scatter_add_(1, target, torch.full(target.shape, -1.0, device=target.device))
                 gradient = gradient.to(weight.dtype)
-                if wants_hidden:
+                if hidden_grad is not None:
                     hidden_grad[start : start + rows] = gradient @ weight
                 if not wants_weight:
                     continue
@@ -191,7 +192,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_output: torch.Tensor):
+    def backward(ctx, grad_output: torch.Tensor):  # pyrefly: ignore[bad-override]  # one output, one gradient
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss frees its gradients in its backward pass, which can run only once")
         gradients, ctx.gradients = ctx.gradients, None

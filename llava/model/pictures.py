@@ -40,7 +40,7 @@ def match_crops(
     return (torch.cat(crops) if crops else None), pictures
 
 
-def _of_each_image(images: Images) -> Iterator[torch.Tensor]:
+def _of_each_image(images: torch.Tensor | Sequence) -> Iterator[torch.Tensor]:
     """The crops [n, 3, H, W] of every image."""
     for entry in images:
         if not isinstance(entry, torch.Tensor):
@@ -62,7 +62,7 @@ def _without_unused(entries: list, placeholders: list[int]) -> list:
 def line_up(
     features: torch.Tensor, pictures: Sequence[Picture], rules: CropRules, newline: torch.Tensor | None
 ) -> torch.Tensor:
-    """The visual tokens of all pictures, one behind the other, as they enter the LLM.
+    """The visual tokens of all pictures, one after another, as they enter the LLM.
 
     Args:
         features: of every crop [K, V, D], aligned by the norm.
@@ -82,7 +82,7 @@ def line_up(
 
 
 def _in_rows(crops: torch.Tensor, patches: Patches, newline: torch.Tensor | None) -> torch.Tensor:
-    """The visual tokens of a grid of crops, row of patches by row, with a newline behind each."""
+    """The visual tokens of a grid of crops, row of patches by row, with a newline after each."""
     side = math.isqrt(crops.shape[1])
     grid = crops.view(patches.rows, patches.columns, side, side, -1).transpose(1, 2)
     grid = grid.reshape(patches.rows * side, patches.columns * side, -1)

@@ -67,7 +67,7 @@ class ModelArguments(ProjectorNormArguments):
     mm_patch_merge_type: str = field(
         default="flat",
         metadata={
-            "help": "How the visual tokens of a picture's crops are laid out: flat (one crop behind the other), "
+            "help": "How the visual tokens of a picture's crops are laid out: flat (one crop after another), "
             "spatial (the whole picture, then the rows of the grid), spatial_unpad (the same without black borders and "
             "with a learnt image_newline at each row's end)."
         },
@@ -129,16 +129,16 @@ class DataArguments:
     )
     full_decode: bool = field(
         default=False,
-        metadata={"help": "Before the first step decode every image in full, where else its header is read."},
+        metadata={"help": "Decode every image in full before the first step; otherwise only its header is read."},
     )
     recheck_data: bool = field(
         default=False,
-        metadata={"help": "Check data and images again before the first step, whatever was found by earlier checks."},
+        metadata={"help": "Check data and images again before the first step, whatever earlier checks found."},
     )
     data_cache_dir: str | None = field(
         default=None,
         metadata={
-            "help": "Where converted records, what was checked, and measured lengths are kept; default .llava_cache "
+            "help": "Where converted records, results of checks and measured lengths are kept; default .llava_cache "
             "beside the data, or ~/.cache/llava/data where that cannot be written."
         },
     )
@@ -181,8 +181,8 @@ class DataArguments:
 class TrainingArguments(transformers.TrainingArguments):
     """The Hugging Face Trainer's flags and LLaVA's additions."""
 
-    output_dir: str | None = field(
-        default=None,
+    output_dir: str = field(
+        default=None,  # pyrefly: ignore[bad-assignment]  # until `__post_init__`, where the library names a folder
         metadata={"help": "Where the model, its checkpoints and its logs are written. Relative to where this starts."},
     )
     save_strategy: Literal["no", "steps", "epoch"] = field(
@@ -201,7 +201,7 @@ class TrainingArguments(transformers.TrainingArguments):
     cache_dir: str | None = field(default=None, metadata={"help": "Where downloads from the hub are kept."})
     model_max_length: int = field(
         default=2048,
-        metadata={"help": "Positions of a sample, counted after images are expanded; longer ones are cut."},
+        metadata={"help": "Longest sample in tokens, counted after images are expanded; longer ones are cut."},
     )
     mm_projector_lr: float | None = field(
         default=None, metadata={"help": "Learning rate of projector and norm; default --learning_rate."}
@@ -215,24 +215,24 @@ class TrainingArguments(transformers.TrainingArguments):
     length_group_window: int = field(
         default=1,
         metadata={
-            "help": "With --group_by_modality_length: so many global batches' samples are paired, the longest with the "
-            "shortest, and pairs with like sums share a batch. 1 (LLaVA) keeps every global batch a random sample of "
-            "its modality; more make ranks with few samples equally busy."
+            "help": "With --group_by_modality_length: pair the samples of this many global batches, the longest with "
+            "the shortest, and put pairs of similar length in one batch. 1 (LLaVA) keeps every global batch a random "
+            "sample of its modality; more keep ranks with few samples equally busy."
         },
     )
     padding_free: bool = field(
         default=True,
         metadata={
-            "help": "Run a micro-batch as one row without padding, with micro-batches of even length; False pads, and "
-            "deals samples to ranks as LLaVA does (as --loss_reduction micro_batch_mean always does). The numbers are "
-            "the same."
+            "help": "Run a micro-batch as one row without padding, with micro-batches of even length; False pads them "
+            "and deals samples to ranks as LLaVA does (--loss_reduction micro_batch_mean always does). Loss and "
+            "gradients are the same."
         },
     )
     max_tokens_per_micro_batch: int | None = field(
         default=None,
         metadata={
-            "help": "With --padding_free: every step takes the fewest micro-batches of at most so many tokens, equally "
-            "many on all ranks, in place of --gradient_accumulation_steps. The samples of a step stay the same."
+            "help": "With --padding_free: most tokens of a micro-batch. A step then takes as few micro-batches as it "
+            "can, the same number on all ranks, whatever --gradient_accumulation_steps says; its samples stay the same."
         },
     )
     loss_head: LossHead = field(
@@ -275,15 +275,15 @@ class TrainingArguments(transformers.TrainingArguments):
     eval_generate: int = field(
         default=0,
         metadata={
-            "help": "At every evaluation ask so many held-out questions that have answers of a few words; logged as "
+            "help": "Number of held-out questions with short answers to ask at every evaluation; logged as "
             "eval/accuracy, with a table of pictures and answers for tensorboard, wandb and trackio."
         },
     )
     per_device_eval_batch_size: int = field(
         default=8,
         metadata={
-            "help": "Most held-out samples that a device computes at a time; also never more tokens than in training. "
-            "The loss is the same for all."
+            "help": "Most held-out samples that a device computes at a time; never more tokens than in training. The "
+            "loss does not depend on it."
         },
     )
     load_best_model_at_end: bool = field(
@@ -298,7 +298,7 @@ class TrainingArguments(transformers.TrainingArguments):
         metadata={"help": "Which logged figure decides, without eval/: loss (default), loss_image, loss/<source>, ..."},
     )
     greater_is_better: bool | None = field(
-        default=None, metadata={"help": "Whether more of it is better; default: only where it is no loss."}
+        default=None, metadata={"help": "Whether larger is better; default: True unless it is a loss."}
     )
     evaluation_strategy: Literal["no"] = field(
         default="no", metadata={"help": "Accepted for LLaVA's scripts, which pass no."}
@@ -322,7 +322,7 @@ class TrainingArguments(transformers.TrainingArguments):
     lora_modules: str = field(
         default="decoder",
         metadata={
-            "help": "What gets adapters: decoder, tower, or both with a comma. Those of the tower have "
+            "help": "What gets adapters: decoder, tower, or both with a comma. The tower's learn with "
             "--mm_vision_tower_lr. Parts named here are trained by LoRA alone."
         },
     )
@@ -331,8 +331,8 @@ class TrainingArguments(transformers.TrainingArguments):
         metadata={"help": "DoRA: adapters learn direction and magnitude of the weights apart (PEFT's use_dora)."},
     )
     lora_r: int = field(default=64, metadata={"help": "Rank of the LoRA adapters."})
-    lora_alpha: int = field(default=16, metadata={"help": "The adapters are scaled by this over --lora_r."})
-    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout in front of the adapters."})
+    lora_alpha: int = field(default=16, metadata={"help": "The adapters are scaled by --lora_alpha / --lora_r."})
+    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout before the adapters."})
     lora_bias: Literal["none", "all", "lora_only"] = field(
         default="none",
         metadata={"help": "The language model's biases that are trained: none, all, or those of adapted layers."},
@@ -353,22 +353,21 @@ class TrainingArguments(transformers.TrainingArguments):
     telemetry_steps: int | None = field(
         default=None,
         metadata={
-            "help": "Gradient norms and token norms are measured every so many steps; default --logging_steps, 0 never."
+            "help": "Steps between measurements of gradient norms and token norms; default --logging_steps, 0: never."
         },
     )
 
     max_nonfinite_steps: int = field(
         default=10,
         metadata={
-            "help": "Stop after so many steps in a row whose loss or gradient was infinite or not a number; none of "
-            "them is applied."
+            "help": "Stop after this many steps in a row whose loss or gradient is infinite or not a number. Such "
+            "steps are never applied."
         },
     )
     hang_timeout: float = field(
         default=1800.0,
         metadata={
-            "help": "Seconds without progress after which a rank says where it hangs and ends, and the run with it; 0 "
-            "never."
+            "help": "Seconds without progress after which a rank reports where it hangs, and ends the run; 0: never."
         },
     )
     trial_save: bool = field(
@@ -394,7 +393,7 @@ class TrainingArguments(transformers.TrainingArguments):
         default=None,
         metadata={
             "help": "Recompute activations instead of keeping them: auto (default; as few decoder layers as the memory "
-            "estimate asks for, none where it fits), True (every layer), False, or a number (so many decoder layers, "
+            "estimate asks for, none where it fits), True (every layer), False, or a number (that many decoder layers, "
             "from the first). --gradient_checkpointing True or False, as LLaVA's scripts pass it, means the same.",
             "nargs": "?",
             "const": "True",
@@ -440,11 +439,14 @@ class TrainingArguments(transformers.TrainingArguments):
             self.use_cpu = True
         if isinstance(self.deepspeed, str) and self.deepspeed.endswith(".json"):
             self.deepspeed = shipped(self.deepspeed)
-        if str(self.deepspeed).endswith(".json") and not Path(self.deepspeed).is_file():
-            raise ValueError(f"--deepspeed {self.deepspeed}: no such file; the recipes' are in deepspeed_configs/")
+            if not Path(self.deepspeed).is_file():
+                raise ValueError(f"--deepspeed {self.deepspeed}: no such file; the recipes' are in deepspeed_configs/")
         if self.remove_unused_columns:
             raise ValueError("--remove_unused_columns must be False: it would drop the images")
+        # From here on these two hold a choice; as fields they are what the parser makes flags of.
+        # pyrefly: ignore[bad-assignment]
         self.activation_checkpointing = checkpointing_choice(self.activation_checkpointing, self.gradient_checkpointing)
+        # pyrefly: ignore[bad-assignment]
         self.use_liger_kernel = liger_choice(self.use_liger_kernel)
         self.gradient_checkpointing = None  # the library lets it follow the newer name
         if self.metric_for_best_model and self.greater_is_better is None:  # the library knows names that end in loss

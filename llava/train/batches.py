@@ -11,18 +11,25 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from transformers.trainer_utils import seed_worker
 
-from llava.data.dataset import LazySupervisedDataset
-from llava.data.sampler import ModalityLengthGroupedSampler, RandomOrder, StepSampler, dealt_evenly, dealt_in_order
+from llava.data.dataset import LazySupervisedDataset, Sample
+from llava.data.sampler import (
+    ModalityLengthGroupedSampler,
+    Order,
+    RandomOrder,
+    StepSampler,
+    dealt_evenly,
+    dealt_in_order,
+)
 
 logger = logging.getLogger(__name__)
 
 _LOGGED_SAMPLES = 25_600  # of an epoch, for the log's line about micro-batches: 200 steps of the recipe
 
 
-def sample_order(dataset: LazySupervisedDataset, args: Any) -> Sampler[int]:
+def sample_order(dataset: LazySupervisedDataset, args: Any) -> Order:
     """The order of samples that the flags ask for, the same on every rank."""
     seed = args.seed if args.data_seed is None else args.data_seed
     if args.group_by_modality_length:
@@ -118,24 +125,26 @@ def most_crops(dataset: LazySupervisedDataset) -> float | None:
 class MicroBatches(Dataset):
     """Micro-batches instead of samples: an index is a list of sample numbers, which the collator joins."""
 
-    def __init__(self, samples: Dataset, collator: Callable[[list[Any]], Any]):
+    def __init__(self, samples: LazySupervisedDataset, collator: Callable[[list[Sample]], Any]):
         self.samples, self.collator = samples, collator
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, indices: list[int]) -> Any:
-        return self.collator([self.samples[i] for i in indices])
+    def __getitem__(self, index: list[int]) -> Any:
+        return self.collator([self.samples[i] for i in index])
 
 
 class StepLoader(DataLoader):
     """This rank's optimizer steps, each a list of collated micro-batches; Accelerate must not share them out again."""
 
+    batch_sampler: StepSampler
+
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)
 
 
-def step_loader(order: Sampler[int], dataset: LazySupervisedDataset, collator: Any, args: Any) -> StepLoader:
+def step_loader(order: Order, dataset: LazySupervisedDataset, collator: Any, args: Any) -> StepLoader:
     """The steps of this process, which take their samples in `order`.
 
     A worker prepares whole steps. One ahead per worker is enough for it never to rest, and keeps a step of many

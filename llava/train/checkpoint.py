@@ -113,7 +113,7 @@ def commit(staged: Path, target: Path, rank: int = 0, world_size: int = 1) -> No
 
 
 def commit_final(staged: Path, target: Path, step: int) -> None:
-    """Moves the final folder's files to their place, one atomic step each, and behind them the manifest."""
+    """Moves the final folder's files to their place, one atomic step each, and the manifest last."""
     files = sorted(staged.iterdir())
     with ThreadPoolExecutor(4) as pool:
         entries = {file.name: entry for file, entry in zip(files, pool.map(_measure, files), strict=True)}

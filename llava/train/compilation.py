@@ -6,7 +6,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +25,8 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
     """
     torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
     kinds: dict[type, Any] = {}
-    for layer in (*model.get_model().layers, *model.get_vision_tower().layers):
+    layers: tuple[Any, ...] = (*model.get_model().layers, *model.get_vision_tower().layers)
+    for layer in layers:
         if type(layer) not in kinds:
             forward = type(layer).forward.__wrapped__  # without the library's checkpointing, which is put back below
             kinds[type(layer)] = torch.compile(forward, dynamic=True, backend=backend)
@@ -34,7 +34,7 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
     logger.info("compiled when first used: %s", ", ".join(kind.__name__ for kind in kinds))
 
 
-def _forward(compiled: Any, layer: GradientCheckpointingLayer, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+def _forward(compiled: Any, layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
     if hidden_states._is_view():  # the first layer's input often is; compiled code for views fits no other layer
         hidden_states = hidden_states.clone()
     run = partial(compiled, layer, **kwargs)

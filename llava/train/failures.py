@@ -26,7 +26,7 @@ REQUEST = "requeue"  # a file there: the run is to be started again; it says whe
 SAVED, UNSAVED = "saved", "unsaved"
 # In their order, at the same number of finished steps.
 PHASES = ("starting", "evaluating", "saving", "reading data", "computing")
-# What a rank says whose peer is gone; at the same progress it comes behind the peer's own error.
+# What a rank says whose peer is gone; at the same progress it comes after the peer's own error.
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line \d+, in .*\n(?P<source>    .*\n)?', re.MULTILINE)
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal (?P<traceback>.*)", re.DOTALL)
@@ -71,17 +71,17 @@ class Watchdog:
         if self.folder is None:
             return
         try:
-            self._write(text, lost_peer, details)
+            self._write(self.folder, text, lost_peer, details)
         except OSError:  # what is reported may be just that
             self.folder = Path(tempfile.mkdtemp(prefix="llava-errors-"))
-            self._write(text, lost_peer, details)
+            self._write(self.folder, text, lost_peer, details)
 
-    def _write(self, text: str, lost_peer: bool, details: str) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _write(self, folder: Path, text: str, lost_peer: bool, details: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         where = f"{PHASES[self.phase]} after {self.step} finished steps"
         name = f"{self.step:08d}-{self.phase}-{int(lost_peer)}-{time.time_ns()}-rank{self.rank}.txt"
         header = f"rank {self.rank} on {socket.gethostname()}, process {os.getpid()}, {where}\n"
-        file = self.folder / name
+        file = folder / name
         if details:
             beside = file.with_suffix(".traceback")
             beside.write_text(header + details)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llava.data.dataset import LazySupervisedDataset
+from llava.data.dataset import LazySupervisedDataset, Sample
 from llava.model.multimodal_projector.norm import fit_to_tokens, projector_norm
 from llava.model.zero3 import gathered, is_partitioned
 
@@ -49,7 +49,7 @@ def fit_norm_to_first_images(model: Any, dataset: LazySupervisedDataset, device:
     fit_to_tokens(norm, model.config, tokens.flatten(0, -2))
 
 
-def _whole_pictures(item: dict[str, Any]) -> torch.Tensor:
+def _whole_pictures(item: Sample) -> torch.Tensor:
     """The images [n, 3, H, W] of a sample; of those that are cut into crops the first crop, which shows the whole."""
     if "pictures" not in item:
         return item["images"]

@@ -81,7 +81,8 @@ def parse_flags(argv: list[str]) -> tuple[ModelArguments, DataArguments, Trainin
     Raises:
         ValueError: flags contradict each other.
     """
-    return FlagParser().parse_args_into_dataclasses(argv, look_for_args_file=False)
+    found: Any = FlagParser().parse_args_into_dataclasses(argv, look_for_args_file=False)
+    return found
 
 
 def group_of(owner: type, name: str) -> str:
@@ -99,7 +100,7 @@ class FlagParser(Parser, HfArgumentParser):
 
     def __init__(self) -> None:
         self._titled: dict[str, Any] = {}
-        self._owner: type | None = None
+        self._owner: type = ModelArguments
         super().__init__(
             (),
             prog=program_name("llava.train.train"),
@@ -112,8 +113,9 @@ class FlagParser(Parser, HfArgumentParser):
         )
         for title in GROUPS:
             self._titled[title] = self.add_argument_group(title)
-        for self._owner in (ModelArguments, DataArguments, TrainingArguments):
-            self.dataclass_types.append(self._owner)
+        owners = (ModelArguments, DataArguments, TrainingArguments)
+        self.dataclass_types = list(owners)
+        for self._owner in owners:
             self._add_dataclass_arguments(self._owner)
 
     def _parse_dataclass_field(self, parser: Any, field: dataclasses.Field) -> None:
@@ -124,7 +126,8 @@ class FlagParser(Parser, HfArgumentParser):
             if field.name in _UNSEEN.split() or field.name in _REASONS or action.option_strings[0] != f"--{field.name}":
                 action.help = argparse.SUPPRESS
             if action.choices is None:
-                action.metavar = "True|False" if action.const is True else _METAVARS.get(action.type, "VALUE")
+                kind: Any = action.type
+                action.metavar = "True|False" if action.const is True else _METAVARS.get(kind, "VALUE")
 
     def parse_known_args(self, args=None, namespace=None):
         """As the library, but what is unknown, has no effect or cannot work is refused."""
@@ -149,7 +152,7 @@ class _Formatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         if action.default in (None, "", argparse.SUPPRESS) or action.default == []:
-            return action.help
+            return action.help or ""
         return f"{action.help} (default: %(default)s)"
 
 

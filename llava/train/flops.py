@@ -38,7 +38,7 @@ class Work:
     samples: Any = 0
     tokens: Any = 0  # of the decoder
     positions: Any = 0  # tokens and what padding would add
-    pairs: Any = 0  # (query, key) inside samples, key not behind query
+    pairs: Any = 0  # (query, key) inside samples, key not after query
     images: Any = 0  # that the tower sees: crops, where a picture has several
     targets: Any = 0  # positions whose next token is supervised
     window_pairs: Any = 0  # pairs that are in a sliding window as well; 0 without one
@@ -144,8 +144,8 @@ def _matmul_flops(module: nn.Module, passes_gradient: bool) -> int:
     if isinstance(module, nn.Linear):  # its weight may be quantised or partitioned, and then has another shape
         elements = module.in_features * module.out_features
     else:
-        elements = full_shape(module.weight).numel()
-    return 2 * elements * (1 + passes_gradient + module.weight.requires_grad)
+        elements = full_shape(module.get_parameter("weight")).numel()
+    return 2 * elements * (1 + passes_gradient + module.get_parameter("weight").requires_grad)
 
 
 def _projector_flops(projector: nn.Module, tower_trained: bool) -> int:

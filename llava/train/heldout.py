@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import seed_worker
+from transformers.trainer_utils import SchedulerType, seed_worker
 
 from llava.data.checks import starts_from
 from llava.data.dataset import LazySupervisedDataset
@@ -67,8 +67,9 @@ def check_eval_flags(data_args: Any, training_args: Any) -> None:
     if (folder := data_args.eval_image_folder) and not Path(folder).exists():
         raise FileNotFoundError(f"--eval_image_folder {folder}: no such folder or zip file{starts_from(folder)}")
     if training_args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        schedule = SchedulerType(training_args.lr_scheduler_type).value
         raise ValueError(
-            f"--lr_scheduler_type {training_args.lr_scheduler_type.value} would let held-out data decide it; take "
+            f"--lr_scheduler_type {schedule} would let held-out data decide it; take "
             "one that follows the steps, such as cosine"
         )
     if (size := training_args.per_device_eval_batch_size) < 1:
@@ -132,10 +133,9 @@ def parts_of(lengths: Sequence[int], sources: Sequence[str], max_samples: int, m
     longest = 0
     for i in order:
         kind = (MODALITIES[int(lengths[i] < 0)], sources[i])
-        last = parts[-1] if parts else None
-        fits = last and len(last.samples) < max_samples and longest * (len(last.samples) + 1) <= max_tokens
-        if fits and last[:2] == kind:
-            last.samples.append(i)
+        count = len(parts[-1].samples) if parts and parts[-1][:2] == kind else max_samples
+        if count < max_samples and longest * (count + 1) <= max_tokens:
+            parts[-1].samples.append(i)
         else:
             parts.append(Part(*kind, [i]))
             longest = abs(int(lengths[i]))
@@ -251,8 +251,9 @@ class HeldOut:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout and gradients; afterwards every module and the random states are as they were."""
     modes = {module: module.training for module in model.modules()}
-    devices = [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
-    kind = torch.accelerator.current_accelerator().type if devices else "cuda"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+    kind = "cuda" if accelerator is None else accelerator.type
     with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
         model.eval()
         try:

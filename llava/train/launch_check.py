@@ -45,7 +45,7 @@ class NodeFacts:
     versions: dict[str, str]
     commit: str
     paths: dict[str, str]  # "found" or what is wrong
-    clock: float  # seconds, read behind a common barrier
+    clock: float  # seconds, read after a common barrier
     free_gib: float
     gib_per_second: float = 0.0  # of the best link to a neighbouring node
     faults: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ def check_paths(inputs: Sequence[str], output_dir: str) -> dict[str, str]:
 
 
 def link_speed(first_ranks: Sequence[int], device: torch.device) -> float:
-    """GiB/s of this rank's best link to the node before or behind it; 0 where there is none. Every rank must call."""
+    """GiB/s of this rank's best link to the node before or after it; 0 where there is none. Every rank must call."""
     rank, best = dist.get_rank(), 0.0
     buffer = torch.zeros(_MESSAGE[device.type] // 4, device=device)
     pairs = list(zip(first_ranks, first_ranks[1:], strict=False))
@@ -190,7 +190,7 @@ def names_over_gloo(timeout: timedelta = _CONNECT) -> list[str]:
     """Every rank's node, asked over gloo, which the ranks use beside NCCL. Every rank must call.
 
     Raises:
-        RuntimeError: this rank reaches the others not; the message names host, interface and variable.
+        RuntimeError: this rank does not reach the others; the message names host, interface and variable.
     """
     if not joined():
         return [node_name()]
@@ -207,6 +207,7 @@ def names_over_gloo(timeout: timedelta = _CONNECT) -> list[str]:
             f"launch check: host {platform.node()}, rank {dist.get_rank()}: no connection to all {len(names)} ranks "
             f"over gloo within {timeout.total_seconds():g} s ({reason}); gloo finds its interface {route_text()}"
         ) from error
+    assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is in it
     dist.destroy_process_group(group)
     return names
 
@@ -220,7 +221,7 @@ def spans_nodes() -> bool:
     return len(set(names_over_gloo())) > 1
 
 
-def check_launch(inputs: Sequence[str], output_dir: str, device: torch.device) -> None:
+def check_launch(inputs: Sequence[str | None], output_dir: str, device: torch.device) -> None:
     """Prints the table on rank 0. Every rank must call.
 
     Raises:

@@ -13,11 +13,14 @@ from transformers import ProgressCallback, Trainer
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
+from llava.data.dataset import LazySupervisedDataset
 from llava.mm_utils import save_tokenizer
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora, load_adapters, load_non_lora, lora_state_dict, read_non_lora, save_non_lora
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.progress import in_terminal
+from llava.train.arguments import TrainingArguments
 from llava.train.batches import global_batch_size, sample_order, step_loader, whole_steps
 from llava.train.checkpoint import (
     STAGING,
@@ -59,10 +62,16 @@ class LLaVATrainer(Trainer):
         kwargs: those of the Hugging Face Trainer.
     """
 
+    args: TrainingArguments
+    model: LlavaMetaForCausalLM
+    train_dataset: LazySupervisedDataset
+    optimizer: Any  # as Accelerate or DeepSpeed wraps it, with the flags that say whether a step was applied
+    lr_scheduler: Any  # the same
+
     def __init__(
         self,
         *,
-        args: Any,
+        args: TrainingArguments,
         image_processor: Any = None,
         identity: dict[str, Any] | None = None,
         resumed: dict[str, Any] | None = None,
@@ -157,6 +166,7 @@ class LLaVATrainer(Trainer):
         # The library would wait for every copy; pinned memory is read while the device goes on.
         return send_to_device(inputs, self.args.device, non_blocking=True)
 
+    # pyrefly: ignore[bad-override]  # what the library takes for a batch is a step here
     def floating_point_ops(self, inputs: list[dict[str, Any]]) -> int:
         return sum(super(LLaVATrainer, self).floating_point_ops(micro_batch) for micro_batch in inputs)
 
@@ -204,7 +214,8 @@ class LLaVATrainer(Trainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         """Losses on the held-out records, logged; empty where a signal cuts it short. Every rank must call."""
-        step = self.state.global_step
+        heldout, step = self.heldout, self.state.global_step
+        assert heldout is not None  # --eval_strategy is refused without --eval_data_path
         if step == self.first_step > 0:  # --eval_on_start of a run that goes on
             return {}
         start = time.perf_counter()
@@ -214,15 +225,15 @@ class LLaVATrainer(Trainer):
             return self.stop_signal.agreed()
 
         with self.throughput.paused(), evaluating(self.model_wrapped):
-            totals = self.heldout.totals(self.model_wrapped, self._prepare_inputs, at_batch)
-            questions = self.heldout.questions if totals is not None else None
+            totals = heldout.totals(self.model_wrapped, self._prepare_inputs, at_batch)
+            questions = heldout.questions if totals is not None else None
             answers = questions.ask(self.model, at_batch) if questions else []
             if totals is None or answers is None:
                 logger.warning("the evaluation after step %d is left out: a signal came", step)
                 self.control.should_evaluate = False  # the end of the epoch would ask again
                 return {}
             totals = self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu()
-        metrics = self.heldout.metrics(totals) | (accuracy(answers) if answers else {})
+        metrics = heldout.metrics(totals) | (accuracy(answers) if answers else {})
         if answers and self.is_world_process_zero():
             show_answers(answers, self.callback_handler.callbacks, step)
         metrics["eval_seconds"] = round(time.perf_counter() - start, 3)
@@ -239,14 +250,16 @@ class LLaVATrainer(Trainer):
         step = self.state.best_global_step
         return Path(self.args.output_dir, f"checkpoint-{step}") if step else None
 
+    def _note_best(self, best: Path | None) -> None:
+        self.state.best_model_checkpoint = None if best is None else str(best)
+
     def _finalize_training(self, trial, num_train_samples, start_time):
         # The library would load the best of a run that stops early as well, and remove the checkpoint it goes on from.
-        best = None if self.stop_signal.stopped else self.best_checkpoint()
-        self.state.best_model_checkpoint = best and str(best)
+        self._note_best(None if self.stop_signal.stopped else self.best_checkpoint())
         return super()._finalize_training(trial, num_train_samples, start_time + self.throughput.paused_seconds)
 
     def _load_best_model(self) -> None:
-        folder, metric = Path(self.state.best_model_checkpoint), self.args.metric_for_best_model
+        folder, metric = Path(self.state.best_model_checkpoint or ""), self.args.metric_for_best_model
         if faults := faults_on_any_rank(folder, self.args.process_index, self.args.world_size):
             raise ResumeError(f"--load_best_model_at_end True: {folder} is the best and is not whole: {faults[0]}")
         logger.info("the final folder gets %s, with the best %s: %.6g", folder, metric, self.state.best_metric)
@@ -261,13 +274,16 @@ class LLaVATrainer(Trainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self.resumed is not None:
-            self._restore_groups()
+            self._restore_groups(self.resumed["step_size"])
         check_disk(self, max_steps)
         if self.args.trial_save:
             try_save(self)
         return prepared
 
-    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial):
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        resume = resume_from_checkpoint
         position = self._position(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
         self.first_step = self.state.global_step
         return position
@@ -283,7 +299,7 @@ class LLaVATrainer(Trainer):
                 f"{resume}: {best} was the best --metric_for_best_model so far and is not there; put it back, or start "
                 "anew by --resume_from_checkpoint False"
             )
-        self.state.best_model_checkpoint = best and str(best)
+        self._note_best(best)
         self.state.global_step = moved_step(self.state.global_step, self.resumed, global_batch_size(self.args))
         if self.state.global_step >= max_steps:  # the library would train one more step before it looks
             logger.info("all %d steps are done; only the final folder is written", max_steps)
@@ -291,7 +307,7 @@ class LLaVATrainer(Trainer):
         epochs, steps = divmod(self.state.global_step, num_update_steps_per_epoch)
         return epochs, steps
 
-    def _restore_groups(self) -> None:
+    def _restore_groups(self, step_size: int) -> None:
         """Puts every parameter group's own settings back, and the schedule where the data stands.
 
         A universal checkpoint gives all groups the first one's settings, and one counter of steps, which each of them
@@ -302,7 +318,7 @@ class LLaVATrainer(Trainer):
             if torch.is_tensor(step := state.get("step")):  # fused kernels count on the parameter's device
                 state["step"] = step.to(parameter.device if fused else step.device, copy=True)
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-        if global_batch_size(self.args) != self.resumed["step_size"]:
+        if global_batch_size(self.args) != step_size:
             schedule.last_epoch = self.state.global_step
             shares = [share(schedule.last_epoch) for share in schedule.lr_lambdas]
             schedule._last_lr = [rate * share for rate, share in zip(schedule.base_lrs, shares, strict=True)]
@@ -324,8 +340,7 @@ class LLaVATrainer(Trainer):
         self.staging = Path(self.args.output_dir, STAGING)
         with named_save_errors(target):
             super()._save_checkpoint(model, trial)
-            best = self.best_checkpoint()
-            self.state.best_model_checkpoint = best and str(best)  # the library looked for it below `.saving`
+            self._note_best(self.best_checkpoint())  # the library looked for it below `.saving`
             if self.args.should_save:
                 self.state.save_to_json(str(self.staging / name / TRAINER_STATE_NAME))
                 step_size, samples = global_batch_size(self.args), len(self.train_dataset)

@@ -37,7 +37,7 @@ class MasterWeights:
             parameter.register_post_accumulate_grad_hook(self._take_gradient)
 
     def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """What the optimizer shall update in place of these parameters."""
+        """What the optimizer updates in place of these parameters."""
         return [self.masters.get(p, p) for p in parameters]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -47,15 +47,17 @@ class MasterWeights:
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
         """Adds a micro-batch's gradient to the master's, so that none of 16 bits is ever added up."""
-        master = self.masters[parameter]
+        master, gradient = self.masters[parameter], parameter.grad
+        if gradient is None:
+            return
         if master.grad is not None:
-            master.grad += parameter.grad
+            master.grad += gradient
         elif parameter.device.type == "cpu":
             # Memory kept over the steps: fresh memory costs a page fault for every 4 KiB.
             buffer = self._buffers.setdefault(parameter, torch.empty_like(master))
-            master.grad = buffer.copy_(parameter.grad)
+            master.grad = buffer.copy_(gradient)
         else:
-            master.grad = parameter.grad.float()
+            master.grad = gradient.float()
         parameter.grad = None
 
     @torch.no_grad()

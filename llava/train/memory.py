@@ -208,7 +208,7 @@ def plan_checkpointing(requested: bool | int | str, estimate: MemoryEstimate, bu
     everything = CheckpointPlan(estimate.num_layers, tower=estimate.tower_layers > 0)
     if isinstance(requested, bool):
         return everything if requested else CheckpointPlan()
-    if requested != "auto":
+    if isinstance(requested, int):
         if requested > estimate.num_layers:
             raise ValueError(
                 f"--activation_checkpointing {requested}: the language model has {estimate.num_layers} layers"

@@ -63,7 +63,7 @@ class NonFiniteGuard:
             step: its number, from 1.
 
         Raises:
-            NonFiniteError: this is the last of so many in a row.
+            NonFiniteError: it is the last of `limit` such steps in a row.
         """
         if math.isfinite(float(grad_norm)):
             self.in_a_row = 0

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora, is_adapted, is_adapter
 from llava.model.multimodal_projector.norm import freeze_fixed_norm
 from llava.model.zero3 import full_shape
@@ -57,19 +58,20 @@ def part_of(parameter_name: str) -> str:
     return ADAPTER if is_adapter else LANGUAGE_MODEL
 
 
-def set_trainable(model: nn.Module, parts: frozenset[str]) -> None:
+def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:
     """Sets `requires_grad` of every parameter.
 
     A fixed norm and the tower's layers that never see a gradient stay frozen. In a language model with LoRA everything
     stays as `add_lora` left it: only adapters, and the biases asked for, are trained; in a tower with adapters these.
     """
-    lora, adapted_tower = has_lora(model), is_adapted(model.get_vision_tower())
+    tower = model.get_model().vision_tower
+    lora, adapted_tower = has_lora(model), is_adapted(tower)
     for name, parameter in model.named_parameters():
         part = part_of(name)
         if part != LANGUAGE_MODEL or not lora:
             frozen_base = part == VISION_TOWER and adapted_tower and not is_adapter(name)
             parameter.requires_grad_(part in parts and not frozen_base)
-    for parameter in model.get_vision_tower().unused_parameters():
+    for parameter in tower.unused_parameters():
         parameter.requires_grad_(False)
     freeze_fixed_norm(model.get_model().mm_projector)
     if not any(p.requires_grad for p in model.parameters()):

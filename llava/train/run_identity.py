@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from llava.conversation import get_template
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.norm import projector_norm
 from llava.model.zero3 import gathered
@@ -135,7 +135,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def weights_digests(model: nn.Module, is_first: bool = True) -> dict[str, str]:
+def weights_digests(model: LlavaMetaForCausalLM, is_first: bool = True) -> dict[str, str]:
     """SHA-256 of names, types and bytes of the parameters of each part; the projector's norm is a part of its own.
 
     Costs one reading of the weights; under ZeRO-3 one parameter at a time is gathered, and every rank must call.

@@ -23,7 +23,7 @@ from llava.train.ranks import joined
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# A terminal's Ctrl-C reaches every process, and launchers pass it on: within so many seconds it is the same one.
+# A terminal's Ctrl-C reaches every process, and launchers pass it on: within this many seconds it is the same one.
 _SAME_SECONDS = 1.0
 
 

@@ -32,8 +32,9 @@ from torch import nn
 from transformers import TrainerCallback
 
 from llava.layout import Layout
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.loss import LMHead, LossTally
-from llava.model.multimodal_projector.norm import projector_norm
+from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm
 from llava.model.zero3 import gathered
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
 
@@ -50,7 +51,7 @@ class NormProbe:
     The hooks must be registered before DeepSpeed wraps the model, so that they run while ZeRO-3 has the gain gathered.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: LlavaMetaForCausalLM):
         self.active = False
         self.reset()
         decoder = model.get_model()
@@ -74,7 +75,7 @@ class NormProbe:
         self.dummy = batch.get("images") is None  # the model makes a picture up, as it must run the tower
 
     def _see_features(self, module: nn.Module, args: tuple) -> tuple | None:
-        """Watches the projector's input [N, V, E]; behind a frozen tower it has no gradient until asked for one."""
+        """Watches the projector's input [N, V, E]; after a frozen tower it has no gradient until asked for one."""
         if not self.active:
             return None
         (features,) = args
@@ -83,7 +84,7 @@ class NormProbe:
         self._watch("vision_features", features)
         return (features,)
 
-    def _see_norm(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+    def _see_norm(self, module: ProjectorNorm, args: tuple, output: torch.Tensor) -> None:
         if self.active:
             self._watch("before_norm", args[0])
             self.mean_abs_gain = module.mean_abs_gain()
@@ -222,7 +223,7 @@ class SourceLosses:
     @contextlib.contextmanager
     def of_micro_batch(self, number: int) -> Iterator[None]:
         """The losses that are computed inside are those of a micro-batch of the step."""
-        if self.rows:
+        if self.rows and self.tally is not None:
             device = self.tally.sums.device
             rows = self.rows[number].pin_memory() if device.type == "cuda" else self.rows[number]
             self.tally.rows, self.lm_head.tally = rows.to(device, non_blocking=True), self.tally
@@ -233,7 +234,7 @@ class SourceLosses:
 
     def metrics(self, accelerator: Any) -> dict[str, float]:
         """Means and shares over all ranks since the last call; every rank must call."""
-        if not self.names:
+        if self.tally is None:
             return {}
         totals = accelerator.reduce(torch.stack([*self.tally.sums, self.samples.to(self.tally.sums.device)]), "sum")
         losses, targets, samples = totals.tolist()
@@ -289,7 +290,7 @@ class JsonlCallback(TrainerCallback):
         path = Path(args.output_dir, LOG_FILE)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines() if path.exists() else []
-        # What an interrupted run logged behind its last checkpoint is computed again.
+        # What an interrupted run logged after its last checkpoint is computed again.
         kept = [line for line in lines if json.loads(line)["step"] <= state.global_step and state.global_step]
         path.write_text("".join(line + "\n" for line in kept))
 

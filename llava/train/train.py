@@ -148,7 +148,7 @@ def run(
     check_flags(model_args, data_args, training_args)
     if spans_nodes():
         inputs = (model_args.model_name_or_path, model_args.vision_tower, data_args.image_folder)
-        inputs += (*data_args.data_path.split(","), model_args.pretrain_mm_mlp_adapter)
+        inputs += (*(data_args.data_path or "").split(","), model_args.pretrain_mm_mlp_adapter)
         inputs += (*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder)
         check_launch(inputs, training_args.output_dir, training_args.device)
     records, write_left_out = checked_records(model_args, data_args, training_args)
@@ -162,7 +162,12 @@ def run(
             training_args.output_dir, start.finished,
         )  # fmt: skip
         return
-    if training_args.deepspeed and start.resumed and start.resumed["settings"]["world_size"] != identity["world_size"]:
+    if (
+        training_args.deepspeed
+        and start.checkpoint
+        and start.resumed
+        and start.resumed["settings"]["world_size"] != identity["world_size"]
+    ):
         if training_args.load_best_model_at_end:  # DeepSpeed would look for the best one's converted states as well
             raise ValueError(
                 "--load_best_model_at_end True: not in a DeepSpeed run that goes on with other ranks; "
@@ -189,7 +194,7 @@ def run(
     begin_run(trainer, start)
     if records.left_out and training_args.process_index == 0:
         write_left_out(Path(training_args.output_dir, QUARANTINE))
-    if eval_records is not None and eval_records.left_out and training_args.process_index == 0:
+    if eval_records is not None and write_eval_left_out and eval_records.left_out and training_args.process_index == 0:
         write_eval_left_out(Path(training_args.output_dir, EVAL_QUARANTINE))
     write_run_record(trainer, model_args, data_args, training_args, resumed=start.checkpoint is not None)
     watchdog.start()
@@ -360,7 +365,7 @@ def build_trainer(
         pad_token_id or 0, num_visual_tokens, training_args.model_max_length, training_args.padding_free, crop_rules
     )
     if eval_records is not None:
-        sources = sources_of(eval_records, data_args.eval_data_path, data_args.data_cache_dir)
+        sources = sources_of(eval_records, data_args.eval_data_path or "", data_args.data_cache_dir)
         images = image_store(eval_data_arguments(data_args), eval_records, EVAL_IMAGES)
         heldout = dataset.over(eval_records, images)
         options["heldout"] = HeldOut(heldout, sources, collator, training_args, largest)

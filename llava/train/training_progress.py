@@ -19,10 +19,11 @@ class TrainingProgress(TrainerCallback):
         paused_seconds: how long the process has evaluated and done what else is no training, so far.
     """
 
+    progress: Progress  # from `on_train_begin` on
+
     def __init__(self, step_size: int, paused_seconds: Callable[[], float] = lambda: 0.0):
         self.step_size, self.paused_seconds = step_size, paused_seconds
         self.paused_before = 0.0
-        self.progress: Progress | None = None
         self.loss: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -39,6 +40,7 @@ class TrainingProgress(TrainerCallback):
         self.progress.update(state.global_step - self.progress.done)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        logs = logs or {}
         self.loss = logs.get("loss", self.loss)
         if "eval_loss" in logs:
             found = {name: value for name, value in logged_names(logs).items() if name.startswith("eval/")}

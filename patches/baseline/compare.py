@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 REPO = Path(__file__).resolve().parents[2]
-NORM_KEY = "mm_projector.3."  # behind mlp2x_gelu's Linear, GELU, Linear
+NORM_KEY = "mm_projector.3."  # after mlp2x_gelu's Linear, GELU, Linear
 
 TREES = {"patched": "upstream, patched", "original": "upstream as it came", "ours": "this tree"}
 

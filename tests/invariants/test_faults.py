@@ -490,7 +490,7 @@ def test_ctrl_c_in_a_terminal_saves_or_ends_and_shows_no_traceback(tiny, tmp_pat
 
 
 class Trace(TrainerCallback):
-    """The trained weights' sum and the learning rate behind every step."""
+    """The trained weights' sum and the learning rate after every step."""
 
     def __init__(self):
         self.sums, self.rates = [], []
@@ -513,7 +513,7 @@ def test_step_that_is_not_finite_changes_nothing_and_names_its_records(tiny, tmp
     assert message.startswith(f"{beginning}{tiny}/data/finetune.json: record ")
     assert message.count("(id 'q") == 4  # of the one micro-batch at fault
     assert [line.get("nonfinite_steps") for line in log_lines(tmp_path)] == [None, 1, 1]
-    assert all(math.isfinite(line["loss"]) for line in log_lines(tmp_path))  # also of the steps behind it
+    assert all(math.isfinite(line["loss"]) for line in log_lines(tmp_path))  # also of the steps after it
 
 
 def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_path, monkeypatch):

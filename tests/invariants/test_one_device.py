@@ -66,7 +66,7 @@ def move(model: nn.Module, device: str) -> None:
 
 
 def train_on(accelerator, device, argv, dtype=None, autocast=False, samples=range(4), broken=None):
-    """The loss of one micro-batch, behind its backward pass where that can run."""
+    """The loss of one micro-batch, after its backward pass where that can run."""
     model, trainer = build(argv)
     batch = trainer.data_collator([trainer.train_dataset[index] for index in samples])
     batch.pop("indices", None)

@@ -159,7 +159,7 @@ def test_the_same_command_goes_on_and_ends_with_the_same_file(ask, asked, monkey
     stopped = ask(LONG, *flags, model=babbler)
     assert stopped.status == 130 and "the same command goes on" in stopped.error and len(stopped.lines) == 4
     asked.stop_after(10**9)
-    stopped.file.write_bytes(whole[: len(stopped.file.read_bytes()) + 70])  # killed in a line behind a whole window
+    stopped.file.write_bytes(whole[: len(stopped.file.read_bytes()) + 70])  # killed in a line after a whole window
     asked.calls.clear()
     assert ask(LONG, *flags, model=babbler).file.read_bytes() == whole and len(asked.calls) == 4
     asked.calls.clear()

@@ -143,7 +143,7 @@ def test_llavas_function_takes_its_callers_arguments(checkpoint, images, capsys)
 
 def test_a_stage_1_checkpoint_captions_and_says_so(ask, captioner):
     result = ask(model=captioner)
-    assert result.status == 0 and "it captions, --query is unread" in result.error
+    assert result.status == 0 and "it writes a caption and ignores --query" in result.error
 
 
 @pytest.mark.parametrize(

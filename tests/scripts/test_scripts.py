@@ -303,7 +303,7 @@ def test_words_behind_the_script_that_are_no_flags_are_refused():
 def test_misspelt_variable_is_named_with_the_one_that_is_meant():
     run = bash("scripts/pretrain.sh", DRY_RUN="json", NUM_GPUS=8, MAX_STEP=5, SLURM_NNODES=3, WORLD_SIZE=2)
     assert run.returncode == 0 and json.loads(run.stdout)["flags"]["max_steps"] == "-1"
-    assert run.stderr == "note: MAX_STEP is set, but is no variable of these scripts; is it meant to be MAX_STEPS?\n"
+    assert run.stderr == "note: MAX_STEP is set, but these scripts have no such variable; did you mean MAX_STEPS?\n"
 
 
 def test_relative_paths_start_at_the_root_and_the_refusal_says_so(tmp_path):
@@ -468,7 +468,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(start):
         (
             "SIGKILL",
             137,
-            "rank 0 on .*, process .*, ended without a message: it was killed, by hand or for want of memory",
+            "rank 0 on .*, process .*, ended without a message: it was killed, by hand or because memory ran out",
         ),
         ("SIGABRT", 134, "ended without a message: it was ended by SIGABRT"),
         ("leaves", 4, None),

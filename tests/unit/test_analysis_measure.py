@@ -112,7 +112,7 @@ def test_each_layers_statistics_equal_plain_numpy():
 def test_features_added_between_layers_are_in_no_layers_turn():
     from llava.analysis.curves import layer_rows
 
-    case = models.qwen3_vl()  # adds the encoder's earlier states behind the first two layers
+    case = models.qwen3_vl()  # adds the encoder's earlier states after the first two layers
     entered, left = {}, {}
     for index, layer in enumerate(case.model.model.language_model.layers):
         layer.register_forward_pre_hook(lambda _, args, index=index: entered.update({index: args[0].double()}))
@@ -137,8 +137,8 @@ def test_features_added_between_layers_are_in_no_layers_turn():
             assert own.mean != pytest.approx(whole, rel=1e-2)
     rows = [row for row in layer_rows({"x": found}, ("norm", "cosine", "turn")) if "added" in row["tokens"]]
     assert [(row["tokens"], row["layer"], row["count with sinks"]) for row in rows] == [
-        ("visual: added behind the layer", 0, 6),
-        ("visual: added behind the layer", 1, 6),
+        ("visual: added after the layer", 0, 6),
+        ("visual: added after the layer", 1, 6),
     ]
     again = Measurement()
     again.restore(json.loads(json.dumps(found.to_dict())))

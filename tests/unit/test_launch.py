@@ -404,7 +404,7 @@ def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatc
     words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]
     plan = resolve({"GLOBAL_BATCH": "8", "NUM_GPUS": "0"}, "entry", words, cores=2)
     assert for_the_cpu(plan, {}) == variables
-    assert capsys.readouterr().out.count("note: memory by lib") == bool(installed)
+    assert capsys.readouterr().out.count("note: memory is allocated by lib") == bool(installed)
     assert keeping_allocator({"LD_PRELOAD": ""}) == {}
     chosen = keeping_allocator({"MALLOC_CONF": "narenas:1"})
     assert "MALLOC_CONF" not in chosen

@@ -112,7 +112,7 @@ def test_a_reader_sees_which_variables_are_passed_on_and_of_secrets_the_names_al
     for by_ssh, more, said in (
         (True, {}, "deepspeed passes on"),
         (False, {"SLURM_JOB_ID": "7"}, "srun passes on every"),
-        (False, {}, "nothing is passed on; set on every node alike"),
+        (False, {}, "nothing is passed on; set these on every node alike"),
     ):
         first, *lines = other_nodes(environment | more, by_ssh)
         assert first.startswith(said)

@@ -579,7 +579,7 @@ def _ends_at_3(_: None, piece: int) -> int:
 
 
 def test_a_process_that_is_killed_is_said_with_what_it_was_at():
-    with pytest.raises(ChildProcessError, match="a process that worked at [0-3] or shortly behind it was killed"):
+    with pytest.raises(ChildProcessError, match="a process working on [0-3], or shortly after it, was killed"):
         list(in_processes(_ends_at_3, None, range(8)))
 
 

@@ -15,7 +15,7 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 RESULTS = {up: json.loads((GOLDEN / f"model/{up}/results.json").read_text()) for up in ("orig", "next")}
 NEXT_PAD = 597  # LLaVA-NeXT's collator takes the mask from the padding id
 
-# Computed by the same checkpoint with `image_newline`; a case's own overrides come behind these.
+# Computed by the same checkpoint with `image_newline`; a case's own overrides come after these.
 ANYRES = {
     "mm_patch_merge_type": "spatial_unpad",
     "image_aspect_ratio": "anyres",

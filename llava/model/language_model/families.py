@@ -105,6 +105,7 @@ def llava_classes(family: Family) -> LlavaClasses:
 
     def init(self: Any, config: PretrainedConfig) -> None:
         check_supported(config)
+        # pyrefly: ignore[invalid-argument]  # the parent is known when the class is made
         super(family.causal_lm, self).__init__(config)  # not its own, which would build a second decoder
         self.model = model_class(config)
         self.vocab_size = config.vocab_size

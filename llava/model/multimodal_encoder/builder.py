@@ -35,7 +35,7 @@ def read_vision_config(vision_tower: str) -> dict[str, Any]:
 def build_vision_tower(config: PretrainedConfig) -> VisionTower:
     """The tower that `config` describes, with untrained weights.
 
-    Reads `mm_vision_config` (written by this tree), or else the config behind `mm_vision_tower` (upstream checkpoints),
+    Reads `mm_vision_config` (written by this tree), or else the config of `mm_vision_tower` (upstream checkpoints),
     and `mm_vision_select_layer`, `mm_vision_select_feature`.
     """
     if not getattr(config, "mm_vision_config", None):

@@ -147,7 +147,7 @@ class Dinov2VisionTower(VisionTower):
 
     @property
     def mlp_width(self) -> int:
-        mlp = self.encoder_layers()[0].mlp
+        mlp: Any = self.encoder_layers()[0].mlp
         return (mlp.down_proj if self.gated_mlp else mlp.fc2).in_features
 
 

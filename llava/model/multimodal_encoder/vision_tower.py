@@ -69,12 +69,12 @@ class VisionTower(nn.Module):
         self.vision_tower = nn.ModuleDict({"vision_model": self.model_class(self.config)})
 
     def _architecture(self, config: PretrainedConfig) -> PretrainedConfig:
-        """The config of the part of the encoder that is kept: layers behind the selected one are never built."""
+        """The config of the part of the encoder that is kept: layers after the selected one are never built."""
         fields = {k: v for k, v in config.to_dict().items() if k not in _STAGES}
         return self.config_class.from_dict(fields | {"num_hidden_layers": self.num_layers_used})
 
     @property
-    def vision_model(self) -> PreTrainedModel:
+    def vision_model(self) -> Any:  # of `model_class`, which nothing but the family's own class knows
         return self.vision_tower["vision_model"]
 
     # --- the encoder's parts, which families name differently ---------------------------------------------------------
@@ -121,7 +121,8 @@ class VisionTower(nn.Module):
         try:
             # The layers and heads that the tower leaves out would fill a screen.
             with beside_another_model(), _without_loading_report():
-                model, info = self.model_class.from_pretrained(name_or_path, **options)
+                loaded: Any = self.model_class.from_pretrained(name_or_path, **options)
+                model, info = loaded
         except OSError as error:
             first = str(error).partition("\n")[0]
             raise ValueError(
@@ -137,7 +138,7 @@ class VisionTower(nn.Module):
     def unused_parameters(self) -> list[nn.Parameter]:
         """Parameters that never see a gradient.
 
-        They are the layers behind the selected one, what follows the encoder, and the token that stands for a masked
+        They are the layers after the selected one, what follows the encoder, and the token that stands for a masked
         patch where the encoder was trained with one.
         """
         modules = [*self.encoder_layers()[self.num_layers_used :], self.final_norm()]

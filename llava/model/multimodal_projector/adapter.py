@@ -59,7 +59,7 @@ def load_adapter(
     _load_newline(newline, {k: v for k, v in tensors.items() if k.split(".")[-1] == _NEWLINE}, path)
     norm = projector_norm(projector)
     if norm is not None and norm.measures_tokens:  # the adapter's run has measured them
-        config.mm_projector_norm_init_gain = float(state_dict[f"{len(projector) - 1}.weight"])
+        config.mm_projector_norm_init_gain = float(state_dict[f"{len(list(projector.children())) - 1}.weight"])
 
 
 @torch.no_grad()
@@ -69,7 +69,9 @@ def _load_newline(newline: nn.Parameter | None, found: dict[str, torch.Tensor], 
             f"--pretrain_mm_mlp_adapter {path} was trained with {_NEWLINE}, which the flags leave out; pass the "
             "--mm_patch_merge_type that it was trained with (spatial_unpad)"
         )
-    if newline is not None and not found:
+    if newline is None:
+        return
+    if not found:
         logger.warning("%s has no %s: it keeps the value that it has now", path, _NEWLINE)
     for tensor in found.values():
         if tensor.shape != full_shape(newline):

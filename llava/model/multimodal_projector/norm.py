@@ -16,7 +16,7 @@ Shapes: N any leading dimensions, D LLM hidden size.
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -41,6 +41,7 @@ class ScaleGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # one output, one gradient
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (scale,) = ctx.saved_tensors
         return grad * scale.to(grad.dtype), None
@@ -198,7 +199,7 @@ NORM_TYPES: dict[str, type[ProjectorNorm] | None] = {
 
 def paper_names(types: Mapping[str, type[ProjectorNorm] | None]) -> dict[str, str]:
     """The arms among `types` that the paper has, with its names; one that is derived from such an arm is none."""
-    return {name: norm.paper_name for name, norm in types.items() if norm and vars(norm).get("paper_name")}
+    return {name: vars(norm)["paper_name"] for name, norm in types.items() if norm and vars(norm).get("paper_name")}
 
 
 PAPER_ARMS = {"none": "w/o Norm"} | paper_names(NORM_TYPES)
@@ -252,7 +253,7 @@ _FREE_FIELDS = ("mm_projector_norm_init", "mm_projector_norm_learnable")
 
 
 def with_norm_arguments(arguments: type) -> type:
-    """The dataclass `arguments` with the fields of `ProjectorNormArguments` behind its own, for upstream's trees."""
+    """The dataclass `arguments` with the fields of `ProjectorNormArguments` after its own, for upstream's trees."""
     body = {"__module__": arguments.__module__, "__doc__": arguments.__doc__}
     return dataclass(type(arguments.__name__, (ProjectorNormArguments, arguments), body))
 
@@ -411,7 +412,7 @@ def parse_init(init: str | float) -> tuple[str, float]:
 
 
 def resolve_target_norm(init: str | float, embedding: nn.Module | torch.Tensor) -> float:
-    """The L2 norm that a visual token shall have at the start of training.
+    """The L2 norm that a visual token should have at the start of training.
 
     Args:
         init: see `parse_init`.
@@ -423,7 +424,11 @@ def resolve_target_norm(init: str | float, embedding: nn.Module | torch.Tensor) 
     unit, value = parse_init(init)
     if unit == "text_norm":
         return value * mean_text_embedding_norm(embedding)
-    return math.sqrt(full_shape(getattr(embedding, "weight", embedding))[-1]) if unit == "default" else value
+    return math.sqrt(full_shape(_weight_of(embedding))[-1]) if unit == "default" else value
+
+
+def _weight_of(embedding: nn.Module | torch.Tensor) -> torch.Tensor:
+    return embedding if isinstance(embedding, torch.Tensor) else embedding.get_parameter("weight")
 
 
 @torch.no_grad()
@@ -438,12 +443,13 @@ def mean_text_embedding_norm(embedding: nn.Module | torch.Tensor, chunk_rows: in
     Raises:
         ValueError: a row holds NaN or infinity, or every row is zero.
     """
-    weight = getattr(embedding, "weight", embedding)
+    weight = _weight_of(embedding)
     with gathered(weight):
         if weight.is_meta:
             raise ValueError("text embeddings are on the meta device: load the language model before measuring them")
-        if embedding is weight:
-            chunks = weight.split(chunk_rows)
+        chunks: Iterable[torch.Tensor]
+        if isinstance(embedding, torch.Tensor):
+            chunks = embedding.split(chunk_rows)
         else:
             chunks = map(embedding, torch.arange(len(weight), device=weight.device).split(chunk_rows))
         norms = torch.cat([chunk.float().norm(dim=-1).cpu() for chunk in chunks])

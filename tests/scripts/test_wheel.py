@@ -1,0 +1,129 @@
+"""The wheel, installed in a folder of its own: its commands run from anywhere, with recipes and templates inside."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from paths import ROOT
+from vision_language_models import our_checkpoint
+
+pytestmark = pytest.mark.slow
+
+SOURCES = ("llava", "playground", "scripts", "deepspeed_configs", "pyproject.toml", "README.md", "LICENSE")
+COMMANDS = ("train", "recipe", "analysis", "compare", "export")
+NOT_SOURCES = shutil.ignore_patterns("__pycache__", "data")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from the source distribution, which is made from nothing but `SOURCES`."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, tree / name, symlinks=True, ignore=NOT_SOURCES if name == "playground" else None
+            )
+        else:
+            shutil.copy(ROOT / name, tree)
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, tree]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = out.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A function that runs a console command of the installed wheel, from an empty folder far from the repository."""
+    site, elsewhere = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("elsewhere")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", site, wheel], check=True)
+    own = ("LLAVA_PYTHON", "PYTHON", "PYTHONPATH")
+
+    def run(name, *words, **variables):
+        environment = {k: v for k, v in os.environ.items() if k not in own}
+        environment |= {"PYTHONPATH": str(site), **{k: str(v) for k, v in variables.items()}}
+        command = (
+            [str(site / "bin" / name), *map(str, words)] if name.startswith("llava-") else [sys.executable, *words]
+        )
+        return subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True)
+
+    run.site, run.cwd = site, elsewhere
+    return run
+
+
+def test_the_wheel_carries_what_the_recipes_need_and_nothing_of_the_tests(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    inside = {name.removeprefix("llava/recipes/") for name in names if name.startswith("llava/recipes/")}
+    presets = {f"scripts/presets/{path.name}" for path in (ROOT / "scripts/presets").glob("*.sh")}
+    configs = {f"deepspeed_configs/{path.name}" for path in (ROOT / "deepspeed_configs").glob("*.json")}
+    scripts = {f"scripts/{name}.sh" for name in ("pretrain", "finetune", "lib", "help", "setup")}
+    assert inside == presets | configs | scripts
+    templates = {f"llava/compare/templates/{path.name}" for path in (ROOT / "llava/compare/templates").iterdir()}
+    assert templates <= names and "playground/tasks/scenes.yaml" in names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"llava", "playground"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_tells_its_own_name(installed, command):
+    told = installed(f"llava-{command}", "--help")
+    assert told.returncode == 0, told.stderr
+    assert f"llava-{command} " in told.stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize("module", ["llava.train.train", "llava.analysis", "llava.export", "llava.compare"])
+def test_every_module_runs_as_well(installed, module):
+    told = installed("python", "-m", module, "--help")
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith(f"usage: python -m {module} ")
+
+
+def test_an_analysis_and_an_export_of_a_checkpoint(installed, tiny, tmp_path):
+    checkpoint = our_checkpoint(tiny, tmp_path / "checkpoint", norm="gwc_layernorm")
+    done = installed("llava-analysis", "norm-params", "--model", f"ours={checkpoint}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((installed.cwd / "outputs/analysis/norm-params.json").read_text())
+    assert found["rows"][0]["model"] == "ours" and found["provenance"]["git_commit"] is None
+    done = installed("llava-export", "hf", "--model-path", checkpoint, "--output-dir", tmp_path / "hf")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "hf/modeling_llava_norm.py").is_file()
+
+
+def test_a_recipe_runs_with_its_preset_and_deepspeed_configuration_inside(installed):
+    done = installed("llava-recipe", "finetune", DRY_RUN="json", PRESET="qwen2.5-7b", NUM_GPUS=8, LORA=1)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["flags"]["lora_r"] == "128" and plan["preset"] == "qwen2.5-7b"
+    config = installed.site / "llava/recipes/deepspeed_configs/zero3.json"
+    assert plan["flags"]["deepspeed"] == str(config) and config.is_file()
+    assert str(installed.site / "llava/train/train_mem.py") in plan["command"]
+    assert plan["flags"]["output_dir"] == "checkpoints/qwen2.5-7b-gwc_layernorm-finetune-lora"
+    shown = installed("llava-recipe", "pretrain", DRY_RUN=1, NUM_GPUS=1)
+    assert f"relative paths start at {installed.cwd}" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["llava-compare", "run"], "error: run calls the repository's scripts; clone it and run this there\n"),
+        (["llava-recipe", "train"], "error: llava-recipe train: expected pretrain or finetune; see --help\n"),
+        (["llava-recipe"], "error: llava-recipe nothing: expected pretrain or finetune; see --help\n"),
+    ],
+)
+def test_what_a_wheel_cannot_do_is_said_in_one_line(installed, words, line):
+    done = installed(*words)
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+def test_the_scripts_inside_say_who_calls_them(installed):
+    script = installed.site / "llava/recipes/scripts/pretrain.sh"
+    done = subprocess.run(
+        ["bash", script], cwd=installed.cwd, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"error: {script} lies in an installed package; call it as: llava-recipe pretrain\n"
