@@ -22,7 +22,7 @@ TINY_TOWER = tower.Settings(layers=2, width=32, heads=2, steps=3, batch_size=16)
 
 
 @pytest.fixture(scope="module")
-def drawnroot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scenes_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("playground")
     scenes.prepare(SMALL, root)
     return root
@@ -84,8 +84,8 @@ def expected_answer(question: str, seen: dict[str, tuple[str, str]]) -> str:
     return found[("color", "shape", "Where").index(asked)]
 
 
-def test_scene_answers_follow_from_the_pixels(drawnroot: Path) -> None:
-    folder = drawnroot / "scenes"
+def test_scene_answers_follow_from_the_pixels(scenes_root: Path) -> None:
+    folder = scenes_root / "scenes"
     records = [
         record
         for name in ("finetune", "heldout")
@@ -98,8 +98,8 @@ def test_scene_answers_follow_from_the_pixels(drawnroot: Path) -> None:
     assert len({re.sub("|".join([*COLORS, *SHAPES, *POSITIONS]), "_", question) for _, question, _ in asked}) == 7
 
 
-def test_scene_captions_and_statements_follow_from_the_pixels(drawnroot: Path) -> None:
-    folder = drawnroot / "scenes"
+def test_scene_captions_and_statements_follow_from_the_pixels(scenes_root: Path) -> None:
+    folder = scenes_root / "scenes"
     statements = json.loads((folder / "statements.json").read_text())["train"]
     captions = read(folder / "pretrain.json")
     assert all(record in read(folder / "finetune.json") for record in captions[:3]), "stage 2 keeps the captions"
@@ -124,17 +124,17 @@ def test_scene_captions_and_statements_follow_from_the_pixels(drawnroot: Path) -
             assert [set(said_of_it)] == (expected or [{position}])
 
 
-def test_drawnare_the_same_for_a_seed_and_differ_between_seeds(scenes_root: Path, tmp_path: Path) -> None:
+def test_scenes_are_the_same_for_a_seed_and_differ_between_seeds(scenes_root: Path, tmp_path: Path) -> None:
     again = scenes.prepare(SMALL, tmp_path)
-    assert folder_bytes(again) == folder_bytes(drawnroot / "scenes")
+    assert folder_bytes(again) == folder_bytes(scenes_root / "scenes")
     other = scenes.draw_scenes(scenes.Settings(num_train=30, num_crowded=30, num_heldout=24, seed=4))
     assert other != scenes.draw_scenes(SMALL)
 
 
-def test_training_and_heldout_drawnshare_no_content(scenes_root: Path) -> None:
+def test_training_and_heldout_scenes_share_no_content(scenes_root: Path) -> None:
     train, heldout = scenes.draw_scenes(scenes.Settings())
     assert not {scene.content() for scene in train} & {scene.content() for scene in heldout}
-    images = drawnroot / "scenes" / "images"
+    images = scenes_root / "scenes" / "images"
     pictures = {split: {path.read_bytes() for path in images.glob(f"{split}_*.png")} for split in ("train", "heldout")}
     assert not pictures["train"] & pictures["heldout"]
 
@@ -158,14 +158,14 @@ def test_heldout_questions_become_a_data_set_that_follows_its_pictures(
     assert "stamps are not prepared" in capsys.readouterr().out
 
 
-def test_too_many_heldout_drawnare_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_heldout_scenes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "MAX_REDRAWS", 20)
     with pytest.raises(PlaygroundError, match="--num-heldout 60000"):
         scenes.draw_scenes(scenes.Settings(num_train=1, num_crowded=0, num_heldout=60000))
 
 
-def test_no_scene_question_gives_a_later_answer_away(drawnroot: Path) -> None:
-    for record in read(drawnroot / "scenes" / "finetune.json"):
+def test_no_scene_question_gives_a_later_answer_away(scenes_root: Path) -> None:
+    for record in read(scenes_root / "scenes" / "finetune.json"):
         if "image" not in record:
             continue
         said = ""
@@ -174,8 +174,8 @@ def test_no_scene_question_gives_a_later_answer_away(drawnroot: Path) -> None:
             said += question
 
 
-def test_scene_records_are_valid(drawnroot: Path) -> None:
-    folder = drawnroot / "scenes"
+def test_scene_records_are_valid(scenes_root: Path) -> None:
+    folder = scenes_root / "scenes"
     records = {name: read(folder / f"{name}.json") for name in ("pretrain", "finetune", "heldout")}
     for content in records.values():
         assert_valid(content, folder / "images")
@@ -185,8 +185,8 @@ def test_scene_records_are_valid(drawnroot: Path) -> None:
     assert all(len(turns(record)) == 1 for record in records["heldout"])
 
 
-def test_heldout_drawnask_every_kind_equally_with_its_choices(scenes_root: Path) -> None:
-    folder = drawnroot / "scenes"
+def test_heldout_scenes_ask_every_kind_equally_with_its_choices(scenes_root: Path) -> None:
+    folder = scenes_root / "scenes"
     records = read(folder / "heldout.json")
     assert [record["kind"] for record in records[:3]] == list(CHOICES)
     for record in records:
@@ -197,7 +197,7 @@ def test_heldout_drawnask_every_kind_equally_with_its_choices(scenes_root: Path)
 
 
 @pytest.mark.parametrize("size", [32, 64, 97])
-def test_drawnof_any_size_keep_shapes_in_their_quarter(size: int) -> None:
+def test_scenes_of_any_size_keep_shapes_in_their_quarter(size: int) -> None:
     train, _ = scenes.draw_scenes(scenes.Settings(num_train=20, num_crowded=20, num_heldout=0, size=size))
     for scene in train:
         assert scenes.render(scene, size).size == (size, size)
@@ -569,14 +569,14 @@ def test_a_damaged_package_is_refused_by_name(tmp_path: Path, capfd: pytest.Capt
 # The tower
 
 
-def test_the_tower_loads_as_a_siglip_vision_model_with_its_processor(drawnroot: Path) -> None:
+def test_the_tower_loads_as_a_siglip_vision_model_with_its_processor(scenes_root: Path) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoImageProcessor, SiglipVisionModel
 
-    folder = tower.prepare(TINY_TOWER, drawnroot)
+    folder = tower.prepare(TINY_TOWER, scenes_root)
     assert AutoConfig.from_pretrained(folder).model_type == "siglip_vision_model"
     processor, model = AutoImageProcessor.from_pretrained(folder), SiglipVisionModel.from_pretrained(folder)
-    with Image.open(drawnroot / "scenes" / "images" / "heldout_00000.png") as picture:
+    with Image.open(scenes_root / "scenes" / "images" / "heldout_00000.png") as picture:
         pixel_values = processor(picture, return_tensors="pt")["pixel_values"]
     assert pixel_values.shape == (1, 3, 64, 64)
     with torch.no_grad():
@@ -590,15 +590,15 @@ def test_a_tower_is_trained_on_pictures_of_which_no_quarter_is_described(package
     assert json.loads((folder / MANIFEST).read_text())["facts"]["steps"] == TINY_TOWER.steps
 
 
-def test_the_towers_files_can_all_be_read_by_whom_the_umask_lets(drawnroot: Path) -> None:
-    folder = tower.prepare(TINY_TOWER, drawnroot)
+def test_the_towers_files_can_all_be_read_by_whom_the_umask_lets(scenes_root: Path) -> None:
+    folder = tower.prepare(TINY_TOWER, scenes_root)
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
 
 
-def test_the_tower_is_the_same_for_the_same_steps_and_seed(drawnroot: Path) -> None:
-    folder = tower.prepare(TINY_TOWER, drawnroot)
+def test_the_tower_is_the_same_for_the_same_steps_and_seed(scenes_root: Path) -> None:
+    folder = tower.prepare(TINY_TOWER, scenes_root)
     before = (folder / "model.safetensors").read_bytes()
-    tower.prepare(TINY_TOWER, drawnroot, force=True)
+    tower.prepare(TINY_TOWER, scenes_root, force=True)
     assert (folder / "model.safetensors").read_bytes() == before
 
 
@@ -691,12 +691,12 @@ def test_all_prepares_what_a_training_on_one_kind_of_pictures_needs(
     assert made == [("smollm2", ""), (prepared, ""), ("tower", prepared)]
 
 
-def test_mixed_has_both_sets_records_with_pictures_named_from_the_root(drawnroot: Path, tmp_path: Path) -> None:
+def test_mixed_has_both_sets_records_with_pictures_named_from_the_root(scenes_root: Path, tmp_path: Path) -> None:
     for name in mixed.SETS:
-        (tmp_path / name).symlink_to(drawnroot / "scenes")
+        (tmp_path / name).symlink_to(scenes_root / "scenes")
     folder = mixed.prepare(mixed.Settings(), tmp_path)
     for stage in mixed.STAGES:
-        records, source = read(folder / stage), read(drawnroot / "scenes" / stage)
+        records, source = read(folder / stage), read(scenes_root / "scenes" / stage)
         assert [record["conversations"] for record in records] == [record["conversations"] for record in source] * 2
         assert all((tmp_path / record["image"]).is_file() for record in records if "image" in record)
         assert {record["image"].split("/")[0] for record in records if "image" in record} == set(mixed.SETS)
