@@ -137,6 +137,7 @@ def test_no_logits_and_no_gradients_are_made(tiny, tmp_path, heldout, monkeypatc
 # --- what it leaves behind --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "options"),
     [
@@ -178,6 +179,7 @@ def test_its_time_is_in_no_rate(tiny, tmp_path, heldout, monkeypatch):
     assert lines[-1]["train_runtime"] + sum(evaluating) < wall
 
 
+@pytest.mark.slow
 def test_a_continued_run_logs_what_the_uninterrupted_one_does(tiny, tmp_path, heldout):
     options = {"eval_data_path": heldout, "eval_on_start": True, "max_steps": 4, "save_strategy": "steps"}
     options |= {"save_steps": 2, **EVALS}
@@ -190,6 +192,7 @@ def test_a_continued_run_logs_what_the_uninterrupted_one_does(tiny, tmp_path, he
     assert evaluations(tmp_path / "resumed") == evaluations(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_path, heldout, monkeypatch, caplog, step):
     totals = HeldOut.totals
@@ -223,6 +226,7 @@ def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_pat
 # --- the best checkpoint ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "more"), [(1, {}), (2, {}), (2, LORA), (2, {"bf16": True}), (1, {"save_steps": 2})])
 def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout, stage, more):
     """The highest loss counts as the best here, which is that of the first step with a checkpoint."""

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from data_files import write_varied
+from pairwise import pairwise
 from safetensors.torch import load_file
 from training import flags, run
 
@@ -59,6 +60,7 @@ def test_target_is_measured_and_recorded(tiny, stage_1):
     assert first["norm/llm_input"] == pytest.approx(target, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_scale_starts_from_the_first_images_and_stage_2_from_what_stage_1_learnt(tiny, tmp_path):
     weights, config = run(tiny, tmp_path / "s1", 1, norm="scale", max_steps=1, learning_rate=0)
     first = json.loads((tmp_path / "s1" / LOG_FILE).read_text().splitlines()[0])
@@ -113,10 +115,16 @@ def test_telemetry_steps_may_differ_from_logging_steps(tiny, tmp_path):
     assert [line["step"] for line in lines if "grad_norm/llm_input" in line] == [2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "norm"),
-    [(model, norm) for model in ("llama", "qwen_tied") for norm in ("none", "layernorm", "gwc_rmsnorm")]
-    + [("llama", "gwc_scale"), ("llama", "clip")],
+    [
+        ("llama", "none"),
+        ("qwen_tied", "layernorm"),
+        ("llama", "gwc_rmsnorm"),
+        ("qwen_tied", "gwc_scale"),
+        ("llama", "clip"),
+    ],
 )
 def test_both_stages_and_inference_from_the_folder_alone(tiny, tmp_path, model, norm):
     run(tiny, tmp_path / "s1", 1, model=model, norm=norm)
@@ -201,6 +209,7 @@ def test_fixed_norm_keeps_its_scale(tiny, tmp_path):
     assert not weights["model.mm_projector.3.bias"].any()
 
 
+@pytest.mark.slow
 def test_checkpoint_with_a_norm_refuses_other_settings_and_may_fix_it(tiny, tmp_path):
     train_module.train(flags(tiny, tmp_path / "first", 2, max_steps=1))
     again = {"model_name_or_path": tmp_path / "first", "max_steps": 2}
@@ -213,6 +222,7 @@ def test_checkpoint_with_a_norm_refuses_other_settings_and_may_fix_it(tiny, tmp_
     assert json.loads((tmp_path / "fixed/config.json").read_text())["mm_projector_norm_learnable"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, stage, bf16):
@@ -233,6 +243,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, stage, bf16):
     assert [(x["step"], x.get("loss")) for x in continued] == [(x["step"], x.get("loss")) for x in original]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "accumulation"), [(1, 8), (4, 2)])
 def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation):
     options = {"max_steps": 3, "adam_epsilon": 1e-4, "max_grad_norm": 1e9}
@@ -249,6 +260,7 @@ def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation
         torch.testing.assert_close(small[name], large[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cap", "said"), [(10**6, "1 micro-batches"), (450, "5 micro-batches"), (1, "8 micro-batches")]
 )
@@ -264,6 +276,7 @@ def test_a_token_cap_decides_the_micro_batches_of_each_step_and_changes_nothing(
         torch.testing.assert_close(capped[name], plain[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_loss_is_the_mean_over_targets_or_over_micro_batches(tiny, tmp_path):
     def logged(name: str, **overrides) -> list[float]:
         options = {"learning_rate": 0, "train_sampling_strategy": "sequential", "padding_free": False} | overrides
@@ -281,9 +294,8 @@ def test_loss_is_the_mean_over_targets_or_over_micro_batches(tiny, tmp_path):
     assert abs(over_targets[0] - over_micro_batches[0]) > 2e-5 and min(alone) < over_targets[0] < max(alone)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("layers", ["True", 1])
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "use_reentrant", "stage"), pairwise(("True", 1), (True, False), (1, 2)))
 def test_activation_checkpointing_changes_nothing(tiny, tmp_path, layers, use_reentrant, stage):
     plain, _ = run(tiny, tmp_path / "plain", stage, activation_checkpointing=False)
     options = {
@@ -295,6 +307,7 @@ def test_activation_checkpointing_changes_nothing(tiny, tmp_path, layers, use_re
         torch.testing.assert_close(checkpointed[name], plain[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "decoder", "tower"),
     [

@@ -101,6 +101,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(transformers.GotOcr2Processor, "num_image_tokens", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAVED)
 def test_a_saved_familys_tables_equal_an_independent_run_and_do_not_depend_on_the_batch_size(name, pictures, tmp_path):
     saved = SAVED[name]
@@ -183,6 +184,7 @@ def test_a_model_without_its_processor_is_refused_in_one_line(pictures, tmp_path
     assert error.startswith("llava.analysis layer-norms: ") and "preprocessor_config.json" in error
 
 
+@pytest.mark.slow
 def test_a_projector_of_zeros_is_refused(pictures, tmp_path, capsys):
     model = saved_models.write(SAVED["llava"], tmp_path)
     for parameter in model.model.multi_modal_projector.parameters():

@@ -80,6 +80,7 @@ def test_a_larger_window_makes_ranks_more_even(monkeypatch):
     assert even["--length_group_window 16"] < 1.1 < even["--length_group_window 1"] < even["upstream, one micro-batch"]
 
 
+@pytest.mark.slow
 def test_the_recipes_fill_their_micro_batches_and_keep_ranks_even(monkeypatch):
     monkeypatch.setattr(scaling, "RECIPE_RANKS", (8, 64))
     rows = [row for row in scaling.recipe_rows(steps=150) if row["rule"] == "after"]

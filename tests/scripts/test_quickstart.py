@@ -1,7 +1,6 @@
 """The quickstart: what runs beside what, what a second call leaves out, what is refused, and its page."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from paths import ROOT
-from shell import bash
+from shell import bash, only
 
 from llava.compare import lanes
 from llava.compare.lanes import Step, StepError, run_lanes
@@ -59,7 +58,7 @@ def start(tmp_path):
     for stage in ("pretrain", "finetune"):
         (root / f"scenes/{stage}.json").touch()
     env = {"LLAVA_PYTHON": python, "CALLS": calls, "OUT": out, "NUM_GPUS": 0, "WATCH_SECONDS": "0.1", "BF16": "False"}
-    env |= {"PATH": os.environ["PATH"], "HOME": tmp_path, "LOCK_SECONDS": 1}
+    env = only(**env, HOME=tmp_path, LOCK_SECONDS=1)
 
     def run(*flags, wait=True, **extra):
         words = [

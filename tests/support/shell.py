@@ -9,7 +9,12 @@ from paths import ROOT
 
 def only(**env: object) -> dict[str, str]:
     """An environment with nothing but these variables, so that the caller's cannot change the outcome."""
-    return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")} | {k: str(v) for k, v in env.items()}
+    measured = {k: v for k, v in os.environ.items() if k.startswith("COVERAGE_")}  # COVERAGE=1 bash scripts/test.sh
+    return (
+        measured
+        | {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+        | {k: str(v) for k, v in env.items()}
+    )
 
 
 def bash(*command: str, cwd: Path = ROOT, path: str = os.environ["PATH"], **env: object) -> subprocess.CompletedProcess:

@@ -245,6 +245,7 @@ def test_unreadable_pictures_are_left_out_and_named_also_when_the_result_is_take
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_commands_write_tables_and_figures_of_several_models_and_checkpoints(tiny, checkpoint, data, tmp_path):
     aligned = our_checkpoint(tiny, tmp_path / "run/checkpoint-4", "gwc_layernorm")
     our_checkpoint(tiny, tmp_path / "run/checkpoint-12", "gwc_layernorm")
@@ -290,6 +291,7 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one(text, adds):
     assert batch.mask.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tower", ["clip", "siglip"])
 def test_a_lone_encoders_tokens_are_those_of_the_tower(tiny, data, tmp_path, tower, monkeypatch):
     if tower == "clip":
@@ -426,6 +428,7 @@ def text_and_visual_norms(path, data) -> tuple[list[float], list[float]]:
     return text, visual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text, factor",
     [(GemmaConfig(**models.TEXT, head_dim=8), 32**0.5), (GraniteConfig(**models.TEXT, embedding_multiplier=12.0), 12.0)]

@@ -211,6 +211,7 @@ def test_without_norm_keys_are_llavas(tiny):
     assert set(linear.state_dict()) == {"weight", "bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language_model", ["llama", "qwen", "qwen_tied"])
 @pytest.mark.parametrize("tower", ["siglip", "clip"])
 @pytest.mark.parametrize("norm", ["none", "gwc_layernorm", "rmsnorm", "clip"])

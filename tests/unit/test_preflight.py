@@ -409,6 +409,7 @@ COLUMNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", COLUMNS)
 def test_rows_with_bytes_are_told_from_text_only_rows(tmp_path, column):
     path = shard(tmp_path / "a.parquet", COLUMNS[column], 7)
@@ -452,6 +453,7 @@ LISTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["image", "images"])
 @pytest.mark.parametrize("kind", LISTS)
 def test_a_column_of_lists_gives_every_picture_in_its_place(tmp_path, tokenizer, kind, column):
@@ -533,6 +535,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_missing_columns_and_wrong_types_are_named(tmp_path, case):
     columns, message = WRONG[case]
@@ -611,6 +614,7 @@ records = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     some=st.lists(records | odd, min_size=1, max_size=4),
@@ -643,6 +647,7 @@ def version_is_not_upstreams(version: str) -> bool:
     return get_template(version).sep_style not in _UPSTREAM_STYLES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "count"), [("bytes", 60), ("keys", 80)])
 def test_the_fuzz_targets_find_nothing_in_their_first_cases(tmp_path, target, count):
     import fuzz_data
