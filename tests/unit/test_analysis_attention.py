@@ -612,7 +612,7 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000, name
     rows = json.loads((tmp_path / "interventions.json").read_text())["rows"]
     assert [row["intervention"] for row in rows if row["model"] == "two"] == [
-        *("untouched", "alpha 0.5", "alpha 2", "text norm", "blank picture", "no picture"),
+        *("untouched", "alpha 0.5", "alpha 2", "text norm", "shuffled tokens", "blank picture", "no picture"),
         *("blank's keys", "blank's values", "blank's keys and values"),
     ]
     assert (
