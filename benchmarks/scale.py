@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.shapes import PRESETS, SO400M, STAGES
 from llava.launch.recipe import resolved_run
-from llava.launch.settings import ROOT
 from llava.model.language_model.families import LLAVA_CLASSES
+from llava.provenance import ROOT
 from llava.train.flops import Work, flop_costs, required_flops
 from llava.train.memory import CheckpointPlan, estimate_memory, plan_checkpointing
 from llava.train.optim import set_trainable
@@ -229,7 +229,7 @@ BREAKS = """
 4. **Latency.** A ring over hundreds of GPUs costs milliseconds per collective, whatever it carries.
 5. **Checkpoints.** Rank 0 alone writes the gathered 16-bit weights (15 GiB for 7B); optimizer states are written by
    all ranks.
-6. **Failures.** Their rate grows with the number of nodes; what a run does then is in [launch.md](launch.md#faults)."""
+6. **Failures.** Their rate grows with the number of nodes; what a run does then is in [clusters.md](clusters.md#faults)."""
 
 
 if __name__ == "__main__":

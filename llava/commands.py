@@ -1,12 +1,18 @@
-"""What the commands share: one line for what is refused, and checked values of `--device` and `--dtype`."""
+"""What the commands share: subcommands by module, one line for what is refused, checked `--device` and `--dtype`.
+
+Imports nothing that takes long, so that `--help` is quick and Ctrl-C is heard while the libraries load.
+"""
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
-import torch
-
+INTERRUPTED = 130
+"""The exit status on Ctrl-C, as shells count it."""
 REFUSALS = (ValueError, OSError, ImportError, NotImplementedError)
 """What a command's work raises about its arguments."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -19,6 +25,61 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with status 2."""
         self.exit(2, f"error: {message} (--help lists the flags)\n")
+
+
+def program_name(package: str) -> str:
+    """What the user called: a console command such as `llava-export`, or else `python -m <package>`."""
+    called = Path(sys.argv[0]).name
+    return called if called.startswith("llava-") else f"python -m {package}"
+
+
+def module_of(package: str, command: str) -> ModuleType:
+    """The module of a package's command, with `add_arguments(parser)` and `run(args)`."""
+    return importlib.import_module(f"{package}.{command.replace('-', '_')}")
+
+
+def command_parser(
+    package: str,
+    description: str | None,
+    summaries: Mapping[str, str],
+    command: str | None,
+    parents: Sequence[argparse.ArgumentParser] = (),
+) -> Parser:
+    """The parser of a package whose commands are its modules.
+
+    Args:
+        command: the one that is run. Only its module is imported, so only it has its flags.
+        parents: parsers whose flags it has as well.
+    """
+    top = Parser(prog=program_name(package), description=description)
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    style = argparse.ArgumentDefaultsHelpFormatter
+    for name, summary in summaries.items():
+        if name != command:
+            commands.add_parser(name, help=summary, add_help=False)
+            continue
+        module = module_of(package, name)
+        sub = commands.add_parser(
+            name, parents=list(parents), help=summary, description=module.__doc__, formatter_class=style
+        )
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    return top
+
+
+def run_program(
+    package: str, argv: list[str], work: Callable[[list[str]], int | None], interrupted: str = "interrupted"
+) -> int:
+    """Runs `work(argv)`; 0 or what it returns, 2 with one line where it refuses, 130 with `interrupted` on Ctrl-C."""
+    name = " ".join([package, *argv[:1]])
+    try:
+        return work(argv) or 0
+    except REFUSALS as error:
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: {interrupted}", file=sys.stderr)
+        return INTERRUPTED
 
 
 def exit_status(command: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> int:
@@ -44,6 +105,8 @@ def device_name(text: str) -> str:
     Raises:
         argparse.ArgumentTypeError: this machine has no such device.
     """
+    import torch  # takes seconds
+
     names = ["cpu"]
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type

@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+CODE = Path(__file__).resolve().parents[1]
+"""The folder that holds the package: the repository, or where pip has installed it."""
+IS_CHECKOUT = (CODE / "scripts/lib.sh").is_file()
+ROOT = CODE if IS_CHECKOUT else Path(__file__).resolve().parent / "recipes"
+"""Holds `scripts` and `deepspeed_configs`: the repository, or the copies of them in an installed package."""
+WORK = ROOT if IS_CHECKOUT else Path()
+"""Where what is prepared and written lies by default: the repository, or else the working directory."""
 RUN_FILE = "run.json"
 """Beside `train_log.jsonl`: what a run was made from. `llava.train.run_record` writes it."""
 RUN_FORMAT = 1
@@ -27,6 +33,8 @@ def git_commit(ignored: Sequence[str] = ()) -> str | None:
     Args:
         ignored: folders in which differences do not count.
     """
+    if not IS_CHECKOUT:  # the repository around an installed package is another one
+        return None
     places = [".", *(f":!{folder}" for folder in ignored)]
 
     def git(*arguments: str) -> str:
@@ -37,6 +45,12 @@ def git_commit(ignored: Sequence[str] = ()) -> str | None:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno", "--", *places) else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def shipped(path: str) -> str:
+    """`path`, or where nothing is there the file that comes with this tree under that name."""
+    inside = ROOT / path
+    return str(inside) if path and not Path(path).exists() and inside.is_file() else path
 
 
 def version_of(package: str) -> str | None:
@@ -50,9 +64,9 @@ def version_of(package: str) -> str | None:
 def code_digest() -> str:
     """SHA-256 of the source files that training may run, which also tells uncommitted changes apart."""
     digest = hashlib.sha256()
-    files = [*(ROOT / "llava").glob("*.py"), *(f for name in TRAINING for f in (ROOT / "llava" / name).rglob("*.py"))]
+    files = [*(CODE / "llava").glob("*.py"), *(f for name in TRAINING for f in (CODE / "llava" / name).rglob("*.py"))]
     for path in sorted(files):
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+        digest.update(f"{path.relative_to(CODE)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from llava.provenance import WORK
 from playground.options import PICTURES, add_options, settings_from
 from playground.store import PlaygroundError
 
@@ -17,7 +18,7 @@ OTHERS = {
     "controls": "Score one checkpoint on the held-out questions, as they are and with the picture taken away.",
     "compare": "Score trained checkpoints on held-out pictures, and show arms side by side on one page.",
 }
-DEFAULT_ROOT = Path(__file__).resolve().parent / "data"
+DEFAULT_ROOT = WORK / "playground/data"
 INTERRUPTED = 130  # the exit status on Ctrl-C, as shells count it
 
 

@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--controls", nargs="+", choices=CONTROLS, default=list(CONTROLS), help="which (default: all, also untouched)"
     )
     parser.add_argument("--questions", type=int, default=0, help="the first so many, whose kinds take turns; 0: all")
+    parser.add_argument(
+        "--control-questions",
+        type=int,
+        default=0,
+        help="of those the first so many where the picture is taken away; 0: all",
+    )
     parser.add_argument("--batch-size", type=int, default=80, help="questions answered at a time")
 
 
@@ -43,22 +49,26 @@ def run(args: argparse.Namespace) -> None:
     """
     records = answers.held_out(args.data)[: args.questions or None]
     asked = answers.what_is_asked(str(args.checkpoint), args.data, 0)
-    settings = {"questions": len(records), "dtype": answers.fastest_dtype()}
-    missing = [name for name in args.controls if not is_recorded(args.output_dir / name, asked, settings)]
+    dtype = answers.fastest_dtype()
+    parts = {
+        name: records if name == UNTOUCHED else records[: args.control_questions or None] for name in args.controls
+    }
+    settings = {name: {"questions": len(part), "dtype": dtype} for name, part in parts.items()}
+    missing = [name for name in parts if not is_recorded(args.output_dir / name, asked, settings[name])]
     if not missing:
         print(f"{args.output_dir}: every answer is recorded")
         return
     from llava.asking import load_assistant
 
-    assistant = load_assistant(str(args.checkpoint), torch_dtype=settings["dtype"])
+    assistant = load_assistant(str(args.checkpoint), torch_dtype=dtype)
     for name in missing:
         start = time.monotonic()
-        said = under_control(assistant, name, records, args.data / "images", args.batch_size)
-        tasks = scored(records, said, time.monotonic() - start, asked["questions"])
+        said = under_control(assistant, name, parts[name], args.data / "images", args.batch_size)
+        tasks = scored(parts[name], said, time.monotonic() - start, asked["questions"])
         versions = {package: version_of(package) for package in PACKAGES} | {LLAVA_COMMIT: git_commit()}
         command = shlex.join(["python", "-m", "playground", *sys.argv[1:]])
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        found = Results(str(args.checkpoint), asked["checkpoint"], command, versions, settings, now, tasks)
+        found = Results(str(args.checkpoint), asked["checkpoint"], command, versions, settings[name], now, tasks)
         print(f"written: {write_results(found, args.output_dir / name)}")
 
 

@@ -5,14 +5,17 @@
     relation, size           of two shapes: beside or above each other; one of them small
     binding                  of three shapes: the color of one named by its form, or the form of one named by its color
     text                     a letter or digit written on a shape
+    pair                     color or shape of a pair of both that training never shows
 
-Of every color one form is held out: no picture, caption or question of either stage has the pair, and every held-out
-question is about one. The tower alone has seen them, as a real one would have: trained without them it takes a color
-for proof that its missing form is not there, and no language model can tell.
+Of every color one form is held out: no picture, caption or question of either stage has the pair. Questions of the
+kind `pair` are about these alone, all others about pairs that training shows, in pictures that it does not: so what
+was learnt and what carries over to new pairs are told apart. The tower alone has seen all pairs, as a real one would
+have: trained without them it takes a color for proof that its missing form is not there, and no language model can
+tell.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,11 +44,13 @@ ANSWERS = {  # the kinds of questions, with answers that take turns
     "size": ("larger", "smaller"),
     "binding": (*COLORS, *SHAPES, *SHAPES),
     "text": MARKS,
+    "pair": (*COLORS, *SHAPES, *SHAPES),
 }
 TURNS = 24  # after so many questions all answers of every kind have come equally often
 TOWER = "tower"  # the kind of pictures that the vision tower alone is trained on, besides
 NUM_SHAPES = {"count": (1, 4), "relation": (2, 2), "size": (2, 2), "binding": (3, 3), TOWER: (1, 4)}
-TRAINED = ("color", "count", "relation", "size", "binding", "text")  # `color` stands for its picture's three kinds
+# The kinds of training pictures in turn; `color` stands for the first three kinds, and so comes twice.
+TRAINED = ("color", "count", "relation", "color", "size", "binding", "text")
 CAPTION_SHARE = 0.25  # so many captions for every record of questions in stage 2
 
 
@@ -56,7 +61,7 @@ class Settings:
     size: int = option(96, "side of the square pictures in pixels")
     num_train: int = option(1200, "training pictures: each gives a caption and a record of questions")
     num_crowded: int = option(2000, "pictures with all that is asked about, for the vision tower alone")
-    num_per_kind: int = option(72, f"held-out pictures, and questions, of every kind; a multiple of {TURNS}")
+    num_per_kind: int = option(48, f"held-out pictures, and questions, of every kind; a multiple of {TURNS}")
     num_text: int = option(40, "training records without a picture")
     seed: int = option(0, "seed of everything drawn")
 
@@ -90,7 +95,8 @@ def write_probes(settings: Settings, folder: Path) -> dict[str, Any]:
     train = [draw_train(settings, TRAINED[i % len(TRAINED)], i) for i in range(settings.num_train)]
     rngs = [random.Random(f"{settings.seed}/{TOWER}/{i}") for i in range(settings.num_crowded)]
     crowded = [lay_out(rng, settings.size, TOWER, number_of_shapes(rng, TOWER)) for rng in rngs]
-    heldout = [draw_heldout(settings, i) for i in range(settings.num_per_kind * len(ANSWERS))]
+    shown = {scene.content() for scene in train}
+    heldout = [draw_heldout(settings, i, shown) for i in range(settings.num_per_kind * len(ANSWERS))]
     records = {
         "pretrain.json": pretrain_records(train, counted_caption),
         "finetune.json": finetune_records(train, settings),
@@ -123,10 +129,13 @@ def draw_train(settings: Settings, kind: str, index: int) -> Scene:
     return scene
 
 
-def draw_heldout(settings: Settings, index: int) -> tuple[Scene, dict[str, Any]]:
-    """Return a held-out scene and its question, about a held-out pair.
+def draw_heldout(settings: Settings, index: int, shown: Collection[tuple] = ()) -> tuple[Scene, dict[str, Any]]:
+    """Return a held-out scene and its question, about a held-out pair where the kind is `pair`, else without any.
 
     Kinds take turns, and so do the answers of a kind, so that any first part of the list is balanced.
+
+    Args:
+        shown: contents of the training scenes; the scene has none of them.
     """
     rng = random.Random(f"{settings.seed}/heldout/{index}")
     turn_of_kind, which = divmod(index, len(ANSWERS))
@@ -134,7 +143,10 @@ def draw_heldout(settings: Settings, index: int) -> tuple[Scene, dict[str, Any]]
     wanted = ANSWERS[kind][turn_of_kind % len(ANSWERS[kind])]
     while True:
         scene = lay_out(rng, settings.size, kind, number_of_shapes(rng, kind))
-        for shape in filter(is_held_out, scene.shapes):
+        new_pairs = list(filter(is_held_out, scene.shapes))
+        if bool(new_pairs) != (kind == "pair") or scene.content() in shown:
+            continue
+        for shape in new_pairs or scene.shapes:
             turn, choices = question(rng, kind, scene, shape)
             if turn[1] == wanted:
                 extra = {"kind": kind, "choices": list(choices), "caption": counted_caption(scene)}
@@ -190,17 +202,13 @@ def counted_caption(scene: Scene) -> str:
 def question(rng: random.Random, kind: str, scene: Scene, shape: Shape) -> tuple[tuple[str, str], Sequence[str]]:
     """Return question and answer of `kind` about one shape of a scene, and what a guess can choose from.
 
-    For a color to be bound these are the colors in the picture: who sees them all and not whose they are guesses among
-    them.
+    Who guesses is taken to know which pairs training shows. For a color to be bound the choices are also those in the
+    picture: who sees them all and not whose they are guesses among them.
     """
     if kind == "count":
         return ("How many shapes are there?", NUMBERS[len(scene.shapes) - 1]), NUMBERS
     if kind == "text":
         return (f"What is written on the {shape.name}?", shape.mark), MARKS
-    if kind == "binding":
-        named_by_form = rng.random() < 0.5
-        colors = [color for color in COLORS if color in {other.color for other in scene.shapes}]
-        return (ask("color", shape), colors) if named_by_form else (ask("shape", shape), SHAPES)
     if kind in ("relation", "size"):
         (other,) = (other for other in scene.shapes if other is not shape)
         if kind == "size":
@@ -208,7 +216,15 @@ def question(rng: random.Random, kind: str, scene: Scene, shape: Shape) -> tuple
         else:
             asked, answer = "left of, right of, above or below", relation(shape, other)
         return (f"Is the {shape.name} {asked} the {other.name}?", answer), ANSWERS[kind]
-    return ask(kind, shape), ANSWERS[kind]
+    if kind == "position":
+        return ask(kind, shape), ANSWERS[kind]
+    wanted = rng.choice(("color", "shape")) if kind in ("binding", "pair") else kind
+    if wanted == "shape":
+        choices = [form for form in SHAPES if kind == "pair" or (shape.color, form) not in HELD_OUT_PAIRS]
+    else:
+        there = [other.color for other in scene.shapes] if kind == "binding" else COLORS
+        choices = [c for c in COLORS if c in there and (kind == "pair" or (c, shape.name) not in HELD_OUT_PAIRS)]
+    return ask(wanted, shape), choices
 
 
 def conversation_about(rng: random.Random, scene: Scene, kind: str) -> list[tuple[str, str]]:

@@ -3,13 +3,19 @@
 # Relative paths therefore mean the same from wherever a script is called: relative to the root.
 
 CALLED_FROM=$PWD
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-cd "$ROOT" || exit 1
+ROOT="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 die() {
   printf 'error: %s\n' "$*" >&2
   exit 2
 }
+
+# In an installed package, where llava-recipe calls the recipes, relative paths mean the caller's.
+if [[ "$ROOT" != */llava/recipes ]]; then
+  cd "$ROOT" || exit 1
+elif [ -z "${LLAVA_PYTHON:-}" ]; then
+  die "$0 lies in an installed package; call it as: llava-recipe $(basename "$0" .sh)"
+fi
 
 is_on() { [[ ! "${1:-0}" =~ ^(0|no|false|False)$ ]]; }
 
@@ -54,9 +60,9 @@ ensure_environment() {
 load_preset() { # the caller's flags
   : "${PRESET:=llama-3.2-3b}" "${NORM:=gwc_layernorm}"
   take_flags "$@"
-  require_one_of PRESET "$(basename -s .sh scripts/presets/*.sh | xargs)"
+  require_one_of PRESET "$(basename -s .sh "$ROOT"/scripts/presets/*.sh | xargs)"
   # shellcheck source=/dev/null
-  source "scripts/presets/$PRESET.sh"
+  source "$ROOT/scripts/presets/$PRESET.sh"
   # What both stages share (paper, section E).
   : "${VISION_TOWER:=google/siglip-so400m-patch14-384}" "${LABEL_MASKING:=upstream}"
   : "${EPOCHS:=1}" "${MAX_STEPS:=-1}" "${SEED:=42}"

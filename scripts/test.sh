@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, format check and tests. FAST=1 leaves out the slow ones; arguments go to pytest, as in: bash scripts/test.sh -k norm
+# The checks of scripts/lint.sh, and tests. FAST=1 leaves out the slow ones; arguments go to pytest, as in: bash scripts/test.sh -k norm
 #   WORKERS=2    processes that share the test files (default: 2); 0 runs all in one, as --pdb needs it
 #   COVERAGE=1   also measures which branches of llava/ run, in all processes; half as long again
 set -euo pipefail
@@ -7,14 +7,13 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis}" # eval: a stock harness scores a checkpoint
+export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis,docs}" # eval: a stock harness scores a checkpoint; docs: the site
 ensure_environment
 
 # Nothing in the tests needs the model hub: with it shut they behave the same on every machine.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-"$PYTHON_BIN" -m ruff check .
-"$PYTHON_BIN" -m ruff format --check .
+bash scripts/lint.sh
 selection=()
 is_on "${FAST:-}" && selection=(-m "not slow")
 # Many tests wait for a process that they start, so two workers take the files by turns, each on one thread.

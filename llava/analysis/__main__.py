@@ -6,14 +6,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from llava.analysis.commands import ALL, INTERRUPTED, SUMMARIES, module_of
+from llava.analysis.commands import ALL, PACKAGE, SUMMARIES
 from llava.analysis.models import named_model
+from llava.commands import command_parser, run_program
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
     """The command-line parser; only `command` gets its own flags beside the shared ones."""
-    from llava.commands import Parser
-
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument(
         "--model",
@@ -27,49 +26,30 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     shared.add_argument("--data", help="samples to measure on (default: the playground's held-out scenes)")
     shared.add_argument("--output-dir", type=Path, default=Path("outputs/analysis"), help="folder of the results")
     shared.add_argument("--seed", type=int, default=42, help="of every random choice")
-    top = Parser(prog="python -m llava.analysis", description=__doc__)
-    commands = top.add_subparsers(dest="command", required=True, metavar="command")
-    for name, summary in SUMMARIES.items():
-        if name != command:
-            commands.add_parser(name, help=summary, add_help=False)
-            continue
-        module = module_of(name)
-        style = argparse.ArgumentDefaultsHelpFormatter
-        sub = commands.add_parser(
-            name,
-            parents=[] if name == ALL else [shared],
-            help=summary,
-            description=module.__doc__,
-            formatter_class=style,
-        )
-        module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
-    return top
+    return command_parser(PACKAGE, __doc__, SUMMARIES, command, parents=[] if command == ALL else [shared])
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; 0, what the command returns, 2 with one line where it refuses its arguments, 130 on Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
-    name = f"llava.analysis {argv[0]}" if argv else "llava.analysis"
-    try:
-        if broken := misfit():
-            print(f"{name}: {broken}", file=sys.stderr)
-            return 2
-        from llava.commands import REFUSALS  # takes seconds, in which Ctrl-C may come
+    interrupted = "interrupted; the same command goes on from what is saved"
+    return run_program(PACKAGE, sys.argv[1:] if argv is None else argv, measure, interrupted)
 
-        args = parser(argv[0] if argv else None).parse_args(argv)
-        args.argv = argv
-        try:
-            check(args)
-            return args.run(args) or 0
-        except REFUSALS as error:
-            print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
-            return 2
-        finally:
-            tell_unreadable(args)
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted; the same command goes on from what is saved", file=sys.stderr)
-        return INTERRUPTED
+
+def measure(argv: list[str]) -> int | None:
+    """Runs one command, after what can be checked before it.
+
+    Raises:
+        ValueError, OSError, ImportError, NotImplementedError: what is wrong.
+    """
+    if broken := misfit():
+        raise ImportError(broken)
+    args = parser(argv[0] if argv else None).parse_args(argv)
+    args.argv = argv
+    try:
+        check(args)
+        return args.run(args)
+    finally:
+        tell_unreadable(args)
 
 
 def misfit() -> str | None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from llava.analysis import loading
-from llava.analysis.commands import ANY, COMMANDS, INTERRUPTED, NORMED, OURS, Needs, module_of
+from llava.analysis.commands import ANY, COMMANDS, NORMED, OURS, PACKAGE, Needs
 from llava.analysis.models import NamedModel, named_model, required_models
+from llava.commands import INTERRUPTED, module_of
 from llava.model.multimodal_projector.norm import NORM_TYPES
 
 QUICKSTART = Path("outputs/quickstart")
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     failed, times, start = [], [], time.monotonic()
     for command in args.commands:
         print(f"\n=== {command}", flush=True)
-        needs = module_of(command).NEEDS
+        needs = module_of(PACKAGE, command).NEEDS
         fitting = [model for model in models if fits(needs, fields[model])]
         if not fitting:
             print(f"skipped: no checkpoint {needs.models}", flush=True)

@@ -3,12 +3,9 @@
 A command is the module of its name, with `add_arguments(parser)`, `run(args)` and, for `all`, `NEEDS`.
 """
 
-import importlib
-from types import ModuleType
 from typing import NamedTuple
 
-INTERRUPTED = 130
-"""The exit status on Ctrl-C, as shells count it."""
+PACKAGE = "llava.analysis"
 ANY, OURS, NORMED = "any", "is one of this tree's", "has a norm"
 
 COMMANDS = {
@@ -37,8 +34,3 @@ class Needs(NamedTuple):
 
     models: str = ANY
     flags: tuple[str, ...] = ("data", "samples")
-
-
-def module_of(command: str) -> ModuleType:
-    """A command's module."""
-    return importlib.import_module("llava.analysis." + command.replace("-", "_"))

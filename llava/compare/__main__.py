@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from llava.commands import program_name
 from llava.compare import run as whole
 from llava.compare import study, study_page
 from llava.compare.lanes import StepError as LaneError
@@ -11,6 +12,7 @@ from llava.compare.report import write_report
 from llava.compare.runs import STAGES, Run, check_present, check_results, check_runs
 from llava.compare.stage import StageError, train_stage
 from llava.compare.study_record import read_record
+from llava.provenance import IS_CHECKOUT
 
 _CHECKS = (
     ("check", "refuse runs that differ in more than the arm"),
@@ -20,7 +22,7 @@ _CHECKS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m llava.compare", description=__doc__)
+    top = argparse.ArgumentParser(prog=program_name("llava.compare"), description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     summary = "train, score and measure every arm, and write one page with a verdict"
     whole.add_arguments(commands.add_parser("run", help=summary, description=f"{summary}. See docs/compare.md."))
@@ -53,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; 0, 2 for what cannot be compared or a step that failed, 130 after Ctrl-C."""
     args = parser().parse_args(argv)
+    if args.command in ("run", "study", "stage") and not IS_CHECKOUT:
+        print(f"error: {args.command} calls the repository's scripts; clone it and run this there", file=sys.stderr)
+        return 2
     try:
         if args.command == "run":
             whole.run(args)

@@ -18,7 +18,7 @@ since the interval draws questions, and seeds, whose means vary with their quest
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -72,6 +72,13 @@ class Plan:
     predicted_hours: float | None = None
     smallest: dict[str, float] | None = None
     pilot: Pilot | None = None
+
+    def with_seeds(self, seeds: list[int]) -> "Plan":
+        """The same plan with other seeds, and what these would show."""
+        smallest = self.pilot and smallest_differences(
+            self.pilot.right, self.pilot.questions, len(self.arms) - 1, len(seeds)
+        )
+        return replace(self, seeds=seeds, smallest=smallest)
 
     def write(self, folder: Path) -> None:
         """Keeps it in `folder`, where `read_plan` finds it."""
@@ -171,3 +178,8 @@ def _smallest(varies: float, drawn: float, of_runs: float, verdicts: int) -> flo
     normal = NormalDist()
     outside = normal.inv_cdf((1 + confidence_of(verdicts)) / 2) * math.sqrt(drawn + varies + of_runs)
     return 100 * (outside + normal.inv_cdf(POWER) * math.sqrt(varies + of_runs))
+
+
+def points_in_words(points: float) -> str:
+    """A smallest difference to be read; none of more than 100 points can be."""
+    return f"{points:.1f}" if points <= 100 else "none"

@@ -32,6 +32,7 @@ from llava.compare.plan import (
     Plan,
     check_same,
     fitting,
+    points_in_words,
     predicted_hours,
     read_plan,
     smallest_differences,
@@ -58,6 +59,7 @@ EVALUATIONS = 6  # during stage 2, besides the one before it
 ASKED = "asked.json"  # what is asked then: the first held-out questions, whose kinds take turns
 ASKED_IN_TRAINING, ASKED_IN_QUICK_TRAINING = 64, 24
 QUICK_QUESTIONS = 48
+QUESTIONS_UNDER_CONTROLS = 144  # these answers fall to chance: a few of every kind and seed show it
 QUICK_SHARE, QUICK_SEEDS = 1 / 6, 2
 PILOT_SHARE = 1 / 4
 START = "start"
@@ -79,12 +81,15 @@ class Study(Comparison):
         plan: see `Plan`.
         quick: few questions in training and few samples measured.
         measures_start: keeps the first seed's models as they are before training.
+        beside: how many runs share the cores, where it is more than stand side by side here: a pilot's alone does not
+            train faster than the study's will.
     """
 
     data: str = ""
     plan: Plan | None = None
     quick: bool = False
     measures_start: bool = True
+    beside: int = 1
 
     @property
     def pictures(self) -> Path:
@@ -124,6 +129,7 @@ class Study(Comparison):
             steps.insert(0, StudyStage.of(self, run, STAGES[0], START, untrained))
         words = ["-m", "playground", "controls", "--checkpoint", str(run.folder("finetune")), "--data"]
         words += [str(self.pictures), "--output-dir", str(run.folder("heldout"))]
+        words += ["--control-questions", str(QUESTIONS_UNDER_CONTROLS)]
         words += ["--questions", str(self.plan.questions), *([] if self.demo else ["--batch-size", "8"])]
         log = run.folder("heldout").with_suffix(".log")
         steps.append(Step(f"{run.name}, answers", [_interpreter(), *words], log, threads, partial(is_answered, run)))
@@ -159,9 +165,13 @@ class Study(Comparison):
         places = self.places()
         threads = {}
         if self.demo and not resolve_devices(os.environ).on_gpu and not os.environ.get("OMP_NUM_THREADS"):
-            threads = {"OMP_NUM_THREADS": str(max(1, available_cores() // len(places)))}
+            threads = {"OMP_NUM_THREADS": str(max(1, available_cores() // max(self.beside, len(places))))}
         lanes = {run.name: self.lane(run, threads) for run in self.runs}
         run_lanes(lanes, len(places), [self.lock], places)
+        self.check_all()
+
+    def check_all(self) -> None:
+        """Refuses runs, or answers, that may not be compared."""
         for stage in STAGES:
             check_runs(self.runs, stage)
         for control in CONTROLS:
@@ -213,6 +223,8 @@ class Study(Comparison):
             for stage, count in full.items()
         }
         trial = Plan(self.preset_name, self.arms[:1], self.seeds[:1], short, questions)
+        given = len(seeds) if seeds else QUICK_SEEDS if self.quick else None
+        at_once = len(replace(self, seeds=[*range(given or FEWEST_SEEDS)]).places())
         pilot_study = replace(
             self,
             arms=trial.arms,
@@ -220,13 +232,12 @@ class Study(Comparison):
             plan=trial,
             folder=self.folder / "pilot",
             measures_start=False,
+            beside=at_once,
         )
         self.step("pilot", pilot_study.train_all)
         run = pilot_study.runs[0]
         pilot = pilot_of(run)
         full = {stage: count if count > 0 else epoch_steps(run, stage) for stage, count in full.items()}
-        given = len(seeds) if seeds else QUICK_SEEDS if self.quick else None
-        at_once = len(replace(self, seeds=[*range(given or FEWEST_SEEDS)]).places())
         steps, count = fitting(hours, pilot, full, len(self.arms), at_once, given)
         chosen = list(seeds or parse_seeds(str(count)))
         others = len(self.arms) - 1
@@ -323,9 +334,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is trained (default: %(default)s)",
     )
     parser.add_argument("--arms", help=f"joined by commas, none first (default: {ARMS}; --quick: {QUICK_ARMS})")
-    parser.add_argument("--seeds", help="how many (42, 43, ...), or which, as in 1,2 (default: 3, or what fits)")
+    parser.add_argument(
+        "--seeds", help="how many (42, 43, ...), or which, as in 1,2 (default: 3, or what fits); can be added later"
+    )
     parser.add_argument("--hours", type=float, help="plan steps and seeds so that it takes about so long")
     parser.add_argument("--quick", action="store_true", help="every part with few steps, questions and arms")
+    parser.add_argument(
+        "--so-far", action="store_true", help="train nothing: write the page of the seeds that are finished"
+    )
     parser.add_argument("--output-dir", type=Path, help="default: outputs/study-<preset>, with -quick")
 
 
@@ -347,16 +363,12 @@ def run(args: argparse.Namespace) -> None:
     folder = (args.output_dir or Path("outputs") / name).resolve()
     os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
     os.environ.setdefault("REPORT_TO", "none")
-    kept = read_plan(folder)
+    kept = going_on(folder, args, arms, seeds)
     if kept is not None:
-        wanted = {"preset": args.preset, "hours": args.hours, "seeds": seeds}
-        check_same(kept, wanted | ({"arms": arms} if args.arms or args.quick else {}), folder)
-        if args.quick != bool(kept.questions):
-            said = "with" if kept.questions else "without"
-            raise ValueError(
-                f"{folder / PLAN_FILE} was made {said} --quick; take another --output-dir, or go on {said}"
-            )
         arms, seeds = kept.arms, kept.seeds
+    if args.so_far:
+        so_far(Study(recipe, arms, seeds or [], "", folder, False, None, data=data, plan=kept))
+        return
     for part in MEASURED:
         (folder / f"analysis-{part}").mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -368,7 +380,7 @@ def run(args: argparse.Namespace) -> None:
         study.step(f"inputs: {data}", study.prepare)
         if kept is None:
             kept = study.planned(args.hours, seeds)
-            kept.write(folder)
+        kept.write(folder)
         study.plan, study.seeds = kept, kept.seeds
         show_plan(kept, folder)
         study.run_all()
@@ -381,6 +393,39 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
+def going_on(folder: Path, args: argparse.Namespace, arms: list[str], seeds: list[int] | None) -> Plan | None:
+    """The plan that the folder keeps, if any, with the seeds that `--seeds` adds to its own.
+
+    Raises:
+        ValueError: the flags ask for something else.
+    """
+    kept = read_plan(folder)
+    if kept is None:
+        return None
+    if seeds and seeds[: len(kept.seeds)] == kept.seeds:
+        kept = kept.with_seeds(seeds)
+    wanted = {"preset": args.preset, "hours": args.hours, "seeds": seeds}
+    check_same(kept, wanted | ({"arms": arms} if args.arms else {}), folder)
+    if args.quick != bool(kept.questions):
+        said = "with" if kept.questions else "without"
+        raise ValueError(f"{folder / PLAN_FILE} was made {said} --quick; take another --output-dir, or go on {said}")
+    return kept
+
+
+def so_far(study: Study) -> None:
+    """Writes the page of the seeds of which every arm is trained and answered; may be called while others train.
+
+    Raises:
+        ValueError: there is no such seed.
+    """
+    done = [seed for seed in study.seeds if all(is_answered(study.run(seed, arm)) for arm in study.arms)]
+    if not done:
+        raise ValueError(f"--so-far: in {study.folder} no seed has all its arms trained and answered yet")
+    study.seeds = done
+    study.check_all()
+    study.page()
+
+
 def show_plan(plan: Plan, folder: Path) -> None:
     """The plan in words, and what it can resolve."""
     steps = " + ".join(str(count) if count > 0 else "an epoch's" for count in plan.steps.values())
@@ -388,5 +433,7 @@ def show_plan(plan: Plan, folder: Path) -> None:
     print(f"\nplan ({folder / 'plan.json'}): {len(plan.arms)} arms, seeds {seeds}, {steps} steps")
     if plan.predicted_hours is not None:
         print(f"  training and answers: about {plan.predicted_hours:.2g} of {plan.hours:g} hours")
+    if plan.smallest:
+        print("  smallest difference in points that it would show (power 80 %, corrected for all verdicts):")
     for task, points in (plan.smallest or {}).items():
-        print(f"  {task:<12} would show a difference of {points:.1f} points (power 80 %, corrected for all verdicts)")
+        print(f"    {task:<12} {points_in_words(points)}")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from llava.compare.paired import IMPROVED, UNCHANGED, WORSE
-from llava.compare.plan import MEAN, POWER
+from llava.compare.plan import MEAN, POWER, points_in_words
 from llava.compare.report import render
 from llava.compare.report_figures import data_uri
 from llava.compare.study_figures import figures
@@ -311,7 +311,7 @@ def power(study: Study) -> list[str]:
         found.append(
             f"Planned from a pilot: over all tasks a difference of {plan['smallest'][MEAN]:.1f} points would be shown "
             f"with {100 * POWER:.0f} % probability; on single tasks "
-            + ", ".join(f"{task} {points:.1f}" for task, points in plan["smallest"].items() if task != MEAN) + "."
+            + ", ".join(f"{task} {points_in_words(points)}" for task, points in plan["smallest"].items() if task != MEAN) + "."
         )  # fmt: skip
     points = list(study["resolved"].values())
     found.append(
@@ -330,6 +330,10 @@ def limits(study: Study) -> list[str]:
         "Training runs of all arms are taken to vary alike, and the tasks as fixed.",
         "Measurements inside the models are of the first seed and have no intervals over seeds.",
     ]
+    if missing := len(study["plan"]["seeds"]) - seeds:
+        found.insert(
+            0, f"{count_of(missing, 'seed')} of {seeds + missing} not trained yet: this is how it stands so far."
+        )
     if seeds < 3:
         found.insert(0, f"{seeds} seed{'s' if seeds > 1 else ''}: how much training runs vary is hardly known.")
     if study["plan"]["questions"]:

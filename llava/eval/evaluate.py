@@ -19,10 +19,10 @@ from llava.commands import Parser, exit_status
 from llava.eval.collect import EvaluationError
 from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
 from llava.eval.results import LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
-from llava.eval.tasks import ROOT, Task, choose
+from llava.eval.tasks import Task, choose
 from llava.model.builder import read_config
 from llava.presentation import format_table
-from llava.provenance import checkpoint_name, git_commit, revision, version_of
+from llava.provenance import WORK, checkpoint_name, git_commit, revision, version_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "lmms-eval", "lm-eval")
 IDENTITY = ("conv_template", "limit", "mmlu_fewshot")
@@ -87,7 +87,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if not 0 <= args.num_gpus <= found:
         raise ValueError(f"--num-gpus {args.num_gpus}: this machine has {found}; expected 0 (CPU) to {found}")
     places = {task.name: data_place(task, args.data_dir) for task in tasks}
-    args.output_dir = args.output_dir or ROOT / "outputs/eval" / checkpoint_name(args.checkpoint)
+    args.output_dir = args.output_dir or WORK / "outputs/eval" / checkpoint_name(args.checkpoint)
     settings = settings_of(args)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     try:

@@ -13,8 +13,8 @@ from typing import Any
 from llava.eval.collect import EvaluationError, collect, crash_problems
 from llava.eval.process import run_logged
 from llava.eval.results import TaskResult
-from llava.eval.tasks import OWN_DATA, OWN_TASKS, ROOT, Task
-from llava.provenance import fingerprint
+from llava.eval.tasks import OWN_DATA, OWN_TASKS, Task
+from llava.provenance import CODE, fingerprint
 
 
 def require_harnesses(tasks: list[Task]) -> None:
@@ -130,7 +130,7 @@ def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, s
 
 def environment(args: argparse.Namespace, place: Path | None) -> dict[str, str]:
     """The harness's environment: this tree importable, no device but those asked for, no hub beside local data."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
     if place is not None:
         env["HF_HUB_OFFLINE"] = "1"
     if args.num_gpus == 0:

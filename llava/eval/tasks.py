@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llava.eval.results import PAPER_COLUMNS, Answered
+from llava.provenance import CODE, WORK
 
 Record = Mapping[str, Any]
-ROOT = Path(__file__).resolve().parents[2]
-OWN_TASKS = ROOT / "playground/tasks"
-OWN_DATA = ROOT / "playground/data/harness"
+OWN_TASKS = CODE / "playground/tasks"
+OWN_DATA = WORK / "playground/data/harness"
 
 JUDGED = {
     "mmbench": "mmbench_en_dev_static",

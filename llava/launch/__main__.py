@@ -24,11 +24,11 @@ from llava.launch.help import help_text
 from llava.launch.inputs import check_master
 from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import Plan, as_json, command_text, resolve, show
-from llava.launch.settings import ROOT, Refusal, is_on, misspelt
+from llava.launch.settings import Refusal, is_on, misspelt
 from llava.launch.supervise import INTERRUPTED, supervise
-from llava.provenance import RUN_FILE
+from llava.provenance import CODE, IS_CHECKOUT, ROOT, RUN_FILE
 
-LAUNCH_CHECK = "llava/train/launch_check.py"
+LAUNCH_CHECK = "llava/train/launch_check.py"  # in the repository, as the scripts name the trainer
 
 
 def main(words: list[str], environment: Mapping[str, str]) -> int:
@@ -41,7 +41,7 @@ def main(words: list[str], environment: Mapping[str, str]) -> int:
             f"note: {name} is set, but is no variable of these scripts; is it meant to be {meant}?",
             file=sys.stderr,
         )
-    plan = resolve(environment, words[0], words[1:], available_cores())
+    plan = resolve(environment, program(words[0]), words[1:], available_cores())
     unknown = check_sources(plan)
     if environment.get("DRY_RUN") == "json":
         print(as_json(plan))
@@ -71,8 +71,8 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     workers = plan.flags.value("dataloader_num_workers")
     if note := shared_memory_note(plan.devices.ranks, int(workers) if workers.isdecimal() else 0):
         print(note, file=sys.stderr, flush=True)
-    subprocess.run(["bash", "scripts/setup.sh"], check=True)
-    entry = LAUNCH_CHECK if is_on(environment.get("CHECK", "")) else plan.entry
+    subprocess.run(["bash", str(ROOT / "scripts/setup.sh")], check=True)
+    entry = program(LAUNCH_CHECK) if is_on(environment.get("CHECK", "")) else plan.entry
     records = first_node and entry == plan.entry
     try:
         plan.output_dir.mkdir(parents=True, exist_ok=True)
@@ -92,6 +92,11 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     return code
 
 
+def program(path: str) -> str:
+    """A file of this package, named as in the repository, where the launcher finds it."""
+    return path if IS_CHECKOUT else str(CODE / path)
+
+
 def run_file_stamp(output_dir: Path) -> int | None:
     """When the trainer last said in `output_dir` what it starts; None where it never has."""
     file = output_dir / RUN_FILE
@@ -100,7 +105,7 @@ def run_file_stamp(output_dir: Path) -> int | None:
 
 def record_command(plan: Plan) -> None:
     """Writes `command.sh`, which runs the same once more."""
-    lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(str(ROOT))} || exit", command_text(plan, plan.entry)]
+    lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(os.getcwd())} || exit", command_text(plan, plan.entry)]
     Path(plan.output_dir, "command.sh").write_text("\n".join(lines) + "\n")
 
 

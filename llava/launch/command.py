@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llava.launch.devices import Devices
-from llava.launch.settings import ROOT, Refusal, one_of, whole_number
+from llava.launch.settings import Refusal, one_of, whole_number
+from llava.provenance import CODE, ROOT
 
 LAUNCHERS = ("auto", "python", "deepspeed", "torchrun")
 MEETING_PORT = 29500  # torchrun's own default
@@ -95,7 +96,7 @@ def added_environment(
     """The variables that the launcher is started with."""
     added = {}
     if environment.get("LLAVA_PYTHON"):  # where the package is not installed
-        added["PYTHONPATH"] = ":".join(filter(None, [str(ROOT), environment.get("PYTHONPATH", "")]))
+        added["PYTHONPATH"] = ":".join(filter(None, [str(CODE), environment.get("PYTHONPATH", "")]))
     if not devices.on_gpu:
         threads = environment.get("OMP_NUM_THREADS") or str(max(1, cores // devices.ranks))
         added |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}

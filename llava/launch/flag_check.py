@@ -10,10 +10,11 @@ from pathlib import Path
 from llava.anyres import check_grids_given, check_modes
 from llava.conversation import conv_templates
 from llava.launch.plan import ADDED, Plan
-from llava.launch.settings import ROOT, Refusal, nearest_name
+from llava.launch.settings import Refusal, nearest_name
+from llava.provenance import CODE, ROOT
 
-_ARGUMENTS = ROOT / "llava/train/arguments.py"
-_NORMS = ROOT / "llava/model/multimodal_projector/norm.py"
+_ARGUMENTS = CODE / "llava/train/arguments.py"
+_NORMS = CODE / "llava/model/multimodal_projector/norm.py"
 NORM_TABLE = "NORM_TYPES"
 
 
@@ -79,7 +80,7 @@ def check_by_trainer(python: str, words: Sequence[str], environment: Mapping[str
     """
     if not Path(python).exists():
         return False
-    quiet = {**environment, "PYTHONPATH": f"{ROOT}:{environment.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
+    quiet = {**environment, "PYTHONPATH": f"{CODE}:{environment.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
     command = [python, "-m", "llava.train.flags", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=quiet)
     if done.returncode == 2:

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 
 from llava.launch.flags import parse_flags
-from llava.launch.settings import NAMES, ROOT, VARIABLES
+from llava.launch.settings import NAMES, VARIABLES
+from llava.provenance import IS_CHECKOUT, ROOT
 
 USAGE = """{usage}
 
@@ -17,12 +19,13 @@ Variables win over the preset, the preset over the recipe. Relative paths start 
 def help_text(environment: Mapping[str, str], words: Sequence[str]) -> str:
     """Help for the stage whose flags `words` are, or for all stages without any."""
     stage = environment.get("STAGE", "")
-    usage = f"usage: [NAME=value ...] bash scripts/{stage or '{pretrain,finetune}'}.sh [--flag value ...]"
+    called = f"bash scripts/{stage or '{pretrain,finetune}'}.sh" if IS_CHECKOUT else f"llava-recipe {stage}"
+    usage = f"usage: [NAME=value ...] {called} [--flag value ...]"
     if stage:
         usage += "\n\n" + header(stage)
     flags = parse_flags([word for word in words[1:] if word not in ("-h", "--help")]).values()
     here = script_flags(stage)
-    lines = [USAGE.format(usage=usage, root=ROOT)]
+    lines = [USAGE.format(usage=usage, root=Path.cwd())]
     for group, variables in VARIABLES.items():
         lines.append(f"{group}:")
         for name, meaning in variables.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from llava.launch.command import Launch, deepspeed_configs, node_rank
 from llava.launch.devices import Devices
 from llava.launch.flags import Flags
-from llava.launch.settings import ROOT, Refusal
+from llava.launch.settings import Refusal
 from llava.train.network import interfaces, unknown_interfaces
 
 FOUND, HUB, MISSING = "found", "hub", "MISSING"
@@ -128,7 +128,7 @@ def check_file(what: str, path: str, hint: str, caller: str = "") -> Iterator[In
         yield Input(FOUND, what, path)
         return
     if caller and not Path(path).is_absolute() and Path(caller, path).exists():
-        hint = f"give {Path(caller, path)}: relative paths start at {ROOT}"
+        hint = f"give {Path(caller, path)}: relative paths start at {Path.cwd()}"
     yield Input(MISSING, what, path, hint)
 
 

@@ -13,7 +13,8 @@ from llava.launch.devices import Devices, has_bf16_instructions, resolve_devices
 from llava.launch.flags import Flags, parse_flags
 from llava.launch.inputs import MISSING, Input, check_inputs
 from llava.launch.passed_on import other_nodes, word_for_hosts
-from llava.launch.settings import ROOT, Refusal, is_on, one_of
+from llava.launch.settings import Refusal, is_on, one_of
+from llava.provenance import shipped
 
 ADDED = ("gradient_accumulation_steps", "bf16", "tf32", "run_name")  # flags that follow from devices and folder
 
@@ -63,6 +64,8 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
     output_dir = flags.value("output_dir")
     if not output_dir:
         raise Refusal("OUTPUT_DIR is empty; expected the folder where everything goes")
+    if flags.value("deepspeed"):
+        flags = flags.with_value("deepspeed", shipped(flags.value("deepspeed")))
     devices = resolve_devices(environment)
     global_batch, size = environment.get("GLOBAL_BATCH", ""), flags.value("per_device_train_batch_size")
     batch = resolve_batch(devices, global_batch, size, flags.value("gradient_accumulation_steps"))
@@ -160,7 +163,7 @@ def show(plan: Plan) -> str:
         if found.state == MISSING:
             lines.append(f"  {'':<8} {'':<14} -> {found.hint}")
     if any(found.is_relative for found in plan.inputs):
-        lines.append(f"  relative paths start at {ROOT}")
+        lines.append(f"  relative paths start at {Path.cwd()}")
     if plan.other_nodes:
         lines += ["other nodes", *(f"  {line}" for line in plan.other_nodes)]
     return "\n".join(lines)

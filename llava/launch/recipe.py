@@ -1,11 +1,17 @@
-"""A recipe's numbers for whoever needs them: they stand in the scripts and presets, and are read from there."""
+"""The recipes' numbers for whoever needs them, and the command that runs a recipe from an installed package.
+
+The numbers stand in the scripts and presets, and are read from there.
+"""
 
 import json
 import os
 import subprocess
+import sys
 from typing import Any
 
-from llava.launch.settings import ROOT
+from llava.provenance import ROOT
+
+STAGES = ("pretrain", "finetune")
 
 
 def resolved_run(stage: str, *flags: str, **variables: Any) -> dict[str, Any]:
@@ -14,10 +20,25 @@ def resolved_run(stage: str, *flags: str, **variables: Any) -> dict[str, Any]:
     Raises:
         ValueError: the script refuses; the message is its own.
     """
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHON") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHON", "LLAVA_PYTHON") if name in os.environ}
     env = kept | {name: str(value) for name, value in variables.items()} | {"DRY_RUN": "json"}
     command = ["bash", str(ROOT / f"scripts/{stage}.sh"), *flags]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(done.stderr.strip().removeprefix("error: "))
     return json.loads(done.stdout)
+
+
+def main() -> int:
+    """`llava-recipe STAGE`: becomes `scripts/<stage>.sh`, run by this interpreter; 2 where STAGE is none."""
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(f"usage: [NAME=value ...] llava-recipe {'|'.join(STAGES)} [--flag value ...]")
+        print("Runs a stage's recipe with this environment; llava-recipe STAGE --help explains the variables.")
+        return 0
+    if sys.argv[1:2] not in ([stage] for stage in STAGES):
+        found = sys.argv[1] if sys.argv[1:] else "nothing"
+        print(f"error: llava-recipe {found}: expected {' or '.join(STAGES)}; see --help", file=sys.stderr)
+        return 2
+    stage, *flags = sys.argv[1:]
+    interpreter = {"LLAVA_PYTHON": sys.executable, "PYTHON": sys.executable}
+    os.execvpe("bash", ["bash", str(ROOT / f"scripts/{stage}.sh"), *flags], interpreter | os.environ)

@@ -1,9 +1,6 @@
 """The variables that the training scripts read from the environment: meanings, numbers, and likely misspellings."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Meaning of every variable, in groups. Defaults are the scripts', or stand here where the launcher finds them.
 VARIABLES: dict[str, dict[str, str]] = {

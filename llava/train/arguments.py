@@ -10,6 +10,7 @@ import transformers
 from llava.anyres import check_grids_given, check_modes
 from llava.model.loss import LossHead
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
+from llava.provenance import shipped
 
 
 @dataclass
@@ -19,7 +20,7 @@ class ModelArguments(ProjectorNormArguments):
     model_name_or_path: str = field(
         kw_only=True,  # the norm's fields, which have defaults, come before it
         metadata={
-            "help": "Language model (families: docs/launch.md) or LLaVA checkpoint of this tree: folder or hub id."
+            "help": "Language model (families: docs/models.md) or LLaVA checkpoint of this tree: folder or hub id."
         },
     )
     version: str = field(
@@ -46,7 +47,7 @@ class ModelArguments(ProjectorNormArguments):
         },
     )
     vision_tower: str | None = field(
-        default=None, metadata={"help": "Vision encoder (kinds: docs/launch.md): local folder or hub id."}
+        default=None, metadata={"help": "Vision encoder (kinds: docs/models.md): local folder or hub id."}
     )
     mm_vision_select_layer: int = field(
         default=-2,
@@ -437,6 +438,8 @@ class TrainingArguments(transformers.TrainingArguments):
             self.warmup_steps = self.warmup_ratio
         if not torch.accelerator.is_available() and not self.deepspeed:
             self.use_cpu = True
+        if isinstance(self.deepspeed, str) and self.deepspeed.endswith(".json"):
+            self.deepspeed = shipped(self.deepspeed)
         if str(self.deepspeed).endswith(".json") and not Path(self.deepspeed).is_file():
             raise ValueError(f"--deepspeed {self.deepspeed}: no such file; the recipes' are in deepspeed_configs/")
         if self.remove_unused_columns:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from llava.anyres import check_modes
-from llava.commands import Parser
+from llava.commands import Parser, program_name
 from llava.model.multimodal_projector.norm import NORM_FIELDS, ProjectorNormArguments
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 
@@ -102,7 +102,7 @@ class FlagParser(Parser, HfArgumentParser):
         self._owner: type | None = None
         super().__init__(
             (),
-            prog="python -m llava.train.train",
+            prog=program_name("llava.train.train"),
             usage="%(prog)s --FLAG VALUE ...",
             description="Trains a LLaVA, stage 1 or stage 2. A switch --x alone means True; --x False, or --no_x where "
             "the default is True, means False. Hyphens stand for underscores.",

@@ -16,7 +16,7 @@ require_one_of DEMO_DATA "scenes stamps probes"
 case $STAGE in
   pretrain) : "${MAX_STEPS:=68}" "${GLOBAL_BATCH:=16}" "${LEARNING_RATE:=8e-3}" ;;
   finetune)
-    # Of probes eight kinds of questions are learnt, of the others two or three.
+    # Of probes nine kinds of questions are learnt, of the others two or three.
     : "${MAX_STEPS:=$([ "$DEMO_DATA" = probes ] && echo 140 || echo 70)}"
     : "${GLOBAL_BATCH:=8}" "${LEARNING_RATE:=2e-4}" "${PROJECTOR_LR=2e-3}" "${VISION_TOWER_LR=1e-4}"
     : "${GROUP_BY_MODALITY_LENGTH:=False}" # a batch has no padding, and captions and questions stay mixed

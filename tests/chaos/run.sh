@@ -14,6 +14,7 @@ export PYTHONPATH="$ROOT:$ROOT/tests:$ROOT/tests/support${PYTHONPATH:+:$PYTHONPA
 mkdir "$WORK/small"
 # The full disk is a small one of its own where the machine lets us mount it, inside a namespace that ends with us.
 if unshare --mount --map-root-user mount -t tmpfs tmpfs "$WORK/small" 2>/dev/null; then
+  # shellcheck disable=SC2016 # $WORK and $0 are of the inner shell
   unshare --mount --map-root-user bash -c 'mount -t tmpfs -o size=32m tmpfs "$WORK/small" && exec "$0" -m chaos.faults "$@"' \
     "$LLAVA_PYTHON" "$@"
 else

@@ -41,6 +41,12 @@ def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, train
             assert len({sample.answer for sample in task.samples}) == 1 and task.score < 90
     ids = [sample.id for task in found["shuffled"].values() for sample in task.samples]
     assert sorted(ids) == sorted(sample.id for task in found["blank"].values() for sample in task.samples)
+    fewer = [*words[:-1], str(tmp_path / "fewer"), "--controls", "untouched", "blank", "--control-questions", "3"]
+    assert main(fewer) == 0
+    counts = [
+        sum(len(t.samples) for t in read_results(tmp_path / "fewer" / c).tasks.values()) for c in ("untouched", "blank")
+    ]
+    assert counts == [len(ids), 3]
 
     def never(*_, **__):
         raise AssertionError("asked again")

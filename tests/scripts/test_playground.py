@@ -291,7 +291,9 @@ def test_probe_captions_and_statements_say_what_is_written_and_what_is_small(pro
     assert all(any(word in text for text in captions.values()) for word in ("marked", "small"))
 
 
-def test_held_out_pairs_are_in_no_training_picture_and_in_every_held_out_question(probes_folder: Path) -> None:
+def test_held_out_pairs_are_in_no_training_picture_and_in_questions_of_one_kind_alone(
+    probes_folder: Path,
+) -> None:
     stages = {name: read(probes_folder / name) for name in ("pretrain.json", "finetune.json")}
     used = {record["image"] for records in stages.values() for record in records if "image" in record}
     statements = json.loads((probes_folder / "statements.json").read_text())["train"]
@@ -303,14 +305,18 @@ def test_held_out_pairs_are_in_no_training_picture_and_in_every_held_out_questio
     assert PAIRS & set(described_shapes(json.dumps(statements))), "the tower has seen them"
     for record in read(probes_folder / "heldout.json"):
         ((question, answer),) = turns(record)
-        about = [
-            pair
-            for pair in PAIRS & set(described_shapes(record["caption"]))
-            if set(pair.split()) & {*question.rstrip("?").split(), answer} or record["kind"] == "count"
-        ]
-        assert about, record
+        new = PAIRS & set(described_shapes(record["caption"]))
+        about = [pair for pair in new if set(pair.split()) & {*question.rstrip("?").split(), answer}]
+        assert about if record["kind"] == "pair" else not new, record
     facts = json.loads((probes_folder / MANIFEST).read_text())["facts"]
     assert set(facts["held_out_pairs"]) == PAIRS
+
+
+def test_no_held_out_probe_shows_what_a_training_picture_does() -> None:
+    kinds, indices = probes.TRAINED, range(24 * len(probes.ANSWERS))
+    shown = {probes.draw_train(FEW, kinds[i % len(kinds)], i).content() for i in range(1200)}
+    assert any(probes.draw_heldout(FEW, index)[0].content() in shown for index in indices), "it would happen"
+    assert not any(probes.draw_heldout(FEW, index, shown)[0].content() in shown for index in indices)
 
 
 def test_every_color_and_every_form_has_as_many_held_out_pairs() -> None:
@@ -321,11 +327,11 @@ def test_every_color_and_every_form_has_as_many_held_out_pairs() -> None:
 
 def test_no_answer_known_without_the_picture_beats_chance_in_probes() -> None:
     """Neither one answer to all of a kind, nor the training's most frequent one to a question."""
-    settings, frequent = probes.Settings(), {}
-    records = [probes.draw_heldout(settings, index)[1] for index in range(8 * settings.num_per_kind)]
-    drawn = [probes.draw_train(settings, probes.TRAINED[i % 6], i) for i in range(settings.num_train)]
-    numbers = Counter(len(scene.shapes) for i, scene in enumerate(drawn) if probes.TRAINED[i % 6] == "count")
-    assert min(numbers.values()) > 0.8 * 200 / 4, "what is held out makes no number rarer in training"
+    settings, kinds, frequent = probes.Settings(), probes.TRAINED, {}
+    records = [probes.draw_heldout(settings, index)[1] for index in range(len(probes.ANSWERS) * settings.num_per_kind)]
+    drawn = [probes.draw_train(settings, kinds[i % len(kinds)], i) for i in range(settings.num_train)]
+    numbers = Counter(len(scene.shapes) for i, scene in enumerate(drawn) if kinds[i % len(kinds)] == "count")
+    assert min(numbers.values()) > 0.8 * sum(numbers.values()) / 4, "what is held out makes no number rarer in training"
     for record in probes.finetune_records(drawn, settings):
         for question, answer in turns(record):
             frequent.setdefault(question, Counter())[answer] += 1
@@ -346,15 +352,17 @@ def test_heldout_probes_ask_every_kind_equally_with_its_choices(probes_folder: P
     assert all(len(turns(record)) == 1 for record in records)
     chance = json.loads((probes_folder / MANIFEST).read_text())["facts"]["chance_percent"]
     assert chance == {
-        "color": 16.7,
-        "shape": 33.3,
+        "color": 25.0,
+        "shape": 50.0,
         "position": 25.0,
         "count": 25.0,
         "relation": 25.0,
         "size": 50.0,
-        "binding": 33.3,
+        "binding": chance["binding"],
         "text": 16.7,
+        "pair": 25.0,
     }
+    assert 100 / 3 < chance["binding"] < 60
     for record in records:
         if record["kind"] == "binding":
             named = described_shapes(record["caption"])
@@ -374,7 +382,7 @@ def test_probe_records_are_valid(probes_folder: Path) -> None:
     records = {name: read(probes_folder / f"{name}.json") for name in ("pretrain", "finetune", "heldout")}
     for content in records.values():
         assert_valid(content, probes_folder / "images")
-    assert [len(content) for content in records.values()] == [48, 48 + 12 + 6, 8 * 24]
+    assert [len(content) for content in records.values()] == [48, 48 + 12 + 6, 9 * 24]
 
 
 def test_probes_are_the_same_for_a_seed_and_differ_between_seeds(tmp_path: Path) -> None:
@@ -642,12 +650,12 @@ def test_a_tower_whose_patches_make_no_quarters_is_refused_for_scenes(capsys: py
     tower.check(replace(TINY_TOWER, data="stamps", patch_size=64))
 
 
-def test_probes_have_a_tower_of_sixteen_tokens_and_other_sets_one_of_four() -> None:
+def test_probes_have_a_tower_of_larger_pictures_and_every_set_one_of_four_tokens() -> None:
     sides = {name: tower.Settings(data=name) for name in tower.PICTURES}
     tokens = {name: (found.image_size // found.patch_size) ** 2 for name, found in sides.items()}
-    assert tokens == {"scenes": 4, "stamps": 4, "probes": 16}
+    assert tokens == {"scenes": 4, "stamps": 4, "probes": 4}
     assert sides["probes"].image_size == probes.Settings().size
-    assert tower.Settings(data="probes", patch_size=48, steps=3) == tower.Settings("probes", 96, 48, steps=3)
+    assert tower.Settings(data="probes", patch_size=24, steps=3) == tower.Settings("probes", 96, 24, steps=3)
 
 
 # The language model, without its download

@@ -13,6 +13,7 @@ from paths import ROOT
 from shell import only
 
 from llava.compare.__main__ import main
+from llava.compare.stage import STAGES
 
 ARMS = "none,gwc_layernorm"
 
@@ -64,7 +65,7 @@ def test_quick_goes_through_every_part_and_a_second_call_trains_and_measures_not
     assert measured[-1] == "measure theory analysis-finetune"
     plan = json.loads((study.out / "plan.json").read_text())
     assert plan["seeds"] == [42, 43] and plan["pilot"]["questions"] == {"binding": 100, "color": 100, "count": 100}
-    assert f"difference of {plan['smallest']['mean']:.1f} points" in done.stdout
+    assert f"    mean         {plan['smallest']['mean']:.1f}\n" in done.stdout
 
     found = json.loads((study.out / "study.json").read_text())
     assert found["results"]["gwc_layernorm"]["mean"]["verdict"] == "improved"
@@ -98,11 +99,30 @@ def test_killed_while_training_it_goes_on_where_it_was(study, sent):
     process.wait(timeout=60)
     for survivor in psutil.wait_procs(family, timeout=0)[1]:
         survivor.kill()
+    early = study("--quick", "--so-far")
+    assert early.returncode == 0, early.stdout + early.stderr
+    assert json.loads((study.out / "study.json").read_text())["seeds"] == [7]
+    assert "1 seed of 2 not trained yet" in (study.out / "study.html").read_text()
     done = study(*flags, LOCK_SECONDS=20)
     assert done.returncode == 0, done.stdout + done.stderr
     again = [line for line in study.seen() if line.startswith("train")]
     assert "train 8 none finetune" in again and "train 8 none pretrain" not in again
     assert "train 7 none pretrain" not in again and (study.out / "study.html").is_file()
+
+
+def test_seeds_can_be_added_to_a_finished_study_and_none_can_be_taken_away(study):
+    flags = ("--quick", "--arms", "none,clip")
+    early = study(*flags, "--so-far")
+    assert early.returncode == 2 and "--so-far" in early.stderr and not (study.out / "study.json").exists()
+    assert study(*flags, "--seeds", "7,", RIGHT='{"none": 0.4, "clip": 0.4}').returncode == 0
+    study.seen()
+    more = study(*flags, "--seeds", "7,9", RIGHT='{"none": 0.4, "clip": 0.4}')
+    assert more.returncode == 0, more.stdout + more.stderr
+    trained = [line for line in study.seen() if line.startswith("train")]
+    assert sorted(trained) == sorted(f"train 9 {arm} {stage}" for arm in ("none", "clip") for stage in STAGES)
+    assert json.loads((study.out / "study.json").read_text())["seeds"] == [7, 9]
+    fewer = study(*flags, "--seeds", "9,")
+    assert fewer.returncode == 2 and "--seeds [9]" in fewer.stderr and "plan.json" in fewer.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llava import commands
 from llava.analysis import __main__ as command_line
 from llava.analysis import embedding_norms, interventions, output
 from llava.analysis.curves import draw_gap
@@ -150,7 +151,7 @@ def test_commands_return_their_status_and_refuse_in_one_line(monkeypatch, capsys
         return args.seed
 
     module = SimpleNamespace(__doc__="Demo.", add_arguments=lambda parser: None, run=run)
-    monkeypatch.setattr(command_line, "module_of", lambda name: module)
+    monkeypatch.setattr(commands, "module_of", lambda package, command: module)
     assert command_line.main(["theory", "--seed", "1"]) == 1
     assert command_line.main(["theory", "--seed", "0"]) == 2
     assert capsys.readouterr().err == "llava.analysis theory: --seed 0: not today\n"
@@ -175,7 +176,7 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     module = SimpleNamespace(__doc__="Demo.", add_arguments=lambda parser: None, run=run)
-    monkeypatch.setattr(command_line, "module_of", lambda name: module)
+    monkeypatch.setattr(commands, "module_of", lambda package, command: module)
     assert command_line.main(["theory"]) == 130
     line = "llava.analysis theory: interrupted; the same command goes on from what is saved\n"
     assert capsys.readouterr().err == line

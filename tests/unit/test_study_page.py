@@ -54,7 +54,8 @@ def study():
         "created": "2026-11-22",
         "commit": "c0ffee",
         "trained_at": "c0ffee",
-        "plan": {"preset": "demo", "hours": 2.0, "questions": 0, "smallest": {"color": 9.0, "count": 9.5, MEAN: 4.5}},
+        "plan": {"preset": "demo", "hours": 2.0, "questions": 0, "smallest": {"color": 9.0, "count": 9.5, MEAN: 4.5}}
+        | {"seeds": [42, 43, 44]},
         "model": {"model_name_or_path": "/models/<b>small</b>", "vision_tower": "tower"},
         "devices": "1 x cpu",
         "arms": NAMES,
@@ -95,9 +96,13 @@ def test_nothing_is_concluded_from_what_was_not_done(study):
 
 def test_power_and_limits_say_what_the_study_could_not_show(study):
     assert "4.5 points" in power(study)[0] and "color 9.0" in power(study)[0] and "5.0 to 5.0" in power(study)[1]
+    study["plan"]["smallest"]["count"] = 125.0
+    assert "count none" in power(study)[0]
     assert not any("trial" in text for text in limits(study))
     study["plan"]["questions"] = 48
     assert "Only 48 questions" in limits(study)[0]
+    study["plan"] |= {"questions": 0, "seeds": [42, 43, 44, 45]}
+    assert limits(study)[0] == "1 seed of 4 not trained yet: this is how it stands so far."
 
 
 def test_both_pages_and_every_figure_hold_every_arm_and_escape_names(study, tmp_path):

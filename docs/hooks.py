@@ -1,0 +1,135 @@
+"""What the site adds to the files of docs/: pages from elsewhere in the repository, and references made from the code.
+
+Links are written as the code host follows them, from file to file. Here a link leads to the page that the file has on the
+site; a file that is no page, such as a module, gets one that shows it.
+"""
+
+import html
+import json
+import posixpath
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "tests/README.md": "tests.md",
+    "patches/README.md": "patches.md",
+}
+"""Pages whose files stand outside docs/, as the code host wants them."""
+LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]+)?(?=\))")
+SCRIPTS = ("setup", "quickstart", "evaluate", "analyze", "compare", "test", "upstream_baseline")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages from outside docs/, and one for every other file that a page links to."""
+    for path, uri in PAGES.items():
+        files.append(File.generated(config, uri, content=(ROOT / path).read_text()))
+    linked = {target for file in files.documentation_pages() for target in targets(file)}
+    for path in sorted(linked):
+        if files.get_file_from_path(uri_of(path)) is None and (ROOT / path).is_file():
+            files.append(File.generated(config, uri_of(path), content=shown(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The page with links that lead to pages of the site, and with its references filled in."""
+    here = path_of(page.file.src_uri)
+
+    def moved(link: re.Match) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), link["path"]))
+        uri = posixpath.relpath(uri_of(target), posixpath.dirname(page.file.src_uri) or ".")
+        return uri + (link["anchor"] or "")
+
+    if not here.startswith("docs/source/"):
+        markdown = LINK.sub(moved, markdown)
+    for marker, text in (("flags", flags), ("variables", variables)):
+        if (place := f"<!-- {marker}: filled in when the site is built -->") in markdown:
+            markdown = markdown.replace(place, text())
+    return markdown
+
+
+def path_of(uri: str) -> str:
+    """Where the file of a page stands in the repository."""
+    return next((path for path, page in PAGES.items() if page == uri), f"docs/{uri}")
+
+
+def uri_of(path: str) -> str:
+    """The page, or other file, that shows a file of the repository on the site."""
+    if path in PAGES:
+        return PAGES[path]
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
+
+
+def targets(file: File) -> Iterator[str]:
+    """The files of the repository that a page links to."""
+    here = posixpath.dirname(path_of(file.src_uri))
+    return (posixpath.normpath(posixpath.join(here, link["path"])) for link in LINK.finditer(file.content_string))
+
+
+def shown(path: str) -> str:
+    """A page that shows a file; of a notebook its cells."""
+    head = f"---\nsearch: {{exclude: true}}\n---\n\n# {path}\n\n"
+    text = (ROOT / path).read_text()
+    if not path.endswith(".ipynb"):
+        return head + fenced(text, {".py": "python", ".sh": "bash", ".md": "markdown"}.get(Path(path).suffix, "text"))
+    cells = ((cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"])
+    return head + "\n\n".join(fenced(source, "python") if kind == "code" else source for kind, source in cells)
+
+
+def fenced(text: str, language: str) -> str:
+    return f"````{language}\n{text.rstrip()}\n````\n"
+
+
+def flags() -> str:
+    """The trainer's flags in tables, one for each group, from the parser that reads them."""
+    sys.path.insert(0, str(ROOT))
+    import argparse
+
+    from llava.train.flags import FlagParser
+
+    lines = []
+    for group in FlagParser()._action_groups:
+        shown = [
+            action for action in group._group_actions if action.help != argparse.SUPPRESS and action.dest != "help"
+        ]
+        if not shown:
+            continue
+        title = group.title[0].upper() + group.title[1:]
+        lines += ["", f"## {title}", "", "| flag | values | default | meaning |", "|---|---|---|---|"]
+        for action in shown:
+            values = ", ".join(map(str, action.choices)) if action.choices else action.metavar or ""
+            default = "" if action.default in (None, "", [], argparse.SUPPRESS) else f"`{action.default}`"
+            meaning = action.help.replace("%%", "%")
+            lines.append(f"| `{action.option_strings[0]}` | {cell(values)} | {default} | {cell(meaning)} |")
+    return "\n".join(lines)
+
+
+def variables() -> str:
+    """The variables of the training scripts in tables, and what every other script says of itself by --help."""
+    sys.path.insert(0, str(ROOT))
+    from llava.launch.settings import VARIABLES
+
+    lines = ["", "## scripts/pretrain.sh, scripts/finetune.sh"]
+    for group, meanings in VARIABLES.items():
+        lines += ["", f"### {group[0].upper()}{group[1:]}", "", "| variable | meaning |", "|---|---|"]
+        lines += [f"| `{name}` | {cell(meaning)} |" for name, meaning in meanings.items()]
+    for name in SCRIPTS:
+        script = f"scripts/{name}.sh"
+        told = subprocess.run(["bash", ROOT / script, "--help"], capture_output=True, text=True, check=True).stdout
+        lines += ["", f"## {script}", "", fenced(told, "text")]
+    return "\n".join(lines)
+
+
+def cell(text: str) -> str:
+    """Text as it is in a cell of a table."""
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")

@@ -1,0 +1,60 @@
+"""The site of the pages builds strictly, loads nothing from elsewhere, and its references are the code's."""
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+from paths import ROOT
+
+from llava.launch.settings import NAMES
+from llava.train.flags import FlagParser
+
+missing = [name for name in ("mkdocs", "material", "mkdocstrings") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(
+        bool(missing), reason=f"not installed: {', '.join(missing)} (EXTRAS=docs bash scripts/setup.sh)"
+    ),
+    pytest.mark.slow,
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site; broken links, anchors and docstrings end the build."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder
+
+
+def test_no_page_loads_anything_from_elsewhere(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 30
+    loads = r'<(?:script|img|iframe|link(?! rel="canonical"))[^>]* (?:src|href)="(?:https?:)?//'
+    for page in pages:
+        assert not re.search(loads, page.read_text()), page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"@import|url\((?:\"|')?(?:https?:)?//", style.read_text()), style
+
+
+def test_references_have_every_flag_and_variable(site):
+    shown = {a.option_strings[0] for a in FlagParser()._actions if a.help != argparse.SUPPRESS and a.dest != "help"}
+    flags, variables = ((site / name / "index.html").read_text() for name in ("flags", "variables"))
+    assert shown and all(f"<code>{flag}</code>" in flags for flag in shown)
+    assert all(f"<code>{name}</code>" in variables for name in NAMES)
+
+
+def test_pages_from_outside_the_folder_and_linked_files_are_there(site):
+    for name in (
+        "index.html",
+        "contributing/index.html",
+        "tests/index.html",
+        "source/llava/conversation.py/index.html",
+    ):
+        assert (site / name).is_file(), name
+    home = (site / "index.html").read_text()
+    assert 'href="recipe/"' in home and 'src="figures/where_the_norm_sits.svg"' in home

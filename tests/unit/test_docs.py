@@ -1,0 +1,270 @@
+"""The pages are true: links lead somewhere, commands and flags exist, quoted messages are those that the code prints."""
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from llava.launch.settings import NAMES
+
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for pattern in ("*.md", "docs/**/*.md", "tests/*.md", "tests/golden/*.md", "patches/*.md", "benchmarks/*.md")
+    for path in sorted(ROOT.glob(pattern))
+}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+# ---- links ----------------------------------------------------------------------------------------------------------
+
+
+def prose(page: str) -> str:
+    """A page without its blocks of code."""
+    return FENCE.sub("", PAGES[page])
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page, as code hosts make them from its headings."""
+    titles = re.findall(r"^#+ +(.+?) *$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_file_and_a_heading_of_it(page):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", re.sub("`[^`]*`", "", prose(page)))
+    wrong = []
+    for path, anchor in links:
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(f"{path}#{anchor}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_every_file_of_this_tree_that_a_page_names_is_there(page):
+    rooms = "llava|scripts|tests|docs|benchmarks|patches|notebooks|deepspeed_configs|playground"
+    named = re.findall(rf"`((?:{rooms})/[\w/.-]+\.(?:py|sh|md|json|yaml|ipynb|sbatch))`", PAGES[page])
+    assert [path for path in named if "playground/data/" not in path and not (ROOT / path).exists()] == []
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+# What other people's programs take is theirs to check.
+OUTSIDE = {
+    "apt-get", "cat", "cp", "curl", "deepspeed", "docker", "grep", "hf", "llama-mtmd-cli", "llama-server", "mkdocs",
+    "pip", "pre-commit", "tar", "torchrun", "trackio", "vllm", "wandb",
+}  # fmt: skip
+OUTSIDE_VARIABLES = {"CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "VLLM_PLUGINS", "WANDB_MODE"}
+OWN = ("llava", "playground", "benchmarks")
+WITHOUT_HELP = ("llava.eval.launch",)  # hands all words to a harness
+WITH_COMMANDS = ("llava.analysis", "llava.compare", "llava.export", "playground")
+# The parser behind a script's further flags.
+BEHIND = {
+    "scripts/pretrain.sh": "llava.train.train",
+    "scripts/finetune.sh": "llava.train.train",
+    "scripts/evaluate.sh": "llava.eval.evaluate",
+}
+TRAINING = ("scripts/pretrain.sh", "scripts/finetune.sh", "scripts/compare.sh", "scripts/quickstart.sh")
+
+
+def blocks() -> list[tuple[str, str]]:
+    """Every block of shell commands, and every command within a sentence, with its page."""
+    found = [(page, text) for page, whole in PAGES.items() for kind, text in FENCE.findall(whole) if kind == "bash"]
+    starts = r"(?:[A-Z_]+=\S* )*(?:python -m |bash |sbatch )"
+    spans = ((page, span) for page in PAGES for span in re.findall(r"`([^`]+)`", prose(page)))
+    return found + [(page, span) for page, span in spans if re.match(starts, span) and "\n" not in span]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of each command in a block, without comments, redirections and what a pipe leads to."""
+    text = re.sub(r"(?m)(?:^|\s)#.*$", "", text).replace("\\\n", " ")
+    text = re.sub(r"<\([^)]*\)", "FILE", text)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|<>()\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    found: list[list[str]] = [[]]
+    redirected = False
+    for word in lexer:
+        if not word.strip(";&|<>()\n"):
+            redirected = word in (">", ">>", "<")
+            if not redirected:
+                found.append([])
+        elif redirected:
+            redirected = False
+        else:
+            found[-1].append(word)
+    return [words for words in found if words]
+
+
+def split_variables(words: list[str]) -> tuple[list[str], list[str]]:
+    """The variables that stand before a command, and the command."""
+    words = words[words[0] == "export" :]
+    count = next((i for i, word in enumerate(words) if not re.match(r"[A-Z_0-9]+=", word)), len(words))
+    return [word.split("=")[0] for word in words[:count]], words[count:]
+
+
+def own_module(words: list[str]) -> tuple[str, ...] | None:
+    """The module of this tree that a command calls, with its subcommand where it has one."""
+    if words[1:2] != ["-m"] or words[2].split(".")[0] not in OWN or words[2] in WITHOUT_HELP:
+        return None
+    takes_command = words[2] in WITH_COMMANDS and len(words) > 3 and re.fullmatch("[a-z][a-z0-9-]*", words[3])
+    return tuple(words[2 : 3 + bool(takes_command)])
+
+
+BLOCKS = blocks()
+CALLS = [(page, words) for page, text in BLOCKS for words in commands(text)]
+CALLED = sorted({call for _, words in CALLS if (rest := split_variables(words)[1]) and (call := own_module(rest))})
+HELP = """
+import contextlib, io, json, runpy, sys
+told = {}
+for call in json.loads(sys.argv[1]):
+    sys.argv, out = [*call, "--help"], io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        runpy.run_module(call[0], run_name="__main__", alter_sys=True)
+    told[" ".join(call)] = out.getvalue()
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """What every module that a page calls prints for --help, from one process."""
+    calls = [*CALLED, *((module,) for module in sorted(set(BEHIND.values())))]
+    command = [sys.executable, "-c", HELP, json.dumps(calls)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in BLOCKS}))
+def test_blocks_of_commands_are_shell(page):
+    for name, text in BLOCKS:
+        if name == page:
+            run = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+            assert run.returncode == 0 and not run.stderr, f"{text}\n{run.stderr}"
+
+
+@pytest.mark.parametrize("call", CALLED, ids=" ".join)
+def test_every_module_that_a_page_calls_is_there_and_has_that_command(call, helps):
+    path = ROOT / call[0].replace(".", "/")
+    assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+    assert "usage:" in helps[" ".join(call)], f"python -m {' '.join(call)} --help said nothing"
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in CALLS}))
+def test_every_flag_variable_and_script_that_a_page_uses_is_known(page, helps):
+    wrong = []
+    for name, words in CALLS:
+        if name == page:
+            wrong += [f"{' '.join(words)}: {fault}" for fault in faults(words, helps)]
+    assert wrong == []
+
+
+def faults(words: list[str], helps: dict[str, str]) -> list[str]:
+    """What is wrong with one command of a page."""
+    variables, words = split_variables(words)
+    if not words:
+        return [name for name in variables if name not in NAMES]
+    program = Path(words[0]).name
+    files = [
+        word for word in words if re.match(r"(?:\./)?(?:scripts|tests|benchmarks|patches|deepspeed_configs)/", word)
+    ]
+    missing = [f"{word} is not there" for word in files if not (ROOT / word.split("::")[0]).exists()]
+    if missing:
+        return missing
+    script = next((word for word in files if word.endswith((".sh", ".sbatch", ".py"))), "")
+    if program == "bash" and not script:
+        return ["it calls no script of this tree"]
+    if script and (program in ("bash", "sbatch") or script == words[1]):
+        return script_faults(script, variables, words[words.index(script) + 1 :], helps)
+    if program.startswith("python"):
+        call = own_module(words)
+        known = helps[" ".join(call)] if call else None
+        return [] if known is None else unknown_flags(words[3:], known)
+    return [] if program in (*OUTSIDE, "sbatch", "source") else [f"{program} is no program that the pages may use"]
+
+
+def script_faults(script: str, variables: list[str], words: list[str], helps: dict[str, str]) -> list[str]:
+    text = (ROOT / script).read_text()
+    head = text if script.endswith(".py") else "\n".join(re.findall("^#.*", text, re.MULTILINE))
+    known = {*re.findall(r"\b[A-Z][A-Z_0-9]+\b", head), *OUTSIDE_VARIABLES}
+    if script in TRAINING or script.endswith(".sbatch"):
+        known |= NAMES
+    wrong = [f"{name} is no variable of {script}" for name in variables if name not in known]
+    if script == "scripts/test.sh":  # pytest's
+        return wrong
+    return wrong + unknown_flags(words, text + helps.get(BEHIND.get(script, ""), ""))
+
+
+def unknown_flags(words: list[str], known: str) -> list[str]:
+    flags = {word.split("=")[0] for word in words if re.match(r"--[a-z]", word)}
+    return [f"{flag} is unknown" for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", known)]
+
+
+def test_a_command_that_is_wrong_is_seen(helps):
+    for text, fault in (
+        ("python -m llava.analysis theory --modle CKPT", "--modle is unknown"),
+        ("bash scripts/pretrian.sh", "scripts/pretrian.sh is not there"),
+        ("bash scripts/pretrain.sh --lerning_rate 1", "--lerning_rate is unknown"),
+        ("PRESETS=demo bash scripts/pretrain.sh", "PRESETS is no variable of scripts/pretrain.sh"),
+        ("pyton -m llava.train.train", "pyton is no program that the pages may use"),
+    ):
+        known = helps | {"llava.analysis theory": "usage: --model"}
+        assert [fault for words in commands(text) for fault in faults(words, known)] == [fault]
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+ANY = "\0"  # in a template, what the program fills in
+
+
+@cache
+def templates() -> list[str]:
+    """Every line of text that the code may print, with `ANY` where it fills something in."""
+    found = set()
+    for path in (ROOT / "llava").rglob("*.py"):
+        inside = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                inside |= set(map(id, node.values))
+                found.add("".join(v.value if isinstance(v, ast.Constant) else ANY for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+                found.add(re.sub(r"%[-+.\d]*[sdrfg]", ANY, node.value))
+    for path in (ROOT / "scripts").rglob("*.sh"):
+        for text in re.findall(r'"((?:[^"\\]|\\.)*)"', path.read_text()):
+            found.add(re.sub(r"\$\{[^}]*\}|\$\([^)]*\)|\$[\w*@]+", ANY, text))
+    return [line.strip() for text in found for line in text.split("\n") if len(line.replace(ANY, "").strip()) >= 20]
+
+
+def is_printed(message: str) -> bool:
+    """Whether a line of the code makes up most of the message."""
+    for line in templates():
+        if len(line.replace(ANY, "")) >= len(message) / 3:
+            shape = ".*?".join(map(re.escape, line.split(ANY)))
+            if re.search(shape, message):
+                return True
+    return False
+
+
+ROWS = re.findall(r"^\| (`.*?) \| ", PAGES["docs/troubleshooting.md"], re.MULTILINE)
+QUOTED = [text for row in ROWS for text in re.findall(r"^`([^`]{20,})`$", row)]
+
+
+def test_the_page_of_messages_is_read():
+    assert len(QUOTED) > 40
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_every_quoted_message_is_one_that_the_code_prints(message):
+    assert is_printed(message), "no text in llava/ or scripts/ has this shape"
+
+
+def test_a_message_that_nobody_prints_is_seen():
+    assert not is_printed("outputs/run was written by a run with different settings:")
+    assert not is_printed("the moon is not at home; try again after some minutes have passed")
