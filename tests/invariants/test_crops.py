@@ -219,6 +219,7 @@ def test_stage_1_trains_the_newline_with_the_projector_and_saves_it_with_it(tiny
     assert norms[0] == pytest.approx(1, rel=0.5)  # LLaVA-NeXT's: 32 values of standard deviation 1 / sqrt(32)
 
 
+@pytest.mark.slow
 def test_stage_2_starts_from_stage_1s_newline_and_its_folder_loads_to_the_same_logits(tiny, shapes, stage_1, tmp_path):
     weights, _ = run(tiny, tmp_path, 2, **shapes, **ANYRES, pretrain_mm_mlp_adapter=stage_1, learning_rate=0)
     assert torch.equal(weights[NEWLINE], torch.load(stage_1 / "mm_projector.bin")[NEWLINE])
@@ -270,6 +271,7 @@ def test_a_checkpoint_never_loses_its_newline(tiny, shapes, stage_1, tmp_path):
         load(folder, None)
 
 
+@pytest.mark.slow
 def test_a_flat_checkpoint_can_be_trained_on_with_a_new_newline(tiny, shapes, tmp_path):
     run(tiny, tmp_path / "flat", 2)
     weights, _ = run(

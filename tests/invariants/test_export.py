@@ -351,6 +351,7 @@ def test_a_folder_that_lacks_some_weights_is_refused_and_not_filled_up(normed, t
         load_language_model(str(tmp_path / "hf"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["published", "library"])
 def test_a_published_folder_is_read_and_trained(parts, tmp_path, names):
     """One that no export of ours has written, by the names of transformers 4 and of 5."""

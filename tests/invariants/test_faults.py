@@ -79,6 +79,7 @@ def at_step(monkeypatch, step: int, do) -> None:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_manifest_has_every_file_of_a_checkpoint_and_nothing_stays_behind(whole):
     folder = whole / "checkpoint-4"
     listed = json.loads((folder / MANIFEST).read_text())["files"]
@@ -216,6 +217,7 @@ def test_position_in_the_data_is_that_of_the_samples(before, now, drop_last):
         assert seen - now < seen_now <= seen
 
 
+@pytest.mark.slow
 def test_smaller_batches_after_a_restart_see_every_sample_once(tiny, tmp_path, monkeypatch):
     seen: list[list[int]] = []
     original = LLaVATrainer.get_batch_samples
@@ -376,6 +378,7 @@ def test_other_settings_replace_nothing_unless_told_to(tiny, tmp_path, monkeypat
     assert not (tmp_path / failures.FOLDER).exists()
 
 
+@pytest.mark.slow
 def test_overwriting_removes_what_the_earlier_run_wrote(tiny, tmp_path, whole):
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
@@ -386,6 +389,7 @@ def test_overwriting_removes_what_the_earlier_run_wrote(tiny, tmp_path, whole):
     assert torch.equal(*(weights(f)["model.mm_projector.0.weight"] for f in (folder, fresh)))
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_goes_on_although_overwriting_is_allowed(tiny, copy, whole, no_steps, caplog):
     caplog.set_level("INFO")
     argv = flags(tiny, copy, 2, **SAVING, overwrite_output_dir=True)
@@ -603,6 +607,7 @@ def reports(folder: Path) -> dict[str, str]:
     return {f.suffix: f.read_text() for f in (folder / failures.FOLDER).iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path, monkeypatch, started, workers):
     shutil.copytree(tiny / "data", tmp_path / "data")

@@ -112,6 +112,7 @@ def test_losses_equal_an_independent_sum_in_float64_over_each_sample_alone(tiny,
     assert modalities == pytest.approx(sources, rel=1e-9) and modalities[1] == sums[""][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"per_device_eval_batch_size": 1}, {"padding_free": False}])
 def test_micro_batches_change_nothing(tiny, tmp_path, heldout, options):
     def loss(**more) -> dict[str, float]:
@@ -164,6 +165,7 @@ def test_a_run_with_evaluation_ends_in_the_same_weights(tiny, tmp_path, heldout,
     assert found[-1]["eval/loss"] < found[0]["eval/loss"]
 
 
+@pytest.mark.slow
 def test_its_time_is_in_no_rate(tiny, tmp_path, heldout, monkeypatch):
     totals = HeldOut.totals
     monkeypatch.setattr(HeldOut, "totals", lambda *args: (time.sleep(0.5), totals(*args))[1])
@@ -250,6 +252,7 @@ def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout,
             assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_only_with_its_own_best_checkpoint_and_metric(tiny, tmp_path, heldout):
     options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
     options |= {"max_steps": 2, "greater_is_better": True, "learning_rate": 1e-2, **EVALS}
@@ -274,6 +277,7 @@ def test_less_of_any_loss_is_better(tmp_path, metric, greater):
     assert args.greater_is_better is greater and not args.metric_for_best_model.startswith("eval/")
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_early_keeps_its_newest_checkpoint(tiny, tmp_path, heldout, monkeypatch):
     options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
     options |= {"max_steps": 6, "greater_is_better": True, "learning_rate": 1e-2, "save_total_limit": 1, **EVALS}

@@ -281,6 +281,7 @@ def test_the_towers_adapters_have_its_learning_rate_and_its_precision(tiny, tmp_
     assert {p.requires_grad for name, p in tower.items() if ".lora_" not in name} == {False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_trained_biases_are_saved_and_merged(tiny, tmp_path, bias):
     options = LORA | {"model": "qwen", "lora_bias": bias, "learning_rate": 1e-1, "max_steps": 3}

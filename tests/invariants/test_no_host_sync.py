@@ -154,6 +154,7 @@ def test_the_models_own_layout_equals_the_collators(tiny):
         assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_of_the_trainer_reads_one_number(tiny, tmp_path, monkeypatch, stage):
     """The gradient norm, which decides whether the step is applied."""

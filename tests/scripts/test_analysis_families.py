@@ -167,6 +167,7 @@ def test_a_family_that_needs_torchvision_is_right_from_tensors(name):
     assert torch.allclose(seen.hidden_states[0][seen.visual], first[batch.input_ids == IMAGE], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_pictures_are_cast_to_the_models_dtype(pictures, tmp_path):
     for name in ("aria", "llava"):
         saved_models.write(SAVED[name], tmp_path / name)

@@ -227,6 +227,7 @@ def test_each_benchmark_explains_itself(name, monkeypatch, capsys):
     assert "--quick" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeating", [0, 40])
 def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch, repeating):
     monkeypatch.setattr(lengths, "_counted", lengths._counted)  # so that it is put back
@@ -239,6 +240,7 @@ def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch, r
     assert len(counts) == 160 and (not repeating or (counts[repeating:] == counts[:-repeating]).all())
 
 
+@pytest.mark.slow
 def test_preparing_and_preflighting_is_timed_with_the_memory_of_all_processes(tmp_path):
     rows = data_preflight.measured(tmp_path, records=60, rows=90, distinct=7)
     assert [(row["input"], row["cache"]) for row in rows[::2]] == [

@@ -102,6 +102,7 @@ def wait_for(file):
 # --- the flow ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(quickstart.available_cores() < 2, reason="arms train side by side on two cores")
 def test_arms_train_side_by_side_with_their_share_of_the_cores(start):
     done = start(TRAINS=1)
@@ -119,6 +120,7 @@ def test_arms_train_side_by_side_with_their_share_of_the_cores(start):
     assert times["none, stage 1"] >= 1 and times["all"] < sum(times.values())
 
 
+@pytest.mark.slow
 def test_on_gpus_one_arm_trains_after_the_other(start):
     assert start(NUM_GPUS=1, LAUNCHER="python").returncode == 0
     running = 0
@@ -128,6 +130,7 @@ def test_on_gpus_one_arm_trains_after_the_other(start):
             assert running <= 1
 
 
+@pytest.mark.slow
 def test_a_second_call_trains_nothing_again(start):
     assert start().returncode == 0
     start.calls()
@@ -159,6 +162,7 @@ def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypa
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_failed_step_names_its_log_ends_the_other_arm_and_is_gone_on_with(start):
     failed = start(FAILS="none/finetune", HANGS="gwc_layernorm/finetune")
     assert failed.returncode == 1

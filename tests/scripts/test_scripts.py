@@ -69,6 +69,7 @@ def test_every_preset_resolves_in_both_stages(stage, preset):
     assert not [word for word in run["command"] if run["command"].count(word) > 1 and word.startswith("--")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "model", "version"),
     [
@@ -526,6 +527,7 @@ def test_real_run_starts_what_it_shows_and_records_it(tmp_path, tool_path):
     assert (tmp_path / "started").read_text().splitlines() == arguments
 
 
+@pytest.mark.slow
 def test_a_folder_keeps_its_command_unless_the_trainer_takes_another(tmp_path, tool_path):
     out = tmp_path / "out"
     path = tool_path("mypython", f'[ -e "{tmp_path}/refuses" ] && exit 2; date +%N >"{out}/run.json"')

@@ -221,6 +221,7 @@ def test_a_damaged_state_is_said_and_measured_again(checkpoint, data, tmp_path, 
         assert f"{state} is damaged" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_unreadable_pictures_are_left_out_and_named_also_when_the_result_is_taken_again(checkpoint, tmp_path, capsys):
     (tmp_path / "p").mkdir()
     for index in range(5):
@@ -328,6 +329,7 @@ def load_encoder(folder, layer):
     return encoders.load_encoder(NamedModel("encoder", str(folder)), args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [-2, 0, 2])
 @pytest.mark.parametrize("model_type", sorted(TOWERS.keys() - {"siglip2_vision_model"}))
 @torch.no_grad()

@@ -151,6 +151,7 @@ def test_frozen_tower_records_no_graph(tiny):
     assert model.encode_images(pictures(1)).requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tower", ["siglip", "clip"])
 @pytest.mark.parametrize("select_layer", [-1, -2, -4, 0, 2])
 def test_tower_returns_the_selected_hidden_state(tiny, tower, select_layer):
