@@ -31,7 +31,7 @@ from llava.export.__main__ import main
 from llava.export.hf import export, file_name
 from llava.mm_utils import load_tokenizer, process_images
 from llava.model.builder import load_language_model, load_pretrained_model
-from llava.model.hf_folder import hf_names
+from llava.model.hf_folder import hf_names, own_fields
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.norm import NORM_TYPES
@@ -375,6 +375,19 @@ def test_a_published_folder_is_read_and_trained(parts, tmp_path, names):
     if names == "published":
         train(flags(parts, tmp_path / "run", 2, model_name_or_path=tmp_path / "hf", tower="clip", norm="none"))
         assert load_language_model(str(tmp_path / "run")).config.model_type == "llava_llama"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"vision_config": {"model_type": "pixtral"}}, "its vision tower is a 'pixtral'; expected one of"),
+        ({"vision_feature_layer": [-2, -1]}, r"vision_feature_layer=\[-2, -1\]; expected one layer"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act='relu', .*expected 'gelu' and True"),
+    ],
+)
+def test_a_published_folder_that_has_what_this_tree_has_not_is_refused_by_name(change, said):
+    with pytest.raises(ValueError, match=f"^published: {said}"):
+        own_fields(PUBLISHED | {"text_config": {"model_type": "llama"}} | change, "published")
 
 
 PUBLISHED = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}

@@ -14,6 +14,8 @@ from llava.data.records import load_records
 from llava.model.builder import load_pretrained_model
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
+from llava.train.arguments import ModelArguments
+from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER, tunable_parts
 from llava.train.telemetry import GRADIENTS, LOG_FILE, TOKENS
 
 
@@ -373,11 +375,41 @@ def test_unknown_norm_names_the_allowed_ones(tiny, tmp_path, capsys):
             "--dataloader_drop_last True leaves no step: one has 25 samples, the data has 24",
         ),
         ({"resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere"),
+        ({"data_path": None}, "--data_path is missing"),
+        ({"mm_use_im_start_end": True}, "--mm_use_im_start_end must be False"),
+        ({"norm": "none", "mm_projector_norm_init": 0.5}, "_norm_init has no effect with --mm_projector_norm none"),
+        ({"max_tokens_per_micro_batch": 0}, "--max_tokens_per_micro_batch: expected a positive number, found 0"),
+        ({"max_tokens_per_micro_batch": 9, "padding_free": False}, "_micro_batch needs --padding_free True"),
+        ({"length_group_window": 4}, "--length_group_window has no effect without --group_by_modality_length"),
+        ({"model_max_length": 0}, "--model_max_length: expected a positive number, found 0"),
+        ({"pretrain_mm_mlp_adapter": "/nowhere"}, "--pretrain_mm_mlp_adapter /nowhere: no such file"),
+        ({"norm": "none", "mm_projector_type": "identity"}, "identity: vision width 24 differs from the LLM's 32"),
     ],
 )
 def test_bad_flags_are_named(tiny, tmp_path, overrides, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train_module.train(flags(tiny, tmp_path, 1, **overrides))
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ("", {ADAPTER, LANGUAGE_MODEL}),
+        ("freeze_backbone", {ADAPTER}),
+        ("tune_mm_mlp_adapter", {ADAPTER}),
+        ("freeze_mm_mlp_adapter", {LANGUAGE_MODEL}),
+        ("unfreeze_mm_vision_tower", {ADAPTER, LANGUAGE_MODEL, VISION_TOWER}),
+        ("freeze_backbone freeze_mm_mlp_adapter", "the flags leave nothing to train"),
+        ("tune_mm_mlp_adapter freeze_mm_mlp_adapter", "contradict each other"),
+    ],
+)
+def test_llavas_own_flags_say_what_is_trained(given, parts):
+    model_args = ModelArguments(model_name_or_path="m", vision_tower="v", **dict.fromkeys(given.split(), True))
+    if isinstance(parts, set):
+        assert tunable_parts(model_args) == parts
+    else:
+        with pytest.raises(ValueError, match=parts):
+            tunable_parts(model_args)
 
 
 def test_checkpoint_without_the_optimizers_state_is_not_continued(tiny, tmp_path):
