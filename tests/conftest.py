@@ -1,6 +1,10 @@
-"""Fixtures that every test may ask for; what tests import stands in `support`."""
+"""Fixtures that every test may ask for, and the order of the files; what tests import stands in `support`.
+
+Libraries are imported where they are needed: the process that hands the files to the workers needs none of them.
+"""
 
 import functools
+import gc
 import json
 import os
 import shutil
@@ -14,13 +18,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
-from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
-from PIL import Image
-from tiny_models import byte_tokenizer, write_tiny
-from training import flags
 
-from llava.data import cache
-from llava.train.train import train
+
+def pytest_collection_modifyitems(items):
+    """Files with slow tests come first: one that began last would keep a worker while the others have nothing to do."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish():
+    """Every training collects garbage, which costs as much as its steps where it looks through all that is imported."""
+    gc.freeze()
+
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
@@ -28,6 +37,8 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """A folder with `llama`, `qwen`, both also `_tied`, tokenizers; `siglip`, `clip`, `data/` (records, images)."""
+    from tiny_models import write_tiny
+
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
@@ -38,6 +49,12 @@ def trained(tiny, tmp_path_factory):
     Trained by the real entry point on one-coloured `<colour>.png` in `tiny/data/images` and `QUESTIONS`, plain and with
     `POPE_SUFFIX`.
     """
+    from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
+    from PIL import Image
+    from training import flags
+
+    from llava.train.train import train
+
     records = []
     for colour, value in COLOURS.items():
         Image.new("RGB", (20, 16), value).save(tiny / f"data/images/{colour}.png")
@@ -60,13 +77,15 @@ def trained(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from tiny_models import byte_tokenizer
+
     return byte_tokenizer()
 
 
 @pytest.fixture
 def files_count_as_old(monkeypatch):
     """Files written in the test count as written long ago, so that their stamps are trusted."""
-    monkeypatch.setattr(cache, "_CLOCK_STEP", 0.0)
+    monkeypatch.setattr("llava.data.cache._CLOCK_STEP", 0.0)
 
 
 @pytest.fixture(scope="session")

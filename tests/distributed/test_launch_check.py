@@ -76,6 +76,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_reach_each_other_say_host_and_interface_in_bounded_time(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ALONE]

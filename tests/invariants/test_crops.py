@@ -57,6 +57,7 @@ def built(tiny, tmp_path, shapes, mode, **more):
     return build(flags(tiny, tmp_path / "run", 2, **shapes, **options(*mode), **more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_length", [40, 4096])
 @pytest.mark.parametrize("mode", MODES, ids="-".join)
 def test_measured_lengths_are_those_of_the_rows_laid_out(tiny, tmp_path, shapes, mode, max_length):
@@ -106,6 +107,7 @@ def test_pictures_that_were_replaced_are_measured_anew(tiny, tmp_path):
     assert sizes() == {(99, 33)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [MODES[0], MODES[1], MODES[3], MODES[5]], ids="-".join)
 def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(tiny, tmp_path, shapes, mode):
     model, trainer = built(tiny, tmp_path, shapes, mode)
@@ -217,6 +219,7 @@ def test_stage_1_trains_the_newline_with_the_projector_and_saves_it_with_it(tiny
     assert norms[0] == pytest.approx(1, rel=0.5)  # LLaVA-NeXT's: 32 values of standard deviation 1 / sqrt(32)
 
 
+@pytest.mark.slow
 def test_stage_2_starts_from_stage_1s_newline_and_its_folder_loads_to_the_same_logits(tiny, shapes, stage_1, tmp_path):
     weights, _ = run(tiny, tmp_path, 2, **shapes, **ANYRES, pretrain_mm_mlp_adapter=stage_1, learning_rate=0)
     assert torch.equal(weights[NEWLINE], torch.load(stage_1 / "mm_projector.bin")[NEWLINE])
@@ -227,6 +230,7 @@ def test_stage_2_starts_from_stage_1s_newline_and_its_folder_loads_to_the_same_l
     assert not torch.equal(on[NEWLINE], weights[NEWLINE])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tiny, shapes, tmp_path, stage):
     data = shapes | ({"data_path": shapes["data_path"].with_name("pretrain.json")} if stage == 1 else {})
@@ -267,6 +271,7 @@ def test_a_checkpoint_never_loses_its_newline(tiny, shapes, stage_1, tmp_path):
         load(folder, None)
 
 
+@pytest.mark.slow
 def test_a_flat_checkpoint_can_be_trained_on_with_a_new_newline(tiny, shapes, tmp_path):
     run(tiny, tmp_path / "flat", 2)
     weights, _ = run(

@@ -90,6 +90,7 @@ def allowed(lengths: list[int], window: int | None) -> torch.Tensor:
     return (sample[:, None] == sample) & (distance >= 0) & (distance < (window or len(sample)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[1, 2], [7, 1, 130], [513, 64], [1025, 3]], ids=str)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("backend", [SEGMENTS, "sdpa", VARLEN, *FLASH])
@@ -154,6 +155,7 @@ def assert_same_step(ours: tuple, exact: tuple, tolerance: float) -> None:
     assert_near(*flat, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [STAGE_1, STAGE_2], ids=["stage 1", "stage 2"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 5e-2)])
 @pytest.mark.parametrize("name", ["llama", "qwen", "qwen_tied"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from decoder_families import NAMES, write_families
+from pairwise import pairwise
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_models import make
@@ -30,7 +31,7 @@ from llava.export.__main__ import main
 from llava.export.hf import export, file_name
 from llava.mm_utils import load_tokenizer, process_images
 from llava.model.builder import load_language_model, load_pretrained_model
-from llava.model.hf_folder import hf_names
+from llava.model.hf_folder import hf_names, own_fields
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.norm import NORM_TYPES
@@ -115,9 +116,8 @@ def check_equal(ours, theirs):
     assert answer.tolist() == ours.generate(torch.tensor([TEXT]), images=images, **options).tolist()
 
 
-@pytest.mark.parametrize("norm", ["none", "gwc_layernorm"])
-@pytest.mark.parametrize("tower", ["clip", "siglip"])
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tower", "norm"), pairwise(NAMES, ("clip", "siglip"), ("none", "gwc_layernorm")))
 def test_every_decoder_computes_the_same(parts, tmp_path, family, tower, norm):
     ours = save(parts, tmp_path / "ours", f"families/{family}", tower=tower, norm=norm)
     export(str(tmp_path / "ours"), tmp_path / "hf")
@@ -126,6 +126,7 @@ def test_every_decoder_computes_the_same(parts, tmp_path, family, tower, norm):
     check_equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tower", TOWER_CONFIGS)
 def test_every_tower_computes_the_same(parts, tmp_path, tower):
     ours = save(parts, tmp_path / "ours", tower=tower, norm="none")
@@ -133,6 +134,7 @@ def test_every_tower_computes_the_same(parts, tmp_path, tower):
     check_equal(ours, load_exported(tmp_path / "hf"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("projector", ["linear", "mlp3x_gelu"])
 @pytest.mark.parametrize("norm", ["none", "rmsnorm"])
 def test_every_projector_computes_the_same(parts, tmp_path, projector, norm):
@@ -160,6 +162,7 @@ def gradients(model, rows, **inputs):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [name for name in NORM_TYPES if name != "none"])
 def test_every_arm_is_loaded_bit_for_bit_and_trained_as_here(parts, tmp_path, norm):
     ours = save(parts, tmp_path / "ours", tower="clip", norm=norm)
@@ -201,6 +204,7 @@ def test_a_norm_is_never_dropped_where_its_code_is_not_trusted(normed, monkeypat
 # --- tokenizer and processor ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tower", "aspect"),
     [("clip", "square"), ("siglip", None), *((tower, "pad") for tower in ("clip", "siglip", *TOWER_CONFIGS))],
@@ -313,6 +317,7 @@ def test_another_template_is_that_of_the_folder_and_of_its_config(parts, tmp_pat
 NOT_KEPT = ("_name_or_path", "transformers_version")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("language_model", "tower", "norm", "projector"), [
     ("families/Llama", "clip", "none", "mlp2x_gelu"),
     ("families/Gemma3", "siglip", "none", "linear"),
@@ -346,6 +351,7 @@ def test_a_folder_that_lacks_some_weights_is_refused_and_not_filled_up(normed, t
         load_language_model(str(tmp_path / "hf"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["published", "library"])
 def test_a_published_folder_is_read_and_trained(parts, tmp_path, names):
     """One that no export of ours has written, by the names of transformers 4 and of 5."""
@@ -369,6 +375,19 @@ def test_a_published_folder_is_read_and_trained(parts, tmp_path, names):
     if names == "published":
         train(flags(parts, tmp_path / "run", 2, model_name_or_path=tmp_path / "hf", tower="clip", norm="none"))
         assert load_language_model(str(tmp_path / "run")).config.model_type == "llava_llama"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"vision_config": {"model_type": "pixtral"}}, "its vision tower is a 'pixtral'; expected one of"),
+        ({"vision_feature_layer": [-2, -1]}, r"vision_feature_layer=\[-2, -1\]; expected one layer"),
+        ({"projector_hidden_act": "relu"}, "projector_hidden_act='relu', .*expected 'gelu' and True"),
+    ],
+)
+def test_a_published_folder_that_has_what_this_tree_has_not_is_refused_by_name(change, said):
+    with pytest.raises(ValueError, match=f"^published: {said}"):
+        own_fields(PUBLISHED | {"text_config": {"model_type": "llama"}} | change, "published")
 
 
 PUBLISHED = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}

@@ -60,6 +60,7 @@ def test_every_row_has_a_case_and_names_of_its_own():
         assert family_of(classes.config) is family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(models, name):
     model = copy.deepcopy(models[name]).train().requires_grad_(True)
@@ -320,6 +321,7 @@ def test_compiled_layers_equal_eager_ones(models, name):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # one or several samples, for both kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_lora_trains_and_merges_into_the_model_that_was_trained(families, tmp_path, name):
     trained = fit(flags(families, tmp_path, 2, model=f"families/{name}", **LORA, max_steps=2, learning_rate=1e-2))

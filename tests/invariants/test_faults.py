@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from llava.data.parallel import in_processes
 from llava.data.records import load_records
+from llava.launch.recipe import resolved_run
 from llava.train import failures, run_checks, run_folder, stop_signal, trial
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
@@ -78,6 +79,7 @@ def at_step(monkeypatch, step: int, do) -> None:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_manifest_has_every_file_of_a_checkpoint_and_nothing_stays_behind(whole):
     folder = whole / "checkpoint-4"
     listed = json.loads((folder / MANIFEST).read_text())["files"]
@@ -108,6 +110,7 @@ def test_damaged_checkpoint_is_skipped_with_a_warning_and_never_loaded(copy, cap
         find_checkpoint(str(copy), str(copy / "checkpoint-4"))
 
 
+@pytest.mark.slow
 def test_disk_full_in_a_save_keeps_the_previous_checkpoint_and_the_same_command_goes_on(
     tiny, tmp_path, whole, monkeypatch
 ):
@@ -145,6 +148,7 @@ def test_estimated_size_of_a_checkpoint_is_near_the_real_one(tiny, whole):
     assert trial.checkpoint_bytes(trainer) == pytest.approx(real, rel=0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [True, False])
 def test_what_would_fail_after_the_last_step_fails_before_the_first(tiny, tmp_path, monkeypatch, full):
     if not full:
@@ -213,6 +217,7 @@ def test_position_in_the_data_is_that_of_the_samples(before, now, drop_last):
         assert seen - now < seen_now <= seen
 
 
+@pytest.mark.slow
 def test_smaller_batches_after_a_restart_see_every_sample_once(tiny, tmp_path, monkeypatch):
     seen: list[list[int]] = []
     original = LLaVATrainer.get_batch_samples
@@ -257,6 +262,7 @@ FINISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FINISHED)
 def test_finished_run_is_recognised_and_nothing_is_written(tiny, tmp_path, caplog, kind):
     stage, options = FINISHED[kind]
@@ -283,6 +289,7 @@ def no_steps(monkeypatch):
     monkeypatch.setattr(LLaVATrainer, "training_step", lambda *_, **__: pytest.fail("a step was trained"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["before the final save", "in the final save", "model was removed"])
 def test_kill_behind_the_last_checkpoint_costs_the_final_save_alone(tiny, copy, whole, no_steps, killed):
     if killed != "before the final save":
@@ -300,6 +307,7 @@ def test_kill_behind_the_last_checkpoint_costs_the_final_save_alone(tiny, copy, 
     assert json.loads((copy / MANIFEST).read_text())["step"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stage 1", "LoRA"])
 def test_the_repeated_final_save_has_the_same_tensors_in_other_kinds_of_runs(tiny, tmp_path, monkeypatch, kind):
     stage, options = FINISHED[kind]
@@ -343,6 +351,7 @@ def test_finished_run_without_a_checkpoint_cannot_be_extended(tiny, tmp_path):
         train_module.train(flags(tiny, tmp_path, 2, max_steps=2, resume_allow_changes="max_steps"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["finished", "killed before a checkpoint", "not recorded"])
 def test_other_settings_replace_nothing_unless_told_to(tiny, tmp_path, monkeypatch, state):
     argv = flags(tiny, tmp_path, 2, max_steps=3)
@@ -369,6 +378,7 @@ def test_other_settings_replace_nothing_unless_told_to(tiny, tmp_path, monkeypat
     assert not (tmp_path / failures.FOLDER).exists()
 
 
+@pytest.mark.slow
 def test_overwriting_removes_what_the_earlier_run_wrote(tiny, tmp_path, whole):
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
@@ -379,6 +389,7 @@ def test_overwriting_removes_what_the_earlier_run_wrote(tiny, tmp_path, whole):
     assert torch.equal(*(weights(f)["model.mm_projector.0.weight"] for f in (folder, fresh)))
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_goes_on_although_overwriting_is_allowed(tiny, copy, whole, no_steps, caplog):
     caplog.set_level("INFO")
     argv = flags(tiny, copy, 2, **SAVING, overwrite_output_dir=True)
@@ -399,6 +410,7 @@ def test_overwriting_never_removes_what_the_run_starts_from(tiny, whole):
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", stop_signal.SIGNALS)
 def test_signal_saves_after_the_step_and_the_same_command_ends_with_the_same_weights(
     tiny, tmp_path, whole, monkeypatch, number
@@ -456,11 +468,9 @@ def test_ctrl_c_is_not_taken_over_where_the_shell_ignores_it():
 
 @pytest.mark.parametrize(("stage", "steps"), [("pretrain", "68"), ("finetune", "70")])
 def test_the_demo_saves_on_a_signal_and_at_its_end_alone_and_keeps_one_checkpoint(stage, steps):
-    env = os.environ | {"PRESET": "demo", "DRY_RUN": "1", "NUM_GPUS": "0"}
-    command = ["bash", str(ROOT / f"scripts/{stage}.sh")]
-    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.split()
-    values = {flag: shown[shown.index(flag) + 1] for flag in ("--save_strategy", "--save_total_limit", "--max_steps")}
-    assert values == {"--save_strategy": "no", "--save_total_limit": "1", "--max_steps": steps}
+    run = resolved_run(stage, PRESET="demo", NUM_GPUS=0)["flags"]
+    expected = {"save_strategy": "no", "save_total_limit": "1", "max_steps": steps}
+    assert {name: run[name] for name in expected} == expected
 
 
 @pytest.mark.slow
@@ -597,6 +607,7 @@ def reports(folder: Path) -> dict[str, str]:
     return {f.suffix: f.read_text() for f in (folder / failures.FOLDER).iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path, monkeypatch, started, workers):
     shutil.copytree(tiny / "data", tmp_path / "data")

@@ -112,6 +112,7 @@ def test_losses_equal_an_independent_sum_in_float64_over_each_sample_alone(tiny,
     assert modalities == pytest.approx(sources, rel=1e-9) and modalities[1] == sums[""][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"per_device_eval_batch_size": 1}, {"padding_free": False}])
 def test_micro_batches_change_nothing(tiny, tmp_path, heldout, options):
     def loss(**more) -> dict[str, float]:
@@ -137,6 +138,7 @@ def test_no_logits_and_no_gradients_are_made(tiny, tmp_path, heldout, monkeypatc
 # --- what it leaves behind --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "options"),
     [
@@ -163,6 +165,7 @@ def test_a_run_with_evaluation_ends_in_the_same_weights(tiny, tmp_path, heldout,
     assert found[-1]["eval/loss"] < found[0]["eval/loss"]
 
 
+@pytest.mark.slow
 def test_its_time_is_in_no_rate(tiny, tmp_path, heldout, monkeypatch):
     totals = HeldOut.totals
     monkeypatch.setattr(HeldOut, "totals", lambda *args: (time.sleep(0.5), totals(*args))[1])
@@ -178,6 +181,7 @@ def test_its_time_is_in_no_rate(tiny, tmp_path, heldout, monkeypatch):
     assert lines[-1]["train_runtime"] + sum(evaluating) < wall
 
 
+@pytest.mark.slow
 def test_a_continued_run_logs_what_the_uninterrupted_one_does(tiny, tmp_path, heldout):
     options = {"eval_data_path": heldout, "eval_on_start": True, "max_steps": 4, "save_strategy": "steps"}
     options |= {"save_steps": 2, **EVALS}
@@ -190,6 +194,7 @@ def test_a_continued_run_logs_what_the_uninterrupted_one_does(tiny, tmp_path, he
     assert evaluations(tmp_path / "resumed") == evaluations(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_path, heldout, monkeypatch, caplog, step):
     totals = HeldOut.totals
@@ -223,6 +228,7 @@ def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_pat
 # --- the best checkpoint ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "more"), [(1, {}), (2, {}), (2, LORA), (2, {"bf16": True}), (1, {"save_steps": 2})])
 def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout, stage, more):
     """The highest loss counts as the best here, which is that of the first step with a checkpoint."""
@@ -246,6 +252,7 @@ def test_the_final_folder_holds_the_model_that_was_best(tiny, tmp_path, heldout,
             assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_only_with_its_own_best_checkpoint_and_metric(tiny, tmp_path, heldout):
     options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
     options |= {"max_steps": 2, "greater_is_better": True, "learning_rate": 1e-2, **EVALS}
@@ -270,6 +277,7 @@ def test_less_of_any_loss_is_better(tmp_path, metric, greater):
     assert args.greater_is_better is greater and not args.metric_for_best_model.startswith("eval/")
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_early_keeps_its_newest_checkpoint(tiny, tmp_path, heldout, monkeypatch):
     options = {"eval_data_path": heldout, "load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}
     options |= {"max_steps": 6, "greater_is_better": True, "learning_rate": 1e-2, "save_total_limit": 1, **EVALS}

@@ -159,6 +159,7 @@ def kernel_calls(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language_model", ["llama", "qwen"])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("backend", [VARLEN, "flash_attention_2", "flash_attention_3"])

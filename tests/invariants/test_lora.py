@@ -102,6 +102,7 @@ def upstream(request, tmp_path_factory):
     return golden, trainer, before, recorder.rates, root / "run"
 
 
+@pytest.mark.slow
 def test_upstreams_losses_are_followed(upstream):
     golden, trainer, *_ = upstream
     assert trainer.losses == pytest.approx(golden["losses"], abs=1e-4)
@@ -209,6 +210,7 @@ def chosen(request, tiny, tmp_path_factory):
     return request.param, folder, fit(flags(tiny, folder, 2, **options))
 
 
+@pytest.mark.slow
 def test_adapters_on_chosen_parts_leave_the_base_as_it_was_and_stand_in_the_folder(tiny, chosen):
     which, folder, model = chosen
     state = model.state_dict()
@@ -228,6 +230,7 @@ def test_adapters_on_chosen_parts_leave_the_base_as_it_was_and_stand_in_the_fold
     assert all(".mm_projector." in name for name in others)
 
 
+@pytest.mark.slow
 def test_adapters_on_chosen_parts_merge_exactly_and_stock_peft_reads_them(tiny, chosen, tmp_path):
     _, folder, model = chosen
     wanted = logits(model)
@@ -239,6 +242,7 @@ def test_adapters_on_chosen_parts_merge_exactly_and_stock_peft_reads_them(tiny, 
     torch.testing.assert_close(logits(adapted), wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", CHOSEN)
 def test_a_run_with_adapters_on_chosen_parts_goes_on_exactly(tiny, tmp_path, which):
     options = LORA | CHOSEN[which] | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "lora_dropout": 0.3}
@@ -251,6 +255,7 @@ def test_a_run_with_adapters_on_chosen_parts_goes_on_exactly(tiny, tmp_path, whi
         assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recomputing_the_adapted_tower_changes_nothing(tiny, tmp_path, use_reentrant):
     """The first layer's input needs no gradient, from which reentrant recomputation would conclude that none does."""
@@ -276,6 +281,7 @@ def test_the_towers_adapters_have_its_learning_rate_and_its_precision(tiny, tmp_
     assert {p.requires_grad for name, p in tower.items() if ".lora_" not in name} == {False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_trained_biases_are_saved_and_merged(tiny, tmp_path, bias):
     options = LORA | {"model": "qwen", "lora_bias": bias, "learning_rate": 1e-1, "max_steps": 3}
@@ -289,6 +295,7 @@ def test_trained_biases_are_saved_and_merged(tiny, tmp_path, bias):
     torch.testing.assert_close(logits(merged), logits(model), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_changes_nothing_even_behind_a_frozen_projector(tiny, tmp_path, use_reentrant):
     options = LORA | {"mm_tunable_parts": "mm_language_model", "lora_dropout": 0.0}
@@ -301,6 +308,7 @@ def test_activation_checkpointing_changes_nothing_even_behind_a_frozen_projector
         torch.testing.assert_close(checkpointed[name], plain[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, bf16):
     options = LORA | {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "bf16": bf16}

@@ -7,6 +7,7 @@ import torch
 from anyres_data import ANYRES, write_shapes
 from batches import BATCHES, collated
 from host_sync import Waits
+from pairwise import pairwise
 from tiny_models import SIZES, STAGE_1, STAGE_2, make
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -45,12 +46,15 @@ def step_on_fake_tensors(model, batch: dict) -> dict[str, torch.Tensor]:
     return {name: tensor.grad for name, tensor in state.items() if tensor.grad is not None}
 
 
-@pytest.mark.parametrize("samples", ["mixed", "text_only", "image_alone"])  # the last has no target
-@pytest.mark.parametrize("padding_free", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("parts", [STAGE_1, STAGE_2], ids=["stage_1", "stage_2"])
-@pytest.mark.parametrize("norm", NORM_TYPES)
-def test_forward_and_backward_need_no_value_of_the_device(tiny, norm, parts, padding_free, samples):
-    model = trainable(tiny, parts, padding_free=padding_free, norm=norm)
+# Of the samples, "image_alone" has no target.
+KINDS = pairwise(NORM_TYPES, ("mixed", "text_only", "image_alone"), ("stage 1", "stage 2"), ("packed", "padded"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("norm", "samples", "stage", "layout"), KINDS)
+def test_forward_and_backward_need_no_value_of_the_device(tiny, norm, samples, stage, layout):
+    padding_free = layout == "packed"
+    model = trainable(tiny, STAGE_1 if stage == "stage 1" else STAGE_2, padding_free=padding_free, norm=norm)
     probe = NormProbe(model)
     probe.active = True
     gradients = step_on_fake_tensors(
@@ -61,6 +65,7 @@ def test_forward_and_backward_need_no_value_of_the_device(tiny, norm, parts, pad
     assert gradients.keys() == {n for n in trained if id(model.get_parameter(n)) not in unused}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding_free", [True, False], ids=["packed", "padded"])
 def test_crops_and_their_newlines_need_no_value_of_the_device(tiny, tmp_path, padding_free):
     data = write_shapes(tmp_path / "data")
@@ -149,6 +154,7 @@ def test_the_models_own_layout_equals_the_collators(tiny):
         assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_of_the_trainer_reads_one_number(tiny, tmp_path, monkeypatch, stage):
     """The gradient norm, which decides whether the step is applied."""

@@ -101,6 +101,7 @@ def test_both_stages_of_both_classes_train_on_one_device(tiny, tmp_path, acceler
     train_on(accelerator, device, argv, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["meta", CUDA])
 @pytest.mark.parametrize("norm", NORM_TYPES)
 def test_every_arm_trains_on_one_device(tiny, tmp_path, accelerator, device, norm):

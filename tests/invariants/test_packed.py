@@ -76,6 +76,7 @@ def test_half_precision_on_a_cpu_is_computed_in_fp32():
     torch.testing.assert_close(half.float(), exact, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", [[1], [2, 1, 40], [70] * 3, [130, 71, 3], [300, 299], [1100]], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

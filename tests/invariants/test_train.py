@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from data_files import write_varied
+from pairwise import pairwise
 from safetensors.torch import load_file
 from training import flags, run
 
@@ -13,6 +14,8 @@ from llava.data.records import load_records
 from llava.model.builder import load_pretrained_model
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.train import train as train_module
+from llava.train.arguments import ModelArguments
+from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER, tunable_parts
 from llava.train.telemetry import GRADIENTS, LOG_FILE, TOKENS
 
 
@@ -59,6 +62,7 @@ def test_target_is_measured_and_recorded(tiny, stage_1):
     assert first["norm/llm_input"] == pytest.approx(target, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_scale_starts_from_the_first_images_and_stage_2_from_what_stage_1_learnt(tiny, tmp_path):
     weights, config = run(tiny, tmp_path / "s1", 1, norm="scale", max_steps=1, learning_rate=0)
     first = json.loads((tmp_path / "s1" / LOG_FILE).read_text().splitlines()[0])
@@ -113,10 +117,16 @@ def test_telemetry_steps_may_differ_from_logging_steps(tiny, tmp_path):
     assert [line["step"] for line in lines if "grad_norm/llm_input" in line] == [2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "norm"),
-    [(model, norm) for model in ("llama", "qwen_tied") for norm in ("none", "layernorm", "gwc_rmsnorm")]
-    + [("llama", "gwc_scale"), ("llama", "clip")],
+    [
+        ("llama", "none"),
+        ("qwen_tied", "layernorm"),
+        ("llama", "gwc_rmsnorm"),
+        ("qwen_tied", "gwc_scale"),
+        ("llama", "clip"),
+    ],
 )
 def test_both_stages_and_inference_from_the_folder_alone(tiny, tmp_path, model, norm):
     run(tiny, tmp_path / "s1", 1, model=model, norm=norm)
@@ -201,6 +211,7 @@ def test_fixed_norm_keeps_its_scale(tiny, tmp_path):
     assert not weights["model.mm_projector.3.bias"].any()
 
 
+@pytest.mark.slow
 def test_checkpoint_with_a_norm_refuses_other_settings_and_may_fix_it(tiny, tmp_path):
     train_module.train(flags(tiny, tmp_path / "first", 2, max_steps=1))
     again = {"model_name_or_path": tmp_path / "first", "max_steps": 2}
@@ -213,6 +224,7 @@ def test_checkpoint_with_a_norm_refuses_other_settings_and_may_fix_it(tiny, tmp_
     assert json.loads((tmp_path / "fixed/config.json").read_text())["mm_projector_norm_learnable"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, stage, bf16):
@@ -233,6 +245,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny, tmp_path, stage, bf16):
     assert [(x["step"], x.get("loss")) for x in continued] == [(x["step"], x.get("loss")) for x in original]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "accumulation"), [(1, 8), (4, 2)])
 def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation):
     options = {"max_steps": 3, "adam_epsilon": 1e-4, "max_grad_norm": 1e9}
@@ -249,6 +262,7 @@ def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation
         torch.testing.assert_close(small[name], large[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cap", "said"), [(10**6, "1 micro-batches"), (450, "5 micro-batches"), (1, "8 micro-batches")]
 )
@@ -264,6 +278,7 @@ def test_a_token_cap_decides_the_micro_batches_of_each_step_and_changes_nothing(
         torch.testing.assert_close(capped[name], plain[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_loss_is_the_mean_over_targets_or_over_micro_batches(tiny, tmp_path):
     def logged(name: str, **overrides) -> list[float]:
         options = {"learning_rate": 0, "train_sampling_strategy": "sequential", "padding_free": False} | overrides
@@ -281,9 +296,8 @@ def test_loss_is_the_mean_over_targets_or_over_micro_batches(tiny, tmp_path):
     assert abs(over_targets[0] - over_micro_batches[0]) > 2e-5 and min(alone) < over_targets[0] < max(alone)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("layers", ["True", 1])
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "use_reentrant", "stage"), pairwise(("True", 1), (True, False), (1, 2)))
 def test_activation_checkpointing_changes_nothing(tiny, tmp_path, layers, use_reentrant, stage):
     plain, _ = run(tiny, tmp_path / "plain", stage, activation_checkpointing=False)
     options = {
@@ -295,6 +309,7 @@ def test_activation_checkpointing_changes_nothing(tiny, tmp_path, layers, use_re
         torch.testing.assert_close(checkpointed[name], plain[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "decoder", "tower"),
     [
@@ -360,11 +375,41 @@ def test_unknown_norm_names_the_allowed_ones(tiny, tmp_path, capsys):
             "--dataloader_drop_last True leaves no step: one has 25 samples, the data has 24",
         ),
         ({"resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere"),
+        ({"data_path": None}, "--data_path is missing"),
+        ({"mm_use_im_start_end": True}, "--mm_use_im_start_end must be False"),
+        ({"norm": "none", "mm_projector_norm_init": 0.5}, "_norm_init has no effect with --mm_projector_norm none"),
+        ({"max_tokens_per_micro_batch": 0}, "--max_tokens_per_micro_batch: expected a positive number, found 0"),
+        ({"max_tokens_per_micro_batch": 9, "padding_free": False}, "_micro_batch needs --padding_free True"),
+        ({"length_group_window": 4}, "--length_group_window has no effect without --group_by_modality_length"),
+        ({"model_max_length": 0}, "--model_max_length: expected a positive number, found 0"),
+        ({"pretrain_mm_mlp_adapter": "/nowhere"}, "--pretrain_mm_mlp_adapter /nowhere: no such file"),
+        ({"norm": "none", "mm_projector_type": "identity"}, "identity: vision width 24 differs from the LLM's 32"),
     ],
 )
 def test_bad_flags_are_named(tiny, tmp_path, overrides, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train_module.train(flags(tiny, tmp_path, 1, **overrides))
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ("", {ADAPTER, LANGUAGE_MODEL}),
+        ("freeze_backbone", {ADAPTER}),
+        ("tune_mm_mlp_adapter", {ADAPTER}),
+        ("freeze_mm_mlp_adapter", {LANGUAGE_MODEL}),
+        ("unfreeze_mm_vision_tower", {ADAPTER, LANGUAGE_MODEL, VISION_TOWER}),
+        ("freeze_backbone freeze_mm_mlp_adapter", "the flags leave nothing to train"),
+        ("tune_mm_mlp_adapter freeze_mm_mlp_adapter", "contradict each other"),
+    ],
+)
+def test_llavas_own_flags_say_what_is_trained(given, parts):
+    model_args = ModelArguments(model_name_or_path="m", vision_tower="v", **dict.fromkeys(given.split(), True))
+    if isinstance(parts, set):
+        assert tunable_parts(model_args) == parts
+    else:
+        with pytest.raises(ValueError, match=parts):
+            tunable_parts(model_args)
 
 
 def test_checkpoint_without_the_optimizers_state_is_not_continued(tiny, tmp_path):

@@ -101,6 +101,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(transformers.GotOcr2Processor, "num_image_tokens", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAVED)
 def test_a_saved_familys_tables_equal_an_independent_run_and_do_not_depend_on_the_batch_size(name, pictures, tmp_path):
     saved = SAVED[name]
@@ -166,6 +167,7 @@ def test_a_family_that_needs_torchvision_is_right_from_tensors(name):
     assert torch.allclose(seen.hidden_states[0][seen.visual], first[batch.input_ids == IMAGE], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_pictures_are_cast_to_the_models_dtype(pictures, tmp_path):
     for name in ("aria", "llava"):
         saved_models.write(SAVED[name], tmp_path / name)
@@ -183,6 +185,7 @@ def test_a_model_without_its_processor_is_refused_in_one_line(pictures, tmp_path
     assert error.startswith("llava.analysis layer-norms: ") and "preprocessor_config.json" in error
 
 
+@pytest.mark.slow
 def test_a_projector_of_zeros_is_refused(pictures, tmp_path, capsys):
     model = saved_models.write(SAVED["llava"], tmp_path)
     for parameter in model.model.multi_modal_projector.parameters():

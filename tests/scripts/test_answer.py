@@ -149,6 +149,7 @@ def test_greedy_answers_stand_in_the_datas_order_and_do_not_depend_on_the_batch(
         assert lines == found["1"] and [one["question_id"] for one in lines] == list(range(len(LONG)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "1.5", "--top-p", "0.9")], ids=["greedy", "sampled"])
 def test_the_same_command_goes_on_and_ends_with_the_same_file(ask, asked, monkeypatch, babbler, sampling):
     monkeypatch.setattr(answer, "WINDOW", 2)
@@ -174,6 +175,7 @@ def test_a_finished_file_says_so_and_loads_nothing(ask, asked, monkeypatch):
     assert again.status == 0 and "finished before, 4 answers" in again.out and len(asked.calls) == 1
 
 
+@pytest.mark.slow
 def test_answers_to_another_call_are_refused_by_name_and_overwritten_where_asked(ask, trained, images):
     ask(LINES)
     before = ask(LINES).file.read_text()

@@ -80,6 +80,7 @@ def test_a_larger_window_makes_ranks_more_even(monkeypatch):
     assert even["--length_group_window 16"] < 1.1 < even["--length_group_window 1"] < even["upstream, one micro-batch"]
 
 
+@pytest.mark.slow
 def test_the_recipes_fill_their_micro_batches_and_keep_ranks_even(monkeypatch):
     monkeypatch.setattr(scaling, "RECIPE_RANKS", (8, 64))
     rows = [row for row in scaling.recipe_rows(steps=150) if row["rule"] == "after"]
@@ -226,6 +227,7 @@ def test_each_benchmark_explains_itself(name, monkeypatch, capsys):
     assert "--quick" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeating", [0, 40])
 def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch, repeating):
     monkeypatch.setattr(lengths, "_counted", lengths._counted)  # so that it is put back
@@ -238,6 +240,7 @@ def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch, r
     assert len(counts) == 160 and (not repeating or (counts[repeating:] == counts[:-repeating]).all())
 
 
+@pytest.mark.slow
 def test_preparing_and_preflighting_is_timed_with_the_memory_of_all_processes(tmp_path):
     rows = data_preflight.measured(tmp_path, records=60, rows=90, distinct=7)
     assert [(row["input"], row["cache"]) for row in rows[::2]] == [

@@ -88,6 +88,7 @@ def captioner(tiny, tmp_path):
 # --- single question --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("colour", COLOURS)
 def test_the_answer_is_about_the_picture(ask, images, colour):
     assert ask(image=images / f"{colour}.png").answer == ("Yes" if colour in WARM else "No")

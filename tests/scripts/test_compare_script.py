@@ -11,6 +11,7 @@ from functools import partial
 import psutil
 import pytest
 from paths import ROOT
+from shell import only
 
 from llava.compare.__main__ import main
 from llava.compare.arms import Arm, parse_arm
@@ -66,7 +67,7 @@ def compare(tmp_path):
 
     def run(*flags, start=False, **extra):
         words = [sys.executable, "-m", "llava.compare", "run", "--output-dir", str(out), *flags]
-        variables = {k: str(v) for k, v in (env | extra).items()} | {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+        variables = only(**env | {"HOME": tmp_path} | extra)
         if not start:
             return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
         # Where tests run in the background Ctrl-C may be ignored, which children inherit.

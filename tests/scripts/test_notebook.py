@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import sys
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from paths import ROOT
+from warm_python import warm_python
 
 from playground import scenes, smollm2, tower
 from playground.store import build, read_manifest
@@ -20,7 +20,7 @@ NOTEBOOK = ROOT / "notebooks/first_hour.ipynb"
 def inputs(tiny, tmp_path):
     """A folder of inputs that count as complete: a few scenes, and the tiny models in place of the real ones."""
     root = tmp_path / "inputs"
-    scenes.prepare(scenes.Settings(num_train=24, num_heldout=12, num_text=4), root)
+    scenes.prepare(scenes.Settings(num_train=24, num_crowded=0, num_heldout=12, num_text=4), root)
     made = json.loads(json.dumps(vars(scenes.Settings()) | {"format": scenes.FORMAT}))
     manifest = root / "scenes/manifest.json"
     manifest.write_text(json.dumps(read_manifest(root / "scenes") | {"settings": made}))
@@ -66,7 +66,7 @@ def own_kernel(folder):
     """A Jupyter folder whose Python is the one that runs the tests."""
     kernel = folder / "jupyter/kernels/python3"
     kernel.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    argv = [str(warm_python()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     spec = {"argv": argv, "display_name": "Python 3", "language": "python", "env": env}
     (kernel / "kernel.json").write_text(json.dumps(spec))

@@ -250,6 +250,7 @@ def answer_by_pixels(question: str, image: Path) -> str:
     return expected_answer(question, seen)
 
 
+@pytest.mark.slow
 def test_probe_answers_follow_from_the_pixels(probes_folder: Path) -> None:
     records = [record for name in ("finetune", "heldout") for record in read(probes_folder / f"{name}.json")]
     asked = 0

@@ -1,7 +1,6 @@
 """The quickstart: what runs beside what, what a second call leaves out, what is refused, and its page."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from paths import ROOT
-from shell import bash
+from shell import bash, only
 
 from llava.compare import lanes
 from llava.compare.lanes import Step, StepError, run_lanes
@@ -59,7 +58,7 @@ def start(tmp_path):
     for stage in ("pretrain", "finetune"):
         (root / f"scenes/{stage}.json").touch()
     env = {"LLAVA_PYTHON": python, "CALLS": calls, "OUT": out, "NUM_GPUS": 0, "WATCH_SECONDS": "0.1", "BF16": "False"}
-    env |= {"PATH": os.environ["PATH"], "HOME": tmp_path, "LOCK_SECONDS": 1}
+    env = only(**env, HOME=tmp_path, LOCK_SECONDS=1)
 
     def run(*flags, wait=True, **extra):
         words = [
@@ -103,6 +102,7 @@ def wait_for(file):
 # --- the flow ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(quickstart.available_cores() < 2, reason="arms train side by side on two cores")
 def test_arms_train_side_by_side_with_their_share_of_the_cores(start):
     done = start(TRAINS=1)
@@ -120,6 +120,7 @@ def test_arms_train_side_by_side_with_their_share_of_the_cores(start):
     assert times["none, stage 1"] >= 1 and times["all"] < sum(times.values())
 
 
+@pytest.mark.slow
 def test_on_gpus_one_arm_trains_after_the_other(start):
     assert start(NUM_GPUS=1, LAUNCHER="python").returncode == 0
     running = 0
@@ -129,6 +130,7 @@ def test_on_gpus_one_arm_trains_after_the_other(start):
             assert running <= 1
 
 
+@pytest.mark.slow
 def test_a_second_call_trains_nothing_again(start):
     assert start().returncode == 0
     start.calls()
@@ -160,6 +162,7 @@ def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypa
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_failed_step_names_its_log_ends_the_other_arm_and_is_gone_on_with(start):
     failed = start(FAILS="none/finetune", HANGS="gwc_layernorm/finetune")
     assert failed.returncode == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 from shell import bash, only
+from warm_python import warm_python
 
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import NAMES
@@ -49,6 +50,7 @@ def test_script_is_valid_bash(script):
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_resolves_in_both_stages(stage, preset):
@@ -67,6 +69,7 @@ def test_every_preset_resolves_in_both_stages(stage, preset):
     assert not [word for word in run["command"] if run["command"].count(word) > 1 and word.startswith("--")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "model", "version"),
     [
@@ -107,6 +110,7 @@ def test_the_papers_batch_on_the_papers_gpus(stage, gpus, batch):
     assert (run["per_device"], run["accumulation"], run["global"]) == batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_lora_has_llavas_recipe_for_every_preset(preset):
     run = resolved_run("finetune", LORA=1, PRESET=preset, NUM_GPUS=8)["flags"]
@@ -121,6 +125,7 @@ def test_lora_has_llavas_recipe_for_every_preset(preset):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "parts"),
     [
@@ -136,6 +141,7 @@ def test_parts_with_adapters_are_trained(modules, parts):
     assert "lora_modules" not in resolved_run("finetune", LORA_MODULES=modules, NUM_GPUS=8)["flags"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_held_out_data_is_looked_at_every_500_steps_unless_said_otherwise(stage):
     names = ("eval_data_path", "eval_strategy", "eval_steps", "eval_generate", "eval_image_folder")
@@ -181,6 +187,7 @@ def stand_in_python(folder: Path, liger: str) -> Path:
     return python
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "preset"), [("pretrain", "llama-3.2-3b"), ("finetune", "qwen2.5-7b")])
 def test_liger_is_left_to_the_trainer_and_the_table_says_what_is_known(tmp_path, stage, preset):
     def run(version: str, **more):
@@ -233,7 +240,7 @@ def test_an_empty_image_folder_is_honoured_by_every_preset(preset):
 
 
 def test_dry_run_shows_configuration_command_and_inputs_and_asks_the_trainers_parser():
-    env = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": sys.executable}
+    env = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": warm_python()}
     shown = bash("scripts/pretrain.sh", "--max_steps", "3", "--mm_projector_norm", "rmsnorm", **env)
     assert shown.returncode == 0, shown.stderr
     configuration, rest = shown.stdout.split("command\n")
@@ -424,6 +431,7 @@ def when_ready(process: subprocess.Popen) -> int:
     raise AssertionError(process.stderr.read())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_lets_the_ranks_save_and_asks_for_another_start(start, sent):
     process = start("saves")
@@ -462,6 +470,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(start):
     raise AssertionError("what the rank had started lives on")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "code", "said"),
     [
@@ -518,6 +527,7 @@ def test_real_run_starts_what_it_shows_and_records_it(tmp_path, tool_path):
     assert (tmp_path / "started").read_text().splitlines() == arguments
 
 
+@pytest.mark.slow
 def test_a_folder_keeps_its_command_unless_the_trainer_takes_another(tmp_path, tool_path):
     out = tmp_path / "out"
     path = tool_path("mypython", f'[ -e "{tmp_path}/refuses" ] && exit 2; date +%N >"{out}/run.json"')
@@ -560,6 +570,39 @@ def test_deepspeed_config_leaves_to_the_trainer_what_the_trainer_knows(name, sta
         assert zero["stage3_prefetch_bucket_size"] == zero["stage3_param_persistence_threshold"] == "auto"
     devices = [zero.get(part, {}).get("device") for part in ("offload_optimizer", "offload_param")]
     assert devices == (["cpu", "cpu"] if name.endswith("offload") else [None, None])
+
+
+# --- the tests' own script -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "called"),
+    [
+        ([], {}, ["pytest -n 2 --dist loadfile --no-loadscope-reorder"]),
+        (["-k", "norm"], {"FAST": 1, "WORKERS": 0}, ["pytest -m not slow -k norm"]),
+        (
+            [],
+            {"COVERAGE": 1, "WORKERS": 0},
+            ["coverage erase", "coverage run -m pytest", "coverage combine -q", "coverage report"],
+        ),
+        (
+            ["tests/unit"],
+            {"COVERAGE": 1, "WORKERS": 0},
+            [
+                "coverage erase",
+                "coverage run -m pytest tests/unit",
+                "coverage combine -q",
+                "coverage report --fail-under=0",
+            ],
+        ),
+    ],
+)
+def test_the_tests_are_shared_chosen_and_measured_as_the_variables_say(tool_path, tmp_path, flags, variables, called):
+    path = tool_path("mypython", f'case $1 in -c) echo true ;; *) echo "$@" >>"{tmp_path}/called" ;; esac')
+    run = bash("scripts/test.sh", *flags, path=path, LLAVA_PYTHON="mypython", **variables)
+    assert run.returncode == 0, run.stderr
+    calls = [line.removeprefix("-m ") for line in (tmp_path / "called").read_text().splitlines()]
+    assert [line for line in calls if line.startswith(("pytest", "coverage"))] == called
 
 
 # --- set-up -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """`python -m llava.compare study`: its parts in order, its plan, what a second call leaves out, and its page."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from paths import ROOT
+from shell import only
 
 from llava.compare.__main__ import main
 from llava.compare.stage import STAGES
@@ -29,7 +29,7 @@ def study(tmp_path):
     env = {"LLAVA_PYTHON": python, "CALLS": calls, "RIGHT": json.dumps({"none": 0.4, "gwc_layernorm": 0.8})}
     env |= {"DATA_PATH": data, "IMAGE_FOLDER": tmp_path, "MODEL_PATH": tmp_path, "VISION_TOWER": tmp_path, "DATA": data}
     env |= {"EVAL_DATA_PATH": data, "EVAL_IMAGE_FOLDER": tmp_path, "NUM_GPUS": 0, "BF16": "False"}
-    env |= {"PATH": os.environ["PATH"], "HOME": tmp_path, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
+    env = only(**env, HOME=tmp_path, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)
 
     def run(*flags, start=False, **extra):
         words = [sys.executable, "-m", "llava.compare", "study", "--preset", "stamps", "--output-dir", out, *flags]

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from paths import ROOT
@@ -9,7 +10,11 @@ from paths import ROOT
 
 def only(**env: object) -> dict[str, str]:
     """An environment with nothing but these variables, so that the caller's cannot change the outcome."""
-    return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")} | {k: str(v) for k, v in env.items()}
+    kept = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    measured = {k: v for k, v in os.environ.items() if k.startswith("COVERAGE_")}
+    if measured:  # by COVERAGE=1 bash scripts/test.sh; the machine's own Python has no such package
+        kept |= measured | {"PYTHON": sys.executable}
+    return kept | {k: str(v) for k, v in env.items()}
 
 
 def bash(*command: str, cwd: Path = ROOT, path: str = os.environ["PATH"], **env: object) -> subprocess.CompletedProcess:

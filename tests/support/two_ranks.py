@@ -1,23 +1,20 @@
 """Two CPU ranks under DeepSpeed, through the real entry point."""
 
-import functools
 import json
 import os
-import select
 import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import psutil
-import rank_server
 import torch
 import train_in_turn
 from paths import ROOT
 from safetensors.torch import load_file
+from warm_python import warm_python
 
 TRAIN = ROOT / "llava/train/train_mem.py"
+SECONDS_TO_END = 30  # that a rank has after SIGTERM
 # Adam divides by the gradient's size; where that is pure rounding noise a larger epsilon keeps runs comparable.
 COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 5, "mm_vision_tower_lr": 5e-4}
 
@@ -38,38 +35,35 @@ def launch_in_turn(runs: list[tuple[list[str], dict | str]], tmp_path: Path, tim
 
 
 def run_on_two_ranks(script: Path, argv: list[str], timeout: int) -> str:
+    """What both print; a rank that fails ends the other one, as a launcher does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
-        job = {"command": [str(script), *argv], "environment": environment(), "port": port, "output": output.name}
-        statuses = ask_server(job, timeout)
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    group |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
+    command = [warm_python(), script, *argv]
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output, open(output.name, "a") as file:
+        ranks = []
+        for rank in ("0", "1"):
+            env = os.environ | group | {"RANK": rank, "LOCAL_RANK": rank}
+            ranks.append(psutil.Popen(command, env=env, stdout=file, stderr=file))
+        psutil.wait_procs(ranks, timeout, callback=lambda rank: rank.returncode and end(ranks))
+        if None in [rank.returncode for rank in ranks]:
+            end(ranks)
+            raise TimeoutError(f"two ranks took more than {timeout} s: {script} {' '.join(argv)}")
         text = output.read()
+    statuses = [rank.returncode for rank in ranks]
     assert not any(statuses), f"exit statuses {statuses}\n{text[-9000:]}"
     return text
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
-
-
-@functools.cache
-def server() -> subprocess.Popen:
-    """Forks the ranks; it ends with this process, which closes its input."""
-    command, pipe = [sys.executable, rank_server.__file__], subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment())
-
-
-def ask_server(job: dict, timeout: int) -> list[int]:
-    """The exit statuses of both ranks; raises TimeoutError, and ends the server, after so many seconds."""
-    process = server()
-    print(json.dumps(job), file=process.stdin, flush=True)
-    if not select.select([process.stdout], [], [], timeout)[0]:
-        for started in [*psutil.Process(process.pid).children(), process]:
-            started.kill()
-        server.cache_clear()
-        raise TimeoutError(f"two ranks took more than {timeout} s: {' '.join(job['command'])}")
-    return json.loads(process.stdout.readline())
+def end(ranks: list[psutil.Popen]) -> None:
+    for rank in ranks:
+        if rank.is_running():
+            rank.terminate()
+    for rank in psutil.wait_procs(ranks, SECONDS_TO_END)[1]:
+        rank.kill()
+        rank.wait()
 
 
 def zero_file(config: dict | str, folder: Path) -> Path:

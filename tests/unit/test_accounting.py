@@ -326,6 +326,7 @@ SO400M = {"hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "nu
 SO400M |= {"num_hidden_layers": 27, "patch_size": 14, "model_type": "siglip_vision_model"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "parts"), [("pretrain", STAGE_1), ("finetune", STAGE_2)])
 @pytest.mark.parametrize("preset", SHAPES)
 def test_presets_recompute_nothing_on_eight_cards_of_80_gb(preset, stage, parts):

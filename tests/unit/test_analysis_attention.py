@@ -366,6 +366,7 @@ def test_alpha_one_and_the_whole_swap_are_exact_controls(probe, question, outcom
     assert outcomes[interventions.TEXT_ONLY].visual_share == 0
 
 
+@pytest.mark.slow
 def test_a_processor_that_makes_no_inputs_of_text_alone_leaves_that_control_out(
     checkpoint, tiny, tmp_path, capsys, monkeypatch
 ):
@@ -556,6 +557,7 @@ def test_one_shared_update_is_predicted_exactly():
     assert row["visual w"] == pytest.approx(np.degrees(np.arctan(0.5 / 7)))
 
 
+@pytest.mark.slow
 def test_layers_of_a_hybrid_keep_their_numbers_in_both_commands(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(presentation.STYLE, "savefig.dpi", 50)
     path = models.saved_llava(tiny, tmp_path / "model", models.hybrid())
@@ -596,6 +598,7 @@ def test_the_text_norm_is_that_of_text_as_it_enters_the_llm(tiny, tmp_path):
         list(interventions.outcomes_of(probe, sample._replace(prompt=""), [1.0]))
 
 
+@pytest.mark.slow
 def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(presentation.STYLE, "savefig.dpi", 50)
     shared = ["--model", f"one={checkpoint}", "--model", f"two={checkpoint}", "--device", "cpu"]
@@ -609,7 +612,7 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000, name
     rows = json.loads((tmp_path / "interventions.json").read_text())["rows"]
     assert [row["intervention"] for row in rows if row["model"] == "two"] == [
-        *("untouched", "alpha 0.5", "alpha 2", "text norm", "blank picture", "no picture"),
+        *("untouched", "alpha 0.5", "alpha 2", "text norm", "shuffled tokens", "blank picture", "no picture"),
         *("blank's keys", "blank's values", "blank's keys and values"),
     ]
     assert (

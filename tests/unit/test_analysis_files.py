@@ -213,6 +213,7 @@ def test_a_run_without_any_norm_is_refused(tmp_path, capsys):
     assert "has no tensor model.ln.weight" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", [name for name, norm in NORM_TYPES.items() if norm])
 def test_every_arms_width_and_initial_gain_are_told(tmp_path, arm):
     config = SimpleNamespace(hidden_size=8, mm_projector_norm=arm, mm_projector_norm_target=3.0)

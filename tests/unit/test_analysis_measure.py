@@ -221,6 +221,7 @@ def test_a_damaged_state_is_said_and_measured_again(checkpoint, data, tmp_path, 
         assert f"{state} is damaged" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_unreadable_pictures_are_left_out_and_named_also_when_the_result_is_taken_again(checkpoint, tmp_path, capsys):
     (tmp_path / "p").mkdir()
     for index in range(5):
@@ -245,6 +246,7 @@ def test_unreadable_pictures_are_left_out_and_named_also_when_the_result_is_take
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_commands_write_tables_and_figures_of_several_models_and_checkpoints(tiny, checkpoint, data, tmp_path):
     aligned = our_checkpoint(tiny, tmp_path / "run/checkpoint-4", "gwc_layernorm")
     our_checkpoint(tiny, tmp_path / "run/checkpoint-12", "gwc_layernorm")
@@ -290,6 +292,7 @@ def test_a_template_that_writes_the_first_token_gets_no_second_one(text, adds):
     assert batch.mask.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tower", ["clip", "siglip"])
 def test_a_lone_encoders_tokens_are_those_of_the_tower(tiny, data, tmp_path, tower, monkeypatch):
     if tower == "clip":
@@ -326,6 +329,7 @@ def load_encoder(folder, layer):
     return encoders.load_encoder(NamedModel("encoder", str(folder)), args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [-2, 0, 2])
 @pytest.mark.parametrize("model_type", sorted(TOWERS.keys() - {"siglip2_vision_model"}))
 @torch.no_grad()
@@ -426,6 +430,7 @@ def text_and_visual_norms(path, data) -> tuple[list[float], list[float]]:
     return text, visual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text, factor",
     [(GemmaConfig(**models.TEXT, head_dim=8), 32**0.5), (GraniteConfig(**models.TEXT, embedding_multiplier=12.0), 12.0)]

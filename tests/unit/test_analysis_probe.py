@@ -78,6 +78,7 @@ def test_every_position_has_its_group():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language_model", ["llama", "qwen"])
 @pytest.mark.parametrize("norm", NORM_TYPES)
 @torch.no_grad()

@@ -228,6 +228,7 @@ def test_of_two_processes_one_converts_and_the_other_waits(tmp_path):
     assert len(list((tmp_path / "conversions").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_conversion_holds_a_piece_of_the_file_not_all_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(json_files, "_PIECE", 1 << 16)
     monkeypatch.setattr(records_module, "_ROWS", 64)

@@ -62,6 +62,7 @@ def has_questions(name):
     return conv_templates[name].sep_style is not SeparatorStyle.PLAIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", conv_templates)
 def test_prompts_of_the_exported_template_are_ours(tokenizers, name):
     plain, extended = tokenizers
@@ -79,6 +80,7 @@ def test_prompts_of_the_exported_template_are_ours(tokenizers, name):
     assert ids_of(messages(ONE, parts=True), extended, add_generation_prompt=True) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", conv_templates)
 def test_whole_conversations_of_the_exported_template_are_what_training_learns(tokenizers, name):
     plain, extended = tokenizers

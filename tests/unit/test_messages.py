@@ -214,6 +214,7 @@ def five_formats(tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["chatml", "v1"])
 @pytest.mark.parametrize("label_masking", ["assistant", "upstream"])
 def test_five_formats_give_the_same_tokens_labels_and_pixels(five_formats, tokenizer, version, label_masking):

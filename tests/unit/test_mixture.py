@@ -348,6 +348,7 @@ def test_a_folder_of_parquet_is_read_as_it_lies_by_split_and_config(tmp_path, li
     assert train[2]["image"].row == 2 and ImageStore(None).open(train[2]["image"]).size == (9, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "saved", "saved splits", "part"])
 def test_any_other_data_set_is_written_as_parquet_once(tmp_path, library, kind, monkeypatch):
     rows = [{"id": i, "messages": [{"role": "user", "content": f"<image>{i}?"}, {"role": "assistant", "content": "a"}]}

@@ -151,6 +151,7 @@ def test_frozen_tower_records_no_graph(tiny):
     assert model.encode_images(pictures(1)).requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tower", ["siglip", "clip"])
 @pytest.mark.parametrize("select_layer", [-1, -2, -4, 0, 2])
 def test_tower_returns_the_selected_hidden_state(tiny, tower, select_layer):
@@ -211,6 +212,7 @@ def test_without_norm_keys_are_llavas(tiny):
     assert set(linear.state_dict()) == {"weight", "bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language_model", ["llama", "qwen", "qwen_tied"])
 @pytest.mark.parametrize("tower", ["siglip", "clip"])
 @pytest.mark.parametrize("norm", ["none", "gwc_layernorm", "rmsnorm", "clip"])

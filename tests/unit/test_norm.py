@@ -156,6 +156,7 @@ def test_same_gradients_under_activation_checkpointing(name, use_reentrant):
         assert torch.equal(plain[key], checkpointed[key])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPENSATED)
 def test_same_gradients_under_torch_compile(name):
     norm, x = make(name), inputs()

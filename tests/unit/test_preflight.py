@@ -356,6 +356,7 @@ def test_the_command_counts_the_lengths_that_training_has_with_crops(tmp_path, t
     assert f"are longer than 20 tokens and are cut; the longest has {longest}\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_training_refuses_or_leaves_out_records_with_faults_and_says_where_they_are(tiny, tmp_path, caplog):
     records = json.loads((tiny / "data/finetune.json").read_text())
     bad = [
@@ -409,6 +410,7 @@ COLUMNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", COLUMNS)
 def test_rows_with_bytes_are_told_from_text_only_rows(tmp_path, column):
     path = shard(tmp_path / "a.parquet", COLUMNS[column], 7)
@@ -424,6 +426,7 @@ def test_rows_with_bytes_are_told_from_text_only_rows(tmp_path, column):
     assert sum(p.stat().st_size for p in table.paths) < 10_000
 
 
+@pytest.mark.slow
 def test_rows_may_name_their_images(tmp_path):
     by_path = pa.array([{"bytes": None, "path": "a.png"}, {"bytes": BYTES[0], "path": "b.png"}, None], STRUCT)
     table = load_records(str(shard(tmp_path / "a.parquet", by_path, 3)))
@@ -452,6 +455,7 @@ LISTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["image", "images"])
 @pytest.mark.parametrize("kind", LISTS)
 def test_a_column_of_lists_gives_every_picture_in_its_place(tmp_path, tokenizer, kind, column):
@@ -533,6 +537,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_missing_columns_and_wrong_types_are_named(tmp_path, case):
     columns, message = WRONG[case]
@@ -541,6 +546,7 @@ def test_missing_columns_and_wrong_types_are_named(tmp_path, case):
         load_records(str(tmp_path / "a.parquet"))
 
 
+@pytest.mark.slow
 def test_faulty_rows_are_named_and_a_damaged_shard_is_refused(tmp_path, pictures):
     kind = pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())]))
     good, null = [tuple(turn.values()) for turn in TEXT], [("human", None), ("gpt", "x")]
@@ -611,6 +617,7 @@ records = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     some=st.lists(records | odd, min_size=1, max_size=4),
@@ -643,6 +650,7 @@ def version_is_not_upstreams(version: str) -> bool:
     return get_template(version).sep_style not in _UPSTREAM_STYLES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "count"), [("bytes", 60), ("keys", 80)])
 def test_the_fuzz_targets_find_nothing_in_their_first_cases(tmp_path, target, count):
     import fuzz_data

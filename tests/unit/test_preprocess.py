@@ -155,6 +155,7 @@ def targets(sample, tok):
     return [text for kind, text in pieces(sample, tok) if kind == "target"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "name"), COMBINATIONS)
 @SETTINGS
 @given(texts=st.lists(TEXTS, min_size=2, max_size=5))
@@ -166,6 +167,7 @@ def test_exactly_the_assistants_text_and_end_token_are_learnt(version, name, tex
     assert int((sample.input_ids == IMAGE_TOKEN_INDEX).sum()) == sum(text.count("<image>") for text in texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "name"), COMBINATIONS)
 @SETTINGS
 @given(texts=st.lists(TEXTS, min_size=2, max_size=4).filter(lambda texts: len(texts) % 2 == 0))

@@ -90,6 +90,7 @@ def test_an_upload_is_seen_as_in_training(tmp_path):
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_answer_grows_to_what_is_answered(pair):
     assistant = pair[1].assistant
     texts = list(growing_answer(assistant, asked("Say it!"), RED, **GREEDY | {"max_new_tokens": 24}))

@@ -150,6 +150,7 @@ FAULTS = [change_a_byte, remove_a_file, patch_half, occupy_a_copied_file, edit_a
 FAULTS += [change_the_inserted_lines, leave_out_llava]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [[], ["--check"], ["--reverse"]], ids=["apply", "check", "reverse"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_any_other_tree_is_refused_with_what_differs(repository, tree, fault, option):
