@@ -69,7 +69,7 @@ def _curves(study: Study, pyplot: Any) -> Any:
 def _dose(study: Study, pyplot: Any) -> Any:
     if len(study["dose"]) < 2:
         return None
-    figure, axes = pyplot.subplots(figsize=(5, 3.4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7, 3.4), layout="constrained")
     scores = [study["scores"][arm][MEAN] for arm in study["dose"]]
     factors = list(study["dose"].values())
     axes.plot(factors, [np.mean(seeds) for seeds in scores], "o-", color=COLOURS[0])
@@ -118,7 +118,7 @@ def _rescaling(study: Study, pyplot: Any) -> Any:
 
 
 def _norms(study: Study, pyplot: Any) -> Any:
-    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     points = ["start", "after stage 1", "after stage 2"]
     for arm, found in study["logged"].items():
         pairs = zip(found["visual norm"], found["text norm"], strict=True)
