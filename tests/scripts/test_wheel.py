@@ -113,7 +113,7 @@ def test_a_recipe_runs_with_its_preset_and_deepspeed_configuration_inside(instal
     ("words", "line"),
     [
         (["llava-compare", "run"], f"error: run: {NEEDS_CHECKOUT}\n"),
-        (["python", "-m", "playground", "quickstart"], f"playground quickstart: {NEEDS_CHECKOUT}\n"),
+        (["python", "-m", "playground", "quickstart", "--output-dir", "out"], f"playground quickstart: {NEEDS_CHECKOUT}\n"),
         (["llava-recipe", "train"], "error: llava-recipe train: expected pretrain or finetune; see --help\n"),
         (["llava-recipe"], "error: llava-recipe nothing: expected pretrain or finetune; see --help\n"),
     ],
