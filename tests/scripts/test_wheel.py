@@ -16,6 +16,7 @@ from llava.provenance import NEEDS_CHECKOUT
 pytestmark = pytest.mark.slow
 
 SOURCES = ("llava", "playground", "scripts", "deepspeed_configs", "pyproject.toml", "README.md", "LICENSE")
+QUICKSTART = ("python", "-m", "playground", "quickstart")
 COMMANDS = ("train", "recipe", "analysis", "compare", "export")
 NOT_SOURCES = shutil.ignore_patterns("__pycache__", "data")
 
@@ -113,7 +114,7 @@ def test_a_recipe_runs_with_its_preset_and_deepspeed_configuration_inside(instal
     ("words", "line"),
     [
         (["llava-compare", "run"], f"error: run: {NEEDS_CHECKOUT}\n"),
-        (["python", "-m", "playground", "quickstart", "--output-dir", "out"], f"playground quickstart: {NEEDS_CHECKOUT}\n"),
+        ([*QUICKSTART, "--output-dir", "out"], f"playground quickstart: {NEEDS_CHECKOUT}\n"),
         (["llava-recipe", "train"], "error: llava-recipe train: expected pretrain or finetune; see --help\n"),
         (["llava-recipe"], "error: llava-recipe nothing: expected pretrain or finetune; see --help\n"),
     ],
