@@ -3,7 +3,7 @@
 # Relative paths therefore mean the same from wherever a script is called: relative to the root.
 
 CALLED_FROM=$PWD
-ROOT="$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 
 die() {
   printf 'error: %s\n' "$*" >&2
