@@ -9,9 +9,11 @@ import subprocess
 import sys
 from typing import Any
 
-from llava.provenance import ROOT
+from llava.provenance import IS_CHECKOUT, ROOT
 
 STAGES = ("pretrain", "finetune")
+INTERPRETER = {"LLAVA_PYTHON": sys.executable, "PYTHON": sys.executable}
+"""What the scripts inside an installed package are run with."""
 
 
 def resolved_run(stage: str, *flags: str, **variables: Any) -> dict[str, Any]:
@@ -20,8 +22,13 @@ def resolved_run(stage: str, *flags: str, **variables: Any) -> dict[str, Any]:
     Raises:
         ValueError: the script refuses; the message is its own.
     """
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHON", "LLAVA_PYTHON") if name in os.environ}
-    env = kept | {name: str(value) for name, value in variables.items()} | {"DRY_RUN": "json"}
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHON") if name in os.environ}
+    env = (
+        kept
+        | ({} if IS_CHECKOUT else INTERPRETER)
+        | {name: str(value) for name, value in variables.items()}
+        | {"DRY_RUN": "json"}
+    )
     command = ["bash", str(ROOT / f"scripts/{stage}.sh"), *flags]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
@@ -40,5 +47,4 @@ def main() -> int:
         print(f"error: llava-recipe {found}: expected {' or '.join(STAGES)}; see --help", file=sys.stderr)
         return 2
     stage, *flags = sys.argv[1:]
-    interpreter = {"LLAVA_PYTHON": sys.executable, "PYTHON": sys.executable}
-    os.execvpe("bash", ["bash", str(ROOT / f"scripts/{stage}.sh"), *flags], interpreter | os.environ)
+    os.execvpe("bash", ["bash", str(ROOT / f"scripts/{stage}.sh"), *flags], INTERPRETER | os.environ)
