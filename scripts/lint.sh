@@ -28,7 +28,7 @@ hook() { xargs -0 "$PYTHON_BIN" -m "pre_commit_hooks.$1" "${@:2}"; }
 
 check_ruff() { if is_on "${FIX:-}"; then "$PYTHON_BIN" -m ruff check --fix .; else "$PYTHON_BIN" -m ruff check .; fi; }
 check_format() { if is_on "${FIX:-}"; then "$PYTHON_BIN" -m ruff format .; else "$PYTHON_BIN" -m ruff format --check .; fi; }
-check_types() { "$(program pyrefly)" check; }
+check_types() { "$(program pyrefly)" check --python-interpreter-path "$PYTHON_BIN"; } # else it takes what PATH has
 check_shell() { sources '*.sh' '*.sbatch' .ci/run | xargs -0 "$(program shellcheck)" -x; }
 check_files() { # recorded numbers and figures are kept byte for byte, whatever their size
   local status=0 kept=(':!tests/golden' ':!docs/figures' ':!*.png')
