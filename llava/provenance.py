@@ -12,6 +12,7 @@ from typing import Any
 CODE = Path(__file__).resolve().parents[1]
 """The folder that holds the package: the repository, or where pip has installed it."""
 IS_CHECKOUT = (CODE / "scripts/lib.sh").is_file()
+NEEDS_CHECKOUT = "this calls the repository's scripts, which an installed package does not have; run it in a clone"
 ROOT = CODE if IS_CHECKOUT else Path(__file__).resolve().parent / "recipes"
 """Holds `scripts` and `deepspeed_configs`: the repository, or the copies of them in an installed package."""
 WORK = ROOT if IS_CHECKOUT else Path()

@@ -25,7 +25,7 @@ from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.load import POLICY
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import Refusal
-from llava.provenance import differences
+from llava.provenance import IS_CHECKOUT, NEEDS_CHECKOUT, differences
 from playground import answers, smollm2
 from playground.options import PICTURES
 from playground.store import PlaygroundError, read_manifest, shown_python, write_json
@@ -248,6 +248,8 @@ def run(args: argparse.Namespace) -> None:
         PlaygroundError: wrong settings, a folder that holds something else, or a step that failed.
         KeyboardInterrupt: Ctrl-C, or SIGTERM.
     """
+    if not IS_CHECKOUT:
+        raise PlaygroundError(NEEDS_CHECKOUT)
     arms = args.arms.replace(",", " ").split()
     if not arms or len(set(arms)) < len(arms):
         raise PlaygroundError(f"--arms {args.arms!r}: expected names of norms, each once")

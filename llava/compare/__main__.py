@@ -12,7 +12,7 @@ from llava.compare.report import write_report
 from llava.compare.runs import STAGES, Run, check_present, check_results, check_runs
 from llava.compare.stage import StageError, train_stage
 from llava.compare.study_record import read_record
-from llava.provenance import IS_CHECKOUT
+from llava.provenance import IS_CHECKOUT, NEEDS_CHECKOUT
 
 _CHECKS = (
     ("check", "refuse runs that differ in more than the arm"),
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command; 0, 2 for what cannot be compared or a step that failed, 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     if args.command in ("run", "study", "stage") and not IS_CHECKOUT:
-        print(f"error: {args.command} calls the repository's scripts; clone it and run this there", file=sys.stderr)
+        print(f"error: {args.command}: {NEEDS_CHECKOUT}", file=sys.stderr)
         return 2
     try:
         if args.command == "run":

@@ -25,7 +25,7 @@ WHEN = {"start": "before training", "pretrain": "after stage 1", "finetune": "af
 CLAIMS: Rows = [
     {
         "who": "The paper (arXiv 2512.08374)",
-        "claim": "Visual tokens of large norm turn slowly in a Pre-Norm model and lose information; a LayerNorm behind "
+        "claim": "Visual tokens of large norm turn slowly in a Pre-Norm model and lose information; a LayerNorm after "
         "the projector, aligned with the text norm, mends it, with or without compensation of its gradient.",
         "here": "Arms none, layernorm and gwc_layernorm, which it trained once each, without intervals.",
     },

@@ -65,6 +65,8 @@ def training_turns(
     check_order(turns, template)
     if not upstream and not any(speaker == "gpt" for speaker, _ in turns):
         raise ValueError("expected at least one 'gpt' turn, found none: there is nothing to learn")
+    if upstream and template.sep_style is SeparatorStyle.LLAMA_2 and not any(text for _, text in turns):
+        raise ValueError("template llama_2: every turn is empty, and upstream writes none of them")
     return turns
 
 

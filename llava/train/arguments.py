@@ -181,8 +181,9 @@ class DataArguments:
 class TrainingArguments(transformers.TrainingArguments):
     """The Hugging Face Trainer's flags and LLaVA's additions."""
 
+    # pyrefly: ignore[bad-assignment]  # None until `__post_init__`, where the library names a folder
     output_dir: str = field(
-        default=None,  # pyrefly: ignore[bad-assignment]  # until `__post_init__`, where the library names a folder
+        default=None,
         metadata={"help": "Where the model, its checkpoints and its logs are written. Relative to where this starts."},
     )
     save_strategy: Literal["no", "steps", "epoch"] = field(

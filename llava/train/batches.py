@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 _LOGGED_SAMPLES = 25_600  # of an epoch, for the log's line about micro-batches: 200 steps of the recipe
 
 
-def sample_order(dataset: LazySupervisedDataset, args: Any) -> Order:
+SampleOrder = RandomOrder | ModalityLengthGroupedSampler | SequentialSampler
+
+
+def sample_order(dataset: LazySupervisedDataset, args: Any) -> SampleOrder:
     """The order of samples that the flags ask for, the same on every rank."""
     seed = args.seed if args.data_seed is None else args.data_seed
     if args.group_by_modality_length:

@@ -21,7 +21,7 @@ from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.progress import in_terminal
 from llava.train.arguments import TrainingArguments
-from llava.train.batches import global_batch_size, sample_order, step_loader, whole_steps
+from llava.train.batches import SampleOrder, global_batch_size, sample_order, step_loader, whole_steps
 from llava.train.checkpoint import (
     STAGING,
     commit,
@@ -81,7 +81,8 @@ class LLaVATrainer(Trainer):
         **kwargs: Any,
     ):
         self.flags, self.heldout = args, heldout
-        super().__init__(args=whole_steps(args), eval_dataset=heldout and heldout.dataset, **kwargs)
+        eval_dataset: Any = None if heldout is None else heldout.dataset
+        super().__init__(args=whole_steps(args), eval_dataset=eval_dataset, **kwargs)
         self.identity, self.resumed = identity or {}, resumed
         self.watchdog = watchdog or Watchdog(None, self.args.process_index)
         self.stop_signal = stop_signal or StopSignal()
@@ -90,7 +91,8 @@ class LLaVATrainer(Trainer):
         self.staging: Path | None = None
         self.saved_step = -1
         self.args.logging_nan_inf_filter = False  # would wait for every loss; see `training_step`
-        self.args.use_liger_kernel = False  # done already, on the decoder; the library would look for the model type
+        # Done already, on the decoder; the library would look for the model type.
+        self.args.use_liger_kernel = False  # pyrefly: ignore[bad-assignment]  # the choice, no longer the flag's text
         self.image_processor = image_processor
         if self.args.loss_reduction == "micro_batch_mean":
             self.model_accepts_loss_kwargs = False  # so that the library averages over micro-batches
@@ -103,7 +105,7 @@ class LLaVATrainer(Trainer):
         if not in_terminal() and self.pop_callback(ProgressCallback):
             self.add_callback(TrainingProgress(global_batch_size(args), lambda: self.throughput.paused_seconds))
 
-    def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler | None:
+    def _get_train_sampler(self, train_dataset=None) -> SampleOrder:
         return sample_order(self.train_dataset if train_dataset is None else train_dataset, self.args)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
@@ -160,11 +162,14 @@ class LLaVATrainer(Trainer):
             with unsynced, self.source_losses.of_micro_batch(number - 1):
                 losses.append(super().training_step(model, micro_batch, num_items_in_batch))
         # As the library's filter, which is off: a loss that is not finite counts as the mean of those before it.
-        return finite_or(sum(losses), self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged))
+        return finite_or(
+            sum(losses[1:], losses[0]), self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        )
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         # The library would wait for every copy; pinned memory is read while the device goes on.
-        return send_to_device(inputs, self.args.device, non_blocking=True)
+        moved: Any = send_to_device(inputs, self.args.device, non_blocking=True)
+        return moved
 
     # pyrefly: ignore[bad-override]  # what the library takes for a batch is a step here
     def floating_point_ops(self, inputs: list[dict[str, Any]]) -> int:

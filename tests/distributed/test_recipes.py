@@ -55,7 +55,7 @@ def one_process(tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("config", "model"), EQUAL)
-def test_five_steps_equal_one_process(two_ranks, one_process, config, model):
+def test_three_steps_equal_one_process(two_ranks, one_process, config, model):
     two, one = two_ranks / f"{config}-{model}", one_process(model)
     assert_same(two, one)
     before, after = (

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import study_stub
 from paths import ROOT
 from shell import only
 
@@ -22,7 +23,7 @@ ARMS = "none,gwc_layernorm"
 def study(tmp_path):
     """A function that runs the study, or with `start` starts it; `seen()` returns and clears its calls."""
     python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {ROOT}/tests/support/study_stub.py "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {study_stub.__file__} "$@"\n')
     python.chmod(0o755)
     data = tmp_path / "data.json"
     data.touch()

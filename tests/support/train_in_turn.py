@@ -1,4 +1,4 @@
-"""Trains several runs one after the other in one process group: starting takes longer than a tiny model's five steps.
+"""Trains several runs one after the other in one process group: starting takes longer than a tiny model's three steps.
 
 Every rank calls `python train_in_turn.py RUNS`, a JSON file with the flags of each run. Each final folder gets a
 `greedy_tokens.json`, what the trained model said in training's own precision and partitioning.

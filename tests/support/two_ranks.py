@@ -16,7 +16,7 @@ from warm_python import warm_python
 TRAIN = ROOT / "llava/train/train_mem.py"
 SECONDS_TO_END = 30  # that a rank has after SIGTERM
 # Adam divides by the gradient's size; where that is pure rounding noise a larger epsilon keeps runs comparable.
-COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 5, "mm_vision_tower_lr": 5e-4}
+COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 3, "mm_vision_tower_lr": 5e-4}
 
 
 def launch(

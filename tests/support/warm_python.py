@@ -78,6 +78,7 @@ def load_ops() -> None:
 
 
 def main(file: int) -> None:
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, which DeepSpeed's engine imports, and that the compiler
     import train_in_turn  # noqa: F401, which imports the trainer
 
     load_ops()

@@ -116,6 +116,13 @@ def test_upstream_keeps_the_labels_of_a_broken_sample_that_is_long_enough():
         tok.model_max_length = limit
 
 
+def test_a_conversation_of_which_upstream_writes_nothing_is_an_error():
+    empty = turns("", "")
+    with pytest.raises(ValueError, match="template llama_2: every turn is empty"):
+        preprocess(empty, tokenizer("llama"), "llama_2", label_masking="upstream")
+    assert len(preprocess(empty, tokenizer("llama"), "llama_2").input_ids)
+
+
 def test_upstream_drops_a_leading_answer_but_never_an_image():
     tok = tokenizer("llama")
     conversation = [{"from": "gpt", "value": "Welcome!"}, *turns("Hi", "Yes.")]
