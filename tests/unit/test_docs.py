@@ -150,6 +150,7 @@ def test_blocks_of_commands_are_shell(page):
             assert run.returncode == 0 and not run.stderr, f"{text}\n{run.stderr}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLED, ids=" ".join)
 def test_every_module_that_a_page_calls_is_there_and_has_that_command(call, helps):
     path = ROOT / call[0].replace(".", "/")
@@ -157,6 +158,7 @@ def test_every_module_that_a_page_calls_is_there_and_has_that_command(call, help
     assert "usage:" in helps[" ".join(call)], f"python -m {' '.join(call)} --help said nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({page for page, _ in CALLS}))
 def test_every_flag_variable_and_script_that_a_page_uses_is_known(page, helps):
     wrong = []
@@ -207,6 +209,7 @@ def unknown_flags(words: list[str], known: str) -> list[str]:
     return [f"{flag} is unknown" for flag in sorted(flags) if not re.search(rf"{flag}(?![\w-])", known)]
 
 
+@pytest.mark.slow
 def test_a_command_that_is_wrong_is_seen(helps):
     for text, fault in (
         ("python -m llava.analysis theory --modle CKPT", "--modle is unknown"),
