@@ -163,6 +163,17 @@ def test_either_stage_resumes_exactly_under_either_zero(tiny, tmp_path, stage, c
     assert (tmp_path / "resumed/mm_projector.bin").exists() == (stage == 1)
 
 
+def test_a_run_of_two_ranks_goes_on_with_one(tiny, tmp_path):
+    options = COMPARABLE | {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    launch(flags(tiny, tmp_path / "whole", 2, **options), "zero3", tmp_path)
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "whole/checkpoint-1").rename(tmp_path / "resumed/checkpoint-1")
+    options |= {"per_device_train_batch_size": 8, "resume_allow_changes": "world_size,per_device_train_batch_size"}
+    output = launch(flags(tiny, tmp_path / "resumed", 2, **options), "zero3", tmp_path, count=1)
+    assert "accepted change: world_size: checkpoint 2, now 1" in output
+    assert_same(tmp_path / "resumed", tmp_path / "whole")
+
+
 @pytest.mark.parametrize(
     ("config", "modules"), [("zero2", "decoder"), ("zero3", "decoder"), ("zero3", "decoder,tower")]
 )

@@ -99,6 +99,7 @@ def check_alone(*flags: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_check_alone_tries_gloo_and_names_an_interface_that_is_not_there(tmp_path):
     run = check_alone("--output_dir", str(tmp_path))
     assert run.returncode == 0 and "all-reduce over 2 ranks" in run.stderr, run.stderr

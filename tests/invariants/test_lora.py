@@ -108,6 +108,7 @@ def test_upstreams_losses_are_followed(upstream):
     assert trainer.losses == pytest.approx(golden["losses"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_optimizer_groups_and_learning_rates_are_upstreams(upstream):
     golden, trainer, _, rates, _ = upstream
     names = {id(p): PREFIX + n for n, p in trainer.model.named_parameters()}

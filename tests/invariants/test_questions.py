@@ -63,6 +63,7 @@ def test_accuracy_comes_with_wilsons_interval():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, LORA])
 def test_a_run_logs_what_its_model_answers_and_keeps_its_weights(tiny, tmp_path, trained, options):
     """The answers are those of the saved model, asked on its own."""

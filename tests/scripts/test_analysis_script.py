@@ -74,6 +74,7 @@ def test_an_interrupted_command_is_the_last(tmp_path, analyze):
     assert status == 130 and list(calls) == ALL[:3] and "goes on from what is saved" in output.err
 
 
+@pytest.mark.slow
 def test_a_termination_lets_the_running_command_save(tmp_path):
     saved = tmp_path / "saved"
     child = f"trap 'sleep 0.2; touch {saved}; exit 130' INT; touch {tmp_path}/started; while :; do sleep 0.05; done"

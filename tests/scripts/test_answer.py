@@ -101,6 +101,7 @@ def forms(colour: str) -> dict[str, dict]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", forms("red"))
 def test_every_form_of_a_question_is_asked_alike(ask, asked, form):
     found = ask([forms(colour)[form] for colour in COLOURS])

@@ -251,6 +251,7 @@ def test_preparing_and_preflighting_is_timed_with_the_memory_of_all_processes(tm
     assert rows[0].keys() == rows[2].keys() and rows[1]["index_s"] < rows[0]["index_s"] + 0.1
 
 
+@pytest.mark.slow
 def test_estimated_states_of_scale_equal_deepspeeds_where_everything_is_trained():
     scale = pytest.importorskip("benchmarks.scale")
     model = scale.build("llama-3.2-3b", 2)

@@ -94,6 +94,7 @@ def test_the_answer_is_about_the_picture(ask, images, colour):
     assert ask(image=images / f"{colour}.png").answer == ("Yes" if colour in WARM else "No")
 
 
+@pytest.mark.slow
 def test_a_picture_comes_from_an_address(ask, images):
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=images)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -95,6 +95,7 @@ def test_conversations_are_edited_as_clients_edit_them():
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_argument_of_load_pretrained_model_is_taken(trained, tmp_path):
     path = str(trained("none"))
     options = {"device_map": "auto", "multimodal": True, "attn_implementation": "eager", "device": "cpu"}
@@ -110,6 +111,7 @@ def test_every_argument_of_load_pretrained_model_is_taken(trained, tmp_path):
     assert tokenizer.eos_token_id is not None and tokenizer.padding_side == "right"
 
 
+@pytest.mark.slow
 def test_vlmevalkits_ways_of_loading_give_the_same_model(trained, loaded):
     path = str(trained("gwc_layernorm"))
     for options in ({"device": "cpu", "device_map": "cpu"}, {"device_map": None}):

@@ -83,6 +83,7 @@ def compare(tmp_path):
     return run, seen
 
 
+@pytest.mark.slow
 def test_every_step_in_order_and_a_second_call_trains_and_measures_nothing_again(compare):
     run, seen = compare
     done = run("--arms", "none,layernorm_default", "--seeds", "7,", "--tasks", "pope")
@@ -107,12 +108,14 @@ def test_every_step_in_order_and_a_second_call_trains_and_measures_nothing_again
     assert again[-1] == "report 7"  # evaluation is asked again: it finds itself what is finished
 
 
+@pytest.mark.slow
 def test_runs_that_differ_stop_the_comparison_before_more_is_trained(compare):
     run, seen = compare
     assert run("--arms", "none,layernorm", FAILING="check").returncode == 2
     assert seen() == ["train none 42 seed-42/none/pretrain", "check pretrain"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
     run, seen = compare

@@ -23,6 +23,7 @@ def data(tiny, trained, tmp_path):
     return tmp_path / "data"
 
 
+@pytest.mark.slow
 def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, trained, tmp_path, monkeypatch):
     words = [
         "controls",

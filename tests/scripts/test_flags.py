@@ -138,6 +138,7 @@ def test_finished_run_says_where_the_model_is_and_what_comes_next(tiny, tmp_path
     assert following == f"next, its scores: bash scripts/evaluate.sh '{tmp_path}/stage 2'"
 
 
+@pytest.mark.slow
 def test_closing_lines_reach_the_console_of_the_real_command(tiny, tmp_path):
     command = [sys.executable, "-m", "llava.train.train", *flags(tiny, tmp_path, 1, max_steps=1)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

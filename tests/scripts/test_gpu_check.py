@@ -35,6 +35,7 @@ def step_rows(monkeypatch, tmp_path, *options: str) -> tuple[int, dict[tuple[int
     return status, {(row["micro_batch_tokens"], row["arm"]): row for row in rows}
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_at_every_size_and_its_arms_agree(monkeypatch, tmp_path):
     options = ["--micro-batch-tokens", "100", "300", "--arms", "packed", "padded_plain", "no_norm"]
     status, rows = step_rows(monkeypatch, tmp_path, *options)
@@ -45,6 +46,7 @@ def test_a_step_is_measured_at_every_size_and_its_arms_agree(monkeypatch, tmp_pa
         assert all(rows[tokens, arm]["tokens_per_second"] > 0 for arm in ("packed", "padded_plain", "no_norm"))
 
 
+@pytest.mark.slow
 def test_an_arm_that_fails_says_why_and_the_others_go_on(monkeypatch, tmp_path, capsys):
     backward = train_step.Bench.backward
 
@@ -64,6 +66,7 @@ def test_an_arm_that_fails_says_why_and_the_others_go_on(monkeypatch, tmp_path, 
     assert "error: stage 2 packed_eager: OutOfMemoryError" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_padded_arm_takes_its_samples_in_pieces_where_the_whole_does_not_fit(monkeypatch, tmp_path):
     """The budget is the estimate for a fifth more than the largest packed micro-batch."""
     seen = {}
@@ -145,6 +148,7 @@ def test_shapes_have_the_published_number_of_parameters(preset, billions):
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
+@pytest.mark.slow
 def test_layers_are_as_many_as_fit(monkeypatch):
     """On 80 GB, 3B is frozen whole; all of its states, and more so 7B's, are too much for one GPU."""
     monkeypatch.setattr(gpu_parts, "run_json", lambda command: 79 * 2**30)
@@ -174,6 +178,7 @@ def gpu_check_sh(*words: object, cpu: bool = True, **variables: str) -> subproce
     return subprocess.run(command, cwd=ROOT, env=environment() | variables, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_wrong_calls_are_refused(tmp_path):
     unknown = gpu_check_sh("--parts", "tests,zero9", "--output-dir", tmp_path)
     assert unknown.returncode == 2 and "--parts: unknown zero9; expected some of environment,tests," in unknown.stderr
@@ -187,6 +192,7 @@ def test_wrong_calls_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_failed_part_is_repeated_a_measured_one_is_not_and_an_open_one_says_why(tmp_path):
     words = ("--parts", "environment,vs_upstream", "--output-dir", tmp_path)
     late = gpu_check_sh(*words, "--limit", "0.2")
@@ -204,6 +210,7 @@ def test_a_failed_part_is_repeated_a_measured_one_is_not_and_an_open_one_says_wh
     assert not (tmp_path / "work/environment").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_everything_and_keeps_nothing_of_the_part(tmp_path):
     words = ["--cpu", "--parts", "environment", "--output-dir", str(tmp_path)]
     command = [sys.executable, "-u", "-m", "benchmarks.gpu_check", *words]

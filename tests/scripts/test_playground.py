@@ -158,6 +158,7 @@ def test_heldout_questions_become_a_data_set_that_follows_its_pictures(
     assert "stamps are not prepared" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_too_many_heldout_scenes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scenes, "MAX_REDRAWS", 20)
     with pytest.raises(PlaygroundError, match="--num-heldout 60000"):
@@ -279,6 +280,7 @@ def test_every_mark_of_a_probe_is_legible_on_every_color() -> None:
         assert min(differing) >= 12, color
 
 
+@pytest.mark.slow
 def test_probe_captions_and_statements_say_what_is_written_and_what_is_small(probes_folder: Path) -> None:
     captions = {record["image"]: turns(record)[0][1] for record in read(probes_folder / "pretrain.json")}
     statements = json.loads((probes_folder / "statements.json").read_text())["train"]

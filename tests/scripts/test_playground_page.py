@@ -72,6 +72,7 @@ def test_scores_have_their_intervals_and_arms_their_paired_difference(arms, caps
     assert f"37.5 ({100 * low:.0f} to {100 * high:.0f})" in table and table in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_answers_are_asked_once_until_checkpoint_or_questions_change(arms):
     assert arms() == 0 and arms.asked == list(ARMS)
     assert arms() == 0 and arms.asked == []

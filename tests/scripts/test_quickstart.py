@@ -175,6 +175,7 @@ def test_a_failed_step_names_its_log_ends_the_other_arm_and_is_gone_on_with(star
     assert sorted(begun(start.calls(), "train")) == [["train", "gwc_layernorm/finetune"], ["train", "none/finetune"]]
 
 
+@pytest.mark.slow
 def test_a_second_interruption_ends_a_training_that_does_not_listen(start):
     process = start(wait=False, STUBBORN="none/pretrain")
     wait_for(start.out / "none/pretrain/train_log.jsonl")
@@ -186,6 +187,7 @@ def test_a_second_interruption_ends_a_training_that_does_not_listen(start):
     assert not psutil.wait_procs(family, timeout=10)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_every_arm_and_the_same_call_goes_on(start, sent):
     process = start(wait=False, HANGS="none/finetune")
@@ -200,6 +202,7 @@ def test_an_interruption_ends_every_arm_and_the_same_call_goes_on(start, sent):
     assert ["train", "none/finetune"] in begun(start.calls(), "train")
 
 
+@pytest.mark.slow
 def test_a_second_call_with_other_settings_is_refused_by_name(start):
     assert start().returncode == 0
     start.calls()
@@ -210,6 +213,7 @@ def test_a_second_call_with_other_settings_is_refused_by_name(start):
         assert f"{start.out}/none/pretrain was made with other settings ({name} was " in line and "OUTPUT_ROOT" in line
 
 
+@pytest.mark.slow
 def test_settings_that_trained_nothing_hinder_no_later_call(start):
     assert start(FAILS="none/pretrain", HANGS="gwc_layernorm/pretrain").returncode == 1
     for log in start.out.glob("*/*/train_log.jsonl"):
@@ -217,6 +221,7 @@ def test_settings_that_trained_nothing_hinder_no_later_call(start):
     assert start(SEED=7).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "extra", "said"),
     [
@@ -231,12 +236,14 @@ def test_wrong_settings_are_refused_before_anything_runs(start, flags, extra, sa
     assert not start.calls() and not start.out.exists()
 
 
+@pytest.mark.slow
 def test_an_output_folder_that_cannot_be_written_is_named(start):
     start.out.touch()
     refused = start()
     assert refused.returncode == 1 and f"{start.out} cannot be written: File exists; set OUTPUT_ROOT" in refused.stderr
 
 
+@pytest.mark.slow
 def test_two_calls_at_once_do_not_train_into_one_folder(start):
     first = start(wait=False, HANGS="none/pretrain")
     wait_for(start.out / "none/pretrain/train_log.jsonl")

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 from shell import bash, only
-from warm_python import warm_python
 
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import NAMES
@@ -239,8 +238,9 @@ def test_an_empty_image_folder_is_honoured_by_every_preset(preset):
 # --- what a call shows and refuses ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dry_run_shows_configuration_command_and_inputs_and_asks_the_trainers_parser():
-    env = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": warm_python()}
+    env = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": sys.executable}
     shown = bash("scripts/pretrain.sh", "--max_steps", "3", "--mm_projector_norm", "rmsnorm", **env)
     assert shown.returncode == 0, shown.stderr
     configuration, rest = shown.stdout.split("command\n")

@@ -37,6 +37,7 @@ def job(tmp_path):
     shutil.rmtree(state, ignore_errors=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", ["saves", "saves_late", "hangs"])
 def test_a_signal_that_ends_the_run_after_a_save_requeues_the_job_whichever_node_ends_first(job, others):
     run = job("saves", others, SIGNAL="SIGUSR1", WAIT=3)
@@ -44,6 +45,7 @@ def test_a_signal_that_ends_the_run_after_a_save_requeues_the_job_whichever_node
     assert not run.state.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["fails", "is_killed"])
 def test_a_node_that_fails_ends_the_job_at_once_and_it_is_not_requeued(job, failure):
     # The other node still loads: at srun's SIGTERM it says that nothing is trained yet, as at SLURM's own.
@@ -52,6 +54,7 @@ def test_a_node_that_fails_ends_the_job_at_once_and_it_is_not_requeued(job, fail
     assert not run.state.exists()
 
 
+@pytest.mark.slow
 def test_what_an_earlier_start_left_behind_does_not_requeue_a_failed_one(job):
     run = job("saves", "saves", SIGNAL="SIGUSR1")
     assert run.requeued
@@ -65,6 +68,7 @@ def test_a_run_that_ends_is_not_requeued(job):
     assert run.returncode == 0 and not run.requeued and not run.state.exists()
 
 
+@pytest.mark.slow
 def test_a_job_whose_signal_always_comes_before_the_first_step_is_not_requeued_for_ever(job):
     runs = [job("loads", "loads", SIGNAL="SIGUSR1") for _ in range(4)]
     assert [run.requeued for run in runs] == [True, True, True, False]

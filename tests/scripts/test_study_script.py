@@ -48,6 +48,7 @@ def study(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_quick_goes_through_every_part_and_a_second_call_trains_and_measures_nothing_again(study):
     done = study("--quick", "--hours", "0.5", "--arms", ARMS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -84,6 +85,7 @@ def test_quick_goes_through_every_part_and_a_second_call_trains_and_measures_not
         assert other.returncode == 2 and said in other.stderr and "plan.json" in other.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_killed_while_training_it_goes_on_where_it_was(study, sent):
     flags = ("--quick", "--arms", ARMS, "--seeds", "7,8")

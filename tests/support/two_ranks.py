@@ -20,37 +20,42 @@ COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 3, "mm_vision_tower_lr": 5e-4}
 
 
 def launch(
-    argv: list[str], deepspeed: dict | str | None, tmp_path: Path, timeout: int = 900, script: Path = TRAIN
+    argv: list[str],
+    deepspeed: dict | str | None,
+    tmp_path: Path,
+    timeout: int = 900,
+    script: Path = TRAIN,
+    count: int = 2,
 ) -> str:
-    """Trains on two ranks by `script`, which takes the flags; returns their output. Without DeepSpeed if it is None."""
+    """Trains on `count` ranks by `script`, which takes the flags; what they print. Without DeepSpeed if it is None."""
     zero = [] if deepspeed is None else ["--deepspeed", str(zero_file(deepspeed, tmp_path))]
-    return run_on_two_ranks(script, [*argv, *zero], timeout)
+    return run_on_ranks(count, script, [*argv, *zero], timeout)
 
 
 def launch_in_turn(runs: list[tuple[list[str], dict | str]], tmp_path: Path, timeout: int = 900) -> str:
     """Trains several runs, each with its own ZeRO configuration, one after the other in one process group."""
     file = tmp_path / "runs.json"
     file.write_text(json.dumps([[*argv, "--deepspeed", str(zero_file(config, tmp_path))] for argv, config in runs]))
-    return run_on_two_ranks(Path(train_in_turn.__file__), [str(file)], timeout)
+    return run_on_ranks(2, Path(train_in_turn.__file__), [str(file)], timeout)
 
 
-def run_on_two_ranks(script: Path, argv: list[str], timeout: int) -> str:
-    """What both print; a rank that fails ends the other one, as a launcher does."""
+def run_on_ranks(count: int, script: Path, argv: list[str], timeout: int) -> str:
+    """What they print; a rank that fails ends the others, as a launcher does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    group |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    group |= {"LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
     command = [warm_python(), script, *argv]
     with tempfile.NamedTemporaryFile("r", errors="replace") as output, open(output.name, "a") as file:
         ranks = []
-        for rank in ("0", "1"):
+        for rank in map(str, range(count)):
             env = os.environ | group | {"RANK": rank, "LOCAL_RANK": rank}
             ranks.append(psutil.Popen(command, env=env, stdout=file, stderr=file))
         psutil.wait_procs(ranks, timeout, callback=lambda rank: rank.returncode and end(ranks))
         if None in [rank.returncode for rank in ranks]:
             end(ranks)
-            raise TimeoutError(f"two ranks took more than {timeout} s: {script} {' '.join(argv)}")
+            raise TimeoutError(f"{count} ranks took more than {timeout} s: {script} {' '.join(argv)}")
         text = output.read()
     statuses = [rank.returncode for rank in ranks]
     assert not any(statuses), f"exit statuses {statuses}\n{text[-9000:]}"

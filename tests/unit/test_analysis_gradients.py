@@ -167,6 +167,7 @@ def test_a_picture_whose_tokens_are_means_of_several_is_refused(tiny, tmp_path):
         gradients.projector_rows(model, batch)
 
 
+@pytest.mark.slow
 def test_the_command_writes_table_and_figure(tiny, tmp_path, capsys, monkeypatch):
     path = our_checkpoint(tiny, tmp_path / "m")
     flags = ("gradients", "--data", tiny / "data/finetune.json", "--samples", 2, "--model", f"m={path}")

@@ -221,6 +221,7 @@ def curves_of(angles):
     return found
 
 
+@pytest.mark.slow
 def test_a_legend_covers_no_curve_however_long_the_names_are(tmp_path, drawn):
     norms = np.random.default_rng(0).normal(3, 0.6, 5000)
     names = ("gwc_layernorm/finetune", "none/finetune", "layernorm/finetune")

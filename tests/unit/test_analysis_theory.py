@@ -47,6 +47,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_broken_formula_is_refuted(name, monkeypatch):
     attribute, wrong, expected = BREAKS[name]
@@ -54,6 +55,7 @@ def test_a_broken_formula_is_refuted(name, monkeypatch):
     assert refuted() >= expected
 
 
+@pytest.mark.slow
 def test_the_command_writes_verdicts_and_fails_if_one_is_refuted(tmp_path, monkeypatch, capsys):
     flags = ["theory", "--draws", str(DRAWS), "--output-dir", str(tmp_path)]
     assert main(flags) == 0

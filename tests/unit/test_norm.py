@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

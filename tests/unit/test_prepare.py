@@ -133,6 +133,7 @@ def test_own_data_with_faults_gives_status_1(tmp_path, capsys):
     assert prepare.main(["folder"]) == 2 and prepare.main(["llava-558k", "--data_path", "x"]) == 2
 
 
+@pytest.mark.slow
 def test_zip_and_parquet_train_like_a_json_with_a_folder(tiny, tmp_path):
     records = json.loads((tiny / "data/finetune.json").read_text())
     images = tiny / "data/images"

@@ -48,6 +48,7 @@ def read_csv(root, name):
         return list(csv.DictReader(stream))
 
 
+@pytest.mark.slow
 def test_tables_say_what_the_samples_say(report):
     root, runs = report
     rows = {(row["arm"], row["benchmark"]): row for row in read_csv(root, "results")}

@@ -105,6 +105,7 @@ def test_power_and_limits_say_what_the_study_could_not_show(study):
     assert limits(study)[0] == "1 seed of 4 not trained yet: this is how it stands so far."
 
 
+@pytest.mark.slow
 def test_both_pages_and_every_figure_hold_every_arm_and_escape_names(study, tmp_path):
     (tmp_path / "study.json").write_text(json.dumps(study))
     assert main(["page", str(tmp_path / "study.json")]) == 0

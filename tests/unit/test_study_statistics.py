@@ -59,6 +59,7 @@ def test_an_arm_that_never_sees_its_pictures_is_called_worse_and_the_others_are_
         assert single[1] == [WORSE] * TASKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deviation", [0.0, 0.02, 0.06])
 def test_equal_arms_with_other_seeds_are_called_unchanged_in_19_of_20_studies(deviation):
     rng = np.random.default_rng(2)
@@ -69,6 +70,7 @@ def test_equal_arms_with_other_seeds_are_called_unchanged_in_19_of_20_studies(de
     assert wrong <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "arms", "right"), [(3, 3, 0.5), (3, 6, 0.7), (6, 3, 0.7)])
 def test_the_planned_smallest_difference_is_found_in_about_80_percent_of_studies(seeds, arms, right):
     tasks = {str(task): right for task in range(TASKS)}

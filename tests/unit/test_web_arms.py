@@ -98,6 +98,7 @@ def test_an_answer_grows_to_what_is_answered(pair):
     assert all(long.strip().startswith(short.strip()) for short, long in zip(texts, texts[1:], strict=False))
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_waits_for_is_ended(pair, monkeypatch):
     monkeypatch.setattr(arms._Streamer, "on_finalized_text", lambda self, text, stream_end=False: self.show("x", False))
     put, tokens, threads = arms._Streamer.put, [], threading.active_count()

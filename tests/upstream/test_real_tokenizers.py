@@ -65,6 +65,7 @@ def chat(texts, system=None):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", [None, "Be terse."])
 @pytest.mark.parametrize(("name", "version"), STOCK)
 def test_ids_equal_those_of_the_stock_chat_template(name, version, system):

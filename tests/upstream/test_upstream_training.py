@@ -115,6 +115,7 @@ def decay_qwen_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_twenty_steps_equal_upstreams(run, tmp_path, monkeypatch):
     if run == "n2_hi":  # the only run with weight decay
@@ -132,6 +133,7 @@ def test_twenty_steps_equal_upstreams(run, tmp_path, monkeypatch):
         torch.testing.assert_close(saved[name], tensor, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["s1", "s2", "n1", "n2"])
 def test_files_keys_and_config_are_a_superset_of_upstreams(run, tmp_path):
     folder, upstream = repeat(run, tmp_path), RUNS[run]
