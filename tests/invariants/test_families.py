@@ -223,7 +223,8 @@ def test_the_varlen_kernel_gets_one_half_precision_and_arguments_that_it_has(mon
 def test_what_a_packed_backend_does_not_know_is_refused_by_name(backend):
     x = torch.randn(1, 2, 4, 8)
     function = {SEGMENTS: segments_attention, VARLEN: varlen_attention}[backend]
-    packed = {"segment_lengths": [4]} if backend == SEGMENTS else {"cu_seq_lens_q": torch.tensor([0, 4])}
+    boundaries = {"cu_seq_lens_q": torch.tensor([0, 4]), "max_length_q": 4}
+    packed = {"segment_lengths": [4]} if backend == SEGMENTS else boundaries
     with pytest.raises(ValueError, match=rf"--attn_implementation {backend}: .* asks for softcap, s_aux, which"):
         function(None, x, x, x, None, softcap=30.0, s_aux=torch.zeros(2), use_cache=False, **packed)
     module = torch.nn.Module()

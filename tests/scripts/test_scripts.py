@@ -153,7 +153,8 @@ def test_held_out_data_is_looked_at_every_500_steps_unless_said_otherwise(stage)
     assert (flags["eval_steps"], flags["eval_generate"]) == ("20", "32")
 
 
-def test_demo_preset_is_one_plain_process_on_a_cpu():
+def test_demo_preset_is_one_plain_process_on_a_cpu(monkeypatch):
+    monkeypatch.delenv("LLAVA_PYTHON", raising=False)
     stage1, stage2 = (resolved_run(stage, PRESET="demo", NUM_GPUS=0) for stage in STAGES)
     for run in (stage1, stage2):
         assert run["launcher"] == "python" and ".venv/bin/python" in run["command"]
