@@ -214,7 +214,8 @@ step = DeepSpeedEngine.step
 def telling_step(engine, *args, **kwargs):
     gradients = [g for group in engine.optimizer.averaged_gradients.values() for g in group]
     weights = {p.dtype for p in engine.module.parameters()}
-    print("weights", weights, "gradients", {g.dtype for g in gradients}, flush=True)
+    # In one write: both ranks have the same file, and an unbuffered print writes each of its words alone.
+    print(f"weights {weights} gradients { {g.dtype for g in gradients} }\\n", end="", flush=True)
     return step(engine, *args, **kwargs)
 DeepSpeedEngine.step = telling_step
 main()
