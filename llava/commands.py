@@ -92,6 +92,20 @@ def exit_status(command: Callable[[argparse.Namespace], object], args: argparse.
     return 0
 
 
+def whole(smallest: int) -> Callable[[str], int]:
+    """The type of a flag that takes a whole number of at least `smallest`."""
+
+    def number(text: str) -> int:
+        try:
+            if (found := int(text)) >= smallest:
+                return found
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {smallest}, found {text!r}")
+
+    return number
+
+
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     """`--device`, which must be one of this machine."""
     parser.add_argument(

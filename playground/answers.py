@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from llava.commands import whole
 from llava.launch.devices import has_bf16_instructions
 from llava.progress import progress
 from llava.provenance import revision
@@ -35,14 +36,16 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """What `compare` takes as well, and passes on."""
     parser.add_argument("--data", type=Path, required=True, help=f"prepared folder with {RECORDS} and images/")
     parser.add_argument("--output-dir", type=Path, required=True, help="where everything goes")
-    parser.add_argument("--batch-size", type=int, default=80, help="questions answered at a time")
+    parser.add_argument("--batch-size", type=whole(1), default=80, help="questions answered at a time")
     parser.add_argument(
         "--max-new-tokens",
-        type=int,
+        type=whole(0),
         default=0,
         help="longest answer in tokens; 0: the longest expected one, at least 8",
     )
-    parser.add_argument("--pictures", type=int, default=PICTURES, help="on which update rates are measured; 0: on none")
+    parser.add_argument(
+        "--pictures", type=whole(0), default=PICTURES, help="on which update rates are measured; 0: on none"
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -14,13 +14,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from llava.eval.results import LLAVA_COMMIT, Answered, Results, TaskResult, read_results, write_results
+from llava.commands import whole
+from llava.eval.results import CONTROLS, LLAVA_COMMIT, Answered, Results, TaskResult, read_results, write_results
 from llava.provenance import PACKAGES, git_commit, version_of
 from playground import answers
 from playground.records import IMAGE_TOKEN, is_right
 
-UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = CONTROLS = ("untouched", "blank", "shuffled", "text-only")
-GREY = (127, 127, 127)
+UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = CONTROLS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,14 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--controls", nargs="+", choices=CONTROLS, default=list(CONTROLS), help="which (default: all, also untouched)"
     )
-    parser.add_argument("--questions", type=int, default=0, help="the first so many, whose kinds take turns; 0: all")
+    parser.add_argument(
+        "--questions", type=whole(0), default=0, help="the first so many, whose kinds take turns; 0: all"
+    )
     parser.add_argument(
         "--control-questions",
-        type=int,
+        type=whole(0),
         default=0,
         help="how many of those, from the first, where the picture is taken away; 0: all",
     )
-    parser.add_argument("--batch-size", type=int, default=80, help="questions answered at a time")
+    parser.add_argument("--batch-size", type=whole(1), default=80, help="questions answered at a time")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -88,6 +90,7 @@ def under_control(
     """The greedy answer to every record's first question, with its picture changed as the control says."""
     from PIL import Image
 
+    from llava.analysis.interventions import GREY
     from llava.asking import Asked
     from llava.data.images import ImageStore
 
@@ -105,20 +108,16 @@ def under_control(
 
     options = {"do_sample": False, "max_new_tokens": answers.longest_answer(records, assistant.tokenizer)}
     asked = list(map(question, records))
-    with shuffled(assistant.model) if control == SHUFFLED else contextlib.nullcontext():
+    with reordered(assistant.model) if control == SHUFFLED else contextlib.nullcontext():
         return answers.answers_in_order(assistant, asked, picture, batch_size, control, **options)
 
 
 @contextlib.contextmanager
-def shuffled(model: Any) -> Iterator[None]:
+def reordered(model: Any) -> Iterator[None]:
     """The projector's tokens of every picture in another order, the same for all pictures and models."""
-    import torch
+    from llava.analysis.interventions import shuffled
 
-    def reorder(module: Any, inputs: Any, tokens: Any) -> Any:
-        generator = torch.Generator().manual_seed(0)
-        return tokens[..., torch.randperm(tokens.shape[-2], generator=generator).to(tokens.device), :]
-
-    handle = model.get_model().mm_projector.register_forward_hook(reorder)
+    handle = model.get_model().mm_projector.register_forward_hook(lambda module, inputs, tokens: shuffled(tokens))
     try:
         yield
     finally:

@@ -73,8 +73,6 @@ def check(args: argparse.Namespace) -> None:
     from llava.analysis import output
 
     output.check(args)
-    if getattr(args, "batch_size", 1) < 1:
-        raise ValueError(f"--batch-size {args.batch_size}: expected at least 1")
     if "layers_path" in args:
         from llava.analysis import loading
 

@@ -15,7 +15,7 @@ from typing import Any
 from llava.analysis import loading
 from llava.analysis.commands import ANY, COMMANDS, NORMED, OURS, PACKAGE, Needs
 from llava.analysis.models import NamedModel, named_model, required_models
-from llava.commands import INTERRUPTED, module_of
+from llava.commands import INTERRUPTED, module_of, whole
 from llava.model.multimodal_projector.norm import NORM_TYPES
 
 QUICKSTART = Path("outputs/quickstart")
@@ -31,20 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/analysis"), help="folder of the results")
     parser.add_argument("--data", help="samples to measure on (default: the playground's held-out scenes)")
-    parser.add_argument("--samples", type=count, help="how many (default: few, as each command's --help says)")
+    parser.add_argument("--samples", type=whole(1), help="how many (default: few, as each command's --help says)")
     parser.add_argument(
         "--commands",
         type=chosen,
         default=tuple(COMMANDS),
         help="only these, as one argument: --commands 'theory attention'",
     )
-
-
-def count(text: str) -> int:
-    """The value of `--samples`."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
-    return int(text)
 
 
 def chosen(text: str) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from llava.analysis.commands import Needs
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, with_paper, write_result
 from llava.analysis.weights import WeightFiles
+from llava.commands import whole
 from llava.mm_utils import load_tokenizer
 from llava.presentation import COLOURS
 
@@ -48,14 +49,12 @@ class EmbeddingNorms(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--top", type=int, default=10, help="tokens of largest norm to name, per model")
+    parser.add_argument("--top", type=whole(1), default=10, help="tokens of largest norm to name, per model")
     parser.add_argument("--embedding-name", help="the tensor to read (default: found by the families' names)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes the norms' table, the tokens' table (`embedding-norms-tokens`) and the figure."""
-    if args.top < 1:
-        raise ValueError(f"--top {args.top}: expected at least 1")
     models = [read_embedding_norms(model, args.embedding_name) for model in required_models(args.models)]
     rows = [with_paper(table_row(one), paper_of(PAPER_NORMS, m)) for one, m in zip(models, args.models, strict=True)]
     write_result(args, rows)

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
+from llava.commands import whole
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import IMAGE_KEYS, TURN_KEYS, starts_from
 from llava.data.hub_files import is_hub_name
@@ -51,7 +52,7 @@ class PicturePrompt(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
     """The flags that choose the samples, beside `--data` and `--seed`."""
     parser.add_argument(
-        "--samples", type=int, default=samples, help="number of samples, drawn at random; the paper takes 1000"
+        "--samples", type=whole(1), default=samples, help="number of samples, drawn at random; the paper takes 1000"
     )
     parser.add_argument(
         "--image-folder",
@@ -115,8 +116,6 @@ def choose(args: argparse.Namespace) -> Samples:
     Raises:
         ValueError, OSError: nothing readable there, or no sample with a picture; says what `--data` may be.
     """
-    if args.samples < 1:
-        raise ValueError(f"--samples {args.samples}: expected at least 1")
     args.data = args.data or default_data()
     sources = [_source(Path(part.strip()), args) for part in args.data.split(",")]
     pictures = [count for source in sources for count in source.pictures]

@@ -30,6 +30,7 @@ from llava.analysis import inputs, loading, resume
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import GROUPS, TEXT_AFTER, TEXT_BEFORE, VISUAL, Batch, Observation, Probe
 from llava.analysis.statistics import Stream
+from llava.commands import whole
 
 SINK_RATIO = 10.0
 STATE_METRICS, STEP_METRICS = ("norm", "drift"), ("cosine", "turn", "update")
@@ -43,7 +44,7 @@ WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
 def add_arguments(parser: argparse.ArgumentParser, samples: int = 40) -> None:
     """The flags of every command that runs models over samples."""
     inputs.add_arguments(parser, samples)
-    parser.add_argument("--batch-size", type=int, default=4, help="samples at a time; does not change the results")
+    parser.add_argument("--batch-size", type=whole(1), default=4, help="samples at a time; does not change the results")
     resume.add_arguments(parser)
     loading.add_arguments(parser)
 

@@ -17,6 +17,7 @@ from llava.analysis.commands import Needs
 from llava.analysis.models import required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.theory_checks import Check
+from llava.commands import whole
 from llava.presentation import COLOURS
 from llava.progress import progress
 
@@ -37,11 +38,11 @@ CHECKS: tuple[Callable[[np.random.Generator, int], Check], ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draws", type=int, default=40_000, help="random vectors per Monte Carlo comparison")
+    parser.add_argument("--draws", type=whole(1), default=40_000, help="random vectors per Monte Carlo comparison")
     parser.add_argument(
         "--norm-ratios", type=float, nargs="+", default=[2, 5, 15, 40], help="visual over text norm, in the figure"
     )
-    parser.add_argument("--layers", type=int, default=28, help="layers in the figure")
+    parser.add_argument("--layers", type=whole(1), default=28, help="layers in the figure")
     loading.add_arguments(parser)
     inputs.add_arguments(parser, samples=40)
     resume.add_arguments(parser)
@@ -51,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints and writes every statement's verdict; 1 where one is refuted."""
     if args.draws < 1000:
         raise ValueError(f"--draws {args.draws}: expected at least 1000; fewer leave the bounds too wide to refute")
-    if min(args.norm_ratios) < 1 or args.layers < 1:
-        raise ValueError("--norm-ratios: expected numbers from 1 on; --layers: at least 1")
+    if not min(args.norm_ratios) >= 1:
+        raise ValueError("--norm-ratios: expected numbers of at least 1")
     checks = run_checks(args.seed, args.draws)
     write_result(args, [table_row(check) for check in checks], {"checks": [check._asdict() for check in checks]})
     for check in checks:

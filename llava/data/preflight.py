@@ -11,6 +11,7 @@ import sys
 import time
 
 from llava.anyres import CropRules, Picture, is_anyres, parse_pinpoints
+from llava.commands import whole
 from llava.conversation import get_template
 from llava.data.images import ImageStore
 from llava.data.mixture import source_lines
@@ -66,12 +67,18 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
     parser.add_argument("--follow_image_links", action="store_true", help="allow links out of the image folder")
     parser.add_argument("--list", action="store_true", help="show every fault, not only the first of each kind")
     parser.add_argument("--model_name_or_path", help="count the samples that are too long for this model's tokenizer")
-    parser.add_argument("--model_max_length", type=int, default=2048, help="for that count: longest sample in tokens")
-    parser.add_argument("--num_visual_tokens", type=int, default=729, help="for that count: visual tokens of a crop")
+    parser.add_argument(
+        "--model_max_length", type=whole(1), default=2048, help="longest sample in tokens, for that count"
+    )
+    parser.add_argument(
+        "--num_visual_tokens", type=whole(1), default=729, help="for that count: visual tokens of a crop"
+    )
     parser.add_argument("--image_aspect_ratio", help="for that count: as in training")
     parser.add_argument("--image_grid_pinpoints", help="with anyres: as in training")
     parser.add_argument("--mm_patch_merge_type", default="flat", help="with anyres: as in training (default flat)")
-    parser.add_argument("--crop_side", type=int, default=384, help="with anyres: pixels of the vision tower's square")
+    parser.add_argument(
+        "--crop_side", type=whole(1), default=384, help="with anyres: pixels of the vision tower's square"
+    )
 
 
 def show(args: argparse.Namespace) -> int:

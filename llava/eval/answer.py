@@ -26,7 +26,7 @@ from llava.asking import (
     chosen_assistant,
     is_captioner,
 )
-from llava.commands import Parser, exit_status
+from llava.commands import Parser, exit_status, whole
 from llava.eval.answer_file import kept, read_answers, recorded_count, write_record
 from llava.eval.question_records import Question, QuestionRecords
 from llava.progress import progress
@@ -55,13 +55,13 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--image-folder", help="folder or zip file of their pictures (default: here)")
     top.add_argument("--output", type=Path, required=True, help="file of the answers, a line each")
     top.add_argument("--overwrite", action="store_true", help="ask again what --output has answers to")
-    top.add_argument("--batch-size", type=positive, default=8, help="questions asked at a time (default: 8)")
-    top.add_argument("--max-new-tokens", type=positive, default=512, help="longest answer (default: 512)")
+    top.add_argument("--batch-size", type=whole(1), default=8, help="questions asked at a time (default: 8)")
+    top.add_argument("--max-new-tokens", type=whole(1), default=512, help="longest answer (default: 512)")
     top.add_argument("--temperature", type=float, default=0, help="above 0 answers are sampled (default: 0, greedy)")
     top.add_argument("--top-p", type=float, help="sample from the likeliest tokens whose probabilities add up to this")
-    top.add_argument("--num-beams", type=positive, default=1, help="beams of beam search (default: 1)")
+    top.add_argument("--num-beams", type=whole(1), default=1, help="beams of beam search (default: 1)")
     top.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
-    top.add_argument("--num-chunks", type=positive, default=1, help="parts of the data, a process each (default: 1)")
+    top.add_argument("--num-chunks", type=whole(1), default=1, help="parts of the data, a process each (default: 1)")
     top.add_argument("--chunk-idx", type=int, default=0, help="which part this process asks, from 0 (default: 0)")
     top.add_argument(
         "--on-bad-record",
@@ -70,16 +70,6 @@ def parser() -> argparse.ArgumentParser:
         help="what cannot be asked: `error` names it and asks nothing (default), `skip` leaves it out",
     )
     return top
-
-
-def positive(text: str) -> int:
-    """A flag's number, at least 1."""
-    try:
-        if (number := int(text)) > 0:
-            return number
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
 
 
 def run(args: argparse.Namespace) -> None:

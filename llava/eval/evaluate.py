@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from llava.asking import choose_template, is_captioner
-from llava.commands import Parser, exit_status
+from llava.commands import Parser, exit_status, whole
 from llava.eval.collect import EvaluationError
 from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
 from llava.eval.results import LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
@@ -51,25 +51,24 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--output-dir", type=Path, help="default: outputs/eval/<last two parts of CKPT>")
     top.add_argument("--data-dir", type=Path, help="folder of <org>/<name> data sets; then nothing comes from the hub")
     top.add_argument("--conv-template", help="template for a checkpoint that does not say its own (LLaVA-1.5: v1)")
-    top.add_argument("--limit", type=_positive, help="ask only the first N samples of every task; not for real scores")
+    top.add_argument("--limit", type=whole(1), help="ask only the first N samples of every task; not for real scores")
     top.add_argument(
-        "--mmlu-fewshot", type=int, default=5, metavar="N", help="solved examples before each question (default: 5)"
+        "--mmlu-fewshot",
+        type=whole(0),
+        default=5,
+        metavar="N",
+        help="solved examples before each question (default: 5)",
     )
-    top.add_argument("--batch-size", type=_positive, default=1, help="samples at a time on each device (default: 1)")
-    top.add_argument("--num-gpus", type=int, help="GPUs to share the samples among; 0: CPU (default: all there are)")
+    top.add_argument("--batch-size", type=whole(1), default=1, help="samples at a time on each device (default: 1)")
+    top.add_argument(
+        "--num-gpus", type=whole(0), help="GPUs to share the samples among; 0: CPU (default: all there are)"
+    )
     top.add_argument("--allow-empty", action="store_true", help="count empty answers as wrong instead of failing")
     top.add_argument(
         "--together", action="store_true", help="one process for all tasks of a harness: starts once, resumes nothing"
     )
     top.add_argument("--force", action="store_true", help="evaluate again what is finished")
     return top
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text}")
-    return value
 
 
 def evaluate(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from llava.asking import add_model_arguments, is_captioner, load_assistant, load_picture
-from llava.commands import Parser, exit_status
+from llava.commands import Parser, exit_status, whole
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER
 
 
@@ -26,8 +26,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--sep", default=",", help="what separates several pictures (default: a comma)")
     top.add_argument("--temperature", type=float, default=0.2, help="0 takes the likeliest token (default: 0.2)")
     top.add_argument("--top_p", type=float, help="sample from the likeliest tokens whose probabilities add up to this")
-    top.add_argument("--num_beams", type=int, default=1, help="beams of beam search (default: 1)")
-    top.add_argument("--max_new_tokens", type=int, default=512, help="longest answer (default: 512)")
+    top.add_argument("--num_beams", type=whole(1), default=1, help="beams of beam search (default: 1)")
+    top.add_argument("--max_new_tokens", type=whole(1), default=512, help="longest answer (default: 512)")
     return top
 
 

@@ -18,7 +18,7 @@ from llava.asking import (
     is_captioner,
     load_picture,
 )
-from llava.commands import Parser, exit_status
+from llava.commands import Parser, exit_status, whole
 from llava.constants import DEFAULT_IMAGE_TOKEN
 
 COMMANDS = "/image PATH another picture, /reset forget the conversation, /quit end, /help this line"
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     add_loading_arguments(top)
     top.add_argument("--image-file", required=True, help="path or http(s) address of the picture")
     top.add_argument("--temperature", type=float, default=0.2, help="0 takes the likeliest token (default: 0.2)")
-    top.add_argument("--max-new-tokens", type=int, default=512, help="longest answer (default: 512)")
+    top.add_argument("--max-new-tokens", type=whole(1), default=512, help="longest answer (default: 512)")
     top.add_argument("--debug", action="store_true", help="show prompt and answer as the model sees them")
     return top
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from llava.analysis.inputs import PLAYGROUND
 from llava.asking import add_loading_arguments, add_model_arguments
-from llava.commands import REFUSALS, Parser, exit_status
+from llava.commands import REFUSALS, Parser, exit_status, whole
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.presentation import import_pyplot
 from llava.provenance import checkpoint_name
@@ -62,7 +62,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--port", type=int, default=7860, help="port to listen on (default: 7860)")
     top.add_argument("--share", action="store_true", help="also open Gradio's public tunnel to whoever has the link")
     top.add_argument("--max-upload", type=float, default=10, metavar="MB", help="largest picture taken (default: 10)")
-    top.add_argument("--max-new-tokens", type=int, default=256, help="longest answer, to begin with (default: 256)")
+    top.add_argument(
+        "--max-new-tokens", type=whole(1), default=256, help="longest answer, to begin with (default: 256)"
+    )
     return top
 
 
@@ -74,8 +76,8 @@ def run(args: argparse.Namespace) -> None:
     """
     if len(args.model_path) > MOST_ARMS:
         raise ValueError(f"--model-path: expected one or two checkpoints, found {len(args.model_path)}")
-    if args.max_upload <= 0 or args.max_new_tokens < 1:
-        raise ValueError("--max-upload and --max-new-tokens: expected positive numbers")
+    if not args.max_upload > 0:
+        raise ValueError(f"--max-upload {args.max_upload:g}: expected a positive number")
     check_free(args.host, args.port)
     import_pyplot()
     with tempfile.TemporaryDirectory(prefix="llava-web-") as folder:

@@ -264,8 +264,8 @@ def test_chunks_together_are_the_whole(ask, images, checkpoint):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--batch-size", "0"), "--batch-size: expected a positive number, found '0'"),
-        (("--max-new-tokens", "x"), "--max-new-tokens: expected a positive number, found 'x'"),
+        (("--batch-size", "0"), "--batch-size: expected a whole number of at least 1, found '0'"),
+        (("--max-new-tokens", "x"), "--max-new-tokens: expected a whole number of at least 1, found 'x'"),
         (("--chunk-idx", "1"), "--chunk-idx 1: expected 0 to 0"),
         (("--temperature", "-1"), "--temperature: expected 0 or more"),
         (("--top-p", "0.9"), "--top-p: above 0 to 1, and with --temperature"),

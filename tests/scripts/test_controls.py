@@ -6,9 +6,8 @@ import shutil
 import pytest
 
 from llava import asking
-from llava.eval.results import read_results
+from llava.eval.results import CONTROLS, read_results
 from playground.__main__ import main
-from playground.controls import CONTROLS
 
 
 @pytest.fixture
@@ -56,6 +55,15 @@ def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, train
     assert main(words) == 0  # all are recorded
     with pytest.raises(AssertionError, match="asked again"):
         main([*words, "--questions", "2"])
+
+
+def test_a_negative_count_of_questions_is_refused_not_cut_off_the_end(tmp_path, capsys):
+    words = ["controls", "--checkpoint", "no", "--data", str(tmp_path), "--output-dir", str(tmp_path)]
+    for flag, smallest in (("--questions", 0), ("--control-questions", 0), ("--batch-size", 1)):
+        with pytest.raises(SystemExit, match="2"):
+            main([*words, flag, str(smallest - 1)])
+        error = capsys.readouterr().err
+        assert f"{flag}: expected a whole number of at least {smallest}, found '{smallest - 1}'" in error
 
 
 def test_what_is_not_there_is_refused_by_name(tmp_path, capsys):

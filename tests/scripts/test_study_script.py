@@ -133,6 +133,7 @@ def test_seeds_can_be_added_to_a_finished_study_and_none_can_be_taken_away(study
     [
         (["--preset", "no"], "--preset: invalid choice: 'no'"),
         (["--hours", "0"], "--hours 0: expected a positive number"),
+        (["--hours", "inf"], "--hours inf: expected a positive number"),
         (["--hours", "soon"], "--hours: invalid float value"),
         (["--arms", "layernorm,none"], "baseline"),
         (["--seeds", "0"], "--seeds 0"),

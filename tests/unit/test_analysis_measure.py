@@ -392,11 +392,13 @@ def test_everything_is_checked_before_anything_is_measured(tiny, checkpoint, dat
         ("layer-norms", ("--model", tiny / "llama"), "has no visual tokens"),
         ("layer-norms", ("--model", tmp_path / "strange"), "has no image-text-to-text class for strange"),
         ("interface-norms", ("--model", tmp_path / "empty"), "no weights there"),
-        ("interface-norms", ("--batch-size", 0), "--batch-size 0: expected at least 1"),
     ):
         assert main([command, *map(str, (*good, "--output-dir", tmp_path / "out", *flags))]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["interface-norms", *map(str, good), "--output-dir", str(tmp_path / "out"), "--batch-size", "0"])
+    assert "--batch-size: expected a whole number of at least 1, found '0'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -302,7 +302,7 @@ def test_examples_are_the_playgrounds_pictures_each_once(tmp_path, monkeypatch):
     ("flags", "message"),
     [
         (["--model-path", "a", "--model-path", "b", "--model-path", "c"], "expected one or two checkpoints, found 3"),
-        (["--model-path", "a", "--max-upload", "0"], "--max-upload and --max-new-tokens: expected positive numbers"),
+        (["--model-path", "a", "--max-upload", "0"], "--max-upload 0: expected a positive number"),
     ],
 )
 def test_wrong_flags_are_refused_in_one_line(capsys, flags, message):
