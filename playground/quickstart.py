@@ -13,14 +13,13 @@ import json
 import os
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llava.compare.lanes import StageStep, Step, StepError, run_lanes, runs_at_once
-from llava.compare.stage import STAGES, last_step, locked
+from llava.compare.stage import STAGES, interpreter, last_step, locked
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.load import POLICY
 from llava.launch.recipe import resolved_run
@@ -229,7 +228,7 @@ def keep_longest(times: Mapping[str, float], file: Path) -> None:
 
 def _python(*words: str) -> list[str]:
     # A command of this package, by the caller's own interpreter or else by this one.
-    return [os.environ.get("LLAVA_PYTHON") or sys.executable, "-m", "playground", *words]
+    return [interpreter(), "-m", "playground", *words]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -215,8 +215,9 @@ def at_visual(change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
 
 
 def shuffled(tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens [N, D] in another order, the same for every model that has as many."""
-    return tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0)).to(tokens.device)]
+    """Tokens [..., N, D] in another order, the same for every model that has as many."""
+    order = torch.randperm(tokens.shape[-2], generator=torch.Generator().manual_seed(0))
+    return tokens[..., order.to(tokens.device), :]
 
 
 def _taking(source: _Run, visual: torch.Tensor, keys: bool, values: bool) -> Change:

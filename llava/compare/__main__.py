@@ -7,10 +7,9 @@ from pathlib import Path
 from llava.commands import program_name
 from llava.compare import run as whole
 from llava.compare import study, study_page
-from llava.compare.lanes import StepError as LaneError
 from llava.compare.report import write_report
 from llava.compare.runs import STAGES, Run, check_present, check_results, check_runs
-from llava.compare.stage import StageError, train_stage
+from llava.compare.stage import StepError, train_stage
 from llava.compare.study_record import read_record
 from llava.provenance import IS_CHECKOUT, NEEDS_CHECKOUT
 
@@ -71,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             train_stage(args.stage, args.folder, args.log, dict(pair.split("=", 1) for pair in args.settings))
         else:
             _check(args)
-    except (ValueError, OSError, whole.StepError, StageError, LaneError) as error:
+    except (ValueError, OSError, StepError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

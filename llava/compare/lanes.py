@@ -12,17 +12,13 @@ from pathlib import Path
 
 import psutil
 
-from llava.compare.stage import end, is_finished, last_lines, last_step, start_logged, start_stage
+from llava.compare.stage import StepError, end, is_finished, last_lines, last_step, start_logged, start_stage
 from llava.launch.devices import memory_quota
 from llava.provenance import DONE
 
 POLL_SECONDS = 0.1
 SHOWN_LINES = 12  # of a failed step's log
 MEMORY_OF_RUN = 3.5  # GiB that a training of the demo takes
-
-
-class StepError(RuntimeError):
-    """A step failed; the message says which, shows the end of its log and names it."""
 
 
 @dataclass

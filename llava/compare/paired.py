@@ -28,6 +28,8 @@ from llava.intervals import CONFIDENCE
 
 RESAMPLES = 10_000
 RESAMPLES_OF_ARMS = 40_000  # their intervals end further out
+MEAN = "mean"
+"""The name of what is found over all benchmarks."""
 IMPROVED, UNCHANGED, WORSE = "improved", "unchanged", "worse"
 
 

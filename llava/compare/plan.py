@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
-from llava.compare.paired import confidence_of
+from llava.compare.paired import MEAN, confidence_of
 
 PLAN_FILE = "plan.json"
 POWER = 0.8
@@ -30,7 +30,6 @@ SEED_DEVIATION = 0.02
 FEWEST_SEEDS, MOST_SEEDS = 3, 8
 FEWEST_STEPS = 8
 FOR_MEASURING = 0.25  # of the hours: pilot, measurements and page
-MEAN = "mean"
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from llava.compare import paper
-from llava.compare.paired import Difference
+from llava.compare.paired import MEAN, Difference
 from llava.compare.report_figures import analysis_figures, colour_of, intervals, training_curves
 from llava.compare.report_tables import (
-    MEAN,
     TITLES,
     Statistics,
     analysis_tables,

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from llava.compare import paper
-from llava.compare.paired import UNCHANGED, Difference, compare_benchmarks
+from llava.compare.paired import MEAN, UNCHANGED, Difference, compare_benchmarks
 from llava.compare.runs import STAGES, Run, arm_differences
 from llava.eval.results import LLAVA_COMMIT, PAPER_COLUMNS, TaskResult
 from llava.eval.tasks import TASKS, mean_of_groups
 
-MEAN = "mean"
 TITLES = {task: title for title, task in PAPER_COLUMNS.items()}
 EXAMPLES = 6  # answers shown per benchmark and arm: won and lost
 TOLERANCE = 0.05  # points by which a recorded score may differ from its samples'

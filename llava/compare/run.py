@@ -17,7 +17,7 @@ from pathlib import Path
 from llava.compare.arms import parse_arm, parse_arms, parse_seeds
 from llava.compare.paper import ARMS
 from llava.compare.runs import Run
-from llava.compare.stage import STAGES, locked, train_stage
+from llava.compare.stage import STAGES, StepError, interpreter, locked, train_stage
 from llava.provenance import DONE, ROOT
 
 DEMO = "demo"
@@ -27,10 +27,6 @@ _NOT_UPSTREAMS = (
     "MODEL_PATH", "VISION_TOWER", "MAX_STEPS", "PER_DEVICE_BATCH", "SEED", "BF16", "MODEL_MAX_LENGTH", "TOLERANCE",
     "GRADIENT_CHECKPOINTING",
 )  # fmt: skip
-
-
-class StepError(RuntimeError):
-    """A step failed; it has said why."""
 
 
 @dataclass
@@ -80,7 +76,7 @@ class Comparison:
 
     def python(self, module: str, *words: object, **settings: str) -> None:
         """Runs a module by the caller's own interpreter, or else by this one."""
-        self.call(os.environ.get("LLAVA_PYTHON") or sys.executable, "-m", module, *words, **settings)
+        self.call(interpreter(), "-m", module, *words, **settings)
 
     def check(self, command: str, *words: object) -> None:
         names = ["--arms", ",".join(self.arms), "--seeds", ",".join(map(str, self.seeds))]
@@ -189,7 +185,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         ValueError: wrong flags, or the folder is in use.
-        StepError, StageError: a step failed.
+        StepError: a step failed.
     """
     arms, seeds = parse_arms(args.arms), parse_seeds(args.seeds)
     folder = args.output_dir or Path("outputs") / f"compare-{args.preset}"

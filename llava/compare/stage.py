@@ -20,8 +20,13 @@ STAGES = ("pretrain", "finetune")
 _BETWEEN_LINES = 60.0  # seconds, where there is no terminal to write over
 
 
-class StageError(RuntimeError):
-    """The training failed; the message names its log."""
+class StepError(RuntimeError):
+    """A step failed; the message says which, and names its log where it has one."""
+
+
+def interpreter() -> str:
+    """Python for a step of its own: the caller's, or else the one that runs this."""
+    return os.environ.get("LLAVA_PYTHON") or sys.executable
 
 
 def is_finished(folder: Path) -> bool:
@@ -40,7 +45,7 @@ def train_stage(
         keep_open: file descriptors that the training inherits, such as a lock's.
 
     Raises:
-        StageError: the script failed.
+        StepError: the script failed.
     """
     if is_finished(folder):
         print(f"{folder} is complete, skipped (remove it to train again)")
@@ -53,7 +58,7 @@ def train_stage(
         end([process])
         raise
     if code:
-        raise StageError("\n".join([*last_lines(log, 30), f"{stage} failed with status {code}, see {log}"]))
+        raise StepError("\n".join([*last_lines(log, 30), f"{stage} failed with status {code}, see {log}"]))
     (folder / DONE).touch()
 
 

@@ -12,9 +12,9 @@ the comparison's own means, and the runs are checked as those of a comparison ar
 
 import argparse
 import json
+import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,10 +40,10 @@ from llava.compare.plan import (
 from llava.compare.report_tables import seconds_of_steps
 from llava.compare.run import DEMO, Comparison
 from llava.compare.runs import Run, check_present, check_results, check_runs
-from llava.compare.stage import STAGES, locked
+from llava.compare.stage import STAGES, interpreter, locked
 from llava.compare.study_page import write_page
-from llava.compare.study_record import CONTROLS, answers_of, record, write_record
-from llava.eval.results import RESULTS_FILE
+from llava.compare.study_record import answers_of, record, write_record
+from llava.eval.results import CONTROLS, RESULTS_FILE
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.recipe import resolved_run
 from llava.provenance import DONE, ROOT
@@ -132,7 +132,7 @@ class Study(Comparison):
         words += ["--control-questions", str(QUESTIONS_UNDER_CONTROLS)]
         words += ["--questions", str(self.plan.questions), *([] if self.demo else ["--batch-size", "8"])]
         log = run.folder("heldout").with_suffix(".log")
-        steps.append(Step(f"{run.name}, answers", [_interpreter(), *words], log, threads, partial(is_answered, run)))
+        steps.append(Step(f"{run.name}, answers", [interpreter(), *words], log, threads, partial(is_answered, run)))
         return steps
 
     def places(self) -> list[dict[str, str]]:
@@ -214,17 +214,16 @@ class Study(Comparison):
         """The plan for these hours, by a pilot; without hours the recipe's steps and the given seeds, or the fewest."""
         full = self.full_steps()
         questions = QUICK_QUESTIONS if self.quick else 0
-        fewest = QUICK_SEEDS if self.quick else FEWEST_SEEDS
+        given = seeds or (parse_seeds(str(QUICK_SEEDS)) if self.quick else None)
+        fewest = list(given or parse_seeds(str(FEWEST_SEEDS)))
         if hours is None:
-            chosen = list(seeds or parse_seeds(str(fewest)))
-            return Plan(self.preset_name, self.arms, chosen, full, questions)
+            return Plan(self.preset_name, self.arms, fewest, full, questions)
         short = {
             stage: max(FEWEST_STEPS, int(PILOT_SHARE * count)) if count > 0 else PILOT_STEPS
             for stage, count in full.items()
         }
         trial = Plan(self.preset_name, self.arms[:1], self.seeds[:1], short, questions)
-        given = len(seeds) if seeds else QUICK_SEEDS if self.quick else None
-        at_once = len(replace(self, seeds=[*range(given or FEWEST_SEEDS)]).places())
+        at_once = len(replace(self, seeds=fewest).places())
         pilot_study = replace(
             self,
             arms=trial.arms,
@@ -238,8 +237,8 @@ class Study(Comparison):
         run = pilot_study.runs[0]
         pilot = pilot_of(run)
         full = {stage: count if count > 0 else epoch_steps(run, stage) for stage, count in full.items()}
-        steps, count = fitting(hours, pilot, full, len(self.arms), at_once, given)
-        chosen = list(seeds or parse_seeds(str(count)))
+        steps, count = fitting(hours, pilot, full, len(self.arms), at_once, len(given) if given else None)
+        chosen = list(given or parse_seeds(str(count)))
         others = len(self.arms) - 1
         return Plan(
             self.preset_name,
@@ -320,10 +319,6 @@ def epoch_steps(run: Run, stage: str) -> int:
     return max(1, round(last["step"] / last["epoch"]))
 
 
-def _interpreter() -> str:
-    return os.environ.get("LLAVA_PYTHON") or sys.executable
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `study`."""
     recipes = {path.stem for path in (ROOT / "scripts/presets").glob("*.sh")}
@@ -350,9 +345,9 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         ValueError: wrong flags, other ones than the folder's plan, or the folder is in use.
-        StepError, CallError: a step failed.
+        StepError: a step failed.
     """
-    if args.hours is not None and not args.hours > 0:
+    if args.hours is not None and not 0 < args.hours < math.inf:
         raise ValueError(f"--hours {args.hours:g}: expected a positive number")
     arms = parse_arms(args.arms or (QUICK_ARMS if args.quick else ARMS))
     seeds = parse_seeds(args.seeds) if args.seeds else None

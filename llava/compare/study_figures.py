@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from llava.compare.plan import MEAN
+from llava.compare.paired import MEAN
 from llava.presentation import COLOURS, STYLE, import_pyplot
 
 STYLES = ("-", "--", ":")

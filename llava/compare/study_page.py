@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from llava.compare.paired import IMPROVED, UNCHANGED, WORSE
-from llava.compare.plan import MEAN, POWER, points_in_words
+from llava.compare.paired import IMPROVED, MEAN, UNCHANGED, WORSE
+from llava.compare.plan import POWER, points_in_words
 from llava.compare.report import render
 from llava.compare.report_figures import data_uri
 from llava.compare.study_figures import figures

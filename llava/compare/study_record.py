@@ -12,17 +12,16 @@ import numpy as np
 
 from llava.compare.arms import parse_arm
 from llava.compare.learning import LEVELS, samples_to_reach
-from llava.compare.paired import Difference, compare_arms, confidence_of
+from llava.compare.paired import MEAN, Difference, compare_arms, confidence_of
 from llava.compare.plan import POWER, Plan
-from llava.compare.report_tables import MEAN, Statistics, batch_of, seconds_of_steps
+from llava.compare.report_tables import Statistics, batch_of, seconds_of_steps
 from llava.compare.runs import STAGES, Run
-from llava.eval.results import Results, TaskResult, read_results
+from llava.eval.results import CONTROLS, Results, TaskResult, read_results
 from llava.intervals import share_interval
 from llava.provenance import git_commit
 
 FILE = "study.json"
 FORMAT = 1
-CONTROLS = ("untouched", "blank", "shuffled", "text-only")
 """Folders of `python -m playground controls`."""
 CONTRASTS = (
     ("gwc_layernorm", "layernorm"),

@@ -20,6 +20,8 @@ FORMAT = 1
 RESULTS_FILE = "results.json"
 LLAVA_COMMIT = "llava (git commit)"
 """This tree among the versions of `Results`."""
+CONTROLS = ("untouched", "blank", "shuffled", "text-only")
+"""Folders with the results of a checkpoint asked as it is, and with the picture taken away in three ways."""
 
 PAPER_COLUMNS = {
     "MMBench-EN": "mmbench_en_dev_static",

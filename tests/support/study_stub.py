@@ -12,10 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+from llava.eval.results import CONTROLS
 from llava.provenance import RUN_FILE, fingerprint, software
 
 KINDS = ("color", "count", "binding")
-CONTROLS = ("untouched", "blank", "shuffled", "text-only")
 STEP = {"loss": 1.0, "samples_per_second": 8.0, "tokens_per_second": 80.0, "peak_memory_gib": 1.0}
 
 

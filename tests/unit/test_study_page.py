@@ -9,7 +9,8 @@ from llava.compare.__main__ import main
 from llava.compare.plan import MEAN
 from llava.compare.study import ARMS
 from llava.compare.study_page import conclusions, limits, power, write_page
-from llava.compare.study_record import CONTRASTS, CONTROLS, doses
+from llava.compare.study_record import CONTRASTS, doses
+from llava.eval.results import CONTROLS
 
 NAMES = ARMS.split(",")
 
