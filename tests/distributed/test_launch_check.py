@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from paths import ROOT
+from warm_python import warm_python
 
 from llava.train.launch_check import NodeFacts, check_launch, facts_table, judge
 from llava.train.network import GLOO, NCCL, chosen, interface_fault
@@ -143,7 +144,7 @@ def test_zeropp_is_hpz_with_fewer_bits_on_the_wire():
 
 @pytest.mark.slow
 def test_two_hosts_train_lose_the_link_and_go_on():
-    env = os.environ | {"LLAVA_PYTHON": sys.executable}
+    env = os.environ | {"LLAVA_PYTHON": str(warm_python())}
     command = ["bash", "tests/chaos/two_nodes.sh"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     if "skipped:" in done.stdout:
