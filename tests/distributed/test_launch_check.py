@@ -94,7 +94,7 @@ def test_ranks_that_do_not_reach_each_other_say_host_and_interface_in_bounded_ti
 
 def check_alone(*flags: str, **environment: str) -> subprocess.CompletedProcess:
     """`CHECK=1` on two ranks of this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     words = [*command, str(ROOT / "llava/train/launch_check.py"), *flags]
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)

@@ -149,7 +149,7 @@ def loaded(baseline, tmp_path_factory):
     script, paths = write(folder / "load.py", LOAD), [baseline[1] / name for name in CHECKPOINTS]
     for done in (
         upstream(script, folder / "upstream.pt", *paths),
-        run([sys.executable, script, folder / "ours.pt", *paths], PYTHONPATH=str(ROOT)),
+        run([warm_python(), script, folder / "ours.pt", *paths], PYTHONPATH=str(ROOT)),
     ):
         assert done.returncode == 0, done.stderr[-3000:]
     return [list(torch.load(folder / name).values()) for name in ("upstream.pt", "ours.pt")]
