@@ -30,7 +30,7 @@ def parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; 0, what the command returns, 2 with one line where it refuses its arguments, 130 on Ctrl-C."""
+    """Runs one command; returns 0 or the command's own status, 2 if it refuses its arguments, and 130 after Ctrl-C."""
     interrupted = "interrupted; the same command goes on from what is saved"
     return run_program(PACKAGE, sys.argv[1:] if argv is None else argv, measure, interrupted)
 
@@ -53,7 +53,7 @@ def measure(argv: list[str]) -> int | None:
 
 
 def misfit() -> str | None:
-    """What is wrong with a torchvision that cannot be imported, which breaks transformers; None where nothing is."""
+    """Says why the installed torchvision cannot be imported, which breaks transformers; None if nothing is wrong."""
     if importlib.util.find_spec("torchvision") is None:
         return None
     try:
@@ -65,7 +65,7 @@ def misfit() -> str | None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses, before anything is measured, what would fail at the end: the output folder, figures, any of the models.
+    """Refuses, before anything is measured, what would fail only at the end: output folder, figures, or any model.
 
     Raises:
         ValueError, OSError, ImportError: what is wrong.
@@ -81,7 +81,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def tell_unreadable(args: argparse.Namespace) -> None:
-    """Names the samples that cannot be read, on stderr, and counts those without one picture."""
+    """Names on stderr the samples that cannot be read, and counts those that do not have exactly one picture."""
     if left_out := getattr(args, "left_out", ""):
         print(f"samples that do not have exactly one picture are left out: {left_out}", file=sys.stderr)
     found = list(getattr(args, "unreadable", {}).values())

@@ -18,7 +18,7 @@ class Check(NamedTuple):
 
     Attributes:
         cases: comparisons made.
-        deviation, unit: the worst difference between statement and computation, and what it is measured in.
+        deviation, unit: the worst difference between statement and computation, and its unit.
         example: one comparison in words.
         condition: what must hold beside what the paper says, with a counterexample; empty where nothing must.
     """

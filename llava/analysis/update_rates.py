@@ -6,18 +6,18 @@ layer's turn; the table of the layers has rows of their own for them.
 """
 
 import argparse
-from typing import Any
 
 import numpy as np
 
 from llava.analysis import curves
 from llava.analysis.commands import Needs
 from llava.analysis.layer_statistics import Measurement
+from llava.analysis.output import TableRow
 
 NEEDS = Needs()
 
 
-def cells(measurement: Measurement, group: int, part: tuple[bool, ...]) -> dict[str, Any]:
+def cells(measurement: Measurement, group: int, part: tuple[bool, ...]) -> TableRow:
     """Every value's mean over the layers of its mean and of its median; of the angle to the input, at the end."""
     row = {}
     for what in ("cosine", "update"):
