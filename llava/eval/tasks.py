@@ -126,7 +126,7 @@ class Task:
         samples: from the harness's records to ours.
         harness: `lmms_eval` or `lm_eval`.
         score: percent from the samples; must equal what the harness computed.
-        unit: the harness's number that stands for 100 %; None where it is the number of samples over 1000 (OCRBench).
+        unit: the harness's number that stands for 100 %; None: a thousandth of the number of samples (OCRBench).
         chance: percent that guessing reaches, or a function of the records, or None where that is not known.
         generates: whether the model writes its answer (and could write an empty one).
         own: whether it is one of `playground/tasks`.

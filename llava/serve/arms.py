@@ -60,7 +60,7 @@ def checked_question(question: str | None) -> str:
     """What was typed.
 
     Raises:
-        ValueError: nothing, too much, or a placeholder in it.
+        ValueError: it is empty, too long, or has a placeholder in it.
     """
     question = (question or "").strip()
     if not question:
@@ -76,7 +76,7 @@ def checked_picture(path: str | None, most_bytes: int) -> Image.Image:
     """The picture of an uploaded file, in RGB, checked as those of training are; of animated ones the first frame.
 
     Raises:
-        ValueError: there is none, it is too large, or no picture; the message names the file, not its folder.
+        ValueError: there is no file, or it is too large or no picture; the message names the file, not its folder.
     """
     if not path:
         raise ValueError("Please choose a picture first.")
@@ -92,7 +92,7 @@ def checked_picture(path: str | None, most_bytes: int) -> Image.Image:
 def ask_all(
     arms: Sequence[Arm], talks: Sequence[Talk], picture: Image.Image, question: str, **options: Any
 ) -> Iterator[list[Talk]]:
-    """All arms' conversations, each time that something is to be shown; one arm answers after the other.
+    """Yields all arms' conversations each time there is something new to show; one arm answers after the other.
 
     Args:
         talks: the conversations so far, which the first question starts.
@@ -139,7 +139,7 @@ class _Streamer(AnswerStreamer):
 def growing_answer(
     assistant: Assistant, turns: list[dict[str, str]], picture: Image.Image, **options: Any
 ) -> Iterator[str]:
-    """The answer so far, each time that it has grown, and at last the whole; closing the iterator ends it.
+    """Yields the answer so far each time it has grown, and at last the whole; closing the iterator ends the generation.
 
     Raises:
         ValueError: see `Assistant.answer`.
@@ -179,7 +179,7 @@ def norm_bars(look: Look) -> str:
 
 
 def bar_width(norm: float) -> float:
-    """Percent of the scale from `LEAST_NORM` to `MOST_NORM`; within it whatever the norm is."""
+    """Length of the bar in percent of the scale from `LEAST_NORM` to `MOST_NORM`; norms outside it get 0 or 100."""
     if not math.isfinite(norm) or norm <= LEAST_NORM:
         return 0.0
     return min(100.0, 100 * math.log(norm / LEAST_NORM) / math.log(MOST_NORM / LEAST_NORM))
