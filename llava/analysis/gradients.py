@@ -168,7 +168,9 @@ def projector_rows(model: LlavaMetaForCausalLM, batch: Batch) -> torch.Tensor:
                 f"gradients: mm_patch_merge_type {rules.merge_type!r} shrinks a picture of {picture.size[0]} x "
                 f"{picture.size[1]} pixels, so that its visual tokens are not the projector's; leave larger ones out"
             )
-    crops, tokens = sum(picture.crops for picture in layout.pictures), model.get_vision_tower().num_tokens
+    tower = model.get_vision_tower()
+    assert tower is not None  # `training_batch` has made pixels for it
+    crops, tokens = sum(picture.crops for picture in layout.pictures), tower.num_tokens
     numbers = torch.arange(crops * tokens).view(crops, tokens, 1)
     newline = torch.tensor([-1]) if rules.has_newline else None
     return line_up(numbers, layout.pictures, rules, newline).flatten()
@@ -196,6 +198,7 @@ def arm_projector(arm: str, bare: nn.Module, trained: nn.Module | None, model: L
 def gradient_norms(arm: str, model: LlavaMetaForCausalLM, batch: Batch, labels: torch.Tensor) -> Arm:
     """L2 norms of the loss's gradient at each point."""
     decoder, tower = model.get_model(), model.get_vision_tower()
+    assert tower is not None  # `training_batch` has made pixels for it
     norm = projector_norm(decoder.mm_projector)
     places = [(INPUT, decoder.mm_projector, "output"), (FEATURES, decoder.mm_projector, "input")]
     places += [] if norm is None else [(BEFORE, norm, "input")]
