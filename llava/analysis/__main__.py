@@ -12,7 +12,7 @@ from llava.commands import command_parser, run_program
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
-    """The command-line parser; only `command` gets its own flags beside the shared ones."""
+    """The command-line parser; only `command` gets its own flags besides the shared ones."""
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument(
         "--model",

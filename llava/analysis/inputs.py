@@ -50,7 +50,7 @@ class PicturePrompt(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
-    """The flags that choose the samples, beside `--data` and `--seed`."""
+    """The flags that choose the samples, besides `--data` and `--seed`."""
     parser.add_argument(
         "--samples", type=whole(1), default=samples, help="number of samples, drawn at random; the paper takes 1000"
     )

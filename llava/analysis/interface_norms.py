@@ -36,7 +36,7 @@ SINKLESS = ", without sinks"
 COLOURS = {FEATURES: SPECIAL_COLOUR, ENTERING: VISUAL_COLOUR, VOCABULARY: VISUAL_COLOUR, TABLE: TEXT_COLOUR}
 COLOURS |= {TABLE_IN: TEXT_COLOUR, TEXT_IN: TEXT_BEFORE_COLOUR}
 UNSCALED, CONSTANT = 0.01, 0.02
-"""A factor on the embeddings that is this near to 1 is none; tokens' factors that are this near are one factor."""
+"""Factors on the embeddings this close to 1 count as none, and tokens' factors this close together as one factor."""
 
 # Tables 1 to 3; a key is a pattern that is searched in the last part of the model's path.
 PAPER = {

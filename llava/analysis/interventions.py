@@ -1,4 +1,4 @@
-"""What the norm of visual tokens does to a trained model at inference, beside the controls that give it a scale.
+"""What the norm of visual tokens does to a trained model at inference, compared with controls that give it a scale.
 
 Visual tokens are scaled by alpha, or each set to the text norm, where they enter the first layer; the text norm is the
 median norm of the text tokens that enter beside them. Controls: a blank picture of the same size, no picture, visual
@@ -44,7 +44,7 @@ SEES_PICTURES = 0.01
 
 
 class Outcome(NamedTuple):
-    """One run of one sample beside the untouched run.
+    """One run of one sample, compared with the untouched run.
 
     Attributes:
         name: of the intervention.
@@ -268,7 +268,7 @@ def _median(values: torch.Tensor) -> float:
 
 
 def compare(name: str, untouched: _Run, other: _Run) -> Outcome:
-    """The outcome of `other` beside the run of the same sample that nothing touched."""
+    """The outcome of `other`, compared with the untouched run of the same sample."""
     expected, found = untouched.log_probs, other.log_probs
     kl = (expected.exp() * (expected - found)).sum().item()
     rank = int((found > found[expected.argmax()]).sum()) + 1

@@ -1,4 +1,4 @@
-"""L2 norms of visual and text tokens in every layer of the LLM, for several models or checkpoints beside each other.
+"""L2 norms of visual and text tokens in every layer of the LLM, for several models or checkpoints side by side.
 
 Paper figure 4. A norm is taken of what enters each layer, and of what leaves the last one before the final norm.
 """

@@ -20,7 +20,7 @@ class Check(NamedTuple):
         cases: comparisons made.
         deviation, unit: the worst difference between statement and computation, and its unit.
         example: one comparison in words.
-        condition: what must hold beside what the paper says, with a counterexample; empty where nothing must.
+        condition: what must hold besides what the paper says, with a counterexample; empty where nothing must.
     """
 
     statement: str

@@ -84,7 +84,7 @@ class LayerTally:
             members[name] = inside & ~sinks
             self.sinks[name] += int((inside & sinks).sum())
             if not members[name].any():
-                raise ValueError(f"a sample has no {name} tokens beside sinks; the theory is about pairs of both")
+                raise ValueError(f"a sample has no {name} tokens besides sinks; the theory is about pairs of both")
         return members
 
     def to_dict(self) -> dict[str, Any]:

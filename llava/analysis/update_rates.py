@@ -1,4 +1,4 @@
-"""How fast visual and text tokens turn in every layer of the LLM, for several models or checkpoints beside each other.
+"""How fast visual and text tokens turn in every layer of the LLM, for several models or checkpoints side by side.
 
 Paper figures 2 to 5: cosine between the states before and after a layer (near 1: slow), size of a layer's update over
 the state's norm, and angle to the LLM's input. Visual features that a model adds between layers (DeepStack) are in no

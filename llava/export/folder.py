@@ -60,7 +60,7 @@ def whole_folder(output_dir: Path, command: str, model_path: str) -> Iterator[Pa
 
 
 def added_files(output_dir: Path, source: dict[str, object]) -> list[Path]:
-    """What lies in `output_dir` beside the files of an earlier export from the same source.
+    """What lies in `output_dir` besides the files of an earlier export from the same source.
 
     Raises:
         ValueError: the folder is not empty, and no export from that source wrote it.
