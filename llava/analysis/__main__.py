@@ -60,7 +60,8 @@ def misfit() -> str | None:
         importlib.import_module("torchvision")
     except Exception as error:  # operators of another PyTorch, libraries of another CUDA
         torch = importlib.metadata.version("torch")
-        return f"the installed torchvision does not fit PyTorch {torch} ({error}); install the build that fits, or none"
+        advice = "install the build that fits, or uninstall it"
+        return f"the installed torchvision does not fit PyTorch {torch} ({error}); {advice}"
     return None
 
 

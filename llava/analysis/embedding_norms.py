@@ -150,7 +150,7 @@ def paper_of(table: Mapping[str, Entry], model: NamedModel) -> Entry | None:
 
 
 def draw(args: argparse.Namespace, models: list[EmbeddingNorms]) -> None:
-    """One curve per model: the share of its tokens at each norm, its mean, and its token of largest norm."""
+    """One curve per model: the share of its tokens at each norm, and its mean."""
     largest = max(float(np.percentile(model.norms, 99.9)) for model in models) * 1.1
     edges = np.linspace(0, largest, 121)
     with figure(args, figsize=(7, 3.8 + 0.2 * len(models))) as (drawn, axis):

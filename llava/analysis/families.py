@@ -31,7 +31,7 @@ class Family:
     Attributes:
         layers: the ModuleList of decoder layers.
         projector: the module whose output enters the LLM.
-        features: the module whose `input:` or `output:` is the encoder's tokens; default the projector's input.
+        features: the module whose `input:` or `output:` is the encoder's tokens; default: the projector's input.
         tokens: the boolean argument [B, N] of that module that is True at tokens and False at padding; `~name` if it
             is True at padding.
         vocabulary: the module whose `weight` is a visual vocabulary (Ovis).
@@ -41,7 +41,7 @@ class Family:
         prompt: the processor's text for a family without a chat template, with `{picture}` and `{prompt}` in it.
         picture: what stands for `{picture}`; a sample without a picture has nothing there.
         one_by_one: pictures of different shapes cannot be in one batch, so a batch holds one sample.
-        page_lists: the processor takes a sample's list of pictures for the pages of one, so it gets no lists.
+        page_lists: the processor takes a list of pictures for the pages of one, so pictures are given without lists.
     """
 
     layers: str | None = None
@@ -127,7 +127,7 @@ class Features(NamedTuple):
     Attributes:
         side: of `module`, "input" or "output".
         tokens: see `Family.tokens`.
-        width: E; a row that is a multiple as wide is several neighbouring patches, one after the other.
+        width: E; a row that is several times as wide holds that many neighbouring patches.
     """
 
     side: str

@@ -74,7 +74,7 @@ class Samples(Sequence[PicturePrompt]):
 
     Args:
         sources: see `Source`.
-        chosen: indices into the sources, numbered through from the first to the last source.
+        chosen: indices of samples, counted on from one source to the next.
         key: names the collection and the choice; part of the name of saved measurements.
         unreadable: is filled with the reason for each sample that a slice left out, by position.
     """
@@ -194,7 +194,7 @@ def _records(path: Path, folder: Path | None) -> Source:
         store = ImageStore(folder, follow_links=True, others=records.image_folders)
     except (ValueError, OSError, ImportError) as error:
         raise ValueError(_in_our_words(error)) from error
-    # Placeholders that are missing do not matter here: the prompt is asked about its one picture anyway.
+    # Missing placeholders do not matter here: the prompt is asked about its one picture anyway.
     malformed = {i for i in records.malformed().tolist() if records.problem(i).kind != "placeholders"}
     pictures = [MALFORMED if i in malformed else len(record_images(records[i])) for i in range(len(records))]
 

@@ -177,7 +177,7 @@ def step_values(before: torch.Tensor, after: torch.Tensor) -> dict[str, np.ndarr
 
 
 def embedding_scale(seen: Observation) -> torch.Tensor:
-    """What enters the LLM over the embedding matrix's row, norm over norm [B, S], NaN where the row is zero (CPU)."""
+    """Norm of what enters the LLM over the norm of its row in the embedding matrix [B, S]; NaN where that is 0."""
     norms, rows = seen.hidden_states[0].float().norm(dim=-1).cpu(), seen.row_norms.cpu()
     return torch.where(rows > 0, norms / rows, torch.nan)
 
@@ -211,7 +211,7 @@ def sink_mask(seen: Observation) -> torch.Tensor:
 
 
 def add_sink(sinks: dict[tuple, dict[str, float]], key: tuple, norms: np.ndarray, ratios: np.ndarray) -> None:
-    """Counts one sink with the layers where it is one."""
+    """Adds to `sinks` one token that is a sink in one sample, with the layers where it is one."""
     layers = np.flatnonzero(ratios > SINK_RATIO)
     old = sinks.get(key, {"samples": 0, "first": int(layers[0]), "last": 0, "norm": 0.0, "ratio": 0.0})
     sinks[key] = {

@@ -239,7 +239,7 @@ def our_batch(
     pictures: Sequence[Image.Image],
     image_processor: BaseImageProcessor | None,
 ) -> Batch:
-    """A batch of prompts with placeholders; its `input_ids` stand where the model puts each token when it splices.
+    """A batch of prompts with placeholders; its `input_ids` are laid out as the model lays out the tokens.
 
     Args:
         prompts: each with at most one placeholder.

@@ -24,9 +24,9 @@ PADDING, VISUAL, TEXT_BEFORE, TEXT_AFTER, SPECIAL = range(5)
 GROUPS = {VISUAL: "visual", TEXT_BEFORE: "text before", TEXT_AFTER: "text after", SPECIAL: "special"}
 
 SAME = 0.999
-"""Cosine from which two vectors are one and the same, whatever the rounding of the dtype."""
+"""Two vectors of at least this cosine are taken to be the same, whatever the rounding of the dtype."""
 COMPARED = 256
-"""Visual positions whose values are looked up among the projector's rows."""
+"""Number of visual positions whose values are looked up among the projector's rows."""
 
 Edit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -200,7 +200,7 @@ class Probe:
 
     @contextlib.contextmanager
     def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[Any]]]:
-        """While the context is open, a forward fills the dict with lists of tensors: `states`, `projector_input` ..."""
+        """While the context is open, a forward pass fills the dict's lists of tensors (`states`, ...)."""
         seen: dict[str, list[Any]] = defaultdict(list)
         parts = self.parts
         handles = []

@@ -73,9 +73,9 @@ class Stream:
         return math.sqrt(self.sum_squares / self.count) if self.count else math.nan
 
     def percentile(self, percent: float) -> float:
-        """The value below which `percent` of all values lie, between the two nearest as NumPy's; NaN if there are none.
+        """The value below which `percent` of all values lie, interpolated as NumPy does; NaN if there are none.
 
-        Each of the two is within `RELATIVE_ERROR`.
+        Each of the two values that it lies between is within `RELATIVE_ERROR`.
         """
         if not self.count:
             return math.nan

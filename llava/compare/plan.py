@@ -168,7 +168,7 @@ def smallest_differences(
 
 
 def _variances(right: float, questions: int, seeds: int) -> tuple[float, float]:
-    # By its answers alone, how much a task's difference varies, and how much by the interval, with two questions more.
+    # Variances of a task's difference by its answers alone: its own, and the interval's, with two questions more.
     share = max(0.5, (right * questions + 1) / (questions + 2))  # no pilot is so good that nothing varies
     of_question = 2 * share * (1 - share) / seeds
     return of_question / questions, (of_question * questions + 2) / (questions + 2) ** 2

@@ -84,7 +84,7 @@ def markdown_text(value: object) -> str:
 
 
 def render(template: str, **context: Any) -> str:
-    """A template of `llava/compare/templates`, escaped for what it writes."""
+    """Renders a template of `llava/compare/templates`, with the escaping that its format, HTML or Markdown, needs."""
     html = template.endswith(".html.jinja")
     environment = Environment(
         loader=PackageLoader("llava.compare"),

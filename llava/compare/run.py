@@ -112,7 +112,7 @@ class Comparison:
         self.call("bash", "scripts/evaluate.sh", checkpoint, *tasks, "--output-dir", output, *flags)
 
     def analyze(self, command: str, stage: str = STAGES[-1], place: str = "analysis") -> None:
-        """One measurement of the first seed's arms after a stage, unless it is newer than all of them."""
+        """Runs one measurement of the first seed's models of a stage, unless its result is newer than these models."""
         folders = [self.run(self.seeds[0], arm).folder(stage).resolve() for arm in self.arms]
         models = [f"{arm}={folder}" for arm, folder in zip(self.arms, folders, strict=True)]
         done = self.folder / place / f"{command}.done"

@@ -128,7 +128,9 @@ def end(processes: Sequence[subprocess.Popen]) -> None:
     running = [process for process in processes if process.poll() is None]
     if not running:
         return
-    print("stopping, once the running steps have ended; a second Ctrl-C ends them at once", file=sys.stderr, flush=True)
+    print(
+        "stopping: waiting for the running steps to end; a second Ctrl-C ends them at once", file=sys.stderr, flush=True
+    )
     try:
         for process in running:
             process.terminate()

@@ -6,8 +6,8 @@
     measured   `llava.analysis` after each stage, on the first seed's models
     page       study.json, study.html, study.md (`llava.compare.study_record`, `study_page`)
 
-`|` stands for side by side: one run per GPU for the demo, on a CPU as many as cores and memory allow. A step is done by
-the comparison's own means, and the runs are checked as those of a comparison are. Every step keeps what it finished.
+`|` stands for side by side: one run per GPU for the demo, on a CPU as many as cores and memory allow. Steps and
+checks are those of a comparison (`llava.compare.run`). Every step keeps what it finished.
 """
 
 import argparse
@@ -54,7 +54,7 @@ ARMS = (
 )
 QUICK_ARMS = "none,scale-fixed,gwc_layernorm,gwc_layernorm@4x"
 PRESETS = {DEMO: (DEMO, "probes"), "stamps": (DEMO, "stamps")}
-"""Recipe and pictures of a study that is not called after its recipe; the others ask about the pictures of `demo`."""
+"""Recipe and pictures of presets that are not named after their recipe; others ask about the pictures of `demo`."""
 EVALUATIONS = 6  # during stage 2, besides the one before it
 ASKED = "asked.json"  # the questions asked then: the first held-out ones, whose kinds take turns
 ASKED_IN_TRAINING, ASKED_IN_QUICK_TRAINING = 64, 24
@@ -344,7 +344,7 @@ def run(args: argparse.Namespace) -> None:
     """The command `study`.
 
     Raises:
-        ValueError: wrong flags, other ones than the folder's plan, or the folder is in use.
+        ValueError: wrong flags, flags that contradict the folder's plan, or the folder is in use.
         StepError: a step failed.
     """
     if args.hours is not None and not 0 < args.hours < math.inf:

@@ -19,7 +19,7 @@ STYLES = ("-", "--", ":")
 
 
 def figures(study: Study) -> dict[str, tuple[str, bytes]]:
-    """Every figure that the study has something for: its title and its SVG, by name."""
+    """Every figure that the study has data for: its title and its SVG, by name."""
     pyplot = import_pyplot()
     found = {}
     for name, (title, draw) in _FIGURES.items():
@@ -143,7 +143,7 @@ def _gradients(study: Study, pyplot: ModuleType) -> "Figure | None":
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for arm in study["arms"]:
         own = {row["gradient at"]: row for row in rows if row["model"] == arm}
-        # Each checkpoint was run with every ending; its own is the one that it was trained with.
+        # Each checkpoint was run with every norm at the projector's end; its own is the one that it was trained with.
         norm = next((name for name in ("gwc_layernorm", "layernorm") if arm.startswith(name)), "none")
         if own and (arm == "none" or norm != "none"):
             axes.plot(range(len(points)), [own[at][norm] for at in points], label=arm, **look_of(study, arm))

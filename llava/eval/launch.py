@@ -15,7 +15,7 @@ from llava.eval.collect import FAILED_AT
 
 
 def main() -> None:
-    """Runs the harness named first with the remaining arguments."""
+    """Runs the harness that the first argument names, with the remaining arguments."""
     harness = sys.argv[1]
     sys.argv = sys.argv[1:]
     try:

@@ -30,7 +30,7 @@ def answer_of(record: Record) -> str:
 
 
 def doc_id(record: Record) -> str:
-    """Where the sample stands in the data set; a subject's samples are counted on their own."""
+    """Where the sample stands in the data set; the samples of each subject are counted separately."""
     name = str(record["doc_id"])
     return f"{record['subtask']}/{name}" if "subtask" in record else name
 
@@ -120,7 +120,7 @@ class Task:
     """One benchmark.
 
     Attributes:
-        name: the harness's.
+        name: the harness's name of the task.
         dataset: the folder or hub id that the task loads.
         metric: the harness's key of the score, with its filter.
         samples: from the harness's records to ours.

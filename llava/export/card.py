@@ -1,7 +1,7 @@
 """`python -m llava.export card`: the model's README.md, as the hub shows it.
 
-What no record says can be given by flags, and is left out otherwise; nothing is guessed. Of the paths of files and
-folders the card names the last part alone.
+What no record says can be given by flags, and is left out otherwise; nothing is guessed. Files and folders are
+named by the last part of their path alone.
 """
 
 import argparse

@@ -82,7 +82,7 @@ def read_facts(folder: Path, run: Path | None = None, results: Path | None = Non
     """What is known of the model in `folder`.
 
     Args:
-        run: the folder that it was trained in, with `run.json`, log and results; None: the same.
+        run: the folder that it was trained in, with `run.json`, log and results; None: `folder`.
         results: a `results.json`, or its folder; None: that of `run`, where there is one.
 
     Raises:

@@ -83,7 +83,7 @@ def export(
     max_shard_size: str = "5GB",
     conv_mode: str | None = None,
 ) -> None:
-    """Writes the folder; it appears when it is whole.
+    """Writes the folder, which appears only when it is complete.
 
     Raises:
         ValueError: there is no whole checkpoint, it has a part that the format has no place for, or `output_dir` holds
@@ -235,7 +235,7 @@ def write_model(model: LlavaMetaForCausalLM, fields: dict[str, Any], folder: Pat
 def file_name(name: str, fields: dict[str, Any]) -> str:
     """A parameter's name in the weight files; in a stock folder that of published ones, which all versions read.
 
-    Of a class that comes with its folder, the library renames the vision tower's parameters alone.
+    For a class that comes with its folder, the library renames only the vision tower's parameters.
     """
     if fields["vision_config"]["model_type"] in _PREFIXED and name.startswith("model.vision_tower."):
         name = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
@@ -278,7 +278,7 @@ def generation_config(
 
 
 def remote_code() -> str:
-    """The text of the folder's own code, which needs transformers alone: the norm's classes stand in it."""
+    """The text of the folder's own code, which needs transformers alone: the norm's classes are copied into it."""
     text = inspect.getsource(modeling_llava_norm)
     classes = dict.fromkeys(
         cls for arm in NORM_TYPES.values() if arm for cls in reversed(arm.__mro__) if issubclass(cls, ProjectorNorm)

@@ -22,7 +22,7 @@ from llava.serve.cli import AnswerStreamer, with_question
 from llava.serve.look import Look, look_of, probe_of
 
 LONGEST_QUESTION = 10_000  # characters; more than any context holds would only keep the tokenizer busy
-SMALL, LARGE = 384, 768  # pixels of a heatmap's longer side, between which it has the picture's size
+SMALL, LARGE = 384, 768  # limits of a heatmap's longer side in pixels; between them it has the picture's size
 LEAST_NORM, MOST_NORM = 0.1, 10_000.0  # ends of the bars' logarithmic scale
 
 
@@ -157,7 +157,7 @@ def growing_answer(
 
 
 def shown_heatmap(picture: Image.Image, look: Look) -> Image.Image:
-    """The heatmap over the picture, as large as a page shows it; its brightest place is the most seen."""
+    """The heatmap over the picture, as large as a page shows it; its brightest place got the most attention."""
     side = max(picture.size)
     factor = min(max(side, SMALL), LARGE) / side
     size = [max(1, round(length * factor)) for length in picture.size]

@@ -175,7 +175,7 @@ class AnswerStreamer(TextStreamer):
         self.shown = ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        # Text comes up to the last space, and no template's end has one inside: it never comes in two pieces.
+        # Text arrives up to its last space, and no template's end has a space inside: it never arrives in two pieces.
         text = text.split(self.end_of_answer)[0]
         self.shown += text
         self.show(text, stream_end)
