@@ -109,9 +109,12 @@ def measure_gradients(named: NamedModel, samples: inputs.Samples, args: argparse
 
 
 def require_ours(named: NamedModel) -> None:
-    """Raises ValueError where a model is not one of our checkpoints."""
-    if not loading.is_ours(loading.config_fields(named.path)):
+    """Raises ValueError where a model is not one of our checkpoints, or has no vision tower."""
+    fields = loading.config_fields(named.path)
+    if not loading.is_ours(fields):
         raise ValueError(f"--model {named.path}: gradients need one of our checkpoints (llava_llama, llava_qwen)")
+    if not fields.get("mm_vision_tower"):
+        raise ValueError(f"--model {named.path}: gradients need a vision tower, and its config.json names none")
 
 
 def training_batch(

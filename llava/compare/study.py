@@ -362,7 +362,7 @@ def run(args: argparse.Namespace) -> None:
     if kept is not None:
         arms, seeds = kept.arms, kept.seeds
     if args.so_far:
-        so_far(Study(recipe, arms, seeds or [], "", folder, False, None, data=data, plan=kept))
+        so_far(Study(recipe, arms, seeds or [], "", folder, False, data=data, plan=kept))
         return
     for part in MEASURED:
         (folder / f"analysis-{part}").mkdir(parents=True, exist_ok=True)

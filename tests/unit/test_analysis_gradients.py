@@ -198,3 +198,7 @@ def test_data_without_answers_and_other_models_are_refused(tiny, tmp_path):
         gradients.measure_gradients(named, inputs.choose(args), args)
     with pytest.raises(ValueError, match="need one of our checkpoints"):
         gradients.measure_gradients(NamedModel("x", str(tiny / "llama")), [], args)
+    fields = json.loads((tmp_path / "m/config.json").read_text()) | {"mm_vision_tower": None}
+    (tmp_path / "m/config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="need a vision tower, and its config.json names none"):
+        gradients.measure_gradients(named, [], args)
