@@ -220,7 +220,7 @@ def test_ctrl_c_ends_everything_and_keeps_nothing_of_the_part(tmp_path):
     )  # fmt: skip
     assert "runs" in process.stdout.readline()
     busy = gpu_check_sh(*words[1:])
-    assert busy.returncode == 2 and f"another gpu_check works in {tmp_path}" in busy.stderr
+    assert busy.returncode == 2 and f"another gpu_check runs in {tmp_path}" in busy.stderr
     started = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
