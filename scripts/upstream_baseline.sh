@@ -22,7 +22,7 @@ fi
 : "${FINETUNE_DATA:=$INPUTS/stage2.json}" "${FINETUNE_IMAGES:=$INPUTS/img}"
 : "${ARMS:=none layernorm gwc_layernorm}" "${MAX_STEPS:=20}" "${PER_DEVICE_BATCH:=4}" "${SEED:=42}" "${MODEL_MAX_LENGTH:=2048}"
 : "${BF16:=False}" "${GRADIENT_CHECKPOINTING:=False}"
-: "${TOLERANCE:=$(is_on "$BF16" && echo inf || echo 1e-4)}" # a larger difference of two losses ends with status 1
+: "${TOLERANCE:=$(is_on "$BF16" && echo inf || echo 1e-4)}" # a larger difference between two losses gives status 1
 : "${OUTPUT_DIR:=outputs/upstream_baseline}"
 : "${UPSTREAM_VENV:=.venv-upstream}" "${PYTHON:=python3}"
 require_number MAX_STEPS 1

@@ -649,7 +649,7 @@ def test_a_tower_without_pictures_says_which_command_makes_them(tmp_path: Path, 
 
 def test_a_tower_whose_patches_make_no_quarters_is_refused_for_scenes(capsys: pytest.CaptureFixture) -> None:
     assert command_line.main(["tower", "--patch-size", "64"]) == 1
-    assert "--patch-size 64: 1 patches a side make no quarters" in capsys.readouterr().err
+    assert "--patch-size 64: 1 patches per side make no quarters" in capsys.readouterr().err
     tower.check(replace(TINY_TOWER, data="stamps", patch_size=64))
 
 
