@@ -53,7 +53,7 @@ def browser(chromium):
 
 @pytest.fixture
 def visit(browser, address):
-    """A function that opens the page at a width; all it asked for and what the console said are checked at the end."""
+    """A function that opens the page at a window's width. At the end, its requests and the console are checked."""
     opened = []
 
     def open_at(width):

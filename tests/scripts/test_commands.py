@@ -95,7 +95,7 @@ def fresh_tree(tmp_path):
 
 
 def call(tree: Path, path: str, *command: str) -> subprocess.CompletedProcess:
-    """Calls a script from a folder below the root, as a path that is wrong from elsewhere."""
+    """Calls a script from a folder below the root, by a relative path that is wrong from anywhere else."""
     options = {"cwd": tree / "scripts/presets", "env": {"PATH": path, "HOME": str(tree)}, "timeout": 60}
     return subprocess.run(["bash", *command], capture_output=True, text=True, **options)
 

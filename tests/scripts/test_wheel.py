@@ -23,7 +23,7 @@ NOT_SOURCES = shutil.ignore_patterns("__pycache__", "data")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from the source distribution, which is made from nothing but `SOURCES`."""
+    """The wheel, built from the source distribution, which is made from nothing but `SOURCES`."""
     tree = tmp_path_factory.mktemp("tree")
     for name in SOURCES:
         if (ROOT / name).is_dir():

@@ -26,7 +26,7 @@ SCENES = Path("playground/data/scenes")
 
 
 def main() -> int:
-    """0 where at least `--least` of the answers are equal, else 1."""
+    """Returns 0 if at least `--least` of the answers are equal, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--data", type=Path, default=SCENES / "heldout.json", help="records with a question each")

@@ -25,7 +25,7 @@ CPU = {"NUM_GPUS": "0"}
 
 
 def launcher(deepspeed="zero3.json", cores=8, **environment) -> str:
-    """The command up to the trainer's entry."""
+    """The launch command up to the trainer's entry."""
     environment = {"NUM_GPUS": "8"} | {name: str(value) for name, value in environment.items()}
     devices = resolve_devices(environment)
     return " ".join(resolve_launch(environment, devices, deepspeed, "name", "python", cores).command())

@@ -281,7 +281,7 @@ def test_another_picture_starts_anew_and_a_stopped_question_is_forgotten(pair, r
     assert page.stop(talks)[0] == [Talk(turns("<image>\nWhy?", "So"))] * 2 and "stopped" in page.stop(talks)[1]
     page.same = "same"
     assert page.new_picture(red)[:3] == ["same", page.start(), ""]
-    assert page.new_picture(None)[:3] == ["same", page.start(), "same"]  # why it was taken away stays to be read
+    assert page.new_picture(None)[:3] == ["same", page.start(), "same"]  # the reason for taking it away stays readable
     assert page.reset()[:2] == [page.start(), ""]
 
 
