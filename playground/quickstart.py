@@ -125,7 +125,7 @@ class Quickstart:
     # --- the flow -----------------------------------------------------------------------------------------------------
 
     def run(self, lock: int) -> None:
-        """Does every step.
+        """Runs every step.
 
         Raises:
             StepError, PlaygroundError: a step failed, or the folder holds something else.

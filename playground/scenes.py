@@ -28,7 +28,7 @@ class Settings:
     num_train: int = option(
         1000, "training pictures of one or two shapes: each gives a caption and a record of questions"
     )
-    num_crowded: int = option(1000, "training pictures of one to four shapes, for the vision tower alone")
+    num_crowded: int = option(1000, "training pictures of one to four shapes, only for the vision tower")
     num_heldout: int = option(240, "held-out pictures: each gives one question")
     num_text: int = option(40, "training records without a picture")
     two_shapes: float = option(0.3, "share of the pictures that show two shapes, of those that are not crowded")

@@ -128,7 +128,7 @@ def test_a_conversation_goes_on_and_is_forgotten(visit, tiny, trained):
         ("cut.png", encoded(noise(size=(64, 64)))[:900], "cut.png: cannot be read"),
     ],
 )
-def test_what_is_no_picture_is_refused_in_a_sentence(visit, tmp_path, name, content, sentence):
+def test_what_is_not_a_picture_is_refused_in_a_sentence(visit, tmp_path, name, content, sentence):
     page = visit(WIDTHS["desk"])
     (tmp_path / name).write_bytes(content)
     choose(page, tmp_path / name)

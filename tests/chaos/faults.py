@@ -225,7 +225,7 @@ def check(fault: Fault, reference: dict[str, torch.Tensor]) -> tuple[list[str], 
     step = int(resumed[1]) if resumed else 0
     expect(step == fault.resume_at, f"continued after step {step}, expected {fault.resume_at}", second)
     same = second.code == 0 and same_weights(folder, reference, fault.tolerance)
-    expect(same, "other final weights", second)
+    expect(same, "the final weights differ", second)
     text = (
         "not as promised"
         if happened is None

@@ -402,7 +402,7 @@ def refusal(capsys, *argv):
     return said[-1]
 
 
-def test_what_is_no_whole_checkpoint_is_refused_by_name(parts, tmp_path, capsys):
+def test_what_is_not_a_whole_checkpoint_is_refused_by_name(parts, tmp_path, capsys):
     out = ["--output-dir", str(tmp_path / "out")]
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora/adapter_config.json").write_text("{}")

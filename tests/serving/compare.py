@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output-dir", type=Path, default=Path("outputs/serving"), help="for exports, logs and answers"
     )
-    parser.add_argument("--vllm", type=Path, required=True, help=argparse.SUPPRESS)  # the script's own
+    parser.add_argument("--vllm", type=Path, required=True, help=argparse.SUPPRESS)  # run.sh sets it
     return parser
 
 

@@ -212,7 +212,7 @@ def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_reu
             measured(checkpoint, data, tmp_path / "cut", *flags, *others)
 
 
-def test_a_damaged_state_is_said_and_measured_again(checkpoint, data, tmp_path, capsys):
+def test_a_damaged_state_is_reported_and_measured_again(checkpoint, data, tmp_path, capsys):
     whole = measured(checkpoint, data, tmp_path, "--samples", 2).to_dict()
     (state,) = tmp_path.rglob("*.json.gz")
     for content in (b"", b"no zip", state.read_bytes()[:50], gzip.compress(b'{"done": 2}')):

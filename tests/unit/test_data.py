@@ -143,7 +143,7 @@ def test_a_fault_in_the_middle_of_a_long_list_is_found_where_it_is_and_at_once(t
     assert len(read) < 100
 
 
-def test_a_relative_path_that_is_missing_is_said_with_where_it_starts(tmp_path, monkeypatch):
+def test_a_relative_path_that_is_missing_is_reported_with_where_it_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=f"--data_path b.json: no such file .from {tmp_path}."):
         load_records("b.json")

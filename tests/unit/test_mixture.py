@@ -274,7 +274,7 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("fault", FILES)
-def test_a_file_that_is_no_mixture_is_named(place, fault):
+def test_a_file_that_is_not_a_mixture_is_named(place, fault):
     content, message = FILES[fault]
     (place / "mix.yaml").write_text(content)
     with pytest.raises(ValueError, match=f"^--data_path mix.yaml.*{message}"):
