@@ -4,7 +4,7 @@
 #   --data scenes | stamps | probes       drawn scenes (default), photos of Debian's tuxpaint-stamps-default, or pictures for harder questions
 #   ARMS="none layernorm gwc_layernorm"   which arms to train (default: none gwc_layernorm); on a CPU side by side
 #   OUTPUT_ROOT=folder                    where everything goes (default: outputs/quickstart, or -stamps, -probes)
-#   SEED=42                               of data order and initial projector
+#   SEED=42                               seed of data order and initial projector
 # Steps; what stands left and right of a `|` runs at the same time (playground/quickstart.py):
 #   .venv
 #   language model | pictures, vision tower

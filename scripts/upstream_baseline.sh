@@ -4,8 +4,8 @@
 #   MODEL_PATH=lmsys/vicuna-7b-v1.5 VISION_TOWER=openai/clip-vit-large-patch14-336 PRETRAIN_DATA=... PRETRAIN_IMAGES=... \
 #     FINETUNE_DATA=... FINETUNE_IMAGES=... bash scripts/upstream_baseline.sh                       real ones, on one GPU
 #   PREPARE_ONLY=1 bash scripts/upstream_baseline.sh        only makes upstream's environment
-# Also read: ARMS MAX_STEPS PER_DEVICE_BATCH SEED MODEL_MAX_LENGTH BF16 GRADIENT_CHECKPOINTING TOLERANCE OUTPUT_DIR, and
-# UPSTREAM_VENV and PYTHON for upstream's environment. What the numbers mean: patches/README.md.
+# It also reads ARMS MAX_STEPS PER_DEVICE_BATCH SEED MODEL_MAX_LENGTH BF16 GRADIENT_CHECKPOINTING TOLERANCE OUTPUT_DIR, and
+# UPSTREAM_VENV and PYTHON for upstream's environment. patches/README.md says what the numbers mean.
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
