@@ -4,7 +4,7 @@
 #                                        (default: outputs/quickstart/*/finetune)
 #   OUTPUT_DIR=folder                    where everything goes (default: outputs/analysis)
 #   DATA=file-or-folder                  samples to measure on (default: the playground's held-out scenes)
-#   SAMPLES=1000                         how many (default: few, as each command's --help says)
+#   SAMPLES=1000                         number of samples (default: few, see each command's --help)
 #   COMMANDS="theory attention"          only these
 # The flags --output-dir, --data, --samples and --commands mean the same. A command that fails is reported at the end;
 # the others still run.

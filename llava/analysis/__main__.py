@@ -12,7 +12,7 @@ from llava.commands import command_parser, run_program
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
-    """The command-line parser; only `command` gets its own flags beside the shared ones."""
+    """The command-line parser; only `command` gets its own flags besides the shared ones."""
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument(
         "--model",
@@ -30,7 +30,7 @@ def parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; 0, what the command returns, 2 with one line where it refuses its arguments, 130 on Ctrl-C."""
+    """Runs one command; returns 0 or the command's own status, 2 if it refuses its arguments, and 130 after Ctrl-C."""
     interrupted = "interrupted; the same command goes on from what is saved"
     return run_program(PACKAGE, sys.argv[1:] if argv is None else argv, measure, interrupted)
 
@@ -53,19 +53,20 @@ def measure(argv: list[str]) -> int | None:
 
 
 def misfit() -> str | None:
-    """What is wrong with a torchvision that cannot be imported, which breaks transformers; None where nothing is."""
+    """Says why the installed torchvision cannot be imported, which breaks transformers; None if nothing is wrong."""
     if importlib.util.find_spec("torchvision") is None:
         return None
     try:
         importlib.import_module("torchvision")
     except Exception as error:  # operators of another PyTorch, libraries of another CUDA
         torch = importlib.metadata.version("torch")
-        return f"the installed torchvision does not fit PyTorch {torch} ({error}); install the build that fits, or none"
+        advice = "install the build that fits, or uninstall it"
+        return f"the installed torchvision does not fit PyTorch {torch} ({error}); {advice}"
     return None
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses, before anything is measured, what would fail at the end: the output folder, figures, any of the models.
+    """Refuses, before anything is measured, what would fail only at the end: output folder, figures, or any model.
 
     Raises:
         ValueError, OSError, ImportError: what is wrong.
@@ -81,7 +82,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def tell_unreadable(args: argparse.Namespace) -> None:
-    """Names the samples that cannot be read, on stderr, and counts those without one picture."""
+    """Names on stderr the samples that cannot be read, and counts those that do not have exactly one picture."""
     if left_out := getattr(args, "left_out", ""):
         print(f"samples that do not have exactly one picture are left out: {left_out}", file=sys.stderr)
     found = list(getattr(args, "unreadable", {}).values())

@@ -27,16 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[NAME=]CKPT",
         nargs="*",
         type=named_model,
-        help=f"checkpoint folder or hub id, with its name in the figures if wanted (default: {QUICKSTART}/*/finetune)",
+        help=f"checkpoint folder or hub id, optionally with its name in the figures (default: {QUICKSTART}/*/finetune)",
     )
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/analysis"), help="folder of the results")
     parser.add_argument("--data", help="samples to measure on (default: the playground's held-out scenes)")
-    parser.add_argument("--samples", type=whole(1), help="how many (default: few, as each command's --help says)")
+    parser.add_argument("--samples", type=whole(1), help="number of samples (default: few, see each command's --help)")
     parser.add_argument(
         "--commands",
         type=chosen,
         default=tuple(COMMANDS),
-        help="only these, as one argument: --commands 'theory attention'",
+        help="run only these commands, given as one argument: --commands 'theory attention'",
     )
 
 
@@ -82,7 +82,7 @@ def quickstart_models() -> list[NamedModel]:
     """What scripts/quickstart.sh has trained.
 
     Raises:
-        ValueError: nothing.
+        ValueError: it has trained nothing.
     """
     found = sorted(config.parent for config in QUICKSTART.glob("*/finetune/config.json"))
     if not found:
@@ -91,13 +91,13 @@ def quickstart_models() -> list[NamedModel]:
 
 
 def fits(needs: Needs, fields: dict[str, Any]) -> bool:
-    """Whether a model with these fields of config.json is what a command is about."""
+    """Whether a command applies to a model with these fields of config.json."""
     normed = NORM_TYPES.get(fields.get("mm_projector_norm", "none")) is not None
     return {ANY: True, OURS: loading.is_ours(fields), NORMED: normed}[needs.models]
 
 
 def command_line(command: str, models: list[NamedModel], needs: Needs, args: argparse.Namespace) -> list[str]:
-    """The words that run one command."""
+    """The command line of one command."""
     words = [sys.executable, "-m", "llava.analysis", command]
     for model in models:
         words += ["--model", f"{model.name}={model.path}"]
@@ -108,12 +108,12 @@ def command_line(command: str, models: list[NamedModel], needs: Needs, args: arg
 
 
 def call(words: Sequence[str]) -> int:
-    """The exit status of a command. One that is interrupted is waited for, since it saves what it has measured."""
+    """Runs a command and returns its exit status; an interrupted one is waited for, since it saves its measurements."""
     old = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     process = subprocess.Popen(words)
     try:
         status = process.wait()
-    except KeyboardInterrupt:  # the command has got it from the terminal as well
+    except KeyboardInterrupt:  # the terminal has sent it to the command as well
         process.wait()
         raise
     except SystemExit:

@@ -26,7 +26,7 @@ from llava.analysis.commands import Needs
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel, required_models
-from llava.analysis.output import write_result
+from llava.analysis.output import TableRow, write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Batch, Observation, Probe
 from llava.analysis.resume import Rows, resumed, state_file
 from llava.analysis.visual_grid import picture_map
@@ -41,14 +41,14 @@ class Picture(NamedTuple):
     """What one sample's attention says.
 
     Attributes:
-        maps: per method, the picture's attention over its places [rows, columns], summing to 1; empty where its tokens
-            have none that are known.
+        maps: per method, the picture's attention over its places [rows, columns], summing to 1; empty where the
+            places of its tokens are not known.
         share: per layer, the visual tokens' share of the attention; NaN where a layer has none.
-        entropy: per layer, of the distribution over the visual tokens, in units of ln of how many of them the query may
-            look at (1 is uniform); NaN where it may look at none.
-        top: per layer, the most seen visual token's share of the picture's attention; large where it serves as sink.
-        share_without_sinks, entropy_without_sinks: the same of the visual tokens that are no sinks, which
-            `layer_statistics` defines.
+        entropy: per layer, of the distribution over the visual tokens, divided by ln of how many of them the query may
+            look at, so that 1 is uniform; NaN where it may look at none.
+        top: per layer, the most seen visual token's share of the picture's attention; large where it serves as a sink.
+        share_without_sinks, entropy_without_sinks: the same for the visual tokens that are not sinks (see
+            `layer_statistics`).
         sinks: which visual tokens are sinks, by their place in the picture.
         uniform: per layer, the visual tokens' share of the tokens that a query token may look at.
     """
@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the tokens that look: `question` (all text after the picture), `last` (the one that answers), or words "
         "that occur in every question",
     )
-    parser.add_argument("--layers", default="all", help="layers of the mean: `all`, or as in 4-11,20 (the first is 0)")
-    parser.add_argument("--heads", default="all", help="heads of mean and roll-out, as for --layers")
+    parser.add_argument("--layers", default="all", help="layers that the mean takes: `all`, or as in 4-11,20 (from 0)")
+    parser.add_argument("--heads", default="all", help="heads that mean and roll-out take, written as for --layers")
     resume.add_arguments(parser)
 
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_attention(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> list[Picture]:
-    """What each sample's attention says, going on from what `--output-dir` has."""
+    """Each sample's attention, continuing from what `--output-dir` has."""
 
     def start() -> Callable[[Rows, Sequence[PicturePrompt]], None]:
         probe = loading.load_with_vision(named, args)
@@ -124,15 +124,15 @@ def look(probe: Probe, sample: PicturePrompt, args: argparse.Namespace) -> Pictu
 def attention_of(
     probe: Probe, batch: Batch, asking: torch.Tensor, called: str, layers: str = "all", heads: str = "all"
 ) -> tuple[Picture, Observation]:
-    """What the attention of a batch of one sample says, and what else passed through the model.
+    """Reduces the attention of a batch of one sample; also returns what else passed through the model.
 
     Args:
-        asking: the tokens that look [S] bool.
-        called: begins the message where no layer lets them look at the picture.
-        layers, heads: as the flags.
+        asking: [S] bool, True at the tokens that look.
+        called: how the error message begins where no layer lets these tokens look at the picture.
+        layers, heads: values of the flags of these names.
 
     Raises:
-        ValueError: none does, or a named layer has no attention.
+        ValueError: no layer lets the tokens look at the picture, or a named layer has no attention.
     """
     groups, count = probe.groups(batch), len(probe.parts.layers)
     state = _Reducer(groups[0].cpu() == VISUAL, asking, count, chosen(layers, count, "--layers"), heads)
@@ -214,7 +214,7 @@ def query_positions(groups: torch.Tensor, token_texts: list[str], query: str, na
         query: `question`, `last` or words.
 
     Raises:
-        ValueError: the words do not occur there.
+        ValueError: the words do not occur after the picture.
     """
     after = groups == TEXT_AFTER
     if query == "question":
@@ -236,10 +236,10 @@ def query_positions(groups: torch.Tensor, token_texts: list[str], query: str, na
 
 
 def chosen(selection: str, count: int, flag: str) -> set[int]:
-    """The indices that `all` or a list such as `4-11,20` names.
+    """The indices, from 0 to `count` - 1, that `all` or a list such as `4-11,20` names.
 
     Raises:
-        ValueError: not of that form, or an index that is not there.
+        ValueError: the selection is not of that form, or an index is too large.
     """
     if selection == "all":
         return set(range(count))
@@ -253,7 +253,7 @@ def chosen(selection: str, count: int, flag: str) -> set[int]:
     return found
 
 
-def table_row(name: str, pictures: list[Picture]) -> dict[str, Any]:
+def table_row(name: str, pictures: list[Picture]) -> TableRow:
     """Means and medians over samples and layers; the picture's upper half by the mean map."""
     maps = [one.maps["mean"] for one in pictures if one.maps]
     return {
@@ -293,12 +293,12 @@ def _mean(values: list[float]) -> float | None:
 
 
 def upper_half(profile: np.ndarray) -> float:
-    """What the upper half of the rows has of a profile; a middle row counts half."""
+    """The part of a profile over rows that lies in the upper half; a middle row counts half."""
     return float((profile * np.clip(len(profile) / 2 - np.arange(len(profile)), 0, 1)).sum())
 
 
 def curves(pictures: list[Picture]) -> dict[str, Any]:
-    """Over the samples, mean, standard deviation and median of each layer's values, and where sinks were."""
+    """Mean, standard deviation and median over the samples of each layer's values, and the places of the sinks."""
     places = Counter(place for one in pictures for place in one.sinks)
     result: dict[str, Any] = {"visual sinks: pictures by place": dict(sorted(places.items()))}
     for name, values in (

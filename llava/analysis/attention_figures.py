@@ -53,7 +53,7 @@ def overlaid(picture: Image.Image, shares: np.ndarray, most: float) -> Image.Ima
     """The picture in grey under its heatmap, in RGB and its own size.
 
     Args:
-        shares: of the attention, over its places [rows, columns].
+        shares: each place's share of the attention [rows, columns].
         most: the share that gets the brightest colour.
     """
     import_pyplot()
@@ -83,7 +83,7 @@ def draw_profiles(args: argparse.Namespace, results: dict[str, dict[str, Any]]) 
                 if key not in found:
                     continue
                 mean, std = np.array(found[key]["mean"]), np.array(found[key]["std"])
-                there = ~np.isnan(mean)  # a layer without attention has no point, and the others keep their number
+                there = ~np.isnan(mean)  # a layer without attention gets no point; the others keep their number
                 at, mean, std = np.flatnonzero(there) + (1 if axis is axes[0] else 0), mean[there], std[there]
                 axis.plot(at, mean, "o-", markersize=3, color=colour, label=name)
                 axis.fill_between(at, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)

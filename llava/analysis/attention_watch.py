@@ -20,8 +20,8 @@ from transformers.masking_utils import eager_mask
 from llava.analysis.probe import Batch, Edit, Observation, Probe
 
 WATCHED = "analysis_watched"
-# What attention functions are given beside what this one repeats. They are for kernels that build masks themselves, or
-# for other parts of the model; a value under any other name would change the result.
+# Arguments of attention functions that `watched_attention` may ignore: they are for kernels that build masks, or
+# for other parts of the model. An argument of any other name could change the result.
 PASSED_BY = {
     *("position_ids", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
     *("cache_position", "use_cache", "return_dict", "num_items_in_batch", "logits_to_keep"),
@@ -45,13 +45,13 @@ class Attention(NamedTuple):
 
 
 See = Callable[[int, Attention], None]
-"""Gets layer index and attention."""
+"""Gets a layer's index and its attention."""
 Change = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Gets layer index, keys and values [K, S, C]; returns those that the layer is to use."""
+"""Gets a layer's index, keys and values [K, S, C]; returns those that the layer is to use."""
 
 
 class _Watch(NamedTuple):
-    numbers: dict[int, int]  # of the layer that holds a module, by the module's id
+    numbers: dict[int, int]  # by a module's id, the number of the layer that holds it
     see: See | None
     change: Change | None
     passed_by: frozenset[str]
@@ -63,7 +63,7 @@ _watches: list[_Watch] = []
 def run(
     probe: Probe, batch: Batch, edit: Edit | None = None, see: See | None = None, change: Change | None = None
 ) -> Observation:
-    """What `Probe.run` gives, with the attention watched as in `watched`; a model's first time it is checked first.
+    """What `Probe.run` gives, with the attention watched as in `watched`; a model's first run begins with `check`.
 
     Raises:
         ValueError: see `check` and `watched`.
@@ -112,13 +112,14 @@ def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
 def watched(
     layers: Sequence[nn.Module], see: See | None = None, change: Change | None = None, passed_by: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Within the block, runs without a cache call `change`, then `see`, in every layer, for the batch's first sample.
+    """Within the block, every layer of a run without a cache calls `change`, then `see`, for the batch's first sample.
 
     Args:
         passed_by: names of the model's own inputs, which some models hand down to their attention.
 
     Raises:
-        ValueError: no layer uses transformers' attention interface; a layer's attention gets what is not known here.
+        ValueError: no layer uses transformers' attention interface; a layer's attention gets an
+            argument that is not known here.
     """
     modules = [(number, module) for number, layer in enumerate(layers) for module in layer.modules()]
     configs = {
@@ -161,14 +162,15 @@ def watched_attention(
     Args:
         query: [B, H, S, C].
         key, value: [B, K, S, C].
-        attention_mask: additive or bool; None lets all look at all, or at what is before (`is_causal`).
+        attention_mask: additive or bool; None lets a token look at all tokens, or at the earlier ones
+            (`is_causal`).
         s_aux: [H] logits of a sink that is no token (gpt-oss).
 
     Returns:
         [B, S, H, C] and the weights [B, H, S, S].
 
     Raises:
-        ValueError: an argument that is not known here, dropout, cross-attention.
+        ValueError: there is an argument that is not known here, dropout, or cross-attention.
     """
     watch = _watches[-1]
     _check_arguments(module, query, key, attention_mask, others, dropout, watch.passed_by)
@@ -197,7 +199,7 @@ def watched_attention(
 
 
 def allowed_by(mask: torch.Tensor | None, scores: torch.Tensor, is_causal: bool) -> torch.Tensor:
-    """Where tokens may look, [B, 1 or H, S, S] bool, under a mask as attention functions get it."""
+    """Where tokens may look, [B, 1 or H, S, S] bool, under a mask in one of the forms that attention functions get."""
     if mask is None:
         everywhere = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         return (everywhere.tril() if is_causal else everywhere).expand(len(scores), 1, -1, -1)

@@ -29,7 +29,7 @@ class Needs(NamedTuple):
 
     Attributes:
         models: `ANY` model, `OURS` (checkpoints of this tree), or `NORMED` (its projector ends in a norm).
-        flags: those of `--data` and `--samples` that it is given.
+        flags: which of `--data` and `--samples` are passed on to it.
     """
 
     models: str = ANY

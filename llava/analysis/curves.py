@@ -6,11 +6,12 @@ A view (`layer-norms`, `update-rates`) says which values it shows; the measureme
 import argparse
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from llava.analysis import inputs, layer_statistics, loading
 from llava.analysis.layer_statistics import (
@@ -27,9 +28,12 @@ from llava.analysis.layer_statistics import (
 )
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.norm_params import checkpoints, step_of
-from llava.analysis.output import figure, write_result
+from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
 from llava.presentation import COLOURS, SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SHOWN_SINKS = 12
 SUFFIX = {WITHOUT_SINKS: "", WITH_SINKS: " with sinks"}
@@ -62,14 +66,14 @@ class View(NamedTuple):
     """What one command shows of the measurement.
 
     Attributes:
-        cells: a row of the summary, of one group of tokens without the sinks or with them.
+        cells: makes the summary's row for one group of tokens, without the sinks or with them.
         columns: the values in the table of all layers.
         panels: the values in the figure, a row of panels each, with the label of its axis.
-        logarithmic: those whose axis is logarithmic; a cosine's spreads what is near 1.
+        logarithmic: the values with a logarithmic axis; cosines have an axis of their own, see `cosine_scale`.
         sinks: whether the figure shows the sinks.
     """
 
-    cells: Callable[[Measurement, int, tuple[bool, ...]], dict[str, Any]]
+    cells: Callable[[Measurement, int, tuple[bool, ...]], TableRow]
     columns: tuple[str, ...]
     panels: dict[str, str]
     logarithmic: tuple[str, ...] = ()
@@ -97,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_view(args: argparse.Namespace, view: View) -> tuple[dict[str, Measurement], list[Run]]:
-    """Measures every model and writes the view's summary, `-layers`, `-sinks` and figure; returns what was measured."""
+    """Measures every model, and writes the view's summary, its `-layers` and `-sinks` tables and its figure."""
     measured, runs = measure_all(args)
     write_result(args, summary(measured, view))
     write_result(args, layer_rows(measured, view.columns), name=f"{args.command}-layers", show=False)
@@ -107,7 +111,7 @@ def write_view(args: argparse.Namespace, view: View) -> tuple[dict[str, Measurem
 
 
 def measure_all(args: argparse.Namespace) -> tuple[dict[str, Measurement], list[Run]]:
-    """Every model of the command line by name, those of `--checkpoints` among them."""
+    """Measures every model of the command line and of `--checkpoints`; the measurements by model name, and the runs."""
     runs = [expand(folder, args.models) for folder in args.checkpoints]
     samples = inputs.choose(args)
     for model in args.models:
@@ -132,15 +136,17 @@ def expand(folder: Path, models: list[NamedModel]) -> Run:
 
 
 def without_earlier(measured: dict[str, Measurement], runs: list[Run]) -> dict[str, Measurement]:
-    """What a figure with a panel per model shows: of a run only its last checkpoint."""
+    """The measurements for a figure with one panel per model: of each run only the last checkpoint."""
     earlier = {name for run in runs for name in run.models[:-1]}
     return {name: measurement for name, measurement in measured.items() if name not in earlier}
 
 
-def curve(measurement: Measurement, what: str, groups: Any, part: tuple[bool, ...] = WITHOUT_SINKS) -> Curve:
-    """One value's statistics over the layers, see `Measurement.stream`.
+def curve(
+    measurement: Measurement, what: str, groups: int | Sequence[int], part: tuple[bool, ...] = WITHOUT_SINKS
+) -> Curve:
+    """Statistics of the value `what` in each layer, see `Measurement.stream`.
 
-    The cosine's quantiles are those of the angle, which stay apart where cosines are all near 1.
+    A cosine's quantiles are taken from the angle, which keeps values apart where all cosines are near 1.
     """
     layers = range(measurement.layers + (what in STATE_METRICS))
     streams = [measurement.stream(what, groups, layer, part) for layer in layers]
@@ -153,7 +159,7 @@ def curve(measurement: Measurement, what: str, groups: Any, part: tuple[bool, ..
     return Curve(mean, *columns, np.array([stream.count for stream in streams]))
 
 
-def summary(measured: dict[str, Measurement], view: View) -> list[dict[str, Any]]:
+def summary(measured: dict[str, Measurement], view: View) -> list[TableRow]:
     """A row per model and group that has tokens, without the sinks, and with them where there are any."""
     rows = []
     for model, measurement in measured.items():
@@ -167,8 +173,8 @@ def summary(measured: dict[str, Measurement], view: View) -> list[dict[str, Any]
     return rows
 
 
-def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Every model's every group in every layer: mean and median of `names`, without the sinks and with them."""
+def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list[TableRow]:
+    """A row per model, group and layer: mean and median of the values `names`, without the sinks and with them."""
     rows = []
     for model, measurement in measured.items():
         for group, label in GROUPS.items():
@@ -179,7 +185,7 @@ def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list
     return rows
 
 
-def _layers(measurement: Measurement, group: int, names: tuple[str, ...], prefix: str = "") -> list[dict[str, Any]]:
+def _layers(measurement: Measurement, group: int, names: tuple[str, ...], prefix: str = "") -> list[TableRow]:
     # A row per layer that has values of this prefix.
     found = {(name, part): curve(measurement, prefix + name, group, part) for name in names for part in SUFFIX}
     everything, rows = found[names[0], WITH_SINKS].count, []
@@ -195,7 +201,7 @@ def _layers(measurement: Measurement, group: int, names: tuple[str, ...], prefix
 
 
 def write_sinks(args: argparse.Namespace, measured: dict[str, Measurement]) -> None:
-    """Names every model's sinks, the most frequent first, as `<command>-sinks`."""
+    """Writes every model's sinks to `<command>-sinks`, the most frequent first."""
     rows = []
     for model, measurement in measured.items():
         found = sorted(measurement.sinks.items(), key=lambda item: (-item[1]["samples"], -item[1]["ratio"]))
@@ -241,7 +247,9 @@ def verdict(model: str, measurement: Measurement) -> str:
 
 
 @contextlib.contextmanager
-def panels(args: argparse.Namespace, measured: dict[str, Measurement], rows: int, **options: Any) -> Iterator[Any]:
+def panels(
+    args: argparse.Namespace, measured: dict[str, Measurement], rows: int, **options: Any
+) -> Iterator[np.ndarray]:
     """Axes [rows, models] that share each row's scale, with the groups' legend below."""
     size = (max(3.4 * len(measured), 5.5), 2.9 * rows + 0.6)
     with figure(args, rows, len(measured), figsize=size, sharey="row", sharex=True, squeeze=False, **options) as (f, a):
@@ -270,7 +278,7 @@ def draw_view(args: argparse.Namespace, measured: dict[str, Measurement], view: 
                     axis.set_yscale("log")
 
 
-def draw_groups(axis: Any, measurement: Measurement, what: str) -> None:
+def draw_groups(axis: "Axes", measurement: Measurement, what: str) -> None:
     """Median per group without the sinks, with the middle half as a band."""
     for group, (colour, style, band) in LINES.items():
         one = curve(measurement, what, group)
@@ -283,20 +291,20 @@ def draw_groups(axis: Any, measurement: Measurement, what: str) -> None:
     axis.margins(x=0.01)
 
 
-def draw_sinks(axis: Any, measurement: Measurement, what: str) -> None:
+def draw_sinks(axis: "Axes", measurement: Measurement, what: str) -> None:
     """Median of all sinks, where there are any."""
     one = curve(measurement, what, tuple(GROUPS), ONLY_SINKS)
     if one.count.any():
         axis.plot(one.median, "-.", color="black", linewidth=1, label="sinks")
 
 
-def cosine_scale(axis: Any) -> None:
+def cosine_scale(axis: "Axes") -> None:
     """Spreads cosines near 1, where nearly all are, by the logarithm of their distance from it."""
 
-    def spread(cosine: Any) -> np.ndarray:
+    def spread(cosine: ArrayLike) -> np.ndarray:
         return -np.log10(np.clip(1 - np.asarray(cosine), 1e-6, None))
 
-    def back(value: Any) -> np.ndarray:
+    def back(value: ArrayLike) -> np.ndarray:
         return 1 - 10 ** -np.asarray(value)
 
     shown = [other.dataLim for other in axis.get_shared_y_axes().get_siblings(axis)]
@@ -305,7 +313,7 @@ def cosine_scale(axis: Any) -> None:
     axis.set_yscale("function", functions=(spread, back))
     ticks = [t for t in (-0.5, 0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999) if low < t < high]
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.set_ylim(low, high)
+    axis.set_ylim(float(low), float(high))
 
 
 def draw_runs(args: argparse.Namespace, measured: dict[str, Measurement], runs: list[Run]) -> None:
@@ -333,7 +341,7 @@ def draw_runs(args: argparse.Namespace, measured: dict[str, Measurement], runs: 
 
 
 def draw_gap(args: argparse.Namespace, measured: dict[str, Measurement]) -> None:
-    """One line per model: how many times the visual tokens' angle a layer turns text by."""
+    """One line per model: the angle that a layer turns text by, as a multiple of the visual tokens' angle."""
     with figure(args, name="update-rates-gap", figsize=(7, 4)) as (drawn, axis):
         for index, (model, measurement) in enumerate(measured.items()):
             axis.plot(gap(measurement), color=COLOURS[index % len(COLOURS)], label=model)

@@ -6,15 +6,17 @@ Paper tables 6 (mean and standard deviation), 7 and 8 (tokens of the largest nor
 import argparse
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from llava.analysis.commands import Needs
 from llava.analysis.models import NamedModel, required_models
-from llava.analysis.output import figure, with_paper, write_result
+from llava.analysis.output import TableRow, figure, with_paper, write_result
 from llava.analysis.weights import WeightFiles
 from llava.commands import whole
 from llava.mm_utils import load_tokenizer
@@ -22,7 +24,7 @@ from llava.presentation import COLOURS
 
 NEEDS = Needs(flags=())
 
-# Table 6 where it has the model, else Table 1; the key is found in the last part of the path.
+# Table 6 where it has the model, else Table 1; a key is a pattern that is searched in the last part of the path.
 PAPER_NORMS = {
     r"qwen2-vl-7b": {"mean": 0.6820, "std": 0.1588},
     r"qwen2-7b": {"mean": 0.6908, "std": 0.1610},
@@ -36,6 +38,9 @@ PAPER_TOKENS = {
     r"qwen2-vl-7b": {"<|vision_start|>": 2.46, "<|vision_end|>": 2.33},
     r"qwen2\.5-vl-7b": {"<|vision_start|>": 1.40, "<|vision_end|>": 2.15},
 }
+
+
+Entry = TypeVar("Entry")
 
 
 class EmbeddingNorms(NamedTuple):
@@ -95,17 +100,17 @@ def token_names(path: str, rows: int) -> list[str]:
     return [_token_name(tokenizer, index) for index in range(rows)]
 
 
-def _token_name(tokenizer: Any, index: int) -> str:
+def _token_name(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
     if index >= len(tokenizer):
         return "(unused row)"
-    text = tokenizer.decode([index])
+    text = str(tokenizer.decode([index]))
     if "\ufffd" in text or not text:  # a part of a character
         return str(tokenizer.convert_ids_to_tokens(index))
     return text if text == text.strip() and text.isprintable() else repr(text)
 
 
-def table_row(model: EmbeddingNorms) -> dict[str, Any]:
-    """Table 6's columns, and those that tell what is in the mean."""
+def table_row(model: EmbeddingNorms) -> TableRow:
+    """Table 6's columns, and further ones that show what the mean is taken over."""
     norms, used = model.norms, model.norms[model.norms > 0]
     return {
         "model": model.name,
@@ -122,7 +127,7 @@ def table_row(model: EmbeddingNorms) -> dict[str, Any]:
     }
 
 
-def token_rows(models: list[EmbeddingNorms], top: int, papers: list[dict[str, float] | None]) -> list[dict[str, Any]]:
+def token_rows(models: list[EmbeddingNorms], top: int, papers: list[dict[str, float] | None]) -> list[TableRow]:
     """The `top` tokens of each model (Tables 7, 8), with the same token's norm in the other models."""
     rows = []
     for model, paper in zip(models, papers, strict=True):
@@ -138,14 +143,14 @@ def token_rows(models: list[EmbeddingNorms], top: int, papers: list[dict[str, fl
     return rows
 
 
-def paper_of(table: dict[str, Any], model: NamedModel) -> Any:
-    """The paper's entry for the model, by the last part of its path."""
+def paper_of(table: Mapping[str, Entry], model: NamedModel) -> Entry | None:
+    """The entry for the model in a table of the paper's numbers, by the last part of its path; None without one."""
     base = Path(model.path).name.lower()
     return next((entry for key, entry in table.items() if re.search(key, base)), None)
 
 
 def draw(args: argparse.Namespace, models: list[EmbeddingNorms]) -> None:
-    """One curve per model: the share of its tokens at each norm, its mean, and its token of largest norm."""
+    """One curve per model: the share of its tokens at each norm, and its mean."""
     largest = max(float(np.percentile(model.norms, 99.9)) for model in models) * 1.1
     edges = np.linspace(0, largest, 121)
     with figure(args, figsize=(7, 3.8 + 0.2 * len(models))) as (drawn, axis):

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
@@ -15,15 +14,15 @@ from llava.model.multimodal_encoder.builder import build_vision_tower, load_imag
 from llava.model.multimodal_encoder.towers import TOWERS, Siglip2VisionTower
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 
-# Also those with a text encoder beside it (`clip`).
+# Also the types that have a text encoder beside the tower, such as `clip`.
 MODEL_TYPES = {*TOWERS, *(model_type.removesuffix("_vision_model") for model_type in TOWERS)}
 
 
 def load_encoder(named: NamedModel, args: argparse.Namespace) -> Callable[[Sequence[PicturePrompt]], torch.Tensor]:
-    """What turns samples into the encoder's tokens [N, E], of patches alone, after layer `--vision-layer`.
+    """A function from samples to the encoder's patch tokens [N, E] after layer `--vision-layer`.
 
     Raises:
-        ValueError: no such encoder, or it has no such layer.
+        ValueError: there is no such encoder, or it has no such layer.
     """
     tower = load_tower(named.path, args)
     if isinstance(tower, Siglip2VisionTower):  # NaFlex sees pictures in their own shape; a tower's are squares
@@ -59,7 +58,7 @@ def square_tokens(tower: VisionTower, inputs: Mapping[str, torch.Tensor]) -> tor
 
 def shaped_tokens(tower: Siglip2VisionTower, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Patches' states [N, E] of pictures of different shapes, without padding."""
-    found: list[Any] = []
+    found: list[torch.Tensor] = []
     last = [tower.vision_model.embeddings, *tower.layers][-1]
     handle = last.register_forward_hook(lambda module, args, output: found.append(output))
     try:

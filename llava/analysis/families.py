@@ -1,4 +1,4 @@
-"""Where a model's parts are: rules that find them by structure, and the families that structure does not tell.
+"""Where a model's parts are: rules that find them by structure, and a table of the families that need more.
 
 Shapes: N tokens of all samples, D LLM hidden size, E vision hidden size.
 """
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 PROJECTOR_NAMES = (
     "mm_projector",
@@ -30,17 +31,17 @@ class Family:
     Attributes:
         layers: the ModuleList of decoder layers.
         projector: the module whose output enters the LLM.
-        features: the module whose `input:` or `output:` is the encoder's tokens; default the projector's input.
+        features: the module whose `input:` or `output:` is the encoder's tokens; default: the projector's input.
         tokens: the boolean argument [B, N] of that module that is True at tokens and False at padding; `~name` if it
             is True at padding.
         vocabulary: the module whose `weight` is a visual vocabulary (Ovis).
         image_token_id: the id at visual positions.
         auto_class: the transformers class that loads it.
         own_inputs: the model makes its inputs itself, by `preprocess_inputs(messages)`.
-        prompt: what the processor takes for `{prompt}` about `{picture}`, of a family that has no chat template.
-        picture: the mark in it; nothing where there is no picture.
-        one_by_one: several pictures of different shape cannot be in one batch.
-        page_lists: the processor takes a list of pictures in a sample for pages of one, so they are given one by one.
+        prompt: the processor's text for a family without a chat template, with `{picture}` and `{prompt}` in it.
+        picture: what stands for `{picture}`; a sample without a picture has nothing there.
+        one_by_one: pictures of different shapes cannot be in one batch, so a batch holds one sample.
+        page_lists: the processor takes a list of pictures for the pages of one, so pictures are given without lists.
     """
 
     layers: str | None = None
@@ -126,7 +127,7 @@ class Features(NamedTuple):
     Attributes:
         side: of `module`, "input" or "output".
         tokens: see `Family.tokens`.
-        width: E; rows that are wider by a whole factor are neighbouring patches put side by side, each whole.
+        width: E; a row that is several times as wide holds that many neighbouring patches.
     """
 
     side: str
@@ -167,7 +168,7 @@ class Parts(NamedTuple):
 
 
 def family_of(model_type: str, vision: str | None = None, **named: Any) -> Family:
-    """The table's entry of `model_type`, with what the command line names (None: nothing) in its place.
+    """The entry of `model_type` in `FAMILIES`, with those fields replaced that the command line names (not None).
 
     Args:
         vision: path of the module whose output is the encoder's tokens.
@@ -193,11 +194,11 @@ def refuse(fields: dict[str, Any], path: str) -> None:
         raise ValueError(f"--model {path}: {model_type} cannot be measured: {reason}")
 
 
-def find_parts(model: nn.Module, family: Family, image_token_id: int | None = None) -> Parts:
+def find_parts(model: PreTrainedModel, family: Family, image_token_id: int | None = None) -> Parts:
     """All parts of a vision-language model.
 
     Args:
-        image_token_id: what is at visual positions; None takes the family's or the config's.
+        image_token_id: the id at visual positions; None takes the family's or the config's.
 
     Raises:
         ValueError: a part is not found or ambiguous; says how to name it.
@@ -218,8 +219,8 @@ def find_parts(model: nn.Module, family: Family, image_token_id: int | None = No
     return Parts(embedding, layers, projector, features, vocabulary, image_token_id)
 
 
-def encoder_width(config: Any) -> int | None:
-    """Width of what a model takes of one patch: E, times the encoder's layers whose states it puts side by side."""
+def encoder_width(config: PretrainedConfig) -> int | None:
+    """Width of one patch's features: E, times the number of encoder layers whose states the model concatenates."""
     vision = getattr(config, "vision_config", None)
     # Qwen2-VL calls the encoder's width embed_dim, and the LLM's hidden_size.
     width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
@@ -236,7 +237,7 @@ def output_rows(output: Any) -> torch.Tensor:
     return (output if isinstance(output, torch.Tensor) else output[0]).flatten(0, -2)
 
 
-def text_embedding(model: nn.Module) -> nn.Module:
+def text_embedding(model: PreTrainedModel) -> nn.Module:
     """The text embedding.
 
     Raises:
@@ -255,10 +256,10 @@ def decoder_layers(model: nn.Module, embedding: nn.Module, path: str | None = No
     """The LLM's layers: the longest list of modules beside the text embedding.
 
     Args:
-        path: where they are, instead.
+        path: their module's path, which replaces the search.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such list.
     """
     if path:
         return list(_submodule(model, path, "--layers-path"))
@@ -294,7 +295,7 @@ def _submodule(model: nn.Module, path: str, origin: str) -> nn.Module:
         raise ValueError(f"{origin} {path}: {_name(model)} has no such module. Modules: {_outline(model)}") from error
 
 
-def _image_token_of(config: Any) -> int:
+def _image_token_of(config: PretrainedConfig) -> int:
     found = [value for name in IMAGE_TOKEN_FIELDS if isinstance(value := getattr(config, name, None), int)]
     if not found:
         raise ValueError(

@@ -10,22 +10,25 @@ Shapes: B samples, S sequence, N pictures, V visual tokens per picture, D LLM hi
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from llava.analysis import inputs, loading, resume
 from llava.analysis.commands import OURS, Needs
 from llava.analysis.families import Family, find_parts
 from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel, required_models
-from llava.analysis.output import figure, write_result
+from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.probe import Batch, Probe
 from llava.analysis.resume import Rows, resumed, state_file
 from llava.asking import choose_template, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava.conversation import Conversation
 from llava.data.preprocess import preprocess
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.norm import (
     PAPER_ARMS,
     AlignedLayerNorm,
@@ -36,7 +39,7 @@ from llava.model.multimodal_projector.norm import (
 from llava.model.pictures import line_up
 from llava.presentation import COLOURS
 
-NEEDS = Needs(OURS, flags=("data",))  # one batch, so that `--samples` of the others is not for it
+NEEDS = Needs(OURS, flags=("data",))  # it measures one batch: the --samples of the other commands would be too many
 
 ARMS = tuple(PAPER_ARMS)
 INPUT, BEFORE, FEATURES = "LLM input", "before the norm", "vision features"
@@ -48,7 +51,7 @@ class Arm(NamedTuple):
     Attributes:
         name: of `ARMS`.
         norms: over all tokens.
-        without_sinks: over the visual tokens that are no sinks, where tokens are still apart: above the tower.
+        without_sinks: over the visual tokens that are not sinks, at the points above the tower, where each has its own.
         sinks: how many visual tokens of the batch are sinks.
     """
 
@@ -79,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_gradients(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> dict[str, Arm]:
-    """Every arm's gradients, going on from what `--output-dir` has.
+    """Every arm's gradients, continuing from what `--output-dir` has.
 
     Raises:
         ValueError: not one of our checkpoints, or the samples have no answers.
@@ -112,7 +115,11 @@ def require_ours(named: NamedModel) -> None:
 
 
 def training_batch(
-    samples: Sequence[inputs.PicturePrompt], tokenizer: Any, image_processor: Any, model: Any, template: Any
+    samples: Sequence[inputs.PicturePrompt],
+    tokenizer: PreTrainedTokenizerBase,
+    image_processor: BaseImageProcessor | None,
+    model: LlavaMetaForCausalLM,
+    template: Conversation,
 ) -> tuple[Batch, torch.Tensor]:
     """The samples with their answers as the model takes them in training, and labels [B, text tokens]."""
     ids, labels = [], []
@@ -129,8 +136,8 @@ def training_batch(
     return loading.our_batch(model, ids, pictures, image_processor), targets.to(model.device)
 
 
-def visual_sinks(model: Any, batch: Batch) -> torch.Tensor:
-    """Which of the projector's tokens [K * V] are sinks, of K pictures or crops; one that enters nowhere is none.
+def visual_sinks(model: LlavaMetaForCausalLM, batch: Batch) -> torch.Tensor:
+    """Which of the projector's tokens [K * V] of K pictures or crops are sinks; one that enters nowhere is not.
 
     Raises:
         ValueError: a sample is so long that its picture was cut; or see `projector_rows`.
@@ -145,7 +152,7 @@ def visual_sinks(model: Any, batch: Batch) -> torch.Tensor:
     return sinks
 
 
-def projector_rows(model: Any, batch: Batch) -> torch.Tensor:
+def projector_rows(model: LlavaMetaForCausalLM, batch: Batch) -> torch.Tensor:
     """Which of the projector's tokens each visual token of the batch is; -1 for `image_newline`.
 
     Raises:
@@ -161,7 +168,9 @@ def projector_rows(model: Any, batch: Batch) -> torch.Tensor:
                 f"gradients: mm_patch_merge_type {rules.merge_type!r} shrinks a picture of {picture.size[0]} x "
                 f"{picture.size[1]} pixels, so that its visual tokens are not the projector's; leave larger ones out"
             )
-    crops, tokens = sum(picture.crops for picture in layout.pictures), model.get_vision_tower().num_tokens
+    tower = model.get_vision_tower()
+    assert tower is not None  # `training_batch` has made pixels for it
+    crops, tokens = sum(picture.crops for picture in layout.pictures), tower.num_tokens
     numbers = torch.arange(crops * tokens).view(crops, tokens, 1)
     newline = torch.tensor([-1]) if rules.has_newline else None
     return line_up(numbers, layout.pictures, rules, newline).flatten()
@@ -173,7 +182,7 @@ def split(projector: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     return (projector, None) if norm is None else (projector[:-1], norm)
 
 
-def arm_projector(arm: str, bare: nn.Module, trained: nn.Module | None, model: Any) -> nn.Module:
+def arm_projector(arm: str, bare: nn.Module, trained: nn.Module | None, model: LlavaMetaForCausalLM) -> nn.Module:
     """`bare` ending in the norm `arm`, with the gain and bias of `trained`, or else aligned to the text embeddings."""
     config = copy.deepcopy(model.config)
     config.mm_projector_norm = arm
@@ -186,17 +195,20 @@ def arm_projector(arm: str, bare: nn.Module, trained: nn.Module | None, model: A
     return projector
 
 
-def gradient_norms(arm: str, model: Any, batch: Batch, labels: torch.Tensor) -> Arm:
+def gradient_norms(arm: str, model: LlavaMetaForCausalLM, batch: Batch, labels: torch.Tensor) -> Arm:
     """L2 norms of the loss's gradient at each point."""
     decoder, tower = model.get_model(), model.get_vision_tower()
+    assert tower is not None  # `training_batch` has made pixels for it
     norm = projector_norm(decoder.mm_projector)
     places = [(INPUT, decoder.mm_projector, "output"), (FEATURES, decoder.mm_projector, "input")]
     places += [] if norm is None else [(BEFORE, norm, "input")]
     places += [(f"tower layer {index}", layer, "output") for index, layer in enumerate(tower.layers)]
     points: dict[str, torch.Tensor] = {}
 
-    def keeper(name: str, side: str) -> Any:
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+    def keeper(name: str, side: str) -> Callable[..., None]:
+        def hook(
+            module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor | tuple[torch.Tensor, ...]
+        ) -> None:
             points[name] = args[0] if side == "input" else output if torch.is_tensor(output) else output[0]
             points[name].retain_grad()
 
@@ -220,8 +232,8 @@ def gradient_norms(arm: str, model: Any, batch: Batch, labels: torch.Tensor) -> 
     return Arm(arm, norms, without, int(sinks.sum()))
 
 
-def rows(model: str, arms: dict[str, Arm]) -> list[dict[str, Any]]:
-    """A row per point: each arm's gradient, its share of that at the LLM's input, and the gradient without sinks."""
+def rows(model: str, arms: dict[str, Arm]) -> list[TableRow]:
+    """A row per point: each arm's gradient, its ratio to the gradient at the LLM's input, and the one without sinks."""
     table = []
     for point in arms[ARMS[0]].norms:
         row = {"model": model, "gradient at": point}

@@ -12,7 +12,7 @@ import io
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,7 +33,7 @@ PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 PROMPT = "Describe this image."
 OPTIONS = "ABCDEFGHIJ"
 MALFORMED = -1
-"""Number of pictures that stands for a row which is no record."""
+"""Stands in a list of numbers of pictures for a row that is no record."""
 
 
 class Unreadable(ValueError):
@@ -50,7 +50,7 @@ class PicturePrompt(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
-    """The flags that choose the samples, beside `--data` and `--seed`."""
+    """The flags that choose the samples, besides `--data` and `--seed`."""
     parser.add_argument(
         "--samples", type=whole(1), default=samples, help="number of samples, drawn at random; the paper takes 1000"
     )
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
 
 
 class Source(NamedTuple):
-    """One of the collections: how many pictures each of its samples has, and what reads a sample by its index."""
+    """One of the collections: how many pictures each of its samples has, and a function that reads sample `index`."""
 
     pictures: Sequence[int]
     read: Callable[[int], PicturePrompt]
@@ -74,9 +74,9 @@ class Samples(Sequence[PicturePrompt]):
 
     Args:
         sources: see `Source`.
-        chosen: indices into all sources, one after another.
-        key: says which collection and choice this is.
-        unreadable: gets what a slice left out, with the reason, by position.
+        chosen: indices of samples, counted on from one source to the next.
+        key: names the collection and the choice; part of the name of saved measurements.
+        unreadable: is filled with the reason for each sample that a slice left out, by position.
     """
 
     def __init__(self, sources: list[Source], chosen: list[int], key: str, unreadable: dict[str, str] | None = None):
@@ -86,7 +86,13 @@ class Samples(Sequence[PicturePrompt]):
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def __getitem__(self, index: int | slice) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> PicturePrompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[PicturePrompt]: ...
+
+    def __getitem__(self, index: int | slice) -> PicturePrompt | list[PicturePrompt]:
         if isinstance(index, slice):
             return [sample for i in range(*index.indices(len(self))) if (sample := self._readable(i)) is not None]
         position = self.chosen[index]
@@ -111,10 +117,11 @@ class Samples(Sequence[PicturePrompt]):
 def choose(args: argparse.Namespace) -> Samples:
     """The samples that `--data`, `--samples` and `--seed` choose, in random order; each has exactly one picture.
 
-    What cannot be read of them is named in `args.unreadable` as soon as it is met; `args.left_out` counts the others.
+    `args.unreadable` names those that cannot be read, as soon as they are met; `args.left_out` counts the samples that
+    do not have exactly one picture.
 
     Raises:
-        ValueError, OSError: nothing readable there, or no sample with a picture; says what `--data` may be.
+        ValueError, OSError: nothing readable there, or no sample with one picture; says what `--data` may be.
     """
     args.data = args.data or default_data()
     sources = [_source(Path(part.strip()), args) for part in args.data.split(",")]
@@ -131,7 +138,7 @@ def choose(args: argparse.Namespace) -> Samples:
 
 
 def left_out(pictures: Sequence[int]) -> str:
-    """How many samples are left out, by the reason; empty where none is."""
+    """How many samples are left out for each reason, in words; empty if none is."""
     several = sum(count > 1 for count in pictures)
     reasons = {"without a picture": pictures.count(0), "with several": several, "malformed": pictures.count(MALFORMED)}
     return ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
@@ -181,13 +188,13 @@ def _folder(pictures: list[Path], prompt: str) -> Source:
 
 
 def _records(path: Path, folder: Path | None) -> Source:
-    """LLaVA's records; of Parquet the malformed rows are left out, of JSON none may be."""
+    """LLaVA's records; malformed rows of Parquet files are left out, malformed JSON records are refused."""
     try:
         records = load_records(str(path), check=path.suffix in (".json", ".jsonl", *MIXTURES))
         store = ImageStore(folder, follow_links=True, others=records.image_folders)
     except (ValueError, OSError, ImportError) as error:
         raise ValueError(_in_our_words(error)) from error
-    # Placeholders that are missing do not matter here: the prompt is asked about its one picture anyway.
+    # Missing placeholders do not matter here: the prompt is asked about its one picture anyway.
     malformed = {i for i in records.malformed().tolist() if records.problem(i).kind != "placeholders"}
     pictures = [MALFORMED if i in malformed else len(record_images(records[i])) for i in range(len(records))]
 
@@ -223,7 +230,7 @@ def _benchmark(shards: list[Path]) -> Source:
     for table, _, group in groups:
         total += table.metadata.row_group(group).num_rows
         ends.append(total)
-    cached: dict[int, Any] = {}
+    cached: dict[int, pa.Table] = {}
 
     def read(index: int) -> PicturePrompt:
         number = next(i for i, end in enumerate(ends) if index < end)
@@ -289,6 +296,6 @@ def open_picture(source: Any, name: str) -> Image.Image:
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             return to_rgb(image.copy())
-    except Exception as error:  # a decoder raises whatever it stumbles over
+    except Exception as error:  # decoders raise all kinds of errors
         where = starts_from(source) if isinstance(error, FileNotFoundError) else ""
         raise Unreadable(f"--data {name}: the picture cannot be read ({error}{where})") from error

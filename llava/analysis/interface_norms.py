@@ -3,7 +3,7 @@
 Paper tables 1 (encoders and LLMs on their own), 2 (before and after the projector) and 3 (Ovis' visual vocabulary).
 
 The headline compares medians where both kinds of token enter the LLM. An LLM that scales its embeddings (Gemma by
-sqrt(D), Granite, MiniCPM) sees other norms than its embedding matrix has, so that the table then shows both.
+sqrt(D), Granite, MiniCPM) sees other norms than those of its embedding matrix; the table then shows both.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from llava.analysis.encoders import MODEL_TYPES, load_encoder
 from llava.analysis.families import family_of
 from llava.analysis.layer_statistics import SCALE, TEXT_GROUPS, WITH_SINKS
 from llava.analysis.models import NamedModel, required_models
-from llava.analysis.output import figure, with_paper, write_result
+from llava.analysis.output import TableRow, figure, with_paper, write_result
 from llava.analysis.probe import VISUAL
 from llava.analysis.resume import resumed, state_file
 from llava.analysis.statistics import Stream
@@ -36,9 +36,9 @@ SINKLESS = ", without sinks"
 COLOURS = {FEATURES: SPECIAL_COLOUR, ENTERING: VISUAL_COLOUR, VOCABULARY: VISUAL_COLOUR, TABLE: TEXT_COLOUR}
 COLOURS |= {TABLE_IN: TEXT_COLOUR, TEXT_IN: TEXT_BEFORE_COLOUR}
 UNSCALED, CONSTANT = 0.01, 0.02
-"""How far from 1 a factor on the embeddings is none; how far apart the tokens' factors are still one."""
+"""Factors on the embeddings this close to 1 count as none, and tokens' factors this close together as one factor."""
 
-# Tables 1 to 3; the key is found in the last part of the model's path.
+# Tables 1 to 3; a key is a pattern that is searched in the last part of the model's path.
 PAPER = {
     r"clip-vit-large-patch14": {FEATURES: (29.30, 17.12)},
     r"siglip-so400m-patch14-384": {FEATURES: (71.78, 13.95)},
@@ -56,7 +56,7 @@ PAPER = {
 
 
 class Interface(NamedTuple):
-    """One model's streams of norms by what they are of, and the factor of its embeddings (`embedding_factor`)."""
+    """One model's streams of norms, by the kind of token, and the factor of its embeddings (`embedding_factor`)."""
 
     name: str
     path: str
@@ -113,7 +113,7 @@ def interface(model: NamedModel, args: argparse.Namespace) -> Interface:
 
 
 def embedding_factor(scales: Stream) -> float | None:
-    """The factor between the embedding matrix and what enters the LLM; None where it is not one for all text tokens."""
+    """The factor between the embedding matrix and what enters the LLM; None where text tokens do not share one."""
     if not scales.count or scales.percentile(95) > (1 + CONSTANT) * scales.percentile(5):
         return None
     return scales.median if abs(scales.median - 1) > UNSCALED else 1.0
@@ -191,7 +191,7 @@ def stream_of(values: np.ndarray) -> Stream:
     return stream
 
 
-def table_rows(one: Interface) -> list[dict[str, Any]]:
+def table_rows(one: Interface) -> list[TableRow]:
     """A row per kind of token, with the paper's mean and standard deviation where it has them."""
     paper = paper_of(PAPER, NamedModel(one.name, one.path)) or {}
     rows = []

@@ -1,4 +1,4 @@
-"""What the norm of visual tokens does to a trained model at inference, beside the controls that give it a scale.
+"""What the norm of visual tokens does to a trained model at inference, compared with controls that give it a scale.
 
 Visual tokens are scaled by alpha, or each set to the text norm, where they enter the first layer; the text norm is the
 median norm of the text tokens that enter beside them. Controls: a blank picture of the same size, no picture, visual
@@ -35,16 +35,16 @@ UNTOUCHED, TEXT_NORM, BLANK, TEXT_ONLY = "untouched", "text norm", "blank pictur
 SHUFFLED = "shuffled tokens"
 SWAPS = {"blank's keys": (True, False), "blank's values": (False, True), "blank's keys and values": (True, True)}
 GREY = (127, 127, 127)
-# Of the change that a blank picture makes: below the first, scaling is called harmless, above the second, breaking.
+# Shares of the change that a blank picture makes: scaling is called harmless below the first, breaking from the second.
 HARMLESS, BREAKING = 0.1, 0.5
 ALIGNED = 1.25
-"""Ratio to the text norm, or to the mean embedding as it enters, either way, up to which there is nothing to set."""
+"""Visual norms within this factor of the text norm, or of the mean embedding as it enters, count as aligned already."""
 SEES_PICTURES = 0.01
 """Mean KL in nats to the blank picture's output, below which a model is said not to look at its pictures."""
 
 
 class Outcome(NamedTuple):
-    """One run of one sample beside the untouched run.
+    """One run of one sample, compared with the untouched run.
 
     Attributes:
         name: of the intervention.
@@ -57,8 +57,8 @@ class Outcome(NamedTuple):
         keys, values: cosine of the visual tokens' keys and values with the untouched ones, mean per layer, NaN where a
             layer has no attention; None without a picture.
         sinks: how many visual tokens are sinks (see `layer_statistics`) in this run.
-        visual_norm_without_sinks, visual_share_without_sinks: of the visual tokens that are no sinks in this run.
-        keys_without_sinks, values_without_sinks: of those that are none in the untouched one.
+        visual_norm_without_sinks, visual_share_without_sinks: of the visual tokens that are not sinks in this run.
+        keys_without_sinks, values_without_sinks: of the visual tokens that are not sinks in the untouched run.
     """
 
     name: str
@@ -128,9 +128,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_interventions(named: NamedModel, samples: Samples, args: argparse.Namespace) -> dict[str, Any]:
-    """Every intervention's outcomes over all samples, and the norms of visual tokens and text: medians of the samples'.
+    """Every intervention's outcomes over all samples, and the samples' median norms of visual tokens and text.
 
-    What `--output-dir` has is not measured again.
+    Continues from what `--output-dir` has.
     """
 
     def start() -> Callable[[Rows, Sequence[PicturePrompt]], None]:
@@ -180,7 +180,7 @@ def outcomes_of(probe: Probe, sample: PicturePrompt, alphas: list[float]) -> Ite
 def interventions(
     probe: Probe, sample: PicturePrompt, batch: Batch, alphas: list[float], text_norm: float
 ) -> Iterator[tuple[str, _Run]]:
-    """Runs each one after the other: name and run."""
+    """Runs the interventions one after the other; yields each one's name and run."""
     for alpha in alphas:
         yield f"alpha {alpha:g}", _run(probe, batch, at_visual(lambda tokens, alpha=alpha: alpha * tokens))
     yield TEXT_NORM, _run(probe, batch, at_visual(lambda tokens: text_norm * F.normalize(tokens, dim=-1)))
@@ -196,7 +196,7 @@ def interventions(
 
 
 def _text_alone(probe: Probe, sample: PicturePrompt) -> Batch | None:
-    # None where the model's processor makes no inputs without a picture (GOT-OCR), whatever it says then.
+    # None where the model's processor makes no inputs without a picture (GOT-OCR), whichever error it raises.
     try:
         return probe.prepare([sample._replace(image=None)])
     except (ValueError, TypeError):
@@ -215,7 +215,7 @@ def at_visual(change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
 
 
 def shuffled(tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens [..., N, D] in another order, the same for every model that has as many."""
+    """Tokens [..., N, D] in another order, which is the same for all models with this number of tokens."""
     order = torch.randperm(tokens.shape[-2], generator=torch.Generator().manual_seed(0))
     return tokens[..., order.to(tokens.device), :]
 
@@ -268,7 +268,7 @@ def _median(values: torch.Tensor) -> float:
 
 
 def compare(name: str, untouched: _Run, other: _Run) -> Outcome:
-    """The outcome of `other` beside the run of the same sample that nothing touched."""
+    """The outcome of `other`, compared with the untouched run of the same sample."""
     expected, found = untouched.log_probs, other.log_probs
     kl = (expected.exp() * (expected - found)).sum().item()
     rank = int((found > found[expected.argmax()]).sum()) + 1
@@ -350,7 +350,7 @@ def _per_layer(outcomes: list[Outcome]) -> dict[str, list[float]] | None:
 
 
 def verdict(model: str, found: dict[str, Any]) -> str:
-    """What the dispute comes to for one model, in one sentence with its numbers."""
+    """In one sentence with numbers, what setting visual tokens to the text norm does to one model."""
     rows = {name: table_row(model, outcomes) for name, outcomes in found["outcomes"].items()}
     ratio, with_sinks = (found[norm] / found["text norm"] for norm in ("visual norm", "visual norm with sinks"))
     to_table = found["visual norm"] / found["embedding norm as it enters"]

@@ -1,19 +1,19 @@
-"""L2 norms of visual and text tokens in every layer of the LLM, for several models or checkpoints beside each other.
+"""L2 norms of visual and text tokens in every layer of the LLM, for several models or checkpoints side by side.
 
 Paper figure 4. A norm is taken of what enters each layer, and of what leaves the last one before the final norm.
 """
 
 import argparse
-from typing import Any
 
 from llava.analysis import curves
 from llava.analysis.commands import Needs
 from llava.analysis.layer_statistics import Measurement
+from llava.analysis.output import TableRow
 
 NEEDS = Needs()
 
 
-def cells(measurement: Measurement, group: int, part: tuple[bool, ...]) -> dict[str, Any]:
+def cells(measurement: Measurement, group: int, part: tuple[bool, ...]) -> TableRow:
     """Norms at the LLM's input, in the middle and at its end."""
     last, row = measurement.layers, {}
     for name, layer in (("input", 0), (f"layer {last // 2}", last // 2), ("end", last)):

@@ -11,7 +11,7 @@ States: state l (0 to L) is what enters layer l, state L what leaves the last on
 A model that adds visual features between two layers (DeepStack) has h_{l+1} before the addition in the layer's own
 cosine, turn and update; those of the addition itself are kept under `ADDED`.
 A **sink** is a token whose norm exceeds `SINK_RATIO` times the median of its sample's tokens of its kind (visual, or
-text with special tokens) in any state: massive activations, which turn hardly at all and swamp a mean. A sink's values
+text with special tokens) in any state: massive activations, which hardly turn and swamp a mean. A sink's values
 are kept apart in every state.
 
 Shapes: B samples, S sequence with visual tokens, D LLM hidden size, L decoder layers.
@@ -35,7 +35,7 @@ from llava.commands import whole
 SINK_RATIO = 10.0
 STATE_METRICS, STEP_METRICS = ("norm", "drift"), ("cosine", "turn", "update")
 ADDED = "added "
-"""Begins the names of an addition's step metrics; its layer is the one that it follows."""
+"""Begins the names of the step metrics of an addition; they are kept under the layer after which it happens."""
 SCALE = "embedding scale"
 TEXT_GROUPS = (TEXT_BEFORE, TEXT_AFTER)
 WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
@@ -44,7 +44,7 @@ WITHOUT_SINKS, WITH_SINKS, ONLY_SINKS = (False,), (False, True), (True,)
 def add_arguments(parser: argparse.ArgumentParser, samples: int = 40) -> None:
     """The flags of every command that runs models over samples."""
     inputs.add_arguments(parser, samples)
-    parser.add_argument("--batch-size", type=whole(1), default=4, help="samples at a time; does not change the results")
+    parser.add_argument("--batch-size", type=whole(1), default=4, help="samples in a batch; does not change results")
     resume.add_arguments(parser)
     loading.add_arguments(parser)
 
@@ -81,7 +81,7 @@ class Measurement:
         return sorted({layer for what, _, layer, _ in self.streams if what.startswith(ADDED)})
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as what JSON can hold."""
+        """Everything, in a form that JSON can hold."""
         streams = [[*key, stream.to_dict()] for key, stream in self.streams.items()]
         sinks = [[*key, sink] for key, sink in self.sinks.items()]
         return {"layers": self.layers, "streams": streams, "sinks": sinks}
@@ -94,10 +94,10 @@ class Measurement:
 
 
 def measure_layers(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> Measurement:
-    """The model's statistics over `samples`, going on from what `--output-dir` has.
+    """The model's statistics over `samples`, continuing from what `--output-dir` has.
 
     Raises:
-        ValueError: see `load`; no sample has visual positions.
+        ValueError: see `load`; a batch has no visual positions.
     """
 
     def start() -> Callable[[Measurement, Sequence[inputs.PicturePrompt]], None]:
@@ -119,7 +119,11 @@ def measure_layers(named: NamedModel, samples: inputs.Samples, args: argparse.Na
 
 
 def observe(measurement: Measurement, seen: Observation, batch: Batch, probe: Probe) -> None:
-    """Adds one batch."""
+    """Adds one batch to a measurement.
+
+    Raises:
+        ValueError: no sample of it has visual positions.
+    """
     if not bool(seen.visual.any()):
         raise ValueError(f"{probe.name}: no visual positions in a batch of {len(seen.groups)} samples")
     measurement.layers = len(seen.hidden_states) - 1
@@ -173,7 +177,7 @@ def step_values(before: torch.Tensor, after: torch.Tensor) -> dict[str, np.ndarr
 
 
 def embedding_scale(seen: Observation) -> torch.Tensor:
-    """What enters the LLM over the embedding matrix's row, norm over norm [B, S], NaN where the row is zero (CPU)."""
+    """Norm of what enters the LLM over the norm of its row in the embedding matrix [B, S]; NaN where that is 0."""
     norms, rows = seen.hidden_states[0].float().norm(dim=-1).cpu(), seen.row_norms.cpu()
     return torch.where(rows > 0, norms / rows, torch.nan)
 
@@ -207,7 +211,7 @@ def sink_mask(seen: Observation) -> torch.Tensor:
 
 
 def add_sink(sinks: dict[tuple, dict[str, float]], key: tuple, norms: np.ndarray, ratios: np.ndarray) -> None:
-    """Counts one sink with the layers where it is one."""
+    """Adds to `sinks` one token that is a sink in one sample, with the layers where it is one."""
     layers = np.flatnonzero(ratios > SINK_RATIO)
     old = sinks.get(key, {"samples": 0, "first": int(layers[0]), "last": 0, "norm": 0.0, "ratio": 0.0})
     sinks[key] = {

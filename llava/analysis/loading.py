@@ -3,11 +3,12 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import transformers
-from transformers import AutoConfig, PretrainedConfig
+from PIL import Image
+from transformers import AutoConfig, BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from llava.analysis.families import (
@@ -20,6 +21,7 @@ from llava.analysis.families import (
     refuse,
     text_embedding,
 )
+from llava.analysis.inputs import PicturePrompt
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import Batch, Probe
 from llava.analysis.processors import library_inputs, load_processor, own_inputs
@@ -27,11 +29,12 @@ from llava.analysis.weights import WeightFiles
 from llava.asking import choose_template, is_captioner
 from llava.commands import DTYPES, add_device_argument
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
-from llava.conversation import get_template
+from llava.conversation import Conversation, get_template
 from llava.data.preprocess import generation_ids
 from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
 from llava.model.builder import load_pretrained_model
 from llava.model.language_model.families import LLAVA_CLASSES
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import recorded_base
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 
@@ -99,7 +102,7 @@ def _needs_sight(fields: dict[str, Any], model: NamedModel, args: argparse.Names
 
 
 def check(model: NamedModel, args: argparse.Namespace) -> None:
-    """Refuses a model without loading its weights, as far as its files tell that it cannot be measured.
+    """Refuses a model that cannot be measured, as far as its files tell, without loading its weights.
 
     Raises:
         ValueError, OSError, ImportError: see `load_with_vision` and `saved_processor`; a folder without weights.
@@ -141,7 +144,7 @@ def is_ours(fields: dict[str, Any]) -> bool:
 
 
 def sees(fields: dict[str, Any], args: argparse.Namespace) -> bool:
-    """Whether a config is of a vision-language model; an unknown one is, if its projector is named."""
+    """Whether a config is of a vision-language model; one of an unknown type is if its projector is named."""
     known = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *FAMILIES}
     return is_ours(fields) or fields.get("model_type") in known or bool(args.projector_path)
 
@@ -163,13 +166,20 @@ def base_of(path: str, args: argparse.Namespace) -> str | None:
     return args.model_base
 
 
-def special_ids(tokenizer: Any) -> set[int]:
-    """Ids of all special tokens, also of those that no role names (`<|vision_start|>`)."""
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids of all special tokens, also of those without a role such as `bos` (`<|vision_start|>`)."""
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | set(tokenizer.all_special_ids)
 
 
-def placement(args: argparse.Namespace) -> dict[str, Any]:
+class Placement(TypedDict):
+    """Arguments of `from_pretrained` that say where and how precisely a model computes."""
+
+    device_map: dict[str, str]
+    dtype: str
+
+
+def placement(args: argparse.Namespace) -> Placement:
     """`device_map` and `dtype` for `from_pretrained`."""
     device = args.device or (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     on_cpu = str(device).startswith("cpu")
@@ -179,7 +189,9 @@ def placement(args: argparse.Namespace) -> dict[str, Any]:
 # --- our checkpoints --------------------------------------------------------------------------------------------------
 
 
-def load_ours(named: NamedModel, args: argparse.Namespace, **options: Any) -> tuple[Any, Any, Any]:
+def load_ours(
+    named: NamedModel, args: argparse.Namespace, **options: Any
+) -> tuple[PreTrainedTokenizerBase, LlavaMetaForCausalLM, BaseImageProcessor | None]:
     """Tokenizer, model and image processor of one of our checkpoints; batches are padded on the right."""
     where = placement(args)
     tokenizer, model, image_processor, _ = load_pretrained_model(
@@ -200,16 +212,18 @@ def _load_ours(named: NamedModel, args: argparse.Namespace, options: dict[str, A
     template = choose_template(model.config, named.path, args.conv_mode)
     parts = find_parts(model, Family(), IMAGE_TOKEN_INDEX)
 
-    def prepare(samples: Sequence[Any]) -> Batch:
+    def prepare(samples: Sequence[PicturePrompt]) -> Batch:
         prompts = [our_prompt(sample, tokenizer, template, model.config) for sample in samples]
         pictures = [sample.image for sample in samples if sample.image is not None]
         return our_batch(model, prompts, pictures, image_processor)
 
-    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: tokenizer.decode([i]))
+    return Probe(named.name, model, parts, prepare, special_ids(tokenizer), lambda i: str(tokenizer.decode([i])))
 
 
-def our_prompt(sample: Any, tokenizer: Any, template: Any, config: Any) -> torch.Tensor:
-    """`input_ids` [S] of a question about a picture, with one placeholder for it; a captioner reads the prompt."""
+def our_prompt(
+    sample: PicturePrompt, tokenizer: PreTrainedTokenizerBase, template: str | Conversation, config: PretrainedConfig
+) -> torch.Tensor:
+    """`input_ids` [S] of a question about a picture, with one placeholder for it; a captioner gets no template."""
     template = get_template(template) if isinstance(template, str) else template
     if is_captioner(template):
         start = DEFAULT_IMAGE_TOKEN if sample.image is not None else ""
@@ -219,8 +233,13 @@ def our_prompt(sample: Any, tokenizer: Any, template: Any, config: Any) -> torch
     return generation_ids([{"from": "human", "value": text}], tokenizer, template, mm_use_im_start_end=tags)
 
 
-def our_batch(model: Any, prompts: list[torch.Tensor], pictures: Sequence[Any], image_processor: Any) -> Batch:
-    """A batch of prompts with placeholders, and the ids that stand where the model's splicing puts each token.
+def our_batch(
+    model: LlavaMetaForCausalLM,
+    prompts: list[torch.Tensor],
+    pictures: Sequence[Image.Image],
+    image_processor: BaseImageProcessor | None,
+) -> Batch:
+    """A batch of prompts with placeholders; its `input_ids` are laid out as the model lays out the tokens.
 
     Args:
         prompts: each with at most one placeholder.
@@ -244,7 +263,7 @@ def our_batch(model: Any, prompts: list[torch.Tensor], pictures: Sequence[Any], 
 
 
 def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of different length as [B, S] with zeros on the right, and where they are [B, S] bool."""
+    """Rows of different length as [B, S] with zeros on the right, and a mask [B, S] bool that is False at the zeros."""
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(rows, batch_first=True), pad([torch.ones_like(row, dtype=torch.bool) for row in rows], batch_first=True)
 
@@ -271,7 +290,7 @@ def _load_library(named: NamedModel, family: Family, args: argparse.Namespace, o
     return Probe(named.name, model, parts, prepare, special_ids(tokenizer), text, family.one_by_one)
 
 
-def saved_processor(path: str, family: Family, config: Any, args: argparse.Namespace) -> Any:
+def saved_processor(path: str, family: Family, config: PretrainedConfig, args: argparse.Namespace) -> ProcessorMixin:
     """The processor of a model, with a chat template or the family's prompt.
 
     Raises:
@@ -303,7 +322,7 @@ def _load_language_model(named: NamedModel, family: Family, args: argparse.Names
     parts = Parts(embedding, layers, None, None, None, IMAGE_TOKEN_INDEX)
     tokenizer = load_tokenizer(named.path)
 
-    def prepare(samples: Sequence[Any]) -> Batch:
+    def prepare(samples: Sequence[PicturePrompt]) -> Batch:
         ids, mask = padded([torch.tensor(tokenizer(sample.prompt)["input_ids"]) for sample in samples])
         inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.long().to(model.device)}
         return Batch(inputs, inputs["input_ids"], mask.to(model.device))

@@ -24,10 +24,10 @@ def named_model(text: str) -> NamedModel:
 
 
 def required_models(models: list[NamedModel], at_least: int = 1) -> list[NamedModel]:
-    """`models`, at least that many and no name twice.
+    """Returns `models` if there are at least `at_least`, and no two of one name.
 
     Raises:
-        ValueError: fewer, or two models of one name.
+        ValueError: there are fewer, or two models have one name.
     """
     if len(models) < at_least:
         raise ValueError(f"--model: give at least {at_least} checkpoint folder or hub id, found {len(models)}")

@@ -6,17 +6,20 @@ Paper table 5.
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llava.analysis.commands import NORMED, Needs
 from llava.analysis.models import NamedModel, required_models
-from llava.analysis.output import figure, write_result
+from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.weights import WeightFiles
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.presentation import COLOURS
 from llava.progress import progress
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 NEEDS = Needs(NORMED, flags=())
 
@@ -52,7 +55,9 @@ def run(args: argparse.Namespace) -> None:
     if without:
         print(f"no norm after the projector, so no row: {', '.join(without)}")
     if not rows:
-        raise ValueError("none of the given models has a norm after its projector; if it has another name: --norm-name")
+        raise ValueError(
+            "none of the given models has a norm after its projector; if it has another name, give it by --norm-name"
+        )
     write_result(args, rows + list(PAPER_ROWS), {"without norm": without})
     draw(args, rows)
 
@@ -65,7 +70,7 @@ def checkpoints(path: str) -> list[str]:
     return [*folders, path] if has_weights or not folders else folders
 
 
-def table_row(model: NamedModel, folder: str, norm_name: str | None = None) -> dict[str, Any] | None:
+def table_row(model: NamedModel, folder: str, norm_name: str | None = None) -> TableRow | None:
     """Table 5's numbers of one checkpoint, in fp64; None where its projector ends without a norm.
 
     Raises:
@@ -111,7 +116,7 @@ def projector_width(files: WeightFiles) -> int | None:
 
 
 def initial_gain(config: Mapping[str, Any], width: int | None) -> float | None:
-    """Every element of the gain at the start: as recorded, else what the arm makes of the target; None if unknown."""
+    """The gain's elements before training: as recorded, else what the arm makes of the target; None if unknown."""
     recorded, target = config.get("mm_projector_norm_init_gain"), config.get("mm_projector_norm_target")
     norm_type = NORM_TYPES.get(config.get("mm_projector_norm", "layernorm"))
     if recorded is not None or not (target and width and norm_type) or norm_type.measures_tokens:
@@ -151,7 +156,7 @@ def draw(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(names) + 1, 4))
 
 
-def _draw_run(axes: Any, name: str, colour: str, points: list[dict[str, Any]]) -> None:
+def _draw_run(axes: Sequence["Axes"], name: str, colour: str, points: list[dict[str, Any]]) -> None:
     steps = [row["step"] or 0 for row in points]
     axes[0].plot(steps, [row["gain L2"] for row in points], "o-", color=colour, label=name, markersize=4)
     initial = points[-1]["initial gain"]

@@ -9,11 +9,16 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llava.presentation import PAPER, STYLE, Row, column_names, format_table, import_pyplot
 from llava.provenance import git_commit, revision, version_of
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TableRow = dict[str, str | int | float | None]
+"""A row of a result, by column."""
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "matplotlib")
 
 
@@ -28,7 +33,7 @@ def with_paper(row: Row, paper: Row | None) -> dict[str, Any]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Whether results can be written to `--output-dir` and figures drawn; makes nothing.
+    """Checks that results can be written to `--output-dir` and figures drawn; creates nothing.
 
     Raises:
         ValueError: the folder is a file, or it cannot be written to.
@@ -44,7 +49,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def write_result(
-    args: argparse.Namespace, rows: Sequence[Row], details: Any = None, name: str | None = None, show: bool = True
+    args: argparse.Namespace, rows: Sequence[Row], details: object = None, name: str | None = None, show: bool = True
 ) -> None:
     """Prints `rows` (if `show`) and writes them to `--output-dir` as `<name>.json` and `<name>.csv`.
 
@@ -99,7 +104,9 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def figure(args: argparse.Namespace, *grid: int, name: str | None = None, **options: Any) -> Iterator[tuple[Any, Any]]:
+def figure(
+    args: argparse.Namespace, *grid: int, name: str | None = None, **options: Any
+) -> Iterator[tuple["Figure", Any]]:
     """A figure and its axes in the house style, written as PNG and SVG to `--output-dir` when the block ends.
 
     Args:

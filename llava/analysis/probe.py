@@ -6,24 +6,27 @@ vocabulary, N tokens of all samples.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from llava.analysis.families import Parts, output_rows
+from llava.analysis.inputs import PicturePrompt
 
 # What a position of the LLM's input holds.
 PADDING, VISUAL, TEXT_BEFORE, TEXT_AFTER, SPECIAL = range(5)
 GROUPS = {VISUAL: "visual", TEXT_BEFORE: "text before", TEXT_AFTER: "text after", SPECIAL: "special"}
 
 SAME = 0.999
-"""Cosine from which two vectors are one and the same, whatever the rounding of the dtype."""
+"""Two vectors of at least this cosine are taken to be the same, whatever the rounding of the dtype."""
 COMPARED = 256
-"""Visual positions whose values are looked up among the projector's rows."""
+"""Number of visual positions whose values are looked up among the projector's rows."""
 
 Edit = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -67,7 +70,7 @@ class Observation:
     projector_input: torch.Tensor | None
     projector_output: torch.Tensor | None
     logits: torch.Tensor
-    outputs: Any = field(repr=False)
+    outputs: ModelOutput = field(repr=False)
     left: dict[int, torch.Tensor] = field(default_factory=dict)
     row_norms: torch.Tensor | None = None
 
@@ -102,10 +105,10 @@ class Probe:
     def __init__(
         self,
         name: str,
-        model: nn.Module,
+        model: PreTrainedModel,
         parts: Parts,
-        prepare: Callable[[Sequence[Any]], Batch] | None = None,
-        special_ids: Sequence[int] = (),
+        prepare: Callable[[Sequence[PicturePrompt]], Batch] | None = None,
+        special_ids: Collection[int] = (),
         token_text: Callable[[int], str] = str,
         one_by_one: bool = False,
     ):
@@ -126,14 +129,18 @@ class Probe:
         """Text embedding matrix [rows, D]."""
         return self.parts.embedding.weight.detach()
 
-    def prepare(self, samples: Sequence[Any]) -> Batch:
-        """Inputs of samples, each with `image` (a picture or None) and `prompt`."""
+    def prepare(self, samples: Sequence[PicturePrompt]) -> Batch:
+        """The batch of these samples.
+
+        Raises:
+            ValueError: the probe was made without `prepare`; or what that function raises.
+        """
         if self._prepare is None:
             raise ValueError(f"{self.name}: has no processor that makes inputs of pictures and prompts")
         return self._prepare(samples)
 
-    def batches(self, samples: Sequence[Any]) -> Iterator[Batch]:
-        """`prepare` of all samples at a time, or of each where the family cannot do otherwise."""
+    def batches(self, samples: Sequence[PicturePrompt]) -> Iterator[Batch]:
+        """`prepare` of all samples together, or of one sample at a time where the family needs that."""
         for group in [[sample] for sample in samples] if self.one_by_one else [samples]:
             yield self.prepare(group)
 
@@ -193,7 +200,7 @@ class Probe:
 
     @contextlib.contextmanager
     def recording(self, groups: torch.Tensor, edit: Edit | None = None) -> Iterator[dict[str, list[Any]]]:
-        """While the context is open, a forward fills the dict with lists of tensors: `states`, `projector_input` ..."""
+        """While the context is open, a forward pass fills the dict's lists of tensors (`states`, ...)."""
         seen: dict[str, list[Any]] = defaultdict(list)
         parts = self.parts
         handles = []

@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoProcessor
+from transformers import AutoProcessor, PretrainedConfig
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 from transformers.utils import cached_file, is_torchvision_available, logging
 
 from llava.analysis.families import Family
+from llava.analysis.inputs import PicturePrompt
 from llava.analysis.probe import Batch
 
 PACKAGES = ("torchvision", "num2words", "timm", "sentencepiece")
-"""What processors of some families want beside transformers' own requirements."""
+"""Packages that processors of some families need besides transformers' own requirements."""
 _VIDEO = "VideoProcessorMixin"  # what transformers calls the class of every video part
 
 
-def load_processor(path: str, config: Any, trust_remote_code: bool = False) -> Any:
+def load_processor(path: str, config: PretrainedConfig, trust_remote_code: bool = False) -> Any:
     """The processor saved with a model; where torchvision is missing, without its video part, which needs it.
 
     Raises:
@@ -40,7 +41,7 @@ def load_processor(path: str, config: Any, trust_remote_code: bool = False) -> A
         raise ImportError(f"--model {path}: its processor needs {', '.join(missing)}; install it{fits}") from error
 
 
-def _class_of(path: str, config: Any) -> type | None:
+def _class_of(path: str, config: PretrainedConfig) -> type | None:
     """The class that the saved files name, or transformers for the model; None where neither does."""
     for name in ("processor_config.json", "preprocessor_config.json"):
         if named := _saved(path, name).get("processor_class"):
@@ -94,21 +95,21 @@ def _quiet() -> Iterator[None]:
 
 
 def library_inputs(
-    processor: Any, device: Any, dtype: torch.dtype | None = None, family: Family | None = None
-) -> Callable[[Sequence[Any]], Batch]:
-    """What makes batches with a transformers processor and its chat template.
+    processor: Any, device: torch.device, dtype: torch.dtype | None = None, family: Family | None = None
+) -> Callable[[Sequence[PicturePrompt]], Batch]:
+    """A function that makes batches with a transformers processor and its chat template.
 
     Args:
-        dtype: of the model, to which pictures are cast; None leaves them.
+        dtype: the model's, to which pictures are cast; None leaves them as they are.
     """
     family = family or Family()
 
-    def text_of(sample: Any) -> str:
+    def text_of(sample: PicturePrompt) -> str:
         if not family.prompt or processor.chat_template:
             return processor.apply_chat_template(chat(sample), add_generation_prompt=True)
         return family.prompt.format(picture=family.picture if sample.image is not None else "", prompt=sample.prompt)
 
-    def prepare(samples: Sequence[Any]) -> Batch:
+    def prepare(samples: Sequence[PicturePrompt]) -> Batch:
         texts = [text_of(sample) for sample in samples]
         pictures = [sample.image for sample in samples if sample.image is not None]
         bos = processor.tokenizer.bos_token  # a template that writes it must not get a second one
@@ -127,24 +128,24 @@ def library_inputs(
     return prepare
 
 
-def _placed(value: Any, device: Any, dtype: torch.dtype | None) -> Any:
+def _placed(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(device, dtype if value.is_floating_point() else None)
 
 
-def chat(sample: Any) -> list[dict[str, Any]]:
+def chat(sample: PicturePrompt) -> list[dict[str, Any]]:
     """The sample as the one-turn conversation that processors take, with the picture first."""
-    content = [{"type": "text", "text": sample.prompt}]
+    content: list[dict[str, Any]] = [{"type": "text", "text": sample.prompt}]
     if sample.image is not None:
         content.insert(0, {"type": "image", "image": sample.image})
     return [{"role": "user", "content": content}]
 
 
-def own_inputs(model: Any) -> Callable[[Sequence[Any]], Batch]:
-    """What makes batches of one sample with a model's own `preprocess_inputs`."""
+def own_inputs(model: Any) -> Callable[[Sequence[PicturePrompt]], Batch]:
+    """A function that makes batches of one sample with a model's own `preprocess_inputs`."""
 
-    def prepare(samples: Sequence[Any]) -> Batch:
+    def prepare(samples: Sequence[PicturePrompt]) -> Batch:
         ids, pixels, grids = model.preprocess_inputs(messages=chat(samples[0]), add_generation_prompt=True)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "grid_thws": grids}
         inputs = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}

@@ -1,7 +1,7 @@
-"""Keeps what was measured, so that an interrupted command goes on, and a finished measurement is taken as it is.
+"""Keeps what was measured, so that an interrupted command can continue, and a finished measurement is used again.
 
-The state of one measurement of one model is a file below `--output-dir`, saved every half a minute; its name says
-model, data and every setting that decides a result. It is saved as well when anything stops the command.
+The state of one measurement of one model is a file below `--output-dir`, saved every half a minute and when anything
+stops the command. Its name is made of the model, the data and every setting that decides a result.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -35,22 +35,24 @@ class State(Protocol):
     done: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but `done`, as what JSON can hold, and arrays."""
+        """Everything but `done`, in a form that JSON can hold; arrays are allowed too."""
 
     def restore(self, found: dict[str, Any]) -> None:
-        """Takes over what `to_dict` of another state gave."""
+        """Takes over what another state's `to_dict` returned."""
 
 
 AnyState = TypeVar("AnyState", bound=State)
+Item = TypeVar("Item")
+Kind = TypeVar("Kind", bound=NamedTuple)
 
 
-class Rows:
-    """A state that lists what was found, as named tuples of `kind`, and says what is known of the model (`about`)."""
+class Rows(Generic[Kind]):
+    """A state that lists what was found as named tuples of type `kind`, with facts about the model in `about`."""
 
-    def __init__(self, kind: type):
+    def __init__(self, kind: Callable[..., Kind]):
         self.done = 0
         self.kind = kind
-        self.rows: list[Any] = []
+        self.rows: list[Kind] = []
         self.about: dict[str, Any] = {}
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,21 +84,22 @@ def state_file(
 def resumed(
     state: AnyState,
     file: Path,
-    items: Sequence[Any],
-    start: Callable[[], Callable[[AnyState, Sequence[Any]], None]],
+    items: Sequence[Item],
+    start: Callable[[], Callable[[AnyState, Sequence[Item]], None]],
     args: argparse.Namespace,
     *,
     name: str,
     size: int = 1,
     unit: str = "sample",
 ) -> AnyState:
-    """The state after all of `items`, going on from what `file` has.
+    """The state after all of `items` are added, continuing from what `file` has.
 
     Args:
         state: a new one, which takes over what is saved.
-        start: loads the model; called only when there is something to measure. Returns what adds items to a state.
+        start: loads the model, only if there is something to measure; returns a function that adds items to a state.
         name: of the model, in messages and the progress bar.
-        size: items that are added at a time.
+        size: number of items that are added at a time.
+        unit: what messages call an item.
     """
     unreadable = vars(args).setdefault("unreadable", {})
     if file.is_file() and not args.fresh:
@@ -119,7 +122,7 @@ def resumed(
                 if time.monotonic() - saved_at > _SAVE_SECONDS:
                     _save(state, file, unreadable)
                     saved_at, saved_done = time.monotonic(), state.done
-        except BaseException:  # also Ctrl-C; what was added last may be there by half, `whole` is before it
+        except BaseException:  # also Ctrl-C; the last addition may be incomplete, `whole` is the state before it
             state = pickle.loads(whole)
             if state.done > saved_done:
                 _save(state, file, unreadable)
@@ -142,7 +145,7 @@ def _restored(state: AnyState, file: Path, unreadable: dict[str, str]) -> AnySta
 
 
 def _save(state: State, file: Path, unreadable: dict[str, str]) -> None:
-    # An interruption leaves the old or the new one.
+    # An interruption leaves the old file or the new one, never a part.
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.{os.getpid()}")
     content = {"done": state.done, "found": state.to_dict(), "unreadable": unreadable}

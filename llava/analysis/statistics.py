@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 RELATIVE_ERROR = 1e-3
 """Bound of the relative error of every quantile; count, min and max are exact, mean and std are fp64."""
@@ -72,9 +73,9 @@ class Stream:
         return math.sqrt(self.sum_squares / self.count) if self.count else math.nan
 
     def percentile(self, percent: float) -> float:
-        """The value below which `percent` of all values lie, between the two nearest as NumPy's; NaN if there are none.
+        """The value below which `percent` of all values lie, interpolated as NumPy does; NaN if there are none.
 
-        Each of the two is within `RELATIVE_ERROR`.
+        Each of the two values that it lies between is within `RELATIVE_ERROR`.
         """
         if not self.count:
             return math.nan
@@ -89,7 +90,7 @@ class Stream:
     def median(self) -> float:
         return self.percentile(50)
 
-    def histogram(self, edges: Any) -> np.ndarray:
+    def histogram(self, edges: ArrayLike) -> np.ndarray:
         """Counts between consecutive `edges`, as `numpy.histogram`; each value stands where its bucket's middle is."""
         values, counts = self._table()
         return np.histogram(np.clip(values, self.min, self.max), bins=edges, weights=counts)[0]
@@ -103,7 +104,7 @@ class Stream:
         return moments | {f"p{p}": self.percentile(p) for p in PERCENTILES}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as what JSON can hold; `from_dict` continues from it."""
+        """Everything, in a form that JSON can hold; `from_dict` continues from it."""
         return {
             "count": self.count,
             "mean": self.mean,
@@ -117,7 +118,7 @@ class Stream:
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "Stream":
-        """The stream that `to_dict` described."""
+        """The stream that `to_dict` was called on."""
         stream = cls()
         if state["count"]:
             stream.count, stream.mean, stream.sum_squares = state["count"], state["mean"], state["sum_squares"]

@@ -1,11 +1,10 @@
 """The paper's statements (sections 3 and B) checked numerically; exit status 1 if one is refuted.
 
-With `--model` also how far their assumptions hold in a real model.
+With `--model` it also measures how far their assumptions hold in a real model.
 """
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from llava.analysis import theory_formulas as formulas
 from llava.analysis import theory_spectrum as attention
 from llava.analysis.commands import Needs
 from llava.analysis.models import required_models
-from llava.analysis.output import figure, write_result
+from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.theory_checks import Check
 from llava.commands import whole
 from llava.presentation import COLOURS
@@ -94,7 +93,7 @@ def measure_models(args: argparse.Namespace) -> None:
     theory_model.draw(args, args.models, rows)
 
 
-def table_row(check: Check) -> dict[str, Any]:
+def table_row(check: Check) -> TableRow:
     return {
         "statement": check.statement,
         "equation": check.equation,

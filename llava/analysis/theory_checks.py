@@ -18,9 +18,9 @@ class Check(NamedTuple):
 
     Attributes:
         cases: comparisons made.
-        deviation, unit: the worst difference between statement and computation, and what it is measured in.
+        deviation, unit: the worst difference between statement and computation, and its unit.
         example: one comparison in words.
-        condition: what must hold beside what the paper says, with a counterexample; empty where nothing must.
+        condition: what must hold besides what the paper says, with a counterexample; empty where nothing must.
     """
 
     statement: str

@@ -1,10 +1,11 @@
 """The formulas of the paper's sections 3 and B, as functions of plain numbers and NumPy arrays. Angles are radians."""
 
 import numpy as np
-from numpy.typing import ArrayLike
+
+Numbers = float | np.ndarray
 
 
-def angular_velocity(norm: ArrayLike, update: ArrayLike, phi: ArrayLike) -> np.ndarray:
+def angular_velocity(norm: Numbers, update: Numbers, phi: Numbers) -> np.ndarray:
     """Angle by which an update turns a hidden state: `tan(w) = C sin(phi) / (|h| + C cos(phi))` (paper eq. 8, 13).
 
     Args:
@@ -18,12 +19,12 @@ def angular_velocity(norm: ArrayLike, update: ArrayLike, phi: ArrayLike) -> np.n
     return np.arctan2(update * np.sin(phi), norm + update * np.cos(phi))
 
 
-def norm_after(norm: ArrayLike, update: ArrayLike, phi: ArrayLike) -> np.ndarray:
+def norm_after(norm: Numbers, update: Numbers, phi: Numbers) -> np.ndarray:
     """|h + update|, by the law of cosines."""
     return np.sqrt(np.square(norm) + 2 * norm * update * np.cos(phi) + np.square(update))
 
 
-def retention(w_v: ArrayLike, w_t: ArrayLike) -> np.ndarray:
+def retention(w_v: Numbers, w_t: Numbers) -> np.ndarray:
     """`rho = cos(w_v) cos(w_t)`: what a layer leaves of the expected cosine of two tokens (paper eq. 16)."""
     return np.cos(w_v) * np.cos(w_t)
 
@@ -48,7 +49,7 @@ def angles_over_layers(
     return np.arccos(imbalanced), np.arccos(balanced)
 
 
-def damping(delta: ArrayLike) -> np.ndarray:
+def damping(delta: Numbers) -> np.ndarray:
     """`cos(delta)`: what a lag angle leaves of the cross-covariance's singular values (paper eq. 19)."""
     return np.cos(delta)
 

@@ -1,6 +1,6 @@
 """How far the assumptions of the paper's theory hold in a real model, layer by layer.
 
-Measured where the theory speaks of it: the update between what enters a layer and what leaves it. Attention sinks
+The update is measured as the theory defines it: between what enters a layer and what leaves it. Attention sinks
 (see `layer_statistics`) are counted and left out; the table also has the values with them.
 
 Shapes: N tokens of one modality, D LLM hidden size.
@@ -19,7 +19,7 @@ from llava.analysis import theory_formulas as formulas
 from llava.analysis.inputs import PicturePrompt, Samples
 from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel
-from llava.analysis.output import figure
+from llava.analysis.output import TableRow, figure
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
 from llava.analysis.probe import VISUAL as VISUAL_GROUP
 from llava.analysis.resume import resumed, state_file
@@ -84,11 +84,11 @@ class LayerTally:
             members[name] = inside & ~sinks
             self.sinks[name] += int((inside & sinks).sum())
             if not members[name].any():
-                raise ValueError(f"a sample has no {name} tokens beside sinks; the theory is about pairs of both")
+                raise ValueError(f"a sample has no {name} tokens besides sinks; the theory is about pairs of both")
         return members
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as what JSON can hold."""
+        """Everything, in a form that JSON can hold."""
         return {
             "streams": {name: _saved(streams) for name, streams in self.streams.items()},
             "pairs": _saved(self.pairs),
@@ -98,16 +98,16 @@ class LayerTally:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> "LayerTally":
-        """The tally that `to_dict` described."""
+        """The tally that `to_dict` was called on."""
         tally = cls()
         tally.streams = {name: _restored(streams) for name, streams in found["streams"].items()}
         tally.pairs, tally.sinks = _restored(found["pairs"]), found["sinks"]
         tally.turns = {name: torch.tensor(turns, dtype=torch.float64) for name, turns in found["turns"].items()}
         return tally
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, float]:
         """The layer's numbers; angles in degrees."""
-        row: dict[str, Any] = {}
+        row: dict[str, float] = {}
         for name in MODALITIES:
             streams = self.streams[name]
             row |= {f"{name} |h|": streams["norm"].mean, f"{name} C": streams["C"].mean}
@@ -164,7 +164,7 @@ class Tallies:
 
 
 def measure_assumptions(named: NamedModel, samples: Samples, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """`Tallies.rows` over all samples, going on from what `--output-dir` has."""
+    """`Tallies.rows` over all samples, continuing from what `--output-dir` has."""
 
     def start() -> Callable[[Tallies, Sequence[PicturePrompt]], None]:
         probe = loading.load_with_vision(named, args)
@@ -174,8 +174,8 @@ def measure_assumptions(named: NamedModel, samples: Samples, args: argparse.Name
     return resumed(Tallies(), file, samples, start, args, name=named.name).rows(named.name)
 
 
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each assumption's measure over one model's layers: median, mean, and the range of the middle 80 % of them.
+def summary(rows: list[dict[str, Any]]) -> list[TableRow]:
+    """Each assumption's measure over one model's layers: median, mean, and the range of the middle 80 % of the layers.
 
     Sinks are left out; the last column is the median with them.
     """

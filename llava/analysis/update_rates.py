@@ -1,4 +1,4 @@
-"""How fast visual and text tokens turn in every layer of the LLM, for several models or checkpoints beside each other.
+"""How fast visual and text tokens turn in every layer of the LLM, for several models or checkpoints side by side.
 
 Paper figures 2 to 5: cosine between the states before and after a layer (near 1: slow), size of a layer's update over
 the state's norm, and angle to the LLM's input. Visual features that a model adds between layers (DeepStack) are in no
@@ -6,18 +6,18 @@ layer's turn; the table of the layers has rows of their own for them.
 """
 
 import argparse
-from typing import Any
 
 import numpy as np
 
 from llava.analysis import curves
 from llava.analysis.commands import Needs
 from llava.analysis.layer_statistics import Measurement
+from llava.analysis.output import TableRow
 
 NEEDS = Needs()
 
 
-def cells(measurement: Measurement, group: int, part: tuple[bool, ...]) -> dict[str, Any]:
+def cells(measurement: Measurement, group: int, part: tuple[bool, ...]) -> TableRow:
     """Every value's mean over the layers of its mean and of its median; of the angle to the input, at the end."""
     row = {}
     for what in ("cosine", "update"):

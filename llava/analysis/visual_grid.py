@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from llava.analysis.probe import VISUAL, Batch
 from llava.anyres import CropRules, Picture, black_margins
 
 
 def picture_map(model: Any, batch: Batch, groups: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What makes a map over the picture [R, C] of its tokens' shares [V]; None where they have no known places.
+    """A function from the shares [V] of a picture's tokens to a map [R, C] over it; None if their places are unknown.
 
     Args:
         batch: of one sample.
@@ -39,7 +40,7 @@ def drawn_in_place(shares: torch.Tensor, picture: Picture, rules: CropRules) -> 
     side = rules.patches_per_side
     drawn = whole = shares[: side * side].view(side, side)
     parts = _parts(shares[side * side :], picture, rules) if picture.crops > 1 else None
-    if parts is not None and parts.numel():  # of a stripe no row may remain
+    if parts is not None and parts.numel():  # of a very narrow picture no row may remain
         spread = F.interpolate(whole[None, None], size=parts.shape, mode="area")[0, 0]
         drawn = parts + spread * (whole.sum() / spread.sum().clamp(min=torch.finfo(spread.dtype).tiny))
     return drawn / drawn.sum().clamp(min=torch.finfo(drawn.dtype).tiny)
@@ -58,7 +59,7 @@ def _parts(shares: torch.Tensor, picture: Picture, rules: CropRules) -> torch.Te
     return shares.reshape(rows, columns)[top : rows - top, left : columns - left]
 
 
-def visual_grid(model: Any, batch: Batch, groups: torch.Tensor) -> tuple[int, int] | None:
+def visual_grid(model: PreTrainedModel, batch: Batch, groups: torch.Tensor) -> tuple[int, int] | None:
     """Rows and columns of the visual tokens of one sample, in raster order; None where they form no single grid.
 
     From the patch grid that the processor wrote (the Qwen-VL and GLM families), else a square where the tokens are one

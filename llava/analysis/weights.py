@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 from llava.model.lora import NON_LORA_FILE
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 
-# A whole model is in the first of these that exists; stage 1 and LoRA runs write the projector to one of the others.
+# A whole model is in the first of MODEL_FILES that exists; stage 1 and LoRA write the projector to PROJECTOR_FILES.
 MODEL_FILES = ("model.safetensors", "pytorch_model.bin")
 PROJECTOR_FILES = (ADAPTER_FILE, NON_LORA_FILE)
 EMBEDDING_NAMES = (

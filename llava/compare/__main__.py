@@ -15,7 +15,7 @@ from llava.provenance import IS_CHECKOUT, NEEDS_CHECKOUT
 
 _CHECKS = (
     ("check", "refuse runs that differ in more than the arm"),
-    ("present", "refuse other code or packages than the finished runs had"),
+    ("present", "refuse to go on with other code or packages than the finished runs had"),
     ("report", "check, and write the page"),
 )
 
@@ -35,14 +35,14 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("--output-dir", type=Path, required=True, help="folder with seed-<seed>/<arm>/<stage>")
         command.add_argument(
-            "--arms", type=lambda text: text.split(","), required=True, help="joined by commas; first: none"
+            "--arms", type=lambda text: text.split(","), required=True, help="joined by commas, none first"
         )
         command.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",") if s], required=True)
         if name == "check":
             command.add_argument(
-                "--stage", choices=STAGES, required=True, help="runs that have finished it are compared"
+                "--stage", choices=STAGES, required=True, help="the runs that have finished this stage are compared"
             )
-    summary = "one training stage, skipped when it is finished, and watched"
+    summary = "run and watch one training stage; a finished one is skipped"
     command = commands.add_parser("stage", help=summary, description=summary)
     command.add_argument("stage", choices=STAGES)
     command.add_argument("folder", type=Path)
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; 0, 2 for what cannot be compared or a step that failed, 130 after Ctrl-C."""
+    """Runs the command; returns 0, 2 if it refuses something or a step failed, and 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     if args.command in ("run", "study", "stage") and not IS_CHECKOUT:
         print(f"error: {args.command}: {NEEDS_CHECKOUT}", file=sys.stderr)

@@ -34,7 +34,7 @@ def parse_arm(name: str) -> Arm:
     """The arm called `name`.
 
     Raises:
-        ValueError: no such norm, or an initial norm that is none or that the baseline cannot have.
+        ValueError: there is no such norm, its initial norm is malformed, or the baseline is given one.
     """
     norm, at, init = name.removesuffix(FIXED).partition("@")
     learnable = not name.endswith(FIXED)
@@ -55,7 +55,7 @@ def parse_arms(text: str) -> list[str]:
     """The names of arms, joined by commas: the baseline first, at least one more, none twice.
 
     Raises:
-        ValueError: they are not; or see `parse_arm`.
+        ValueError: they are not so; or see `parse_arm`.
     """
     names = text.split(",")
     found = [parse_arm(name) for name in names]

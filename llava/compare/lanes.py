@@ -1,4 +1,4 @@
-"""Lanes of steps: those of a lane run one after the other, several lanes side by side, each step with its own log."""
+"""Lanes of steps: the steps of one lane run in order, lanes run side by side, and each step has its own log."""
 
 import math
 import os
@@ -26,8 +26,8 @@ class Step:
     """A command whose output goes to `log`.
 
     Attributes:
-        settings: variables that it gets beside those that are set.
-        is_done: whether there is nothing left to do.
+        settings: environment variables that it gets besides those that are set.
+        is_done: tells whether there is nothing left to do.
     """
 
     title: str
@@ -37,14 +37,14 @@ class Step:
     is_done: Callable[[], bool] = lambda: False
 
     def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> subprocess.Popen:
-        """Starts it with the variables of its lane's place."""
+        """Starts the command with the variables of its lane's place."""
         return start_logged(self.command, self.log, {**self.settings, **place}, keep_open)
 
     def succeeded(self) -> None:
         """Called when the command has ended with status 0."""
 
     def progress(self) -> str:
-        """Where it stands, in words: the last line that it printed, of a progress bar its numbers."""
+        """How far it has come, in words: the last line that it printed; of a progress bar the numbers alone."""
         (line,) = last_lines(self.log, 1)
         return re.sub(r"\|[^|]*\|", "", line).strip()[:100] or "starting"
 
@@ -54,8 +54,8 @@ class StageStep(Step):
     """One training stage of an arm.
 
     Attributes:
-        steps: that it will take, 0 where its length is given in epochs.
-        batch: samples of a step.
+        steps: number of optimizer steps; 0 where its length is given in epochs.
+        batch: samples in a step.
     """
 
     stage: str = ""
@@ -107,10 +107,10 @@ def run_lanes(
 
     Args:
         keep_open: file descriptors that the commands inherit, such as a lock's.
-        places: variables that tell the lanes that run at a time apart, such as each one's GPU; `width` of them.
+        places: for each of the `width` lanes that run at a time, variables that set it apart, such as its GPU.
 
     Raises:
-        StepError: a step failed; what else ran was asked to save and stop.
+        StepError: a step failed; the other running steps were asked to save and stop.
     """
     waiting = [Lane(name, list(steps)) for name, steps in lanes.items()]
     active: list[Lane] = []
@@ -137,7 +137,7 @@ def run_lanes(
 
 
 def _advance(lane: Lane, times: dict[str, float], keep_open: Sequence[int]) -> bool:
-    """Starts the lane's next step when none runs; False when the lane is through."""
+    """Starts the lane's next step if none runs; returns False when the lane has finished."""
     if lane.process is not None:
         code = lane.process.poll()
         if code is None:

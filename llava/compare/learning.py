@@ -1,8 +1,8 @@
 """Accuracy over training: how many samples an arm needs to reach a given accuracy, with an interval.
 
 The trainer asks held-out questions every so many steps (`--eval_generate`) and logs the share of right answers. An
-arm's curve is the mean over its seeds; it has reached an accuracy where it first gets there, between two points by a
-straight line. The interval draws seeds with replacement, and the right answers at each point from a binomial.
+arm's curve is the mean over its seeds, with straight lines between the points; it reaches an accuracy where it first
+gets there. The interval draws seeds with replacement, and the right answers at each point from a binomial.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,20 @@ import numpy as np
 from llava.intervals import CONFIDENCE
 
 LEVELS = (0.5, 0.8)
-"""Shares of the way from chance to the baseline's last accuracy; the accuracies for which samples are counted."""
+"""Accuracies for which samples are counted, as shares of the way from chance to the baseline's last accuracy."""
 RESAMPLES = 2000
 
 
 def samples_to_reach(
     accuracy: float, samples: Sequence[float], shares: np.ndarray, questions: int, seed: int = 0
 ) -> tuple[float | None, float | None, float | None]:
-    """Samples that the mean curve needs to reach `accuracy`, and the ends of the interval; None: more than were seen.
+    """Samples that the mean curve needs to reach `accuracy`, and the ends of the interval; None stands for more
+    than were seen.
 
     Args:
-        samples: seen at each point [K], the first one 0.
-        shares: of right answers [S, K].
-        questions: that each share is of.
+        samples: number of samples seen at each point [K], the first one 0.
+        shares: share of right answers of each seed at each point [S, K].
+        questions: number of questions that each share is taken over.
     """
     rng = np.random.default_rng(seed)
     shares = np.asarray(shares)
@@ -36,7 +37,7 @@ def samples_to_reach(
 
 
 def first_reached(accuracy: float, samples: Sequence[float], curves: np.ndarray) -> np.ndarray:
-    """Where each curve [B, K] over `samples` [K] first is at `accuracy` [B]; infinity where it never is."""
+    """The samples [B] at which each curve [B, K] over `samples` [K] first has `accuracy`; infinity if it never has."""
     samples, rows = np.asarray(samples, dtype=float), np.arange(len(curves))
     above = curves >= accuracy
     at = above.argmax(axis=1)

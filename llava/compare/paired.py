@@ -6,8 +6,9 @@ training run. The bootstrap draws both, B times:
 
     D* = sum_i w*_i mean_s d[s, i] + sqrt(S / (S - 1)) * sum_s (v*_s - 1/S) mean_i d[s, i]
 
-with w* the shares of N questions drawn with replacement and v* those of S seeds. The root undoes that S drawn seeds
-vary by (S - 1) / S of what seeds do, which for two seeds is half. With one seed the second term is left out.
+with w* the shares of N questions drawn with replacement and v* those of S seeds. S drawn seeds vary by
+only (S - 1) / S of what seeds vary by, which for two seeds is half; the root corrects this. With one seed the second
+term is left out.
 
 To each set of questions one that is won and one that is lost by the full score is added (Bonett and Price, 2012).
 Without them four questions won and none lost of 400 would be an interval above zero, while a sign test gives p = 0.125.
@@ -29,7 +30,7 @@ from llava.intervals import CONFIDENCE
 RESAMPLES = 10_000
 RESAMPLES_OF_ARMS = 40_000  # their intervals end further out
 MEAN = "mean"
-"""The name of what is found over all benchmarks."""
+"""The name of the result over all benchmarks."""
 IMPROVED, UNCHANGED, WORSE = "improved", "unchanged", "worse"
 
 
@@ -70,11 +71,11 @@ def compare_benchmarks(
     """One result for every benchmark, and one for their mean.
 
     Args:
-        differences: of every benchmark, arm minus baseline [S, N], each from -1 to 1; seeds in the same order.
-        strata: of every benchmark the kind of each question [N] where the score is the mean over kinds, else None.
-        seed: of the resampling.
-        confidence: of the intervals of single benchmarks, and of their mean.
-        pool: of every benchmark, what seeds are drawn from [P] in place of this arm's own.
+        differences: for every benchmark, arm minus baseline [S, N], each from -1 to 1; seeds in the same order.
+        strata: for every benchmark, the kind of each question [N] where the score is the mean over kinds, else None.
+        seed: seed of the resampling.
+        confidence: that of the intervals of single benchmarks, and that of the interval of their mean.
+        pool: for every benchmark, the values [P] that seeds are drawn from in place of this arm's own.
     """
     rng = np.random.default_rng(seed)
     num_seeds = differences[0].shape[0]
@@ -101,7 +102,7 @@ def compare_arms(
     """What `compare_benchmarks` gives, for every arm of a study: corrected for their number, seeds pooled.
 
     Args:
-        differences: of every arm, of every benchmark, arm minus baseline [S, N].
+        differences: for every arm and every benchmark, arm minus baseline [S, N].
         strata: see `compare_benchmarks`.
     """
     pool = []
@@ -119,7 +120,7 @@ def compare_arms(
 
 
 def confidence_of(verdicts: int) -> float:
-    """Confidence of each of this many intervals for all together to have `CONFIDENCE` (Bonferroni)."""
+    """The confidence that each of this many intervals needs so that all together have `CONFIDENCE` (Bonferroni)."""
     return 1 - (1 - CONFIDENCE) / verdicts
 
 
@@ -129,9 +130,9 @@ def members_of(d: np.ndarray, kinds: np.ndarray | None) -> list[np.ndarray]:
 
 
 def resampled_mean(values: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:
-    """Means [B] of as many values drawn with replacement from `values` [N] and the two added ones.
+    """Means [B] of N + 2 values drawn with replacement from `values` [N] and the two added ones.
 
-    Drawing how often each distinct value comes is the same as drawing the values, and much faster.
+    Drawing how often each distinct value occurs is the same as drawing the values, and much faster.
     """
     distinct, counts = np.unique(np.append(values, (1.0, -1.0)), return_counts=True)
     total = int(counts.sum())
@@ -139,7 +140,7 @@ def resampled_mean(values: np.ndarray, rng: np.random.Generator, resamples: int)
 
 
 def seed_part(values: np.ndarray, shares: np.ndarray, num_seeds: int) -> np.ndarray:
-    """What drawing seeds adds [B], from the differences [P] that they are drawn from and the drawn shares [B, P]."""
+    """What drawing seeds adds to D* [B], from the values [P] that seeds are drawn from and the drawn shares [B, P]."""
     if num_seeds == 1:
         return np.zeros(len(shares))
     return math.sqrt(num_seeds / (num_seeds - 1)) * (shares - 1 / len(values)) @ values
@@ -154,7 +155,7 @@ def _difference(by_seed: np.ndarray, drawn: np.ndarray, won: int, lost: int, con
 
 
 def sign_test(won: int, lost: int) -> float:
-    """Probability of a split at least as uneven if each of the `won + lost` were decided by a fair coin, exactly."""
+    """Exact probability of a split at least as uneven if a fair coin decided each of the `won + lost` questions."""
     total, fewer = won + lost, min(won, lost)
     term = tail = 1
     for k in range(fewer):

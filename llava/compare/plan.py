@@ -6,8 +6,8 @@ gets an interval above zero with probability `POWER`.
 
 Two trained models are taken to answer a question independently of each other, each right with the pilot's share p: one
 question of one seed then varies by v = 2 p (1 - p). Real models err on the same hard questions, so v is an upper bound.
-A pilot is short and its share will grow, so below a half a half is taken. Beyond their answers, training runs are taken
-to vary by `SEED_DEVIATION`. With N questions, S seeds and T tasks:
+A pilot is short and its share will grow, so a share below one half counts as one half. Beyond their answers, training
+runs are taken to vary by `SEED_DEVIATION`. With N questions, S seeds and T tasks:
 
     D varies by       Q + 2 SEED_DEVIATION^2 / S,      Q = sum over tasks of v / (S N) / T^2
     the interval by   Q' + Q + 2 SEED_DEVIATION^2 / S,  Q' as Q with the two questions that the interval adds
@@ -29,7 +29,7 @@ POWER = 0.8
 SEED_DEVIATION = 0.02
 FEWEST_SEEDS, MOST_SEEDS = 3, 8
 FEWEST_STEPS = 8
-FOR_MEASURING = 0.25  # of the hours: pilot, measurements and page
+FOR_MEASURING = 0.25  # share of the hours for pilot, measurements and page
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Pilot:
 
     Attributes:
         overhead: seconds of a run that do not grow with its steps: starting, saving, answering.
-        per_step: seconds of an optimizer step of each stage.
-        right: share of right answers to each task.
+        per_step: seconds of an optimizer step in each stage.
+        right: share of right answers in each task.
         questions: number of questions of each task.
     """
 
@@ -54,12 +54,13 @@ class Plan:
     """What a study does.
 
     Attributes:
-        arms, seeds: every arm is trained with every seed; the baseline first.
-        steps: of each stage.
-        questions: of every kind that are asked at most; 0: all.
-        hours: that were given; None: the steps and seeds were.
-        predicted_hours: that training and answering take by the pilot.
-        smallest: `smallest[task or mean]`, points that would be shown with probability `POWER`; without a pilot empty.
+        arms, seeds: every arm is trained with every seed; the baseline is the first arm.
+        steps: optimizer steps of each stage.
+        questions: how many held-out questions are asked; 0: all.
+        hours: those of `--hours`; None if it was not given, and steps and seeds were not planned.
+        predicted_hours: how long training and answering take, judged by the pilot.
+        smallest: `smallest[task or mean]`, the difference in points that would be shown with probability `POWER`; None
+            without a pilot.
     """
 
     preset: str
@@ -119,9 +120,9 @@ def fitting(
     """Steps of each stage and number of seeds that fit into the hours: the recipe's steps first, then seeds.
 
     Args:
-        full_steps: of each stage, the recipe's.
-        at_once: runs that train side by side.
-        seeds: how many, where they were given; else `FEWEST_SEEDS` to `MOST_SEEDS`.
+        full_steps: the recipe's steps of each stage.
+        at_once: number of runs that train side by side.
+        seeds: number of seeds, if they were given; else `FEWEST_SEEDS` to `MOST_SEEDS`.
 
     Raises:
         ValueError: not even the fewest steps with the fewest seeds fit.
@@ -143,7 +144,7 @@ def fitting(
 
 
 def predicted_hours(pilot: Pilot, steps: Mapping[str, int], runs: int, at_once: int) -> float:
-    """What training and answering of so many runs take."""
+    """Hours that training and answering take for this many runs, `at_once` of them side by side."""
     one = pilot.overhead + sum(count * pilot.per_step[stage] for stage, count in steps.items())
     return math.ceil(runs / at_once) * one / 3600
 
@@ -151,12 +152,12 @@ def predicted_hours(pilot: Pilot, steps: Mapping[str, int], runs: int, at_once: 
 def smallest_differences(
     right: Mapping[str, float], questions: Mapping[str, int], arms: int, seeds: int
 ) -> dict[str, float]:
-    """The points that each task, and the mean over all, would show with probability `POWER`.
+    """The difference in points that would be shown with probability `POWER`, for each task and for the mean over all.
 
     Args:
-        right: share of right answers to each task.
-        questions: of each task.
-        arms: that are compared with the baseline.
+        right: share of right answers in each task.
+        questions: number of questions of each task.
+        arms: number of arms that are compared with the baseline.
     """
     tasks = len(right)
     single = {task: _variances(right[task], questions[task], seeds) for task in right}
@@ -167,7 +168,7 @@ def smallest_differences(
 
 
 def _variances(right: float, questions: int, seeds: int) -> tuple[float, float]:
-    # Of a task's difference, by its answers alone: as it is, and as the interval takes it, with two questions more.
+    # Variances of a task's difference by its answers alone: its own, and the interval's, with two questions more.
     share = max(0.5, (right * questions + 1) / (questions + 2))  # no pilot is so good that nothing varies
     of_question = 2 * share * (1 - share) / seeds
     return of_question / questions, (of_question * questions + 2) / (questions + 2) ** 2
@@ -180,5 +181,5 @@ def _smallest(varies: float, drawn: float, of_runs: float, verdicts: int) -> flo
 
 
 def points_in_words(points: float) -> str:
-    """A smallest difference to be read; none of more than 100 points can be."""
+    """A smallest difference as text; `none` above 100 points, since no difference is that large."""
     return f"{points:.1f}" if points <= 100 else "none"

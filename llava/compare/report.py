@@ -75,7 +75,7 @@ def shown(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def markdown_text(value: Any) -> str:
+def markdown_text(value: object) -> str:
     """`value` so that Markdown shows it as it is, inside a table too."""
     if isinstance(value, Markup):  # a table that is escaped already
         return value
@@ -84,7 +84,7 @@ def markdown_text(value: Any) -> str:
 
 
 def render(template: str, **context: Any) -> str:
-    """A template of `llava/compare/templates`, escaped for what it writes."""
+    """Renders a template of `llava/compare/templates`, with the escaping that its format, HTML or Markdown, needs."""
     html = template.endswith(".html.jinja")
     environment = Environment(
         loader=PackageLoader("llava.compare"),
@@ -98,5 +98,5 @@ def render(template: str, **context: Any) -> str:
 
 
 def script_hash(script: str) -> str:
-    """What the page's security policy calls its one script, so that nothing else runs."""
+    """The hash by which the page's security policy allows its one script and no other."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

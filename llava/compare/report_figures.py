@@ -4,7 +4,7 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,8 +12,11 @@ from llava.compare.paired import Difference
 from llava.compare.runs import STAGES, Run
 from llava.presentation import COLOURS, STYLE, import_pyplot
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MAX_POINTS = 300  # of a curve; more are averaged in blocks
-MAX_SVG = 400_000  # bytes; a larger drawing is taken as PNG
+MAX_SVG = 400_000  # bytes; of a larger drawing the PNG is shown
 CURVES = {
     "loss": ("Loss", False),
     "norm/llm_input": ("Norm of visual tokens at the LLM's input", True),
@@ -48,7 +51,7 @@ def data_uri(content: bytes, kind: str) -> str:
     return f"data:image/{kind};base64," + base64.b64encode(content).decode()
 
 
-def _as_uri(figure: Any) -> str:
+def _as_uri(figure: "Figure") -> str:
     stream = io.BytesIO()
     figure.savefig(stream, format="svg", metadata={"Date": None})
     return data_uri(stream.getvalue(), "svg+xml")

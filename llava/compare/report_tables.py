@@ -30,8 +30,8 @@ class Statistics:
     """Scores, and every arm's differences from the baseline.
 
     Args:
-        tasks_of: what a run was asked, and its scores.
-        compare: gives results for every arm, from each arm's differences and the tasks' strata.
+        tasks_of: gives a run's tasks with their scores.
+        compare: gives every arm's results, from all arms' differences and the tasks' strata.
 
     Attributes:
         tasks: benchmarks that all runs have, in the paper's order.
@@ -83,7 +83,7 @@ class Statistics:
         return scores
 
     def _check(self, arm: str, task: str, scores: np.ndarray) -> None:
-        """Intervals are about samples, so their scores must be the score that the table shows."""
+        """Raises ValueError unless the samples, which the intervals are about, give the score that the table shows."""
         kinds = self.strata(task)
         groups = [scores] if kinds is None else [scores[:, kinds == kind] for kind in np.unique(kinds)]
         means = 100 * np.mean([group.mean(axis=1) for group in groups], axis=0)

@@ -89,11 +89,11 @@ class Comparison:
         return own | parse_arm(arm).settings | {"PRETRAIN_ADAPTER": str(adapter)} | self.data_settings(stage)
 
     def data_settings(self, stage: str) -> dict[str, str]:
-        """Those that say what is trained on, where it is not the preset's."""
+        """Variables that name the training data, where it is not the preset's."""
         return {"DATA_PATH": f"playground/data/mixed/{stage}.json"} if self.demo else {}
 
     def train(self, stage: str, seed: int, arm: str) -> None:
-        """One stage of one run; refuses it beside finished runs that it could not be compared with."""
+        """Trains one stage of one run; refuses if finished runs could not be compared with it."""
         folder = self.run(seed, arm).folder(stage)
         settings = self.settings(stage, seed, arm)
         if not (folder / DONE).is_file():
@@ -102,9 +102,9 @@ class Comparison:
         self.check("check", "--stage", stage)
 
     def evaluate(self, seed: int, arm: str) -> None:
-        """Answers to every task, and their scores; finished tasks are kept."""
+        """Asks one run the questions of every task and scores the answers; finished tasks are kept."""
         run = self.run(seed, arm)
-        # So small a model may have nothing to say about a photo; two small tasks start faster together.
+        # A model this small may have nothing to say about a photo; two small tasks start faster together.
         default = "--allow-empty --together --batch-size 8" if self.demo else ""
         flags = shlex.split(os.environ.get("EVALUATE_FLAGS") or default)
         tasks = ["--tasks", self.tasks] if self.tasks else []
@@ -112,7 +112,7 @@ class Comparison:
         self.call("bash", "scripts/evaluate.sh", checkpoint, *tasks, "--output-dir", output, *flags)
 
     def analyze(self, command: str, stage: str = STAGES[-1], place: str = "analysis") -> None:
-        """One measurement of the first seed's arms after a stage, unless it is newer than all of them."""
+        """Runs one measurement of the first seed's models of a stage, unless its result is newer than these models."""
         folders = [self.run(self.seeds[0], arm).folder(stage).resolve() for arm in self.arms]
         models = [f"{arm}={folder}" for arm, folder in zip(self.arms, folders, strict=True)]
         done = self.folder / place / f"{command}.done"
@@ -125,7 +125,7 @@ class Comparison:
         done.write_text(" ".join(models))
 
     def train_upstream(self) -> None:
-        """The baseline by upstream LLaVA on models and data of its own, since it cannot load the presets'."""
+        """Trains the baseline with upstream LLaVA, on models and data of its own, since it cannot load the presets'."""
         done = self.folder / "upstream" / DONE
         if done.is_file():
             print(f"{done.parent} is complete, skipped")
@@ -139,7 +139,7 @@ class Comparison:
         done.touch()
 
     def prepared(self) -> list[str]:
-        """The playground's inputs that the preset, and the analysis without data of the caller's, need."""
+        """The playground's inputs that the preset needs, and the analysis if the caller gives no data for it."""
         if self.demo:
             return ["smollm2", "scenes", "stamps", "tower", "mixed", "heldout"]
         return [] if os.environ.get("DATA") else ["scenes"]

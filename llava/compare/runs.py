@@ -17,7 +17,7 @@ from llava.eval.results import LLAVA_COMMIT, Results, read_results
 from llava.provenance import DONE, RUN_FILE, differences, read_starts, revision, software
 
 ABSENT = "(absent)"  # stands for the value of a field that a run does not have
-# Beginnings of the names of fields in which runs may differ, and nothing else.
+# Runs may differ in the fields whose names begin so, and in nothing else.
 ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")
 SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")
 # Stage 2 starts from stage 1 of its own arm, which `check_arm` demands.
@@ -53,7 +53,7 @@ class Run:
     def configuration(self, stage: str) -> dict[str, Any]:
         """Everything that must be equal, by dotted name: what the run recorded, its config.json, the steps it took.
 
-        The commit need not be: `code.digest` is of the files that training runs.
+        The commit need not be equal: `code.digest` covers the files that training runs.
 
         Raises:
             ValueError: the run was continued with another configuration than it was started with.
@@ -76,7 +76,7 @@ class Run:
         return read_results(self.folder("eval"))
 
     def evaluations(self, stage: str) -> list[dict[str, float]]:
-        """What the stage logged of each evaluation on held-out records."""
+        """The lines that the stage logged about its evaluations on held-out records."""
         lines = map(json.loads, (self.folder(stage) / LOG_FILE).read_text().splitlines())
         return [line for line in lines if "eval/loss" in line]
 
@@ -84,7 +84,7 @@ class Run:
 TRAIN_AGAIN = "Runs may differ in the arm alone. Remove {} and run the comparison again."
 
 
-def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     """The leaves of nested mappings with their dotted names."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
@@ -93,7 +93,7 @@ def flattened(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def listed(changed: Mapping[str, tuple[Any, Any]], names: tuple[str, str]) -> str:
+def listed(changed: Mapping[str, tuple[object, object]], names: tuple[str, str]) -> str:
     """Fields and both values, a line each."""
     return "".join(f"\n  {field}: {a!r} ({names[0]}), {b!r} ({names[1]})" for field, (a, b) in sorted(changed.items()))
 
@@ -141,7 +141,7 @@ def check_present(runs: Sequence[Run]) -> None:
 
 
 def check_arm(run: Run, stage: str) -> None:
-    """Raises ValueError unless the run is what its folder says, and its stage 2 goes on from its own stage 1."""
+    """Raises ValueError unless the run is what its folder's name says, and its stage 2 starts from its own stage 1."""
     found = run.configuration(stage)
     arm = parse_arm(run.arm)
     wanted = {"training.seed": run.seed, "model.mm_projector_norm": arm.norm}
@@ -152,12 +152,12 @@ def check_arm(run: Run, stage: str) -> None:
     changed = {name: (value, found.get(name)) for name, value in wanted.items() if found.get(name) != value}
     if changed:
         raise ValueError(
-            f"{run.folder(stage)}: not the run that its place says{listed(changed, ('expected', 'found'))}"
+            f"{run.folder(stage)}: not the run that the folder's name says{listed(changed, ('expected', 'found'))}"
         )
 
 
 def check_results(runs: Sequence[Run], results_of: Callable[[Run], Results] = lambda run: run.results) -> None:
-    """Raises ValueError unless all runs were asked the same questions in the same way, and by their present weights."""
+    """Raises ValueError unless all runs were asked the same questions in the same way, with their present weights."""
     first = results_of(runs[0])
     for run in runs:
         found = results_of(run)
@@ -165,7 +165,7 @@ def check_results(runs: Sequence[Run], results_of: Callable[[Run], Results] = la
         if found.fingerprint != now:
             raise ValueError(
                 f"{run.name}, evaluation: of other weights ({found.fingerprint}) than {run.folder('finetune')} "
-                f"has ({now}); evaluate again"
+                f"has now ({now}); evaluate again"
             )
         changed = differences(asked(first), asked(found), ABSENT)
         if changed:
@@ -179,7 +179,7 @@ def check_results(runs: Sequence[Run], results_of: Callable[[Run], Results] = la
                 )
 
 
-def asked(results: Results) -> dict[str, Any]:
+def asked(results: Results) -> dict[str, object]:
     """What decides the questions and how answers are counted, by dotted name."""
     tasks = {name: {"data": task.data, "metric": task.metric} for name, task in results.tasks.items()}
     versions = {name: version for name, version in results.versions.items() if name != LLAVA_COMMIT}

@@ -84,7 +84,7 @@ def start_logged(
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The end of what a command printed, of a bar that was drawn again and again its last state."""
+    """The last lines that a command printed; of a progress bar that was redrawn, its last state."""
     lines = log.read_bytes().decode(errors="replace").rstrip().split("\n")
     return [next((state for state in reversed(line.split("\r")) if state.strip()), "") for line in lines][-count:]
 
@@ -109,7 +109,7 @@ def _watch(process: subprocess.Popen, folder: Path) -> int:
 
 
 def last_step(folder: Path) -> dict | None:
-    """The newest line about an optimizer step, or None; a line that is still being written counts as none."""
+    """The newest line about an optimizer step, or None; a line that is still being written is left out."""
     log = folder / LOG_FILE
     try:
         with log.open("rb") as file:
@@ -128,7 +128,9 @@ def end(processes: Sequence[subprocess.Popen]) -> None:
     running = [process for process in processes if process.poll() is None]
     if not running:
         return
-    print("stopping: what runs ends first; once more ends it at once", file=sys.stderr, flush=True)
+    print(
+        "stopping: waiting for the running steps to end; a second Ctrl-C ends them at once", file=sys.stderr, flush=True
+    )
     try:
         for process in running:
             process.terminate()
@@ -151,7 +153,7 @@ def _kill(process: subprocess.Popen) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Holds the folder's lock. A training that outlives this process keeps it: two would write into one folder.
+    """Holds the folder's lock. A training that outlives this process keeps it, so that no second one writes there.
 
     Raises:
         ValueError: another call, or a training that it left, still holds it.

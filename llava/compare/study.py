@@ -6,8 +6,8 @@
     measured   `llava.analysis` after each stage, on the first seed's models
     page       study.json, study.html, study.md (`llava.compare.study_record`, `study_page`)
 
-`|` stands for side by side: one run per GPU for the demo, on a CPU as many as cores and memory allow. A step is done by
-the comparison's own means, and the runs are checked as those of a comparison are. Every step keeps what it finished.
+`|` stands for side by side: one run per GPU for the demo, on a CPU as many as cores and memory allow. Steps and
+checks are those of a comparison (`llava.compare.run`). Every step keeps what it finished.
 """
 
 import argparse
@@ -15,12 +15,12 @@ import json
 import math
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from llava.compare.arms import parse_arms, parse_seeds
 from llava.compare.lanes import StageStep, Step, run_lanes, runs_at_once
@@ -54,9 +54,9 @@ ARMS = (
 )
 QUICK_ARMS = "none,scale-fixed,gwc_layernorm,gwc_layernorm@4x"
 PRESETS = {DEMO: (DEMO, "probes"), "stamps": (DEMO, "stamps")}
-"""Recipe and pictures of a study that is not called after its recipe; the others ask about the pictures of `demo`."""
+"""Recipe and pictures of presets that are not named after their recipe; others ask about the pictures of `demo`."""
 EVALUATIONS = 6  # during stage 2, besides the one before it
-ASKED = "asked.json"  # what is asked then: the first held-out questions, whose kinds take turns
+ASKED = "asked.json"  # the questions asked then: the first held-out ones, whose kinds take turns
 ASKED_IN_TRAINING, ASKED_IN_QUICK_TRAINING = 64, 24
 QUICK_QUESTIONS = 54  # six of every kind of `probes`
 QUESTIONS_UNDER_CONTROLS = 144  # these answers fall to chance: a few of every kind and seed show it
@@ -81,8 +81,8 @@ class Study(Comparison):
         plan: see `Plan`.
         quick: few questions in training and few samples measured.
         measures_start: keeps the first seed's models as they are before training.
-        beside: how many runs share the cores, where it is more than stand side by side here: a pilot's alone does not
-            train faster than the study's will.
+        beside: how many runs share the cores, if more than run side by side here: a pilot's run, though alone, must
+            not train faster than the study's will.
     """
 
     data: str = ""
@@ -191,7 +191,7 @@ class Study(Comparison):
         self.step("page", self.page)
 
     def page(self) -> None:
-        """study.json, and what is written from it."""
+        """Writes study.json, and the page from it."""
         found = record(self.runs, self.plan, self.folder, not self.demo)
         print(f"written: {write_record(found, self.folder)}")
         for path in write_page(found, self.folder):
@@ -200,7 +200,7 @@ class Study(Comparison):
     # --- the plan -----------------------------------------------------------------------------------------------------
 
     def full_steps(self) -> dict[str, int]:
-        """Of each stage, the recipe's; -1 where it counts epochs."""
+        """The recipe's steps of each stage; -1 where it counts epochs."""
         environment = {name: value for name, value in os.environ.items() if name.isupper()}
         found = {}
         for stage in STAGES:
@@ -211,7 +211,7 @@ class Study(Comparison):
         return found
 
     def planned(self, hours: float | None, seeds: Sequence[int] | None) -> Plan:
-        """The plan for these hours, by a pilot; without hours the recipe's steps and the given seeds, or the fewest."""
+        """The plan for these hours, made by a pilot; without hours the recipe's steps and the given or fewest seeds."""
         full = self.full_steps()
         questions = QUICK_QUESTIONS if self.quick else 0
         given = seeds or (parse_seeds(str(QUICK_SEEDS)) if self.quick else None)
@@ -262,7 +262,7 @@ PILOT_STEPS = 20  # of a recipe that counts epochs
 
 @dataclass
 class StudyStage(StageStep):
-    """A training stage that is refused beside runs it could not be compared with, and notes how long it took."""
+    """A training stage that refuses to start if other runs could not be compared with it; notes how long it took."""
 
     study: Study | None = None
     began: float = 0.0
@@ -281,7 +281,7 @@ class StudyStage(StageStep):
             study=study,
         )
 
-    def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> Any:
+    def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> subprocess.Popen:
         check_present(self.study.runs)
         self.began = time.monotonic()
         return super().start(keep_open, place)
@@ -293,7 +293,7 @@ class StudyStage(StageStep):
 
 
 def is_answered(run: Run) -> bool:
-    """Whether there are answers under every control, given after the last training."""
+    """Whether the run has answers under every control that are newer than its training."""
     trained, files = run.folder("finetune") / DONE, [run.folder("heldout") / c / RESULTS_FILE for c in CONTROLS]
     there = trained.is_file() and all(file.is_file() for file in files)
     return there and min(file.stat().st_mtime for file in files) >= trained.stat().st_mtime
@@ -332,8 +332,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", help="how many (42, 43, ...), or which, as in 1,2 (default: 3, or what fits); can be added later"
     )
-    parser.add_argument("--hours", type=float, help="plan steps and seeds so that it takes about so long")
-    parser.add_argument("--quick", action="store_true", help="every part with few steps, questions and arms")
+    parser.add_argument("--hours", type=float, help="plan steps and seeds so that the study takes about this long")
+    parser.add_argument("--quick", action="store_true", help="run every part, with few steps, questions and arms")
     parser.add_argument(
         "--so-far", action="store_true", help="train nothing: write the page of the seeds that are finished"
     )
@@ -344,7 +344,7 @@ def run(args: argparse.Namespace) -> None:
     """The command `study`.
 
     Raises:
-        ValueError: wrong flags, other ones than the folder's plan, or the folder is in use.
+        ValueError: wrong flags, flags that contradict the folder's plan, or the folder is in use.
         StepError: a step failed.
     """
     if args.hours is not None and not 0 < args.hours < math.inf:
@@ -403,12 +403,14 @@ def going_on(folder: Path, args: argparse.Namespace, arms: list[str], seeds: lis
     check_same(kept, wanted | ({"arms": arms} if args.arms else {}), folder)
     if args.quick != bool(kept.questions):
         said = "with" if kept.questions else "without"
-        raise ValueError(f"{folder / PLAN_FILE} was made {said} --quick; take another --output-dir, or go on {said}")
+        raise ValueError(
+            f"{folder / PLAN_FILE} was made {said} --quick; take another --output-dir, or run it {said} --quick"
+        )
     return kept
 
 
 def so_far(study: Study) -> None:
-    """Writes the page of the seeds of which every arm is trained and answered; may be called while others train.
+    """Writes the page of the seeds for which every arm is trained and answered; other seeds may still be training.
 
     Raises:
         ValueError: there is no such seed.
@@ -422,7 +424,7 @@ def so_far(study: Study) -> None:
 
 
 def show_plan(plan: Plan, folder: Path) -> None:
-    """The plan in words, and what it can resolve."""
+    """Prints the plan, and the smallest differences that it would show."""
     steps = " + ".join(str(count) if count > 0 else "an epoch's" for count in plan.steps.values())
     seeds = ", ".join(map(str, plan.seeds))
     print(f"\nplan ({folder / 'plan.json'}): {len(plan.arms)} arms, seeds {seeds}, {steps} steps")

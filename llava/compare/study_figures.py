@@ -2,20 +2,24 @@
 
 import io
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llava.compare.paired import MEAN
+from llava.compare.study_record import Study
 from llava.presentation import COLOURS, STYLE, import_pyplot
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 STYLES = ("-", "--", ":")
-Study = Mapping[str, Any]
 
 
 def figures(study: Study) -> dict[str, tuple[str, bytes]]:
-    """Every figure that the study has something for: its title and its SVG, by name."""
+    """Every figure that the study has data for: its title and its SVG, by name."""
     pyplot = import_pyplot()
     found = {}
     for name, (title, draw) in _FIGURES.items():
@@ -29,13 +33,13 @@ def figures(study: Study) -> dict[str, tuple[str, bytes]]:
     return found
 
 
-def look_of(study: Study, arm: str) -> dict[str, Any]:
+def look_of(study: Study, arm: str) -> dict[str, str]:
     """The arm's colour and line, the same in every figure."""
     index = study["arms"].index(arm)
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index // len(COLOURS) % len(STYLES)]}
 
 
-def _intervals(study: Study, pyplot: Any) -> Any:
+def _intervals(study: Study, pyplot: ModuleType) -> "Figure | None":
     results = {arm: found[MEAN] for arm, found in study["results"].items()}
     results |= {name: found[MEAN] for name, found in study["contrasts"].items()}
     figure, axes = pyplot.subplots(figsize=(7, 1 + 0.32 * len(results)), layout="constrained")
@@ -52,7 +56,7 @@ def _intervals(study: Study, pyplot: Any) -> Any:
     return figure
 
 
-def _curves(study: Study, pyplot: Any) -> Any:
+def _curves(study: Study, pyplot: ModuleType) -> "Figure | None":
     training = study["training"]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for arm, seeds in training["curves"].items():
@@ -66,7 +70,7 @@ def _curves(study: Study, pyplot: Any) -> Any:
     return figure
 
 
-def _dose(study: Study, pyplot: Any) -> Any:
+def _dose(study: Study, pyplot: ModuleType) -> "Figure | None":
     if len(study["dose"]) < 2:
         return None
     figure, axes = pyplot.subplots(figsize=(7, 3.4), layout="constrained")
@@ -83,7 +87,7 @@ def _dose(study: Study, pyplot: Any) -> Any:
     return figure
 
 
-def _controls(study: Study, pyplot: Any) -> Any:
+def _controls(study: Study, pyplot: ModuleType) -> "Figure | None":
     arms = study["arms"]
     figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.4 * len(arms)), layout="constrained")
     width = 0.8 / len(study["controls"])
@@ -99,7 +103,7 @@ def _controls(study: Study, pyplot: Any) -> Any:
     return figure
 
 
-def _rescaling(study: Study, pyplot: Any) -> Any:
+def _rescaling(study: Study, pyplot: ModuleType) -> "Figure | None":
     rows = study["measured"].get("finetune", {}).get("interventions", [])
     sweep = [row for row in rows if row["intervention"].startswith("alpha ")]
     if not sweep:
@@ -117,7 +121,7 @@ def _rescaling(study: Study, pyplot: Any) -> Any:
     return figure
 
 
-def _norms(study: Study, pyplot: Any) -> Any:
+def _norms(study: Study, pyplot: ModuleType) -> "Figure | None":
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     points = ["start", "after stage 1", "after stage 2"]
     for arm, found in study["logged"].items():
@@ -131,7 +135,7 @@ def _norms(study: Study, pyplot: Any) -> Any:
     return figure
 
 
-def _gradients(study: Study, pyplot: Any) -> Any:
+def _gradients(study: Study, pyplot: ModuleType) -> "Figure | None":
     rows = study["measured"].get("finetune", {}).get("gradients", [])
     points = list(dict.fromkeys(row["gradient at"] for row in rows))
     if not points:
@@ -139,7 +143,7 @@ def _gradients(study: Study, pyplot: Any) -> Any:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for arm in study["arms"]:
         own = {row["gradient at"]: row for row in rows if row["model"] == arm}
-        # Each checkpoint was run with every ending; its own is the one that it was trained with.
+        # Each checkpoint was run with every norm at the projector's end; its own is the one that it was trained with.
         norm = next((name for name in ("gwc_layernorm", "layernorm") if arm.startswith(name)), "none")
         if own and (arm == "none" or norm != "none"):
             axes.plot(range(len(points)), [own[at][norm] for at in points], label=arm, **look_of(study, arm))
@@ -149,7 +153,7 @@ def _gradients(study: Study, pyplot: Any) -> Any:
     return figure
 
 
-_FIGURES: dict[str, tuple[str, Callable[[Study, Any], Any]]] = {
+_FIGURES: dict[str, tuple[str, Callable[[Study, ModuleType], "Figure | None"]]] = {
     "intervals": ("Differences from the baseline, and of arms from each other", _intervals),
     "training": ("Accuracy over the samples of stage 2 (bands: seeds)", _curves),
     "dose": ("Dose and response: initial norm of the visual tokens", _dose),

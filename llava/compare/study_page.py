@@ -10,13 +10,12 @@ from llava.compare.paired import IMPROVED, MEAN, UNCHANGED, WORSE
 from llava.compare.plan import POWER, points_in_words
 from llava.compare.report import render
 from llava.compare.report_figures import data_uri
+from llava.compare.report_tables import Rows
 from llava.compare.study_figures import figures
-from llava.compare.study_record import DOSED
+from llava.compare.study_record import DOSED, Study
 from llava.launch.devices import count_of
 from llava.provenance import ROOT
 
-Study = Mapping[str, Any]
-Rows = list[dict[str, Any]]
 PAPER_ARMS = ("layernorm", "gwc_layernorm")
 LEVEL_ARMS = ("scale-fixed", "scale", "clip")  # they set the norm's level and normalise nothing
 FIGURE = "study-{}.svg"
@@ -131,7 +130,7 @@ def differences(results: Mapping[str, Mapping[str, Any]]) -> Rows:
 
 
 def reached(study: Study) -> Rows:
-    """Samples with the interval; an open end is more than were seen."""
+    """Samples with the interval; `not reached` is more than were seen."""
     rows = []
     for one in study["training"]["reached"]:
         ends = {name: "not reached" if one[name] is None else round(one[name]) for name in ("samples", "low", "high")}
@@ -168,7 +167,7 @@ def rounded(rows: Rows) -> Rows:
 
 
 def significant(value: Any) -> Any:
-    """A number with three digits that count; anything else as it is."""
+    """A float rounded to three significant digits; anything else as it is."""
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
@@ -215,7 +214,7 @@ def headline(study: Study) -> str:
 
 
 def about_speed(study: Study) -> str:
-    """Arms whose interval of samples to an accuracy does not meet the baseline's; what was not reached is longest."""
+    """Arms whose interval of samples to an accuracy does not overlap the baseline's; `not reached` is infinity."""
 
     def ends(one: Mapping[str, Any]) -> tuple[float, float]:
         return tuple(float("inf") if one[end] is None else one[end] for end in ("low", "high"))
@@ -245,7 +244,7 @@ def about_arms(what: str, arms: Sequence[str], study: Study) -> str:
 
 
 def phrase(one: Mapping[str, Any]) -> str:
-    """A verdict with its interval; of `unchanged` what is not excluded."""
+    """A verdict with its interval; for `unchanged` also the differences that it does not exclude."""
     text = f"is {one['verdict']} ({one['delta']:+.1f} points, {one['low']:+.1f} to {one['high']:+.1f})"
     if one["verdict"] != UNCHANGED:
         return text
@@ -253,7 +252,7 @@ def phrase(one: Mapping[str, Any]) -> str:
 
 
 def about_dose(study: Study) -> str:
-    """Whether the initial norm's multiple makes a difference, by the doses against one times the text norm."""
+    """Whether the multiple of the initial norm makes a difference: the text norm itself against each other dose."""
     pairs = {f"{factor:g}x": study["contrasts"].get(f"{DOSED} minus {arm}") for arm, factor in study["dose"].items()}
     known = {name: one[MEAN] for name, one in pairs.items() if one}
     if not known:
@@ -277,7 +276,7 @@ def about_pairs(study: Study) -> str:
 
 
 def about_pictures(study: Study) -> str:
-    """Which arms answer better with their picture than with a blank one, by intervals that do not meet."""
+    """Which arms answer better with their picture than with a blank one, by intervals that do not overlap."""
     whole, blank = study["controls"]["untouched"], study["controls"]["blank"]
     sees = [arm for arm in study["arms"] if whole[arm]["low"] > blank[arm]["high"]]
     others = [arm for arm in study["arms"] if arm not in sees]

@@ -14,7 +14,7 @@ from llava.compare.arms import parse_arm
 from llava.compare.learning import LEVELS, samples_to_reach
 from llava.compare.paired import MEAN, Difference, compare_arms, confidence_of
 from llava.compare.plan import POWER, Plan
-from llava.compare.report_tables import Statistics, batch_of, seconds_of_steps
+from llava.compare.report_tables import Rows, Statistics, batch_of, seconds_of_steps
 from llava.compare.runs import STAGES, Run
 from llava.eval.results import CONTROLS, Results, TaskResult, read_results
 from llava.intervals import share_interval
@@ -22,7 +22,8 @@ from llava.provenance import git_commit
 
 FILE = "study.json"
 FORMAT = 1
-"""Folders of `python -m playground controls`."""
+Study = Mapping[str, Any]
+"""The content of `study.json`."""
 CONTRASTS = (
     ("gwc_layernorm", "layernorm"),
     ("gwc_rmsnorm", "rmsnorm"),
@@ -53,7 +54,7 @@ def answers_of(run: Run, control: str) -> Results:
     return read_results(run.folder("heldout") / control)
 
 
-def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> dict[str, Any]:
+def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> Study:
     """Everything about a finished study.
 
     Args:
@@ -100,7 +101,7 @@ def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> d
     }
 
 
-def write_record(found: Mapping[str, Any], folder: Path) -> Path:
+def write_record(found: Study, folder: Path) -> Path:
     """Writes `study.json` at once, so that a reader never sees half of it; returns its path."""
     path = folder / FILE
     partial = path.with_name(f"{FILE}.tmp")
@@ -109,7 +110,7 @@ def write_record(found: Mapping[str, Any], folder: Path) -> Path:
     return path
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> Study:
     """The content of a `study.json`.
 
     Raises:
@@ -134,8 +135,8 @@ def as_json(found: Mapping[str, Difference]) -> dict[str, dict[str, Any]]:
     return {task: asdict(one) | {"verdict": one.verdict} for task, one in found.items()}
 
 
-def contrasts(stats: Statistics) -> dict[str, dict[str, Any]]:
-    """Arms of `CONTRASTS` against each other; corrected for how many these are."""
+def contrasts(stats: Statistics) -> dict[str, dict[str, dict[str, object]]]:
+    """Arms of `CONTRASTS` against each other; their intervals are corrected for their number."""
     zero = [np.zeros_like(one) for one in next(iter(stats.differences.values()))]
     by_arm = {stats.baseline: zero} | stats.differences
     pairs = [pair for pair in CONTRASTS if set(pair) <= by_arm.keys()]
@@ -160,7 +161,7 @@ def resolved(stats: Statistics, confidence: float) -> dict[str, float]:
 
 
 def doses(arms: Sequence[str]) -> dict[str, float]:
-    """The arms whose initial norm is a multiple of the text's, with that multiple, in its order."""
+    """The arms whose initial norm is a multiple of the text's, with that multiple, in ascending order."""
     found = {}
     for name in arms:
         arm = parse_arm(name)
@@ -214,9 +215,9 @@ def logged(run: Run) -> dict[str, list[float | None]]:
 # --- controls and measurements ----------------------------------------------------------------------------------------
 
 
-def controls(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+def controls(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, float]]]:
     """Share of right answers of every arm under every control, all seeds and tasks together, with its 95 % interval."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, dict[str, float]]] = {}
     for control in CONTROLS:
         for arm in dict.fromkeys(run.arm for run in runs):
             tasks = [task for run in runs if run.arm == arm for task in answers_of(run, control).tasks.values()]
@@ -228,7 +229,7 @@ def controls(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def measured(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def measured(folder: Path) -> dict[str, Rows]:
     """The rows of what `llava.analysis` measured, by command."""
     found = {}
     for path in sorted(folder.glob("*.json")):

@@ -1,8 +1,8 @@
 """Answers to many questions: `python -m llava.eval.answer --model-path CKPT --data FILE --output answers.jsonl`.
 
-Takes whatever training takes, and LLaVA's question files (`question_id`, `image`, `text`). Writes a line for each
-question, in their order, with the fields that LLaVA's evaluation scripts read. The same command goes on where it was
-stopped: answers are written a window of batches at a time, and a window that is not whole is asked again, so that an
+Takes every data format that training takes, and LLaVA's question files (`question_id`, `image`, `text`). Writes a line
+for each question, in their order, with the fields that LLaVA's evaluation scripts read. The same command goes on where
+it was stopped: answers are written a window of batches at a time, and an incomplete window is asked again, so that an
 interrupted call ends with the same file.
 """
 
@@ -32,7 +32,7 @@ from llava.eval.question_records import Question, QuestionRecords
 from llava.progress import progress
 from llava.provenance import checkpoint_name, revision
 
-WINDOW = 8  # batches; questions are sorted by length within it, and so much is asked again after an interruption
+WINDOW = 8  # batches; questions are sorted by length within a window, and an interruption costs one window
 SHOWN_FAULTS = 10
 ON_BAD_RECORD = ("error", "skip")
 
@@ -52,22 +52,22 @@ def parser() -> argparse.ArgumentParser:
     add_model_arguments(top)
     add_loading_arguments(top)
     top.add_argument("--data", required=True, help="questions: .json, .jsonl, .parquet or a mixture, as --data_path")
-    top.add_argument("--image-folder", help="folder or zip file of their pictures (default: here)")
-    top.add_argument("--output", type=Path, required=True, help="file of the answers, a line each")
-    top.add_argument("--overwrite", action="store_true", help="ask again what --output has answers to")
+    top.add_argument("--image-folder", help="folder or zip file of their pictures (default: the current folder)")
+    top.add_argument("--output", type=Path, required=True, help="file for the answers, one per line")
+    top.add_argument("--overwrite", action="store_true", help="ask all questions again, even if --output has answers")
     top.add_argument("--batch-size", type=whole(1), default=8, help="questions asked at a time (default: 8)")
     top.add_argument("--max-new-tokens", type=whole(1), default=512, help="longest answer (default: 512)")
     top.add_argument("--temperature", type=float, default=0, help="above 0 answers are sampled (default: 0, greedy)")
     top.add_argument("--top-p", type=float, help="sample from the likeliest tokens whose probabilities add up to this")
     top.add_argument("--num-beams", type=whole(1), default=1, help="beams of beam search (default: 1)")
     top.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
-    top.add_argument("--num-chunks", type=whole(1), default=1, help="parts of the data, a process each (default: 1)")
+    top.add_argument("--num-chunks", type=whole(1), default=1, help="parts of the data, one process each (default: 1)")
     top.add_argument("--chunk-idx", type=int, default=0, help="which part this process asks, from 0 (default: 0)")
     top.add_argument(
         "--on-bad-record",
         choices=ON_BAD_RECORD,
         default="error",
-        help="what cannot be asked: `error` names it and asks nothing (default), `skip` leaves it out",
+        help="questions that cannot be asked: `error` names them and asks nothing (default), `skip` leaves them out",
     )
     return top
 
@@ -93,14 +93,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
-    """Asks what `--output` lacks."""
+    """Asks the questions that `--output` has no answers to yet."""
     output, asked = args.output, what_is_asked(questions, args)
     if (
         not args.overwrite
         and output.exists()
         and (count := recorded_count(output, asked)) == len(read_answers(output)[0])
     ):
-        print(f"{output}: finished before, {count} answers (--overwrite asks anew)")
+        print(f"{output}: finished before, {count} answers (--overwrite asks again)")
         return
     sizes = usable(questions, args.on_bad_record)
     assistant = chosen_assistant(args)
@@ -116,7 +116,7 @@ def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
         file.truncate(end)
         for start in range(done, len(places), window):
             some = [questions[place] for place in places[start : start + window]]
-            torch.manual_seed(args.seed + start)  # so that a call that goes on samples what an uninterrupted one does
+            torch.manual_seed(args.seed + start)  # so that a continued call samples what an uninterrupted one does
             said: dict[int, str] = {}
             pictures, options = questions.images.open, generation_options(args)
             for batch in batch_answers(assistant, [one.asked for one in some], pictures, args.batch_size, **options):
@@ -129,7 +129,7 @@ def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags as `generate` takes them."""
+    """The arguments of `generate` that the flags stand for."""
     options = {"do_sample": args.temperature > 0, "num_beams": args.num_beams, "max_new_tokens": args.max_new_tokens}
     return options | ({"temperature": args.temperature, "top_p": args.top_p} if args.temperature > 0 else {})
 
@@ -149,11 +149,11 @@ def answer_line(question: Question, text: str, model_path: str) -> str:
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
-def what_is_asked(questions: QuestionRecords, args: argparse.Namespace) -> dict[str, Any]:
-    """What decides the answers, by flag; the size of a batch and the device do not."""
+def what_is_asked(questions: QuestionRecords, args: argparse.Namespace) -> dict[str, object]:
+    """By flag, everything that decides the answers; batch size and device do not, and are left out."""
     names = ("conv_mode", "dtype", "load_8bit", "load_4bit", "image_aspect_ratio", "max_new_tokens", "temperature")
     names += ("top_p", "num_beams", "seed", "num_chunks", "chunk_idx", "on_bad_record")
-    asked = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    asked: dict[str, object] = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     for flag, path in (("--model-path", args.model_path), ("--model-base", args.model_base)):
         asked[flag] = path and f"{checkpoint_name(path)}, content {revision(path)}"
     asked["--data"] = f"content {questions.records.key[:16]}"
@@ -169,7 +169,7 @@ def usable(questions: QuestionRecords, on_bad_record: str) -> dict[int, list[Siz
     """The sizes of the pictures of every question whose record and pictures are in order.
 
     Raises:
-        ValueError: one is not, unless such are skipped; the message names record, picture and fault.
+        ValueError: some are not, unless these are to be skipped; the message names record, picture and fault.
     """
     skip, faults, sizes = on_bad_record == "skip", [], {}
     for place in progress(range(len(questions)), "checking", "questions"):
@@ -184,10 +184,10 @@ def usable(questions: QuestionRecords, on_bad_record: str) -> dict[int, list[Siz
 def fitting(
     questions: QuestionRecords, sizes: dict[int, list[Size]], assistant: Assistant, on_bad_record: str
 ) -> list[int]:
-    """Those questions that the checkpoint can be asked: its template can write them, and they are short enough.
+    """Places of the questions that the checkpoint can be asked: its template can write them, and they are short enough.
 
     Raises:
-        ValueError: one cannot, unless such are skipped; the message names record and fault.
+        ValueError: some cannot be asked, unless these are to be skipped; the message names record and fault.
     """
     faults, places = [], []
     for place, shown in progress(sizes.items(), "measuring", "questions", total=len(sizes)):
@@ -203,10 +203,10 @@ def fitting(
 
 
 def report(faults: Sequence[str], total: int, skip: bool) -> None:
-    """Lists what cannot be asked on stderr where it is skipped.
+    """Lists on stderr the questions that are skipped because they cannot be asked.
 
     Raises:
-        ValueError: with the list, where it is not.
+        ValueError: they are not to be skipped; the message has the same list.
     """
     if not faults:
         return

@@ -1,10 +1,9 @@
-"""The file of answers and, beside it, what was asked: how much of it an earlier call wrote, and whether it fits."""
+"""The file of answers and, beside it, a record of what was asked: how many answers are there, and whether they fit."""
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from llava.eval.question_records import Question
 from llava.provenance import differences
@@ -14,19 +13,20 @@ def _record_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.run.json")
 
 
-def write_record(output: Path, asked: dict[str, Any], count: int) -> None:
-    """Writes beside `output` what is asked and how many answers it will have; never half of it."""
+def write_record(output: Path, asked: Mapping[str, object], count: int) -> None:
+    """Writes beside `output`, in one step, what is asked and how many answers there will be."""
     file = _record_file(output)
     part = file.with_name(f"{file.name}.part")
     part.write_text(json.dumps({"asked": asked, "count": count}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(part, file)
 
 
-def recorded_count(output: Path, asked: dict[str, Any]) -> int:
-    """How many answers the call that wrote `output` was to write.
+def recorded_count(output: Path, asked: Mapping[str, object]) -> int:
+    """How many answers the call that began `output` was to write.
 
     Raises:
-        ValueError: it asked something else; the message names the flags with both values.
+        ValueError: there is no usable record of that call, or it asked something else; the message then
+            names the flags with both values.
     """
     record = _record_file(output)
     try:
@@ -34,27 +34,27 @@ def recorded_count(output: Path, asked: dict[str, Any]) -> int:
         before, count = found["asked"], found["count"]
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
-            f"--output {output}: the file is there, and {record.name}, which says what was asked, is not, or is "
-            "damaged; name another file, or ask anew by --overwrite"
+            f"--output {output}: the file exists, but {record.name}, which says what was asked, is missing or "
+            "damaged; name another file, or ask again with --overwrite"
         ) from None
     if changed := differences(before, asked):
         pairs = "; ".join(f"{flag} was {was}, is {now}" for flag, (was, now) in changed.items())
-        raise ValueError(f"--output {output} has answers to another call: {pairs}; ask anew by --overwrite")
+        raise ValueError(f"--output {output} has answers to another call: {pairs}; ask again with --overwrite")
     return count
 
 
 def read_answers(output: Path) -> tuple[list[bytes], int]:
-    """The whole lines of a file, and how many bytes they have; none where it does not exist."""
+    """The complete lines of a file, and how many bytes they take; none if the file does not exist."""
     whole = output.read_bytes().rpartition(b"\n") if output.exists() else (b"", b"", b"")
     lines = whole[0].split(b"\n") if whole[1] else []
     return lines, len(whole[0]) + len(whole[1])
 
 
 def kept(output: Path, questions: Sequence[Question], window: int) -> tuple[int, int]:
-    """How many answers of whole windows `output` has, and how many bytes these are.
+    """How many answers `output` has in complete windows, and how many bytes these take.
 
     Raises:
-        ValueError: a line is not the answer to the question of its place.
+        ValueError: a line does not answer the question at its place.
     """
     lines, _ = read_answers(output)
     for number, line in enumerate(lines):
@@ -66,7 +66,7 @@ def kept(output: Path, questions: Sequence[Question], window: int) -> tuple[int,
         if found != expected:
             raise ValueError(
                 f"--output {output}, line {number + 1}: expected the answer to question {expected!r}, found {found!r}; "
-                "ask anew by --overwrite"
+                "ask again with --overwrite"
             )
     count = len(lines) // window * window
     return count, sum(len(line) + 1 for line in lines[:count])

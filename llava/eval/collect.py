@@ -1,19 +1,20 @@
 """Turns what a harness left in its output folder into a task's result, or says which samples failed.
 
 lmms-eval writes `<model>/<time>_results.json` and `<model>/<time>_samples_<task>.jsonl`, lm-eval
-`<model>/results_<time>.json` and `<model>/samples_<task>_<time>.jsonl`. Neither says that something went wrong: a
-failure may be an empty answer, an answer that is an error text, a missing sample, or a missing file.
+`<model>/results_<time>.json` and `<model>/samples_<task>_<time>.jsonl`. Neither harness says when something went
+wrong: a failure may be an empty answer, an answer that is an error text, a missing sample, or a missing file.
 """
 
 import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llava.eval.results import TaskResult
-from llava.eval.tasks import Task, answer_of, doc_id
+from llava.eval.tasks import Record, Task, answer_of, doc_id
 
 ERROR_TEXTS = re.compile(
     r"^(failed to obtain answer via api|error(?: code)?:|traceback \(most recent call last\)|\[lmms[-_]eval)",
@@ -37,7 +38,7 @@ def collect(task: Task, folder: Path, seconds: float, data: str | None = None, a
 
     Raises:
         EvaluationError: no results, missing or doubled samples, empty answers (unless allowed) or error texts, or a
-            score that is not the samples'.
+            score that the samples do not give.
     """
     results = read_scores(task, folder)
     records = read_records(task, folder, results["n-samples"])
@@ -81,14 +82,14 @@ def read_scores(task: Task, folder: Path) -> dict[str, Any]:
     return results
 
 
-def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
+def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) -> list[Record]:
     """The records of all samples in the order of the data set; those of a group's tasks have their name as `subtask`.
 
     Args:
-        counts: by task, as `effective`, how many samples the harness was to ask.
+        counts: by task, the numbers of samples; `effective` is how many the harness was to ask.
 
     Raises:
-        EvaluationError: a sample is missing or there twice.
+        EvaluationError: a sample is missing, or is there more than once.
     """
     own = {name: count for name, count in counts.items() if name == task.name or name.startswith(task.name + "_")}
     if task.name in own:
@@ -107,7 +108,7 @@ def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) ->
     return records
 
 
-def count_problems(name: str, records: list[dict[str, Any]], expected: int) -> list[str]:
+def count_problems(name: str, records: Sequence[Record], expected: int) -> list[str]:
     """What is wrong with the number of samples; the harness numbers them from 0."""
     seen = Counter(record["doc_id"] for record in records)
     missing = [str(index) for index in range(expected) if index not in seen]
@@ -124,7 +125,7 @@ def _listed(items: list[str], shown: int = 20) -> str:
     return ", ".join(items[:shown]) + (", ..." if len(items) > shown else "")
 
 
-def answer_problems(records: list[dict[str, Any]], allow_empty: bool) -> list[str]:
+def answer_problems(records: Sequence[Record], allow_empty: bool) -> list[str]:
     """One line for every sample whose answer is empty or an error text."""
     problems = []
     for record in records:
@@ -136,7 +137,7 @@ def answer_problems(records: list[dict[str, Any]], allow_empty: bool) -> list[st
     return problems
 
 
-def likelihood_problems(records: list[dict[str, Any]]) -> list[str]:
+def likelihood_problems(records: Sequence[Record]) -> list[str]:
     """One line for every sample with a likelihood that is not a number."""
     return [
         f"doc {doc_id(record)}: likelihoods {[response[0] for response in record['filtered_resps']]}"

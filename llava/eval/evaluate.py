@@ -1,7 +1,7 @@
 """Scores a checkpoint with stock lmms-eval and lm-eval: `bash scripts/evaluate.sh CKPT [--tasks a,b]`.
 
-Every task runs in a process of its own, so that a call that was stopped loses one task. What is finished lies in
-`results.json` (`llava.eval.results`) and is not done again while checkpoint, settings, data and versions are the same.
+Every task runs in a process of its own, so that a call that is stopped loses one task at most. Finished tasks lie in
+`results.json` (`llava.eval.results`) and are not run again while checkpoint, settings, data and versions are the same.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from llava.provenance import WORK, checkpoint_name, git_commit, revision, versio
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "lmms-eval", "lm-eval")
 IDENTITY = ("conv_template", "limit", "mmlu_fewshot")
-"""Settings on which the scores depend; another batch size or number of GPUs finds finished tasks done."""
+"""Settings on which the scores depend; with another batch size or number of GPUs, finished tasks stay finished."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; 0, 2 for refused arguments, 1 where a task failed."""
+    """Runs the command; returns 0, 2 if it refuses its arguments, 1 if a task failed, and 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else argv
     try:
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopped; the same command does what is missing", file=sys.stderr)
+        print("\nstopped; the same command runs the tasks that are missing", file=sys.stderr)
         return 130
 
 
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--tasks", help="names, joined by commas (default: the nine of the paper's Table 4)")
     top.add_argument("--output-dir", type=Path, help="default: outputs/eval/<last two parts of CKPT>")
     top.add_argument("--data-dir", type=Path, help="folder of <org>/<name> data sets; then nothing comes from the hub")
-    top.add_argument("--conv-template", help="template for a checkpoint that does not say its own (LLaVA-1.5: v1)")
+    top.add_argument("--conv-template", help="template for a checkpoint that does not name its own (LLaVA-1.5: v1)")
     top.add_argument("--limit", type=whole(1), help="ask only the first N samples of every task; not for real scores")
     top.add_argument(
         "--mmlu-fewshot",
@@ -61,18 +61,20 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--batch-size", type=whole(1), default=1, help="samples at a time on each device (default: 1)")
     top.add_argument(
-        "--num-gpus", type=whole(0), help="GPUs to share the samples among; 0: CPU (default: all there are)"
+        "--num-gpus", type=whole(0), help="number of GPUs that share the samples; 0: CPU (default: all GPUs)"
     )
     top.add_argument("--allow-empty", action="store_true", help="count empty answers as wrong instead of failing")
     top.add_argument(
-        "--together", action="store_true", help="one process for all tasks of a harness: starts once, resumes nothing"
+        "--together",
+        action="store_true",
+        help="one process for all tasks of a harness: it starts once, but cannot resume",
     )
-    top.add_argument("--force", action="store_true", help="evaluate again what is finished")
+    top.add_argument("--force", action="store_true", help="evaluate finished tasks again")
     return top
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Runs what is missing, task by task, and prints the scores; what fails is reported and the others go on.
+    """Runs the missing tasks and prints the scores; a task that fails is reported, and the others still run.
 
     Raises:
         ValueError: refused arguments, or another call writes to the same folder.
@@ -127,7 +129,10 @@ def run_missing(tasks: list[Task], places: dict[str, Path | None], args: argpars
 def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results:
     """The results in the output folder if the same checkpoint, settings and versions made them, else empty ones.
 
-    Others are kept under a name with their time, so that no file mixes two checkpoints or settings.
+    Results of another checkpoint, of other settings or versions are kept under a name with their time.
+
+    Raises:
+        ValueError: there is no such checkpoint, or `results.json` cannot be read.
     """
     found = revision(args.checkpoint)
     if found is None:
@@ -155,7 +160,7 @@ def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the scores depend on besides the checkpoint, and how it is run.
+    """The settings that the scores depend on, and those that only say how to run: batch size and GPUs.
 
     Raises:
         ValueError: the template is not known, or has no questions.
@@ -172,7 +177,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def differences(before: Results, now: Results) -> list[str]:
-    """What in which two calls differ on which scores depend."""
+    """Names of the things that scores depend on and in which two calls differ."""
     changed = ["checkpoint"] * (before.fingerprint != now.fingerprint)
     changed += [name for name in IDENTITY if before.settings.get(name) != now.settings[name]]
     return changed + [f"{name} version" for name in PACKAGES if before.versions.get(name) != now.versions[name]]

@@ -1,4 +1,4 @@
-"""Runs tasks by the stock harnesses: where their data lie, which share a process, its command line and environment."""
+"""Runs tasks with the stock harnesses: where data lie, which share a process, its command line and environment."""
 
 import argparse
 import importlib.util
@@ -28,7 +28,7 @@ def data_place(task: Task, data_dir: Path | None) -> Path | None:
     """The folder that holds the task's data set as `<org>/<name>`, or None where it comes from the hub.
 
     Raises:
-        ValueError: it should be local and is not there.
+        ValueError: it should be local, and is not there.
     """
     for folder in [data_dir] * (data_dir is not None) + [OWN_DATA] * task.own:
         if (folder / task.dataset / "README.md").is_file():
@@ -46,7 +46,7 @@ def data_place(task: Task, data_dir: Path | None) -> Path | None:
 
 
 def data_fingerprint(task: Task, place: Path | None) -> str | None:
-    """Changes with the task's local data files; None where they come from the hub."""
+    """A text that changes with the task's local data files; None where they come from the hub."""
     if place is None:
         return None
     folders = [place / task.dataset, *sorted(f for f in (place / task.dataset).rglob("*") if f.is_dir())]
@@ -56,10 +56,10 @@ def data_fingerprint(task: Task, place: Path | None) -> str | None:
 def process_groups(
     tasks: list[Task], places: dict[str, Path | None], together: bool, mmlu_fewshot: int
 ) -> list[list[Task]]:
-    """Which tasks share a process: none, or all that have harness and data folder in common."""
-    groups: dict[Any, list[Task]] = {}
+    """The tasks of each process: one, or with `together` all that have harness and data folder in common."""
+    groups: dict[object, list[Task]] = {}
     for task in tasks:
-        few_shot = task.name == "mmlu" and mmlu_fewshot  # one number for all tasks of a process
+        few_shot = task.name == "mmlu" and mmlu_fewshot  # a process has one number of examples for all its tasks
         key = (task.harness, places[task.name], few_shot) if together else task.name
         groups.setdefault(key, []).append(task)
     return list(groups.values())
@@ -68,10 +68,10 @@ def process_groups(
 def run_group(
     tasks: list[Task], place: Path | None, args: argparse.Namespace, settings: dict[str, Any]
 ) -> Iterator[tuple[Task, TaskResult | EvaluationError]]:
-    """Runs one harness process and gives what came of each of its tasks.
+    """Runs one harness process and yields each of its tasks with its result or its error.
 
     Raises:
-        ValueError: the folder for the harness's files is somebody else's.
+        ValueError: the folder for the harness's files holds something else.
     """
     title = ",".join(task.name for task in tasks)
     folder = (args.output_dir / (tasks[0].name + "+" * (len(tasks) > 1))).resolve()
@@ -129,7 +129,7 @@ def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, s
 
 
 def environment(args: argparse.Namespace, place: Path | None) -> dict[str, str]:
-    """The harness's environment: this tree importable, no device but those asked for, no hub beside local data."""
+    """The harness's environment: it can import this tree, with 0 GPUs it sees none, with local data it asks no hub."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
     if place is not None:
         env["HF_HUB_OFFLINE"] = "1"

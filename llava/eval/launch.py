@@ -1,7 +1,8 @@
-"""Starts a stock harness with our models known to it: `python -m llava.eval.launch lmms_eval|lm_eval ARGUMENTS`.
+"""Starts a stock harness that knows our models: `python -m llava.eval.launch lmms_eval|lm_eval ARGUMENTS`.
 
-Our model types are registered with transformers' Auto classes, which lm-eval loads by. When the harness raises, the
-samples it was at are taken from the frames of the traceback and named on stderr: the harness itself does not say.
+Our model types are registered with transformers' Auto classes, by which lm-eval loads models. When the harness
+raises, the samples that it was working on are read from the traceback's frames and named on stderr, since the harness
+itself does not name them.
 """
 
 import runpy
@@ -14,7 +15,7 @@ from llava.eval.collect import FAILED_AT
 
 
 def main() -> None:
-    """Runs the harness named first with the remaining arguments."""
+    """Runs the harness that the first argument names, with the remaining arguments."""
     harness = sys.argv[1]
     sys.argv = sys.argv[1:]
     try:

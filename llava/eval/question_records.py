@@ -1,12 +1,12 @@
 """What `python -m llava.eval.answer` asks: every record that training takes, and the lines of LLaVA's question files.
 
-Of a conversation everything up to its last question is asked, earlier answers included; an answer after it is what is
-expected. A line of a question file has its words under `text` and its pictures, if it has any, under `image`.
+A conversation is asked up to its last question, earlier answers included; an answer after that question is the expected
+one. A line of a question file has its words under `text` and its pictures, if it has any, under `image`.
 """
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llava.anyres import Size
 from llava.asking import Asked
@@ -26,7 +26,7 @@ class Question(NamedTuple):
         expected: the answer that the record has for it, or None.
     """
 
-    identifier: Any
+    identifier: object
     asked: Asked
     prompt: str
     expected: str | None
@@ -38,7 +38,7 @@ class QuestionRecords(Sequence[Question]):
     Args:
         data: see `llava.data.records.load_records`.
         image_folder: pictures are looked up below it; a folder or zip file.
-        part: which of how many parts of equal size, counted from 0, as LLaVA's `--chunk-idx` and `--num-chunks`.
+        part: index, from 0, and number of the equal parts of the data, as LLaVA's `--chunk-idx` and `--num-chunks`.
 
     Raises:
         ValueError, OSError, ImportError: nothing readable there.
@@ -100,7 +100,7 @@ def as_question(record: Record, place: int) -> Question:
     """The question of a record that `record_problem` finds nothing wrong with.
 
     Raises:
-        ValueError: nobody asks anything in it.
+        ValueError: it has no human's turn.
     """
     turns = record["conversations"]
     asking = [number for number, turn in enumerate(turns) if turn["from"] == "human"]

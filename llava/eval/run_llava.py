@@ -63,7 +63,7 @@ def place_images(query: str, num_pictures: int) -> str:
     """The question with one `<image>` for every picture.
 
     Raises:
-        ValueError: it says `<image-placeholder>` another number of times.
+        ValueError: `<image-placeholder>` is in it, but not once for every picture.
     """
     named = query.count(IMAGE_PLACEHOLDER)
     if not named:

@@ -30,7 +30,7 @@ def answer_of(record: Record) -> str:
 
 
 def doc_id(record: Record) -> str:
-    """Where the sample stands in the data set; a subject's samples are counted on their own."""
+    """Where the sample stands in the data set; the samples of each subject are counted separately."""
     name = str(record["doc_id"])
     return f"{record['subtask']}/{name}" if "subtask" in record else name
 
@@ -120,13 +120,13 @@ class Task:
     """One benchmark.
 
     Attributes:
-        name: the harness's.
+        name: the harness's name of the task.
         dataset: the folder or hub id that the task loads.
         metric: the harness's key of the score, with its filter.
         samples: from the harness's records to ours.
         harness: `lmms_eval` or `lm_eval`.
         score: percent from the samples; must equal what the harness computed.
-        unit: the harness's number that stands for 100 %; None where it is the number of samples over 1000 (OCRBench).
+        unit: the harness's number that stands for 100 %; None: a thousandth of the number of samples (OCRBench).
         chance: percent that guessing reaches, or a function of the records, or None where that is not known.
         generates: whether the model writes its answer (and could write an empty one).
         own: whether it is one of `playground/tasks`.

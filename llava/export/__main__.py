@@ -22,12 +22,12 @@ def parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; 0, what it returns, 2 with one line where it refuses its arguments, 130 on Ctrl-C."""
+    """Runs one command; returns 0 or its own status, 2 if it refuses its arguments, and 130 after Ctrl-C."""
     return run_program(PACKAGE, sys.argv[1:] if argv is None else argv, export)
 
 
 def export(argv: list[str]) -> int | None:
-    """Runs one command, and lets the package's log be seen."""
+    """Runs one command, and shows the package's log on stderr."""
     args = parser(argv[0] if argv else None).parse_args(argv)
     from transformers.utils import logging as transformers_logging
 

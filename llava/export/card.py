@@ -1,13 +1,14 @@
 """`python -m llava.export card`: the model's README.md, as the hub shows it.
 
-What nobody recorded is asked for by flags and left out without them; nothing is guessed. The card names files and
-folders by their last part alone.
+What no record says can be given by flags, and is left out otherwise; nothing is guessed. Files and folders are
+named by the last part of their path alone.
 """
 
 import argparse
 import hashlib
 import html
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ _ASKED = {
     "base_model": "--base-model",
     "datasets": "--dataset",
 }
-"""The metadata that somebody has to say, and the flag."""
+"""The metadata that a person may have to give, and the flags for it."""
 _PLACES = {
     "vision_features": "vision features",
     "before_norm": "visual tokens, before the norm",
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     """Writes the card and says which metadata it has, from where, and which it lacks.
 
     Raises:
-        ValueError: no model there, or another README in the way.
+        ValueError: there is no model, or `check_replaceable` refuses the file.
     """
     facts = card_facts.read_facts(args.model_path, args.run_dir, args.results)
     path = args.output or args.model_path / CARD_FILE
@@ -269,12 +270,12 @@ def _export(name: str, own: str) -> str:
 # --- Markdown ---------------------------------------------------------------------------------------------------------
 
 
-def plain(text: Any) -> str:
+def plain(text: object) -> str:
     """`text` as one line of Markdown that shows it as it is."""
     return re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", html.escape(" ".join(str(text).split()), quote=False))
 
 
-def code(text: Any) -> str:
+def code(text: object) -> str:
     """`text` as one line of code, which may stand in a table."""
     line = " ".join(str(text).split())
     if not set(line) & set("`|"):
@@ -282,7 +283,7 @@ def code(text: Any) -> str:
     return f"<code>{re.sub('[`|*_~]', lambda mark: f'&#{ord(mark[0])};', html.escape(line, quote=False))}</code>"
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [heads, ("---",) * len(heads), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
@@ -294,7 +295,7 @@ def _block(language: str, text: str) -> str:
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
-def _word(form: re.Pattern, expected: str) -> Any:
+def _word(form: re.Pattern, expected: str) -> Callable[[str], str]:
     def checked(text: str) -> str:
         if not form.fullmatch(text):
             raise argparse.ArgumentTypeError(f"expected {expected}, found {text!r}")

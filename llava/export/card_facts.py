@@ -33,14 +33,14 @@ _GAIN = re.compile(r"(?:mm_projector|multi_modal_projector)\..*weight$")
 
 
 class Stage(NamedTuple):
-    """One run, as its folder says.
+    """One training run, by the records in its folder.
 
     Attributes:
         configuration: of its newest start, see `llava.train.run_record`.
         started_in: the folder that its relative paths start from.
-        starts: how often it was started, 1 where it was never interrupted.
+        starts: how often it was started; 1 if it was never interrupted.
         log: the lines of `train_log.jsonl`; empty where there is none.
-        steps: after how many it was finished, or None where nothing says so.
+        steps: number of steps after which it was finished, or None where nothing says so.
     """
 
     configuration: dict[str, Any]
@@ -60,7 +60,7 @@ class Facts(NamedTuple):
         remote_code: transformers loads it by code that lies in the folder.
         part: what there is of a model: WHOLE, LORA or PROJECTOR; the last two need the model they were trained on.
         gain: mean |gain| of the projector's norm in the weights; None where there is none.
-        stages: its runs, the first stage's first; those that left a record.
+        stages: its training runs that left a record, the first stage's first.
         results: of an evaluation, or None.
     """
 
@@ -82,11 +82,11 @@ def read_facts(folder: Path, run: Path | None = None, results: Path | None = Non
     """What is known of the model in `folder`.
 
     Args:
-        run: the folder that it was trained in, with `run.json`, log and results; None: the same.
+        run: the folder that it was trained in, with `run.json`, log and results; None: `folder`.
         results: a `results.json`, or its folder; None: that of `run`, where there is one.
 
     Raises:
-        ValueError: no model there, `run` or `results` are given and hold no record, or a file cannot be read.
+        ValueError: there is no model, `run` or `results` is given and holds no record, or a file cannot be read.
     """
     config = read_config(folder)
     stages = read_stages(run or folder, required=run is not None)
@@ -129,7 +129,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_stages(folder: Path, required: bool = False) -> list[Stage]:
-    """The run of `folder` and, where it began with the adapter of a run that is still there, that run before it.
+    """The run of `folder`, and before it the run whose adapter it began with, if that is still there.
 
     Raises:
         ValueError: a record cannot be read, or there is none and it is `required`.
@@ -179,8 +179,8 @@ def norm_gain(folder: Path) -> float | None:
 # --- what of it may be said -------------------------------------------------------------------------------------------
 
 
-def hub_id(value: Any, started_in: Path = Path(), kind: str = "model") -> str | None:
-    """`value` where this machine's hub cache holds it as OWNER/NAME, or what `hf:OWNER/NAME[SPLIT]` names; else None.
+def hub_id(value: object, started_in: Path = Path(), kind: str = "model") -> str | None:
+    """The hub id OWNER/NAME that `value` is, or names as `hf:OWNER/NAME[SPLIT]`; None if this machine's cache lacks it.
 
     `checkpoints/vicuna` has the same form once its folder is gone, so the form alone says nothing.
 
@@ -201,12 +201,12 @@ def hub_id(value: Any, started_in: Path = Path(), kind: str = "model") -> str | 
     return text if cached.is_dir() else None
 
 
-def base_name(value: Any, started_in: Path = Path()) -> str:
+def base_name(value: object, started_in: Path = Path()) -> str:
     """A flag's value without the folders of the machine that it was given on; a hub id keeps its owner."""
     return str(_without_folders(value, started_in))
 
 
-def _without_folders(value: Any, started_in: Path) -> Any:
+def _without_folders(value: object, started_in: Path) -> object:
     if isinstance(value, str) and value.startswith(("{", "[")):
         with contextlib.suppress(ValueError):
             value = json.loads(value)
@@ -221,7 +221,7 @@ def _without_folders(value: Any, started_in: Path) -> Any:
 
 
 def recorded_bases(stages: list[Stage]) -> list[str]:
-    """The hub ids of what the first stage started from, language model, then vision tower; none where one has none."""
+    """The hub ids of what the first stage started from, language model, then vision tower; empty if one has no id."""
     if not stages:
         return []
     given, folder = stages[0].configuration["model"], stages[0].started_in
@@ -237,11 +237,11 @@ def recorded_datasets(stages: list[Stage]) -> list[str]:
 
 
 def changed_flags(stage: Stage) -> dict[str, str]:
-    """The flags that decide the weights and differ from their defaults, with seed; paths by their last part."""
+    """The flags that decide the weights and differ from their defaults, and the seed; of paths the last part."""
     given = {name: value for part in ("model", "data", "training") for name, value in stage.configuration[part].items()}
     defaults = default_settings()
     for implied in ("accelerator_config", "tf32", "warmup_steps" if given.get("warmup_ratio") else ""):
-        defaults.pop(implied, None)  # no flag here, or what the library makes of another one
+        defaults.pop(implied, None)  # no flag of ours, or derived by the library from another flag
     changed = {name for name, default in defaults.items() if name in given and str(given[name]) != str(default)}
     changed |= {LANGUAGE_MODEL, "seed"} & given.keys()
     return {name: base_name(value, stage.started_in) for name, value in given.items() if name in changed}

@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from llava.constants import DEFAULT_IM_END_TOKEN, DEFAULT_IM_START_TOKEN, DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation, Part, SeparatorStyle
 from llava.mm_utils import adds_space, leading_ids
 
-_SYSTEM, _TURN = "{system}", "{said}"  # stand for what is said
+_SYSTEM, _TURN = "{system}", "{said}"  # stand for the texts of a system message and of a turn
 
 # Words in capitals are replaced: first the pieces of Jinja, then strings by their literals.
 _CHAT = """\
@@ -76,13 +77,13 @@ _PIECES = {
 }
 
 
-def chat_template(template: Conversation, tokenizer: Any, mm_use_im_start_end: bool = False) -> str:
+def chat_template(template: Conversation, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> str:
     """The Jinja text; pictures and texts of one message stand on lines of their own.
 
     Args:
-        template: of `llava.conversation`; of one without questions (`plain`) only pictures and captions are written.
-        tokenizer: says what comes before a text.
-        mm_use_im_start_end: as in training.
+        template: one of `llava.conversation`; one without questions (`plain`) writes pictures and captions alone.
+        tokenizer: decides what is written before a text: a BOS, a space.
+        mm_use_im_start_end: whether training put tags around pictures.
     """
     pieces = dict(_PIECES)
     if template.sep_style is SeparatorStyle.PLAIN:
@@ -113,7 +114,7 @@ def _filled(text: str, values: dict[str, str]) -> str:
 
 
 def _strings(template: Conversation) -> dict[str, str]:
-    """What stands around turns, by the words of `_CHAT`; `SYSTEM_` ones only where there is a place for a system."""
+    """Strings around turns, by the words of `_CHAT`; `SYSTEM_` ones only if the template takes a system message."""
     preamble, (user, answer, second, last) = _written(template, turns=4)
     open_answer = replace(template, messages=[[template.roles[0], _TURN], [template.roles[1], None]]).parts()
     strings = {

@@ -1,4 +1,4 @@
-"""The folder that an export writes: it appears under its name when it is whole."""
+"""The folder that an export writes: it appears under its name only when it is complete."""
 
 import contextlib
 import json
@@ -12,14 +12,14 @@ from safetensors import SafetensorError
 from llava.provenance import revision
 
 EXPORT_FILE = "export.json"
-"""In a folder that an export has written to its end: what it was made of, and which files are the export's."""
+"""Marks a folder whose export was completed; says what it was made of, and which files are the export's."""
 
 
 @contextlib.contextmanager
 def whole_folder(output_dir: Path, command: str, model_path: str) -> Iterator[Path]:
-    """A folder beside `output_dir` to write into, which takes its name at the end.
+    """Yields a folder beside `output_dir` to write into, which takes the name `output_dir` at the end.
 
-    An earlier export there goes; files that were added to it since, such as a model card, stay.
+    It replaces an earlier export there; files that were added to that one, such as a model card, are kept.
 
     Raises:
         ValueError: `output_dir` holds something else than an earlier export of the same checkpoint, or another export
@@ -29,7 +29,8 @@ def whole_folder(output_dir: Path, command: str, model_path: str) -> Iterator[Pa
     target = output_dir.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     lock, partial, earlier = (target.with_name(f".{target.name}.{part}") for part in ("lock", "partial", "earlier"))
-    source = {"command": command, "checkpoint": Path(model_path).name, "content": revision(model_path) or model_path}
+    source: dict[str, object] = {"command": command, "checkpoint": Path(model_path).name}
+    source["content"] = revision(model_path) or model_path
     try:
         with FileLock(lock, timeout=0):
             if earlier.exists() and not target.exists():  # an export was killed between two names
@@ -58,11 +59,11 @@ def whole_folder(output_dir: Path, command: str, model_path: str) -> Iterator[Pa
         raise ValueError(f"--output-dir {output_dir}: another export writes it") from None
 
 
-def added_files(output_dir: Path, source: dict[str, str]) -> list[Path]:
-    """What lies in `output_dir` beside the files of an earlier export from the same source.
+def added_files(output_dir: Path, source: dict[str, object]) -> list[Path]:
+    """What lies in `output_dir` besides the files of an earlier export from the same source.
 
     Raises:
-        ValueError: there is no such export, and the folder is not empty.
+        ValueError: the folder is not empty, and no export from that source wrote it.
     """
     if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
         return []

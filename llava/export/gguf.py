@@ -1,6 +1,6 @@
 """`python -m llava.export gguf`: a checkpoint as the two files of llama.cpp, language model and mmproj.
 
-What its graph would compute otherwise than the model was trained is refused by name: docs/gguf.md.
+A part that its graph would compute in another way than training did is refused by name, see docs/gguf.md.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     with torch.no_grad():
         vision = gguf_vision.fields(model, image_processor), gguf_vision.tensors(model)
         language = gguf_language.fields(model, tokenizer, template), gguf_language.tensors(model)
-        # Beside their places until both are whole: one without the other is of no use.
+        # Beside their places until both are complete: one file without the other is of no use.
         with tempfile.TemporaryDirectory(dir=args.output_dir, prefix=".gguf-") as partial:
             written = {part: Path(partial, file.name) for part, file in files.items()}
             gguf_file.write(written["mmproj"], "clip", name, args.dtype, *vision)

@@ -4,19 +4,23 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from llava.progress import progress
 
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
 DTYPES = ("f32", "f16", "bf16")
 """Types of matrices; vectors are always f32."""
 _TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
-def library() -> Any:
+def library() -> ModuleType:
     """The package gguf.
 
     Raises:
@@ -26,7 +30,7 @@ def library() -> Any:
         import gguf
     except ImportError as error:
         raise ImportError("llama.cpp's files are written by the package gguf: pip install gguf") from error
-    logging.getLogger("gguf").setLevel(logging.WARNING)  # it tells of endianness and of temporary files
+    logging.getLogger("gguf").setLevel(logging.WARNING)  # it logs endianness and temporary files
     return gguf
 
 
@@ -35,7 +39,7 @@ def write(
     architecture: str,
     name: str,
     dtype: str,
-    add_fields: Callable[[Any], None],
+    add_fields: Callable[["GGUFWriter"], None],
     tensors: dict[str, torch.Tensor],
 ) -> None:
     """Writes the file at once, so that a reader never sees half of it.
@@ -43,7 +47,7 @@ def write(
     Args:
         name: of the model.
         dtype: of the matrices, one of `DTYPES`.
-        add_fields: is given the `GGUFWriter`.
+        add_fields: adds the fields to the `GGUFWriter`.
         tensors: by llama.cpp's names.
 
     Raises:

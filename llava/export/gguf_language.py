@@ -6,22 +6,27 @@ name.
 
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from llava.conversation import Conversation
 from llava.export.chat_template import chat_template
 from llava.export.gguf_file import library
 from llava.model.language_model.families import family_of
+from llava.model.llava_arch import LlavaMetaForCausalLM
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 
 class Decoder(NamedTuple):
-    """How llama.cpp has a family of `llava.model.language_model.families`.
+    """How llama.cpp represents a family of `llava.model.language_model.families`.
 
     Attributes:
-        architecture: its name there.
-        interleaved: its rotary embedding turns neighbouring elements, where transformers' turns halves.
+        architecture: llama.cpp's name of it.
+        interleaved: llama.cpp's rotary embedding turns neighbouring elements, where transformers' turns halves.
     """
 
     architecture: str
@@ -30,7 +35,7 @@ class Decoder(NamedTuple):
 
 DECODERS = {"Llama": Decoder("llama", True), "Qwen": Decoder("qwen2", False)}
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# What a tokenizer.json says of its pre-tokenizer, in order, and whether whole words of the vocabulary skip the merges.
+# Keys: the steps of the pre-tokenizer in tokenizer.json, and whether whole words of the vocabulary skip the merges.
 PRE_TOKENIZERS = {
     (("digits", "bytes and words"), False): "smollm",
     (("bytes and words",), False): "gpt-2",
@@ -39,7 +44,7 @@ PRE_TOKENIZERS = {
 }
 
 
-def check(model: Any, tokenizer: Any) -> None:
+def check(model: LlavaMetaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError where llama.cpp would not compute what the model does."""
     family = family_of(model.config).name
     if family not in DECODERS:
@@ -53,16 +58,18 @@ def check(model: Any, tokenizer: Any) -> None:
     pre_tokenizer(tokenizer)
 
 
-def decoder_of(model: Any) -> Decoder:
+def decoder_of(model: LlavaMetaForCausalLM) -> Decoder:
     """The row of the model's family."""
     return DECODERS[family_of(model.config).name]
 
 
-def fields(model: Any, tokenizer: Any, template: Conversation) -> Callable[[Any], None]:
-    """What writes the fields of the language model into a `GGUFWriter`."""
+def fields(
+    model: LlavaMetaForCausalLM, tokenizer: PreTrainedTokenizerBase, template: Conversation
+) -> Callable[["GGUFWriter"], None]:
+    """A function that writes the fields of the language model into a `GGUFWriter`."""
     config = model.config
 
-    def add(writer: Any) -> None:
+    def add(writer: "GGUFWriter") -> None:
         writer.add_vocab_size(config.vocab_size)
         writer.add_context_length(config.max_position_embeddings)
         writer.add_embedding_length(config.hidden_size)
@@ -82,8 +89,8 @@ def fields(model: Any, tokenizer: Any, template: Conversation) -> Callable[[Any]
     return add
 
 
-def tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The decoder's weights by llama.cpp's names; a tied output matrix is left out, as it is there."""
+def tensors(model: LlavaMetaForCausalLM) -> dict[str, torch.Tensor]:
+    """The decoder's weights by llama.cpp's names; a tied output matrix is left out, as llama.cpp does."""
     gguf, config, decoder = library(), model.config, decoder_of(model)
     architecture = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == decoder.architecture)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -108,22 +115,22 @@ def interleave(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(tensor.shape)
 
 
-def rotary_factors(model: Any) -> torch.Tensor | None:
-    """What each rotary frequency is divided by [head_dim / 2]; None where that is 1 for all."""
+def rotary_factors(model: LlavaMetaForCausalLM) -> torch.Tensor | None:
+    """What each rotary frequency is divided by, [head_dim / 2]; None if that is 1 for all."""
     config, frequencies = model.config, model.get_model().rotary_emb.inv_freq.double().cpu()
     exponents = torch.arange(0, _head_dim(config), 2, dtype=torch.float64) / _head_dim(config)
     factors = config.rope_parameters["rope_theta"] ** -exponents / frequencies
     return None if torch.allclose(factors, torch.ones_like(factors), rtol=1e-5) else factors.float()
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 # --- the tokenizer ----------------------------------------------------------------------------------------------------
 
 
-def pre_tokenizer(tokenizer: Any) -> str:
+def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """llama.cpp's name of the way in which a byte-level BPE tokenizer cuts text.
 
     Raises:
@@ -154,7 +161,7 @@ def _step(part: dict[str, Any]) -> str:
     return f"{part.get('type')} ({', '.join(f'{k}={v}' for k, v in part.items() if k != 'type')})"
 
 
-def _add_tokenizer(writer: Any, tokenizer: Any, rows: int, template: Conversation) -> None:
+def _add_tokenizer(writer: "GGUFWriter", tokenizer: PreTrainedTokenizerBase, rows: int, template: Conversation) -> None:
     kinds = library().TokenType
     vocabulary = {index: token for token, index in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
@@ -185,7 +192,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int, template: Conversatio
     writer.add_add_bos_token(False)  # the chat template writes it where training had it
 
 
-def end_token(tokenizer: Any, template: Conversation) -> int | None:
+def end_token(tokenizer: PreTrainedTokenizerBase, template: Conversation) -> int | None:
     """The token that closes an answer of the template; None where it takes more than one."""
     sample = template.copy()
     sample.messages = [[sample.roles[0], "question"], [sample.roles[1], "answer"]]

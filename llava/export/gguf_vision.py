@@ -9,8 +9,8 @@ any h; so a constant gain undoes the division, and a gain of 0 removes the three
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -18,14 +18,26 @@ from transformers.image_utils import PILImageResampling
 
 from llava.anyres import is_anyres
 from llava.export.gguf_file import library
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.norm import AlignedLayerNorm, UniformScale, projector_norm
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 SPAN = 300.0  # C over the largest sqrt(|h|^2 + sum(h)^2) of some pictures: an error of 3e-6
 PADDING = (122, 116, 104)  # the colour that llama.cpp pads LLaVA's pictures with: CLIP's mean
 _ACTIVATIONS = {"gelu_pytorch_tanh": True, "quick_gelu": False}  # whether the field use_gelu stands for it
 
 
-def check(model: Any, image_processor: Any) -> None:
+class ImageProcessor(Protocol):
+    """What is read of an image processor: its filter, and the mean and deviation that it normalises with."""
+
+    resample: int
+    image_mean: Sequence[float]
+    image_std: Sequence[float]
+
+
+def check(model: LlavaMetaForCausalLM, image_processor: ImageProcessor) -> None:
     """Raises ValueError where the graph of `mtmd` would not compute what tower and projector do."""
     config, tower = model.config, model.get_vision_tower()
     if tower is None:
@@ -56,8 +68,8 @@ def check(model: Any, image_processor: Any) -> None:
         raise ValueError(f"--image_aspect_ratio {mode}: crops are not exported to llama.cpp")
 
 
-def notes(model: Any, image_processor: Any) -> list[str]:
-    """How llama.cpp shows pictures that are not square to the model otherwise than training did."""
+def notes(model: LlavaMetaForCausalLM, image_processor: ImageProcessor) -> list[str]:
+    """In which ways llama.cpp shows pictures that are not square differently from training."""
     colour = tuple(int(255 * mean) for mean in image_processor.image_mean)
     if getattr(model.config, "image_aspect_ratio", None) != "pad":
         return [
@@ -68,11 +80,13 @@ def notes(model: Any, image_processor: Any) -> list[str]:
     return []
 
 
-def fields(model: Any, image_processor: Any) -> Callable[[Any], None]:
-    """What writes the fields of tower and projector into a `GGUFWriter`."""
-    tower, config = model.get_vision_tower(), model.get_vision_tower().config
+def fields(model: LlavaMetaForCausalLM, image_processor: ImageProcessor) -> Callable[["GGUFWriter"], None]:
+    """A function that writes the fields of tower and projector into a `GGUFWriter`."""
+    tower = model.get_vision_tower()
+    assert tower is not None  # `check` refuses models without one
+    config = tower.config
 
-    def add(writer: Any) -> None:
+    def add(writer: "GGUFWriter") -> None:
         writer.add_type("mmproj")
         writer.add_clip_has_vision_encoder(True)
         writer.add_clip_projector_type("mlp")
@@ -93,9 +107,10 @@ def fields(model: Any, image_processor: Any) -> Callable[[Any], None]:
     return add
 
 
-def tensors(model: Any) -> dict[str, torch.Tensor]:
+def tensors(model: LlavaMetaForCausalLM) -> dict[str, torch.Tensor]:
     """Weights of tower and projector by llama.cpp's names, without what runs after the selected layer."""
     gguf, tower = library(), model.get_vision_tower()
+    assert tower is not None  # `check` refuses models without one
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, len(tower.layers))
     unused = {id(parameter) for parameter in tower.unused_parameters()}
     found = {}
@@ -137,7 +152,7 @@ def _yi_tensors(
     rows, bias = first.weight.float(), first.bias.float()
     undone = torch.zeros(width + 3)
     undone[:width] = math.sqrt(2 / (width + 3)) * constant
-    scale = math.sqrt(eps / norm.eps)  # of the last norm's input, so that the tower's epsilon means what its own does
+    scale = math.sqrt(eps / norm.eps)  # of the last norm's input: the tower's epsilon then does what the norm's own did
     return {
         "mm.0.weight": torch.cat([rows, -rows.sum(0, keepdim=True), torch.zeros(2, rows.shape[1])]),
         "mm.0.bias": torch.cat([bias, -bias.sum(0, keepdim=True), torch.tensor([constant, -constant])]),

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from tokenizers import AddedToken
-from transformers import GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from llava.anyres import is_anyres
 from llava.asking import answer_end, choose_template
@@ -30,8 +36,10 @@ from llava.mm_utils import ADDED_BY_EXPORT, encode_chunk, follow_umask, load_tok
 from llava.model.builder import load_as_stored, read_config
 from llava.model.hf_folder import CARRIED, ROWS, STOCK, WITH_NORM, hf_names
 from llava.model.language_model.families import family_of
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_encoder.towers import DINOv3VisionTower, Siglip2VisionTower
+from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.builder import projector_depth
 from llava.model.multimodal_projector.norm import EPS, MIN_GAIN, NORM_TYPES, ProjectorNorm, ScaleGradient
@@ -75,11 +83,11 @@ def export(
     max_shard_size: str = "5GB",
     conv_mode: str | None = None,
 ) -> None:
-    """Writes the folder; it appears when it is whole.
+    """Writes the folder, which appears only when it is complete.
 
     Raises:
-        ValueError: the checkpoint is none, lacks a part or has one that the format has no place for, or `output_dir`
-            holds something else.
+        ValueError: there is no whole checkpoint, it has a part that the format has no place for, or `output_dir` holds
+            something else.
     """
     config = exportable_config(model_path)
     template = choose_template(config, model_path, conv_mode)
@@ -103,7 +111,7 @@ def export(
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def exportable_config(model_path: str) -> Any:
+def exportable_config(model_path: str) -> PretrainedConfig:
     """The checkpoint's config.
 
     Raises:
@@ -136,15 +144,16 @@ def exportable_config(model_path: str) -> Any:
 # --- model ------------------------------------------------------------------------------------------------------------
 
 
-def config_fields(model: Any, image_token: int, rows: int) -> dict[str, Any]:
+def config_fields(model: LlavaMetaForCausalLM, image_token: int, rows: int) -> dict[str, Any]:
     """`config.json` of the exported folder.
 
     Args:
         model: the checkpoint's.
         image_token: id of `<image>`.
-        rows: of the text embedding, with one for it.
+        rows: number of rows of the text embedding, that of `<image>` included.
     """
     config, tower = model.config, model.get_vision_tower()
+    assert tower is not None  # `exportable_config` refuses models without one
     family = family_of(config)
     ours = config.to_diff_dict()  # with the fields that transformers 4 reads
     carried = {k: v for k, v in ours.items() if k.startswith(CARRIED)}
@@ -189,19 +198,19 @@ def config_fields(model: Any, image_token: int, rows: int) -> dict[str, Any]:
     )
 
 
-def stock_classes_suffice(config: Any, tower: Any, own: dict[str, int]) -> bool:
+def stock_classes_suffice(config: PretrainedConfig, tower: VisionTower, own: dict[str, int]) -> bool:
     """Whether the library's LLaVA class computes what the checkpoint does."""
     return (
         getattr(config, "mm_projector_norm", "none") == "none"
         and own == {"projector_depth": 2, "num_register_tokens": 0}
         # NaFlex takes patches and not pixels; DINOv3 jitters positions in training.
         and not isinstance(tower, Siglip2VisionTower | DINOv3VisionTower)
-        and getattr(config, "logits_scaling", 1) == 1  # Granite's, which is none of its decoder's but of its head's
+        and getattr(config, "logits_scaling", 1) == 1  # Granite's, which its head applies and not its decoder
     )
 
 
-def write_model(model: Any, fields: dict[str, Any], folder: Path, max_shard_size: str) -> None:
-    """Weights and `config.json`; every tensor of the checkpoint has its place, and none of the class is left over."""
+def write_model(model: LlavaMetaForCausalLM, fields: dict[str, Any], folder: Path, max_shard_size: str) -> None:
+    """Writes weights and `config.json`; checks that tensors and places in the class match one to one."""
     config_class, model_class = (
         (LlavaConfig, LlavaForConditionalGeneration)
         if fields["model_type"] == STOCK
@@ -224,9 +233,9 @@ def write_model(model: Any, fields: dict[str, Any], folder: Path, max_shard_size
 
 
 def file_name(name: str, fields: dict[str, Any]) -> str:
-    """What a parameter is called in the weight files; in a stock folder as in published ones, which all versions read.
+    """A parameter's name in the weight files; in a stock folder that of published ones, which all versions read.
 
-    The library leaves the names of classes that come with a folder as they are, but for those of the vision tower.
+    For a class that comes with its folder, the library renames only the vision tower's parameters.
     """
     if fields["vision_config"]["model_type"] in _PREFIXED and name.startswith("model.vision_tower."):
         name = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
@@ -240,8 +249,8 @@ def file_name(name: str, fields: dict[str, Any]) -> str:
 def with_rows(embedding: torch.Tensor, rows: int) -> torch.Tensor:
     """`embedding` with its mean as further rows, up to `rows`.
 
-    As a row of the head the mean gives the mean logit: it is never the largest, and its probability is below one in the
-    number of tokens.
+    As a row of the head the mean gives the mean logit: it is never the largest, and its probability is below one over
+    the number of tokens.
     """
     missing = rows - len(embedding)
     if not missing:
@@ -250,8 +259,10 @@ def with_rows(embedding: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([embedding, mean.expand(missing, -1)])
 
 
-def generation_config(model: Any, tokenizer: Any, template: Conversation) -> GenerationConfig:
-    """The checkpoint's, which also ends where the template ends an answer."""
+def generation_config(
+    model: LlavaMetaForCausalLM, tokenizer: PreTrainedTokenizerBase, template: Conversation
+) -> GenerationConfig:
+    """The checkpoint's generation config, which also stops at the token that closes an answer of the template."""
     settings = model.generation_config
     end = answer_end(template)
     ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
@@ -267,7 +278,7 @@ def generation_config(model: Any, tokenizer: Any, template: Conversation) -> Gen
 
 
 def remote_code() -> str:
-    """The text of the folder's own code, which needs transformers alone: the norm's classes stand in it."""
+    """The text of the folder's own code, which needs transformers alone: the norm's classes are copied into it."""
     text = inspect.getsource(modeling_llava_norm)
     classes = dict.fromkeys(
         cls for arm in NORM_TYPES.values() if arm for cls in reversed(arm.__mro__) if issubclass(cls, ProjectorNorm)
@@ -283,7 +294,7 @@ def remote_code() -> str:
 # --- tokenizer and processor ------------------------------------------------------------------------------------------
 
 
-def add_image_token(tokenizer: Any) -> int:
+def add_image_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id of `<image>`, which is added where the tokenizer has no such token."""
     if DEFAULT_IMAGE_TOKEN not in tokenizer.get_vocab():
         tokenizer.add_tokens([AddedToken(DEFAULT_IMAGE_TOKEN, special=True, normalized=False)], special_tokens=True)
@@ -291,7 +302,7 @@ def add_image_token(tokenizer: Any) -> int:
     return tokenizer.convert_tokens_to_ids(DEFAULT_IMAGE_TOKEN)
 
 
-def write_tokenizer(tokenizer: Any, folder: Path, template: str) -> None:
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, template: str) -> None:
     """The tokenizer with its chat template, which pads on the left as generation needs it."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def write_checkpoint(model_path: str, output_dir: Path, dtype: str | None = None, max_shard_size: str = "5GB") -> None:
-    """Writes the checkpoint; it appears when it is whole.
+    """Writes the checkpoint, which appears only when it is complete.
 
     Raises:
         ValueError: `model_path` is no such folder, or `output_dir` holds something else.

@@ -20,9 +20,9 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", type=Path, required=True, help="folder of the model, as trained or as exported")
-    parser.add_argument("--repo", type=repo_id, required=True, help="OWNER/NAME on the hub; made where there is none")
-    parser.add_argument("--private", action="store_true", help="only its owner sees a repository that is made")
-    parser.add_argument("--revision", help="branch to write to (default: main); made where there is none")
+    parser.add_argument("--repo", type=repo_id, required=True, help="OWNER/NAME on the hub; made if it is missing")
+    parser.add_argument("--private", action="store_true", help="if the repository is made, only its owner sees it")
+    parser.add_argument("--revision", help="branch to write to (default: main); made if it is missing")
     parser.add_argument("--execute", action="store_true", help="send it; without this nothing leaves the machine")
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def say_what(args: argparse.Namespace, files: list[str], left_out: dict[str, str]) -> None:
-    """Prints the files with their sizes, what stays, and what in them tells of this machine."""
+    """Prints the files with their sizes, what is left out, and which files name folders of this machine."""
     sizes = {name: (args.model_path / name).stat().st_size for name in files}
     where = f"{args.repo}, branch {args.revision}" if args.revision else args.repo
     print(f"{args.model_path} -> {where}{' (private, if it is made)' if args.private else ''}")
@@ -70,10 +70,10 @@ def size_text(size: float) -> str:
 
 
 def send(folder: Path, files: list[str], repo: str, private: bool = False, revision: str | None = None) -> str:
-    """Sends the files that the hub does not have as they are here; returns what was done, in a line.
+    """Sends the files that the hub lacks or has with other content; returns a line that says what was done.
 
     Raises:
-        PermissionError: no token, or one without the right.
+        PermissionError: there is no token, or it may not write there.
         ValueError: the name belongs to a dataset or a space, or the repository is public and `private` is asked for.
         ConnectionError: the hub cannot be reached, or failed.
     """
@@ -81,7 +81,7 @@ def send(folder: Path, files: list[str], repo: str, private: bool = False, revis
         raise PermissionError(
             "no token for the hub: log in by `hf auth login`, or set HF_TOKEN, with the right to write"
         )
-    if not sys.stderr.isatty():  # a file gets a line now and then, no redrawn bar
+    if not sys.stderr.isatty():  # a log gets a line now and then instead of a redrawn bar
         disable_progress_bars()
         logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.INFO)
     api = HfApi()
@@ -108,7 +108,7 @@ def send(folder: Path, files: list[str], repo: str, private: bool = False, revis
 
 
 def _prepare(api: HfApi, repo: str, private: bool, revision: str | None) -> str | None:
-    """Makes repository and branch where they are not there; returns the branch's commit."""
+    """Makes repository and branch if they are missing; returns the branch's commit."""
     try:
         found = api.model_info(repo)
         if private and not found.private:
@@ -124,7 +124,7 @@ def _prepare(api: HfApi, repo: str, private: bool, revision: str | None) -> str 
 
 
 def _refusal(error: HfHubHTTPError, repo: str) -> OSError:
-    """What the hub said, and what to do."""
+    """The error to raise: what the hub answered, and what to do."""
     status = error.response.status_code
     if status == 401:
         return PermissionError(

@@ -34,14 +34,14 @@ _SECRET = re.compile(
     rb"|github_pat_[A-Za-z0-9_]{30,})\b"
 )
 _PASSWORD = re.compile(rb"""://[^\s/:@"'<>]+:[^\s/:@"'<>]+@""")  # of a user, in an address
-_MOST_TEXT = 16 << 20  # bytes of a file that is searched for them
+_MOST_TEXT = 16 << 20  # bytes; larger files are not searched for secrets
 
 
 def sort_out(folder: Path) -> tuple[list[str], dict[str, str]]:
     """The files to send, and what else lies in the folder with the reason why it stays.
 
     Raises:
-        ValueError: `folder` is none.
+        ValueError: there is no such folder.
     """
     if not folder.is_dir():
         raise ValueError(f"--model-path {folder}: no such folder")
@@ -53,7 +53,7 @@ def sort_out(folder: Path) -> tuple[list[str], dict[str, str]]:
             left_out[path.name] = "a link"
         elif path.is_dir():
             files += below
-            left_out[f"{path.name}/"] = "but for what the card shows" if below else "not part of a model"
+            left_out[f"{path.name}/"] = "except what the card shows" if below else "not part of a model"
         elif path.name in figures or any(fnmatchcase(path.name, form) for form in SENT):
             files.append(path.name)
         else:
@@ -62,12 +62,12 @@ def sort_out(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _figures(folder: Path) -> list[str]:
-    """The pictures in `folder` and below that its card shows."""
+    """The pictures in and below `folder` that its card shows."""
     card, root = folder / CARD_FILE, folder.resolve()
     if card.is_symlink() or not card.is_file():
         return []
     found = {posixpath.normpath(name) for name in _FIGURE.findall(card.read_text(encoding="utf-8", errors="replace"))}
-    # Where a part of the way is a link, the file's real place is another one.
+    # A file that is reached by a link has its real place elsewhere.
     return sorted(
         name
         for name in found
@@ -84,7 +84,7 @@ def tells_paths(file: Path) -> bool:
 
 
 def _text(file: Path) -> bytes:
-    """A file's content, of a large or binary one nothing."""
+    """A file's content; nothing of a large or binary file."""
     if file.stat().st_size > _MOST_TEXT:
         return b""
     content = file.read_bytes()

@@ -1,4 +1,4 @@
-"""vLLM's entry point of this package (group `vllm.general_plugins`): makes exports that end in a norm known to it.
+"""vLLM's entry point of this package (group `vllm.general_plugins`): registers exports whose projector ends in a norm.
 
 The model's class is named, not imported: vLLM imports it where it needs it, in a process of its own.
 """

@@ -22,7 +22,7 @@ from llava.serve.cli import AnswerStreamer, with_question
 from llava.serve.look import Look, look_of, probe_of
 
 LONGEST_QUESTION = 10_000  # characters; more than any context holds would only keep the tokenizer busy
-SMALL, LARGE = 384, 768  # pixels of a heatmap's longer side, between which it has the picture's size
+SMALL, LARGE = 384, 768  # limits of a heatmap's longer side in pixels; between them it has the picture's size
 LEAST_NORM, MOST_NORM = 0.1, 10_000.0  # ends of the bars' logarithmic scale
 
 
@@ -60,7 +60,7 @@ def checked_question(question: str | None) -> str:
     """What was typed.
 
     Raises:
-        ValueError: nothing, too much, or a placeholder in it.
+        ValueError: it is empty, too long, or has a placeholder in it.
     """
     question = (question or "").strip()
     if not question:
@@ -76,7 +76,7 @@ def checked_picture(path: str | None, most_bytes: int) -> Image.Image:
     """The picture of an uploaded file, in RGB, checked as those of training are; of animated ones the first frame.
 
     Raises:
-        ValueError: there is none, it is too large, or no picture; the message names the file, not its folder.
+        ValueError: there is no file, or it is too large or no picture; the message names the file, not its folder.
     """
     if not path:
         raise ValueError("Please choose a picture first.")
@@ -92,7 +92,7 @@ def checked_picture(path: str | None, most_bytes: int) -> Image.Image:
 def ask_all(
     arms: Sequence[Arm], talks: Sequence[Talk], picture: Image.Image, question: str, **options: Any
 ) -> Iterator[list[Talk]]:
-    """All arms' conversations, each time that something is to be shown; one arm answers after the other.
+    """Yields all arms' conversations each time there is something new to show; one arm answers after the other.
 
     Args:
         talks: the conversations so far, which the first question starts.
@@ -139,7 +139,7 @@ class _Streamer(AnswerStreamer):
 def growing_answer(
     assistant: Assistant, turns: list[dict[str, str]], picture: Image.Image, **options: Any
 ) -> Iterator[str]:
-    """The answer so far, each time that it has grown, and at last the whole; closing the iterator ends it.
+    """Yields the answer so far each time it has grown, and at last the whole; closing the iterator ends the generation.
 
     Raises:
         ValueError: see `Assistant.answer`.
@@ -157,7 +157,7 @@ def growing_answer(
 
 
 def shown_heatmap(picture: Image.Image, look: Look) -> Image.Image:
-    """The heatmap over the picture, as large as a page shows it; its brightest place is the most seen."""
+    """The heatmap over the picture, as large as a page shows it; its brightest place got the most attention."""
     side = max(picture.size)
     factor = min(max(side, SMALL), LARGE) / side
     size = [max(1, round(length * factor)) for length in picture.size]
@@ -179,7 +179,7 @@ def norm_bars(look: Look) -> str:
 
 
 def bar_width(norm: float) -> float:
-    """Percent of the scale from `LEAST_NORM` to `MOST_NORM`; within it whatever the norm is."""
+    """Length of the bar in percent of the scale from `LEAST_NORM` to `MOST_NORM`; norms outside it get 0 or 100."""
     if not math.isfinite(norm) or norm <= LEAST_NORM:
         return 0.0
     return min(100.0, 100 * math.log(norm / LEAST_NORM) / math.log(MOST_NORM / LEAST_NORM))

@@ -69,7 +69,7 @@ def load_chat_assistant(args: argparse.Namespace) -> Assistant:
 
 
 def chat(assistant: Assistant, picture: Image.Image, args: argparse.Namespace) -> None:
-    """Asks, answers and remembers until the input ends; what is refused is said, and the chat goes on."""
+    """Asks, answers and remembers until the input ends; errors are printed, and the chat goes on."""
     say(f"{COMMANDS}; Ctrl-C ends an answer")
     turns: list[dict[str, str]] = []
     while question := read_question():
@@ -90,12 +90,12 @@ def chat(assistant: Assistant, picture: Image.Image, args: argparse.Namespace) -
 
 
 def say(text: str) -> None:
-    """What is no part of the conversation goes to stderr."""
+    """Prints on stderr what is not part of the conversation."""
     print(text, file=sys.stderr, flush=True)
 
 
 def open_picture(path: str) -> Image.Image | None:
-    """The picture that `/image` names, or None, and why, where there is none."""
+    """The picture that `/image` names; None, and a line that says why, if it cannot be opened."""
     try:
         picture = load_picture(path)
     except ValueError as error:
@@ -108,7 +108,7 @@ def open_picture(path: str) -> Image.Image | None:
 def answer(
     assistant: Assistant, picture: Image.Image, turns: list[dict[str, str]], question: str, args: argparse.Namespace
 ) -> list[dict[str, str]]:
-    """Prints the answer; the turns with question and answer, or as they were where none could be given."""
+    """Prints the answer; returns the turns with question and answer, or unchanged if no answer could be given."""
     sampling = {"temperature": args.temperature} if args.temperature > 0 else {}
     asked = with_question(turns, question)
     streamer = AnswerStreamer(assistant)
@@ -139,7 +139,7 @@ def answer(
 
 
 def with_question(turns: list[dict[str, str]], question: str) -> list[dict[str, str]]:
-    """The turns with another question; the first one comes with the picture."""
+    """The turns with one more question; the first question comes with the picture."""
     return [*turns, {"from": "human", "value": question if turns else f"{DEFAULT_IMAGE_TOKEN}\n{question}"}]
 
 
@@ -175,7 +175,7 @@ class AnswerStreamer(TextStreamer):
         self.shown = ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        # Text comes up to the last space, and no template's end has one inside: it never comes in two pieces.
+        # Text arrives up to its last space, and no template's end has a space inside: it never arrives in two pieces.
         text = text.split(self.end_of_answer)[0]
         self.shown += text
         self.show(text, stream_end)

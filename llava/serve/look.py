@@ -22,8 +22,8 @@ class Look(NamedTuple):
     """What is shown beside an answer.
 
     Attributes:
-        heatmap: the answer's attention over the places of the picture [rows, columns], mean over layers and heads, sum
-            1; None where it is not known where visual tokens lie.
+        heatmap: the answer's attention over the places of the picture [rows, columns], the mean over layers and
+            heads, summing to 1; None where the places of the visual tokens are unknown.
         visual_norm, text_norm: medians over the tokens that enter the language model.
     """
 
@@ -33,16 +33,16 @@ class Look(NamedTuple):
 
 
 def probe_of(assistant: Assistant) -> Probe:
-    """Shows what passes between the parts of an assistant's model."""
+    """The probe that shows what passes between the parts of an assistant's model."""
     parts = find_parts(assistant.model, Family(), IMAGE_TOKEN_INDEX)
     return Probe(assistant.name, assistant.model, parts, special_ids=special_ids(assistant.tokenizer))
 
 
 def look_of(assistant: Assistant, probe: Probe, turns: list[dict[str, str]], picture: Image.Image, answer: str) -> Look:
-    """Runs a question and the answer to it once more, and watches.
+    """Runs a question and its answer through the model once more, and watches.
 
     Args:
-        probe: of the assistant, see `probe_of`.
+        probe: the assistant's, see `probe_of`.
         turns: what was asked, with one placeholder.
 
     Raises:

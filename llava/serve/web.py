@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from llava.analysis.inputs import PLAYGROUND
@@ -114,11 +115,11 @@ def check_free(host: str, port: int) -> None:
         raise ValueError(f"--host {host} --port {port}: cannot listen there ({error}); name another --port") from None
 
 
-def import_gradio(folder: str) -> Any:
-    """Gradio, which keeps its files in `folder` and does not report its use.
+def import_gradio(folder: str) -> ModuleType:
+    """Gradio, set up to keep its files in `folder` and not to report its use.
 
     Raises:
-        ImportError: it is not installed; says which extra brings it.
+        ImportError: Gradio is not installed; the message says which extra brings it.
     """
     os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": folder}
     try:
@@ -129,7 +130,7 @@ def import_gradio(folder: str) -> Any:
 
 
 def load_arms(args: argparse.Namespace) -> list[Arm]:
-    """The checkpoints, named as in tables; two of one name get their place."""
+    """The checkpoints, named as in tables; if two have the same name, their names get numbers."""
     names = [checkpoint_name(path) for path in args.model_path]
     if len(set(names)) < len(names):
         names = [f"{number}: {name}" for number, name in enumerate(names, 1)]
@@ -177,14 +178,14 @@ class Page:
     """What the page's buttons do; every function returns values for `outputs`.
 
     Args:
-        most_bytes: of an uploaded picture.
-        same: stands for a value that the page shows already.
+        most_bytes: largest size of an uploaded picture.
+        same: the value that leaves an output on the page as it is.
     """
 
-    def __init__(self, arms: Sequence[Arm], most_bytes: int, same: Any = None):
+    def __init__(self, arms: Sequence[Arm], most_bytes: int, same: object = None):
         self.arms, self.most_bytes, self.same = arms, most_bytes, same
 
-    def shown(self, talks: Sequence[Talk], said: str = "") -> list[Any]:
+    def shown(self, talks: Sequence[Talk], said: str = "") -> list[object]:
         """Values of state, sentence, and each arm's chat, heatmap and norms."""
         parts = [value for talk in talks for value in (talk.messages(), talk.heatmap, talk.norms)]
         return [talks, refusal(said), *parts]
@@ -193,10 +194,10 @@ class Page:
         """Conversations that have not begun."""
         return [Talk() for _ in self.arms]
 
-    def new_picture(self, path: str | None) -> list[Any]:
+    def new_picture(self, path: str | None) -> list[object]:
         """A picture was chosen or taken away: conversations start anew, and what is no picture is taken away again.
 
-        The first value is the picture; a sentence stays while there is none.
+        The first value is the picture; without one the sentence on the page stays.
         """
         state, said, *parts = self.shown(self.start())
         if not path:
@@ -207,20 +208,20 @@ class Page:
             return [None, state, refusal(str(error)), *parts]
         return [self.same, state, said, *parts]
 
-    def reset(self) -> list[Any]:
+    def reset(self) -> list[object]:
         """The conversations start anew."""
         return self.shown(self.start())
 
-    def stop(self, talks: Sequence[Talk]) -> list[Any]:
+    def stop(self, talks: Sequence[Talk]) -> list[object]:
         """The question that was being answered is forgotten."""
         return self.shown([Talk(talk.turns) for talk in talks], "The answer was stopped, the question is forgotten.")
 
     def ask(
         self, path: str | None, question: str | None, talks: Sequence[Talk], temperature: float, max_new_tokens: int
-    ) -> Iterator[list[Any]]:
-        """Asks all arms, and shows their answers grow."""
+    ) -> Iterator[list[object]]:
+        """Asks all arms, and yields the outputs while their answers grow."""
         sampling = {"temperature": temperature} if temperature > 0 else {}
-        shown: list[Any] = []
+        shown: list[object] = []
         try:
             picture, question = checked_picture(path, self.most_bytes), checked_question(question)
             options = {"do_sample": temperature > 0, "max_new_tokens": int(max_new_tokens), **sampling}
@@ -237,7 +238,7 @@ class Page:
             yield self.shown([Talk(talk.turns) for talk in talks], "This failed here; the terminal says why.")
 
 
-def build_page(gradio: Any, arms: Sequence[Arm], args: argparse.Namespace) -> Any:
+def build_page(gradio: ModuleType, arms: Sequence[Arm], args: argparse.Namespace) -> Any:
     """The page as Gradio's blocks, with its events."""
     does = Page(arms, int(args.max_upload * MEGABYTE), gradio.skip())
     title = " and ".join(arm.name for arm in arms)

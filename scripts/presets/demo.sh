@@ -25,4 +25,4 @@ case $STAGE in
     ;;
 esac
 # shellcheck disable=SC2034 # read by llava/launch/inputs.py
-INPUT_HINT="run: bash scripts/setup.sh && .venv/bin/python -m playground all --data $DEMO_DATA"
+INPUT_HINT="run: ${LLAVA_PYTHON:-bash scripts/setup.sh && .venv/bin/python} -m playground all --data $DEMO_DATA"

@@ -12,7 +12,6 @@ from typing import Any
 
 from safetensors.torch import load_file
 from tiny_models import write_tiny
-from warm_python import warm_python
 
 from chaos.faults import COMMON, ROOT, WORK, Run, same_weights, settings, steps_finished
 
@@ -31,8 +30,6 @@ def start(folder: Path, model: str, chaos: dict | None = None, **more: Any) -> l
     began = time.monotonic()
     for node, enter in enumerate(([], ["nsenter", "--target", os.environ["OTHER_HOST"], "--net", "--uts"])):
         nodes = {"NNODES": 2, "NODE_RANK": node, "MASTER_ADDR": "node0", "MASTER_PORT": 29611}
-        if model == "tiny":
-            nodes["LLAVA_PYTHON"] = warm_python(*enter)
         env = settings(folder, 1, True, **nodes, **variables, **more, GLOO_SOCKET_IFNAME=f"link{node}")
         if chaos:
             (WORK / "struck").unlink(missing_ok=True)

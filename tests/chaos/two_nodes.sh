@@ -2,7 +2,7 @@
 # Two hosts in network namespaces of this machine, joined by a veth pair: they train by ZeRO-3, lose the link in
 # mid-run, both end in bounded time, and go on after a restart. Needs no root, but a kernel that allows namespaces;
 # elsewhere it says so and exits with 0.
-#   bash tests/chaos/two_nodes.sh          a tiny model, about a minute
+#   bash tests/chaos/two_nodes.sh          a tiny model, some minutes
 #   bash tests/chaos/two_nodes.sh demo     SmolLM2-135M and the tower of the demo preset, which are prepared first
 set -euo pipefail
 # shellcheck source=scripts/lib.sh

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from paths import ROOT
+from warm_python import warm_python
 
 from llava.train.launch_check import NodeFacts, check_launch, facts_table, judge
 from llava.train.network import GLOO, NCCL, chosen, interface_fault
@@ -93,7 +94,7 @@ def test_ranks_that_do_not_reach_each_other_say_host_and_interface_in_bounded_ti
 
 def check_alone(*flags: str, **environment: str) -> subprocess.CompletedProcess:
     """`CHECK=1` on two ranks of this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     words = [*command, str(ROOT / "llava/train/launch_check.py"), *flags]
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
@@ -143,7 +144,7 @@ def test_zeropp_is_hpz_with_fewer_bits_on_the_wire():
 
 @pytest.mark.slow
 def test_two_hosts_train_lose_the_link_and_go_on():
-    env = os.environ | {"LLAVA_PYTHON": sys.executable}
+    env = os.environ | {"LLAVA_PYTHON": str(warm_python())}
     command = ["bash", "tests/chaos/two_nodes.sh"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     if "skipped:" in done.stdout:

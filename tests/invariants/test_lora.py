@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.model import builder, merge_lora
 from llava.model.builder import load_pretrained_model
-from llava.model.lora import NON_LORA_FILE, apply_lora
+from llava.model.lora import NON_LORA_FILE, apply_lora, recorded_base
 from llava.train import train as train_module
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import quantized_loading
@@ -462,6 +462,11 @@ def test_recorded_base_that_is_not_there_is_named(trained, tmp_path, capsys, bas
     assert merge_lora.main(["--model-path", str(folder), "--save-model-path", str(tmp_path / "out")]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert f"adapter_config.json: base_model_name_or_path is {found}" in error and "--model-base" in error
+
+
+def test_a_folder_without_an_adapters_config_has_no_base(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path}/adapter_config.json: base_model_name_or_path is none; name the"):
+        recorded_base(str(tmp_path))
 
 
 def test_lora_on_a_llava_checkpoint_takes_its_tower_from_there(tiny, trained, tmp_path):

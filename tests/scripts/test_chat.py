@@ -16,6 +16,7 @@ import torch
 from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
 from paths import ROOT
 from PIL import Image
+from warm_python import warm_python
 
 from llava.asking import Assistant, choose_template, load_assistant, load_picture
 from llava.conversation import conv_templates
@@ -370,8 +371,8 @@ def test_both_commands_run_as_processes(checkpoint, images):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     flags = ["--model-path", checkpoint, "--image-file", str(images / "green.png"), "--temperature", "0"]
     run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment, timeout=120)
-    asked = run([sys.executable, "-m", "llava.eval.run_llava", *flags, "--query", ASK])
+    asked = run([warm_python(), "-m", "llava.eval.run_llava", *flags, "--query", ASK])
     assert (asked.returncode, asked.stdout) == (0, "No\n"), asked.stderr
-    chatted = run([sys.executable, "-m", "llava.serve.cli", *flags, "--device", "cpu"], input=f"{LINE}\n")
+    chatted = run([warm_python(), "-m", "llava.serve.cli", *flags, "--device", "cpu"], input=f"{LINE}\n")
     assert chatted.returncode == 0, chatted.stderr
     assert chatted.stdout.startswith("USER: ASSISTANT: ") and chatted.stdout.endswith("USER: exit...\n")

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from paths import ROOT
 from shell import only
+from warm_python import warm_python
 
 from llava.compare.__main__ import main
 from llava.compare.arms import Arm, parse_arm
@@ -66,7 +67,8 @@ def compare(tmp_path):
     env |= {"WATCH_SECONDS": "0.1", "ANALYSIS": "theory", "BF16": "False"}
 
     def run(*flags, start=False, **extra):
-        words = [sys.executable, "-m", "llava.compare", "run", "--output-dir", str(out), *flags]
+        python = sys.executable if start else warm_python()  # what is killed is a process of its own
+        words = [python, "-m", "llava.compare", "run", "--output-dir", str(out), *flags]
         variables = only(**env | {"HOME": tmp_path} | extra)
         if not start:
             return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)

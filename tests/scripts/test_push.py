@@ -69,7 +69,7 @@ def test_without_execute_it_only_says_what_it_would_do(folder, hub, capsys, monk
         assert f"  {name}\n" in said
     for name in ("checkpoint-10/", "optimizer.pt", ".env", "notes.txt", "dump.bin"):
         assert f"left out: {name} (not part of a model)\n" in said
-    assert "left out: figures/ (but for what the card shows)\n" in said
+    assert "left out: figures/ (except what the card shows)\n" in said
     assert "nothing was sent" in said and f"in {len(SENT)} files" in said
 
 

@@ -12,6 +12,7 @@ import pytest
 import study_stub
 from paths import ROOT
 from shell import only
+from warm_python import warm_python
 
 from llava.compare.__main__ import main
 from llava.compare.stage import STAGES
@@ -33,7 +34,8 @@ def study(tmp_path):
     env = only(**env, HOME=tmp_path, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)
 
     def run(*flags, start=False, **extra):
-        words = [sys.executable, "-m", "llava.compare", "study", "--preset", "stamps", "--output-dir", out, *flags]
+        python = sys.executable if start else warm_python()  # what is killed is a process of its own
+        words = [python, "-m", "llava.compare", "study", "--preset", "stamps", "--output-dir", out, *flags]
         options = {"cwd": ROOT, "env": {k: str(v) for k, v in (env | extra).items()}}
         if start:
             return subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True, **options)
@@ -113,6 +115,7 @@ def test_killed_while_training_it_goes_on_where_it_was(study, sent):
     assert "train 7 none pretrain" not in again and (study.out / "study.html").is_file()
 
 
+@pytest.mark.slow
 def test_seeds_can_be_added_to_a_finished_study_and_none_can_be_taken_away(study):
     flags = ("--quick", "--arms", "none,clip")
     early = study(*flags, "--so-far")

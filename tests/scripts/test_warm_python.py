@@ -48,6 +48,15 @@ def test_the_trainer_is_there_and_what_is_started_from_it_is_warm_too():
     subprocess.run([warm_python(), "-c", code, "import sys; assert 'llava.train.train' in sys.modules"], check=True)
 
 
+def test_it_runs_in_the_namespaces_of_its_caller():
+    enter = ["unshare", "--net", "--uts", "--map-root-user"]
+    if subprocess.run([*enter, "true"]).returncode:
+        pytest.skip("this machine allows no namespaces")
+    code = "import os, socket; print(socket.if_nameindex(), os.getuid())"
+    told = subprocess.run([*enter, warm_python(), "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "[(1, 'lo')] 0\n"
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_program_ends_what_it_runs(sent):
     process = subprocess.Popen([warm_python(), "-c", WAIT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

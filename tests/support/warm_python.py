@@ -2,12 +2,13 @@
 
 `warm_python()` is a program that takes a script, `-m` or `-c` as `python` does. It hands its words, environment, folder
 and streams to a server, which forks a process that runs them. The program passes signals on to that process and ends as
-it ends. What that process starts as `sys.executable` is warm too. Not for tests of what is read at import, such as
-HF_HOME, or of which process is whose child.
+it ends. The process has the program's namespaces, and what it starts as `sys.executable` is warm too. Not for tests of
+what is read at import, such as HF_HOME, or of which process is whose child.
 """
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -17,6 +18,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -44,11 +46,13 @@ if status < 0:
 os._exit(status)
 """
 SERVERS: list[subprocess.Popen] = []
+NAMESPACES = {"mnt": 0x20000, "uts": 0x4000000, "user": 0x10000000, "net": 0x40000000}
+"""Flags of setns(2), which Python has from 3.12 on."""
 
 
 @functools.cache
-def warm_python(*prefix: str) -> Path:
-    """The program; its server, started by `prefix`, ends with this process, which closes the server's input."""
+def warm_python() -> Path:
+    """The program; its server ends with this process, which closes the server's input."""
     folder = Path(tempfile.mkdtemp(prefix="warm"))
     atexit.register(lambda: subprocess.run(["rm", "-r", folder], check=False))
     program, address = folder / "python", folder / "socket"
@@ -58,7 +62,7 @@ def warm_python(*prefix: str) -> Path:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen()
-        command = [*prefix, sys.executable, __file__, str(listener.fileno())]
+        command = [sys.executable, __file__, str(listener.fileno())]
         options = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "pass_fds": [listener.fileno()]}
         SERVERS.append(subprocess.Popen(command, env=environment, **options))
     return program
@@ -98,6 +102,7 @@ def main(file: int) -> None:
 
 def serve(connection: socket.socket) -> None:
     """Runs one job and answers with its process and its exit status, negative for a signal."""
+    enter_namespaces(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
     text, streams, _, _ = socket.recv_fds(connection, 2**16, 3)
     while not text.endswith(b"\n"):
         text += connection.recv(2**16) or b"\n"
@@ -118,6 +123,15 @@ def serve(connection: socket.socket) -> None:
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     with contextlib.suppress(OSError):
         connection.sendall(b"%d\n" % status)
+
+
+def enter_namespaces(process: int) -> None:
+    """Joins those that `process` has of its own, such as a host's of `tests/chaos/two_nodes.sh`."""
+    own, its = ([os.readlink(f"/proc/{p}/ns/{name}") for name in NAMESPACES] for p in ("self", process))
+    wanted = sum(flag for flag, a, b in zip(NAMESPACES.values(), own, its, strict=True) if a != b)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if wanted and libc.setns(os.pidfd_open(process), wanted):
+        raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
 
 
 def run(streams: list[int], words: list[str], environment: dict[str, str], folder: str) -> int:

@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from llava.launch.inputs import check_inputs, check_master
 from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import resolve
 from llava.launch.settings import NAMES, Refusal, edit_distance, misspelt
+from llava.launch.supervise import Supervisor
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.train import flags
 
@@ -418,3 +421,12 @@ def test_idle_cores_are_counted_among_those_that_the_run_may_use(tmp_path, monke
     monkeypatch.setattr("time.sleep", lambda seconds: stat.write_text(after))
     assert idle_cores({0, 1}, stat) == pytest.approx(0.75)
     assert idle_cores({0, 1}, tmp_path / "none") == 2.0
+
+
+def test_ctrl_c_while_the_launcher_starts_ends_without_one_and_leaves_no_handler(tmp_path, monkeypatch):
+    """The signal comes before there is a launcher that could pass it on."""
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        Supervisor(tmp_path, tmp_path, alone=True).run(["true"], {})
+    assert signal.getsignal(signal.SIGINT) is before

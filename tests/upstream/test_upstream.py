@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from paths import ROOT
+from warm_python import warm_python
 
 INPUTS = ROOT / "tests/golden/train/inputs"
 VENV = ROOT / ".venv-upstream"
@@ -57,7 +58,7 @@ def baseline(package, tmp_path_factory):
     if not (3, 10) <= sys.version_info[:2] <= (3, 12):
         pytest.skip("upstream's tokenizers 0.15.1 has wheels for Python 3.10 to 3.12 only")
     folder = tmp_path_factory.mktemp("baseline")
-    python = {"LLAVA_PYTHON": sys.executable, "PYTHON": sys.executable}
+    python = {"LLAVA_PYTHON": str(warm_python()), "PYTHON": sys.executable}
     done = run(["bash", "scripts/upstream_baseline.sh"], OUTPUT_DIR=str(folder), **python)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout, folder
@@ -148,7 +149,7 @@ def loaded(baseline, tmp_path_factory):
     script, paths = write(folder / "load.py", LOAD), [baseline[1] / name for name in CHECKPOINTS]
     for done in (
         upstream(script, folder / "upstream.pt", *paths),
-        run([sys.executable, script, folder / "ours.pt", *paths], PYTHONPATH=str(ROOT)),
+        run([warm_python(), script, folder / "ours.pt", *paths], PYTHONPATH=str(ROOT)),
     ):
         assert done.returncode == 0, done.stderr[-3000:]
     return [list(torch.load(folder / name).values()) for name in ("upstream.pt", "ours.pt")]
