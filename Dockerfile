@@ -6,12 +6,12 @@
 #   DEVICE=gpu|cpu        what the image is for (default: gpu)
 #   EXTRAS=train,flash    extras of pyproject.toml (default: those of scripts/setup.sh); flash compiles flash-attn
 #   MAX_JOBS=4            compilers at once, for flash-attn
-#   CUDA=13.0.1           of the base image; the driver must know it, and PyTorch's build should be made for it
+#   CUDA=13.0.1           CUDA of the base image; the driver must support it, and PyTorch's build should match it
 ARG DEVICE=gpu
 ARG CUDA=13.0.1
 
 FROM ubuntu:24.04 AS base-cpu
-# With the compiler, which flash-attn and DeepSpeed's operators need.
+# `devel` has the CUDA compiler, which flash-attn and DeepSpeed's operators need.
 FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04 AS base-gpu
 
 # hadolint ignore=DL3006

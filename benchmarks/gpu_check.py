@@ -1,9 +1,9 @@
 """Runs the parts of benchmarks/gpu_parts.py one after another and writes a table of what was found.
 
 Each part is a process of its own with a time limit, and leaves `gpu_<part>.json` (its state, machine and rows) in the
-output folder. A part that is measured is not run again, unless --force asks for it; one that failed or did not run is.
-Exit status: 0, 1 where a part failed, 2 for what was refused, 130 after Ctrl-C. LLAVA_PYTHON names the interpreter,
-WHEELS a folder of packages that it lacks (see the head of benchmarks/gpu_check.sh).
+output folder. A part that has been measured is not run again unless --force asks for it; one that failed or could not
+run is. Exit status: 0; 1 if a part failed, 2 if the call was refused, 130 after Ctrl-C. LLAVA_PYTHON names the
+interpreter, WHEELS a folder of packages that it lacks (see the head of benchmarks/gpu_check.sh).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks.run_all import GPU_TARGETS, number, tables
 from llava.launch.supervise import descendants
 
 SUMMARY = "summary.md"
-GRACE = 10.0  # seconds between asking a part to end and ending it
+GRACE = 10.0  # seconds between asking a part to end and killing it
 
 
 def main() -> int:
@@ -42,11 +42,11 @@ def main() -> int:
             for name in args.parts:
                 run_part(name, args)
         except KeyboardInterrupt:
-            print("\ninterrupted: the part that ran is not kept; the same command goes on from there", file=sys.stderr)
+            print("\ninterrupted: the part that was running is lost; the same command goes on with it", file=sys.stderr)
             return 130
         finally:
             Path(args.output_dir, SUMMARY).write_text(summary(args.output_dir, args.cpu), encoding="utf-8")
-    print(f"\n{part_table(args.output_dir, args.cpu)}\n\nthe whole of it: {args.output_dir / SUMMARY}")
+    print(f"\n{part_table(args.output_dir, args.cpu)}\n\nwith all figures: {args.output_dir / SUMMARY}")
     states = {name: read(args.output_dir, name, args.cpu)["status"] for name in args.parts}
     return int(FAILED in states.values())
 
@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU: shows that every part runs")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; default all")
-    parser.add_argument("--force", action="store_true", help="also repeat those that are measured")
+    parser.add_argument("--force", action="store_true", help="repeat the parts that have been measured, too")
     parser.add_argument("--output-dir", type=Path, help="default outputs/gpu_check, with --cpu outputs/gpu_check_cpu")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a part may take")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
@@ -71,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def refusal(cpu: bool) -> str:
-    """Why nothing can run here; empty where something can."""
+    """Why nothing can run here; empty if something can."""
     try:
         import torch
     except ImportError as error:
@@ -82,14 +82,14 @@ def refusal(cpu: bool) -> str:
 
 
 def only_one(output_dir: Path) -> Any:
-    """Keeps a second call out of the folder; ends the program where one is at work."""
+    """Locks the folder against a second call; ends the program if another call holds the lock."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(output_dir / ".lock")
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        print(f"error: another gpu_check works in {output_dir}; wait for it, or pass --output-dir", file=sys.stderr)
+        print(f"error: another gpu_check runs in {output_dir}; wait for it, or pass --output-dir", file=sys.stderr)
         sys.exit(2)
 
 
@@ -101,7 +101,7 @@ def interrupt(number: int, frame: object) -> None:
 
 
 def run_part(name: str, args: argparse.Namespace) -> None:
-    """Runs a part unless it is measured, and says how it went."""
+    """Runs a part unless it has been measured, and prints how it went."""
     setting, found = Setting(name, args.output_dir, args.cpu), read(args.output_dir, name, args.cpu)
     if found and found["status"] == MEASURED and not args.force:
         print(f"{name:12} measured before", flush=True)
@@ -133,7 +133,7 @@ def run_part(name: str, args: argparse.Namespace) -> None:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends a part with everything that it started; at once on a further Ctrl-C."""
+    """Ends a part and everything that it started; a further Ctrl-C kills them at once."""
     started = descendants(process.pid) | {process.pid}
     if process.poll() is not None and len(started) == 1:
         return
@@ -156,7 +156,7 @@ def send(processes: set[int], number: int) -> None:
 
 
 def read(output_dir: Path, name: str, cpu: bool) -> dict[str, Any] | None:
-    """A part's result, or None where there is none of this kind of device."""
+    """A part's result on this kind of device, or None if there is none."""
     try:
         found = json.loads(Setting(name, output_dir, cpu).result.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
@@ -186,7 +186,7 @@ def part_table(output_dir: Path, cpu: bool) -> str:
 def summary(output_dir: Path, cpu: bool) -> str:
     """The parts, the targets, and every part's rows."""
     lines = [
-        "# What the GPU shows" if not cpu else "# What a CPU shows of the GPU's check",
+        "# GPU check" if not cpu else "# GPU check, as far as a CPU can run it",
         "",
         part_table(output_dir, cpu),
     ]

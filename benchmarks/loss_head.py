@@ -1,7 +1,7 @@
 """Time and peak memory of the loss over the vocabulary: all logits, supervised rows only, a few rows at a time, Liger.
 
-Every variant computes the same loss and gradients; the script checks that before it reports. Each runs in a process of
-its own, because peak memory is a process's.
+Every variant computes the same loss and gradients; the script compares the losses before it reports. Each variant runs
+in a process of its own, because peak memory is counted per process.
 """
 
 import argparse
@@ -28,9 +28,9 @@ VARIANTS = {"all_rows": None, "supervised_rows": plain_loss, "chunked": chunked_
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_256, 152_064])
-    parser.add_argument("--tokens", type=int, default=4096, help="positions of the micro-batch")
+    parser.add_argument("--tokens", type=int, default=4096, help="positions in the micro-batch")
     parser.add_argument("--supervised", type=float, default=0.1, help="share of positions that are targets")
-    parser.add_argument("--hidden", type=int, default=512, help="D; real models have 3072 to 3584")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size; real models have 3072 to 3584")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--frozen-head", action="store_true", help="stage 1: no gradient of the head's weight")
     parser.add_argument("--dtype", default=None, help="default: bfloat16 on a GPU, float32 on a CPU")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def measure(variant: str, vocabulary: int, args: argparse.Namespace) -> dict:
-    """Seconds of one forward and backward, and the memory that it needs beyond inputs, weight and their gradients."""
+    """Seconds of a forward and backward pass, and the memory it needs beyond inputs, weight and their gradients."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, args.dtype)
     torch.manual_seed(0)

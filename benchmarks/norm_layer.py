@@ -1,7 +1,7 @@
 """Time and memory of the norm layer alone, and its share of a training step.
 
-The share is that of forward and backward of the layer in forward and backward of projector, norm and decoder on the
-same tokens; tower, loss and optimizer are left out, so the real share is smaller.
+The share is the time of the layer's forward and backward pass over that of projector, norm and decoder together, on the
+same tokens. Tower, loss and optimizer are left out, so the real share is smaller.
 """
 
 import argparse
@@ -26,7 +26,7 @@ NORMS = [name for name, norm in NORM_TYPES.items() if norm]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=SHAPES, default="llama-3.2-3b" if torch.cuda.is_available() else "demo")
-    parser.add_argument("--samples", type=int, default=16, help="images of a micro-batch")
+    parser.add_argument("--samples", type=int, default=16, help="images in the micro-batch")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     parser.add_argument("--quick", action="store_true", help="few repeats of few images")

@@ -57,7 +57,7 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """A line of the table: what it promises, and where the figure stands in the results."""
+    """A line of the table of targets: what is promised, and where the results have the figure."""
 
     what: str
     bound: float
@@ -109,7 +109,7 @@ def least(field: str, of: Callable[[dict], bool] = bool) -> Callable[[dict], flo
 
 
 def best_mfu(stage: int) -> Callable[[dict], float | None]:
-    """Of the recipe's own way, with whatever fused kernels it found."""
+    """The best MFU of the arms that compute as the recipe does, with whatever fused kernels there are."""
     return largest("mfu", lambda row: row["stage"] == stage and row["arm"] in ("packed", "compiled", "liger"))
 
 
@@ -188,7 +188,7 @@ def page() -> str:
 
 
 def section(result: dict) -> list[str]:
-    """A result as a heading, where it comes from, and a table per kind of row."""
+    """The section of a result: a heading, where it comes from, and a table per kind of row."""
     environment = result["environment"]
     machine = environment["machine"]
     where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"

@@ -1,11 +1,12 @@
 """Memory per GPU and throughput of the recipes from 1 to 512 GPUs, by formula; nothing is run. Prints docs/scale.md.
 
-Memory is the tree's own estimate (llava.train.memory), with DeepSpeed's estimator beside it. A step takes the longer of
-arithmetic and communication, as if they overlapped fully, and the time that collectives take to go round:
+Memory is the tree's own estimate (llava.train.memory), with DeepSpeed's estimator beside it. A step takes the longest
+of three times, as if they overlapped fully:
 
     compute = FLOPs of the step per GPU / (peak x --mfu)
-    bytes   = micro-batches x (weights gathered forward + backward + gradients reduced), received by one node
-    rounds  = micro-batches x collectives x GPUs x --hop-us
+    network = bytes that one node receives / bandwidth, where
+              bytes = micro-batches x (weights gathered forward + backward + gradients reduced)
+    latency = micro-batches x collectives x GPUs x --hop-us
 
     python -m benchmarks.scale > docs/scale.md
 """
@@ -42,7 +43,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Layout:
-    """How weights and gradients go between GPUs; bytes per element that a node receives from others."""
+    """How weights and gradients travel between nodes: the bytes per element that a node receives from others."""
 
     name: str
     stage: int
@@ -61,7 +62,7 @@ NETWORKS = {"8 x 400 Gb/s per node": 400e9, "100 Gb/s per node": 12.5e9}  # byte
 
 
 def build(name: str, stage: int) -> Any:
-    """The preset's model in bf16 without memory, with `requires_grad` set."""
+    """The preset's model in bf16 on the meta device, with `requires_grad` as the stage sets it."""
     preset = PRESETS[name]
     classes = LLAVA_CLASSES[preset.model_type]
     vision = {"mm_vision_tower": "siglip", "mm_vision_config": SO400M | {"model_type": "siglip_vision_model"}}
@@ -77,7 +78,7 @@ def build(name: str, stage: int) -> Any:
 
 
 def arguments(layout: str, ranks: int) -> SimpleNamespace:
-    """What the estimate reads of the training arguments, with a file of deepspeed_configs."""
+    """The training arguments that the estimate reads, with the file `layout` of deepspeed_configs."""
     config = SimpleNamespace(config=json.loads((ROOT / f"deepspeed_configs/{layout}.json").read_text()))
     options = {"optim": "adamw_torch_fused", "bf16": True, "fp16": False, "use_liger_kernel": False}
     options |= {"deepspeed": layout, "hf_deepspeed_config": config, "world_size": ranks}
@@ -85,7 +86,7 @@ def arguments(layout: str, ranks: int) -> SimpleNamespace:
 
 
 def deepspeed_estimate(model: Any, stage: int, ranks: int, offload: bool) -> float:
-    """GiB per GPU for model states by DeepSpeed's estimator, which takes every weight for trained."""
+    """GiB per GPU for model states by DeepSpeed's estimator, which assumes that every weight is trained."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
 
@@ -119,7 +120,7 @@ def memory_rows(ranks: tuple[int, ...] = (8, 64)) -> Iterator[list[str]]:
 
 
 def step_work(name: str, stage: int, gpus: int) -> tuple[Work, int]:
-    """A GPU's share of one optimizer step, and in how many micro-batches it comes."""
+    """A GPU's share of one optimizer step, and the number of its micro-batches."""
     samples, text = GLOBAL_BATCH[stage] / gpus, TEXT_TOKENS[stage]
     tokens = VISUAL_TOKENS + text
     micro_batches = max(1, -(-int(samples * tokens) // CAPS[name, stage]))
@@ -130,7 +131,7 @@ def step_work(name: str, stage: int, gpus: int) -> tuple[Work, int]:
 
 
 def throughput_rows(stage: int, bandwidth: float, args: argparse.Namespace) -> Iterator[list[str]]:
-    """Samples per second of every preset and layout over numbers of GPUs; what bounds each."""
+    """Samples per second of every preset and layout for each number of GPUs, marked with what bounds them."""
     for name in NAMES:
         model = build(name, stage)
         costs, elements = flop_costs(model), sum(p.numel() for p in model.parameters())
@@ -145,7 +146,7 @@ def step_cell(
     name: str, stage: int, layout: Layout, gpus: int, bandwidth: float, costs: Any, elements: int, trained: int,
     layers: int, args: argparse.Namespace,
 ) -> str:  # fmt: skip
-    """Samples per second, marked where network or latency decides and not arithmetic; `-` where no sample is left."""
+    """Samples per second, marked if network or latency bounds them; `-` if there are fewer samples than GPUs."""
     if gpus > GLOBAL_BATCH[stage]:
         return "-"
     work, micro_batches = step_work(name, stage, gpus)
@@ -169,10 +170,10 @@ def table(header: list[str], rows: Iterator[list[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of a GPU, dense bf16")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of it that a GPU alone reaches; an assumption")
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of it that a single GPU reaches; an assumption")
     parser.add_argument("--hop-us", type=float, default=5.0, help="time from GPU to GPU in a ring, microseconds")
     args = parser.parse_args()
-    with contextlib.redirect_stdout(sys.stderr):  # its log's first lines would stand in the page
+    with contextlib.redirect_stdout(sys.stderr):  # else its first log lines would be part of the page
         import deepspeed  # noqa: F401
     memory = ["preset", "stage", "layout", "GPUs", "states", "DeepSpeed's estimate", "total", "total, all recomputed"]
     print(INTRODUCTION)
@@ -197,7 +198,7 @@ and the loss head, without and with recomputation of every layer, on PyTorch's k
 estimator (`estimate_zero{2,3}_model_states_mem_needs`) knows neither frozen weights nor activations: in stage 1 it
 counts optimizer states that do not exist. In stage 2 the two differ by what ZeRO-3 gathers at a time: DeepSpeed's
 estimator counts the largest layer, ours up to 10^9 weights (`stage3_max_live_parameters`). `zero3_hpz.json` and
-`zeropp.json` take the 16-bit weights over 8 GPUs on top of ZeRO-3's rows.
+`zeropp.json` need the 16-bit weights, split over 8 GPUs, on top of ZeRO-3's rows.
 """
 THROUGHPUT = """
 ## Throughput
@@ -205,7 +206,7 @@ THROUGHPUT = """
 Samples per second over all GPUs, nodes of 8. `n`: the network decides, `l`: latency does, `-`: fewer samples than
 GPUs. Assumptions:
 
-- A GPU alone reaches {mfu:g} of {peak:g} TFLOP/s (H100 or H200; never measured for this tree).
+- A single GPU reaches {mfu:g} of {peak:g} TFLOP/s (H100 or H200; never measured for this tree).
 - A sample has {visual} visual tokens, and {text[1]} of text in stage 1, {text[2]} in stage 2; all GPUs get the same.
 - Communication and arithmetic overlap fully; inside a node communication costs nothing; a node's network cards work
   together.
@@ -219,10 +220,10 @@ BREAKS = """
 ## What breaks first
 
 1. **The batch.** The recipes' global batches are 256 and 128: with more GPUs than samples some would have nothing to
-   do, and the scripts refuse it. Stage 2 ends at 128 GPUs, stage 1 at 256. More needs another batch, so
+   do, and the scripts refuse it. Stage 2 ends at 128 GPUs, stage 1 at 256. More GPUs need a larger batch, and so
    another learning rate.
-2. **Work per GPU.** Long before, a GPU has one or two samples per step, while ZeRO-3 moves all weights for them. On a
-   slow network that is so from the second node on: use `zero2.json` where the weights fit, else `zero3_hpz.json` or
+2. **Work per GPU.** Long before that, a GPU has one or two samples per step, and ZeRO-3 moves all weights for them. On
+   a slow network this hurts from the second node on: use `zero2.json` where the weights fit, else `zero3_hpz.json` or
    `zeropp.json`.
 3. **Uneven samples.** One micro-batch of one sample per GPU takes as long as the longest of them;
    `--length_group_window` helps ([data.md](data.md#even-work-for-all-ranks)).

@@ -1,11 +1,12 @@
-"""How full micro-batches are and how evenly ranks work, by simulation; and two CPU ranks over one, by real training.
+"""How full micro-batches are and how evenly ranks work, by simulation; two CPU ranks against one, by real training.
 
 The simulation deals an epoch of LLaVA-558K or LLaVA-NeXT 779K to 8 to 512 ranks and compares the slowest rank's tokens
 with the mean over ranks: the sum of the maxima over the sum of the means, which says how long ranks wait.
 
 - `recipe`: stage 2 of each preset with its own settings, on the 779K lengths. Ranks are compared in every micro-batch,
-  since there they meet; `fill` is the tokens over what the micro-batches could hold. `before` is the earlier rule: as
-  many micro-batches in every step as the longest one needs, rounded up to a divisor of a rank's samples.
+  because they wait for each other there; `fill` is the tokens over what the micro-batches could hold. `before` is the
+  earlier rule: as many micro-batches in every step as the longest step needs, rounded up to a divisor of a rank's
+  samples.
 - `order`: what `--length_group_window` does to the global batches: how many kinds of records one holds (the exponential
   of the entropy of their shares), and how much of the variance of lengths is between batches instead of inside.
 - The other rows compare ranks over whole steps, for more numbers of ranks, beside upstream's grouped sampler.
@@ -75,7 +76,7 @@ def lengths_779k(rng: np.random.Generator) -> np.ndarray:
 
 # name: (signed text tokens, global batch of the recipe)
 DISTRIBUTIONS = {"558K": (lengths_558k, 256), "779K": (lengths_779k, 128)}
-# preset: the cap of stage 2 that it had with the earlier rule
+# preset: its cap in stage 2 under the earlier rule
 EARLIER_CAPS = {"llama-3.2-3b": 8192, "qwen2.5-7b": 6144}
 RECIPE_RANKS = (8, 32, 64)
 
@@ -86,8 +87,8 @@ def main() -> None:
     parser.add_argument(
         "--windows", type=int, nargs="+", default=[1, 4, 16, 64], help="values of --length_group_window"
     )
-    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps that are looked at, spread evenly")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of two ranks and of one; 0: the simulation alone")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps to simulate, spread evenly")
+    parser.add_argument("--repeats", type=int, default=3, help="runs on two ranks and on one; 0: only the simulation")
     parser.add_argument("--quick", action="store_true", help="64 ranks, windows 1 and 16, 150 steps, one pair of runs")
     args = parser.parse_args()
     if args.quick:
@@ -142,7 +143,7 @@ def recipe_rows(steps: int) -> Iterator[dict]:
 
 
 def order_rows(windows: list[int]) -> Iterator[dict]:
-    """What each window makes of the global batches of 128 of the 779K data."""
+    """How each window mixes the global batches of 128 of the 779K data."""
     signed = lengths_with_images(lengths_779k(np.random.default_rng(0)))
     kinds = np.repeat(np.arange(len(NEXT_PARTS) + 1), [*(part[0] for part in NEXT_PARTS.values()), SHARE_GPT[0]])
     with_image = signed > 0
@@ -165,7 +166,7 @@ def simulated(name: str, ranks: int, args: argparse.Namespace) -> list[dict]:
     total = np.abs(signed)
     # The recipe's batch where each rank gets two samples of it, else the smallest that gives two.
     batch = max(batch, 2 * ranks)
-    # Upstream's key is the number of words, of the text alone; tokens of the text order samples as words do.
+    # Upstream sorts by the number of words of the text; the number of its tokens gives much the same order.
     samplers = {"upstream, micro-batch 1": upstream_order(text, ranks, 1, batch // ranks)}
     samplers["upstream, one micro-batch"] = upstream_order(text, ranks, batch // ranks, 1)
     samplers["random order, balanced"] = RandomOrder(len(text))
@@ -185,13 +186,13 @@ def simulated(name: str, ranks: int, args: argparse.Namespace) -> list[dict]:
 
 
 def full_steps(order: Iterable[int], batch: int) -> np.ndarray:
-    """The samples of every step of an epoch [steps, batch], but for a short last one."""
+    """The samples of every step of an epoch [steps, batch], without a short last one."""
     samples = np.fromiter(order, np.int64)
     return samples[: len(samples) - len(samples) % batch].reshape(-1, batch)
 
 
 def some_of(steps: np.ndarray, count: int) -> np.ndarray:
-    """So many of the steps, spread evenly."""
+    """At most `count` of the steps, spread evenly."""
     return steps[np.linspace(0, len(steps), min(count, len(steps)), endpoint=False).astype(int)]
 
 
@@ -243,7 +244,7 @@ def grouped(part: np.ndarray, lengths: np.ndarray, chunks: int) -> np.ndarray:
 
 
 def measured(repeats: int) -> list[dict]:
-    """Samples per second of two CPU ranks and of one, each with one thread, under ZeRO-2, by turns."""
+    """Samples per second of two CPU ranks and of one, each with one thread, under ZeRO-2, in turns."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         write_inputs(work)
@@ -257,7 +258,7 @@ def measured(repeats: int) -> list[dict]:
 
 
 def write_inputs(work: Path) -> None:
-    """A Llama of four layers with random weights, and conversations with and without a picture."""
+    """Writes a Llama of four layers with random weights, and conversations with and without a picture."""
     import torch
     from PIL import Image
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -273,7 +274,7 @@ def write_inputs(work: Path) -> None:
 
 
 def trained(work: Path, ranks: int) -> float:
-    """Samples per second of the steps after the first two."""
+    """Median samples per second of the steps after the first two."""
     golden, output = ROOT / "tests/golden/train/inputs", work / f"run{ranks}"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

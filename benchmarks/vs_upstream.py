@@ -1,8 +1,8 @@
 """Samples per second of LLaVA 1.2.2.post1 and of this tree, on the same weights, samples, order, dtype and threads.
 
 Upstream runs unchanged in an environment of its own, which the script makes (`scripts/upstream_baseline.sh`). Runs
-alternate. The losses of every step must agree first, or nothing is reported. Timed are optimizer steps as they follow
-each other, with data preparation in the same process and without the first steps.
+alternate. The losses of every step must agree, or nothing is reported. The time is that of consecutive optimizer steps
+without the first ones, with data preparation in the same process.
 
 The default is a small Llama with random weights on the CPU. Shapes of a real model, on a GPU:
   --hidden 3072 --intermediate 8192 --layers 28 --heads 24 --vocabulary 32000 --vision-hidden 1024 --vision-layers 24 \\
@@ -89,8 +89,8 @@ def parse_arguments() -> argparse.Namespace:
         default=24,
         help="steps of stage 2; stage 1, with its short steps, takes three times as many",
     )
-    parser.add_argument("--warmup-steps", type=int, default=3, help="left out of the time")
-    parser.add_argument("--batch", type=int, help="per device; default: that of upstream's scripts, 32 and 16")
+    parser.add_argument("--warmup-steps", type=int, default=3, help="first steps, left out of the time")
+    parser.add_argument("--batch", type=int, help="samples per device; default: as upstream's scripts, 32 and 16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="PyTorch's threads on the CPU, for both")
     for name, default in (("hidden", 256), ("intermediate", 688), ("layers", 4), ("heads", 4), ("vocabulary", 2048)):
@@ -98,7 +98,12 @@ def parse_arguments() -> argparse.Namespace:
     for name, default in (("vision-hidden", 48), ("vision-layers", 3), ("image-size", 56)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{name} of the CLIP tower (patch size 14)")
     parser.add_argument("--bf16", action="store_true", help="both train in bf16, on a GPU")
-    parser.add_argument("--work", type=Path, default=ROOT / "outputs/vs_upstream", help="models, data and logs")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "outputs/vs_upstream",
+        help="folder for models, data and logs; its content is removed first",
+    )
     parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     parser.add_argument("--quick", action="store_true", help="one run of 7 steps, in stage 1 of 21")
@@ -109,17 +114,17 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def batch_of(args: argparse.Namespace, stage: str) -> int:
-    """Samples of a step."""
+    """Samples per step."""
     return args.batch or BATCH[stage]
 
 
 def steps_of(args: argparse.Namespace, stage: str) -> int:
-    """Optimizer steps of a run."""
+    """Optimizer steps per run."""
     return args.steps * (3 if stage == "pretrain" else 1)
 
 
 def make_models(args: argparse.Namespace, work: Path) -> None:
-    """A Llama and a CLIP tower with random weights. The small vocabulary keeps the head's share that of a 3B model."""
+    """Writes a random Llama and CLIP tower; with the small vocabulary the head's share is that of a 3B model."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=args.hidden,
@@ -134,7 +139,7 @@ def make_models(args: argparse.Namespace, work: Path) -> None:
     )
     LlamaForCausalLM(config).to(torch.bfloat16 if args.bf16 else torch.float32).save_pretrained(work / "llama")
     written = json.loads((work / "llama/config.json").read_text())
-    written |= {"rope_theta": 10000.0, "torch_dtype": "bfloat16" if args.bf16 else "float32"}  # as transformers 4 reads
+    written |= {"rope_theta": 10000.0, "torch_dtype": "bfloat16" if args.bf16 else "float32"}  # for transformers 4
     (work / "llama/config.json").write_text(json.dumps(written))
     for file in ("tokenizer.model", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / file, work / "llama")
@@ -142,7 +147,7 @@ def make_models(args: argparse.Namespace, work: Path) -> None:
 
 
 def make_tower(args: argparse.Namespace, work: Path) -> None:
-    """A CLIP tower with random weights, `clip` in `work`."""
+    """Writes a CLIP tower with random weights to `clip` in `work`."""
     vision = CLIPVisionConfig(
         hidden_size=args.vision_hidden,
         intermediate_size=4 * args.vision_hidden,
@@ -154,7 +159,7 @@ def make_tower(args: argparse.Namespace, work: Path) -> None:
     tower = CLIPVisionModel(vision)
     tower.config.save_pretrained(work / "clip")
     weights = {f"vision_model.{name.removeprefix('vision_model.')}": t for name, t in tower.state_dict().items()}
-    save_file(weights, work / "clip/model.safetensors", metadata={"format": "pt"})  # named as transformers 4 reads
+    save_file(weights, work / "clip/model.safetensors", metadata={"format": "pt"})  # transformers 4's names
     side = args.image_size
     CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side}).save_pretrained(
         work / "clip"
@@ -162,7 +167,7 @@ def make_tower(args: argparse.Namespace, work: Path) -> None:
 
 
 def make_data(args: argparse.Namespace, work: Path, stage: str, tokenizer_folder: Path = TOKENIZER) -> None:
-    """Stage 1: captions of 5 to 60 tokens. Stage 2: 8 to 700 text tokens, log-normal; a third without picture."""
+    """Writes records. Stage 1: captions of 5 to 60 tokens. Stage 2: 8 to 700 tokens, log-normal; a third text only."""
     generator = random.Random(0)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     cost = {word: len(tokenizer(f" {word}", add_special_tokens=False).input_ids) for word in WORDS}

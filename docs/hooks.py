@@ -26,7 +26,7 @@ PAGES = {
     "tests/README.md": "tests.md",
     "patches/README.md": "patches.md",
 }
-"""Pages whose files stand outside docs/, as the code host wants them."""
+"""Pages whose files stand outside docs/, where the code host expects them."""
 LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?!https?:|mailto:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]+)?\)")
 SCRIPTS = ("setup", "quickstart", "evaluate", "analyze", "compare", "test", "lint", "upstream_baseline")
 
@@ -85,7 +85,7 @@ def targets(file: File) -> Iterator[str]:
 
 
 def shown(path: str) -> str:
-    """A page that shows a file; of a notebook its cells."""
+    """A page that shows a file, or the cells of a notebook."""
     head = f"---\nsearch: {{exclude: true}}\n---\n\n# {path}\n\n"
     text = (ROOT / path).read_text()
     if not path.endswith(".ipynb"):
@@ -123,7 +123,7 @@ def flags() -> str:
 
 
 def variables() -> str:
-    """The variables of the training scripts in tables, and what every other script says of itself by --help."""
+    """The variables of the training scripts in tables, and the --help of every other script."""
     sys.path.insert(0, str(ROOT))
     from llava.launch.settings import VARIABLES
 
@@ -140,10 +140,10 @@ def variables() -> str:
 
 
 def name_cell(name: str) -> str:
-    """A flag or variable, which is not broken over lines."""
+    """A flag or variable for a table's cell, not broken over lines."""
     return f'<code class="flag">{name}</code>'
 
 
 def cell(text: str) -> str:
-    """Text as it is in a cell of a table."""
+    """Text for a table's cell: one line, with special characters escaped."""
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")

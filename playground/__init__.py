@@ -3,5 +3,5 @@
 import os
 import sys
 
-if sys.stderr is None or not sys.stderr.isatty():  # libraries that prepare inputs would redraw their bars into a log
+if sys.stderr is None or not sys.stderr.isatty():  # libraries would redraw their progress bars into a log
     os.environ.setdefault("TQDM_DISABLE", "1")

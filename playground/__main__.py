@@ -11,10 +11,10 @@ from playground.options import PICTURES, add_options, settings_from
 from playground.store import PlaygroundError
 
 INPUTS = ("smollm2", *PICTURES, "mixed", "tower", "heldout")
-# Modules with `add_arguments` and `run`; they are imported when they are called, since figures and models take seconds.
+# Modules with `add_arguments` and `run`; each is imported when it is called, since models and figures take seconds.
 OTHERS = {
     "quickstart": "Inputs, both stages of every arm side by side, answers, and one page.",
-    "answers": "Ask one checkpoint the held-out questions, and measure how fast its tokens turn.",
+    "answers": "Ask one checkpoint the held-out questions, and measure how fast its tokens change from layer to layer.",
     "controls": "Score one checkpoint on the held-out questions, as they are and with the picture taken away.",
     "compare": "Score trained checkpoints on held-out pictures, and show arms side by side on one page.",
 }
@@ -23,10 +23,13 @@ INTERRUPTED = 130  # the exit status on Ctrl-C, as shells count it
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Return the command-line parser: one sub-command per module, plus `all`; of `OTHERS` only `command` has flags."""
+    """Return the command-line parser: one sub-command per module, plus `all`.
+
+    Of `OTHERS` only `command` gets its flags, since they need an import of its module.
+    """
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder that holds every output")
-    shared.add_argument("--force", action="store_true", help="make it again, even if it is complete")
+    shared.add_argument("--force", action="store_true", help="make the output again, even if it is complete")
     top = argparse.ArgumentParser(prog="python -m playground", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     style = argparse.ArgumentDefaultsHelpFormatter

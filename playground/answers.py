@@ -1,6 +1,7 @@
-"""Asks one checkpoint the held-out questions, and measures on some of the pictures how fast its tokens turn.
+"""Asks one checkpoint the held-out questions, and measures on some pictures how fast its tokens change over the layers.
 
-What `python -m playground compare` shows beside that of other arms. Both are kept, and taken as they are the next time.
+`python -m playground compare` shows both beside those of other arms. Both are kept, and later calls take them as they
+are.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from playground.store import PlaygroundError, write_json
 
 ANALYSIS = "analysis"  # folder of what llava.analysis writes
 UPDATE_RATES = "update-rates"
-PICTURES = 24  # on which update rates are measured
+PICTURES = 24  # pictures on which update rates are measured
 RECORDS = "heldout.json"
 SHORTEST = 8  # tokens that an answer may always have
 
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `compare` takes as well, and passes on."""
+    """The flags that `compare` has as well."""
     parser.add_argument("--data", type=Path, required=True, help=f"prepared folder with {RECORDS} and images/")
     parser.add_argument("--output-dir", type=Path, required=True, help="where everything goes")
     parser.add_argument("--batch-size", type=whole(1), default=80, help="questions answered at a time")
@@ -44,7 +45,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest answer in tokens; 0: the longest expected one, at least 8",
     )
     parser.add_argument(
-        "--pictures", type=whole(0), default=PICTURES, help="on which update rates are measured; 0: on none"
+        "--pictures", type=whole(0), default=PICTURES, help="pictures on which update rates are measured; 0: none"
     )
 
 
@@ -73,7 +74,7 @@ def answered(name: str, checkpoint: str, args: argparse.Namespace) -> list[str]:
 
 
 def what_is_asked(checkpoint: str, data: Path, max_new_tokens: int) -> dict[str, Any]:
-    """What decides the answers.
+    """The facts that decide the answers: revision of the checkpoint, questions, and longest answer.
 
     Raises:
         PlaygroundError: there is no checkpoint.
@@ -85,7 +86,7 @@ def what_is_asked(checkpoint: str, data: Path, max_new_tokens: int) -> dict[str,
 
 
 def recorded_answers(name: str, asked: dict[str, Any], folder: Path) -> list[str]:
-    """The answers in `folder` if they are those to what is asked; else none."""
+    """The answers in `folder` if they were given to exactly what is asked; else none."""
     try:
         found = json.loads(answers_file(name, folder).read_text())
     except (OSError, ValueError):
@@ -111,7 +112,7 @@ def held_out(data: Path) -> list[dict[str, Any]]:
 
 
 def fastest_dtype() -> str | None:
-    """The precision to answer in: the checkpoint's own on a GPU (None), on a CPU bf16 where it computes in it."""
+    """The precision to answer in: on a GPU the checkpoint's own (None), on a CPU bf16 if it has instructions for it."""
     import torch
 
     if torch.accelerator.is_available():
@@ -146,13 +147,13 @@ def answers_in_order(
 
 
 def longest_answer(records: list[dict[str, Any]], tokenizer: Any) -> int:
-    """Tokens of the longest expected answer and one more, so that one which goes on after it is not taken for it."""
+    """Tokens of the longest expected answer plus one, so that an answer that goes on after it is not taken for it."""
     expected = tokenizer([record["conversations"][1]["value"] for record in records])["input_ids"]
     return max(SHORTEST, 1 + max(map(len, expected)))
 
 
 def measured(name: str, checkpoint: str, args: argparse.Namespace) -> None:
-    """Leaves the measurement where `update-rates` finds it."""
+    """Measures update rates and leaves them where the command `update-rates` finds them."""
     from llava.analysis import inputs
     from llava.analysis.layer_statistics import measure_layers
 

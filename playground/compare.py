@@ -19,7 +19,7 @@ from playground import answers, page
 from playground.records import is_right
 from playground.store import PlaygroundError, write_json
 
-LOSS_STEPS = 10  # at the end, of which the mean is shown
+LOSS_STEPS = 10  # last steps, whose mean loss is shown
 Log = list[dict[str, float]]
 
 
@@ -105,7 +105,7 @@ def hits(records: Sequence[dict[str, Any]], texts: Sequence[str]) -> np.ndarray:
 
 
 def kinds_of(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Indices of the questions of every kind, in the order of first sight, and of all."""
+    """Indices of the questions of every kind, in order of appearance, and of all."""
     kinds = np.array([record["kind"] for record in records])
     return {kind: np.flatnonzero(kinds == kind) for kind in dict.fromkeys(kinds.tolist())} | {
         page.ALL: np.arange(len(kinds))

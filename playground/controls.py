@@ -1,7 +1,7 @@
 """Asks one checkpoint the held-out questions as they are and under controls, and scores each kind of question.
 
 The controls take the picture away in three ways: a grey one of the same size, visual tokens in another order, and the
-question alone. Each is written as `<control>/results.json` (`llava.eval.results`), a task for every kind of question.
+question alone. Results go to `<control>/results.json` (`llava.eval.results`), with a task for every kind of question.
 """
 
 import argparse
@@ -29,22 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="prepared folder with heldout.json and images/")
     parser.add_argument("--output-dir", type=Path, required=True, help="where <control>/results.json goes")
     parser.add_argument(
-        "--controls", nargs="+", choices=CONTROLS, default=list(CONTROLS), help="which (default: all, also untouched)"
+        "--controls",
+        nargs="+",
+        choices=CONTROLS,
+        default=list(CONTROLS),
+        help="which to run (default: all, with untouched)",
     )
     parser.add_argument(
-        "--questions", type=whole(0), default=0, help="the first so many, whose kinds take turns; 0: all"
+        "--questions", type=whole(0), default=0, help="how many, from the first; kinds take turns; 0: all"
     )
     parser.add_argument(
         "--control-questions",
         type=whole(0),
         default=0,
-        help="how many of those, from the first, where the picture is taken away; 0: all",
+        help="how many of those are also asked with the picture taken away; 0: all",
     )
     parser.add_argument("--batch-size", type=whole(1), default=80, help="questions answered at a time")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Answers under every control that this checkpoint has not been asked under yet.
+    """Asks the questions under every control whose answers are not recorded yet.
 
     Raises:
         PlaygroundError: there is no checkpoint, or there are no questions.
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     settings = {name: {"questions": len(part), "dtype": dtype} for name, part in parts.items()}
     missing = [name for name in parts if not is_recorded(args.output_dir / name, asked, settings[name])]
     if not missing:
-        print(f"{args.output_dir}: every answer is recorded")
+        print(f"{args.output_dir}: all answers are recorded already")
         return
     from llava.asking import load_assistant
 
@@ -114,7 +118,7 @@ def under_control(
 
 @contextlib.contextmanager
 def reordered(model: Any) -> Iterator[None]:
-    """The projector's tokens of every picture in another order, the same for all pictures and models."""
+    """Reorders the projector's tokens of every picture within the block, the same way for all pictures and models."""
     from llava.analysis.interventions import shuffled
 
     handle = model.get_model().mm_projector.register_forward_hook(lambda module, inputs, tokens: shuffled(tokens))

@@ -22,7 +22,7 @@ from playground.store import shown_python
 
 FILE = "index.html"
 EXAMPLES = 3
-SHOWN_SIDE = 256  # pixels that a picture has at most on the page
+SHOWN_SIDE = 256  # longest side of a picture on the page, in pixels
 Logs = Mapping[str, Sequence[Sequence[Mapping[str, float]]]]
 
 ALL = "all questions"
@@ -77,9 +77,7 @@ def verdict(results: Mapping[str, Any], logs: Logs, everything: str) -> str:
     """What the run can tell and what it cannot, in words."""
     arms, chance = results["arms"], results["chance_percent"][everything]
     scores = ", ".join(f"{name} {arm['accuracy_percent'][everything]:.0f} %" for name, arm in arms.items())
-    said = [
-        f"Of {len(results['records'])} held-out questions answered rightly: {scores}; guessing gives {chance:.0f} %."
-    ]
+    said = [f"Right answers to {len(results['records'])} held-out questions: {scores}; guessing gives {chance:.0f} %."]
     for name, found in results["differences"].items():
         one = found[everything]
         shown = "no difference is shown" if one["verdict"] == UNCHANGED else f"{one['verdict']} on such questions"
@@ -99,7 +97,7 @@ def verdict(results: Mapping[str, Any], logs: Logs, everything: str) -> str:
 def examples(
     records: Sequence[Mapping[str, Any]], given: Mapping[str, Sequence[str]], images: Path
 ) -> list[dict[str, Any]]:
-    """Held-out pictures, first one for each kind of question, with question, expected answer, every arm's answer."""
+    """Held-out pictures, at first one per kind of question, with question, expected answer and all arms' answers."""
     chosen: dict[str, int] = {}
     pictures: set[str] = set()
     for index, record in enumerate(records):
@@ -135,7 +133,7 @@ def picture_uri(path: Path) -> str:
 
 
 def draw_norms(logs: Logs, path: Path) -> None:
-    """Mean norm of visual and text tokens at the LLM's input over both stages, one line per arm, log scale."""
+    """Draws the mean norm of visual and text tokens at the LLM's input over both stages: a line per arm, log scale."""
     pyplot = import_pyplot()
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -156,7 +154,7 @@ def draw_norms(logs: Logs, path: Path) -> None:
 
 
 def update_rates(args: argparse.Namespace) -> list[dict[str, str]]:
-    """The figures of `python -m llava.analysis update-rates` for all arms; what `answers` has measured is there."""
+    """The figures of `python -m llava.analysis update-rates` for all arms; what `answers` measured is not repeated."""
     from llava.analysis import update_rates
 
     update_rates.run(answers.update_rates_arguments([(name, folder) for name, _, folder in args.arm], args))
@@ -164,7 +162,7 @@ def update_rates(args: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def rate_rows(folder: Path) -> list[dict[str, Any]]:
-    """Of the measurement's summary the part that a reader needs: how much a layer leaves a token's direction alone."""
+    """The part of the measurement's summary that a reader needs: how much of a token's direction a layer keeps."""
     rows = json.loads((folder / f"{answers.UPDATE_RATES}.json").read_text())["rows"]
     names = {"model": "arm", "tokens": "tokens", "count": "tokens seen", "cosine mean": "cosine of successive layers"}
     shown = [{new: row[old] for old, new in names.items()} for row in rows if "with sinks" not in row["tokens"]]
@@ -183,7 +181,7 @@ def log_links(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def commands(args: argparse.Namespace, examples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What to type next, by what it does."""
+    """What to type next: a command for each thing it does."""
     python, last = shown_python(), args.arm[-1][2]
     talk = [python, "-m", "llava.serve.cli", "--model-path", last, "--image-file", examples[0]["path"]]
     return {

@@ -8,10 +8,10 @@
     pair                     color or shape of a pair of both that training never shows
 
 Of every color one form is held out: no picture, caption or question of either stage has the pair. Questions of the
-kind `pair` are about these alone, all others about pairs that training shows, in pictures that it does not: so what
-was learnt and what carries over to new pairs are told apart. The tower alone has seen all pairs, as a real one would
-have: trained without them it takes a color for proof that its missing form is not there, and no language model can
-tell.
+kind `pair` are about these only, all others about pairs that training shows, in pictures that it does not. This tells
+what was learnt apart from what carries over to new pairs. Only the tower has seen all pairs, as a real one would have:
+a tower trained without them takes a color as proof that the form it never has is not there, and no language model could
+see otherwise.
 """
 
 import random
@@ -30,7 +30,7 @@ from playground.store import PlaygroundError, build
 FOLDER = "probes"
 FORMAT = 1  # raise it when the same settings give other files
 COLORS = ("red", "green", "blue", "yellow", "black", "white")
-# One pair of every color, two of every form: so neither is rarer than another in training.
+# One pair of every color and two of every form, so that no color and no form is rarer than another in training.
 HELD_OUT_PAIRS = frozenset((color, SHAPES[index % len(SHAPES)]) for index, color in enumerate(COLORS))
 NUMBERS = ("one", "two", "three", "four")
 RELATIONS = {(-1, 0): "left", (1, 0): "right", (0, -1): "above", (0, 1): "below"}  # by the direction (x, y)
@@ -47,11 +47,11 @@ ANSWERS = {  # the kinds of questions, with answers that take turns
     "pair": (*COLORS, *SHAPES, *SHAPES),
 }
 TURNS = 24  # after this many questions all answers of every kind have come equally often
-TOWER = "tower"  # the kind of pictures that the vision tower alone is trained on, besides
+TOWER = "tower"  # the kind of additional pictures that only the vision tower is trained on
 NUM_SHAPES = {"count": (1, 4), "relation": (2, 2), "size": (2, 2), "binding": (3, 3), TOWER: (1, 4)}
 # The kinds of training pictures in turn; `color` stands for the first three kinds, and so comes twice.
 TRAINED = ("color", "count", "relation", "color", "size", "binding", "text")
-CAPTION_SHARE = 0.25  # captions for every record of questions in stage 2
+CAPTION_SHARE = 0.25  # captions per record of questions in stage 2
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Settings:
 
     size: int = option(96, "side of the square pictures in pixels")
     num_train: int = option(1200, "training pictures: each gives a caption and a record of questions")
-    num_crowded: int = option(2000, "pictures with all that is asked about, for the vision tower alone")
+    num_crowded: int = option(2000, "additional pictures of small and marked shapes, only for the vision tower")
     num_per_kind: int = option(48, f"held-out pictures, and questions, of every kind; a multiple of {TURNS}")
     num_text: int = option(40, "training records without a picture")
     seed: int = option(0, "seed of everything drawn")
@@ -123,14 +123,14 @@ def chance_percent(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 def draw_train(settings: Settings, kind: str, index: int) -> Scene:
     """Return a training scene for questions of `kind`, without a held-out pair."""
     rng = random.Random(f"{settings.seed}/train/{index}")
-    number = number_of_shapes(rng, kind)  # before any is rejected, and so with the same chances as without
+    number = number_of_shapes(rng, kind)  # drawn once, so that rejected scenes do not change how often it comes
     while any(map(is_held_out, (scene := lay_out(rng, settings.size, kind, number)).shapes)):
         pass
     return scene
 
 
 def draw_heldout(settings: Settings, index: int, shown: Collection[tuple] = ()) -> tuple[Scene, dict[str, Any]]:
-    """Return a held-out scene and its question, about a held-out pair where the kind is `pair`, else without any.
+    """Return a held-out scene and its question: about a held-out pair if the kind is `pair`, else without such pairs.
 
     Kinds take turns, and so do the answers of a kind, so that any first part of the list is balanced.
 
@@ -164,7 +164,7 @@ def number_of_shapes(rng: random.Random, kind: str) -> int:
 
 
 def lay_out(rng: random.Random, size: int, kind: str, number: int) -> Scene:
-    """Return a random scene of that many shapes, which questions of `kind` can be asked about."""
+    """Return a random scene of `number` shapes, about which questions of `kind` can be asked."""
 
     def small(shape: Shape) -> Shape:
         return place_shape(rng, size, shape.color, shape.name, shape.position, is_small=True)
@@ -185,7 +185,7 @@ def lay_out(rng: random.Random, size: int, kind: str, number: int) -> Scene:
 
 
 def relation(shape: Shape, other: Shape) -> str | None:
-    """Return where a shape is from another beside, above or below it; None where it is none of these."""
+    """Return where `shape` is as seen from `other`: left, right, above or below; None if it is none of these."""
     (x, y), (other_x, other_y) = POSITIONS[shape.position], POSITIONS[other.position]
     return RELATIONS.get((round(2 * (x - other_x)), round(2 * (y - other_y))))
 
@@ -202,8 +202,8 @@ def counted_caption(scene: Scene) -> str:
 def question(rng: random.Random, kind: str, scene: Scene, shape: Shape) -> tuple[tuple[str, str], Sequence[str]]:
     """Return question and answer of `kind` about one shape of a scene, and what a guess can choose from.
 
-    Who guesses is taken to know which pairs training shows. For a color to be bound the choices are also those in the
-    picture: who sees them all and not whose they are guesses among them.
+    A guess is assumed to know which pairs training shows. For the color in a question of the kind `binding` the choices
+    are also limited to the colors in the picture: a model that sees them, but not whose they are, guesses among them.
     """
     if kind == "count":
         return ("How many shapes are there?", NUMBERS[len(scene.shapes) - 1]), NUMBERS

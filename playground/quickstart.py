@@ -4,8 +4,8 @@
     arms       stage 1, stage 2, answers | the same for the next arm
     page       table, figures, answers
 
-`|` stands for side by side: on a CPU as many arms train at once as have a core and memory, each with its share of the
-cores; on a GPU one after the other. Finished steps are kept: the same call goes on where the last one ended.
+`|` stands for side by side: on a CPU as many arms train at once as there are cores and memory for, each with its share
+of the cores; on a GPU one after the other. Finished steps are kept: the same call goes on where the last one ended.
 """
 
 import argparse
@@ -83,7 +83,7 @@ class Quickstart:
         return {"OMP_NUM_THREADS": str(max(1, available_cores() // lanes))}
 
     def recipe(self, arm: str, stage: str) -> dict[str, Any]:
-        """What the stage's script makes of its variables.
+        """The run (flags, batch and more) that the stage's script makes of its variables.
 
         Raises:
             ValueError: the script refuses them.
@@ -125,7 +125,7 @@ class Quickstart:
     # --- the flow -----------------------------------------------------------------------------------------------------
 
     def run(self, lock: int) -> None:
-        """Every step.
+        """Runs every step.
 
         Raises:
             StepError, PlaygroundError: a step failed, or the folder holds something else.
@@ -141,7 +141,7 @@ class Quickstart:
         self.page()
 
     def input_lanes(self) -> dict[str, list[Step]]:
-        """The language model beside pictures and tower, which all cores train: waiting threads may sleep."""
+        """The language model beside pictures and tower. All cores train the tower, so waiting threads may sleep."""
 
         def step(title: str, *words: str) -> Step:
             log = self.folder / "inputs" / f"{words[0]}.log"
@@ -158,7 +158,7 @@ class Quickstart:
         }
 
     def page(self) -> None:
-        """The table on the console, and the page; the step's own time is not known yet when it is written."""
+        """Writes the page, which cannot have the time of its own step, and prints the table."""
         self.times["all"] = time.monotonic() - self.started
         keep_longest(self.times, self.folder / TIMES)
         arms = [word for arm in self.arms for word in self.arm_words(arm)]
@@ -202,7 +202,7 @@ class Quickstart:
 
 
 def settings_file(folder: Path) -> Path:
-    """Where stands what the stage in `folder` is made from."""
+    """The file that says what the stage in `folder` is made from."""
     return folder.with_name(f"{folder.name}-{SETTINGS}")
 
 
@@ -221,13 +221,13 @@ def refuse_other(folder: Path, made_from: Mapping[str, Any]) -> None:
 
 
 def keep_longest(times: Mapping[str, float], file: Path) -> None:
-    """Adds to what earlier calls took, of whose finished steps this one has done nothing but look."""
+    """Adds `times` to those in `file`; the longer one stays, since a step that was finished before takes no time."""
     before = json.loads(file.read_text()) if file.is_file() else {}
     write_json(file, before | {name: max(seconds, before.get(name, 0.0)) for name, seconds in times.items()})
 
 
 def _python(*words: str) -> list[str]:
-    # A command of this package, by the caller's own interpreter or else by this one.
+    # A command of this package, run by the caller's own interpreter if there is one, else by this one.
     return [interpreter(), "-m", "playground", *words]
 
 
@@ -237,11 +237,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", default="none gwc_layernorm", help="norms to train, separated by spaces")
     parser.add_argument("--root", type=Path, default=ROOT_OF_INPUTS, help="folder of the prepared inputs")
     parser.add_argument("--output-dir", type=Path, required=True, help="where everything goes")
-    parser.add_argument("--set-up-seconds", type=float, default=0.0, help="time that was spent before this call")
+    parser.add_argument("--set-up-seconds", type=float, default=0.0, help="seconds that set-up took before this call")
 
 
 def run(args: argparse.Namespace) -> None:
-    """The whole quickstart, and where everything is.
+    """Runs the whole quickstart and prints where everything is.
 
     Raises:
         PlaygroundError: wrong settings, a folder that holds something else, or a step that failed.
@@ -277,7 +277,7 @@ def make_folder(folder: Path) -> None:
 
 
 def show_end(quickstart: Quickstart) -> None:
-    """Times, and where everything is."""
+    """Prints the times, and where everything is."""
     folder, data = quickstart.folder, quickstart.root / quickstart.data
     print("=== time of each step")
     quickstart.times["all"] = time.monotonic() - quickstart.started

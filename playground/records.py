@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 IMAGE_TOKEN = "<image>"
-# {"train" | "heldout": {image: {"picture": [caption, more that is true of it], "quarters": four lists, or none}}};
-# the quarters in reading order
+# {"train" | "heldout": {image: {"picture": [caption, other true statements], "quarters": [list of statements, ...]}}};
+# there are four quarters, in reading order, or none
 STATEMENTS = "statements.json"
 
 
 def conversation(turns: Sequence[tuple[str, str]], with_image: bool) -> list[dict[str, str]]:
-    """Return alternating human/gpt turns; with an image its placeholder opens the first human turn."""
+    """Return alternating human/gpt turns; with an image, its placeholder opens the first human turn."""
     messages = []
     for index, (question, answer) in enumerate(turns):
         prefix = f"{IMAGE_TOKEN}\n" if with_image and index == 0 else ""
@@ -34,5 +34,5 @@ def listed(choices: Sequence[str]) -> str:
 
 
 def is_right(given: str, expected: str) -> bool:
-    """Return whether an answer equals the expected one but for case and a final full stop."""
+    """Return whether an answer equals the expected one, except for case and a final full stop."""
     return given.lower().rstrip(".") == expected.lower().rstrip(".")

@@ -58,7 +58,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """What one picture shows; `shapes` in reading order, colours and quarters all different, forms too up to three."""
+    """What one picture shows: `shapes` in reading order. Colours and quarters differ, as do forms of up to three."""
 
     texture: str
     tint: str
@@ -75,7 +75,7 @@ class Scene:
 
 
 def draw_scene(rng: random.Random, size: int, count: int, colors: Sequence[str] = tuple(COLORS)) -> Scene:
-    """Return a random scene of `size` pixels with `count` shapes, at most four, each of another of `colors`."""
+    """Return a random scene of `size` pixels with `count` shapes, at most four, each in a different one of `colors`."""
     colors, names = rng.sample(colors, count), rng.sample(SHAPES * (1 + count // 4), count)
     positions = sorted(rng.sample(tuple(POSITIONS), count), key=tuple(POSITIONS).index)
     shapes = tuple(place_shape(rng, size, *item) for item in zip(colors, names, positions, strict=True))

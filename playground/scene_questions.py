@@ -39,7 +39,7 @@ def caption(scene: Scene) -> str:
 
 
 def described(shape: Shape) -> str:
-    """Return what can be said of a shape but for where it is."""
+    """Return a phrase that says everything about a shape except where it is."""
     size, mark = "small " * shape.is_small, f" marked {shape.mark}" * bool(shape.mark)
     return f"a {size}{shape.color} {shape.name}{mark}".replace("a orange", "an orange")
 

@@ -17,7 +17,7 @@ FOLDER = "scenes"
 FORMAT = 4  # raise it when the same settings give other files
 MAX_REDRAWS = 10_000
 MOST_SHAPES = 4  # of a crowded picture
-CAPTION_SHARE = 0.5  # captions for every record of questions in stage 2
+CAPTION_SHARE = 0.5  # captions per record of questions in stage 2
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Settings:
     num_train: int = option(
         1000, "training pictures of one or two shapes: each gives a caption and a record of questions"
     )
-    num_crowded: int = option(1000, "training pictures of one to four shapes, for the vision tower alone")
+    num_crowded: int = option(1000, "training pictures of one to four shapes, only for the vision tower")
     num_heldout: int = option(240, "held-out pictures: each gives one question")
     num_text: int = option(40, "training records without a picture")
     two_shapes: float = option(0.3, "share of the pictures that show two shapes, of those that are not crowded")
@@ -55,7 +55,7 @@ def check(settings: Settings) -> None:
 
 
 def check_counts(settings: Any, *names: str) -> None:
-    """Raise `PlaygroundError` for a setting below 0 of those named."""
+    """Raise `PlaygroundError` if one of the named settings is below 0."""
     for name in names:
         if getattr(settings, name) < 0:
             raise PlaygroundError(f"--{name.replace('_', '-')} {getattr(settings, name)}: expected 0 or more.")
@@ -133,7 +133,7 @@ def _draw_outside(
         if scene.content() not in taken:
             return scene
     raise PlaygroundError(
-        f"--num-heldout {settings.num_heldout}: the held-out pictures use up nearly all contents, none is left for "
+        f"--num-heldout {settings.num_heldout}: the held-out pictures use up nearly all contents and leave none for "
         "training. Give a smaller number."
     )
 

@@ -113,7 +113,7 @@ def complete_tokenizer(tokenizer: "PreTrainedTokenizerBase", max_length: int) ->
 
 
 def as_plain_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Remove the GGUF quantisation marks, so that the model saves as any other; configs agree with the tokenizer."""
+    """Remove the GGUF quantisation marks, so that the model saves like any other; make configs fit the tokenizer."""
     for part in (model, model.config):
         for mark in ("hf_quantizer", "quantization_config", "quantization_method", "is_quantized"):
             part.__dict__.pop(mark, None)

@@ -98,7 +98,7 @@ def _started(command: list[str], **options: Any) -> subprocess.Popen:
 
 @contextmanager
 def unpacked(package: Path) -> Iterator[Path]:
-    """Give the package's pictures and captions in a temporary folder; its thousands of sounds stay packed."""
+    """Yield a temporary folder with the package's pictures and captions; its thousands of sounds stay packed."""
     with tempfile.TemporaryDirectory(dir=package.parent) as folder:
         with _started(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as process:
             try:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 FORMAT = 5  # raise it when the same settings give another tower
 INITIAL_SCALE = 10.0  # as SigLIP's
-# Position embeddings start as large as the patches' own: at their usual size so short a training leaves tokens that do
-# not say where they are, and a language model can hardly count them.
+# Position embeddings start as large as the patch embeddings. At their usual size such a short training leaves tokens
+# that do not tell where they are, and a language model can hardly count what they show.
 POSITION_SCALE = 8.0
-# What stands for a 0 in the settings. What is written on probes needs pixels, and more steps until it is read.
+# What a 0 in the settings stands for. The marks on probes need more pixels, and more steps until they are read.
 USUAL = {"image_size": 64, "patch_size": 32, "steps": 240}
 OWN = {"probes": {"image_size": 96, "patch_size": 48, "steps": 600}}
 QUARTERED = ("scenes", "probes")  # sets that say what each quarter of a picture shows
@@ -35,10 +35,10 @@ class Settings:
     width: int = option(192, "hidden size")
     heads: int = option(4, "attention heads")
     steps: int = option(
-        0, "training steps, the same number gives the same tower on one machine; 0: 240, for probes 600"
+        0, "training steps; the same number gives the same tower on one machine; 0: 240, for probes 600"
     )
     seconds: float = option(0.0, "train for this time instead; how good the tower gets then depends on the machine")
-    batch_size: int = option(32, "pictures per step, each against everything that is said of one of them")
+    batch_size: int = option(32, "pictures per step, each compared with every statement about any of them")
     learning_rate: float = option(5e-4, "highest learning rate of AdamW, after warm-up and before cosine decay")
     seed: int = option(0, "seed of weights and batches")
 
@@ -74,8 +74,8 @@ def check(settings: Settings) -> None:
     side = settings.image_size // settings.patch_size
     if settings.data in QUARTERED and side % 2:
         raise PlaygroundError(
-            f"--patch-size {settings.patch_size}: {side} patches a side make no quarters, by which "
-            f"{settings.data} are described; give a size that makes their number even."
+            f"--patch-size {settings.patch_size}: {side} patches per side make no quarters, by which "
+            f"{settings.data} are described; give a size that makes this number even."
         )
     if settings.width % settings.heads:
         raise PlaygroundError(f"--width {settings.width}: expected a multiple of --heads {settings.heads}.")

@@ -107,7 +107,7 @@ def sigmoid_loss(logits: torch.Tensor, is_true: torch.Tensor) -> torch.Tensor:
 
 
 def batches(count: int, batch_size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Give index batches int64 [B] forever: every epoch a new order, its incomplete last batch left out."""
+    """Yield index batches int64 [B] forever: every epoch in a new order, without its incomplete last batch."""
     generator = torch.Generator().manual_seed(seed)
     size = min(batch_size, count)
     while True:
@@ -123,7 +123,7 @@ def learning_rate_factor(progress: float) -> float:
 
 
 def contrastive_loss(model: "SiglipModel", train: DescribedPictures, pictures: torch.Tensor) -> torch.Tensor:
-    """Return the loss of the pictures [B] against all that is true of one of them, and of quarters against theirs.
+    """Return the loss of the pictures [B] against all statements true of any of them, and of their quarters likewise.
 
     The whole picture teaches where things are; the quarters, pooled by the same head, teach each token what it shows
     with far fewer pictures than the whole would take.

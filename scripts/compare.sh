@@ -2,11 +2,11 @@
 # Trains several arms with the same data, initial weights and budget, scores them, and writes one page with a verdict.
 #   bash scripts/compare.sh --preset demo --seeds 2      SmolLM2-135M on scenes and stamps, an hour on two CPU cores
 #   bash scripts/compare.sh --preset llama-3.2-3b        the paper's recipe and its nine benchmarks
-#   --preset NAME               of scripts/presets
-#   --seeds N | --seeds 1,2     how many (42, 43, ...; default 1), or which
-#   --arms a,b                  of none, layernorm, gwc_layernorm (default: these), layernorm@default (initial gain 1),
+#   --preset NAME               a preset of scripts/presets
+#   --seeds N | --seeds 1,2     how many seeds (42, 43, ...; default 1), or which ones
+#   --arms a,b                  from none, layernorm, gwc_layernorm (default: these), layernorm@default (initial gain 1),
 #                               gwc_layernorm@4x (four times the text norm at the start), ...
-#   --tasks a,b                 of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps)
+#   --tasks a,b                 tasks of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps)
 #   --output-dir DIR            default: outputs/compare-<preset>
 #   --upstream                  also trains the baseline by upstream LLaVA, and stops if losses differ (docs/compare.md)
 # Variables of scripts/pretrain.sh and finetune.sh apply to every run. EVALUATE_FLAGS="--limit 20" goes to evaluate.sh,
@@ -17,7 +17,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-for word in "$@"; do # before an environment is made for a misspelt one
+for word in "$@"; do # before an environment is made for a misspelt flag
   [[ "$word" != -* ]] || grep -q -- "^#   ${word%%=*} " scripts/compare.sh || die "$word is not an option; see --help"
 done
 export EXTRAS="${EXTRAS:-train,playground,eval,analysis}"

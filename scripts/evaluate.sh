@@ -3,7 +3,7 @@
 #   bash scripts/evaluate.sh CKPT [--tasks pope,mmstar] [--output-dir DIR] [--data-dir DIR] [--limit N] ...    (--help lists all)
 # Finished tasks are kept; a second call does only what is missing. Exit status 1: a task failed, and its samples are named.
 set -euo pipefail
-# The flags are the Python command's; it is asked where there is an environment already.
+# The Python command lists its flags, if there is an environment to run it in.
 more_help() {
   cd "$(dirname "$0")/.."
   echo
@@ -18,7 +18,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 export EXTRAS="${EXTRAS:-eval,playground}"
 ensure_environment
 for argument in "$@"; do
-  # Their data sets are made from the pictures that the playground prepared.
+  # The data sets of these tasks are made from the pictures that the playground prepared.
   if [[ ",${argument#*=}," =~ ,(scenes|stamps|probes), ]] && [ -d "playground/data/${BASH_REMATCH[1]}" ]; then
     "$PYTHON_BIN" -m playground heldout
     break

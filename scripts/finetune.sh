@@ -23,7 +23,7 @@ DATA_SOURCE="run python -m llava.data.prepare llava-next"
 : "${PRETRAIN_ADAPTER=checkpoints/$PRESET-$NORM-pretrain/mm_projector.bin}" # empty: MODEL_PATH brings its projector
 : "${TUNABLE_PARTS:=mm_vision_tower,mm_mlp_adapter,mm_language_model}"
 : "${MODEL_MAX_LENGTH:=4096}" "${GROUP_BY_MODALITY_LENGTH:=True}" "${GLOBAL_BATCH:=128}" "${PER_DEVICE_BATCH:=1}"
-: "${LENGTH_GROUP_WINDOW:=auto}" # 1, as LLaVA, or 16 where a device has fewer than 8 samples of a step
+: "${LENGTH_GROUP_WINDOW:=auto}" # 1, as in LLaVA, or 16 if a device has fewer than 8 samples of a step
 : "${LEARNING_RATE:=1e-5}" "${VISION_TOWER_LR=2e-6}" "${PROJECTOR_LR=}" # empty: LEARNING_RATE
 : "${DEEPSPEED_CONFIG=deepspeed_configs/zero3.json}" # an empty value means: without DeepSpeed
 : "${OUTPUT_DIR:=checkpoints/$PRESET-$NORM-$STAGE${LORA_R:+-lora}}"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# -h or --help anywhere among a script's arguments prints the comment at its head and ends it before it does anything.
-# Sourced first of all, while the path that the script was called by is still right.
+# -h or --help anywhere among a script's arguments prints the comment at the script's head and exits before anything is
+# done. Sourced first, while the path by which the script was called is still right.
 for argument in "$@"; do
   case $argument in
     -h | --help)

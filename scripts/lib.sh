@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # What every script needs: the repository root as working directory, the Python to use, and clear refusals. Sourced.
-# Relative paths therefore mean the same from wherever a script is called: relative to the root.
+# Relative paths therefore always start at the root, wherever a script is called from.
 
 CALLED_FROM=$PWD
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -35,7 +35,7 @@ plain_python() {
   for candidate in "${PYTHON:-python3}" .venv/bin/python "${LLAVA_PYTHON:-python3}"; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then echo "$candidate" && return; fi
   done
-  die "${PYTHON:-python3} is no Python of at least 3.10; set PYTHON to one"
+  die "${PYTHON:-python3} is not a Python of at least 3.10; set PYTHON to one"
 }
 
 # .venv of this repository, or the caller's own environment by LLAVA_PYTHON.
@@ -56,7 +56,7 @@ ensure_environment() {
 
 # ---- training: a preset's values, then the flags of every run ----------------------------------------------------------
 
-# The environment wins over the preset, the preset over the recipe, and the caller's flags win over all.
+# The environment wins over the preset, the preset over the recipe, and the caller's flags win over all of them.
 load_preset() { # the caller's flags
   : "${PRESET:=llama-3.2-3b}" "${NORM:=gwc_layernorm}"
   take_flags "$@"
@@ -70,10 +70,10 @@ load_preset() { # the caller's flags
   : "${LIGER:=auto}"
 }
 
-# One flag counts before other defaults: the arm names the folders.
+# Takes over the one flag that other defaults depend on: the arm, which names the folders.
 take_flags() {
   local word name=""
-  [[ $# -eq 0 || $1 == -* ]] || die "$1 is no flag of the trainer; variables stand before the command: NAME=value bash $0"
+  [[ $# -eq 0 || $1 == -* ]] || die "$1 is not a flag of the trainer; variables stand before the command: NAME=value bash $0"
   for word in "$@"; do
     [ "$name" != __mm_projector_norm ] || NORM=$word
     name=${word//-/_}

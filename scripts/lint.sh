@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks of the sources that run none of them: what scripts/test.sh and the hooks of .pre-commit-config.yaml call.
+# Checks the sources without running them. scripts/test.sh and the hooks of .pre-commit-config.yaml call this script.
 #   bash scripts/lint.sh                 all of them
-#   bash scripts/lint.sh ruff shell      some of: ruff format types shell files
+#   bash scripts/lint.sh ruff shell      only some of: ruff format types shell files
 #   FIX=1                                ruff and format mend what they can; files always does
 set -euo pipefail
 # shellcheck source=scripts/help.sh
@@ -12,11 +12,11 @@ readonly CHECKS="ruff format types shell files"
 for check in "$@"; do
   [[ " $CHECKS " == *" $check "* ]] || die "$check is not one of: $CHECKS"
 done
-git rev-parse --git-dir >/dev/null 2>&1 || die "$ROOT is no git checkout; git lists the files to check"
+git rev-parse --git-dir >/dev/null 2>&1 || die "$ROOT is not a git checkout; git lists the files to check"
 export EXTRAS="${EXTRAS:-train,playground,dev}"
 ensure_environment
 
-# Files that git tracks or would track, as far as they have not been deleted; arguments choose among them.
+# Files that git tracks or would track, except deleted ones; arguments choose among them.
 sources() {
   local file
   while IFS= read -r -d '' file; do

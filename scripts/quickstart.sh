@@ -4,11 +4,11 @@
 #   --data scenes | stamps | probes       drawn scenes (default), photos of Debian's tuxpaint-stamps-default, or pictures for harder questions
 #   ARMS="none layernorm gwc_layernorm"   which arms to train (default: none gwc_layernorm); on a CPU side by side
 #   OUTPUT_ROOT=folder                    where everything goes (default: outputs/quickstart, or -stamps, -probes)
-#   SEED=42                               of data order and initial projector
-# Steps, of which those that `|` divides run side by side (playground/quickstart.py):
+#   SEED=42                               seed of data order and initial projector
+# Steps; what stands left and right of a `|` runs at the same time (playground/quickstart.py):
 #   .venv
 #   language model | pictures, vision tower
-#   stage 1, stage 2, answers of an arm | the same of the next arm
+#   stage 1, stage 2, answers of one arm | the same for the next arm
 #   page: outputs/quickstart/index.html
 # Finished steps are kept; a second call does only what is missing. Variables of scripts/pretrain.sh apply as well.
 set -euo pipefail
@@ -21,14 +21,14 @@ while [ $# -gt 0 ]; do
   case $1 in
     --data) DATA=${2:-} && shift $(($# > 1)) ;;
     --data=*) DATA=${1#*=} ;;
-    *) die "$1 is none of this script's flags; see --help" ;;
+    *) die "$1 is not a flag of this script; see --help" ;;
   esac
   shift
 done
 case $DATA in scenes | stamps | probes) ;; *) die "--data '$DATA' is not one of: scenes, stamps, probes; see --help" ;; esac
 : "${ARMS:=none gwc_layernorm}" "${OUTPUT_ROOT:=outputs/quickstart$([ "$DATA" = scenes ] || echo "-$DATA")}"
 
-# DeepSpeed and TensorBoard are needed by those who ask for them alone.
+# DeepSpeed and TensorBoard are installed only if they are asked for.
 if [ -n "${DEEPSPEED_CONFIG:-}" ] || [[ "${REPORT_TO:-none}" != none ]]; then : "${EXTRAS:=playground,train}"; fi
 export EXTRAS="${EXTRAS:-playground}"
 

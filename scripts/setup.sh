@@ -35,7 +35,7 @@ require_known_extras() {
   done
   for extra in web:docs/chat.md trackio:docs/hub.md; do
     [[ " ${wanted//,/ } " != *" ${extra%%:*} "* ]] ||
-      fail "EXTRAS names '${extra%%:*}', which takes no Pillow 13; older ones resize pictures to other pixels than all here was tested with; ${extra#*:} says how to install it"
+      fail "EXTRAS names '${extra%%:*}', which cannot use Pillow 13; older versions resize pictures to other pixels than everything here was tested with; ${extra#*:} says how to install it"
   done
 }
 
@@ -88,11 +88,11 @@ usable_venv() {
 
 has_package() { compgen -G ".venv/lib/python*/site-packages/$1-[0-9]*.dist-info" >/dev/null; }
 
-# Without byte code: compiling every file of every package takes longer than all the rest; see compile_what_is_used.
+# Without byte code: compiling every file of every package takes longer than everything else; see compile_what_is_used.
 pip_install() { "$VENV_PYTHON" -m pip install --progress-bar off --no-compile -c constraints.txt "$@"; }
 
-# What training and evaluation import, once: a tenth of all files. Kept even where the caller's Python is told to keep none
-# (PYTHONDONTWRITEBYTECODE, as in many containers), where every later start would compile them again.
+# Compiles what training and evaluation import, a tenth of all files. The byte code is kept even if the caller's Python is
+# told to keep none (PYTHONDONTWRITEBYTECODE, as in many containers): every later start would compile these files again.
 compile_what_is_used() { env -u PYTHONDONTWRITEBYTECODE "$VENV_PYTHON" -c "import llava.train.train, llava.asking"; }
 
 install() {
@@ -103,11 +103,11 @@ install() {
   printf '\n%s\n%s\n' "$ROOT" "$installed" >"$STAMP"
   # Torch before everything else: a looser requirement elsewhere must not choose another build of it.
   step "torch $(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)" pip_install "pip>=23" "setuptools>=77" torch
-  # A build of PyTorch for NVIDIA GPUs has brought Triton, all that Liger's kernels need. Decided here and not by a GPU
-  # in sight: the environment is often made on a node without any, and used on nodes without a network.
+  # A build of PyTorch for NVIDIA GPUs has brought Triton, which is all that Liger's kernels need. This decides, not a GPU
+  # in sight: the environment is often made on a node without one, and used on nodes without a network.
   [ -n "${EXTRAS:-}" ] || ! has_package triton || extras="$extras,liger"
   rest=$(tr ',' '\n' <<<"$extras" | sed '/^flash$/d' | paste -sd, -)
-  # Its build needs setuptools alone, which is there: an environment for the build would take some seconds more.
+  # This package's build needs only setuptools, which is installed; a separate build environment would take some seconds.
   step "llava${rest:+[$rest]}" pip_install --no-build-isolation -e ".${rest:+[$rest]}"
   step "byte code of what is used" compile_what_is_used
   if [[ ",$extras," == *,flash,* ]]; then

@@ -4,8 +4,8 @@
 #   MODEL_PATH=lmsys/vicuna-7b-v1.5 VISION_TOWER=openai/clip-vit-large-patch14-336 PRETRAIN_DATA=... PRETRAIN_IMAGES=... \
 #     FINETUNE_DATA=... FINETUNE_IMAGES=... bash scripts/upstream_baseline.sh                       real ones, on one GPU
 #   PREPARE_ONLY=1 bash scripts/upstream_baseline.sh        only makes upstream's environment
-# Also read: ARMS MAX_STEPS PER_DEVICE_BATCH SEED MODEL_MAX_LENGTH BF16 GRADIENT_CHECKPOINTING TOLERANCE OUTPUT_DIR, and
-# UPSTREAM_VENV and PYTHON for upstream's environment. What the numbers mean: patches/README.md.
+# It also reads ARMS MAX_STEPS PER_DEVICE_BATCH SEED MODEL_MAX_LENGTH BF16 GRADIENT_CHECKPOINTING TOLERANCE OUTPUT_DIR, and
+# UPSTREAM_VENV and PYTHON for upstream's environment. patches/README.md says what the numbers mean.
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
@@ -22,7 +22,7 @@ fi
 : "${FINETUNE_DATA:=$INPUTS/stage2.json}" "${FINETUNE_IMAGES:=$INPUTS/img}"
 : "${ARMS:=none layernorm gwc_layernorm}" "${MAX_STEPS:=20}" "${PER_DEVICE_BATCH:=4}" "${SEED:=42}" "${MODEL_MAX_LENGTH:=2048}"
 : "${BF16:=False}" "${GRADIENT_CHECKPOINTING:=False}"
-: "${TOLERANCE:=$(is_on "$BF16" && echo inf || echo 1e-4)}" # a larger difference of two losses ends with status 1
+: "${TOLERANCE:=$(is_on "$BF16" && echo inf || echo 1e-4)}" # a larger difference between two losses gives status 1
 : "${OUTPUT_DIR:=outputs/upstream_baseline}"
 : "${UPSTREAM_VENV:=.venv-upstream}" "${PYTHON:=python3}"
 require_number MAX_STEPS 1

@@ -13,7 +13,7 @@ import subprocess
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# A shell has Ctrl-C ignored in what it starts in the background, and children inherit that.
+# A shell makes what it starts in the background ignore Ctrl-C, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -21,13 +21,13 @@ import pytest
 
 
 def pytest_collection_modifyitems(items):
-    """Files with slow tests come first: one that began last would keep a worker while the others have nothing to do."""
+    """Files with slow tests come first: if one began last, the other workers would have nothing to do meanwhile."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish():
-    """Every training collects garbage, which costs as much as its steps where it looks through all that is imported."""
+    """Keeps garbage collection from looking through all imported modules, which takes as long as a tiny training."""
     gc.freeze()
 
 
@@ -36,7 +36,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A folder with `llama`, `qwen`, both also `_tied`, tokenizers; `siglip`, `clip`, `data/` (records, images)."""
+    """A folder with `llama`, `qwen`, `llama_tied`, `qwen_tied` and tokenizers; `siglip`, `clip`; records and images."""
     from tiny_models import write_tiny
 
     return write_tiny(tmp_path_factory.mktemp("tiny"))
@@ -84,13 +84,13 @@ def tokenizer():
 
 @pytest.fixture
 def files_count_as_old(monkeypatch):
-    """Files written in the test count as written long ago, so that their stamps are trusted."""
+    """Files written in the test count as written long ago, so that their time stamps are trusted."""
     monkeypatch.setattr("llava.data.cache._CLOCK_STEP", 0.0)
 
 
 @pytest.fixture(scope="session")
 def chromium():
-    """The program."""
+    """The path of a Chromium."""
     program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip(f"no Chromium: none of {', '.join(BROWSERS)} on PATH (Debian: apt-get install {BROWSERS[0]})")

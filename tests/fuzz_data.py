@@ -56,10 +56,10 @@ _PIECES = [b"", b"\x00", b"\xff", b'"', b"{", b"]", b"\\u", b"<image>", b"../", 
 def run(
     folder: Path, seed: int, seconds: float, cases: int | None = None, target: str = "bytes"
 ) -> tuple[int, Counter]:
-    """So many cases, or as many as fit in `seconds`; what came of them.
+    """Runs `cases` cases, or as many as fit in `seconds`; returns their number, and how often each outcome came.
 
     Raises:
-        AssertionError: a case ended in another way than it may.
+        AssertionError: a case ended in a way that is not allowed.
     """
     cache._CLOCK_STEP = 0.0
     warnings.simplefilter("ignore")  # Pillow's, about damaged pictures
@@ -207,13 +207,13 @@ def _keys_case(folder: Path, rng: random.Random, tokenizer) -> Counter:
 
 
 def _check_sample(sample: dict, record: dict, pictures: list[Image.Image], tokenizer, whole: bool) -> None:
-    """The sample has the record's pictures, one for each `<image>` of its text, and no such word."""
+    """Checks that the sample has the record's pictures, one for each `<image>` of its text, and not that word."""
     named = record.get("image") or record.get("images") or []
-    named = named["path"] if isinstance(named, dict) else named  # as a row of a struct has it
+    named = named["path"] if isinstance(named, dict) else named  # a struct's row
     expected = [int(name[0]) for name in ([named] if isinstance(named, str) else named)]
     turns = next(record[key] for key in ("conversations", "messages", "conversation") if record.get(key))
     written = sum(turn.get("value", turn.get("content")).count("<image>") for turn in turns)
-    if not written and any("role" in turn for turn in turns):  # which messages leave to whoever reads them
+    if not written and any("role" in turn for turn in turns):  # messages may leave the places open
         written = len(expected)
     given = sample.get("images", torch.empty(0))
     ids = sample["input_ids"]
@@ -381,7 +381,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", choices=list(_TARGETS), default="bytes")
     args = parser.parse_args()
-    logging.disable(logging.WARNING)  # of samples that are cut
+    logging.disable(logging.WARNING)  # samples that are cut are warned of
     done, outcomes = run(Path(tempfile.mkdtemp(prefix="fuzz-")), args.seed, args.seconds, target=args.target)
     print(f"{done} cases: {dict(outcomes)}")
 

@@ -2,7 +2,8 @@
 
 A job is a JSON file: {"model", "records", "stage", "batch", "micro_batch", "steps", "learning_rate", "warmup_steps",
 "options", "output"}. `records` has a line {"messages": [{"role", "content"}], "images": [path], "length"} for every
-sample, in the order in which steps take them. `output` receives `result.json`: losses and ends (seconds) of the steps.
+sample, in the order in which steps take them. `result.json` in the folder `output` gets the steps' losses and ends
+(seconds).
 """
 
 import functools
@@ -71,7 +72,7 @@ def training_flags(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def laid_out(records: list[Any]) -> list[Any]:
-    """`records` in an order that batch_rebalance's shuffle of the first epoch turns into the order given."""
+    """`records` in an order that batch_rebalance's shuffle of the first epoch turns back into the given order."""
     shuffle = torch.randperm(len(records), generator=torch.Generator().manual_seed(42)).tolist()
     return [record for _, record in sorted(zip(shuffle, records, strict=True), key=lambda pair: pair[0])]
 
@@ -108,10 +109,14 @@ class Recorder(TrainerCallback):
 
 
 def step_loss(shares: list[tuple[float, int, bool]]) -> float:
-    """The mean over a step's targets, of (what `training_step` returned, targets, divided by the step's targets).
+    """The mean loss over a step's targets.
 
-    A Trainer whose losses are not divided by the step's targets steps along the mean of the micro-batches' means; here
-    they are weighted, so that the losses of the same work are the same.
+    A Trainer whose losses are not divided by the step's targets follows the mean of the micro-batches' means. Here
+    these are weighted by their targets, so that the same work gives the same loss.
+
+    Args:
+        shares: of each micro-batch the loss from `training_step`, the number of targets, and whether that loss is
+            divided by the targets of the whole step.
     """
     if all(by_targets for *_, by_targets in shares):
         return sum(loss for loss, *_ in shares)

@@ -1,6 +1,6 @@
 """LLaMA-Factory's own `train` command: python train_llamafactory.py JOB.json, in its environment.
 
-Options: `pack` (that many samples become one row, without attention across), `attention`, `workers`.
+Options: `pack` (this many samples become one row, without attention between them), `attention`, `workers`.
 Samples are tokenized before the first step, as LLaMA-Factory does; pictures are read as steps need them.
 """
 
@@ -12,7 +12,7 @@ from types import ModuleType
 from recording import read_records, run, training_flags
 
 # ruff: noqa: E402
-# PyPI's torchaudio needs a CUDA build of torch. LLaMA-Factory imports it, and uses it for sounds alone.
+# PyPI's torchaudio needs a CUDA build of torch. LLaMA-Factory imports it, but uses it only for audio.
 sys.modules["torchaudio"] = ModuleType("torchaudio")
 
 from llamafactory.data.formatter import StringFormatter
@@ -65,7 +65,7 @@ def main(job: dict) -> None:
         "disable_gradient_checkpointing": True,
         "flash_attn": options.get("attention", "sdpa"),
     }
-    if pack := options.get("pack"):  # samples of one step alone, so that its loss compares
+    if pack := options.get("pack"):  # a row has samples of one step only, so that the step's loss can be compared
         groups = [sum(lengths[start : start + pack]) for start in range(0, len(lengths), pack)]
         arguments |= {
             "packing": True,

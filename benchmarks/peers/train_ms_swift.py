@@ -1,6 +1,6 @@
 """ms-swift's `sft` command: python train_ms_swift.py JOB.json, in its environment.
 
-Options: `attention`, `workers`, `flags` (more of its own).
+Options: `attention`, `workers`, `flags` (further arguments of ms-swift).
 """
 
 from recording import run, training_flags
@@ -21,7 +21,7 @@ PARTS = {
 
 
 class BenchTemplate(LlavaHfTemplate):
-    """ms-swift's own for LLaVA-1.5; the records have the line's end after the picture already."""
+    """ms-swift's template for LLaVA-1.5, without the line break after the image token, which records have already."""
 
     def replace_tag(self, media_type, index, inputs):
         return ["<image>"]

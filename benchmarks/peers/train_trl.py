@@ -1,6 +1,6 @@
 """TRL's SFTTrainer: python train_trl.py JOB.json, in TRL's environment.
 
-Options: `sampler` (sequential; batch_rebalance, which shares a step's samples out by length), `attention`, `workers`.
+Options: `sampler` (sequential, or batch_rebalance, which deals a step's samples out by length), `attention`, `workers`.
 """
 
 import torch
@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 def main(job: dict) -> None:
     options = job["options"]
     records = read_records(job)
-    for record in records:  # TRL puts the picture's mark where the chat template wants it
+    for record in records:  # TRL itself puts the image token where the chat template wants it
         for message in record["messages"]:
             message["content"] = message["content"].replace("<image>\n", "").replace("<image>", "")
     sampler = options.get("sampler", "sequential")

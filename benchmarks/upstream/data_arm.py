@@ -1,8 +1,8 @@
 """One side of data_pipeline.py: turns records into tensors, over and over, and prints samples per second.
 
-Runs in either side's own environment and imports nothing of the other. Reads lines `<kind> <seconds>` and answers each
-with one line of JSON; kinds are `text` (text-only records), `image_text` and `pixels` (text and picture of records with
-an image) and `image` (such records, whole).
+Runs in its side's own environment and imports nothing of the other side. It reads lines `<kind> <seconds>` and answers
+each with one line of JSON. Kinds are `text` (text-only records), `image_text` and `pixels` (the text or the picture of
+records with an image) and `image` (such records as a whole).
 """
 
 import copy
@@ -18,7 +18,7 @@ import torch
 
 
 def this_tree(inputs: Path, tokenizer_folder: str):
-    """Functions of kind and index for this tree."""
+    """For each kind, this tree's function from a record's index to its tensors."""
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     from llava.data.dataset import LazySupervisedDataset
@@ -45,7 +45,7 @@ def this_tree(inputs: Path, tokenizer_folder: str):
 
 def llava_next(inputs: Path, tokenizer_folder: str):
     """The same for LLaVA-NeXT's dataset under the `qwen_1_5` template."""
-    # Imported there at the top, and used for video, other towers, DPO and training, not for these records.
+    # LLaVA-NeXT imports these at the top, for video, other towers, DPO and training; these records do not need them.
     for name in ("deepspeed", "open_clip", "decord", "trl", "trl.trainer", "trl.trainer.utils", "av"):
         module = types.ModuleType(name)
         module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
@@ -100,7 +100,7 @@ def rate(function, count: int, seconds: float) -> float:
 def main() -> None:
     arm, tree, inputs, tokenizer_folder, output = sys.argv[1:]
     sys.path[0] = tree
-    answers, sys.stdout = sys.stdout, sys.stderr  # upstream prints
+    answers, sys.stdout = sys.stdout, sys.stderr  # upstream prints, and answers must stay alone
     torch.set_num_threads(1)
     functions = (this_tree if arm == "this_tree" else llava_next)(Path(inputs), tokenizer_folder)
     count = len(json.loads((Path(inputs) / "text.json").read_text()))

@@ -4,19 +4,21 @@
 require_one_of DEMO_DATA "scenes stamps probes"
 : "${MODEL_PATH:=playground/data/smollm2-135m-instruct}" "${VISION_TOWER:=playground/data/siglip-$DEMO_DATA}"
 : "${DATA_PATH:=playground/data/$DEMO_DATA/$STAGE.json}" "${IMAGE_FOLDER=playground/data/$DEMO_DATA/images}"
-# SmolLM2's own markers with a system prompt of four words: hers has 17, more than a caption. Without any, aligned visual
-# tokens, standing at the very beginning, become attention sinks, and colours are hardly learnt (docs/analysis.md).
+# SmolLM2's own markers, with a system prompt of four words: SmolLM2's has 17, more than a caption. Without a system prompt,
+# aligned visual tokens stand at the very beginning and become attention sinks, and colours are hardly learnt
+# (docs/analysis.md).
 : "${PROMPT_VERSION:=chatml_direct}" "${LABEL_MASKING:=assistant}" "${MODEL_MAX_LENGTH:=256}"
 : "${PER_DEVICE_BATCH:=auto}" # auto: the device's whole share at once, no accumulation
 : "${DEEPSPEED_CONFIG=}" "${NUM_WORKERS:=0}"
-# A run of two minutes saves when a signal ends it, and at its end.
+# A run of two minutes saves only at its end, or when a signal ends it.
 : "${SAVE_STRATEGY:=no}"
-# With the recipes' 0.03 stage 2 reaches its full rate in three steps, in which its loss rises to three times the start's.
+# With the recipes' 0.03, stage 2 would reach its full rate in three steps, and its loss would rise to three times the
+# first one.
 : "${WARMUP_RATIO:=0.12}"
 case $STAGE in
   pretrain) : "${MAX_STEPS:=68}" "${GLOBAL_BATCH:=16}" "${LEARNING_RATE:=8e-3}" ;;
   finetune)
-    # Of probes nine kinds of questions are learnt, of the others two or three.
+    # Probes have nine kinds of questions to learn, the others two or three.
     : "${MAX_STEPS:=$([ "$DEMO_DATA" = probes ] && echo 140 || echo 70)}"
     : "${GLOBAL_BATCH:=8}" "${LEARNING_RATE:=2e-4}" "${PROJECTOR_LR=2e-3}" "${VISION_TOWER_LR=1e-4}"
     : "${GROUP_BY_MODALITY_LENGTH:=False}" # a batch has no padding, and captions and questions stay mixed

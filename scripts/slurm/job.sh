@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What the batch files share: names the rendezvous, prepares the environment once, starts one task per node, and has the
-# job requeued where a signal ended it. Sourced after STAGE is set, in the repository root.
+# What the batch files share: it names the rendezvous, prepares the environment once, starts one task per node, and has
+# the job requeued if a signal ended it. Sourced after STAGE is set, in the repository root.
 
 # shellcheck source=scripts/lib.sh
 source scripts/lib.sh
@@ -13,15 +13,16 @@ export MASTER_ADDR MASTER_PORT NUM_GPUS NNODES="$SLURM_JOB_NUM_NODES" LAUNCHER=t
 if is_on "${DRY_RUN:-}"; then NODE_RANK=0 exec bash "scripts/$STAGE.sh" "$@"; fi
 ensure_environment
 
-# A task whose run a signal ended exits with 0 and leaves a word here: srun would take 85 for a failure and kill the other
-# nodes. `saved`: all ranks agreed to stop, and saved; `unsaved`: nothing was trained yet. The folder is this job's alone.
+# A task whose run was ended by a signal exits with 0 and leaves a file here, since srun would take 85 for a failure and
+# kill the other nodes. `saved`: all ranks agreed to stop, and saved. `unsaved`: nothing was trained yet. Only this job
+# uses the folder.
 export LLAVA_REQUEUE_DIR="$PWD/.slurm-$SLURM_JOB_ID"
 mkdir -p "$LLAVA_REQUEUE_DIR"
 rm -f "$LLAVA_REQUEUE_DIR/saved" "$LLAVA_REQUEUE_DIR/unsaved"
 unsaved_starts=$(cat "$LLAVA_REQUEUE_DIR/unsaved_starts" 2>/dev/null || echo 0)
 
 # Each task takes its node's number from SLURM_NODEID as NODE_RANK. srun inherits neither --cpus-per-task nor, after
-# `sbatch --export=...`, the variables. A node that hears nothing of the others' end is ended two minutes after them.
+# `sbatch --export=...`, the variables. A node that does not notice that the others ended is ended two minutes after them.
 code=0
 srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1 --wait=120 \
   bash "scripts/$STAGE.sh" "$@" || code=$?
@@ -34,14 +35,14 @@ if [ -e "$LLAVA_REQUEUE_DIR/saved" ]; then
   rm -rf "$LLAVA_REQUEUE_DIR"
   requeue
 fi
-# After a failure srun sends SIGTERM to the other nodes, which leave `unsaved` too: only where none failed does it count.
+# After a failure srun sends SIGTERM to the other nodes, which leave `unsaved` too: it counts only if no node failed.
 if [ "$code" -eq 0 ] && [ -e "$LLAVA_REQUEUE_DIR/unsaved" ]; then
   if [ "$unsaved_starts" -lt 3 ]; then
     echo $((unsaved_starts + 1)) >"$LLAVA_REQUEUE_DIR/unsaved_starts"
     requeue
   fi
   rm -rf "$LLAVA_REQUEUE_DIR"
-  die "the signal came before the first step in 4 starts one after the other: give more time (sbatch --time=...)"
+  die "the signal came before the first step in 4 starts in a row: give more time (sbatch --time=...)"
 fi
 rm -rf "$LLAVA_REQUEUE_DIR"
 exit "$code"

@@ -53,7 +53,7 @@ def browser(chromium):
 
 @pytest.fixture
 def visit(browser, address):
-    """A function that opens the page at a width; all it asked for and what the console said are checked at the end."""
+    """A function that opens the page at a window's width. At the end, its requests and the console are checked."""
     opened = []
 
     def open_at(width):
@@ -128,7 +128,7 @@ def test_a_conversation_goes_on_and_is_forgotten(visit, tiny, trained):
         ("cut.png", encoded(noise(size=(64, 64)))[:900], "cut.png: cannot be read"),
     ],
 )
-def test_what_is_no_picture_is_refused_in_a_sentence(visit, tmp_path, name, content, sentence):
+def test_what_is_not_a_picture_is_refused_in_a_sentence(visit, tmp_path, name, content, sentence):
     page = visit(WIDTHS["desk"])
     (tmp_path / name).write_bytes(content)
     choose(page, tmp_path / name)

@@ -45,16 +45,16 @@ class Fault:
     ranks: int
     chaos: dict[str, Any]
     resume_at: int = SAVE_STEPS  # the checkpoint that the second start continues
-    code: int | None = None  # that the first start ends with; None: any but 0
-    flags: tuple[str, ...] = ()  # of both starts
+    code: int | None = None  # exit code of the first start; None: any but 0
+    flags: tuple[str, ...] = ()  # flags of both starts
     between: Callable[[Path], None] = lambda folder: None
     said: str = ""  # pattern in the second start's output
-    refused: tuple[tuple[str, ...], str] | None = None  # flags of a start between the two, and what it must say
+    refused: tuple[tuple[str, ...], str] | None = None  # flags of a start between the two, and what it must print
     again: dict[str, Any] = field(default_factory=dict)  # other ranks and flags of the second start
     tolerance: float = 0.0
     small_disk: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # variables of the scripts, in every start
-    by_itself: bool = False  # the first start also does what the second one does elsewhere
+    by_itself: bool = False  # the first start recovers by itself; there is no second one
 
 
 def settings(folder: Path, ranks: int, zero3: bool, **more: Any) -> dict[str, str]:
@@ -225,7 +225,7 @@ def check(fault: Fault, reference: dict[str, torch.Tensor]) -> tuple[list[str], 
     step = int(resumed[1]) if resumed else 0
     expect(step == fault.resume_at, f"continued after step {step}, expected {fault.resume_at}", second)
     same = second.code == 0 and same_weights(folder, reference, fault.tolerance)
-    expect(same, "other final weights", second)
+    expect(same, "the final weights differ", second)
     text = (
         "not as promised"
         if happened is None
@@ -242,7 +242,7 @@ def start_again(fault: Fault, folder: Path) -> Run:
 
 
 def steps_finished(folder: Path) -> int:
-    """Steps that the log has."""
+    """The number of steps in the log."""
     lines = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
     return max((line["step"] for line in lines if "loss" in line), default=0)
 
@@ -254,7 +254,7 @@ def same_weights(folder: Path, reference: dict[str, torch.Tensor], tolerance: fl
 
 
 def main(names: list[str]) -> int:
-    """Prints the table; 1 where anything is not as promised."""
+    """Prints the table; returns 1 if anything is not as promised."""
     (WORK / "runs").mkdir()
     write_tiny(WORK / "tiny")
     chosen = [f for f in FAULTS if not names or any(name in f.name for name in names)]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Injects every fault that training promises to survive, on one and two CPU ranks with a tiny model, and prints a table:
 #   bash tests/chaos/run.sh [names of faults]
-# LLAVA_PYTHON, as in all scripts. Exits with 1 where a row is not as promised.
+# LLAVA_PYTHON works as in all scripts. Exits with 1 if a row is not as promised.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
@@ -12,9 +12,9 @@ trap 'rm -rf "$WORK"' EXIT
 export LLAVA_PYTHON WORK DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTHONPATH="$ROOT:$ROOT/tests:$ROOT/tests/support${PYTHONPATH:+:$PYTHONPATH}"
 mkdir "$WORK/small"
-# The full disk is a small one of its own where the machine lets us mount it, inside a namespace that ends with us.
+# The disk that gets full is a small one, if the machine lets us mount it, inside a namespace that ends with us.
 if unshare --mount --map-root-user mount -t tmpfs tmpfs "$WORK/small" 2>/dev/null; then
-  # shellcheck disable=SC2016 # $WORK and $0 are of the inner shell
+  # shellcheck disable=SC2016 # $WORK and $0 are for the inner shell
   unshare --mount --map-root-user bash -c 'mount -t tmpfs -o size=32m tmpfs "$WORK/small" && exec "$0" -m chaos.faults "$@"' \
     "$LLAVA_PYTHON" "$@"
 else

@@ -42,7 +42,7 @@ def start(folder: Path, model: str, chaos: dict | None = None, **more: Any) -> l
 
 
 def main(model: str) -> int:
-    """Prints what happened; 1 where it is not as promised."""
+    """Prints what happened; returns 1 if it is not as promised."""
     if model == "tiny":
         write_tiny(WORK / "tiny")
     wrong: list[str] = []

@@ -14,7 +14,7 @@ if [ "${2:-}" != inside ]; then
     echo "skipped: this machine allows no network namespace with a veth pair (unshare --net --uts --map-root-user; ip link add)"
     exit 0
   fi
-  ensure_environment # here, for the hosts have no network
+  ensure_environment # here, since the hosts have no network
   [ "$MODEL" = tiny ] || for name in smollm2 scenes tower; do "$PYTHON_BIN" -m playground "$name"; done
   exec unshare --net --mount --uts --map-root-user bash tests/chaos/two_nodes.sh "$MODEL" inside
 fi

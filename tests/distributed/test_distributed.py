@@ -97,9 +97,9 @@ def test_losses_and_shares_of_a_mixtures_data_sets_equal_one_process(tiny, tmp_p
 
 @pytest.mark.parametrize("images_as", [{}, ANYRES], ids=["whole", "crops"])
 def test_rank_without_images_meets_the_others_also_in_evaluation(tiny, tmp_path, images_as):
-    """Rank 0 sees pictures only and rank 1 text only, in every micro-step; held-out samples do not go round.
+    """Rank 0 sees only pictures and rank 1 only text, in every micro-step; held-out samples do not divide evenly.
 
-    Both ranks then write the model of the step that evaluation chose, and answer questions in step.
+    Both ranks then write the model of the step that evaluation chose, and answer questions together.
     """
     records = json.loads((tiny / "data/finetune.json").read_text())
     images, texts = ([r for r in records if ("image" in r) is kind] for kind in (True, False))
@@ -196,9 +196,9 @@ def test_lora_equals_one_process_and_resumes_exactly(tiny, tmp_path, config, mod
 
 
 def test_lora_on_frozen_embeddings_equals_one_process_under_zero_3(tiny, tmp_path):
-    """The first layer's input needs no gradient, by which DeepSpeed would know that the layer's own are complete."""
+    """The first layer's input needs no gradient, from which DeepSpeed would know that the layer's own are complete."""
     options = COMPARABLE | {"lora_enable": True, "lora_r": 4, "lora_dropout": 0.0, "max_steps": 3}
-    options |= {"mm_tunable_parts": "mm_language_model", "telemetry_steps": 0}  # whose probe wants gradients
+    options |= {"mm_tunable_parts": "mm_language_model", "telemetry_steps": 0}  # telemetry's probe wants gradients
     launch(flags(tiny, tmp_path / "two", 2, **options), "zero3", tmp_path)
     train_module.train(flags(tiny, tmp_path / "one", 2, per_device_train_batch_size=8, **options))
     two, one = lora_files(tmp_path / "two"), lora_files(tmp_path / "one")
@@ -206,7 +206,7 @@ def test_lora_on_frozen_embeddings_equals_one_process_under_zero_3(tiny, tmp_pat
         torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-# Before a step its gradients' types are printed.
+# Prints the types of a step's gradients before they are applied.
 BF16_ON_CPU_RANKS = """
 from deepspeed.runtime.engine import DeepSpeedEngine
 from llava.train.train import main

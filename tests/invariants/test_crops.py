@@ -81,7 +81,7 @@ def test_sizes_are_read_from_headers_once_and_only_where_they_matter(tiny, tmp_p
 
 
 def test_a_cut_that_leaves_one_of_two_pictures_leaves_it_whole_and_padded(tiny, tmp_path, shapes):
-    """As its length was counted; alone from the start it would be in crops."""
+    """The picture that is left stays padded, as its length was counted; a record of it alone would be in crops."""
     _, trainer = built(tiny, tmp_path, shapes, MODES[1])
     data, left = trainer.train_dataset, []
     for data.model_max_length in range(8, 100):

@@ -105,7 +105,7 @@ def pixels(n=2):
 
 @torch.no_grad()
 def check_equal(ours, theirs):
-    """Logits and greedy answers of both."""
+    """Checks that both give the same logits and greedy answers."""
     rows, images = ours.config.vocab_size, pixels()
     prompt = expanded(TEXT, theirs, ours.get_vision_tower().num_tokens)
     expected = ours(input_ids=torch.tensor([TEXT]), images=images).logits
@@ -156,7 +156,7 @@ def normed(parts, tmp_path_factory):
 
 
 def gradients(model, rows, **inputs):
-    """Of a loss on the tokens that both models have."""
+    """Gradients of a loss on the tokens that both models have."""
     model.train().requires_grad_(True).zero_grad()
     model(**inputs).logits[..., :rows].log_softmax(-1)[..., 7].mean().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -354,7 +354,7 @@ def test_a_folder_that_lacks_some_weights_is_refused_and_not_filled_up(normed, t
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ["published", "library"])
 def test_a_published_folder_is_read_and_trained(parts, tmp_path, names):
-    """One that no export of ours has written, by the names of transformers 4 and of 5."""
+    """A folder that no export of ours has written, with the names of transformers 4 and of 5."""
     torch.manual_seed(0)
     parts_of_it = {"text_config": LlamaConfig.from_pretrained(parts / "llama")}
     parts_of_it |= {"vision_config": CLIPVisionConfig.from_pretrained(parts / "clip")}
@@ -385,7 +385,7 @@ def test_a_published_folder_is_read_and_trained(parts, tmp_path, names):
         ({"projector_hidden_act": "relu"}, "projector_hidden_act='relu', .*expected 'gelu' and True"),
     ],
 )
-def test_a_published_folder_that_has_what_this_tree_has_not_is_refused_by_name(change, said):
+def test_a_published_folder_with_what_this_tree_lacks_is_refused_by_name(change, said):
     with pytest.raises(ValueError, match=f"^published: {said}"):
         own_fields(PUBLISHED | {"text_config": {"model_type": "llama"}} | change, "published")
 
@@ -402,7 +402,7 @@ def refusal(capsys, *argv):
     return said[-1]
 
 
-def test_what_is_no_whole_checkpoint_is_refused_by_name(parts, tmp_path, capsys):
+def test_what_is_not_a_whole_checkpoint_is_refused_by_name(parts, tmp_path, capsys):
     out = ["--output-dir", str(tmp_path / "out")]
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora/adapter_config.json").write_text("{}")

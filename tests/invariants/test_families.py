@@ -118,7 +118,7 @@ def test_save_and_load_keep_every_bit(models, tmp_path, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_visual_tokens_enter_the_layers_with_the_texts_mean_norm(models, name):
-    """What `embed_tokens` returns is measured; what the decoder does to it then it does to visual tokens too."""
+    """What `embed_tokens` returns is measured; what the decoder then does to it, it does to visual tokens too."""
     model = models[name]
     entered = []
     hook = (
@@ -305,7 +305,7 @@ def test_a_layers_activations_are_about_what_autograd_keeps(models, tmp_path, na
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Gemma3", "SmolLM3"])  # whose layers are of two kinds
+@pytest.mark.parametrize("name", ["Gemma3", "SmolLM3"])  # they have two kinds of layers
 def test_compiled_layers_equal_eager_ones(models, name):
     model = copy.deepcopy(models[name]).train().requires_grad_(True)
     model.get_vision_tower().num_layers_used = 0  # compiling its layers as well would take as long again

@@ -247,7 +247,7 @@ def test_smaller_batches_after_a_restart_see_every_sample_once(tiny, tmp_path, m
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Time of change and content of every file, but for the errors that were reported."""
+    """Modification time and content of every file, except error reports."""
     files = [f for f in folder.rglob("*") if f.is_file() and failures.FOLDER not in f.parts]
     return {str(f): (f.stat().st_mtime_ns, f.read_bytes()) for f in files}
 
@@ -285,13 +285,13 @@ def test_finished_run_is_recognised_and_nothing_is_written(tiny, tmp_path, caplo
 
 @pytest.fixture
 def no_steps(monkeypatch):
-    """No training step can be computed."""
+    """Makes the test fail if a training step is computed."""
     monkeypatch.setattr(LLaVATrainer, "training_step", lambda *_, **__: pytest.fail("a step was trained"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["before the final save", "in the final save", "model was removed"])
-def test_kill_behind_the_last_checkpoint_costs_the_final_save_alone(tiny, copy, whole, no_steps, killed):
+def test_kill_after_the_last_checkpoint_costs_only_the_final_save(tiny, copy, whole, no_steps, killed):
     if killed != "before the final save":
         for name in ("config.json", "resume.json"):
             shutil.copy(whole / name, copy)
@@ -592,7 +592,7 @@ def test_rank_without_progress_says_where_it_hangs_and_ends(tmp_path, monkeypatc
 
 @pytest.fixture
 def started(monkeypatch, capsys):
-    """A function that runs the process's entry with flags; its status and its last line."""
+    """A function that runs the process's entry with flags; returns its status and what it printed on stderr."""
 
     def start(argv):
         monkeypatch.setattr(sys, "argv", ["train_mem.py", *argv])
@@ -674,7 +674,7 @@ def test_errors_are_reported_elsewhere_where_the_folder_cannot_be_written(tmp_pa
 
 
 def load_nothing(state, path):
-    """For a process of a pool: what `load_picture` refuses."""
+    """Runs in a process of a pool; `load_picture` refuses the path."""
     from llava.asking import load_picture
 
     load_picture(path)

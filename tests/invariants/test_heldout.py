@@ -61,7 +61,7 @@ def test_every_sample_counts_once_and_ranks_compute_one_modality_at_a_time():
         assert len([i for i in given if i < 0]) < 2 * ranks
 
 
-def test_sources_are_called_by_their_file_or_by_their_path_where_that_would_be_twice(tmp_path):
+def test_sources_are_named_by_their_file_or_by_their_path_if_two_files_share_a_name(tmp_path):
     for name in ("a/test.json", "b/test.json", "c.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("[]")
@@ -128,7 +128,7 @@ def test_no_logits_and_no_gradients_are_made(tiny, tmp_path, heldout, monkeypatc
     rows = []
     head = trainer.model.lm_head
     head.register_forward_pre_hook(lambda module, args: rows.append((len(args), args[0].shape[:-1].numel())))
-    monkeypatch.setattr(torch.Tensor, "exp_", None)  # with which the chunked loss begins a gradient
+    monkeypatch.setattr(torch.Tensor, "exp_", None)  # the chunked loss needs it for gradients only
     with evaluating(trainer.model):
         totals = trainer.heldout.totals(trainer.model, lambda batch: batch)
     assert {count for count, _ in rows} == {2}  # every call with targets
@@ -272,7 +272,7 @@ def test_a_run_goes_on_only_with_its_own_best_checkpoint_and_metric(tiny, tmp_pa
     [("loss", False), ("loss_image", False), ("loss/varied", False), ("eval/loss_text", False), ("accuracy", True)],
 )
 def test_less_of_any_loss_is_better(tmp_path, metric, greater):
-    """The library takes that for granted of names that end in loss."""
+    """The library itself assumes this only of names that end in loss."""
     args = training_arguments(tmp_path, metric_for_best_model=metric)
     assert args.greater_is_better is greater and not args.metric_for_best_model.startswith("eval/")
 

@@ -95,7 +95,7 @@ def test_both_stages_train_compiled(tiny, tmp_path, monkeypatch):
 
 
 def attend(q, k, v, cu_seqlens, longest: int, scale: float) -> torch.Tensor:
-    """What every variable-length kernel computes [T, H, C], after a look at what such a kernel takes."""
+    """What every variable-length kernel computes [T, H, C], after a check that the arguments are what it takes."""
     assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
     assert q.ndim == k.ndim == v.ndim == 3 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous() and cu_seqlens.device == q.device
@@ -275,7 +275,7 @@ def test_liger_is_applied_to_the_decoder_of_every_family(tiny, monkeypatch, name
 
 
 def let_triton_interpret() -> None:
-    """What Triton's interpreter lacks for Liger's kernels: float arguments, and functions of CUDA's library."""
+    """Gives Triton's interpreter what it lacks for Liger's kernels: float arguments and CUDA's library functions."""
     import numpy as np
     from liger_kernel.ops import geglu, rms_norm
     from triton import language

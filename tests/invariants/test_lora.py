@@ -298,7 +298,7 @@ def test_trained_biases_are_saved_and_merged(tiny, tmp_path, bias):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_changes_nothing_even_behind_a_frozen_projector(tiny, tmp_path, use_reentrant):
+def test_activation_checkpointing_changes_nothing_even_after_a_frozen_projector(tiny, tmp_path, use_reentrant):
     options = LORA | {"mm_tunable_parts": "mm_language_model", "lora_dropout": 0.0}
     plain = fit(flags(tiny, tmp_path / "plain", 2, **options)).state_dict()
     kwargs = json.dumps({"use_reentrant": use_reentrant})
@@ -424,9 +424,7 @@ def test_merging_onto_a_bfloat16_base_keeps_the_adapters_precision_and_the_logit
 
 
 @pytest.mark.parametrize(("adapters", "dtype"), [("float32", "bfloat16"), ("float16", None), ("bfloat16", "float32")])
-def test_merged_weights_are_rounded_once_to_the_precision_that_is_said(
-    tiny, trained, tmp_path, caplog, adapters, dtype
-):
+def test_merged_weights_are_rounded_once_to_the_requested_precision(tiny, trained, tmp_path, caplog, adapters, dtype):
     caplog.set_level("INFO")
     folder = shutil.copytree(trained[0], tmp_path / "lora")
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -438,7 +436,7 @@ def test_merged_weights_are_rounded_once_to_the_precision_that_is_said(
     assert {tensor.dtype for tensor in saved.values()} == {getattr(torch, written)}
     name = "model.layers.0.mlp.up_proj.weight"
     expected = closed_form(folder, load_file(tiny / "llama/model.safetensors"))[name].to(getattr(torch, written))
-    assert (saved[name] != expected).float().mean() < 0.01  # but for sums at a tie of two roundings
+    assert (saved[name] != expected).float().mean() < 0.01  # except sums that two roundings could both take
     assert f"in {written} (the adapters are {adapters})" in caplog.messages[-1]
     assert ("rounding to it changes logits" in caplog.messages[-1]) == (written != "float32")
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == written
@@ -583,7 +581,7 @@ def test_missing_peft_is_named(tiny, trained, monkeypatch):
         load(trained[0], tiny / "llama")
 
 
-def test_lora_folder_is_no_model_to_train_or_to_load_as_one(tiny, tmp_path, trained):
+def test_lora_folder_is_refused_as_a_model_to_train(tiny, tmp_path, trained):
     with pytest.raises(ValueError, match="is a LoRA folder.*llava.model.merge_lora"):
         train_module.train(flags(tiny, tmp_path, 2, model_name_or_path=trained[0]))
 

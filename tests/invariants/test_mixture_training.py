@@ -19,7 +19,7 @@ SAMPLES, BATCH = 40, 4
 
 @pytest.fixture
 def mixture(tiny, tmp_path):
-    """A YAML file: 24 scenes in LLaVA's form, a share of 0.3; 10 stamps as messages with a zip file, one of 0.7."""
+    """A YAML file: 24 scenes in LLaVA's form with a share of 0.3; 10 stamps as messages with a zip file, and 0.7."""
     stamps = []
     with zipfile.ZipFile(tmp_path / "stamps.zip", "w") as archive:
         for number in range(10):

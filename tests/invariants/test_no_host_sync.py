@@ -114,7 +114,7 @@ def waits_between(monkeypatch, first: str, last: str):
 
 
 def packed_kernel(monkeypatch, backend: str) -> list[dict]:
-    """Replaces a GPU's attention kernel, which gives its queries back, and returns what each call was given."""
+    """Replaces a GPU's attention kernel by one that returns its queries; gives the list of what each call was given."""
     calls = []
 
     def flash(query, key, value, attention_mask, **kwargs):
@@ -147,7 +147,7 @@ def test_neither_the_model_nor_the_library_looks_at_values(tiny, monkeypatch, ba
 
 
 def test_the_models_own_layout_equals_the_collators(tiny):
-    """For callers that have token ids alone."""
+    """The model makes a layout of its own for callers that have only token ids."""
     for padding_free in (True, False):
         model, batch = trainable(tiny, padding_free=padding_free), collated(MIXED, padding_free=padding_free)
         losses = [model(**batch).loss, model(**{k: v for k, v in batch.items() if k != "layout"}).loss]

@@ -38,7 +38,7 @@ class OneDevice(TorchDispatchMode):
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """A function from a device's name to a context in which tensors can be there, and the trainer believes to be."""
+    """A function from a device's name to a context in which tensors can be on it, and the trainer believes it is."""
 
     def pretend(device):
         monkeypatch.setattr(TrainingArguments, "device", torch.device(device))
@@ -133,7 +133,7 @@ def test_one_buffer_left_behind_is_seen(tiny, tmp_path, accelerator, device):
 
 
 def test_the_first_visual_tokens_are_measured_where_the_model_trains(tiny, tmp_path, accelerator, monkeypatch):
-    """Under ZeRO-3 the tower is there already, but a projector that is new is not."""
+    """Under ZeRO-3 the tower is there already, but a new projector is not."""
     model, trainer = build(flags(tiny, tmp_path, 1, norm="scale"))
     model.config.mm_projector_norm_init_gain = None
     tower, measured = model.get_vision_tower(), []

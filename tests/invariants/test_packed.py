@@ -41,7 +41,7 @@ def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(model, na
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_samples_of_a_row_do_not_see_each_other(model, backend):
-    """Another second sample changes nothing at all in the first and the third."""
+    """A different second sample changes nothing at all in the first and the third."""
     model.padding_free, model.config.tokenizer_model_max_length = True, None
     model.config._attn_implementation = backend
     rows = []

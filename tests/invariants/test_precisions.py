@@ -1,4 +1,4 @@
-"""A model trained in one precision is saved, loaded and heard in every other."""
+"""A model trained in one precision can be saved, loaded and asked in every other."""
 
 import copy
 
@@ -26,7 +26,7 @@ def test_a_saved_folder_says_in_each_precision_what_the_trained_model_says_in_it
 
 
 def in_precision(model, dtype):
-    """A copy of which all parameters have the type; rotary frequencies stay fp32."""
+    """A copy with all parameters in the type; rotary frequencies stay fp32."""
     model = copy.deepcopy(model)
     vars(model).pop("forward", None)  # the trainer's, under autocast
     for parameter in model.parameters():

@@ -97,7 +97,7 @@ def test_tokens_are_the_librarys_hidden_state_at_the_layer(saved, layer):
             torch.testing.assert_close(tokens, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_tower_answers_for_itself(saved):
+def test_a_tower_describes_its_sizes_and_layers(saved):
     model_type, folder, _ = saved
     tower, (prefix, width) = load(folder), FACTS[model_type]
     patches = (SIDE // PATCH) ** 2
@@ -119,7 +119,7 @@ def test_config_alone_rebuilds_the_tower_and_its_names(saved):
     assert all(name.startswith("vision_tower.vision_model.") for name in tower.state_dict())
 
 
-def test_every_parameter_that_is_called_used_gets_a_gradient_and_no_other(saved):
+def test_every_parameter_that_is_listed_as_used_gets_a_gradient_and_no_other(saved):
     _, folder, _ = saved
     tower = load(folder).train()
     unused = {id(p) for p in tower.unused_parameters()}

@@ -49,7 +49,7 @@ def run(command, folder, out, pictures, *flags) -> list[dict]:
 
 @contextlib.contextmanager
 def watching(saved, model):
-    """While it is open, a forward fills the dict with the encoder's and the projector's tokens, seen by their paths."""
+    """Within the block, a forward fills the dict with the tokens of encoder and projector, hooked by module path."""
     found = {kind: [] for kind in KINDS}
 
     def see_encoder(module, args, kwargs, result):

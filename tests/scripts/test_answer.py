@@ -26,7 +26,7 @@ def checkpoint(trained):
 
 @pytest.fixture(scope="module")
 def babbler(checkpoint, tmp_path_factory):
-    """A checkpoint that says something else about everything."""
+    """A checkpoint with noisy weights, which says something different about every picture."""
     folder = tmp_path_factory.mktemp("babbler") / "model"
     shutil.copytree(checkpoint, folder)
     filled(load_pretrained_model(checkpoint, None, "llava")[1]).save_pretrained(folder)
@@ -192,7 +192,7 @@ def test_answers_to_another_call_are_refused_by_name_and_overwritten_where_asked
         assert found.status == 2 and named in found.error and "--overwrite" in found.error
         assert len(found.error.splitlines()) == 1 and found.file.read_text() == before
     refused = ask(LINES, "--overwrite", model=images / "nothing")
-    assert refused.status == 2 and refused.file.read_text() == before  # as long as nothing can be asked
+    assert refused.status == 2 and refused.file.read_text() == before  # kept, since nothing could be asked
     assert [one["question_id"] for one in ask(LINES[1:], "--overwrite").lines] == ["q-green", "q-blue", "q-yellow"]
 
 
@@ -242,14 +242,14 @@ def test_what_cannot_be_asked_is_named_before_anything_is_asked_or_left_out(ask,
     assert found.status == 0 and "left out: 1 of 3" in found.error and message in found.error
 
 
-def test_a_picture_cut_off_behind_its_header_is_left_out_where_faults_are(ask, images):
+def test_a_picture_cut_off_after_its_header_is_left_out_if_faults_are_skipped(ask, images):
     whole = encoded(noise(size=(64, 64)))
     (images / "half.png").write_bytes(whole[: len(whole) // 2])
     found = ask([LINES[0], line("red", image="half.png")], "--on-bad-record", "skip")
     assert len(found.lines) == 1 and "half.png cannot be decoded" in found.error
 
 
-def test_pictures_for_a_language_model_without_sight_are_refused(ask, tiny):
+def test_pictures_for_a_language_model_without_a_tower_are_refused(ask, tiny):
     found = ask(LINES, "--conv-mode", "v1", model=tiny / "llama")
     assert found.status == 2 and "has no vision tower" in found.error
 

@@ -230,7 +230,7 @@ def test_each_benchmark_explains_itself(name, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("repeating", [0, 40])
 def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch, repeating):
-    monkeypatch.setattr(lengths, "_counted", lengths._counted)  # so that it is put back
+    monkeypatch.setattr(lengths, "_counted", lengths._counted)  # `startup` replaces it; this puts it back
     monkeypatch.setattr("llava.mm_utils.load_tokenizer", lambda *_, **__: tokenizer)
     inputs.write_photo(tmp_path / "photo.jpg", 64, 64)
     inputs.write_json(tmp_path / "a.json", inputs.conversation_records(160, "photo.jpg", text_only=0.3))

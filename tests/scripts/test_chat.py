@@ -184,7 +184,7 @@ def test_a_language_model_without_a_vision_tower_is_refused(ask, talk, tiny):
         assert result.status == 2 and str(tiny / "llama") in result.error and "has no vision tower" in result.error
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused(ask, tmp_path):
+def test_a_folder_that_is_not_a_checkpoint_is_refused(ask, tmp_path):
     result = ask(model=tmp_path)
     assert result.status == 2 and str(tmp_path) in result.error
 

@@ -192,7 +192,7 @@ def test_greedy_calls_with_sampling_options_are_quiet(loaded, top_p):
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logger = transformers_logging.get_logger("transformers")
-    transformers_logging.warning_once.cache_clear()  # said before, it would stay silent
+    transformers_logging.warning_once.cache_clear()  # a warning that another test saw would not come again
     logger.addHandler(handler)
     try:
         with warnings.catch_warnings():

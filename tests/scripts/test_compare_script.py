@@ -107,7 +107,7 @@ def test_every_step_in_order_and_a_second_call_trains_and_measures_nothing_again
     assert run("--arms", "none,layernorm_default", "--seeds", "7,", "--tasks", "pope").returncode == 0
     again = seen()
     assert not [line for line in again if line.startswith(("train", "analyze"))]
-    assert again[-1] == "report 7"  # evaluation is asked again: it finds itself what is finished
+    assert again[-1] == "report 7"  # evaluation is called again: it finds out by itself what is finished
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`python -m playground controls`: answers with the picture taken away, by one that tells warm from cold colours."""
+"""`python -m playground controls`: answers without the picture, by a checkpoint that tells warm from cold colours."""
 
 import json
 import shutil

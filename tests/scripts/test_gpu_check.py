@@ -150,7 +150,7 @@ def test_shapes_have_the_published_number_of_parameters(preset, billions):
 
 @pytest.mark.slow
 def test_layers_are_as_many_as_fit(monkeypatch):
-    """On 80 GB, 3B is frozen whole; all of its states, and more so 7B's, are too much for one GPU."""
+    """80 GB hold a frozen 3B model whole; the states of a trained 3B hardly fit, those of a trained 7B do not."""
     monkeypatch.setattr(gpu_parts, "run_json", lambda command: 79 * 2**30)
     assert gpu_parts.layers_that_fit("llama-3.2-3b", 1, 3, 28) == 28
     assert 20 <= gpu_parts.layers_that_fit("llama-3.2-3b", 2, 3, 28) <= 28
@@ -220,7 +220,7 @@ def test_ctrl_c_ends_everything_and_keeps_nothing_of_the_part(tmp_path):
     )  # fmt: skip
     assert "runs" in process.stdout.readline()
     busy = gpu_check_sh(*words[1:])
-    assert busy.returncode == 2 and f"another gpu_check works in {tmp_path}" in busy.stderr
+    assert busy.returncode == 2 and f"another gpu_check runs in {tmp_path}" in busy.stderr
     started = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)

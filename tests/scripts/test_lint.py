@@ -82,4 +82,4 @@ def test_an_unknown_check_is_refused_before_any_runs(lint):
 def test_outside_a_git_checkout_one_line_says_so(lint):
     shutil.rmtree(lint.tree / ".git")
     done = lint("files")
-    assert done.returncode == 2 and "is no git checkout" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and "is not a git checkout" in done.stderr and done.stderr.count("\n") == 1

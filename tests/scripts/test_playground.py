@@ -318,7 +318,7 @@ def test_held_out_pairs_are_in_no_training_picture_and_in_questions_of_one_kind_
 def test_no_held_out_probe_shows_what_a_training_picture_does() -> None:
     kinds, indices = probes.TRAINED, range(24 * len(probes.ANSWERS))
     shown = {probes.draw_train(FEW, kinds[i % len(kinds)], i).content() for i in range(1200)}
-    assert any(probes.draw_heldout(FEW, index)[0].content() in shown for index in indices), "it would happen"
+    assert any(probes.draw_heldout(FEW, index)[0].content() in shown for index in indices), "without `shown` it happens"
     assert not any(probes.draw_heldout(FEW, index, shown)[0].content() in shown for index in indices)
 
 
@@ -602,7 +602,7 @@ def test_a_tower_is_trained_on_pictures_of_which_no_quarter_is_described(package
     assert json.loads((folder / MANIFEST).read_text())["facts"]["steps"] == TINY_TOWER.steps
 
 
-def test_the_towers_files_can_all_be_read_by_whom_the_umask_lets(scenes_root: Path) -> None:
+def test_the_towers_files_can_all_be_read_by_everyone_whom_the_umask_allows(scenes_root: Path) -> None:
     folder = tower.prepare(TINY_TOWER, scenes_root)
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
 
@@ -649,7 +649,7 @@ def test_a_tower_without_pictures_says_which_command_makes_them(tmp_path: Path, 
 
 def test_a_tower_whose_patches_make_no_quarters_is_refused_for_scenes(capsys: pytest.CaptureFixture) -> None:
     assert command_line.main(["tower", "--patch-size", "64"]) == 1
-    assert "--patch-size 64: 1 patches a side make no quarters" in capsys.readouterr().err
+    assert "--patch-size 64: 1 patches per side make no quarters" in capsys.readouterr().err
     tower.check(replace(TINY_TOWER, data="stamps", patch_size=64))
 
 

@@ -17,7 +17,7 @@ QUESTIONS, RIGHT = 24, {"none": 9, "gwc_layernorm": 18}
 
 
 def write_arm(folder, name):
-    """Both stages' folders as training leaves them, as far as the page reads them."""
+    """Writes both stages' folders as training leaves them, as far as the page reads them."""
     for stage in ("pretrain", "finetune"):
         (folder / name / stage).mkdir(parents=True)
         (folder / name / f"{stage}.log").write_text("done")

@@ -137,7 +137,7 @@ def test_private_is_not_promised_for_a_public_repository(folder, hub, capsys):
     )
 
 
-def test_a_hub_that_cannot_be_reached_is_said(folder, hub, capsys, monkeypatch):
+def test_a_hub_that_cannot_be_reached_is_reported(folder, hub, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert push(folder, "--execute") == 2 and "sending stopped" in refused(capsys)
 

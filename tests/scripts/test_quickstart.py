@@ -163,7 +163,7 @@ def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_failed_step_names_its_log_ends_the_other_arm_and_is_gone_on_with(start):
+def test_a_failed_step_names_its_log_ends_the_other_arm_and_can_be_repeated(start):
     failed = start(FAILS="none/finetune", HANGS="gwc_layernorm/finetune")
     assert failed.returncode == 1
     log = start.out / "none/finetune.log"
@@ -277,7 +277,7 @@ def test_no_two_lanes_at_a_time_have_the_same_place(tmp_path):
     assert set(seen[:2]) == {"a0", "b1"} and seen[2] in ("c0", "c1")
 
 
-def test_a_failure_shows_a_bar_that_was_drawn_again_as_its_last_state(tmp_path):
+def test_a_failure_shows_only_the_last_state_of_a_progress_bar(tmp_path):
     step = Step("it", ["bash", "-c", r"printf '10%%\r50%%\r90%%\n'; exit 4"], tmp_path / "log")
     with pytest.raises(StepError, match=re.escape("| 90%\n")) as raised:
         run_lanes({"it": [step]}, 1)

@@ -142,7 +142,7 @@ def test_parts_with_adapters_are_trained(modules, parts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
-def test_held_out_data_is_looked_at_every_500_steps_unless_said_otherwise(stage):
+def test_held_out_data_is_evaluated_every_500_steps_unless_said_otherwise(stage):
     names = ("eval_data_path", "eval_strategy", "eval_steps", "eval_generate", "eval_image_folder")
     assert not resolved_run(stage, NUM_GPUS=8)["flags"].keys() & set(names)
     run = resolved_run(stage, NUM_GPUS=8, EVAL_DATA_PATH="/no/held.json")
@@ -218,7 +218,7 @@ def test_environment_wins_over_preset_and_the_callers_flags_over_both():
     assert run["flags"]["learning_rate"] == "5e-4" and "2e-4" not in run["command"]
 
 
-def test_flags_that_others_hang_on_are_followed_by_folder_adapter_optimizer_and_batch():
+def test_folder_adapter_launcher_and_batch_follow_the_flags_that_they_depend_on():
     flags = ["--mm-projector-norm", "rmsnorm", "--deepspeed=deepspeed_configs/zero2.json"]
     run = resolved_run("finetune", *flags, "--per_device_train_batch_size", "2", PRESET="demo", NUM_GPUS=2)
     assert run["flags"]["output_dir"] == "checkpoints/demo-rmsnorm-finetune"
@@ -297,13 +297,13 @@ def test_launcher_helps_with_no_package_installed():
         ({"NUM_GPUS": "7"}, ["GLOBAL_BATCH", "PER_DEVICE_BATCH", "NNODES", "1 2 4 8 16 32 64 128"]),
     ],
 )
-def test_wrong_variable_is_refused_with_what_would_do(variables, said):
+def test_wrong_variable_is_refused_with_what_is_expected(variables, said):
     run = bash("scripts/pretrain.sh", **{"DRY_RUN": 1, "NUM_GPUS": 8} | variables)
     assert run.returncode == 2 and run.stderr.startswith("error: ")
     assert all(text in run.stderr for text in said), run.stderr
 
 
-def test_words_behind_the_script_that_are_no_flags_are_refused():
+def test_words_after_the_script_that_are_not_flags_are_refused():
     run = bash("scripts/pretrain.sh", "MAX_STEPS=3", DRY_RUN=1, NUM_GPUS=8)
     assert run.returncode == 2 and "MAX_STEPS=3" in run.stderr and "before the command" in run.stderr
 
@@ -484,7 +484,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(start):
         ("leaves", 4, None),
     ],
 )
-def test_a_rank_is_said_to_be_killed_only_where_it_was(start, behaviour, code, said):
+def test_a_rank_is_reported_as_killed_only_if_it_was(start, behaviour, code, said):
     process = start(behaviour)
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == code
@@ -661,7 +661,7 @@ def test_setup_installs_torch_first_and_once(setup):
 
 
 def test_setup_keeps_the_byte_code_of_what_is_used_whatever_the_caller_keeps(setup):
-    """Containers often set the variable; every start would then compile what pip has left out."""
+    """Containers often set the variable; without this, every start would compile what pip has left out."""
     assert setup(PYTHONDONTWRITEBYTECODE=1).returncode == 0
     assert (setup.tree / "compiled").exists()
 

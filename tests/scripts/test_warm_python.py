@@ -1,4 +1,4 @@
-"""The Python that has imported everything before: for whoever starts it, it behaves as a new one."""
+"""The Python that has imported everything in advance behaves like a new one to whoever starts it."""
 
 import os
 import signal

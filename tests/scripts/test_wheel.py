@@ -23,7 +23,7 @@ NOT_SOURCES = shutil.ignore_patterns("__pycache__", "data")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from the source distribution, which is made from nothing but `SOURCES`."""
+    """The wheel, built from the source distribution, which is made from nothing but `SOURCES`."""
     tree = tmp_path_factory.mktemp("tree")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -121,7 +121,7 @@ def test_a_recipe_runs_with_its_preset_and_deepspeed_configuration_inside(instal
         (["llava-recipe"], "error: llava-recipe nothing: expected pretrain or finetune; see --help\n"),
     ],
 )
-def test_what_a_wheel_cannot_do_is_said_in_one_line(installed, words, line):
+def test_what_a_wheel_cannot_do_is_reported_in_one_line(installed, words, line):
     done = installed(*words)
     assert done.returncode in (1, 2) and done.stderr == line
 

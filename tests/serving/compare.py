@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output-dir", type=Path, default=Path("outputs/serving"), help="for exports, logs and answers"
     )
-    parser.add_argument("--vllm", type=Path, required=True, help=argparse.SUPPRESS)  # the script's own
+    parser.add_argument("--vllm", type=Path, required=True, help=argparse.SUPPRESS)  # run.sh sets it
     return parser
 
 
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def compare(arm: str, checkpoint: Path, records: list[dict[str, Any]], args: argparse.Namespace) -> bool:
-    """Exports, serves and asks one arm, and says what came of it; whether all is as it should be."""
+    """Exports, serves and asks one arm, and prints the result; returns whether everything is as expected."""
     folder, pictures = args.output_dir / arm, args.data / "images"
     export(checkpoint, folder)
     assistant = load_assistant(str(checkpoint), torch_dtype=args.dtype)
@@ -143,7 +143,7 @@ def differences(
     ours: list[str],
     theirs: list[Answer],
 ) -> list[dict[str, Any]]:
-    """The answers that differ, each with our model's preference for its own, as it was asked and in float32."""
+    """The answers that differ, each with our model's preference for its own: in the precision asked, and in float32."""
     found = [i for i, answer in enumerate(theirs) if answer.text != ours[i]]
     exact = load_assistant(str(checkpoint), torch_dtype="float32") if found else assistant
     return [

@@ -26,12 +26,12 @@ SCENES = Path("playground/data/scenes")
 
 
 def main() -> int:
-    """0 where at least `--least` of the answers are equal, else 1."""
+    """Returns 0 if at least `--least` of the answers are equal, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--data", type=Path, default=SCENES / "heldout.json", help="records with a question each")
     parser.add_argument("--image-folder", type=Path, default=SCENES / "images")
-    parser.add_argument("--questions", type=int, help="the first so many (default: all)")
+    parser.add_argument("--questions", type=int, help="how many, from the first (default: all)")
     parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("--dtype", choices=("f32", "f16", "bf16"), default="f16")
     parser.add_argument("--least", type=float, default=0.95, help="share of equal answers below which this fails")

@@ -23,7 +23,7 @@ def pictures(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def batch(samples: list[list[int]]) -> dict:
-    """Right-padded; every second token is a target."""
+    """A right-padded batch; every second token is a target."""
     longest = max(map(len, samples))
     ids = torch.tensor([s + [0] * (longest - len(s)) for s in samples])
     mask = torch.tensor([[True] * len(s) + [False] * (longest - len(s)) for s in samples])

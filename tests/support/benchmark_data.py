@@ -169,7 +169,7 @@ def seedbench() -> list[dict]:
 
 
 def scienceqa() -> list[dict]:
-    """As `PLAN`, and two questions without a picture, whose answer the checkpoint always takes for A."""
+    """Rows as in `PLAN`, and two questions without a picture, which the checkpoint always answers with A."""
     fields = {"task": "closed choice", "grade": "grade2", "subject": "natural science", "topic": "physics"}
     fields |= {"category": "colours", "skill": "see", "lecture": "", "solution": ""}
     rows = [

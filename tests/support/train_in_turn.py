@@ -19,7 +19,7 @@ from llava.train.train import train
 
 
 def refuse_moves() -> None:
-    """What ZeRO-3 has placed must stay: nothing would bring its buffers back to the GPU."""
+    """Makes moving what ZeRO-3 has placed an error: nothing would bring its buffers back to the GPU."""
 
     def refusing(name, move):
         def checked(module, *args, **kwargs):

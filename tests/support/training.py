@@ -78,7 +78,7 @@ def finish(trainer) -> None:
 
 @torch.no_grad()
 def logits(model) -> torch.Tensor:
-    """For two images and a text [2, S', C]."""
+    """The logits for two prompts with an image each [2, S', C]."""
     side = model.get_vision_tower().config.image_size
     images = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(1))
     ids = torch.tensor([[5, IMAGE_TOKEN_INDEX, 7, 8, 9], [3, 4, IMAGE_TOKEN_INDEX, 11, 12]])
@@ -95,7 +95,7 @@ def greedy_tokens(model) -> list[int]:
 
 
 def loaded(folder, dtype):
-    """The model of a final folder in a type, with the attention of training: others round otherwise."""
+    """The model of a final folder in a type, with the attention of training: other kinds round differently."""
     options = {"device": "cpu", "torch_dtype": dtype, "attn_implementation": SEGMENTS}
     return load_pretrained_model(str(folder), None, "anything", **options)[1]
 

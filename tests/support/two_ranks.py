@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from warm_python import warm_python
 
 TRAIN = ROOT / "llava/train/train_mem.py"
-SECONDS_TO_END = 30  # that a rank has after SIGTERM
+SECONDS_TO_END = 30  # time for a rank to end after SIGTERM
 # Adam divides by the gradient's size; where that is pure rounding noise a larger epsilon keeps runs comparable.
 COMPARABLE = {"adam_epsilon": 1e-4, "max_steps": 3, "mm_vision_tower_lr": 5e-4}
 
@@ -27,7 +27,7 @@ def launch(
     script: Path = TRAIN,
     count: int = 2,
 ) -> str:
-    """Trains on `count` ranks by `script`, which takes the flags; what they print. Without DeepSpeed if it is None."""
+    """Trains on `count` ranks by `script`, which takes the flags, without DeepSpeed if it is None; what they print."""
     zero = [] if deepspeed is None else ["--deepspeed", str(zero_file(deepspeed, tmp_path))]
     return run_on_ranks(count, script, [*argv, *zero], timeout)
 
@@ -40,7 +40,7 @@ def launch_in_turn(runs: list[tuple[list[str], dict | str]], tmp_path: Path, tim
 
 
 def run_on_ranks(count: int, script: Path, argv: list[str], timeout: int) -> str:
-    """What they print; a rank that fails ends the others, as a launcher does."""
+    """Runs `script` on the ranks; returns what they print. A rank that fails ends the others, as under a launcher."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,9 +1,9 @@
 """A Python that has imported the trainer and loaded DeepSpeed's C++ ops: both take longer than a tiny model's steps.
 
 `warm_python()` is a program that takes a script, `-m` or `-c` as `python` does. It hands its words, environment, folder
-and streams to a server, which forks a process that runs them, passes signals on to it and ends as it ends. That process
-has the program's namespaces, and what it starts as `sys.executable` is warm too. Not for tests of what is read at
-import, as HF_HOME is, or of who is whose child.
+and streams to a server, which forks a process that runs them. The program passes signals on to that process and ends as
+it ends. The process has the program's namespaces, and what it starts as `sys.executable` is warm too. Not for tests of
+what is read at import, such as HF_HOME, or of which process is whose child.
 """
 
 import atexit
@@ -86,7 +86,7 @@ def main(file: int) -> None:
     import train_in_turn  # noqa: F401, which imports the trainer
 
     load_ops()
-    gc.freeze()  # what is never looked through is never copied either
+    gc.freeze()  # memory that no collection touches stays shared with the forks
     with socket.socket(fileno=file) as listener:
         while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
             connection, _ = listener.accept()
@@ -110,7 +110,7 @@ def serve(connection: socket.socket) -> None:
     if not process:
         connection.close()
         status = run(streams, **json.loads(text))
-        with contextlib.suppress(Exception):  # as where nobody reads what it printed
+        with contextlib.suppress(Exception):  # perhaps nobody reads it any more
             sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -154,7 +154,7 @@ def run(streams: list[int], words: list[str], environment: dict[str, str], folde
         if words[0] == "-m":
             sys.argv = words[1:]
             sys.path.insert(0, folder)
-            warnings.filterwarnings("ignore", module="runpy")  # that it has been imported before
+            warnings.filterwarnings("ignore", module="runpy")  # it was imported in advance
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         elif words[0] == "-c":
             sys.argv = ["-c", *words[2:]]

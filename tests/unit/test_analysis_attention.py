@@ -104,7 +104,7 @@ LLMS = {
 
 
 def strong(text) -> Probe:
-    """LLaVA around a language model whose weights decide something."""
+    """LLaVA around a language model whose weights are large enough to decide where attention goes."""
     case = models.llava(text)
     torch.manual_seed(3)
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_a_mask_says_the_same_in_numbers_in_bools_and_by_its_absence():
 
 
 def looking(case, **changes) -> attention.Picture:
-    """What `attention` says of the first sample of a case; all text after the picture asks, unless changed."""
+    """What `attention` finds on the first sample of a case; all text after the picture is the query, unless changed."""
     probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
     batch = probe.batch_from_inputs(**{name: value[:1] for name, value in case.inputs.items()})
     probe._prepare = lambda samples: batch
@@ -484,7 +484,7 @@ def test_the_verdict_measures_scaling_by_the_blank_picture(blank, scaled, word):
     text = interventions.verdict("m", of_one_model(6.0, 9.0, found=found))
     assert word in text and "2.00 times the text norm (medians; with sinks 3.00" in text
     assert word == "NOT DECIDED" or "values turn (cos 0.500) more than keys (cos 0.900)" in text
-    # To the text of these samples, or to the embedding matrix as it enters.
+    # Aligned to the text of these samples, or to the embedding matrix as it enters the LLM.
     for aligned in (of_one_model(3.1, 300.0, found=found), of_one_model(3.1, text=2.0, found=found)):
         assert ("ALIGNED ALREADY" in interventions.verdict("m", aligned)) == (word != "NOT DECIDED")
     raw = of_one_model(3.1, text=0.3, table=0.3, found=found)

@@ -27,7 +27,7 @@ def setting(tiny, path):
 
 
 def by_hand(named, samples, args, gain, bias, kept=slice(None)):
-    """The loss's gradient norms, from LLM input, norm input and features that are leaves of a graph of their own."""
+    """Norms of the loss's gradients at LLM input, norm input and features, each a leaf of a graph of its own."""
     tokenizer, model, image_processor = loading.load_ours(named, args)
     batch, labels_of = gradients.training_batch(samples[:], tokenizer, image_processor, model, get_template("chatml"))
     batch = batch.inputs

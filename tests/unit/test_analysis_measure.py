@@ -182,7 +182,7 @@ def test_results_do_not_depend_on_the_batch_size(checkpoint, data, tmp_path):
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
-def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_taken(
+def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_reused(
     checkpoint, data, tmp_path, monkeypatch, capsys, stop
 ):
     flags = ("--samples", 8, "--batch-size", 2)
@@ -191,7 +191,7 @@ def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_tak
 
     def stop_in_the_third(measurement, *args):
         calls.append(1)
-        observe(measurement, *args)  # the third is there, and lost
+        observe(measurement, *args)  # the third batch is measured, but not saved
         if len(calls) == 3:
             raise stop
 
@@ -212,7 +212,7 @@ def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_tak
             measured(checkpoint, data, tmp_path / "cut", *flags, *others)
 
 
-def test_a_damaged_state_is_said_and_measured_again(checkpoint, data, tmp_path, capsys):
+def test_a_damaged_state_is_reported_and_measured_again(checkpoint, data, tmp_path, capsys):
     whole = measured(checkpoint, data, tmp_path, "--samples", 2).to_dict()
     (state,) = tmp_path.rglob("*.json.gz")
     for content in (b"", b"no zip", state.read_bytes()[:50], gzip.compress(b'{"done": 2}')):
@@ -414,7 +414,7 @@ def test_a_plain_llm_and_a_folder_without_config_are_refused_where_pictures_are_
 
 @torch.no_grad()
 def text_and_visual_norms(path, data) -> tuple[list[float], list[float]]:
-    """Norms of what the first decoder layer gets, by a hook on the plain model; text that is no special token."""
+    """Norms of what the first decoder layer gets, by a hook on the plain model; text without special tokens."""
     processor = AutoProcessor.from_pretrained(path)
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64)
     seen, text, visual = [], [], []

@@ -256,7 +256,7 @@ def test_vision_path_names_the_module_whose_result_is_the_encoders_tokens():
 
 
 @pytest.mark.parametrize("tokens", ["mask", "~mask"])
-def test_padding_is_no_token_of_the_encoder_and_rows_put_side_by_side_are_several(tokens):
+def test_padding_is_not_a_token_of_the_encoder_and_rows_put_side_by_side_are_several(tokens):
     rows, mask = torch.arange(24.0).view(2, 2, 6), torch.tensor([[True, False], [True, True]])
     features = Features("input", nn.Identity(), tokens, width=3)
     found = features.of((rows,), {"mask": mask if tokens == "mask" else ~mask}, None)

@@ -23,7 +23,7 @@ def rules(aspect_ratio="anyres", merge_type="spatial_unpad", grids=GRIDS) -> Cro
 
 
 def sizes(number: int) -> list[tuple[int, int]]:
-    """Of all shapes, from stripes of one pixel to large squares."""
+    """Sizes of all shapes, from stripes of one pixel to large squares."""
     generator = random.Random(0)
     drawn = [(round(10 ** generator.uniform(0, 3.5)), round(10 ** generator.uniform(0, 3.5))) for _ in range(number)]
     return [*drawn, (1, 1), (1, 5000), (5000, 1), (56, 56), (112, 40), (100, 100)]
@@ -95,15 +95,15 @@ def test_every_tokens_share_is_drawn_where_its_patch_lies_in_the_picture(aspect_
             drawn = drawn_in_place(torch.eye(len(tokens), dtype=torch.float64)[index], picture, some)
             found = [int(i) for i in divmod(int(drawn.argmax()), drawn.shape[1])]
             inside = [(row - shown.top, shown.height), (column - shown.left, shown.width)]
-            if crop == 0:  # of the whole picture: a square of it
+            if crop == 0:  # the crop of the whole picture, squeezed into a square
                 inside = [(row, SIDE), (column, SIDE)]
             if crop >= 0 and all(0 <= place < of for place, of in inside):
                 assert drawn.sum() == pytest.approx(1)
                 for got, length, (place, of) in zip(found, drawn.shape, inside, strict=True):
-                    scale = length / of  # places of the map for one of the patch
+                    scale = length / of  # places of the map per patch
                     assert abs(got + 0.5 - (place + 0.5) * scale) <= max(scale / 2, 0.5) + 0.5
             else:
-                assert not drawn.any()  # newlines, and patches that show black alone
+                assert not drawn.any()  # newlines, and patches that show only black
 
 
 def test_newline_has_a_gradient_where_no_row_remains():
@@ -142,7 +142,7 @@ def test_grids_may_be_written_in_pixels_or_crops():
         ([], "no grid"),
     ],
 )
-def test_grids_that_are_none_are_refused(value, message):
+def test_what_is_not_a_grid_is_refused(value, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         parse_pinpoints(value, 10)
 

@@ -142,7 +142,7 @@ def test_the_stamp_of_a_file_just_written_is_not_trusted(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "overwritten"])
-def test_a_damaged_cache_is_said_and_made_again(tmp_path, tokenizer, caplog, damage):
+def test_a_damaged_cache_is_reported_and_made_again(tmp_path, tokenizer, caplog, damage):
     path = write(tmp_path / "a.json", RECORDS)
     expected = dataset(tokenizer, load_records(str(path))).modality_lengths().tolist()
     made = [*(tmp_path / ".llava_cache").glob("*.arrow"), *(tmp_path / ".llava_cache").glob("*.npy")]

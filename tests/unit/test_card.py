@@ -153,7 +153,7 @@ def test_an_exported_folder_is_loaded_by_transformers_and_needs_trust_for_its_co
 
 @pytest.mark.parametrize("base", [None, "owner/llm"])
 @pytest.mark.parametrize("part", ["lora", "projector"])
-def test_what_is_no_whole_model_is_loaded_on_its_base_and_tagged_as_an_adapter(tmp_path, write_card, part, base):
+def test_what_is_not_a_whole_model_is_loaded_on_its_base_and_tagged_as_an_adapter(tmp_path, write_card, part, base):
     (tmp_path / "config.json").write_text('{"model_type": "llava_llama"}')
     (tmp_path / {"lora": "adapter_config.json", "projector": "mm_projector.bin"}[part]).touch()
     text = write_card("--repo", "me/part", *(("--base-model", base) if base else ()), folder=tmp_path)

@@ -30,7 +30,7 @@ SYSTEM = ("system", "Be terse.")
 
 @pytest.fixture(params=TOKENIZERS)
 def tokenizers(request):
-    """Two of a kind, the second with `<image>` as a token."""
+    """Two tokenizers of the same kind, the second with `<image>` as a token."""
     plain, extended = TOKENIZERS[request.param](), TOKENIZERS[request.param]()
     add_image_token(extended)
     return plain, extended
@@ -49,7 +49,7 @@ def conversation(turns):
 
 
 def ids_of(said, tokenizer, **options):
-    """As `LlavaProcessor` tokenises what the template writes, which is as the tokenizer's own method does."""
+    """Ids of what the template writes, tokenised as `LlavaProcessor` and the tokenizer's own method do."""
     text = tokenizer.apply_chat_template(said, tokenize=False, **options)
     starts = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     ids = tokenizer(text, add_special_tokens=not starts)["input_ids"]

@@ -143,7 +143,7 @@ def test_a_fault_in_the_middle_of_a_long_list_is_found_where_it_is_and_at_once(t
     assert len(read) < 100
 
 
-def test_a_relative_path_that_is_missing_is_said_with_where_it_starts(tmp_path, monkeypatch):
+def test_a_relative_path_that_is_missing_is_reported_with_where_it_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=f"--data_path b.json: no such file .from {tmp_path}."):
         load_records("b.json")
@@ -173,7 +173,7 @@ def test_lengths_count_visual_tokens_and_sign_the_modality(tiny, tokenizer):
         assert (length > 0) == ("images" in sample)
 
 
-def test_cut_counts_after_expansion_and_drops_the_images_behind_it(tiny, tokenizer, caplog):
+def test_cut_counts_after_expansion_and_drops_the_images_after_it(tiny, tokenizer, caplog):
     record = {"id": "x", "image": ["0.png", "1.png"], "conversations": turns("<image> and <image>?")}
     whole = dataset(tiny, tokenizer, [record])[0]
     first, second = (whole["input_ids"] == IMAGE_TOKEN_INDEX).nonzero().flatten().tolist()
@@ -235,7 +235,7 @@ def test_sampler_keeps_modalities_apart_and_is_reproducible(size, window):
         assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_window_puts_pairs_of_like_sums_into_one_batch():
+def test_a_window_puts_pairs_of_similar_sums_into_one_batch():
     lengths = [*range(1, 17), 100, 101, 102, 103]  # pairs 1 + 103, 2 + 102, 3 + 101, 4 + 100, and six of 5 + 16 = 21
     batches = torch.tensor(list(ModalityLengthGroupedSampler(lengths, 4, window=5))).view(5, 4)
     found = sorted(sorted(lengths[i] for i in batch) for batch in batches.tolist())

@@ -21,7 +21,7 @@ ANSWERS = ["yes", "no", "yes", "no"]
 
 
 def leave(folder, answers=ANSWERS, score=None, doc_ids=None, expected=None):
-    """The files of lmms-eval's `pope` with these answers, all questions having the answer yes."""
+    """Writes the files of lmms-eval's `pope` with these answers; the right answer to every question is yes."""
     folder = folder / "org__model"
     folder.mkdir(parents=True)
     hits = [float(answer == "yes") for answer in answers]
@@ -31,7 +31,7 @@ def leave(folder, answers=ANSWERS, score=None, doc_ids=None, expected=None):
     ]
     (folder / "now_samples_pope.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     value = sum(hits) / len(hits) if score is None else score
-    counts = {"pope": {"original": 9000, "effective": float(expected or len(answers))}}  # so with --limit
+    counts = {"pope": {"original": 9000, "effective": float(expected or len(answers))}}  # as with --limit
     scores = {"results": {"pope": {"pope_accuracy,none": value}}, "n-samples": counts}
     (folder / "now_results.json").write_text(json.dumps(scores))
 

@@ -1,4 +1,4 @@
-"""The folder of an export: whole or not there, kept from other checkpoints, and nothing that was added to it goes."""
+"""The folder of an export is whole or absent, is never given to another checkpoint, and keeps what was added to it."""
 
 import json
 

@@ -170,7 +170,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_name(checkpoint, tmp_pa
 @pytest.mark.parametrize(
     ("mode", "note"), [("square", "trained on squashed ones"), ("pad", "did with (127, 127, 127)")]
 )
-def test_what_happens_to_pictures_that_are_not_square_is_said(checkpoint, tmp_path, capsys, mode, note):
+def test_what_happens_to_pictures_that_are_not_square_is_reported(checkpoint, tmp_path, capsys, mode, note):
     folder = checkpoint(image_aspect_ratio=mode)
     assert main(["gguf", "--model-path", str(folder), "--output-dir", str(tmp_path)]) == 0
     assert "note: llama.cpp pads pictures to squares" in (said := capsys.readouterr().out) and note in said

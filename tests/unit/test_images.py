@@ -162,7 +162,7 @@ def test_members_of_a_zip_file_lead_nowhere(folder):
 # --- files that are no pictures ---------------------------------------------------------------------------------------
 
 
-def test_what_is_no_picture_is_named_and_nothing_hangs(folder):
+def test_what_is_not_a_picture_is_named_and_nothing_hangs(folder):
     store = ImageStore(folder / "images")
     (folder / "images/empty.png").write_bytes(b"")
     (folder / "images/text.png").write_text("not a picture")
@@ -202,7 +202,7 @@ def test_a_truncated_picture_passes_the_header_check_and_fails_the_full_one(fold
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
-def test_of_an_animation_the_first_frame_is_used_and_that_is_said(folder, kind):
+def test_of_an_animation_the_first_frame_is_used_and_that_is_reported(folder, kind):
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     path = folder / f"images/a.{kind.lower()}"
     path.write_bytes(

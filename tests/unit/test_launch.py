@@ -28,7 +28,7 @@ CPU = {"NUM_GPUS": "0"}
 
 
 def launcher(deepspeed="zero3.json", cores=8, **environment) -> str:
-    """The command up to the trainer's entry."""
+    """The launch command up to the trainer's entry."""
     environment = {"NUM_GPUS": "8"} | {name: str(value) for name, value in environment.items()}
     devices = resolve_devices(environment)
     return " ".join(resolve_launch(environment, devices, deepspeed, "name", "python", cores).command())
@@ -86,7 +86,7 @@ def test_batch_that_does_not_divide_is_refused_with_the_choices():
     "name", ["NUM_GPUS", "NNODES", "PER_DEVICE_BATCH", "GLOBAL_BATCH", "CPU_RANKS", "MAX_RESTARTS"]
 )
 @pytest.mark.parametrize("value", ["two", "-1", "08", "1.5"])
-def test_count_that_is_no_whole_number_is_refused_by_name(name, value):
+def test_count_that_is_not_a_whole_number_is_refused_by_name(name, value):
     environment = {"NUM_GPUS": "8", "GLOBAL_BATCH": "256", name: value}
     words = ["--per_device_train_batch_size", environment.get("PER_DEVICE_BATCH", "2"), "--output_dir", "out"]
     with pytest.raises(Refusal, match=f"^{name}={value} is not a whole number"):
@@ -145,7 +145,7 @@ def test_cpu_quota_of_either_version_of_control_groups(tmp_path):
     assert cpu_quota(tmp_path) is None
 
 
-def test_shared_memory_that_is_small_for_the_loader_processes_is_said(monkeypatch):
+def test_shared_memory_that_is_small_for_the_loader_processes_is_reported(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=64 * 2**20))
     assert shared_memory_note(8, 4).startswith("note: /dev/shm has 64 MiB, through which 8 x 4 loader processes")
     assert "--shm-size" in shared_memory_note(1, 1) and not shared_memory_note(8, 0)
@@ -285,7 +285,7 @@ def test_an_interface_that_is_not_here_is_listed_as_missing_where_ranks_must_mee
         assert [f.what for f in found] == expected and not any(f.is_relative for f in found)
 
 
-def test_a_master_that_cannot_be_resolved_is_refused_and_one_that_is_elsewhere_is_said(capsys):
+def test_a_master_that_cannot_be_resolved_is_refused_and_one_that_is_elsewhere_is_reported(capsys):
     with pytest.raises(Refusal, match=r"^MASTER_ADDR=no such host: .* cannot resolve it \("):
         check_master("no such host", first_node=False)
     check_master("127.0.0.1", first_node=True)

@@ -19,7 +19,7 @@ def laid_out(max_length=None, widths=WIDTHS):
 
 
 def by_hand(max_length):
-    """For every sample a list of (what stands there, what is learnt there); visual tokens are numbered through."""
+    """For every sample a list of (input, target) per position; visual tokens are numbered over all samples."""
     widths, row, samples = iter(WIDTHS), 0, []
     for sample in SAMPLES:
         rows = []

@@ -99,7 +99,7 @@ def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples)
     repeated = Counter(table.kept.tolist())
     for number, (count, size, start) in enumerate(zip(samples, (20, 30), (0, 20), strict=True)):
         times = {repeated[i] for i in range(start, start + size)}
-        assert times <= {count // size, math.ceil(count / size)}, number  # whole passes, and one in part
+        assert times <= {count // size, math.ceil(count / size)}, number  # whole passes, and a part of one
     assert table.kept[table.kept >= 20].max() < 50  # what the sampling left out stays out
     assert [table.source_number(i) for i in (0, len(table) - 1)] == [0, 1]
     assert table.epoch() is table
@@ -212,7 +212,7 @@ def test_only_sampled_records_are_checked_and_faults_leave_the_shares(place, cap
     assert source_lines(kept)[0].startswith("cats  18 of 20 records, 50 samples")
 
 
-def test_what_was_left_out_is_said_of_what_was_checked_and_not_of_what_was_drawn(place, caplog):
+def test_left_out_records_are_counted_among_those_checked_and_not_among_those_drawn(place, caplog):
     lines = (place / "dogs.jsonl").read_text().splitlines()
     (place / "dogs.jsonl").write_text("\n".join(["{}"] * 20 + lines[:30]))
     path = mixture(place, CATS | {"sampling_strategy": "first:14", "weight": 1}, DOGS | {"weight": 1}, epoch_samples=8)
@@ -274,7 +274,7 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("fault", FILES)
-def test_a_file_that_is_no_mixture_is_named(place, fault):
+def test_a_file_that_is_not_a_mixture_is_named(place, fault):
     content, message = FILES[fault]
     (place / "mix.yaml").write_text(content)
     with pytest.raises(ValueError, match=f"^--data_path mix.yaml.*{message}"):

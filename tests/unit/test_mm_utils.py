@@ -225,7 +225,7 @@ def test_each_sequence_of_a_batch_stops_by_itself():
 
 
 def test_saved_tokenizer_is_the_same_for_older_releases(tmp_path):
-    """They read the SentencePiece file, and take a config that says nothing of `legacy` for true."""
+    """They read the SentencePiece file, and take `legacy` for true if the config does not mention it."""
     source = GOLDEN / "train/inputs/llama"
     tokenizer = load_tokenizer(str(source))
     for folder in (tmp_path / "first", tmp_path / "second"):

@@ -24,7 +24,7 @@ def model(tiny):
 
 
 def spliced_by_hand(model, ids: list[int], labels: list[int], images: torch.Tensor, limit: int | None = None):
-    """One sample, piece after piece."""
+    """The embeddings of one sample, spliced piece by piece."""
     embeds, targets, images = [], [], iter(images)
     for token, label in zip(ids, labels, strict=True):
         if token == IMG:

@@ -36,7 +36,7 @@ PLAIN_OF = {name: name.removeprefix("gwc_") for name in COMPENSATED}
 
 
 def make(name: str, seed: int | None = 0, **options) -> ProjectorNorm:
-    """A norm whose gain and bias have wandered off their initial constants (seed None: have not)."""
+    """A norm whose gain and bias have moved away from their initial constants (seed None: they have not)."""
     norm = NORM_TYPES[name](D, **options)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
@@ -257,7 +257,7 @@ def test_scale_gives_the_first_tokens_the_target_norm_on_average_and_keeps_their
 
 
 def test_compensated_scale_passes_the_gradient_as_if_there_were_no_factor():
-    """d/dx of a x is a; divided by |a| its sign alone is left, down to the least gain."""
+    """d/dx of a x is a; divided by |a| only its sign is left, unless |a| is below the minimum gain."""
     for factor, expected in ((0.02, 1.0), (-0.02, -1.0), (3.0, 1.0), (1e-5, 1e-2)):
         norm, x = NORM_TYPES["gwc_scale"](D, init_gain=factor), inputs().requires_grad_()
         grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
@@ -287,10 +287,10 @@ def test_a_wrong_flag_is_refused_by_name(flag, value):
         ProjectorNormArguments(**{flag: value})
 
 
-def test_upstreams_arguments_take_the_norms_fields_behind_their_own():
+def test_upstreams_arguments_take_the_norms_fields_after_their_own():
     @dataclass
     class ModelArguments:
-        """Upstream's."""
+        """Stands in for upstream's class."""
 
         version: str = "v0"
 

@@ -231,7 +231,7 @@ def test_a_copy_under_another_name_has_findings_of_its_own(tmp_path, pictures):
 
 
 def counted(monkeypatch) -> list[int]:
-    """Grows by one at every check."""
+    """A list that grows by one at every check."""
     done = []
     real = manifest._checked
     monkeypatch.setattr(manifest, "_checked", lambda *arguments: done.append(1) or real(*arguments))
@@ -584,7 +584,7 @@ def _ends_at_3(_: None, piece: int) -> int:
     return piece
 
 
-def test_a_process_that_is_killed_is_said_with_what_it_was_at():
+def test_a_killed_process_is_reported_with_what_it_was_working_on():
     with pytest.raises(ChildProcessError, match="a process working on [0-3], or shortly after it, was killed"):
         list(in_processes(_ends_at_3, None, range(8)))
 

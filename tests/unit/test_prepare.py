@@ -165,7 +165,7 @@ def test_zip_and_parquet_train_like_a_json_with_a_folder(tiny, tmp_path):
 
 @pytest.fixture
 def large_groups(tmp_path, monkeypatch):
-    """Two shards of one large group each, of several types and with a number that equals nothing, and one of small."""
+    """Two shards with one large row group each, of several types and with a NaN, and one shard with small groups."""
     monkeypatch.setattr("llava.data.row_groups.LARGE_GROUP", 2000)
     monkeypatch.setattr("llava.data.row_groups._GROUP", 600)
     for number in range(3):

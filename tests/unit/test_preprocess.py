@@ -62,7 +62,7 @@ def pieces(sample, tok):
 
 
 def labelled_like_upstream(case, version, tok):
-    """`pieces`, or "error"."""
+    """`pieces` of a recorded conversation with upstream's labels, or "error"."""
     record = CONVERSATIONS[case]
     try:
         sample = preprocess(

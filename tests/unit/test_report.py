@@ -66,7 +66,7 @@ def test_tables_say_what_the_samples_say(report):
     assert rows["layernorm_default", "POPE"]["paper"] == ""
 
 
-def test_only_what_leaves_out_zero_is_bold(report):
+def test_only_intervals_without_zero_are_bold(report):
     text = (report[0] / "report.md").read_text()
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("| ") and " to " in line}
     assert "**" not in lines["layernorm"]

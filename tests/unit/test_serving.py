@@ -1,4 +1,4 @@
-"""What decides in `bash tests/serving/run.sh`, without a server: when it passes, and that no process is left behind."""
+"""`bash tests/serving/run.sh` without a server: when it passes, and that it leaves no process behind."""
 
 import importlib.util
 import subprocess
@@ -27,7 +27,7 @@ REPORT = {"arm": "none", "dtype": "bfloat16", "questions": 40, "prompts_differ":
         ({"prompts_differ": ["a"]}, False),
     ],
 )
-def test_serving_passes_with_few_ties_alone(change, passes):
+def test_serving_passes_only_if_differences_are_few_ties(change, passes):
     assert compare.is_as_expected(REPORT | change) is passes
 
 

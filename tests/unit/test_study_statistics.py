@@ -77,7 +77,7 @@ def test_the_planned_smallest_difference_is_found_in_about_80_percent_of_studies
     smallest = smallest_differences(tasks, dict.fromkeys(tasks, QUESTIONS), arms, seeds)["mean"] / 100
     rng = np.random.default_rng(3)
     studies = 40
-    # The effect is set around the share, so that the answers vary as the plan takes them to.
+    # The effect is set around the share, so that the answers vary as the plan assumes.
     found = sum(
         verdicts(simulated(rng, [smallest] + [0] * (arms - 1), seeds=seeds, right=right - smallest / 2))[0][0]
         == IMPROVED

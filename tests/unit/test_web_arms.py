@@ -64,7 +64,7 @@ def test_a_question_is_taken_without_the_space_around_it():
         ("none.png", None, "none.png: no such file."),
     ],
 )
-def test_an_upload_that_is_no_picture_is_refused_by_its_name_alone(tmp_path, name, content, message):
+def test_an_upload_that_is_not_a_picture_is_refused_by_its_name_alone(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError) as raised:
@@ -252,7 +252,7 @@ def test_asking_shows_the_answers_of_both_arms_and_keeps_them(pair, red):
         ("/nowhere.png", "Why?", "nowhere.png: no such file."),
     ],
 )
-def test_what_cannot_be_asked_is_said_on_the_page_and_the_conversation_stays(pair, red, picture, question, said):
+def test_what_cannot_be_asked_is_reported_on_the_page_and_the_conversation_stays(pair, red, picture, question, said):
     page = web.Page(pair, 1 << 20)
     before = [Talk(turns("<image>\nIs <b>?", "No"))] * 2
     *_, (talks, sentence, *_) = page.ask(red if picture == "red" else picture, question, before, 0, 8)
@@ -260,7 +260,7 @@ def test_what_cannot_be_asked_is_said_on_the_page_and_the_conversation_stays(pai
     assert said in sentence and 'role="alert"' in sentence
 
 
-def test_a_bug_is_said_on_the_page_and_shown_in_the_terminal(pair, red, monkeypatch, capsys):
+def test_a_bug_is_reported_on_the_page_and_shown_in_the_terminal(pair, red, monkeypatch, capsys):
     monkeypatch.setattr(web, "ask_all", lambda *_, **__: 1 / 0)
     page = web.Page(pair, 1 << 20)
     *_, (talks, said, *_) = page.ask(red, ASK, page.start(), 0, 8)
@@ -281,7 +281,7 @@ def test_another_picture_starts_anew_and_a_stopped_question_is_forgotten(pair, r
     assert page.stop(talks)[0] == [Talk(turns("<image>\nWhy?", "So"))] * 2 and "stopped" in page.stop(talks)[1]
     page.same = "same"
     assert page.new_picture(red)[:3] == ["same", page.start(), ""]
-    assert page.new_picture(None)[:3] == ["same", page.start(), "same"]  # why it was taken away stays to be read
+    assert page.new_picture(None)[:3] == ["same", page.start(), "same"]  # the reason for taking it away stays readable
     assert page.reset()[:2] == [page.start(), ""]
 
 

@@ -59,7 +59,7 @@ def test_chatml_has_the_default_system_prompt_of_smollm2():
     )
 
 
-# As the stock chat templates write them, whose tokenizers no package carries; the real ones are compared by their ids.
+# What the stock chat templates write. No package has these tokenizers; of those that npm has, the ids are compared.
 STOCK = {
     "phi_3": "<|system|>\nS<|end|>\n<|user|>\nHello<|end|>\n<|assistant|>\nHi.<|end|>\n<|user|>\nBye<|end|>\n"
     "<|assistant|>\n|Bye!<|end|>\n<|endoftext|>",
@@ -83,7 +83,7 @@ STOCK = {
 
 @pytest.mark.parametrize("name", STOCK)
 def test_prompts_and_whole_conversations_are_what_stock_chat_templates_write(name):
-    """Before the bar: what asks for the last answer."""
+    """What stands before the bar in `STOCK` is the prompt for the last answer."""
     opened, answered = STOCK[name].split("|Bye!")
     texts = SCENARIOS["no_image"]
     assert filled(name, [*texts[:3], None]).with_system("S").get_prompt() == opened

@@ -54,7 +54,7 @@ def recorded(up: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Upstream's folders as they are, but for the tower's path, which was relative."""
+    """Upstream's folders as they are, except that the tower's path, which was relative, is absolute."""
     root = tmp_path_factory.mktemp("upstream")
     for up, tower in (("orig", "clip"), ("next", "siglip")):
         shutil.copytree(GOLDEN / f"model/{up}/checkpoint", root / up)
@@ -207,7 +207,7 @@ def test_images_that_do_not_match_the_placeholders_are_refused(up, name, model):
 
 def upstreams_new_tokens(case: str) -> list[list[int]]:
     outputs = RESULTS["orig"]["generate_greedy_12"][case]
-    return [row[1:] for row in (outputs["out"] if case == "text_only" else outputs)]  # led by a BOS as placeholder
+    return [row[1:] for row in (outputs["out"] if case == "text_only" else outputs)]  # after a BOS as a placeholder
 
 
 @pytest.mark.parametrize("up", RESULTS)

@@ -103,7 +103,7 @@ def repeat(run: str, folder: Path) -> Path:
 
 
 def decay_qwen_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 4.40 does not know Qwen2's RMSNorm for a norm and lets its weight decay."""
+    """transformers 4.40 does not recognise Qwen2's RMSNorm as a norm, and so lets its weight decay."""
     ours = LLaVATrainer.get_decay_parameter_names
     monkeypatch.setattr(
         LLaVATrainer,
