@@ -7,6 +7,7 @@ docs/performance.md is generated from them.
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -51,6 +52,22 @@ def package_versions(names: Sequence[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def emptied(folder: Path) -> Path:
+    """The folder's absolute path; it is made, or what an earlier benchmark left in it is removed.
+
+    Raises:
+        SystemExit: it holds something that no benchmark wrote, such as a home folder's files.
+    """
+    folder = folder.resolve()
+    mark = folder / ".made-by-a-benchmark"
+    if folder.exists() and not mark.is_file() and (folder.is_file() or any(folder.iterdir())):
+        raise SystemExit(f"error: {folder} holds what no benchmark wrote; remove it, or give a new folder by --work")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    mark.touch()
+    return folder
 
 
 def write_result(name: str, rows: Sequence[Mapping[str, Any]], folder: Path | None = None, **meta: Any) -> Path:

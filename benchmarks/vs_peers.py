@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks import shapes, vs_upstream
-from benchmarks.common import ROOT, ratio, write_result
+from benchmarks.common import ROOT, emptied, ratio, write_result
 from llava.data.preprocess import preprocess
 from llava.export.hf import export
 from llava.mm_utils import load_tokenizer, save_tokenizer
@@ -183,9 +183,7 @@ PEERS = (
 
 def main() -> int:
     args = parse_arguments()
-    work = args.work.resolve()
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work = emptied(args.work)
     peers = [peer for peer in PEERS if peer.name in args.peers]
     for peer in peers:
         if not peer.cannot:
@@ -215,7 +213,7 @@ def parse_arguments() -> argparse.Namespace:
         "--work",
         type=Path,
         default=ROOT / "outputs/vs_peers",
-        help="folder for models, data and logs; its content is removed first",
+        help="folder for models, data and logs; what an earlier call left there is removed",
     )
     parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")

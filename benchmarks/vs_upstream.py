@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from benchmarks.common import ROOT, ratio, run_json, spread, write_result
+from benchmarks.common import ROOT, emptied, ratio, run_json, spread, write_result
 from llava.mm_utils import load_tokenizer
 
 TOKENIZER = ROOT / "tests/golden/train/inputs/llama"
@@ -41,9 +41,7 @@ TOLERANCE = {False: 1e-4, True: 3e-2}
 
 def main() -> None:
     args = parse_arguments()
-    work = args.work.resolve()
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work = emptied(args.work)
     subprocess.run(
         ["bash", "scripts/upstream_baseline.sh"], cwd=ROOT, env=os.environ | {"PREPARE_ONLY": "1"}, check=True
     )
@@ -102,7 +100,7 @@ def parse_arguments() -> argparse.Namespace:
         "--work",
         type=Path,
         default=ROOT / "outputs/vs_upstream",
-        help="folder for models, data and logs; its content is removed first",
+        help="folder for models, data and logs; what an earlier call left there is removed",
     )
     parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")

@@ -46,6 +46,17 @@ def test_a_command_that_fails_is_shown_with_what_it_printed():
         common.run_json([sys.executable, "-c", "raise SystemExit('boom')"])
 
 
+def test_only_what_a_benchmark_left_is_removed(tmp_path):
+    made = common.emptied(tmp_path / "new/work")
+    (made / "model").touch()
+    assert [path.name for path in common.emptied(made).iterdir()] == [".made-by-a-benchmark"]
+    (tmp_path / "photo").touch()
+    for folder in (tmp_path, tmp_path / "photo"):
+        with pytest.raises(SystemExit, match=f"{folder} holds what no benchmark wrote"):
+            common.emptied(folder)
+    assert (tmp_path / "photo").is_file() and made.is_dir()
+
+
 # --- scaling ----------------------------------------------------------------------------------------------------------
 
 
