@@ -272,3 +272,11 @@ def test_estimated_states_of_scale_equal_deepspeeds_where_everything_is_trained(
     estimate = scale.estimate_memory(model, arguments, 1024)
     states = (estimate.parameters + estimate.gradients + estimate.optimizer) / scale.GIB
     assert states == pytest.approx(scale.deepspeed_estimate(model, 2, 8, False), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_page_on_scale_is_what_the_command_prints(capsys, monkeypatch):
+    scale = pytest.importorskip("benchmarks.scale")
+    monkeypatch.setattr(sys, "argv", ["scale"])
+    scale.main()
+    assert capsys.readouterr().out == (common.ROOT / "docs/scale.md").read_text()
