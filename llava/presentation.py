@@ -33,7 +33,7 @@ Row = Mapping[str, Any]
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
-    """Every column of `rows` in the order of first sight, a paper's column right after the measured one."""
+    """Every column of `rows` in the order in which they first occur, a paper's column right after the measured one."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     order = {name: index for index, name in enumerate(names)}
     return sorted(names, key=lambda name: (order.get(name.removesuffix(PAPER), order[name]), name.endswith(PAPER)))
@@ -66,7 +66,7 @@ def import_pyplot() -> Any:
     """`matplotlib.pyplot` with a backend that needs no display.
 
     Raises:
-        ImportError: Matplotlib is not installed; says which extra brings it.
+        ImportError: Matplotlib is not installed; the message says which extra brings it.
     """
     try:
         import matplotlib
