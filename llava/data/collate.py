@@ -1,4 +1,4 @@
-"""Samples to a batch.
+"""Makes a batch of samples.
 
 Shapes: B batch, S longest sample, N images of the batch.
 """
@@ -22,9 +22,9 @@ class DataCollatorForSupervisedDataset:
 
     Args:
         pad_token_id: fills `input_ids`; masked out everywhere.
-        num_visual_tokens: V, what one placeholder expands to; None leaves the layout to the model.
-        max_length: samples are cut there, counted after expansion.
-        padding_free: the model's own `padding_free`.
+        num_visual_tokens: V, the tokens that one placeholder expands to; None leaves the layout to the model.
+        max_length: length at which samples are cut, counted after expansion.
+        padding_free: the model's `padding_free`.
         crop_rules: the model's, where its images have different numbers of crops.
     """
 
@@ -46,8 +46,8 @@ class DataCollatorForSupervisedDataset:
         """The batch of `samples`.
 
         Returns:
-            `input_ids`, `labels`, `attention_mask` [B, S]; `layout`; `images` [N, 3, H, W], or all their crops, and
-            `indices` [B] if samples have them.
+            `input_ids`, `labels` and `attention_mask` [B, S]; `layout`; and, if the samples have them, `images`
+            [N, 3, H, W], or the crops of all images, and `indices` [B].
         """
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         batch: dict[str, Any] = {

@@ -2,12 +2,12 @@
 
 `llava.conversation` writes the conversation as pieces that know who speaks. The joined text is split at `<image>`, each
 chunk goes through the fast tokenizer once, and a token is a target if it overlaps a piece that is to be learnt. Cost:
-one tokenizer call per chunk; nothing is tokenised twice to find out where a turn begins.
+one tokenizer call per chunk; nothing is tokenised twice to find where a turn begins.
 
 Label masks: `assistant` learns what the assistant says and the token that ends its turn. `upstream` computes the labels
 of LLaVA and LLaVA-NeXT, for comparisons; docs/upstream.md lists where it does not, and why.
 
-Shapes: S sequence (an image placeholder counts one).
+Shapes: S sequence (an image placeholder counts as one).
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class TokenizedSample(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Ids, the character each token starts at, and whether it overlaps a marked character; arrays [S]."""
+    """Ids, the character at which each token starts, and whether it overlaps a marked character; arrays [S]."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -101,10 +101,10 @@ def generation_ids(
 ) -> torch.Tensor:
     """`input_ids` [S] that ask for the next answer: a conversation that ends with a human turn, and an open header.
 
-    `preprocess` of the conversation with that answer begins with the same ids.
+    `preprocess` of the conversation with its answer begins with the same ids.
 
     Raises:
-        ValueError: as `preprocess`, or the last turn is not a human's.
+        ValueError: see `preprocess`; or the last turn is not a human's.
     """
     template = get_template(template) if isinstance(template, str) else template
     _check_arguments(tokenizer, template, "assistant")
@@ -193,8 +193,8 @@ def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: Any, origin: int) 
     borders = np.flatnonzero(marks[1:] & ~marks[:-1]) + 1
     across = borders.searchsorted(starts, "right") < borders.searchsorted(ends, "left")
     if across.any():
-        # A token lies across the border, as where "\n" ends a header and begins an answer. Generation starts at the
-        # border, so the tokens have to end there as well.
+        # A token lies across the border, for example where "\n" ends a header and begins an answer. Generation starts
+        # at the border, so the tokens have to end there as well.
         border = int(borders[borders.searchsorted(starts[across.argmax()], "right")])
         head = _tokenize_chunk(chunk[:border], marks[:border], tokenizer, origin)
         tail = _tokenize_chunk(chunk[border:], marks[border:], tokenizer, origin + border)
@@ -221,7 +221,7 @@ def _upstream_targets(tokens: _Tokens, parts: list[Part], template: Conversation
 def _always_learnt(template: Conversation, tokenizer: Any) -> list[int]:
     """The ids that LLaVA-NeXT makes targets in every turn, the user's too."""
     if template.sep_style in CHATML_STYLES:
-        newline = 198  # by its id in the Qwen vocabularies, whatever it is in others
+        newline = 198  # its id in the Qwen vocabularies; LLaVA-NeXT takes it in others too
         return [newline, *tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])]
     markers = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     return tokenizer.convert_tokens_to_ids(markers)
@@ -230,8 +230,8 @@ def _always_learnt(template: Conversation, tokenizer: Any) -> list[int]:
 def _is_ignored(tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: Any) -> bool:
     """Whether LLaVA loses the whole sample ("tokenization mismatch").
 
-    It finds rounds and answers again by splitting the text at its separators, adds up their lengths, and drops the
-    sample if the sum differs from the length, unless the sum reaches the maximum length.
+    LLaVA finds rounds and answers again by splitting the text at its separators, adds up their lengths, and drops the
+    sample if the sum differs from the sample's length, unless the sum reaches the maximum length.
     """
     text = "".join(part.text for part in parts)
     answer_mark = "[/INST] " if template.sep_style is SeparatorStyle.LLAMA_2 else f"{template.sep}{template.roles[1]}: "

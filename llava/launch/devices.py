@@ -122,7 +122,7 @@ def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def memory_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that the container may still allocate, with its page cache counted as free; None where nothing limits it."""
+    """Bytes that the container may still allocate, its page cache counted as free; None where nothing limits it."""
     for limit, used, cache in (
         ("memory.max", "memory.current", "file"),  # version 2
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_cache"),  # version 1

@@ -38,7 +38,7 @@ def idle_cores(cores: Collection[int], stat: Path = Path("/proc/stat"), seconds:
 
 
 def _ticks(stat: Path, cores: Collection[int]) -> tuple[int, int]:
-    """All ticks of these cores, and those without work (idle, or waiting for disks); user time includes guests' time."""
+    """All ticks of these cores, and those without work (idle, waiting for disks); user time includes guests' time."""
     total = idle = 0
     for line in stat.read_text().splitlines():
         name, *times = line.split()
