@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(args: argparse.Namespace) -> int:
-    """Fetches, verifies and checks the data and prints the scripts' variables; returns 1 if records have faults, else 0.
+    """Fetches, verifies and checks the data and prints the scripts' variables; returns 1 if records have faults.
 
     Raises:
         FileNotFoundError: files are missing and are not to be downloaded.

@@ -21,16 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dtype: str | None = None) -> None:
-    """Writes language model with the adapters added, projector, norm, vision tower, tokenizer and image processor.
+    """Writes the language model with the adapters added, projector, norm, vision tower, tokenizer and image processor.
 
     Args:
         model_path: LoRA folder or hub id.
         model_base: the model that the LoRA was trained on; None takes the one recorded in `adapter_config.json`.
         save_model_path: folder to write, which must be new or empty.
-        dtype: of the written weights, one of `DTYPES`; None takes the adapters'.
+        dtype: type of the written weights, one of `DTYPES`; None takes the adapters'.
 
     Raises:
-        ValueError: `model_path` is not a LoRA folder, `save_model_path` holds files, or the base is not where it was.
+        ValueError: `model_path` is not a LoRA folder, `save_model_path` holds files, or the recorded base is missing.
     """
     if lora_config_file(model_path) is None:
         raise ValueError(f"--model-path {model_path}: no adapter_config.json there; expected a LoRA folder or hub id")
