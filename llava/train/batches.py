@@ -1,7 +1,7 @@
 """Which samples make up an optimizer step, and in which micro-batches each rank computes them.
 
-To the Trainer and DeepSpeed a rank's step is one batch, a list of micro-batches, and nothing is accumulated: how many
-there are may differ from step to step. `LLaVATrainer.training_step` runs them.
+To the Trainer and DeepSpeed a rank's step is one batch, a list of micro-batches, and nothing is accumulated, since the
+number of micro-batches may differ from step to step. `LLaVATrainer.training_step` runs them.
 """
 
 import copy
@@ -26,7 +26,7 @@ from llava.data.sampler import (
 
 logger = logging.getLogger(__name__)
 
-_LOGGED_SAMPLES = 25_600  # of an epoch, for the log's line about micro-batches: 200 steps of the recipe
+_LOGGED_SAMPLES = 25_600  # samples of an epoch for the log's line about micro-batches: 200 steps of the recipe
 
 
 SampleOrder = RandomOrder | ModalityLengthGroupedSampler | SequentialSampler
@@ -50,7 +50,7 @@ def global_batch_size(args: Any) -> int:
 
 
 def whole_steps(args: Any) -> Any:
-    """A copy of `args` for the Trainer, to which a rank's step is one batch; DeepSpeed is told the same."""
+    """A copy of `args` for the Trainer, to which a rank's step is one batch; DeepSpeed's config is set to the same."""
     whole = copy.copy(args)
     whole.per_device_train_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     whole.gradient_accumulation_steps = 1
@@ -62,12 +62,12 @@ def whole_steps(args: Any) -> Any:
 
 
 def deals_by_length(args: Any) -> bool:
-    """Whether a step's samples are dealt to micro-batches of even length; a mean of their means needs LLaVA's own."""
+    """Whether a step's samples are dealt to micro-batches of even length; a mean of their means needs LLaVA's."""
     return args.padding_free and args.loss_reduction == "token_mean"
 
 
 def deal_of(dataset: LazySupervisedDataset, args: Any) -> Callable[[list[int]], list[list[list[int]]]]:
-    """What makes micro-batches of all ranks out of the samples of a step."""
+    """The function that deals a step's samples to the micro-batches of all ranks."""
     if not deals_by_length(args):
         return partial(dealt_in_order, ranks=args.world_size, batch_size=args.train_batch_size)
     return partial(
@@ -80,7 +80,7 @@ def deal_of(dataset: LazySupervisedDataset, args: Any) -> Callable[[list[int]], 
 
 
 def log_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
-    """Says how full `--max_tokens_per_micro_batch` makes the micro-batches of the first epoch, if it is given."""
+    """Logs how full `--max_tokens_per_micro_batch` makes the micro-batches of the first epoch, if it is given."""
     if args.max_tokens_per_micro_batch is None:
         return
     lengths, size, deal = np.abs(dataset.modality_lengths()), global_batch_size(args), deal_of(dataset, args)
@@ -100,9 +100,9 @@ def log_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
 
 
 def largest_micro_batch(dataset: LazySupervisedDataset, args: Any) -> int:
-    """Tokens, with padding, that no micro-batch exceeds: by the cap, the first epoch, or else what could be.
+    """An upper bound of a micro-batch's tokens, with padding: from the cap, the first epoch, or the maximum lengths.
 
-    Without a cap only the steps with most tokens and with the longest samples are dealt out.
+    Without a cap, only the steps with the most tokens and those with the longest samples are dealt out.
     """
     if not deals_by_length(args):
         return args.train_batch_size * args.model_max_length
@@ -126,7 +126,7 @@ def most_crops(dataset: LazySupervisedDataset) -> float | None:
 
 
 class MicroBatches(Dataset):
-    """Micro-batches instead of samples: an index is a list of sample numbers, which the collator joins."""
+    """A data set of micro-batches: an index is a list of sample numbers, which the collator joins."""
 
     def __init__(self, samples: LazySupervisedDataset, collator: Callable[[list[Sample]], Any]):
         self.samples, self.collator = samples, collator
@@ -139,7 +139,7 @@ class MicroBatches(Dataset):
 
 
 class StepLoader(DataLoader):
-    """This rank's optimizer steps, each a list of collated micro-batches; Accelerate must not share them out again."""
+    """This rank's optimizer steps, each a list of collated micro-batches; Accelerate must not split them again."""
 
     batch_sampler: StepSampler
 
@@ -148,13 +148,13 @@ class StepLoader(DataLoader):
 
 
 def step_loader(order: Order, dataset: LazySupervisedDataset, collator: Any, args: Any) -> StepLoader:
-    """The steps of this process, which take their samples in `order`.
+    """The loader of this process's steps, which take their samples in `order`.
 
-    A worker prepares whole steps. One ahead per worker is enough for it never to rest, and keeps a step of many
-    samples from being held several times over.
+    A worker prepares whole steps. One step ahead per worker keeps it busy, without holding the many samples of a step
+    several times over.
 
     Raises:
-        ValueError: `--dataloader_drop_last` leaves out all there is.
+        ValueError: `--dataloader_drop_last` leaves no step.
     """
     workers = args.dataloader_num_workers
     if args.dataloader_drop_last and len(dataset) < global_batch_size(args):

@@ -9,8 +9,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Compilations per kind of layer: training or not, with gradients or not, one sample or several. Beyond the limit
-# PyTorch warns and runs the layer as it is.
+# Most compilations per kind of layer: training or not, with gradients or not, one sample or several. Beyond the limit
+# PyTorch warns and runs the layer uncompiled.
 _RECOMPILE_LIMIT = 8
 
 
@@ -18,10 +18,11 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
     """Replaces the forward pass of every decoder layer, and of every tower layer that runs, by a compiled one.
 
     All layers of a kind share the compiled code. Layers that recompute their activations are compiled as well; the
-    recomputation stays outside of what is compiled, so that every variant of it works.
+    recomputation stays outside the compiled code, so that every variant of it works.
 
     Args:
-        backend: of `torch.compile`.
+        model: the model, with its vision tower.
+        backend: backend of `torch.compile`.
     """
     torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
     kinds: dict[type, Any] = {}

@@ -1,4 +1,4 @@
-"""Sets the factor of a norm that follows from the first visual tokens (the arms `scale`, `gwc_scale`), before training.
+"""Sets the factor of a norm that depends on the first visual tokens (the arms `scale`, `gwc_scale`), before training.
 
 Shapes: N images, V visual tokens per image, D LLM hidden size.
 """
@@ -16,13 +16,14 @@ FIRST_IMAGES = 8
 
 
 def fit_norm_to_first_images(model: Any, dataset: LazySupervisedDataset, device: torch.device) -> None:
-    """Gives the visual tokens of the data set's first images the target norm on average.
+    """Sets the norm's factor so that the visual tokens of the data set's first images have the target norm on average.
 
-    Does nothing for other norms, and for a factor that came with a checkpoint or an adapter.
-
-    The images do not depend on the order of training, so that every rank, seed and batch size finds the same factor.
+    Does nothing for other norms, or for a factor that came with a checkpoint or an adapter. The images do not depend on
+    the order of training, so that every rank, seed and batch size finds the same factor.
 
     Args:
+        model: the model, with tower and projector.
+        dataset: the training samples.
         device: where the model will be trained.
 
     Raises:
@@ -40,7 +41,7 @@ def fit_norm_to_first_images(model: Any, dataset: LazySupervisedDataset, device:
         )
     images = torch.cat([_whole_pictures(dataset[int(index)]) for index in with_images])[:FIRST_IMAGES]
     for module in (tower, projector):
-        if not is_partitioned(module):  # ZeRO-3 has placed its own: the tower, but not a projector that is new
+        if not is_partitioned(module):  # ZeRO-3 has placed what it manages: the tower, but not a new projector
             module.to(device)
     with gathered([*tower.parameters(), *projector.parameters()]), torch.no_grad():
         tokens = tower(images).to(next(projector.parameters()).dtype)
@@ -50,7 +51,7 @@ def fit_norm_to_first_images(model: Any, dataset: LazySupervisedDataset, device:
 
 
 def _whole_pictures(item: Sample) -> torch.Tensor:
-    """The images [n, 3, H, W] of a sample; of those that are cut into crops the first crop, which shows the whole."""
+    """The images [n, 3, H, W] of a sample; for an image cut into crops the first crop, which shows the whole image."""
     if "pictures" not in item:
         return item["images"]
     return torch.stack([crops[0] for crops in item["images"].split([p.crops for p in item["pictures"]])])

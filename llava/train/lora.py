@@ -1,4 +1,4 @@
-"""What the LoRA flags ask for: their checks, the quantised base of QLoRA, and the adapters."""
+"""Puts the LoRA flags into effect: their checks, the quantised base of QLoRA, and the adapters."""
 
 from dataclasses import fields
 from typing import Any
@@ -17,11 +17,11 @@ _LORA_FLAGS = (
 
 
 def check_lora_flags(model_args: Any, training_args: Any) -> None:
-    """Raises ValueError that names the LoRA flag at fault and what to do."""
+    """Raises ValueError if a LoRA flag is wrong; the message names the flag and says what to do."""
     if training_args.lora_weight_path:
         raise ValueError(
-            "--lora_weight_path: LLaVA never reads it; to go on from a LoRA, merge it with llava.model.merge_lora and "
-            "pass the result as --model_name_or_path"
+            "--lora_weight_path: LLaVA never reads it; to continue from a LoRA, merge it with llava.model.merge_lora "
+            "and pass the result as --model_name_or_path"
         )
     if not training_args.lora_enable:
         changed = [flag for flag in _LORA_FLAGS if getattr(training_args, flag) != _default(training_args, flag)]
@@ -35,7 +35,7 @@ def check_lora_flags(model_args: Any, training_args: Any) -> None:
     if not 0 <= training_args.lora_dropout < 1:
         raise ValueError(f"--lora_dropout: expected a share from 0 to below 1, found {training_args.lora_dropout}")
     if training_args.bits < 16:
-        quantization_config(training_args.bits)  # says now if bitsandbytes is missing
+        quantization_config(training_args.bits)  # raises now if bitsandbytes is missing
         if is_deepspeed_zero3_enabled():
             raise ValueError(
                 f"--bits {training_args.bits}: ZeRO-3 cannot partition quantised weights; "
@@ -44,21 +44,21 @@ def check_lora_flags(model_args: Any, training_args: Any) -> None:
     if training_args.lora_use_dora:
         if training_args.bits < 16:
             raise ValueError(
-                f"--lora_use_dora True takes the norms of whole weights, and --bits {training_args.bits} has none; "
-                "leave either out"
+                f"--lora_use_dora True needs the norms of whole weights, which --bits {training_args.bits} does not "
+                "keep; leave one of them out"
             )
         if is_deepspeed_zero3_enabled():
             raise ValueError(
-                "--lora_use_dora True: ZeRO-3 has released a layer's weights where DoRA takes their norms; use "
+                "--lora_use_dora True: ZeRO-3 has released a layer's weights when DoRA computes their norms; use "
                 "deepspeed_configs/zero2.json"
             )
 
 
 def lora_modules(training_args: Any) -> frozenset[str]:
-    """What `--lora_modules` names.
+    """The parts that `--lora_modules` names.
 
     Raises:
-        ValueError: something else, or nothing.
+        ValueError: it names something else, or nothing.
     """
     modules = frozenset(name.strip() for name in training_args.lora_modules.split(",") if name.strip())
     if not modules or modules - {DECODER, TOWER}:
@@ -69,7 +69,7 @@ def lora_modules(training_args: Any) -> frozenset[str]:
 
 
 def _check_modules(model_args: Any, training_args: Any) -> None:
-    """The part of `check_lora_flags` about `--lora_modules`: parts with adapters are among those that are trained."""
+    """The part of `check_lora_flags` about `--lora_modules`: only parts that are trained can have adapters."""
     modules, parts = lora_modules(training_args), tunable_parts(model_args)
     if DECODER in modules and LANGUAGE_MODEL not in parts:
         raise ValueError(
@@ -99,7 +99,7 @@ def _default(args: Any, name: str) -> Any:
 
 
 def quantized_loading(training_args: Any, compute_dtype: torch.dtype) -> dict[str, Any]:
-    """`from_pretrained`'s options for `--bits`; none where the model is not quantised."""
+    """`from_pretrained`'s options for `--bits`; empty if the model is not quantised."""
     if training_args.bits == 16:
         return {}
     config = quantization_config(
@@ -109,7 +109,7 @@ def quantized_loading(training_args: Any, compute_dtype: torch.dtype) -> dict[st
 
 
 def prepare_quantized(model: Any, training_args: Any, dtype: torch.dtype) -> None:
-    """Makes a quantised model trainable as PEFT advises: norms in fp32; embedding and head go back to `dtype`."""
+    """Makes a quantised model trainable as PEFT advises: norms in fp32; embedding and head are put back to `dtype`."""
     if training_args.bits == 16:
         return
     from peft import prepare_model_for_kbit_training

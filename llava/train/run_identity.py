@@ -1,8 +1,8 @@
 """What identifies a run: flags, data, template, tokenizer, code, versions, devices, initial weights.
 
-Two questions are asked of it. `run_identity` holds what a checkpoint that continues a run must share with it, so that
-its numbers go on (`resume.json`); `run_configuration` holds all that decides the trained weights, so that two runs can
-be compared (`run.json`).
+It serves two purposes. `run_identity` holds what a continuation must share with the run, so that its numbers stay the
+same (`resume.json`); `run_configuration` holds everything that decides the trained weights, so that two runs can be
+compared (`run.json`).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from llava.train.arguments import DataArguments, ModelArguments, TrainingArgumen
 from llava.train.batches import sample_order
 from llava.train.optim import part_of
 
-# Flags that say where a run writes and what it continues.
+# Flags that say where a run writes and what it continues from.
 _PLACES = {"output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "local_rank", "hub_token"}
 # Flags that decide how a run works, never what it computes.
 _IRRELEVANT_PREFIXES = ("logging_", "log_", "save_", "eval_", "hub_", "push_to", "dataloader_", "resume_", "trackio_")
@@ -43,7 +43,7 @@ _IRRELEVANT = _PLACES | {
     "recheck_data",
 }
 # fmt: on
-# Differences that a run can be continued with, and why.
+# The settings in which a continuation may differ, and why.
 ALLOWED = {
     "world_size": "samples stay in order; DeepSpeed's states are converted to a universal checkpoint",
     "per_device_train_batch_size": "the position in the data is kept by samples",
@@ -69,7 +69,7 @@ def run_identity(
 ) -> dict[str, Any]:
     """What decides the numbers of a run, as JSON values: the settings in `resume.json`.
 
-    Held-out records are among them where the best checkpoint is chosen by them.
+    They include the held-out records if these choose the best checkpoint.
     """
     flags = {f.name: getattr(args, f.name) for args in (model_args, data_args, training_args) for f in _fields(args)}
     flags["deepspeed"] = _deepspeed_settings(training_args)
@@ -84,7 +84,7 @@ def run_identity(
 
 
 def default_settings() -> dict[str, Any]:
-    """What `run_identity` says of flags that are left out: a run from before there was a flag had it left out."""
+    """What `run_identity` gives for the flags' defaults: a run that is older than a flag ran with its default."""
     fields = [f for args in (ModelArguments, DataArguments, TrainingArguments) for f in _fields(args)]
     return _settings({f.name: f.default for f in fields if f.default is not dataclasses.MISSING})
 
@@ -107,7 +107,7 @@ def run_configuration(trainer: Any, model_args: Any, data_args: Any, training_ar
 
 
 def _settings(flags: dict[str, Any]) -> dict[str, Any]:
-    """Those that can change the numbers, as JSON values."""
+    """The flags that can change the numbers, as JSON values."""
     decisive = {k: v for k, v in flags.items() if _decides(k)}
     return {k: v if isinstance(v, bool | int | float | None) else str(v) for k, v in decisive.items()}
 
@@ -138,10 +138,11 @@ def _digest(text: str) -> str:
 def weights_digests(model: LlavaMetaForCausalLM, is_first: bool = True) -> dict[str, str]:
     """SHA-256 of names, types and bytes of the parameters of each part; the projector's norm is a part of its own.
 
-    Costs one reading of the weights; under ZeRO-3 one parameter at a time is gathered, and every rank must call.
+    The cost is one reading of the weights. Under ZeRO-3 one parameter at a time is gathered, and every rank must call.
 
     Args:
-        is_first: this rank writes the record; the others only help to gather, and get nothing.
+        model: the model whose weights are read.
+        is_first: whether this rank writes the record; the others only help to gather, and get an empty dict.
     """
     norm = projector_norm(model.get_model().mm_projector)
     of_norm = set() if norm is None else {id(p) for p in norm.parameters()}

@@ -1,8 +1,8 @@
 """The two files that say what a run is: `resume.json` of its folder and checkpoints, and `run.json`.
 
 `run.json` is written before the first step: `{"format": 1, "starts": [{"configuration": {...}, "provenance": {...}},
-...]}`, one start, and one more each time the run was continued from a checkpoint. `configuration` is what
-`llava.train.run_identity` says; `provenance` says when, where and by which command.
+...]}`, with one start, and one more for each time the run was continued from a checkpoint. `configuration` comes from
+`llava.train.run_identity`; `provenance` says when, where and by which command.
 """
 
 import datetime
@@ -24,15 +24,17 @@ def write_identity(folder: Path, settings: dict[str, Any], step_size: int, num_s
     """Writes `resume.json` of a checkpoint or of the output folder.
 
     Args:
+        folder: the checkpoint or output folder.
+        settings: the run's identity.
         step_size: samples of an optimizer step over all ranks.
-        num_samples: of an epoch.
+        num_samples: samples of an epoch.
     """
     content = {"settings": settings, "step_size": step_size, "num_samples": num_samples}
     replace_file(folder / IDENTITY, json.dumps(content, indent=1, sort_keys=True))
 
 
 def write_run_record(trainer: Any, model_args: Any, data_args: Any, training_args: Any, resumed: bool) -> None:
-    """Writes `run.json`, or adds a start to it where the run is `resumed`. Every rank must call; one writes."""
+    """Writes `run.json`, or adds a start to it if the run is `resumed`. Every rank must call; one writes."""
     configuration = run_configuration(trainer, model_args, data_args, training_args)
     if training_args.process_index == 0:
         path = Path(training_args.output_dir, RUN_FILE)

@@ -1,8 +1,8 @@
-"""Before the first step the final folder is written and read back once, and the disk must have room for the run.
+"""A trial before the first step: the final folder is written and read back once, and the disk must have room.
 
-Up to `FULL_TRIAL` bytes of weights the folder is written as at the end, under ZeRO-3 too, loaded from the disk and
-compared. Larger models write all but the weights' values: every name with one number, config, tokenizer, image
-processor; then the model is built from that config without memory, and its names must be those.
+With up to `FULL_TRIAL` bytes of weights the folder is written as at the end, also under ZeRO-3, loaded from the disk
+and compared. Larger models write everything but the weights' values: every name with one number, config, tokenizer,
+image processor. Then the model is built from that config without memory, and its names must be the written ones.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ FULL_TRIAL = 2 * 2**30  # bytes of weights that are written and read in seconds
 
 
 def try_save(trainer: Any) -> None:
-    """Writes and reads the final format once. Every rank must call, when the model is ready to train.
+    """Writes and reads the final folder once. Every rank must call, when the model is ready to train.
 
     Raises:
-        SaveError: it cannot be written, or what is read is not what was written.
+        SaveError: the folder cannot be written, or does not read back as it was written.
     """
     start = time.perf_counter()
     folder = Path(trainer.args.output_dir, STAGING, "trial")
@@ -45,7 +45,7 @@ def try_save(trainer: Any) -> None:
             _write(trainer, folder, full)
             if trainer.args.should_save and not has_lora(trainer.model):  # a LoRA folder cannot load without its base
                 fault = _read_back(folder, trainer.model, full)
-    except Exception as error:  # whatever fails here would fail after the last step
+    except Exception as error:  # it would fail after the last step as well
         raise SaveError(f"{_FAILED}: {type(error).__name__}: {error}") from error
     if fault:
         raise SaveError(f"{_FAILED}: {fault}")
@@ -67,10 +67,10 @@ def _write(trainer: Any, folder: Path, full: bool) -> None:
 
 
 def check_gathering(trainer: Any) -> None:
-    """Under ZeRO-3 a normal folder needs the weights gathered.
+    """Checks that under ZeRO-3 the weights are gathered for saving, without which the final folder would have none.
 
     Raises:
-        ValueError: the DeepSpeed configuration forbids it.
+        ValueError: the DeepSpeed configuration does not gather them.
     """
     zero = trainer.args.hf_deepspeed_config.config.get("zero_optimization", {}) if trainer.args.deepspeed else {}
     if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
@@ -81,7 +81,7 @@ def check_gathering(trainer: Any) -> None:
 
 
 def _read_back(folder: Path, model: Any, full: bool) -> str | None:
-    """What is wrong with the written folder."""
+    """What is wrong with the written folder, or None."""
     load_tokenizer(str(folder))
     with without_zero3():
         config = read_config(str(folder))
@@ -106,7 +106,7 @@ def _read_back(folder: Path, model: Any, full: bool) -> str | None:
 
 @contextlib.contextmanager
 def without_zero3() -> Iterator[None]:
-    """Models are built whole inside, on one rank alone, although the run itself partitions them."""
+    """A context in which models are built whole, on one rank alone, although the run itself partitions them."""
     from transformers.integrations import deepspeed
 
     config = deepspeed._hf_deepspeed_config_weak_ref
@@ -126,7 +126,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def checkpoint_bytes(trainer: Any) -> int:
-    """About what one `checkpoint-N` takes: weights, and master weights and moments of what is trained."""
+    """About how many bytes a `checkpoint-N` takes: weights, and master weights and moments of what is trained."""
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     elements = sum(full_shape(p).numel() for p in trained)
     weights = sum(full_shape(p).numel() * p.element_size() for p in trained)
@@ -139,7 +139,7 @@ def checkpoint_bytes(trainer: Any) -> int:
 
 
 def needed_bytes(trainer: Any, max_steps: int) -> int:
-    """What the run will write at most at any time: its checkpoints, one more while it replaces the oldest, the end."""
+    """The most bytes that the run's files take at any time: checkpoints, one more during a save, the final folder."""
     args = trainer.args
     every = args.save_steps if str(args.save_strategy.value) == "steps" else max_steps
     saves = 0 if str(args.save_strategy.value) == "no" else max(1, int(max_steps // max(1, every)))
@@ -149,7 +149,10 @@ def needed_bytes(trainer: Any, max_steps: int) -> int:
 
 
 def check_disk(trainer: Any, max_steps: int) -> None:
-    """Raises SaveError where the output folder's disk is too small, and says what would fit. Every rank must call."""
+    """Raises SaveError if the output folder's disk is too small; the message says how much is needed.
+
+    Every rank must call.
+    """
     output_dir = Path(trainer.args.output_dir)
     needed, present = needed_bytes(trainer, max_steps) / 2**30, folder_gib(output_dir)
     free = from_first(free_gib(output_dir))
@@ -162,5 +165,5 @@ def check_disk(trainer: Any, max_steps: int) -> None:
 
 
 def folder_gib(folder: Path) -> float:
-    """What lies in a folder already."""
+    """GiB of the files in a folder; 0 if there is none."""
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / 2**30 if folder.exists() else 0.0
