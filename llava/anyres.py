@@ -16,13 +16,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 MERGE_TYPES = ("flat", "spatial", "spatial_unpad")
 _SHRINK_FROM = 1.1  # LLaVA-NeXT shrinks a grid only if its sides are too long by more than this factor
 
 Size = tuple[int, int]
 """Width and height."""
+Pinpoints = str | Sequence[Sequence[int]]
+"""`image_grid_pinpoints`, see `parse_pinpoints`."""
 
 
 class Picture(NamedTuple):
@@ -42,6 +44,19 @@ class Patches(NamedTuple):
     width: int  # patches that remain
     height: int
     shrunk: Size | None  # None: they stay as they are
+
+
+class CropTower(Protocol):
+    """What a vision tower says of a crop."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_patches_per_side(self) -> int: ...
+
+    @property
+    def image_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,7 @@ class CropRules:
             )
 
     @classmethod
-    def of(cls, config: Any, tower: Any) -> "CropRules":
+    def of(cls, config: object, tower: CropTower) -> "CropRules":
         """The rules of a model with this config and vision tower."""
         aspect_ratio = getattr(config, "image_aspect_ratio", None)
         grids = getattr(config, "image_grid_pinpoints", None) if is_anyres(aspect_ratio) else None
@@ -189,7 +204,7 @@ def check_grids_given(aspect_ratio: str | None, pinpoints: str | None) -> None:
         )
 
 
-def parse_pinpoints(value: Any, crop_side: int) -> tuple[Size, ...]:
+def parse_pinpoints(value: Pinpoints, crop_side: int) -> tuple[Size, ...]:
     """The grids of `image_grid_pinpoints`, width and height in pixels.
 
     Args:

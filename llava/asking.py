@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from PIL import Image, UnidentifiedImageError
+from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava.anyres import Picture, Size
 from llava.commands import DTYPES, add_device_argument
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, SeparatorStyle, conv_templates, get_template
+from llava.data.checks import Image as Place
 from llava.data.images import LARGEST_FILE, picture_header
 from llava.data.preprocess import generation_ids
 from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_name_from_path, process_prompt_images
 from llava.model.builder import load_pretrained_model
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.progress import in_terminal
 
 
@@ -58,16 +61,16 @@ class Asked(NamedTuple):
     """A question: turns as `Assistant.prompt_ids` takes them, and where the pictures of their placeholders are."""
 
     turns: list[dict[str, str]]
-    pictures: Sequence[Any]
+    pictures: Sequence[Place]
 
 
 class Assistant(NamedTuple):
     """A loaded checkpoint with the template of its conversations."""
 
     name: str
-    tokenizer: Any
-    model: Any
-    image_processor: Any
+    tokenizer: PreTrainedTokenizerBase
+    model: LlavaMetaForCausalLM
+    image_processor: BaseImageProcessor | None
     template: Conversation
     max_tokens: int
 
@@ -179,7 +182,7 @@ class Assistant(NamedTuple):
 def batch_answers(
     assistant: Assistant,
     questions: Sequence[Asked],
-    open_picture: Callable[[Any], Image.Image],
+    open_picture: Callable[[Place], Image.Image],
     batch_size: int,
     stop: Callable[[], bool] = lambda: False,
     **options: Any,
@@ -256,7 +259,7 @@ def chosen_assistant(args: argparse.Namespace) -> Assistant:
     return assistant
 
 
-def choose_template(config: Any, model_path: str, conv_mode: str | None = None) -> Conversation:
+def choose_template(config: PretrainedConfig, model_path: str, conv_mode: str | None = None) -> Conversation:
     """The template called `conv_mode`, or else the one that training wrote into the checkpoint's config.
 
     Raises:

@@ -9,18 +9,26 @@ import shutil
 import stat
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PretrainedConfig, StoppingCriteria
+from transformers import (
+    AutoTokenizer,
+    BaseImageProcessor,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+)
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from llava.anyres import best_grid, check_modes, fitted_size, is_anyres, parse_pinpoints
+from llava.anyres import Pinpoints, best_grid, check_modes, fitted_size, is_anyres, parse_pinpoints
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+
+Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
@@ -52,7 +60,7 @@ def expand2square(pil_img: Image.Image, background_color: tuple[int, ...] | int)
 
 
 def process_images(
-    images: list[Image.Image], image_processor: Any, model_cfg: Any
+    images: list[Image.Image], image_processor: BaseImageProcessor, model_cfg: object
 ) -> torch.Tensor | list[torch.Tensor]:
     """Pixels of `images`, in the processor's range.
 
@@ -86,7 +94,7 @@ def process_images(
 
 
 def process_prompt_images(
-    images: list[Image.Image], image_processor: Any, model_cfg: Any, in_prompt: int = 1
+    images: list[Image.Image], image_processor: BaseImageProcessor, model_cfg: object, in_prompt: int = 1
 ) -> list[torch.Tensor]:
     """Pixels [n, 3, H, W] of each picture of one prompt; n is 1 without `anyres`.
 
@@ -129,7 +137,7 @@ def _values(levels: np.ndarray, image_processor: Any) -> np.ndarray:
     return values
 
 
-_value_tables: dict[tuple, np.ndarray] = {}
+_value_tables: dict[tuple[str, ...], np.ndarray] = {}
 
 
 def _value_table(image_processor: Any) -> np.ndarray:
@@ -145,7 +153,7 @@ def _value_table(image_processor: Any) -> np.ndarray:
     return _value_tables[settings]
 
 
-def process_anyres_image(image: Image.Image, processor: Any, grid_pinpoints: Any) -> torch.Tensor:
+def process_anyres_image(image: Image.Image, processor: BaseImageProcessor, grid_pinpoints: Pinpoints) -> torch.Tensor:
     """Pixels of a picture's crops [n, 3, H, W]: the whole picture, squeezed, and the parts of its grid row by row.
 
     Args:
@@ -176,7 +184,10 @@ def _crop_side(image_processor: Any) -> int:
 
 
 def tokenizer_image_token(
-    prompt: str, tokenizer: Any, image_token_index: int = IMAGE_TOKEN_INDEX, return_tensors: str | None = None
+    prompt: str,
+    tokenizer: PreTrainedTokenizerBase,
+    image_token_index: int = IMAGE_TOKEN_INDEX,
+    return_tensors: str | None = None,
 ) -> list[int] | torch.Tensor:
     """Token ids of `prompt`, with `image_token_index` for every `<image>`.
 
@@ -194,7 +205,7 @@ def tokenizer_image_token(
     return torch.tensor(ids, dtype=torch.long) if return_tensors == "pt" else ids
 
 
-def leading_ids(text: str, tokenizer: Any) -> list[int]:
+def leading_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The BOS id if the tokenizer puts one before texts; none if `text` writes its own, as Llama-3 prompts do."""
     bos = tokenizer.bos_token
     if bos is None or text.startswith(bos):
@@ -204,7 +215,7 @@ def leading_ids(text: str, tokenizer: Any) -> list[int]:
     return [tokenizer.bos_token_id] if ids[:1] == [tokenizer.bos_token_id] else []
 
 
-def encode_chunk(chunk: str, tokenizer: Any) -> tuple[list[int], np.ndarray | None]:
+def encode_chunk(chunk: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], np.ndarray | None]:
     """Ids of text between images, without BOS, and the characters [S, 2] of `chunk` at which they start and end.
 
     SentencePiece puts a space before every text. Fast tokenizers leave it out where the text begins with one, which
@@ -221,7 +232,7 @@ def encode_chunk(chunk: str, tokenizer: Any) -> tuple[list[int], np.ndarray | No
     return ids, np.maximum(offsets - shift, 0) if shift else offsets
 
 
-def _backend(tokenizer: Any) -> Any:
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """The Rust tokenizer, set up as a plain call of `tokenizer` sets it up; None for slow tokenizers.
 
     It is used directly, because the other work of such a call takes longer than encoding a short text.
@@ -236,7 +247,7 @@ def _backend(tokenizer: Any) -> Any:
     return backend
 
 
-def adds_space(tokenizer: Any) -> bool:
+def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts a space before every text, as SentencePiece does."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     pre_tokenizer = getattr(backend, "pre_tokenizer", None)
@@ -247,7 +258,7 @@ ADDED_BY_EXPORT = "added_by_export"
 """Setting of a tokenizer: tokens that `python -m llava.export hf` has added, which this tree has no use for."""
 
 
-def load_tokenizer(path: str, **kwargs: Any) -> Any:
+def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     """`AutoTokenizer.from_pretrained`, with SentencePiece's order of merges where it was lost.
 
     Tokens that an export has added are left out: `<image>` is no token here.
@@ -264,7 +275,7 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     return tokenizer
 
 
-def _without_added(tokenizer: Any) -> Any:
+def _without_added(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     added = tokenizer.init_kwargs.pop(ADDED_BY_EXPORT, None)
     if added:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -273,7 +284,7 @@ def _without_added(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """`tokenizer.save_pretrained`, and beside it the files that the slow tokenizers of transformers 4 read.
 
     LLaVA and LLaVA-NeXT load checkpoints with those tokenizers, and save the same files themselves.
@@ -290,7 +301,7 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
         (folder / "added_tokens.json").write_text(json.dumps(tokenizer.get_added_vocab(), indent=2) + "\n")
 
 
-def restore_merge_order(tokenizer: Any) -> Any:
+def restore_merge_order(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Gives a tokenizer converted from a SentencePiece `tokenizer.model` the merge order of that file's scores.
 
     transformers 5 orders the merges by token id. In the Llama-2 and Vicuna vocabulary runs of spaces have low ids but
@@ -319,7 +330,7 @@ def restore_merge_order(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _sentencepiece_file(tokenizer: Any) -> Path | None:
+def _sentencepiece_file(tokenizer: PreTrainedTokenizerBase) -> Path | None:
     source = Path(str(getattr(tokenizer, "init_kwargs", {}).get("vocab_file") or ""))
     return source if source.suffix == ".model" and source.is_file() else None
 
@@ -343,7 +354,7 @@ def follow_umask(folder: str | Path) -> None:
             file.chmod(stat.S_IMODE(mode))
 
 
-def expanded_length(tokens: Any, images: Any, num_visual_tokens: Any) -> Any:
+def expanded_length(tokens: Count, images: Count, num_visual_tokens: Count | int) -> Count:
     """Length of a sample once every placeholder has become its image's visual tokens; numbers, arrays or tensors.
 
     Args:
@@ -372,7 +383,7 @@ class KeywordsStoppingCriteria(StoppingCriteria):
         input_ids: prompt [B, S]; left out of the search where the generated ids repeat it.
     """
 
-    def __init__(self, keywords: list[str], tokenizer: Any, input_ids: torch.Tensor):
+    def __init__(self, keywords: list[str], tokenizer: PreTrainedTokenizerBase, input_ids: torch.Tensor):
         self.keywords = keywords
         self.tokenizer = tokenizer
         self.prompt = input_ids

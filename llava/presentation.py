@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 PAPER = " (paper)"
@@ -52,7 +53,7 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, float):
@@ -62,7 +63,7 @@ def _cell(value: Any) -> str:
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
 
 
-def import_pyplot() -> Any:
+def import_pyplot() -> ModuleType:
     """`matplotlib.pyplot` with a backend that needs no display.
 
     Raises:

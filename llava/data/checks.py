@@ -70,7 +70,7 @@ def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found if len(found) == len(pairs) else RepeatedKeys(found)
 
 
-def record_name(record: Any, index: int) -> str:
+def record_name(record: object, index: int) -> str:
     """A record's name in messages: its index, and its id if it has one."""
     identifier = record.get("id") if isinstance(record, dict) else None
     return f"record {index}" + (f" (id {identifier!r:.100})" if identifier is not None else "")
@@ -87,7 +87,7 @@ def image_keys(record: Record) -> list[str]:
     return [key for key in IMAGE_KEYS if record.get(key) is not None and record[key] != []]
 
 
-def unread_keys(record: Record) -> dict[str, Any]:
+def unread_keys(record: Record) -> dict[str, object]:
     """The fields of a record that nothing here reads, with their values; those of turns as `conversations.NAME`."""
     found = {key: value for key, value in record.items() if key not in _READ and value is not None}
     turns = record.get("conversations")
@@ -102,14 +102,14 @@ def unread_pictures(record: Record) -> list[str]:
     return [key for key, value in unread_keys(record).items() if value is not None and _is_like_picture(key, value)]
 
 
-def _is_like_picture(key: str, value: Any) -> bool:
+def _is_like_picture(key: str, value: object) -> bool:
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, str) and _PICTURE_FILE.search(first):
         return True
     return bool(first) and isinstance(first, (str, dict)) and _PICTURE_KEY.search(key) is not None
 
 
-def record_problem(record: Any) -> Problem | None:
+def record_problem(record: object) -> Problem | None:
     """What is wrong with a record, or None."""
     if not isinstance(record, dict):
         return Problem("schema", f"expected an object, found {type(record).__name__}")
@@ -154,7 +154,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(f"{name!r:.40}" for name in names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def _turn_problem(turn: Any) -> Problem | None:
+def _turn_problem(turn: object) -> Problem | None:
     if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
         forms = "{'from': str, 'value': str} or {'role': str, 'content': str or parts}"
         return Problem("schema", f"expected {forms}, found {turn!r:.80}")

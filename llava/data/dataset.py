@@ -6,12 +6,13 @@ Shapes: S tokens of the sample (an image placeholder counts as one), n images of
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from llava.anyres import CropRules, Picture, Size
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -27,6 +28,8 @@ from llava.data.turns import LabelMasking, check_has_image
 from llava.mm_utils import process_prompt_images
 
 logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 
 class Sample(TypedDict, total=False):
@@ -61,9 +64,9 @@ class LazySupervisedDataset(Dataset):
     def __init__(
         self,
         records: Sequence[Record],
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         version: str,
-        image_processor: Any,
+        image_processor: BaseImageProcessor | None,
         image_folder: str | ImageStore | None,
         image_aspect_ratio: str,
         num_visual_tokens: int,
@@ -100,7 +103,7 @@ class LazySupervisedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_lengths": None}  # workers need no lengths: the order is decided elsewhere
 
     def __getitem__(self, index: int) -> Sample:
@@ -136,6 +139,7 @@ class LazySupervisedDataset(Dataset):
             images = images or [self._open_image(name, index) for name in names[:num_images]]
             if self.crop_rules is not None:
                 item["pictures"] = pictures or [Picture()] * num_images
+            assert self.image_processor is not None  # None goes with text-only data
             pixels = process_prompt_images(images, self.image_processor, self.image_config, len(names))
             item["images"] = (pixels[0] if len(pixels) == 1 else torch.cat(pixels)).to(self.pixel_dtype)
         return item
@@ -190,7 +194,7 @@ class LazySupervisedDataset(Dataset):
     def _open_image(self, image: Place, index: int) -> Image.Image:
         return self._named_errors(self.images.open, image, index)
 
-    def _named_errors(self, read: Callable[[Place], Any], image: Place, index: int) -> Any:
+    def _named_errors(self, read: Callable[[Place], Found], image: Place, index: int) -> Found:
         try:
             return read(image)
         except ImageError as error:

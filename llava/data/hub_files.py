@@ -11,13 +11,17 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llava.data.cache import cache_folders, made_once
 from llava.data.checks import IMAGE_KEYS, starts_from
+
+if TYPE_CHECKING:
+    import datasets  # which takes seconds, and may be missing
 
 _NAME = re.compile(r"hf:(?P<path>[^:\[\]]+)(:(?P<config>[^:\[\]]+))?(\[(?P<split>.+)\])?")
 _SHARD = 1 << 29  # bytes of a shard that is written
@@ -73,7 +77,7 @@ def _parts(name: str) -> tuple[str, str | None, str | None]:
     return str(Path(path).absolute()) if is_folder else path, config, split
 
 
-def _saved(datasets: Any, path: str, split: str | None) -> Any:
+def _saved(datasets: ModuleType, path: str, split: str | None) -> "datasets.Dataset":
     """The split of what `save_to_disk` wrote: a data set, or several by the names of their splits."""
     data = datasets.load_from_disk(path)
     if not isinstance(data, datasets.DatasetDict):
@@ -85,7 +89,7 @@ def _saved(datasets: Any, path: str, split: str | None) -> Any:
     raise ValueError(f"no split {split or 'train'!r}; it has {', '.join(map(repr, data))}")
 
 
-def _shards(datasets: Any, path: str, config: str | None, split: str, cache_dir: str | None) -> list[Path]:
+def _shards(datasets: ModuleType, path: str, config: str | None, split: str, cache_dir: str | None) -> list[Path]:
     builder = datasets.load_dataset_builder(path, config)
     files = builder.config.data_files or {}
     if builder.name.startswith("parquet") and split in files:
@@ -93,7 +97,7 @@ def _shards(datasets: Any, path: str, config: str | None, split: str, cache_dir:
     return _written(datasets.load_dataset(path, config, split=split), path, cache_dir)
 
 
-def _written(data: Any, path: str, cache_dir: str | None) -> list[Path]:
+def _written(data: "datasets.Dataset", path: str, cache_dir: str | None) -> list[Path]:
     """The shards of `data`, a data set that is mapped from disk; written if they are not there yet."""
     name = f"{re.sub('[^A-Za-z0-9._-]+', '-', path).strip('-')[-80:]}.{data._fingerprint}"
     count = max(1, -(-data.data.nbytes // _SHARD))

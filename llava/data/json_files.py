@@ -8,9 +8,9 @@ whole. Bytes that are not UTF-8 are carried through (`surrogateescape`) to the c
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from llava.data.checks import TURN_KEYS, Problem, json_object, record_problem, shown_text, text_problem
 from llava.data.messages import as_record
@@ -45,7 +45,7 @@ def read_elements(path: Path) -> Iterator[Element]:
         yield Element(shown_text(text), problem) if problem else _checked(element, text)
 
 
-def _checked(found: Any, text: str) -> Element:
+def _checked(found: object, text: str) -> Element:
     """The element of `found`, parsed from `text`: converted to LLaVA's form if it has another, and checked."""
     record, problem = as_record(found)
     problem = problem or record_problem(record)
@@ -111,7 +111,7 @@ class _Window:
         return ValueError(f"--data_path {self.path}, line {line}, column {column}: {fault}")
 
 
-def read_json(path: Path) -> Iterator[tuple[Any, str]]:
+def read_json(path: Path) -> Iterator[tuple[object, str]]:
     """Yields the elements of a JSON list, each with its text; holds only a piece of the file at a time.
 
     Raises:
@@ -205,7 +205,7 @@ def _read_jsonl(path: Path) -> Iterator[Element]:
                 yield _line_element(parse, text, number, indent)
 
 
-def _line_element(parse: Any, text: str, number: int, indent: int) -> Element:
+def _line_element(parse: Callable[[str], object], text: str, number: int, indent: int) -> Element:
     if problem := text_problem(text):
         return Element(shown_text(text), problem)
     try:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import tokenizers
 import torch
+from transformers import PreTrainedTokenizerBase
 
 import llava.conversation
 import llava.data.checks
@@ -27,13 +28,15 @@ import llava.data.preprocess
 import llava.data.turns
 import llava.mm_utils
 from llava.constants import IMAGE_TOKEN_INDEX
+from llava.conversation import Conversation
 from llava.data.cache import made_once
 from llava.data.parallel import in_processes
-from llava.data.records import RecordTable
+from llava.data.records import Record, RecordTable
 from llava.mm_utils import expanded_length
 from llava.progress import progress
 
 Tokenize = Callable[[int], torch.Tensor]
+State = TypeVar("State")
 
 _PIECE = 256  # records that a process counts at a time
 _WORTH_PROCESSES = 4096  # records
@@ -64,8 +67,8 @@ def whole_lengths(counts: np.ndarray, num_visual_tokens: int | np.ndarray) -> np
 class Tokenization(NamedTuple):
     """What decides a record's token ids, besides the record itself."""
 
-    tokenizer: Any
-    template: Any
+    tokenizer: PreTrainedTokenizerBase
+    template: Conversation
     label_masking: str
 
     def digest(self) -> str:
@@ -83,7 +86,9 @@ class Tokenization(NamedTuple):
         return sha256("\0".join(settings).encode()).hexdigest()
 
 
-def token_counts(records: Sequence[Any], tokenize: Tokenize, settings: Tokenization, show_progress: bool) -> np.ndarray:
+def token_counts(
+    records: Sequence[Record], tokenize: Tokenize, settings: Tokenization, show_progress: bool
+) -> np.ndarray:
     """Text tokens, images, and text tokens before the first image of every sample, int32 [N, 3].
 
     Args:
@@ -97,7 +102,10 @@ def token_counts(records: Sequence[Any], tokenize: Tokenize, settings: Tokenizat
 
 
 def image_sizes(
-    records: Sequence[Any], size_of: Callable[[int], tuple[int, int]], settings: Callable[[], str], show_progress: bool
+    records: Sequence[Record],
+    size_of: Callable[[int], tuple[int, int]],
+    settings: Callable[[], str],
+    show_progress: bool,
 ) -> np.ndarray:
     """Width and height of every sample's picture, int32 [N, 2]; zeros where `size_of` gives zeros.
 
@@ -111,7 +119,7 @@ def image_sizes(
 
 
 def _measured(
-    records: Sequence[Any], width: int, name: Callable[[], str], count: Callable[[int], Iterator[np.ndarray]]
+    records: Sequence[Record], width: int, name: Callable[[], str], count: Callable[[int], Iterator[np.ndarray]]
 ) -> np.ndarray:
     """What `count` gives for all records [N, width]; for a `RecordTable` from a cached file, whose name has `name`."""
     total = len(records)
@@ -138,7 +146,9 @@ def _write(count: Callable[[int], Iterator[np.ndarray]], shape: tuple[int, int],
     counts.flush()
 
 
-def _counted(function: Callable[[Any, range], np.ndarray], state: Any, title: str, show: bool, total: int) -> Iterator:
+def _counted(
+    function: Callable[[State, range], np.ndarray], state: State, title: str, show: bool, total: int
+) -> Iterator[np.ndarray]:
     """Yields what `function` finds, piece by piece, in order; on all cores of this process, if that is worth it."""
     pieces = [range(start, min(start + _PIECE, total)) for start in range(0, total, _PIECE)]
     with progress(total, title, "records", hidden=not show) as bar:

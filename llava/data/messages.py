@@ -24,7 +24,7 @@ class _Fault(ValueError):
         self.problem = Problem(kind, message)
 
 
-def as_record(found: Any) -> tuple[Any, Problem | None]:
+def as_record(found: object) -> tuple[Any, Problem | None]:
     """`found` as LLaVA's record (the same object if there is nothing to convert), and why it cannot be converted."""
     if not isinstance(found, dict) or isinstance(found, RepeatedKeys):
         return found, None
@@ -35,7 +35,7 @@ def as_record(found: Any) -> tuple[Any, Problem | None]:
         return found, fault.problem
 
 
-def _turns(found: Record) -> tuple[str | None, list[Any]]:
+def _turns(found: Record) -> tuple[str | None, list[object]]:
     """The key that the conversations replace, and the turns to convert; None as the key where nothing is converted."""
     keys = [key for key in TURN_KEYS if found.get(key) is not None]
     if len(keys) > 1:
@@ -53,13 +53,13 @@ def _turns(found: Record) -> tuple[str | None, list[Any]]:
     return (None, []) if key == "conversations" and not any(map(_differs, turns)) else (key, turns)
 
 
-def _is_answer(turn: Any) -> bool:
+def _is_answer(turn: object) -> bool:
     """Whether a turn is the assistant's, in either form and by any name of the speaker."""
     role = turn.get(_fields(turn)[0]) if isinstance(turn, dict) else None
     return isinstance(role, str) and _SPEAKERS.get(role) == "gpt"
 
 
-def _differs(turn: Any) -> bool:
+def _differs(turn: object) -> bool:
     """Whether a turn needs to be converted; other turns are in LLaVA's form, or at fault."""
     if type(turn) is not dict or turn.get("from") in _LLAVA and isinstance(turn.get("value"), str):
         return False
@@ -75,7 +75,7 @@ def _fields(turn: dict[str, Any]) -> tuple[str, str]:
     return ("role", "content") if chat else ("from", "value")
 
 
-def _converted(found: Record, key: str, turns: list[Any]) -> Record:
+def _converted(found: Record, key: str, turns: list[object]) -> Record:
     pictures: list[str | None] = []
     conversations = []
     for number, turn in enumerate(turns):
@@ -98,7 +98,7 @@ def _converted(found: Record, key: str, turns: list[Any]) -> Record:
     return record
 
 
-def _turn(turn: Any, pictures: list[str | None]) -> Any:
+def _turn(turn: object, pictures: list[str | None]) -> object:
     """The turn in LLaVA's form, or as it is if it is at fault; the pictures of image parts are added to `pictures`."""
     if type(turn) is not dict:
         return turn
@@ -115,7 +115,7 @@ def _turn(turn: Any, pictures: list[str | None]) -> Any:
     return further | {"from": _SPEAKERS.get(role, role), "value": text} if isinstance(text, str) else turn
 
 
-def _text(content: Any, pictures: list[str | None]) -> Any:
+def _text(content: object, pictures: list[str | None]) -> object:
     """The text of a list of parts; an image part becomes a placeholder on a line of its own, in its place."""
     if not isinstance(content, list):
         return content

@@ -28,7 +28,7 @@ import yaml
 
 from llava.data.checks import Image, PlacedImage, Record, image_keys, record_images, starts_from
 from llava.data.hub_files import is_hub_name
-from llava.data.table import RecordTable
+from llava.data.table import RecordTable, SourceCounts
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class MixedTable(RecordTable):
         options = {"kept": kept, "left_out": left_out, "mixture": self.mixture, "starts": self.starts}
         return MixedTable(self.sources, self.paths, self.content, self.folders, **options)
 
-    def source_counts(self) -> list[dict[str, Any]]:
+    def source_counts(self) -> list[SourceCounts]:
         records, (used, samples) = np.diff(self.starts), map(self._counts, (np.unique(self.used), self.used))
         return [
             {"name": entry.name, "data_path": entry.data_path, "records": int(records[i]), "used": int(used[i]),
@@ -191,7 +191,7 @@ class _Loader(yaml.SafeLoader):
     """A loader that refuses a key that occurs twice, where YAML's own loader takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
+        seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 fault = f"the key {key.value!r} occurs twice"
@@ -234,7 +234,7 @@ def read_mixture(path: Path, seed: int) -> Mixture:
     return Mixture(path, entries, epoch_samples, seed)
 
 
-def _parsed(path: Path) -> Any:
+def _parsed(path: Path) -> object:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
@@ -247,7 +247,7 @@ def _parsed(path: Path) -> Any:
         raise ValueError(f"--data_path {path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _entry(path: Path, number: int, entry: Any) -> Entry:
+def _entry(path: Path, number: int, entry: object) -> Entry:
     if not isinstance(entry, dict):
         raise ValueError(f"{entry_name(path, number)}: expected a mapping with 'json_path', found {entry!r:.80}")
     named = f"{entry_name(path, number, entry.get('name') or entry.get('json_path'))}"
@@ -273,7 +273,7 @@ def _entry(path: Path, number: int, entry: Any) -> Entry:
     return Entry(data_path, name, _sampling(named, entry.get("sampling_strategy", "all")), weight, folder)
 
 
-def _sampling(named: str, found: Any) -> Sampling:
+def _sampling(named: str, found: object) -> Sampling:
     if found == "all":
         return Sampling()
     match = _STRATEGY.fullmatch(found) if isinstance(found, str) else None
@@ -301,11 +301,11 @@ def _place(path: Path, name: str) -> str:
     return name if here or not there else beside
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def entry_name(path: Path, number: int, name: Any = None) -> str:
+def entry_name(path: Path, number: int, name: object = None) -> str:
     """The name of a mixture's entry in messages."""
     return f"--data_path {path}: entry {number}" + (f" ({name!s:.100})" if name else "")
 

@@ -7,12 +7,13 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
+State = TypeVar("State")
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
 
 def in_processes(
-    function: Callable[[Any, Piece], Result], state: Any, pieces: Sequence[Piece], worth: bool = True
+    function: Callable[[State, Piece], Result], state: State, pieces: Sequence[Piece], worth: bool = True
 ) -> Iterator[Result]:
     """Yields `function(state, piece)` for every piece, in order.
 
@@ -47,11 +48,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_function: Any = None  # of a working process
-_state: Any = None
+_function: Callable[[Any, Any], Any]  # of a working process, as `_set_up` leaves it
+_state: Any
 
 
-def _set_up(function: Any, state: Any) -> None:
+def _set_up(function: Callable[[State, Piece], object], state: State) -> None:
     global _function, _state
     _function, _state = function, state
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its processes

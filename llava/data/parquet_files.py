@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,6 +22,7 @@ from llava.data.json_files import Element
 from llava.data.messages import as_record
 
 LARGE_GROUP = 1 << 26  # bytes of images in a row group, above which reading at random is slow
+Value = TypeVar("Value")
 _TURN_FIELDS = (("from", "value"), ("role", "content"))
 _ROWS = 1024
 _IMAGES = 8  # rows whose image bytes are held at a time
@@ -268,7 +269,7 @@ def _names(column: pa.Array) -> list[Any]:
     return _values(pc.struct_field(column, "path") if types.is_struct(column.type) else column)
 
 
-def _lists(values: list[Any], column: pa.Array) -> list[Any]:
+def _lists(values: list[Value], column: pa.Array) -> list[list[Value] | None]:
     """The flat values of a column of lists, as lists."""
     ends = accumulate((length or 0 for length in pc.list_value_length(column).to_pylist()), initial=0)
     spans = zip(pairwise(ends), column.is_valid().to_pylist(), strict=True)
@@ -302,11 +303,12 @@ def _with_bytes(file: pq.ParquetFile, group: int, name: str, image: str) -> list
 def _valid(column: pa.Array, field: str = "") -> list[bool | list[bool] | None]:
     """Which values of a column, or of its lists, are not null; of structs, in which of them `field` is not null."""
     if _is_list(column.type):
-        return _lists(_valid(column.flatten(), field), column)
+        found: list[Any] = _lists(_valid(column.flatten(), field), column)
+        return found
     return (pc.struct_field(column, field) if field and types.is_struct(column.type) else column).is_valid().to_pylist()
 
 
-def _conversations(column: pa.Array, name: str, schema: pa.Schema) -> list[list[dict[str, Any]] | None]:
+def _conversations(column: pa.Array, name: str, schema: pa.Schema) -> list[list[dict[str, str]] | None]:
     """The turns of every row; flat lists of texts are ten times as fast as nested ones."""
     if not _is_llavas(schema, name):
         return _values(column)

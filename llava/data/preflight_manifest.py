@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -70,6 +70,13 @@ class Rules:
     full_decode: bool = False
 
 
+class Warned(TypedDict):
+    """The warnings of one kind: how many there are, and index and message of the first ones."""
+
+    count: int
+    first: list[tuple[int, str]]
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a preflight found.
@@ -91,7 +98,7 @@ class Manifest:
     full_decode: bool
     counts: dict[str, int]
     faults: dict[str, list[tuple[int, str]]]
-    warnings: dict[str, dict[str, Any]]
+    warnings: dict[str, Warned]
     unread: dict[str, int]
     folders: dict[str, list[int] | None] | None
     checked: float = field(compare=False)
@@ -241,7 +248,7 @@ def _write(table: RecordTable, images: ImageStore, rules: Rules, show_progress: 
 
 def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool) -> Manifest:
     faults: dict[str, list[tuple[int, str]]] = {kind: [] for kind in FAULTS}
-    warnings: dict[str, dict[str, Any]] = {kind: {"count": 0, "first": []} for kind in WARNINGS}
+    warnings: dict[str, Warned] = {kind: {"count": 0, "first": []} for kind in WARNINGS}
     ids = np.zeros(len(table), np.uint64)
     with_images = text_only = num_images = 0
     unread: Counter[str] = Counter()
@@ -370,7 +377,7 @@ def record_findings(record: Record, images: ImageStore, rules: Rules) -> Iterato
             yield problem
 
 
-def _id_hash(identifier: Any) -> int:
+def _id_hash(identifier: object) -> int:
     if identifier is None:
         return 0
     return int.from_bytes(blake2b(repr(identifier).encode("utf-8", "replace"), digest_size=8).digest(), "little")

@@ -13,10 +13,11 @@ Shapes: S sequence (an image placeholder counts as one).
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, Part, SeparatorStyle, get_template
@@ -55,7 +56,7 @@ class _Tokens(NamedTuple):
 
 def preprocess(
     conversations: list[dict[str, str]],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     template: str | Conversation,
     *,
     label_masking: LabelMasking = "assistant",
@@ -94,7 +95,7 @@ def preprocess(
 
 def generation_ids(
     conversations: list[dict[str, str]],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     template: str | Conversation,
     *,
     mm_use_im_start_end: bool = False,
@@ -117,7 +118,7 @@ def generation_ids(
     return torch.from_numpy(_tokenize(parts, _is_target(template, False), tokenizer, True).ids)
 
 
-def _check_arguments(tokenizer: Any, template: Conversation, label_masking: str) -> None:
+def _check_arguments(tokenizer: PreTrainedTokenizerBase, template: Conversation, label_masking: str) -> None:
     if label_masking not in LABEL_MASKINGS:
         raise ValueError(f"--label_masking {label_masking!r}: expected one of {', '.join(LABEL_MASKINGS)}")
     if label_masking == "upstream" and template.sep_style not in _UPSTREAM_STYLES:
@@ -167,7 +168,9 @@ def _is_target(template: Conversation, upstream: bool) -> Callable[[Part], bool]
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def _tokenize(parts: list[Part], is_target: Callable[[Part], bool], tokenizer: Any, has_image: bool) -> _Tokens:
+def _tokenize(
+    parts: list[Part], is_target: Callable[[Part], bool], tokenizer: PreTrainedTokenizerBase, has_image: bool
+) -> _Tokens:
     text = "".join(part.text for part in parts)
     marks = np.repeat([is_target(part) for part in parts], [len(part.text) for part in parts])
     bos = leading_ids(text, tokenizer)
@@ -186,7 +189,7 @@ def _joined(pieces: list[_Tokens]) -> _Tokens:
     return _Tokens(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
-def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: Any, origin: int) -> _Tokens:
+def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: PreTrainedTokenizerBase, origin: int) -> _Tokens:
     ids, offsets = encode_chunk(chunk, tokenizer)
     assert offsets is not None  # `preprocess` refuses slow tokenizers
     starts, ends = offsets.T
@@ -208,7 +211,9 @@ def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: Any, origin: int) 
 # --- upstream's labels ------------------------------------------------------------------------------------------------
 
 
-def _upstream_targets(tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: Any) -> np.ndarray:
+def _upstream_targets(
+    tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: PreTrainedTokenizerBase
+) -> np.ndarray:
     if template.sep_style in ROLE_TAGGED:
         return tokens.marked | np.isin(tokens.ids, _always_learnt(template, tokenizer))
     if template.sep_style in (SeparatorStyle.TWO, SeparatorStyle.LLAMA_2) and _is_ignored(
@@ -218,16 +223,20 @@ def _upstream_targets(tokens: _Tokens, parts: list[Part], template: Conversation
     return tokens.marked
 
 
-def _always_learnt(template: Conversation, tokenizer: Any) -> list[int]:
+def _always_learnt(template: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that LLaVA-NeXT makes targets in every turn, the user's too."""
     if template.sep_style in CHATML_STYLES:
-        newline = 198  # its id in the Qwen vocabularies; LLaVA-NeXT takes it in others too
-        return [newline, *tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])]
-    markers = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    return tokenizer.convert_tokens_to_ids(markers)
+        newline = [198]  # its id in the Qwen vocabularies; LLaVA-NeXT takes it in others too
+        markers = ["<|im_start|>", "<|im_end|>"]
+    else:
+        newline = []
+        markers = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    ids = tokenizer.convert_tokens_to_ids(markers)
+    assert isinstance(ids, list)  # as the markers are
+    return newline + ids
 
 
-def _is_ignored(tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: Any) -> bool:
+def _is_ignored(tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether LLaVA loses the whole sample ("tokenization mismatch").
 
     LLaVA finds rounds and answers again by splitting the text at its separators, adds up their lengths, and drops the

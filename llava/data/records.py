@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from glob import glob
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -26,6 +26,7 @@ from llava.progress import progress
 
 __all__ = ["Record", "RecordTable", "load_records", "record_images", "record_name"]
 
+Found = TypeVar("Found")
 DEFAULT_SEED = 42
 """The trainer's default."""
 _SHOWN_PROBLEMS = 10
@@ -119,7 +120,7 @@ def _mixture(data_path: str, seed: int = DEFAULT_SEED) -> Mixture | None:
     return read_mixture(Path(parts[0]), seed)
 
 
-def _of_entry(mixture: Mixture, number: int, read: Callable[..., Any], *options: Any) -> Any:
+def _of_entry(mixture: Mixture, number: int, read: Callable[..., Found], *options: object) -> Found:
     """Calls `read` on an entry's files; the message of an error names the mixture and the entry as well."""
     try:
         return read(mixture.entries[number].data_path, *options)

@@ -35,10 +35,10 @@ class RowReader:
         self._held: pa.Array | None = None
         self._first = 0  # row of the first held value
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {}
 
-    def __setstate__(self, _: dict[str, Any]) -> None:
+    def __setstate__(self, _: dict[str, object]) -> None:
         self.__init__()
 
     def read(self, image: RowImage) -> bytes:

@@ -9,13 +9,24 @@ from collections.abc import Sequence
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, overload
 
 import numpy as np
 import pyarrow as pa
 
 from llava.data.checks import Problem, Record, record_name
 from llava.data.parquet_files import with_row_images
+
+
+class SourceCounts(TypedDict):
+    """What a data set of a mixture has, and how much of it is used."""
+
+    name: str
+    data_path: str
+    records: int  # in its files
+    used: int  # of these
+    samples: int  # of an epoch
+    share: float  # of an epoch's samples
 
 
 class RecordTable(Sequence[Record]):
@@ -51,7 +62,7 @@ class RecordTable(Sequence[Record]):
         self._columns: dict[str, pa.ChunkedArray] = {}
         self._starts: list[int] = []
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_columns": {}}
 
     @property
@@ -77,7 +88,13 @@ class RecordTable(Sequence[Record]):
     def __len__(self) -> int:
         return self.total if self.kept is None else len(self.kept)
 
-    def __getitem__(self, index: int | slice) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self.record(self.position(index))
@@ -159,7 +176,7 @@ class RecordTable(Sequence[Record]):
         """The number of the data set of a mixture from which the table's record `[index]` comes."""
         raise TypeError(f"{self.sources[0]} is not a mixture")
 
-    def source_counts(self) -> list[dict[str, Any]]:
+    def source_counts(self) -> list[SourceCounts]:
         """For every data set of a mixture: name, file, number of records, records used, and samples of an epoch."""
         return []
 

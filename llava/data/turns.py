@@ -3,7 +3,7 @@
 Imports no torch, so that the preflight can apply the rules of training in many small processes.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from llava.constants import DEFAULT_IM_END_TOKEN, DEFAULT_IM_START_TOKEN, DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation, SeparatorStyle
@@ -18,7 +18,7 @@ ROLE_TAGGED = (*CHATML_STYLES, SeparatorStyle.LLAMA_3)
 _SPEAKERS = ("human", "gpt", "system")
 
 
-def parse_turns(conversations: Any) -> list[Turn]:
+def parse_turns(conversations: object) -> list[Turn]:
     """The turns as (speaker, text).
 
     Raises:
@@ -30,7 +30,7 @@ def parse_turns(conversations: Any) -> list[Turn]:
     return [_parse_turn(index, turn) for index, turn in enumerate(conversations)]
 
 
-def _parse_turn(index: int, turn: Any) -> Turn:
+def _parse_turn(index: int, turn: object) -> Turn:
     if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
         found = f"the keys {sorted(map(str, turn))}" if isinstance(turn, dict) else type(turn).__name__
         raise ValueError(f"turn {index}: expected {{'from': ..., 'value': ...}}, found {found}")
@@ -45,7 +45,7 @@ def _parse_turn(index: int, turn: Any) -> Turn:
 
 
 def training_turns(
-    conversations: Any, template: Conversation, label_masking: LabelMasking, has_image: bool
+    conversations: object, template: Conversation, label_masking: LabelMasking, has_image: bool
 ) -> list[Turn]:
     """The turns that are written and learnt.
 

@@ -12,7 +12,6 @@ from functools import partial
 from hashlib import blake2b, sha256
 from pathlib import Path
 from struct import Struct
-from typing import Any
 
 import numpy as np
 
@@ -43,7 +42,7 @@ class ZipMembers:
         self._members: np.ndarray | None = None
         self._file: int | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_members": None, "_file": None}
 
     @property

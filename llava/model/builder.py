@@ -2,17 +2,21 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava.mm_utils import load_tokenizer
 from llava.model.hf_folder import extra_rows, is_hf_folder, key_mapping, own_fields
 from llava.model.language_model.families import MODEL_CLASSES, family_of
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora, recorded_base
 from llava.model.multimodal_encoder.builder import has_image_processor, load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict, load_adapter
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +52,7 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
     return config_class.from_dict({k: v for k, v in fields.items() if k not in ("model_type", "architectures")})
 
 
-def load_language_model(model_path: str, config: PretrainedConfig | None = None, **kwargs: Any) -> Any:
+def load_language_model(model_path: str, config: PretrainedConfig | None = None, **kwargs: Any) -> LlavaMetaForCausalLM:
     """The LLaVA class that fits `model_path`, with its weights; tower and projector only if the checkpoint has them.
 
     Args:
@@ -73,7 +77,9 @@ def load_language_model(model_path: str, config: PretrainedConfig | None = None,
     return model
 
 
-def load_as_stored(model_path: str, config: PretrainedConfig | None = None, dtype: str | None = None) -> Any:
+def load_as_stored(
+    model_path: str, config: PretrainedConfig | None = None, dtype: str | None = None
+) -> LlavaMetaForCausalLM:
     """As `load_language_model`, with each weight in the type of its file, or all in `dtype`.
 
     The library converts all weights to one type, but training leaves a projector in fp32 beside 16-bit weights.
@@ -81,7 +87,7 @@ def load_as_stored(model_path: str, config: PretrainedConfig | None = None, dtyp
     config = config or read_config(model_path)
     if dtype:
         return load_language_model(model_path, config, dtype=getattr(torch, dtype))
-    model_class, parts = class_of(config), ("mm_projector", "image_newline")
+    model_class, parts = class_of(config), ["mm_projector", "image_newline"]
     model_class._keep_in_fp32_modules_strict = parts
     try:
         model = load_language_model(model_path, config, dtype="auto")
@@ -95,7 +101,7 @@ def load_as_stored(model_path: str, config: PretrainedConfig | None = None, dtyp
     return model
 
 
-def class_of(config: PretrainedConfig) -> type:
+def class_of(config: PretrainedConfig) -> type[LlavaMetaForCausalLM]:
     """The LLaVA class that belongs to a config."""
     return next(cls for cls in MODEL_CLASSES.values() if cls.config_class is type(config))
 
@@ -106,7 +112,7 @@ def load_pretrained_model(
     model_name: str,
     load_8bit: bool = False,
     load_4bit: bool = False,
-    device_map: Any = "auto",
+    device_map: str | dict[str, int | str | torch.device] | None = "auto",
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
     torch_dtype: str | torch.dtype | None = None,
@@ -115,7 +121,7 @@ def load_pretrained_model(
     multimodal: bool | None = None,
     use_flash_attn: bool = False,
     **kwargs: Any,
-) -> tuple[Any, Any, Any, int]:
+) -> tuple[PreTrainedTokenizerBase, LlavaMetaForCausalLM, BaseImageProcessor | None, int]:
     """Loads a checkpoint for inference, as LLaVA's function of this name.
 
     Args:
@@ -172,7 +178,9 @@ def load_pretrained_model(
     return tokenizer, model, image_processor, context_len
 
 
-def _load_on_base(model_path: str, model_base: str, config: PretrainedConfig, is_lora: bool, **options: Any) -> Any:
+def _load_on_base(
+    model_path: str, model_base: str, config: PretrainedConfig, is_lora: bool, **options: Any
+) -> LlavaMetaForCausalLM:
     """A base model with what a stage-1 or LoRA folder adds, and with the tower of its config if the base has none."""
     adapter = Path(model_path, ADAPTER_FILE)
     if not is_lora and not adapter.is_file():
@@ -219,7 +227,7 @@ def _dtype(requested: str | torch.dtype | None, default: str | torch.dtype) -> s
 
 def quantization_config(
     bits: int, compute_dtype: torch.dtype = torch.bfloat16, double_quant: bool = True, quant_type: str = "nf4"
-) -> Any:
+) -> "BitsAndBytesConfig":
     """bitsandbytes' configuration for the decoder's linear layers in 4 or 8 bits; head, projector and tower stay whole.
 
     Raises:

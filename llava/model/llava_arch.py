@@ -5,10 +5,11 @@ Shapes: B batch, S sequence, N images, V visual tokens per image, E vision hidde
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
+from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llava.anyres import CropRules, Picture, has_newline
@@ -50,6 +51,19 @@ else:
     ConfigBase = ModelBase = object
 
 
+class VisionFlags(Protocol):
+    """The flags that `initialize_vision_modules` takes, besides those of `ProjectorNormArguments`."""
+
+    vision_tower: str | None
+    pretrain_mm_mlp_adapter: str | None
+    mm_vision_select_layer: int
+    mm_vision_select_feature: Literal["patch", "cls_patch"]
+    mm_projector_type: str
+    mm_projector_norm_learnable: bool
+    mm_patch_merge_type: str
+    mm_newline_init: Literal["default", "text_norm"]
+
+
 class LlavaMetaConfig(ConfigBase):
     """Mixin for the config: transformers 4, which LLaVA's own trees need, can also read what it writes."""
 
@@ -73,6 +87,7 @@ class LlavaMetaModel(ModelBase):
     mm_projector: nn.Module
     image_newline: nn.Parameter | None
     embed_tokens: nn.Embedding
+    layers: nn.ModuleList
 
     def __init__(self, config):
         super().__init__(config)
@@ -93,13 +108,11 @@ class LlavaMetaModel(ModelBase):
             width = self.config.hidden_size
             self.image_newline = nn.Parameter(torch.randn(width) / width**0.5)
 
-    def initialize_vision_modules(self, model_args: Any, dtype: torch.dtype | None = None) -> None:
+    def initialize_vision_modules(self, model_args: VisionFlags, dtype: torch.dtype | None = None) -> None:
         """Gives a plain language model its tower and projector, or checks that a LLaVA checkpoint's fit the flags.
 
         Args:
-            model_args: an object with the fields `vision_tower`, `mm_vision_select_layer`, `mm_vision_select_feature`,
-                `mm_projector_type`, `mm_patch_merge_type`, `mm_newline_init`, `pretrain_mm_mlp_adapter`, and those of
-                `ProjectorNormArguments`.
+            model_args: the flags, with the fields of `ProjectorNormArguments` as well.
             dtype: type of the tower's weights.
 
         Raises:
@@ -117,7 +130,7 @@ class LlavaMetaModel(ModelBase):
             load_adapter(self.mm_projector, model_args.pretrain_mm_mlp_adapter, self.config, self.image_newline)
             logger.info("projector loaded from %s", model_args.pretrain_mm_mlp_adapter)
 
-    def _choose_merge_type(self, model_args: Any) -> None:
+    def _choose_merge_type(self, model_args: VisionFlags) -> None:
         """Records the merge type; a newline that it needs and that no checkpoint brought starts as the flags say."""
         self.config.mm_patch_merge_type = model_args.mm_patch_merge_type
         if self.image_newline is not None:
@@ -133,8 +146,9 @@ class LlavaMetaModel(ModelBase):
             norm = self.image_newline.norm().item()
         logger.info("image_newline is new: norm %.6g (%s), text %.6g", norm, model_args.mm_newline_init, text_norm)
 
-    def _add_vision_modules(self, model_args: Any, dtype: torch.dtype | None) -> None:
+    def _add_vision_modules(self, model_args: VisionFlags, dtype: torch.dtype | None) -> None:
         config = self.config
+        assert model_args.vision_tower is not None  # training refuses to start without one
         config.mm_vision_tower = from_anywhere(model_args.vision_tower)
         config.mm_vision_config = read_vision_config(config.mm_vision_tower)
         config.use_mm_proj = True
@@ -153,7 +167,7 @@ class LlavaMetaModel(ModelBase):
         return getattr(self, "vision_tower", None)
 
 
-def check_flags_against_config(model_args: Any, config: Any) -> None:
+def check_flags_against_config(model_args: VisionFlags, config: ConfigBase) -> None:
     """Raises ValueError where the projector's flags contradict the checkpoint that already has a projector."""
     fields = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature")
     both = [(field, getattr(config, field, None), getattr(model_args, field)) for field in fields]
@@ -173,6 +187,7 @@ def check_flags_against_config(model_args: Any, config: Any) -> None:
 class LlavaMetaForCausalLM(ModelBase):
     """Mixin for the causal LM: encodes images, splices them into the text, and computes the loss."""
 
+    config_class: type[ConfigBase]
     model: LlavaMetaModel
     lm_head: LMHead
     accepts_loss_kwargs = True
@@ -220,7 +235,7 @@ class LlavaMetaForCausalLM(ModelBase):
         super().save_pretrained(save_directory, *args, **kwargs)
         follow_umask(save_directory)
 
-    def get_model(self):
+    def get_model(self) -> LlavaMetaModel:
         return self.model
 
     def get_vision_tower(self) -> VisionTower | None:
@@ -245,7 +260,7 @@ class LlavaMetaForCausalLM(ModelBase):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
-        past_key_values: Any,
+        past_key_values: Cache | None,
         labels: torch.Tensor | None,
         images: Images = None,
         modalities: Sequence[str] | None = None,
@@ -297,7 +312,7 @@ class LlavaMetaForCausalLM(ModelBase):
 
     def crop_rules(self) -> CropRules:
         """The rules that say how many crops and visual tokens a picture has."""
-        return CropRules.of(self.config, self.get_vision_tower())
+        return CropRules.of(self.config, self.get_model().vision_tower)
 
     def lay_out(
         self,
@@ -365,7 +380,7 @@ class LlavaMetaForCausalLM(ModelBase):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from llava.mm_utils import from_anywhere
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import adapter_state_dict, read_tensors
 from llava.model.zero3 import full_state_dict, gathered
 
@@ -29,7 +30,7 @@ _VISUAL_MODULES = r"(.*\.)?(vision_tower|mm_projector|image_newline)(\..*)?"
 DECODER, TOWER = "decoder", "tower"
 
 
-def _peft() -> Any:
+def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:
@@ -71,7 +72,7 @@ def adapter_dtype(folder_or_id: str) -> torch.dtype:
 
 
 def add_lora(
-    model: Any,
+    model: LlavaMetaForCausalLM,
     r: int,
     alpha: int,
     dropout: float,
@@ -96,7 +97,7 @@ def add_lora(
     if set(modules) == {DECODER}:  # written as LLaVA writes it
         targets, excluded = sorted({name.rsplit(".", 1)[-1] for name in _linear_layers(layers)}), _VISUAL_MODULES
     else:
-        stacks = [layers] * (DECODER in modules) + [model.get_vision_tower().layers] * (TOWER in modules)
+        stacks = [layers] * (DECODER in modules) + [model.get_model().vision_tower.layers] * (TOWER in modules)
         targets, excluded = "|".join(_names_of_linear_layers(model, stack) for stack in stacks), None
     config = _peft().LoraConfig(
         r=r,
@@ -110,7 +111,7 @@ def add_lora(
     )
     model.add_adapter(config)
     for adapter in model.peft_config.values():
-        adapter.base_model_name_or_path = from_anywhere(model.name_or_path)
+        adapter.base_model_name_or_path = from_anywhere(model.name_or_path or "")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -154,7 +155,7 @@ def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in trained.items()}
 
 
-def save_non_lora(model: Any, output_dir: str | Path, is_main_process: bool) -> None:
+def save_non_lora(model: LlavaMetaForCausalLM, output_dir: str | Path, is_main_process: bool) -> None:
     """Writes `non_lora_trainables.bin` (projector, newline, and the tower if it is trained in full) and the config.
 
     Keys are LLaVA's (`base_model.model.model.mm_projector.0.weight`). Every rank must call.
@@ -221,7 +222,7 @@ def load_adapters(model: nn.Module, folder_or_id: str) -> None:
     peft.set_peft_model_state_dict(model, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()})
 
 
-def apply_lora(model: nn.Module, folder_or_id: str, merge: bool) -> nn.Module:
+def apply_lora(model: LlavaMetaForCausalLM, folder_or_id: str, merge: bool) -> LlavaMetaForCausalLM:
     """`model` with a LoRA folder's adapters.
 
     Args:

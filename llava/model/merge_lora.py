@@ -43,6 +43,7 @@ def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dt
     tokenizer, model, image_processor, _ = load_pretrained_model(
         model_path, model_base, name, device="cpu", torch_dtype=torch.float32
     )
+    assert image_processor is not None  # the model has a vision tower
     model.to(getattr(torch, written)).save_pretrained(output)
     save_tokenizer(tokenizer, output)
     image_processor.save_pretrained(output)

@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict
 from llava.train.optim import ADAPTER, part_of
 from llava.train.ranks import barrier, from_all, from_first
@@ -47,7 +48,7 @@ def trains_adapter_only(model: nn.Module) -> bool:
     return {part_of(name) for name, p in model.named_parameters() if p.requires_grad} == {ADAPTER}
 
 
-def save_adapter(model: Any, output_dir: str, is_main_process: bool) -> None:
+def save_adapter(model: LlavaMetaForCausalLM, output_dir: str, is_main_process: bool) -> None:
     """Writes `mm_projector.bin` and `config.json`. Every rank must call."""
     decoder = model.get_model()
     state_dict = adapter_state_dict(decoder.mm_projector, decoder.image_newline)

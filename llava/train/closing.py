@@ -4,21 +4,21 @@ import logging
 import os
 import shlex
 from pathlib import Path
-from typing import Any
 
 from llava.mm_utils import from_anywhere
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+from llava.train.arguments import ModelArguments
 
 logger = logging.getLogger(__name__)
 
 
-def say_what_comes_next(model_args: Any, output_dir: str, adapter_only: bool, lora: bool) -> None:
+def say_what_comes_next(model_args: ModelArguments, output_dir: str, adapter_only: bool, lora: bool) -> None:
     """Logs `closing_lines`, on the rank that logs."""
     for line in closing_lines(model_args, output_dir, adapter_only, lora):
         logger.info(line)
 
 
-def closing_lines(model_args: Any, output_dir: str, adapter_only: bool, lora: bool) -> list[str]:
+def closing_lines(model_args: ModelArguments, output_dir: str, adapter_only: bool, lora: bool) -> list[str]:
     """The lines that say where the model is and what comes next, with paths that are valid from anywhere.
 
     Args:

@@ -10,13 +10,17 @@ Shapes: H heads, C channels per head, V visual tokens per image, P tokens inside
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from llava.constants import IGNORE_INDEX
+from llava.data.collate import Batch
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.zero3 import full_shape
+
+Count = int | float | torch.Tensor
 
 # The datasheets' dense bf16 TFLOP/s; the first name that the device's name contains counts.
 _PEAK_TFLOPS = (
@@ -35,13 +39,13 @@ _PEAK_TFLOPS = (
 class Work:
     """The work in some batches, as numbers or scalar tensors, so that counting need not wait for a device."""
 
-    samples: Any = 0
-    tokens: Any = 0  # of the decoder
-    positions: Any = 0  # tokens and what padding would add
-    pairs: Any = 0  # (query, key) inside samples, key not after query
-    images: Any = 0  # squares that the tower sees: a picture's crops, where it has several
-    targets: Any = 0  # positions whose next token is supervised
-    window_pairs: Any = 0  # those of the pairs that are in a sliding window; 0 without one
+    samples: Count = 0
+    tokens: Count = 0  # of the decoder
+    positions: Count = 0  # tokens and what padding would add
+    pairs: Count = 0  # (query, key) inside samples, key not after query
+    images: Count = 0  # squares that the tower sees: a picture's crops, where it has several
+    targets: Count = 0  # positions whose next token is supervised
+    window_pairs: Count = 0  # those of the pairs that are in a sliding window; 0 without one
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
@@ -50,7 +54,7 @@ class Work:
         return tuple(vars(self).values())
 
 
-def batch_work(batch: dict[str, Any], sliding_window: int | None = None) -> Work:
+def batch_work(batch: Batch, sliding_window: int | None = None) -> Work:
     """The work of one collated micro-batch, without waiting for a device.
 
     Args:
@@ -98,9 +102,9 @@ def required_flops(costs: FlopCosts, work: Work) -> float:
     )
 
 
-def flop_costs(model: Any) -> FlopCosts:
+def flop_costs(model: LlavaMetaForCausalLM) -> FlopCosts:
     """The costs of a LLaVA whose `requires_grad` is set; LoRA's matrices count like any others."""
-    decoder, tower = model.get_model(), model.get_vision_tower()
+    decoder, tower = model.get_model(), model.get_model().vision_tower
     config = decoder.config
     tower_trained, projector_trained = _trained(tower), _trained(decoder.mm_projector)
     into_decoder = tower_trained or projector_trained or _trained(decoder.embed_tokens)
@@ -123,7 +127,7 @@ def flop_costs(model: Any) -> FlopCosts:
     )
 
 
-def _windowed_layers(config: Any) -> int:
+def _windowed_layers(config: PretrainedConfig) -> int:
     """Number of decoder layers whose attention has a sliding window: those that the config names, or else all."""
     if getattr(config, "sliding_window", None) is None:
         return 0

@@ -26,9 +26,11 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import SchedulerType, seed_worker
 
 from llava.data.checks import starts_from
-from llava.data.dataset import LazySupervisedDataset
+from llava.data.collate import Batch
+from llava.data.dataset import LazySupervisedDataset, Sample
 from llava.data.records import RecordTable, data_files
 from llava.progress import progress
+from llava.train.arguments import DataArguments, TrainingArguments
 from llava.train.batches import MicroBatches
 from llava.train.questions import Questions
 
@@ -48,7 +50,7 @@ class Part(NamedTuple):
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
-def check_eval_flags(data_args: Any, training_args: Any) -> None:
+def check_eval_flags(data_args: DataArguments, training_args: TrainingArguments) -> None:
     """Raises ValueError or FileNotFoundError if a flag about held-out data is wrong; the message says what to do."""
     asked = training_args.eval_strategy != "no" or training_args.eval_on_start
     if not data_args.eval_data_path:
@@ -78,13 +80,13 @@ def check_eval_flags(data_args: Any, training_args: Any) -> None:
         raise ValueError(f"--eval_generate: expected the number of questions to ask, or 0, found {number}")
 
 
-def eval_data_arguments(data_args: Any) -> Any:
+def eval_data_arguments(data_args: DataArguments) -> DataArguments:
     """The flags about data, with the held-out records in place of the training's."""
     folder = data_args.eval_image_folder or data_args.image_folder
     return dataclasses.replace(data_args, data_path=data_args.eval_data_path, image_folder=folder)
 
 
-def metric_key(args: Any) -> str | None:
+def metric_key(args: TrainingArguments) -> str | None:
     """`--metric_for_best_model` without a prefix; None if it is not given."""
     return args.metric_for_best_model and re.sub("^eval[_/]", "", args.metric_for_best_model)
 
@@ -176,7 +178,12 @@ class HeldOut:
     """
 
     def __init__(
-        self, dataset: LazySupervisedDataset, sources: Sequence[str], collator: Any, args: Any, max_tokens: int
+        self,
+        dataset: LazySupervisedDataset,
+        sources: Sequence[str],
+        collator: Callable[[list[Sample]], Batch],
+        args: TrainingArguments,
+        max_tokens: int,
     ):
         self.dataset = dataset
         lengths = np.asarray(dataset.modality_lengths()).tolist()

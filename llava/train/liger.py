@@ -2,11 +2,13 @@
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from llava.model.language_model.families import family_of
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.loss import LIGER_MINIMUM, has_liger
 
 logger = logging.getLogger(__name__)
@@ -18,7 +20,7 @@ def check_liger(flag: str) -> None:
         raise ValueError(f"{flag}: {reason}; leave the flag out")
 
 
-def set_up_liger(model: Any, args: Any) -> None:
+def set_up_liger(model: LlavaMetaForCausalLM, args: Any) -> None:
     """Lets the decoder run on Liger's kernels as `--use_liger_kernel` asks, and replaces `auto` by the decision.
 
     Raises:
@@ -33,7 +35,7 @@ def set_up_liger(model: Any, args: Any) -> None:
         apply_liger(model)
 
 
-def _obstacle(model: Any = None) -> str | None:
+def _obstacle(model: LlavaMetaForCausalLM | None = None) -> str | None:
     """Why Liger's kernels cannot run here, or in `model`; None if they can."""
     if not torch.cuda.is_available() or torch.version.hip:
         return "Liger's kernels need an NVIDIA GPU, and none was found"
@@ -44,18 +46,18 @@ def _obstacle(model: Any = None) -> str | None:
     return None
 
 
-def _plain_type(model: Any) -> str:
+def _plain_type(model: LlavaMetaForCausalLM) -> str:
     return family_of(model.config).config.model_type
 
 
-def _function_for(model: Any) -> Any:
+def _function_for(model: LlavaMetaForCausalLM) -> Callable[..., None] | None:
     """Liger's function that replaces the kernels of the model's family, or None."""
     from liger_kernel import transformers as kernels
 
     return getattr(kernels, f"apply_liger_kernel_to_{_plain_type(model)}", None)
 
 
-def apply_liger(model: Any) -> None:
+def apply_liger(model: LlavaMetaForCausalLM) -> None:
     """Lets the decoder's norms, MLPs and rotary embedding run on Liger's kernels; forward pass and loss stay ours.
 
     Liger replaces the rotary function for the whole process, also for other models of the same family.

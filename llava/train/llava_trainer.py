@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
-from transformers import ProgressCallback, Trainer
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProgressCallback, Trainer
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
+from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.mm_utils import save_tokenizer
 from llava.model.llava_arch import LlavaMetaForCausalLM
@@ -39,7 +40,8 @@ from llava.train.optim import optimizer_groups
 from llava.train.questions import accuracy, show_answers
 from llava.train.ranks import barrier
 from llava.train.resume import ResumeError, moved_step
-from llava.train.run_record import write_identity
+from llava.train.run_identity import Settings
+from llava.train.run_record import Identity, write_identity
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import JsonlCallback, NormProbe, SourceLosses, TelemetryCallback, Throughput, measures_step
 from llava.train.training_progress import TrainingProgress
@@ -65,6 +67,8 @@ class LLaVATrainer(Trainer):
     args: TrainingArguments
     model: LlavaMetaForCausalLM
     train_dataset: LazySupervisedDataset
+    data_collator: DataCollatorForSupervisedDataset
+    processing_class: PreTrainedTokenizerBase
     optimizer: Any  # as Accelerate or DeepSpeed wraps it, with the flags that say whether a step was applied
     lr_scheduler: Any  # the same
 
@@ -72,9 +76,9 @@ class LLaVATrainer(Trainer):
         self,
         *,
         args: TrainingArguments,
-        image_processor: Any = None,
-        identity: dict[str, Any] | None = None,
-        resumed: dict[str, Any] | None = None,
+        image_processor: BaseImageProcessor | None = None,
+        identity: Settings | None = None,
+        resumed: Identity | None = None,
         watchdog: Watchdog | None = None,
         stop_signal: StopSignal | None = None,
         heldout: HeldOut | None = None,
@@ -331,7 +335,7 @@ class LLaVATrainer(Trainer):
         for group, own, rate in zip(self.optimizer.param_groups, self.group_settings, rates, strict=True):
             group.update(own | {"initial_lr": own["lr"], "lr": rate})
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial) -> str:
         return super()._get_output_dir(trial) if self.staging is None else str(self.staging)
 
     def _save_checkpoint(self, model, trial) -> None:
@@ -397,7 +401,7 @@ class LLaVATrainer(Trainer):
             )
         self._load_weights(Path(resume_from_checkpoint), self.model if model is None else model)
 
-    def _load_weights(self, folder: Path, model: Any) -> None:
+    def _load_weights(self, folder: Path, model: LlavaMetaForCausalLM) -> None:
         """Loads the weights of a checkpoint into `model`, without DeepSpeed."""
         if has_lora(model):
             load_non_lora(model, read_non_lora(str(folder)), str(folder))

@@ -7,7 +7,9 @@ import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from llava.model.builder import quantization_config
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import DECODER, TOWER, add_lora
+from llava.train.arguments import ModelArguments, TrainingArguments
 from llava.train.optim import LANGUAGE_MODEL, VISION_TOWER, tunable_parts
 
 _LORA_FLAGS = (
@@ -16,7 +18,7 @@ _LORA_FLAGS = (
 )  # fmt: skip
 
 
-def check_lora_flags(model_args: Any, training_args: Any) -> None:
+def check_lora_flags(model_args: ModelArguments, training_args: TrainingArguments) -> None:
     """Raises ValueError if a LoRA flag is wrong; the message names the flag and says what to do."""
     if training_args.lora_weight_path:
         raise ValueError(
@@ -54,7 +56,7 @@ def check_lora_flags(model_args: Any, training_args: Any) -> None:
             )
 
 
-def lora_modules(training_args: Any) -> frozenset[str]:
+def lora_modules(training_args: TrainingArguments) -> frozenset[str]:
     """The parts that `--lora_modules` names.
 
     Raises:
@@ -68,7 +70,7 @@ def lora_modules(training_args: Any) -> frozenset[str]:
     return modules
 
 
-def _check_modules(model_args: Any, training_args: Any) -> None:
+def _check_modules(model_args: ModelArguments, training_args: TrainingArguments) -> None:
     """The part of `check_lora_flags` about `--lora_modules`: only parts that are trained can have adapters."""
     modules, parts = lora_modules(training_args), tunable_parts(model_args)
     if DECODER in modules and LANGUAGE_MODEL not in parts:
@@ -94,11 +96,11 @@ def _check_modules(model_args: Any, training_args: Any) -> None:
         raise ValueError(f"--lora_bias {training_args.lora_bias} is about the language model, which has no adapters")
 
 
-def _default(args: Any, name: str) -> Any:
+def _default(args: TrainingArguments, name: str) -> Any:
     return next(field.default for field in fields(args) if field.name == name)
 
 
-def quantized_loading(training_args: Any, compute_dtype: torch.dtype) -> dict[str, Any]:
+def quantized_loading(training_args: TrainingArguments, compute_dtype: torch.dtype) -> dict[str, Any]:
     """`from_pretrained`'s options for `--bits`; empty if the model is not quantised."""
     if training_args.bits == 16:
         return {}
@@ -108,7 +110,7 @@ def quantized_loading(training_args: Any, compute_dtype: torch.dtype) -> dict[st
     return {"quantization_config": config, "device_map": {"": training_args.device}}
 
 
-def prepare_quantized(model: Any, training_args: Any, dtype: torch.dtype) -> None:
+def prepare_quantized(model: LlavaMetaForCausalLM, training_args: TrainingArguments, dtype: torch.dtype) -> None:
     """Makes a quantised model trainable as PEFT advises: norms in fp32; embedding and head are put back to `dtype`."""
     if training_args.bits == 16:
         return
@@ -116,10 +118,10 @@ def prepare_quantized(model: Any, training_args: Any, dtype: torch.dtype) -> Non
 
     prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # the Trainer switches it on
     model.get_input_embeddings().to(dtype)
-    model.get_output_embeddings().to(dtype)
+    model.lm_head.to(dtype)
 
 
-def add_lora_by_flags(model: Any, training_args: Any, dtype: torch.dtype) -> None:
+def add_lora_by_flags(model: LlavaMetaForCausalLM, training_args: TrainingArguments, dtype: torch.dtype) -> None:
     """Adds the adapters that the flags ask for; nothing without `--lora_enable`."""
     if training_args.lora_enable:
         add_lora(

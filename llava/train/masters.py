@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from llava.train.arguments import TrainingArguments
+
 KEY = "masters"  # in the optimizer's state dict
 
 
-def keeps_masters(args: Any) -> bool:
+def keeps_masters(args: TrainingArguments) -> bool:
     """Whether 16-bit weights with masters replace fp32 weights under autocast.
 
     They do not in three cases. Several processes without DeepSpeed reduce the model's own gradients, which must then be
@@ -61,7 +63,7 @@ class MasterWeights:
         parameter.grad = None
 
     @torch.no_grad()
-    def _round_into_model(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _round_into_model(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         for parameter, master in self.masters.items():
             parameter.copy_(master)
         optimizer.zero_grad(set_to_none=True)  # the library only clears the model's own gradients

@@ -17,9 +17,12 @@ import torch
 from torch import nn
 
 from llava.model.attention import SEGMENTS
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import is_adapted
-from llava.model.loss import rows_at_a_time
+from llava.model.loss import LMHead, rows_at_a_time
+from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.zero3 import full_shape
+from llava.train.arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +67,9 @@ class CheckpointPlan:
     tower: bool = False
 
 
-def estimate_memory(model: Any, args: Any, tokens: int, crops_per_token: float | None = None) -> MemoryEstimate:
+def estimate_memory(
+    model: LlavaMetaForCausalLM, args: Any, tokens: int, crops_per_token: float | None = None
+) -> MemoryEstimate:
     """The estimate for a model whose `requires_grad` is set.
 
     Args:
@@ -73,7 +78,7 @@ def estimate_memory(model: Any, args: Any, tokens: int, crops_per_token: float |
         tokens: T, the tokens of the largest micro-batch.
         crops_per_token: the most crops per token of any sample; None if every picture has one crop.
     """
-    decoder, tower = model.get_model(), model.get_vision_tower()
+    decoder, tower = model.get_model(), model.get_model().vision_tower
     config = decoder.config
     residual = decoder.embed_tokens.weight.element_size()
     matmul = 2 if args.bf16 or args.fp16 else residual
@@ -99,7 +104,7 @@ def estimate_memory(model: Any, args: Any, tokens: int, crops_per_token: float |
     )
 
 
-def _state_bytes(model: nn.Module, args: Any) -> tuple[int, int, int]:
+def _state_bytes(model: nn.Module, args: TrainingArguments) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer states; what DeepSpeed keeps in CPU memory is not counted."""
     parameters = list(model.parameters())
     stored = sum(full_shape(p).numel() * p.element_size() for p in parameters)
@@ -130,7 +135,9 @@ def _state_bytes(model: nn.Module, args: Any) -> tuple[int, int, int]:
     return stored, gradients + buckets, 0 if offload_optimizer else states
 
 
-def _decoder_layer_bytes(model: Any, tokens: int, residual: int, matmul: int, device: torch.device, fused: bool) -> int:
+def _decoder_layer_bytes(
+    model: LlavaMetaForCausalLM, tokens: int, residual: int, matmul: int, device: torch.device, fused: bool
+) -> int:
     """Bytes that autograd keeps for one layer: norms, inputs of trained linear layers, attention, MLP.
 
     Args:
@@ -173,7 +180,7 @@ def _dropout_bytes(layer: nn.Module, matmul: int, device: torch.device) -> int:
     return dropped + (1 if device.type == "cuda" else dropped)
 
 
-def _tower_layer_bytes(tower: Any, residual: int, matmul: int, device: torch.device) -> int:
+def _tower_layer_bytes(tower: VisionTower, residual: int, matmul: int, device: torch.device) -> int:
     """Bytes per token that a layer of a trained tower keeps."""
     kept = 3 if tower.gated_mlp or tower.config.hidden_act == "quick_gelu" else 2
     adapters = 0
@@ -183,7 +190,7 @@ def _tower_layer_bytes(tower: Any, residual: int, matmul: int, device: torch.dev
     return tower.hidden_size * (2 * residual + 6 * matmul) + tower.mlp_width * kept * matmul + adapters
 
 
-def _loss_head_bytes(lm_head: Any, rows: int, matmul: int, device: torch.device) -> int:
+def _loss_head_bytes(lm_head: LMHead, rows: int, matmul: int, device: torch.device) -> int:
     """Bytes of the loss head, as if every token were a target."""
     vocabulary, width = lm_head.out_features, lm_head.in_features
     logits = matmul + 4 + 4  # as the product gives them, as fp32, and their softmax
@@ -238,7 +245,9 @@ def memory_budget(device: torch.device, parameters: int) -> float:
     return _USABLE * psutil.virtual_memory().available / ranks + parameters
 
 
-def set_up_checkpointing(model: Any, args: Any, tokens: int, crops_per_token: float | None = None) -> CheckpointPlan:
+def set_up_checkpointing(
+    model: LlavaMetaForCausalLM, args: Any, tokens: int, crops_per_token: float | None = None
+) -> CheckpointPlan:
     """Logs the estimate, decides by `--activation_checkpointing`, and switches recomputation on; returns the decision.
 
     Every rank must call: all ranks decide alike, since recomputing gathers weights under ZeRO-3.
@@ -293,7 +302,7 @@ def memory_table(estimate: MemoryEstimate, plan: CheckpointPlan, budget: float, 
     )
 
 
-def checkpoint_layers(model: Any, plan: CheckpointPlan, options: dict[str, Any] | None) -> None:
+def checkpoint_layers(model: LlavaMetaForCausalLM, plan: CheckpointPlan, options: dict[str, Any] | None) -> None:
     """Switches recomputation on for the planned layers, with `--activation_checkpointing_kwargs`."""
     if plan == CheckpointPlan():
         return
@@ -301,8 +310,7 @@ def checkpoint_layers(model: Any, plan: CheckpointPlan, options: dict[str, Any] 
     ours = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options or None, **ours)
-    for layer in model.get_model().layers[plan.decoder_layers :]:
+    decoder = model.get_model()
+    others: list[Any] = [*decoder.layers[plan.decoder_layers :], *([] if plan.tower else decoder.vision_tower.layers)]
+    for layer in others:
         layer.gradient_checkpointing = False
-    if not plan.tower:
-        for layer in model.get_vision_tower().layers:
-            layer.gradient_checkpointing = False

@@ -10,6 +10,7 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora, is_adapted, is_adapter
 from llava.model.multimodal_projector.norm import freeze_fixed_norm
 from llava.model.zero3 import full_shape
+from llava.train.arguments import ModelArguments, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ LANGUAGE_MODEL, ADAPTER, VISION_TOWER = "mm_language_model", "mm_mlp_adapter", "
 PARTS = (VISION_TOWER, ADAPTER, LANGUAGE_MODEL)
 
 
-def tunable_parts(model_args: Any) -> frozenset[str]:
+def tunable_parts(model_args: ModelArguments) -> frozenset[str]:
     """The parts that the flags ask to train, out of `PARTS`.
 
     If `--mm_tunable_parts` (LLaVA-NeXT) is given, it decides alone. Otherwise LLaVA's flags decide: everything but the
@@ -82,7 +83,7 @@ def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:
         raise ValueError(f"training {', '.join(sorted(parts))} leaves no trainable parameter")
 
 
-def optimizer_groups(model: nn.Module, decay_names: set[str], args: Any) -> list[dict[str, Any]]:
+def optimizer_groups(model: nn.Module, decay_names: set[str], args: TrainingArguments) -> list[dict[str, Any]]:
     """Parameter groups by part and weight decay; groups with the same settings are logged in one line, with their size.
 
     Args:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL import Image, ImageOps
+from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from llava.asking import Asked, Assistant, batch_answers, is_captioner
@@ -23,6 +24,7 @@ from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import Record, record_images
 from llava.intervals import share_interval
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ class Questions:
         answers = [dataset.records[i]["conversations"][1]["value"] for i in self.indices]
         self.max_new_tokens = 2 + max(map(len, dataset.tokenizer(answers)["input_ids"]))  # a longer answer is wrong
 
-    def ask(self, model: Any, at_batch: Callable[[], bool] = lambda: False) -> list[Answer] | None:
+    def ask(self, model: LlavaMetaForCausalLM, at_batch: Callable[[], bool] = lambda: False) -> list[Answer] | None:
         """The answers of a model in evaluation mode; None if `at_batch` stops it, as in `HeldOut.totals`."""
         dataset = self.dataset
         assistant = Assistant(
@@ -132,7 +134,7 @@ def accuracy(answers: Sequence[Answer]) -> dict[str, float]:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def show_answers(answers: Sequence[Answer], callbacks: Iterable[Any], step: int) -> None:
+def show_answers(answers: Sequence[Answer], callbacks: Iterable[TrainerCallback], step: int) -> None:
     """Writes the table to the loggers among the Trainer's callbacks on this rank."""
     for callback in callbacks:
         if getattr(callback, "tb_writer", None) is not None:

@@ -14,8 +14,8 @@ from typing import Any
 
 from llava.provenance import differences
 from llava.train.ranks import barrier
-from llava.train.run_identity import ALLOWED, default_settings
-from llava.train.run_record import IDENTITY
+from llava.train.run_identity import ALLOWED, Settings, default_settings
+from llava.train.run_record import IDENTITY, Identity
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def accepted_changes(allowed: str) -> set[str]:
     return accepted
 
 
-def check_identity(folder: Path, settings: dict[str, Any], accepted: set[str], step_size: int) -> dict[str, Any]:
+def check_identity(folder: Path, settings: Settings, accepted: set[str], step_size: int) -> Identity:
     """Compares the run of a checkpoint or output folder with this one; returns the content of `resume.json`.
 
     Args:
@@ -51,7 +51,7 @@ def check_identity(folder: Path, settings: dict[str, Any], accepted: set[str], s
     Raises:
         ResumeError: other settings differ; the message lists all differences with both values.
     """
-    saved = json.loads((folder / IDENTITY).read_text())
+    saved: Identity = json.loads((folder / IDENTITY).read_text())
     saved["settings"] = default_settings() | saved["settings"]
     different = differences(saved["settings"], settings)
     if refused := [k for k in different if k not in accepted]:
@@ -74,7 +74,7 @@ def check_identity(folder: Path, settings: dict[str, Any], accepted: set[str], s
     return saved
 
 
-def moved_step(step: int, saved: dict[str, Any], step_size: int) -> int:
+def moved_step(step: int, saved: Identity, step_size: int) -> int:
     """The step of this run at the position in the data where the checkpoint's run was at `step`.
 
     If a step now has more samples, up to one step's samples are seen again.

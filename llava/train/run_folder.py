@@ -7,9 +7,10 @@ is finished. So no model, log or checkpoint of another run is replaced without `
 import logging
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from llava.provenance import RUN_FILE, differences
+from llava.train.arguments import TrainingArguments
 from llava.train.batches import global_batch_size
 from llava.train.checkpoint import (
     MANIFEST,
@@ -23,8 +24,12 @@ from llava.train.checkpoint import (
 from llava.train.failures import clear_reports
 from llava.train.ranks import barrier, from_first
 from llava.train.resume import ResumeError, accepted_changes, check_identity
-from llava.train.run_record import IDENTITY, write_identity
+from llava.train.run_identity import Settings
+from llava.train.run_record import IDENTITY, Identity, write_identity
 from llava.train.telemetry import LOG_FILE
+
+if TYPE_CHECKING:
+    from llava.train.llava_trainer import LLaVATrainer  # which imports this module
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +42,12 @@ class Start(NamedTuple):
     """How a run begins: from a checkpoint and what its `resume.json` says, or from the beginning, or not at all."""
 
     checkpoint: str | None = None
-    resumed: dict[str, Any] | None = None
+    resumed: Identity | None = None
     finished: int | None = None  # the step after which this same run was finished
     replaces: bool = False  # whether what an earlier run wrote is removed
 
 
-def choose_start(args: Any, identity: dict[str, Any]) -> Start:
+def choose_start(args: TrainingArguments, identity: Settings) -> Start:
     """The start that `--output_dir` and the flags ask for, decided before anything is built. Every rank must call.
 
     Raises:
@@ -74,7 +79,7 @@ def choose_start(args: Any, identity: dict[str, Any]) -> Start:
     return start
 
 
-def _without_loss(args: Any, identity: dict[str, Any], accepted: set[str]) -> Start:
+def _without_loss(args: TrainingArguments, identity: Settings, accepted: set[str]) -> Start:
     """A start that replaces only what this same run wrote; raises ResumeError if there is none."""
     folder, step_size = Path(args.output_dir), global_batch_size(args)
     step, left = from_first((finished_step(folder), earlier_run(folder)))
@@ -120,9 +125,7 @@ def _model_files(folder: Path) -> list[Path]:
     return [f for pattern in MODEL for f in folder.glob(pattern) if f.name != "training_args.bin"]
 
 
-def _check_earlier(
-    folder: Path, left: str, identity: dict[str, Any], accepted: set[str], step_size: int
-) -> dict[str, Any]:
+def _check_earlier(folder: Path, left: str, identity: Settings, accepted: set[str], step_size: int) -> Identity:
     if not (folder / IDENTITY).is_file():
         raise ResumeError(
             f"{folder} holds {left}, but no {IDENTITY} that says with which settings they were made; take another "
@@ -131,7 +134,7 @@ def _check_earlier(
     return check_identity(folder, identity, accepted, step_size)
 
 
-def begin_run(trainer: Any, start: Start) -> None:
+def begin_run(trainer: "LLaVATrainer", start: Start) -> None:
     """Makes the output folder this run's own. Every rank must call, after all checks."""
     barrier()  # every rank has read what is there
     if trainer.args.process_index != 0:

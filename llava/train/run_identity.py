@@ -10,12 +10,14 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from llava.conversation import get_template
+from llava.data.records import RecordTable
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.norm import projector_norm
@@ -24,6 +26,13 @@ from llava.provenance import software
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import sample_order
 from llava.train.optim import part_of
+
+if TYPE_CHECKING:
+    from llava.train.llava_trainer import LLaVATrainer  # which imports this module
+
+Setting = bool | int | float | str | None
+Settings = dict[str, Setting]
+"""What `run_identity` gives: flags and digests by name, as `resume.json` holds them."""
 
 # Flags that say where a run writes and what it continues from.
 _PLACES = {"output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "local_rank", "hub_token"}
@@ -65,8 +74,13 @@ ALLOWED = {
 
 
 def run_identity(
-    model_args: Any, data_args: Any, training_args: Any, records: Any, tokenizer: Any, eval_records: Any = None
-) -> dict[str, Any]:
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    records: RecordTable,
+    tokenizer: PreTrainedTokenizerBase,
+    eval_records: RecordTable | None = None,
+) -> Settings:
     """What decides the numbers of a run, as JSON values: the settings in `resume.json`.
 
     They include the held-out records if these choose the best checkpoint.
@@ -83,15 +97,18 @@ def run_identity(
     return settings
 
 
-def default_settings() -> dict[str, Any]:
+def default_settings() -> Settings:
     """What `run_identity` gives for the flags' defaults: a run that is older than a flag ran with its default."""
     fields = [f for args in (ModelArguments, DataArguments, TrainingArguments) for f in _fields(args)]
     return _settings({f.name: f.default for f in fields if f.default is not dataclasses.MISSING})
 
 
-def run_configuration(trainer: Any, model_args: Any, data_args: Any, training_args: Any) -> dict[str, Any]:
+def run_configuration(
+    trainer: "LLaVATrainer", model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments
+) -> dict[str, Any]:
     """Everything that decides the trained weights, as `run.json` holds it. Every rank must call."""
     records = trainer.train_dataset.records
+    assert isinstance(records, RecordTable)  # lists are for callers that record nothing
     mixture = {"mixture": records.source_counts()} if records.source_names else {}
     return {
         "model": dataclasses.asdict(model_args),
@@ -106,7 +123,7 @@ def run_configuration(trainer: Any, model_args: Any, data_args: Any, training_ar
     }
 
 
-def _settings(flags: dict[str, Any]) -> dict[str, Any]:
+def _settings(flags: dict[str, Any]) -> Settings:
     """The flags that can change the numbers, as JSON values."""
     decisive = {k: v for k, v in flags.items() if _decides(k)}
     return {k: v if isinstance(v, bool | int | float | None) else str(v) for k, v in decisive.items()}
@@ -123,7 +140,7 @@ def _fields(args: Any) -> list[dataclasses.Field]:
     return [f for f in dataclasses.fields(args) if f.init and not f.name.startswith("_")]
 
 
-def _deepspeed_settings(args: Any) -> str:
+def _deepspeed_settings(args: TrainingArguments) -> str:
     """The part of the DeepSpeed configuration that decides which states a checkpoint holds."""
     if not args.deepspeed:
         return "none"
@@ -146,7 +163,7 @@ def weights_digests(model: LlavaMetaForCausalLM, is_first: bool = True) -> dict[
     """
     norm = projector_norm(model.get_model().mm_projector)
     of_norm = set() if norm is None else {id(p) for p in norm.parameters()}
-    digests: dict[str, Any] = {}
+    digests: dict[str, hashlib._Hash] = {}
     for name, parameter in model.named_parameters():
         part = "mm_projector_norm" if id(parameter) in of_norm else part_of(name)
         with gathered(parameter):

@@ -51,8 +51,8 @@ class StopSignal(TrainerCallback):
         self._run_dir = run_dir()
         self._pid_file = self._run_dir and self._run_dir / f"{os.environ.get('RANK', 0)}.pid"
         self._before: dict[int, Any] = {}
-        self._group: Any = None
-        self._pending: tuple[Any, torch.Tensor] | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def install(self) -> "StopSignal":
         """Takes over the signals, and tells the launcher which process to send them to."""
@@ -70,7 +70,7 @@ class StopSignal(TrainerCallback):
         if self._pid_file:
             self._pid_file.unlink(missing_ok=True)
 
-    def _receive(self, number: int, frame: Any) -> None:
+    def _receive(self, number: int, frame: object) -> None:
         if os.getpid() != self.process:
             if (
                 number == signal.SIGTERM
@@ -96,7 +96,9 @@ class StopSignal(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.training = True
         if joined():
-            self._group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is in it
+            self._group = group
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps or not self.agreed():

@@ -29,14 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
+from llava.data.collate import Batch
 from llava.layout import Layout
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.loss import LMHead, LossTally
 from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm
 from llava.model.zero3 import gathered
+from llava.train.arguments import TrainingArguments
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
 
 logger = logging.getLogger(__name__)
@@ -111,7 +114,7 @@ class NormProbe:
             self.norm_sums[place] = self.norm_sums[place] + norms.sum()
             self.token_counts[place] += norms.numel()
 
-    def metrics(self, accelerator: Any) -> dict[str, float]:
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """The step's measurements over all ranks; every rank must call."""
         values = [*self.squared_gradients.values(), *self.norm_sums.values(), *self.token_counts.values()]
         totals = torch.tensor([float(v) for v in values], dtype=torch.float64, device=accelerator.device)
@@ -139,7 +142,7 @@ class Throughput:
         peak: the peak TFLOP/s for `mfu`; None takes the datasheet's.
     """
 
-    def __init__(self, model: Any, device: torch.device, peak: float | None = None):
+    def __init__(self, model: LlavaMetaForCausalLM, device: torch.device, peak: float | None = None):
         self.padding_free = model.padding_free
         self.costs = flop_costs(model)
         self.device = device
@@ -168,13 +171,13 @@ class Throughput:
             self.start += seconds
             self.paused_seconds += seconds
 
-    def add(self, batches: list[dict[str, torch.Tensor]], data_wait: float) -> None:
+    def add(self, batches: list[Batch], data_wait: float) -> None:
         """Counts the micro-batches of one optimizer step, without waiting for the device."""
         self.data_wait += data_wait
         for batch in batches:
             self.work += batch_work(batch, self.costs.sliding_window)
 
-    def metrics(self, accelerator: Any) -> dict[str, float]:
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Rates over all ranks since the last call; every rank must call."""
         seconds = time.perf_counter() - self.start
         counts = [*map(float, self.work.values()), self.data_wait / seconds]
@@ -183,14 +186,15 @@ class Throughput:
         peak_memory = torch.tensor([peak_memory_gib(self.device)], device=accelerator.device)
         self.reset()
         work, ranks = Work(*counts), accelerator.num_processes
+        tokens, positions = float(work.tokens), float(work.positions)
         tflops = required_flops(self.costs, work) / seconds / ranks / 1e12
         return {
-            "tokens_per_second": work.tokens / seconds,
-            "samples_per_second": work.samples / seconds,
+            "tokens_per_second": tokens / seconds,
+            "samples_per_second": float(work.samples) / seconds,
             "model_tflops_per_second": tflops,
             **({} if self.peak is None else {"mfu": tflops / self.peak}),
             "peak_memory_gib": accelerator.gather(peak_memory).max().item(),
-            "padding_share": 1 - work.tokens / work.positions if work.positions and not self.padding_free else 0.0,
+            "padding_share": 1 - tokens / positions if positions and not self.padding_free else 0.0,
             "data_wait_share": wait / ranks,
         }
 
@@ -213,7 +217,7 @@ class SourceLosses:
         if self.names and lm_head.loss_head == "liger":
             logger.warning("loss/<source> is not logged: --loss_head liger only gives the sum over rows; take chunked")
 
-    def start_step(self, indices: list[list[int]], micro_batches: list[dict[str, Any]]) -> None:
+    def start_step(self, indices: list[list[int]], micro_batches: list[Batch]) -> None:
         """Notes the samples that this rank computes in the coming step, by micro-batch; `~index` does not count."""
         self.rows = []
         for samples, batch in zip(indices if self.names else [], micro_batches, strict=False):
@@ -233,7 +237,7 @@ class SourceLosses:
         finally:
             self.lm_head.tally = None
 
-    def metrics(self, accelerator: Any) -> dict[str, float]:
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Means and shares over all ranks since the last call; every rank must call."""
         if self.tally is None:
             return {}
@@ -261,7 +265,7 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def measures_step(args: Any, state: Any, step: int) -> bool:
+def measures_step(args: TrainingArguments, state: TrainerState, step: int) -> bool:
     """Whether optimizer step `step` (from 1) is measured, according to `--telemetry_steps` or `--logging_steps`."""
     every = state.logging_steps if args.telemetry_steps is None else args.telemetry_steps
     return bool(every) and step % every == 0

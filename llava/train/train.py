@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from llava.anyres import Picture, is_anyres, parse_pinpoints
 from llava.data.collate import DataCollatorForSupervisedDataset
@@ -23,6 +23,7 @@ from llava.data.records import RecordTable
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import TOWER, has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
@@ -240,7 +241,7 @@ def set_up_logging(training_args: TrainingArguments) -> None:
     logging.getLogger("llava").setLevel(level)
 
 
-def training_tokenizer(model_args: ModelArguments, training_args: TrainingArguments) -> Any:
+def training_tokenizer(model_args: ModelArguments, training_args: TrainingArguments) -> PreTrainedTokenizerBase:
     """The language model's tokenizer.
 
     Raises:
@@ -266,7 +267,9 @@ def arithmetic_dtype(training_args: TrainingArguments) -> torch.dtype:
     return torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else torch.float32
 
 
-def build_model(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> Any:
+def build_model(
+    model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments
+) -> LlavaMetaForCausalLM:
     """The model with tower, projector and norm, `requires_grad` set, and every choice recorded in its config."""
     parts = tunable_parts(model_args)
     frozen_dtype = arithmetic_dtype(training_args)
@@ -316,7 +319,8 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     model.config.image_grid_pinpoints = None
     if is_anyres(data_args.image_aspect_ratio):
         model.config.image_grid_pinpoints = [
-            list(grid) for grid in parse_pinpoints(data_args.image_grid_pinpoints, decoder.vision_tower.image_size)
+            list(grid)
+            for grid in parse_pinpoints(data_args.image_grid_pinpoints or "", decoder.vision_tower.image_size)
         ]
     model.crop_rules()  # raises now, before the data is read, if settings do not fit together
     model.config.tokenizer_padding_side = "right"
@@ -325,12 +329,12 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
 
 
 def build_trainer(
-    model: Any,
+    model: LlavaMetaForCausalLM,
     records: RecordTable,
     model_args: ModelArguments,
     data_args: DataArguments,
     training_args: TrainingArguments,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     eval_records: RecordTable | None = None,
     **options: Any,
 ) -> LLaVATrainer:
@@ -338,7 +342,7 @@ def build_trainer(
     tokenizer = tokenizer or training_tokenizer(model_args, training_args)
     identity = run_identity(model_args, data_args, training_args, records, tokenizer, eval_records)
     options.setdefault("identity", identity)
-    tower, crop_rules = model.get_vision_tower(), model.crop_rules()
+    tower, crop_rules = model.get_model().vision_tower, model.crop_rules()
     num_visual_tokens = crop_rules.visual_tokens(Picture())
     image_processor = load_image_processor(model_args.vision_tower or model_args.model_name_or_path, tower)
     dataset = LazySupervisedDataset(

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -19,10 +19,14 @@ from torch import nn
 
 from llava.mm_utils import load_tokenizer
 from llava.model.builder import load_language_model, read_config
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora
 from llava.model.zero3 import full_shape
 from llava.train.checkpoint import STAGING, SaveError, free_gib
 from llava.train.ranks import from_first
+
+if TYPE_CHECKING:
+    from llava.train.llava_trainer import LLaVATrainer  # which imports this module
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ _FAILED = "the final folder could not be written and read in a trial before the 
 FULL_TRIAL = 2 * 2**30  # bytes of weights that are written and read in seconds
 
 
-def try_save(trainer: Any) -> None:
+def try_save(trainer: "LLaVATrainer") -> None:
     """Writes and reads the final folder once. Every rank must call, when the model is ready to train.
 
     Raises:
@@ -58,7 +62,7 @@ def try_save(trainer: Any) -> None:
         )
 
 
-def _write(trainer: Any, folder: Path, full: bool) -> None:
+def _write(trainer: "LLaVATrainer", folder: Path, full: bool) -> None:
     check_gathering(trainer)
     if full:
         trainer.save_model(str(folder))
@@ -66,7 +70,7 @@ def _write(trainer: Any, folder: Path, full: bool) -> None:
         trainer._save(str(folder), {name: torch.zeros(1) for name in trainer.model.state_dict()})
 
 
-def check_gathering(trainer: Any) -> None:
+def check_gathering(trainer: "LLaVATrainer") -> None:
     """Checks that under ZeRO-3 the weights are gathered for saving, without which the final folder would have none.
 
     Raises:
@@ -80,7 +84,7 @@ def check_gathering(trainer: Any) -> None:
         )
 
 
-def _read_back(folder: Path, model: Any, full: bool) -> str | None:
+def _read_back(folder: Path, model: LlavaMetaForCausalLM, full: bool) -> str | None:
     """What is wrong with the written folder, or None."""
     load_tokenizer(str(folder))
     with without_zero3():
@@ -125,7 +129,7 @@ def model_bytes(model: nn.Module) -> int:
     return sum(full_shape(p).numel() * p.element_size() for p in model.parameters())
 
 
-def checkpoint_bytes(trainer: Any) -> int:
+def checkpoint_bytes(trainer: "LLaVATrainer") -> int:
     """About how many bytes a `checkpoint-N` takes: weights, and master weights and moments of what is trained."""
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     elements = sum(full_shape(p).numel() for p in trained)
@@ -138,17 +142,18 @@ def checkpoint_bytes(trainer: Any) -> int:
     return whole + module + (per_element + 4) * elements
 
 
-def needed_bytes(trainer: Any, max_steps: int) -> int:
+def needed_bytes(trainer: "LLaVATrainer", max_steps: int) -> int:
     """The most bytes that the run's files take at any time: checkpoints, one more during a save, the final folder."""
     args = trainer.args
-    every = args.save_steps if str(args.save_strategy.value) == "steps" else max_steps
-    saves = 0 if str(args.save_strategy.value) == "no" else max(1, int(max_steps // max(1, every)))
+    strategy: Any = args.save_strategy  # the library has made an enum of it
+    every = args.save_steps if str(strategy.value) == "steps" else max_steps
+    saves = 0 if str(strategy.value) == "no" else max(1, int(max_steps // max(1, every)))
     limit = max(args.save_total_limit or 0, 2 if args.metric_for_best_model else 0)  # the newest and the best
     kept = min(saves, limit + 1) if args.save_total_limit else saves
     return kept * checkpoint_bytes(trainer) + model_bytes(trainer.model)
 
 
-def check_disk(trainer: Any, max_steps: int) -> None:
+def check_disk(trainer: "LLaVATrainer", max_steps: int) -> None:
     """Raises SaveError if the output folder's disk is too small; the message says how much is needed.
 
     Every rank must call.

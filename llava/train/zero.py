@@ -5,16 +5,17 @@ Both follow from the model, whatever its family, so that no configuration file h
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.zero3 import full_shape
+from llava.train.arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
 
-def fit_zero(model: Any, args: Any) -> None:
+def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:
     """Marks the modules that ZeRO-3 gathers as one, and fills in bucket sizes that the configuration leaves at `auto`.
 
     A bucket holds the largest layer: the library's own `auto`, D x D elements, is less than one matrix of an MLP. Call
@@ -42,7 +43,7 @@ def fit_zero(model: Any, args: Any) -> None:
             zero[name] = size
 
 
-def gathered_units(model: Any) -> Iterator[nn.Module]:
+def gathered_units(model: LlavaMetaForCausalLM) -> Iterator[nn.Module]:
     """The decoder's and the tower's layers that ZeRO-3 may gather as one.
 
     DeepSpeed reduces a unit's gradients when the gradient of its input is known. A trained layer whose input may need
@@ -55,9 +56,9 @@ def gathered_units(model: Any) -> Iterator[nn.Module]:
                 yield layer
 
 
-def _stacks(model: Any) -> Iterator[tuple[nn.ModuleList, nn.Module]]:
+def _stacks(model: LlavaMetaForCausalLM) -> Iterator[tuple[nn.ModuleList, nn.Module]]:
     """The layers of decoder and tower, each with the module that makes the first layer's input."""
-    decoder, tower = model.get_model(), model.get_vision_tower()
+    decoder, tower = model.get_model(), model.get_model().vision_tower
     yield decoder.layers, decoder.embed_tokens
     yield tower.layers, tower.patch_embedding()
 

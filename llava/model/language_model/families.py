@@ -28,6 +28,7 @@ from transformers import (
     Phi3ForCausalLM,
     Phi3Model,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2Model,
@@ -48,8 +49,8 @@ class Family(NamedTuple):
 
     name: str
     config: type[PretrainedConfig]
-    model: type
-    causal_lm: type
+    model: type[PreTrainedModel]
+    causal_lm: type[PreTrainedModel]
 
     @property
     def model_type(self) -> str:
@@ -77,8 +78,8 @@ class LlavaClasses(NamedTuple):
     """What `llava_classes` makes of a family."""
 
     config: type[PretrainedConfig]
-    model: type
-    causal_lm: type
+    model: type[LlavaMetaModel]
+    causal_lm: type[LlavaMetaForCausalLM]
 
 
 def llava_classes(family: Family) -> LlavaClasses:
@@ -139,7 +140,7 @@ LLAVA_CLASSES = {family.model_type: llava_classes(family) for family in FAMILIES
 globals().update({made.__name__: made for classes in LLAVA_CLASSES.values() for made in classes})
 
 # By the checkpoint's model_type, either a plain language model's or LLaVA's.
-MODEL_CLASSES: dict[str, type] = {
+MODEL_CLASSES: dict[str, type[LlavaMetaForCausalLM]] = {
     model_type: LLAVA_CLASSES[family.model_type].causal_lm
     for family in FAMILIES
     for model_type in (family.config.model_type, family.model_type)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, BaseImageProcessor, PretrainedConfig
 
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_encoder.vision_tower import VisionTower
@@ -54,7 +54,7 @@ def has_image_processor(folder: str) -> bool:
     return Path(folder, "preprocessor_config.json").exists() or bool(_in_processor(folder))
 
 
-def load_image_processor(folder_or_id: str, tower: VisionTower) -> Any:
+def load_image_processor(folder_or_id: str, tower: VisionTower) -> BaseImageProcessor:
     """The image processor stored with a checkpoint or vision encoder.
 
     It always runs on the PIL backend, so that pixels are the same everywhere. A local folder without an image processor

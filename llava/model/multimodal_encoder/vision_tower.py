@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from llava.model.zero3 import beside_another_model, is_partitioned
@@ -47,7 +47,7 @@ class VisionTower(nn.Module):
 
     config_class: type[PretrainedConfig]
     model_class: type[PreTrainedModel]
-    image_processor_class: type
+    image_processor_class: type[BaseImageProcessor]
     select_features: tuple[str, ...] = ("patch",)
 
     def __init__(self, config: PretrainedConfig, select_layer: int = -2, select_feature: str = "patch"):
@@ -95,11 +95,11 @@ class VisionTower(nn.Module):
         """The first layer's input [N, P, E] for `images` [N, 3, H, W], and further arguments of every layer."""
         return self.vision_model.embeddings(images), {}
 
-    def fit_image_processor(self, processor: Any) -> Any:
+    def fit_image_processor(self, processor: Any) -> BaseImageProcessor:
         """A processor stored with an encoder, set to this tower's image size if the family has several."""
         return processor
 
-    def default_image_processor(self) -> Any:
+    def default_image_processor(self) -> BaseImageProcessor:
         """The encoder family's image processor at this tower's image size."""
         raise NotImplementedError
 

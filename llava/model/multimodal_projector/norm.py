@@ -18,13 +18,16 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from llava.model.zero3 import full_shape, gathered
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +261,7 @@ def with_norm_arguments(arguments: type) -> type:
     return dataclass(type(arguments.__name__, (ProjectorNormArguments, arguments), body))
 
 
-def norm_differences(recorded: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
+def norm_differences(recorded: object, wanted: object) -> list[tuple[str, object, object]]:
     """The fields, with both values, that make two trained norms different layers.
 
     Args:
@@ -270,16 +273,18 @@ def norm_differences(recorded: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
     return [(name, a, b) for name, a, b in both if a != b and name not in _FREE_FIELDS]
 
 
-def _setting(source: Any, name: str) -> Any:
+def _setting(source: object, name: str) -> Any:
     value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
     return _DEFAULTS[name] if value is None else value
 
 
-def _unknown_norm(name: Any) -> str:
+def _unknown_norm(name: object) -> str:
     return f"--mm_projector_norm: expected one of {', '.join(NORM_TYPES)}; found {name!r}"
 
 
-def record_norm(config: Any, flags: Any, embedding: nn.Module | torch.Tensor, sees_tokens: bool = False) -> None:
+def record_norm(
+    config: "PretrainedConfig", flags: object, embedding: nn.Module | torch.Tensor, sees_tokens: bool = False
+) -> None:
     """Writes the norm's flags, the measured target norm and the initial gain into `config`, which then builds the norm.
 
     Args:
@@ -314,7 +319,7 @@ def record_norm(config: Any, flags: Any, embedding: nn.Module | torch.Tensor, se
     )
 
 
-def build_projector_norm(config: Any) -> ProjectorNorm | None:
+def build_projector_norm(config: "PretrainedConfig") -> ProjectorNorm | None:
     """The norm that ends the projector, or None.
 
     The gain starts where `mm_projector_norm_target` puts it; weights loaded afterwards overwrite it.
@@ -347,7 +352,7 @@ def build_projector_norm(config: Any) -> ProjectorNorm | None:
 
 
 @torch.no_grad()
-def fit_to_tokens(norm: ProjectorNorm, config: Any, tokens: torch.Tensor) -> None:
+def fit_to_tokens(norm: ProjectorNorm, config: "PretrainedConfig", tokens: torch.Tensor) -> None:
     """Sets the one factor so that `tokens` [N, D], as they reach the norm, leave it with the target norm on average.
 
     Every rank must call, with the same tokens. The factor is recorded in `config`.
@@ -364,7 +369,7 @@ def fit_to_tokens(norm: ProjectorNorm, config: Any, tokens: torch.Tensor) -> Non
     logger.info("the first visual tokens have norm %.6g, so the factor starts at %.6g", mean, norm.init_gain)
 
 
-def end_with_norm(projector: nn.Module, config: Any) -> nn.Module:
+def end_with_norm(projector: nn.Module, config: "PretrainedConfig") -> nn.Module:
     """`projector` with the norm of `config` as its last element; `projector` itself if `config` asks for none.
 
     A Sequential keeps its parameter names; a bare module becomes element 0.
