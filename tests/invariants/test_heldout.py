@@ -312,7 +312,7 @@ def test_a_run_that_stops_early_keeps_its_newest_checkpoint(tiny, tmp_path, held
         ({"eval_data_path": "x.json", "per_device_eval_batch_size": 0, **EVALS}, "--per_device_eval_batch_size"),
         (
             {"eval_data_path": "x.json", "lr_scheduler_type": "reduce_lr_on_plateau", **EVALS},
-            "--lr_scheduler_type reduce_lr_on_plateau would let held-out data decide it",
+            "--lr_scheduler_type reduce_lr_on_plateau would let held-out data decide the learning rate",
         ),
     ],
 )
