@@ -16,13 +16,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 MERGE_TYPES = ("flat", "spatial", "spatial_unpad")
-_SHRINK_FROM = 1.1  # LLaVA-NeXT leaves a grid alone whose sides are less than this factor too long
+_SHRINK_FROM = 1.1  # LLaVA-NeXT shrinks a grid only if its sides are too long by more than this factor
 
 Size = tuple[int, int]
 """Width and height."""
+Pinpoints = str | Sequence[Sequence[int]]
+"""`image_grid_pinpoints`, see `parse_pinpoints`."""
 
 
 class Picture(NamedTuple):
@@ -44,6 +46,19 @@ class Patches(NamedTuple):
     shrunk: Size | None  # None: they stay as they are
 
 
+class CropTower(Protocol):
+    """What a vision tower says of a crop."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_patches_per_side(self) -> int: ...
+
+    @property
+    def image_size(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class CropRules:
     """What decides crops and visual tokens of a picture.
@@ -52,12 +67,12 @@ class CropRules:
         tokens_per_crop: V.
         patches_per_side: of a crop.
         crop_side: pixels.
-        aspect_ratio: `image_aspect_ratio`; None as `square`.
+        aspect_ratio: `image_aspect_ratio`; None means `square`.
         merge_type: `mm_patch_merge_type`.
         grids: width and height in pixels of each grid that a picture may be cut by.
 
     Raises:
-        ValueError: values that do not exist or do not fit together; names the flag.
+        ValueError: a value does not exist, or two do not fit together; the message names the flag.
     """
 
     tokens_per_crop: int
@@ -78,7 +93,7 @@ class CropRules:
             )
 
     @classmethod
-    def of(cls, config: Any, tower: Any) -> "CropRules":
+    def of(cls, config: object, tower: CropTower) -> "CropRules":
         """The rules of a model with this config and vision tower."""
         aspect_ratio = getattr(config, "image_aspect_ratio", None)
         grids = getattr(config, "image_grid_pinpoints", None) if is_anyres(aspect_ratio) else None
@@ -170,8 +185,8 @@ def check_modes(aspect_ratio: str | None, merge_type: str = "flat") -> None:
         shrunk = merge_type.removeprefix("spatial_unpad_") if max_crops(aspect_ratio) else None
         if shrunk is None or shrunk != aspect_ratio:
             raise ValueError(
-                f"mm_patch_merge_type {merge_type!r}: expected {', '.join(MERGE_TYPES)}; the number of crops to shrink "
-                f"to stands in image_aspect_ratio, which is {aspect_ratio!r}"
+                f"mm_patch_merge_type {merge_type!r}: expected {', '.join(MERGE_TYPES)}; image_aspect_ratio holds the "
+                f"number of crops to shrink to, and is {aspect_ratio!r}"
             )
 
 
@@ -189,16 +204,16 @@ def check_grids_given(aspect_ratio: str | None, pinpoints: str | None) -> None:
         )
 
 
-def parse_pinpoints(value: Any, crop_side: int) -> tuple[Size, ...]:
+def parse_pinpoints(value: Pinpoints, crop_side: int) -> tuple[Size, ...]:
     """The grids of `image_grid_pinpoints`, width and height in pixels.
 
     Args:
-        value: pairs of pixels, or their text, as `[[336, 672], [672, 336]]`; or text in units of the crops' side, as
-            `(1x1),(1x2)` or, for all between two of them, `(1x1),...,(6x6)`.
+        value: pairs of pixels, or their text, as `[[336, 672], [672, 336]]`; or text in crops, as `(1x1),(1x2)`, or
+            `(1x1),...,(6x6)` for all the grids between these two.
         crop_side: pixels.
 
     Raises:
-        ValueError: none of these, or a side that no crops fill.
+        ValueError: `value` has none of these forms, or a side is no multiple of `crop_side`.
     """
     expected = "expected pairs of pixels as [[336,672],[672,336]] or of crops as (1x1),...,(6x6)"
     try:
@@ -238,7 +253,7 @@ def _crop_pairs(text: str) -> list[Size]:
 
 @lru_cache(maxsize=1 << 16)
 def best_grid(size: Size, grids: tuple[Size, ...]) -> Size:
-    """The grid that keeps most of the picture's pixels; among equals the smallest, as in LLaVA-NeXT."""
+    """The grid that keeps most of the picture's pixels; of equally good grids the smallest, as in LLaVA-NeXT."""
     width, height = size
 
     def worth(grid: Size) -> tuple[int, int]:
@@ -267,7 +282,7 @@ def _patches(rules: CropRules, size: Size) -> Patches:
 
 
 def black_margins(size: Size, columns: int, rows: int) -> Size:
-    """Patches to cut off left and right, and above and below, by the shapes of picture and grid."""
+    """Black patches on the left and right, and above and below, of a picture of `size` centred on the grid."""
     if size[0] / size[1] > columns / rows:
         return 0, (rows - int(size[1] * (columns / size[0]))) // 2
     return (columns - int(size[0] * (rows / size[1]))) // 2, 0

@@ -1,4 +1,4 @@
-"""Asks a checkpoint about pictures: what chat, web page, single question, batch answers and the scorings share.
+"""Asks a checkpoint about pictures, for chat, web page, single questions, batch answers and scoring.
 
 Shapes: B conversations, S longest prompt.
 """
@@ -13,21 +13,24 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from PIL import Image, UnidentifiedImageError
+from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava.anyres import Picture, Size
 from llava.commands import DTYPES, add_device_argument
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, SeparatorStyle, conv_templates, get_template
+from llava.data.checks import Image as Place
 from llava.data.images import LARGEST_FILE, picture_header
 from llava.data.preprocess import generation_ids
 from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_name_from_path, process_prompt_images
 from llava.model.builder import load_pretrained_model
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.progress import in_terminal
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """The flags that choose a checkpoint, or `several`, with template and device."""
-    many = {"action": "append", "help": "checkpoint folder or hub id; several are asked side by side"}
+    many = {"action": "append", "help": "checkpoint folder or hub id; repeat it to ask several side by side"}
     one = {"help": "checkpoint folder or hub id"}
     parser.add_argument("--model-path", required=True, **(many if several else one))
     parser.add_argument(
@@ -50,7 +53,7 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--image-aspect-ratio",
         metavar="MODE",
-        help="square, pad, anyres or anyres_max_N (default: the checkpoint's, whose grids anyres takes)",
+        help="square, pad, anyres or anyres_max_N, with the checkpoint's grids (default: the checkpoint's)",
     )
 
 
@@ -58,16 +61,16 @@ class Asked(NamedTuple):
     """A question: turns as `Assistant.prompt_ids` takes them, and where the pictures of their placeholders are."""
 
     turns: list[dict[str, str]]
-    pictures: Sequence[Any]
+    pictures: Sequence[Place]
 
 
 class Assistant(NamedTuple):
     """A loaded checkpoint with the template of its conversations."""
 
     name: str
-    tokenizer: Any
-    model: Any
-    image_processor: Any
+    tokenizer: PreTrainedTokenizerBase
+    model: LlavaMetaForCausalLM
+    image_processor: BaseImageProcessor | None
     template: Conversation
     max_tokens: int
 
@@ -80,8 +83,8 @@ class Assistant(NamedTuple):
         """`input_ids` [S] that ask for the next answer.
 
         Args:
-            turns: LLaVA's list of `{"from": "human" | "gpt", "value": str}`, a human's last.
-            pictures: those of the turns, on whose size the length may depend.
+            turns: LLaVA's list of `{"from": "human" | "gpt", "value": str}`, a human turn last.
+            pictures: the pictures of the turns; the length may depend on their sizes.
 
         Raises:
             ValueError: malformed turns, or more tokens than the model was made for.
@@ -91,10 +94,14 @@ class Assistant(NamedTuple):
         return ids
 
     def prompt_length(self, turns: list[dict[str, str]], sizes: Sequence[Size] = ()) -> int:
-        """S of what `prompt_ids` gives, with visual tokens; raises as it does.
+        """Length of the prompt that `prompt_ids` gives, once its pictures are visual tokens.
 
         Args:
+            turns: see `prompt_ids`.
             sizes: width and height of the pictures.
+
+        Raises:
+            ValueError: see `prompt_ids`.
         """
         return self._length(self._ids(turns), sizes)
 
@@ -113,7 +120,7 @@ class Assistant(NamedTuple):
         return generation_ids(turns, self.tokenizer, self.template, mm_use_im_start_end=tags)
 
     def _visual_tokens(self, sizes: Sequence[Size], num_images: int) -> int:
-        """How many stand for each image of a prompt; under anyres only one alone has several crops."""
+        """Visual tokens of each image of a prompt; `anyres` cuts a picture only where it is the prompt's only one."""
         if self.model.get_vision_tower() is None:
             return 1
         rules = self.model.crop_rules()
@@ -130,7 +137,7 @@ class Assistant(NamedTuple):
                 chunks[-1].append(token)
         return DEFAULT_IMAGE_TOKEN.join(self.tokenizer.decode(chunk) for chunk in chunks)
 
-    @torch.no_grad()  # not inference mode: what a model in training keeps from here must be good for its next step
+    @torch.no_grad()  # not inference mode: a model in training needs what it keeps from here in its next step
     def answer(
         self, conversations: list[list[dict[str, str]]], pictures: Sequence[Image.Image], **options: Any
     ) -> list[str]:
@@ -139,7 +146,7 @@ class Assistant(NamedTuple):
         Args:
             conversations: see `prompt_ids`.
             pictures: those of all conversations, in reading order; one for every `<image>`.
-            options: of `generate`.
+            options: options of `generate`.
 
         Raises:
             ValueError: see `prompt_ids`; pictures for a text-only checkpoint; too few or too many pictures.
@@ -175,19 +182,20 @@ class Assistant(NamedTuple):
 def batch_answers(
     assistant: Assistant,
     questions: Sequence[Asked],
-    open_picture: Callable[[Any], Image.Image],
+    open_picture: Callable[[Place], Image.Image],
     batch_size: int,
     stop: Callable[[], bool] = lambda: False,
     **options: Any,
 ) -> Iterator[dict[int, str]]:
-    """The answers of one batch after the other, by their question's index.
+    """Yields the answers of one batch after another, keyed by the index of their question.
 
-    Questions of about one length share a batch, which so has little padding; the longest come first, so that what does
-    not fit the memory fails at once. Ends early where `stop`, which is asked before every batch, says so.
+    Questions of similar length share a batch, so that it has little padding. The longest come first, so that a batch
+    that does not fit into memory fails at once.
 
     Args:
-        open_picture: opens what `Asked.pictures` has.
-        options: of `generate`.
+        open_picture: opens an entry of `Asked.pictures`.
+        stop: is asked before every batch; True ends the iteration.
+        options: options of `generate`.
 
     Raises:
         ValueError: see `Assistant.answer`.
@@ -204,7 +212,7 @@ def batch_answers(
 
 
 def shared_out(pictures: Sequence[Image.Image], counts: list[int]) -> list[list[Image.Image]]:
-    """The pictures of each conversation; the last one gets those that are left over, if there are any."""
+    """The pictures of each conversation; the last conversation also gets those that are left over."""
     ends = [*accumulate(counts[:-1]), len(pictures)]
     return [list(pictures[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -212,14 +220,14 @@ def shared_out(pictures: Sequence[Image.Image], counts: list[int]) -> list[list[
 def load_assistant(
     model_path: str, model_base: str | None = None, conv_mode: str | None = None, **options: Any
 ) -> Assistant:
-    """Loads a checkpoint to ask it.
+    """Loads a checkpoint to ask it questions.
 
     Args:
         model_path, model_base, options: of `load_pretrained_model`.
         conv_mode: a template's name; None takes the one in the checkpoint's config.
 
     Raises:
-        ValueError: there is no such checkpoint, or it does not say its template.
+        ValueError: there is no such checkpoint, or its config names no template.
     """
     if not in_terminal():  # a bar that redraws itself makes a log unreadable
         transformers.utils.logging.disable_progress_bar()
@@ -251,12 +259,12 @@ def chosen_assistant(args: argparse.Namespace) -> Assistant:
     return assistant
 
 
-def choose_template(config: Any, model_path: str, conv_mode: str | None = None) -> Conversation:
+def choose_template(config: PretrainedConfig, model_path: str, conv_mode: str | None = None) -> Conversation:
     """The template called `conv_mode`, or else the one that training wrote into the checkpoint's config.
 
     Raises:
-        ValueError: neither is given. LLaVA's and LLaVA-NeXT's checkpoints do not name theirs, and a guess from the path
-            would be wrong without anyone seeing it.
+        ValueError: neither is given. LLaVA's and LLaVA-NeXT's checkpoints do not name theirs, and nobody would notice
+            a wrong guess from the path.
     """
     name = conv_mode or getattr(config, "mm_conv_version", None)
     if name is None:
@@ -281,13 +289,13 @@ def is_captioner(template: Conversation) -> bool:
 
 
 def load_picture(source: str, called: str | None = None) -> Image.Image:
-    """The picture at a path or an http(s) address, checked as those of training are.
+    """The picture at a path or an http(s) address, checked as training checks its pictures.
 
     Args:
-        called: what messages call it; default `--image-file` with the source.
+        called: what messages call it; by default `--image-file` with the source.
 
     Raises:
-        ValueError: nothing there, or not a picture; the message names it.
+        ValueError: there is nothing, or it is not a picture; the message names it.
     """
     called = called or f"--image-file {source}"
     try:

@@ -1,6 +1,6 @@
-"""What the commands share: subcommands by module, one line for what is refused, checked `--device` and `--dtype`.
+"""What the commands share: subcommands by module, errors of one line, and checked `--device` and `--dtype`.
 
-Imports nothing that takes long, so that `--help` is quick and Ctrl-C is heard while the libraries load.
+Imports nothing slow, so that `--help` is quick and Ctrl-C works while the libraries load.
 """
 
 import argparse
@@ -14,13 +14,13 @@ from typing import NoReturn
 INTERRUPTED = 130
 """The exit status on Ctrl-C, as shells count it."""
 REFUSALS = (ValueError, OSError, ImportError, NotImplementedError)
-"""What a command's work raises about its arguments."""
+"""The exceptions by which a command refuses its arguments."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Choices of `--dtype`."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line, without the list of all flags."""
+    """A parser whose errors are one line, without the list of all flags."""
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with status 2."""
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def program_name(package: str) -> str:
-    """What the user called: a console command such as `llava-export`, or else `python -m <package>`."""
+    """The program as the user called it: a console command such as `llava-export`, or else `python -m <package>`."""
     called = Path(sys.argv[0]).name
     return called if called.startswith("llava-") else f"python -m {package}"
 
@@ -48,8 +48,8 @@ def command_parser(
     """The parser of a package whose commands are its modules.
 
     Args:
-        command: the one that is run. Only its module is imported, so only it has its flags.
-        parents: parsers whose flags it has as well.
+        command: the command that is run. Only its module is imported, so no other command has its flags.
+        parents: parsers whose flags the command has as well.
     """
     top = Parser(prog=program_name(package), description=description)
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
@@ -70,7 +70,10 @@ def command_parser(
 def run_program(
     package: str, argv: list[str], work: Callable[[list[str]], int | None], interrupted: str = "interrupted"
 ) -> int:
-    """Runs `work(argv)`; 0 or what it returns, 2 with one line where it refuses, 130 with `interrupted` on Ctrl-C."""
+    """Runs `work(argv)` and returns the exit status: what `work` returns or 0, 2 where it refuses, 130 on Ctrl-C.
+
+    A refusal is printed in one line on stderr, and Ctrl-C as `interrupted`.
+    """
     name = " ".join([package, *argv[:1]])
     try:
         return work(argv) or 0
@@ -83,7 +86,7 @@ def run_program(
 
 
 def exit_status(command: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> int:
-    """Runs `command(args)`; 0, or 2 where it refuses its arguments, with one line on stderr instead of a traceback."""
+    """Runs `command(args)`; returns 0, or 2 where it refuses its arguments, with one line on stderr."""
     try:
         command(args)
     except REFUSALS as error:

@@ -52,18 +52,18 @@ class Frame(NamedTuple):
 
 
 class Tags(NamedTuple):
-    """The strings of a template of style TAGGED, which stand around every turn and are spaces and line ends included.
+    """The strings around every turn in a template of style TAGGED, with their spaces and line ends.
 
-    `user` and `system` are what comes before and after; `assistant` what comes before, the end that is learnt, and what
-    comes after. Without `system` the system prompt opens the first user's turn.
+    `user` and `system` hold what comes before and after the text; `assistant` holds what comes before, the end that is
+    learnt, and what comes after that. Without `system` the system prompt opens the first user turn.
     """
 
     user: tuple[str, str]
     assistant: tuple[str, str, str]
     system: tuple[str, str] | None = None
     start: str = ""  # of the conversation, where the tokenizer does not write it
-    last_header: str = ""  # what is added to the header of a conversation's last answer
-    finish: str | None = None  # what comes after the last answer instead
+    last_header: str = ""  # is added to the header of a conversation's last answer
+    finish: str | None = None  # replaces what comes after the last answer's end
     strips: bool = False  # whether turns lose white space at their ends
 
 
@@ -75,8 +75,8 @@ _SKIPS_EMPTY = (SeparatorStyle.LLAMA_2, SeparatorStyle.LLAMA_3)
 class Conversation:
     """A template together with the messages said so far.
 
-    `messages` is a mutable list of `[role, text]`; text None (or "") stands for a turn still to be generated, of which
-    only the header is written. `stop_str` and `stop_token_ids` are hints for generation.
+    `messages` is a mutable list of `[role, text]`. A text of None (or "") stands for a turn that is still to be
+    generated; only its header is written. `stop_str` and `stop_token_ids` are hints for generation.
     """
 
     system: str
@@ -104,7 +104,7 @@ class Conversation:
         return "".join(part.text for part in self.parts())
 
     def with_system(self, text: str) -> "Conversation":
-        """A copy that says `text` in the place of the system prompt.
+        """A copy with `text` as its system prompt.
 
         Raises:
             ValueError: if the template has no place for a system prompt.
@@ -120,7 +120,7 @@ class Conversation:
         """The conversation as labelled pieces whose texts, joined, are the prompt.
 
         Args:
-            keep_empty: write "" as a complete turn without words; otherwise, as LLaVA does, like None as an open turn.
+            keep_empty: write "" as a complete turn without words; otherwise "" is an open turn like None, as in LLaVA.
         """
         parts = [Part(self._preamble(), "system", "header")]
         messages = self._plain_messages()
@@ -196,7 +196,7 @@ class Conversation:
         return Frame(header, "", end, tail)
 
     def _plain_messages(self) -> list[tuple[str, str | None]]:
-        """Messages as text, also those that came with a picture, `(text, picture, ...)`, as LLaVA's demo makes them."""
+        """Messages as text, also where they hold a picture as `(text, picture, ...)`, as LLaVA's demo makes them."""
         messages = [(role, said[0] if isinstance(said, tuple) else said) for role, said in self.messages]
         if not self.messages or not isinstance(self.messages[0][1], tuple):
             return messages
@@ -293,7 +293,7 @@ def _tagged(
 
 
 def _im_tagged(version: str, assistant: str, default_system: str = "", **tags: Any) -> Conversation:
-    """ChatML, with what the model expects in front of answers when it is not to think."""
+    """ChatML; `assistant` is what the model expects before an answer that it gives without thinking."""
     user, system = (("<|im_start|>" + role + "\n", "<|im_end|>\n") for role in ("user", "system"))
     answer = ("<|im_start|>assistant\n" + assistant, "<|im_end|>", "\n")
     return _tagged(version, user, answer, default_system, system=system, **tags)
@@ -327,7 +327,7 @@ conv_templates: dict[str, Conversation] = {
     "qwen_2_5": _chatml(_QWEN_2_5_SYSTEM, "qwen"),
     "chatml": _chatml(_SMOLLM2_SYSTEM, "chatml"),
     "gemma_instruct": _gemma(),
-    # What the stock tokenizers' chat templates write, but for the date in SmolLM3's and Granite's system prompts.
+    # What the stock tokenizers' chat templates write, except for the date in SmolLM3's and Granite's system prompts.
     "qwen_3": _im_tagged("qwen_3", "", last_header="<think>\n\n</think>\n\n"),
     "mistral_nemo": _tagged("mistral_nemo", ("[INST]", "[/INST]"), ("", "</s>", "")),
     "gemma_3": _tagged(

@@ -1,7 +1,7 @@
-"""Where every row of the decoder's input comes from, and what it predicts, as indices worked out on the CPU.
+"""Where every row of the decoder's input comes from, and what it predicts, as indices computed on the CPU.
 
-They are made where token ids are at hand anyway, in the data loader's workers. The device only follows them, so that no
-shape depends on values there and nothing has to wait for it.
+The data loader's workers make them, since they have the token ids. The device only follows the indices, so that no
+shape depends on values there and the host never waits for it.
 
 Shapes: B batch, S sequence, N images, T packed tokens, R targets; [rows] is [1, T] without padding and [B, S'] with it,
 S' being the longest sample's length after images are expanded.
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
     attention_mask: torch.Tensor | None  # [B, S'] bool; None without padding
     lengths: list[int]  # tokens of each sample
     num_images: list[int]  # placeholders of each sample
-    pictures: list[Picture]  # what stands for each placeholder [N], in reading order
+    pictures: list[Picture]  # the picture of each placeholder [N], in reading order
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Layout":
         """The same with its tensors on `device`."""
@@ -51,12 +51,12 @@ def lay_out(
         input_ids: [B, S] on the CPU, with any number of IMAGE_TOKEN_INDEX at any place.
         attention_mask: [B, S] bool; False positions are dropped.
         labels: [B, S].
-        visual_tokens: how many stand for each image [N], one entry per placeholder in reading order.
+        visual_tokens: number of visual tokens of each image [N], one entry per placeholder in reading order.
         max_length: each sample keeps its first `max_length` positions, counted after expansion.
-        pictures: their crops [N]; None: each has one.
+        pictures: the images' crops [N]; None means one crop each.
 
     Raises:
-        ValueError: `visual_tokens` and placeholders differ in number.
+        ValueError: the numbers of `visual_tokens` and of placeholders differ.
     """
     ids, labels, sample = input_ids[attention_mask], labels[attention_mask], attention_mask.nonzero()[:, 0]
     is_image = ids == IMAGE_TOKEN_INDEX
@@ -64,7 +64,7 @@ def lay_out(
     if sum(num_images) != len(visual_tokens):
         raise ValueError(
             f"the batch has {sum(num_images)} image placeholders ({num_images} per sample), but visual tokens of "
-            f"{len(visual_tokens)} images are announced"
+            f"{len(visual_tokens)} images were given"
         )
     widths = torch.ones_like(ids)
     widths[is_image] = torch.tensor(visual_tokens, dtype=ids.dtype)
@@ -84,7 +84,7 @@ def lay_out(
     source = torch.where(is_visual, 1 + len(text_ids) + visual_row, (~is_visual).cumsum(0))
     lengths = torch.bincount(sample, minlength=len(input_ids))
     labels = labels[token].masked_fill(is_visual, IGNORE_INDEX)[None]
-    # No token of the same sample predicts its first.
+    # A sample's first token has no token of that sample before it to predict it.
     predicting, targets = predicting_rows(labels.masked_fill(position_ids == 0, IGNORE_INDEX))
     return Layout(
         text_ids,

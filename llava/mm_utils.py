@@ -9,18 +9,26 @@ import shutil
 import stat
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PretrainedConfig, StoppingCriteria
+from transformers import (
+    AutoTokenizer,
+    BaseImageProcessor,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+)
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from llava.anyres import best_grid, check_modes, fitted_size, is_anyres, parse_pinpoints
+from llava.anyres import Pinpoints, best_grid, check_modes, fitted_size, is_anyres, parse_pinpoints
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+
+Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
@@ -52,14 +60,14 @@ def expand2square(pil_img: Image.Image, background_color: tuple[int, ...] | int)
 
 
 def process_images(
-    images: list[Image.Image], image_processor: Any, model_cfg: Any
+    images: list[Image.Image], image_processor: BaseImageProcessor, model_cfg: object
 ) -> torch.Tensor | list[torch.Tensor]:
     """Pixels of `images`, in the processor's range.
 
     Args:
         images: pictures in any mode.
-        image_processor: of the vision tower.
-        model_cfg: anything; `image_aspect_ratio` is read, if it is there, and for `anyres` `image_grid_pinpoints`.
+        image_processor: the vision tower's.
+        model_cfg: any object; its `image_aspect_ratio` is read if it has one, and for `anyres` `image_grid_pinpoints`.
             `pad` pads to a square with the processor's mean colour; None or `square` leaves the shape to the processor;
             `anyres` gives each picture several crops, see `llava.anyres`.
 
@@ -68,7 +76,7 @@ def process_images(
         crops per picture, or a list of [n, 3, H, W] if their numbers differ.
 
     Raises:
-        ValueError: for an unknown mode or grid, or no images.
+        ValueError: the mode or a grid is unknown, or there are no images.
     """
     mode = getattr(model_cfg, "image_aspect_ratio", None)
     check_modes(mode)
@@ -86,14 +94,14 @@ def process_images(
 
 
 def process_prompt_images(
-    images: list[Image.Image], image_processor: Any, model_cfg: Any, in_prompt: int = 1
+    images: list[Image.Image], image_processor: BaseImageProcessor, model_cfg: object, in_prompt: int = 1
 ) -> list[torch.Tensor]:
     """Pixels [n, 3, H, W] of each picture of one prompt; n is 1 without `anyres`.
 
     With `anyres` several pictures of one prompt are not cut but padded, one crop each, as LLaVA-NeXT trains them.
 
     Args:
-        in_prompt: pictures of the whole prompt, where these are those that a cut of it has left.
+        in_prompt: number of pictures in the whole prompt, if `images` are only those that truncation has left.
     """
     if max(len(images), in_prompt) > 1 and is_anyres(getattr(model_cfg, "image_aspect_ratio", None)):
         return [_pixels(to_rgb(image), image_processor, pad=True)[None] for image in images]
@@ -104,7 +112,7 @@ def process_prompt_images(
 def _pixels(image: Image.Image, image_processor: Any, pad: bool) -> torch.Tensor:
     if pad:
         image = expand2square(image, tuple(int(255 * mean) for mean in image_processor.image_mean))
-    # Said, not guessed: a picture of 1 or 3 rows looks like channels first.
+    # The format is given, because the processor would take a picture of 1 or 3 rows for one with channels first.
     options = {"return_tensors": "pt", "input_data_format": "channels_last"}
     if type(image_processor) not in (SiglipImageProcessorPil, CLIPImageProcessorPil):
         return image_processor.preprocess(image, **options)["pixel_values"][0]
@@ -121,7 +129,7 @@ def _levels(image: Image.Image, image_processor: Any, options: dict[str, str]) -
 
 
 def _values(levels: np.ndarray, image_processor: Any) -> np.ndarray:
-    """The processor's values [3, H, W] of uint8 [H, W, 3]: looked up, since each depends on one level and its band."""
+    """The processor's values [3, H, W] of uint8 [H, W, 3], by table: each depends only on one level and its band."""
     table = _value_table(image_processor)
     values = np.empty((3, *levels.shape[:2]), table.dtype)
     for band in range(3):
@@ -129,11 +137,11 @@ def _values(levels: np.ndarray, image_processor: Any) -> np.ndarray:
     return values
 
 
-_value_tables: dict[tuple, np.ndarray] = {}
+_value_tables: dict[tuple[str, ...], np.ndarray] = {}
 
 
 def _value_table(image_processor: Any) -> np.ndarray:
-    """The processor's values [3, 256] of all levels, which it gives itself."""
+    """The values [3, 256] that the processor itself gives for every level; computed once for its settings."""
     fields = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
     settings = tuple(str(getattr(image_processor, field)) for field in fields)
     if settings not in _value_tables:
@@ -145,16 +153,16 @@ def _value_table(image_processor: Any) -> np.ndarray:
     return _value_tables[settings]
 
 
-def process_anyres_image(image: Image.Image, processor: Any, grid_pinpoints: Any) -> torch.Tensor:
+def process_anyres_image(image: Image.Image, processor: BaseImageProcessor, grid_pinpoints: Pinpoints) -> torch.Tensor:
     """Pixels of a picture's crops [n, 3, H, W]: the whole picture, squeezed, and the parts of its grid row by row.
 
     Args:
         image: in any mode.
-        processor: of the vision tower.
+        processor: the vision tower's.
         grid_pinpoints: see `llava.anyres.parse_pinpoints`.
 
     Raises:
-        ValueError: no such grid.
+        ValueError: see `llava.anyres.parse_pinpoints`.
     """
     image, side = to_rgb(image), _crop_side(processor)
     grid = best_grid(image.size, parse_pinpoints(grid_pinpoints, side))
@@ -167,7 +175,7 @@ def process_anyres_image(image: Image.Image, processor: Any, grid_pinpoints: Any
 
 
 def _crop_side(image_processor: Any) -> int:
-    """Pixels along a side of what the processor gives: that of its crop where it crops, else what it resizes to."""
+    """Pixels along a side of the processor's output: the side of its crop where it crops, else what it resizes to."""
     cropped = image_processor.crop_size if getattr(image_processor, "do_center_crop", False) else None
     return (cropped or image_processor.size)["height"]
 
@@ -176,7 +184,10 @@ def _crop_side(image_processor: Any) -> int:
 
 
 def tokenizer_image_token(
-    prompt: str, tokenizer: Any, image_token_index: int = IMAGE_TOKEN_INDEX, return_tensors: str | None = None
+    prompt: str,
+    tokenizer: PreTrainedTokenizerBase,
+    image_token_index: int = IMAGE_TOKEN_INDEX,
+    return_tensors: str | None = None,
 ) -> list[int] | torch.Tensor:
     """Token ids of `prompt`, with `image_token_index` for every `<image>`.
 
@@ -194,7 +205,7 @@ def tokenizer_image_token(
     return torch.tensor(ids, dtype=torch.long) if return_tensors == "pt" else ids
 
 
-def leading_ids(text: str, tokenizer: Any) -> list[int]:
+def leading_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The BOS id if the tokenizer puts one before texts; none if `text` writes its own, as Llama-3 prompts do."""
     bos = tokenizer.bos_token
     if bos is None or text.startswith(bos):
@@ -204,12 +215,12 @@ def leading_ids(text: str, tokenizer: Any) -> list[int]:
     return [tokenizer.bos_token_id] if ids[:1] == [tokenizer.bos_token_id] else []
 
 
-def encode_chunk(chunk: str, tokenizer: Any) -> tuple[list[int], np.ndarray | None]:
-    """Ids of text between images, without BOS, and the characters [S, 2] of `chunk` they start and end at.
+def encode_chunk(chunk: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], np.ndarray | None]:
+    """Ids of text between images, without BOS, and the characters [S, 2] of `chunk` at which they start and end.
 
     SentencePiece puts a space before every text. Fast tokenizers leave it out where the text begins with one, which
-    gives other ids than those LLaVA's checkpoints were trained on; here it is always there. Slow tokenizers know no
-    characters: None.
+    gives other ids than those LLaVA's checkpoints were trained on; here it is always there. The characters are None for
+    slow tokenizers, which do not know them.
     """
     shift = 1 if chunk.startswith(" ") and adds_space(tokenizer) else 0
     backend = _backend(tokenizer)
@@ -221,10 +232,10 @@ def encode_chunk(chunk: str, tokenizer: Any) -> tuple[list[int], np.ndarray | No
     return ids, np.maximum(offsets - shift, 0) if shift else offsets
 
 
-def _backend(tokenizer: Any) -> Any:
-    """The Rust tokenizer, set as a plain call of `tokenizer` sets it; None for slow ones.
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """The Rust tokenizer, set up as a plain call of `tokenizer` sets it up; None for slow tokenizers.
 
-    The call's other work takes longer than encoding a short text.
+    It is used directly, because the other work of such a call takes longer than encoding a short text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -236,7 +247,7 @@ def _backend(tokenizer: Any) -> Any:
     return backend
 
 
-def adds_space(tokenizer: Any) -> bool:
+def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts a space before every text, as SentencePiece does."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     pre_tokenizer = getattr(backend, "pre_tokenizer", None)
@@ -247,7 +258,7 @@ ADDED_BY_EXPORT = "added_by_export"
 """Setting of a tokenizer: tokens that `python -m llava.export hf` has added, which this tree has no use for."""
 
 
-def load_tokenizer(path: str, **kwargs: Any) -> Any:
+def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     """`AutoTokenizer.from_pretrained`, with SentencePiece's order of merges where it was lost.
 
     Tokens that an export has added are left out: `<image>` is no token here.
@@ -257,14 +268,14 @@ def load_tokenizer(path: str, **kwargs: Any) -> Any:
     except (OSError, ValueError):
         code = {}
     if "AutoConfig" in code and "AutoTokenizer" not in code:
-        kwargs.setdefault("config", PretrainedConfig())  # or it asks whether to trust code that it does not need
+        kwargs.setdefault("config", PretrainedConfig())  # else transformers asks to trust code that it does not need
     tokenizer = _without_added(restore_merge_order(AutoTokenizer.from_pretrained(path, **kwargs)))
     if _sentencepiece_file(tokenizer):
-        tokenizer.init_kwargs["legacy"] = False  # saved with it: transformers 4 takes silence for its old behaviour
+        tokenizer.init_kwargs["legacy"] = False  # is saved; without it transformers 4 falls back to its old behaviour
     return tokenizer
 
 
-def _without_added(tokenizer: Any) -> Any:
+def _without_added(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     added = tokenizer.init_kwargs.pop(ADDED_BY_EXPORT, None)
     if added:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -273,10 +284,10 @@ def _without_added(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """`tokenizer.save_pretrained`, and beside it the files that the slow tokenizers of transformers 4 read.
 
-    LLaVA and LLaVA-NeXT load checkpoints with those; the files are the ones that upstream's own saving leaves.
+    LLaVA and LLaVA-NeXT load checkpoints with those tokenizers, and save the same files themselves.
     """
     folder = Path(folder)
     tokenizer.save_pretrained(folder)
@@ -290,8 +301,8 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
         (folder / "added_tokens.json").write_text(json.dumps(tokenizer.get_added_vocab(), indent=2) + "\n")
 
 
-def restore_merge_order(tokenizer: Any) -> Any:
-    """Give a tokenizer converted from a SentencePiece `tokenizer.model` the merge order of that file's scores.
+def restore_merge_order(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Gives a tokenizer converted from a SentencePiece `tokenizer.model` the merge order of that file's scores.
 
     transformers 5 orders the merges by token id. In the Llama-2 and Vicuna vocabulary runs of spaces have low ids but
     the worst scores, so that without this every double space gives other ids than LLaVA's training had. Changes and
@@ -319,7 +330,7 @@ def restore_merge_order(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _sentencepiece_file(tokenizer: Any) -> Path | None:
+def _sentencepiece_file(tokenizer: PreTrainedTokenizerBase) -> Path | None:
     source = Path(str(getattr(tokenizer, "init_kwargs", {}).get("vocab_file") or ""))
     return source if source.suffix == ".model" and source.is_file() else None
 
@@ -343,13 +354,13 @@ def follow_umask(folder: str | Path) -> None:
             file.chmod(stat.S_IMODE(mode))
 
 
-def expanded_length(tokens: Any, images: Any, num_visual_tokens: Any) -> Any:
+def expanded_length(tokens: Count, images: Count, num_visual_tokens: Count | int) -> Count:
     """Length of a sample once every placeholder has become its image's visual tokens; numbers, arrays or tensors.
 
     Args:
-        tokens: of the sample, each placeholder counting one.
+        tokens: tokens of the sample; each placeholder counts as one.
         images: placeholders of the sample.
-        num_visual_tokens: V, what one becomes.
+        num_visual_tokens: V, the tokens that a placeholder becomes.
     """
     return tokens + images * (num_visual_tokens - 1)
 
@@ -372,7 +383,7 @@ class KeywordsStoppingCriteria(StoppingCriteria):
         input_ids: prompt [B, S]; left out of the search where the generated ids repeat it.
     """
 
-    def __init__(self, keywords: list[str], tokenizer: Any, input_ids: torch.Tensor):
+    def __init__(self, keywords: list[str], tokenizer: PreTrainedTokenizerBase, input_ids: torch.Tensor):
         self.keywords = keywords
         self.tokenizer = tokenizer
         self.prompt = input_ids

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 PAPER = " (paper)"
@@ -33,7 +34,7 @@ Row = Mapping[str, Any]
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
-    """Every column of `rows` in the order of first sight, a paper's column right after the measured one."""
+    """Every column of `rows` in the order in which they first occur, a paper's column right after the measured one."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     order = {name: index for index, name in enumerate(names)}
     return sorted(names, key=lambda name: (order.get(name.removesuffix(PAPER), order[name]), name.endswith(PAPER)))
@@ -52,7 +53,7 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, float):
@@ -62,11 +63,11 @@ def _cell(value: Any) -> str:
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
 
 
-def import_pyplot() -> Any:
+def import_pyplot() -> ModuleType:
     """`matplotlib.pyplot` with a backend that needs no display.
 
     Raises:
-        ImportError: Matplotlib is not installed; says which extra brings it.
+        ImportError: Matplotlib is not installed; the message says which extra brings it.
     """
     try:
         import matplotlib

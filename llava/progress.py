@@ -1,4 +1,4 @@
-"""How far a long job is: a bar in a terminal, elsewhere (a file, CI, SLURM) a plain line every half minute."""
+"""Shows how far a long job is: a bar in a terminal, elsewhere (a file, CI, SLURM) a plain line every half minute."""
 
 import sys
 import time
@@ -17,14 +17,14 @@ def in_terminal() -> bool:
 
 
 class Progress:
-    """Counts what is done and shows it on stderr; iterates where it was given something to iterate over.
+    """Counts what is done and shows it on stderr; can be iterated over if `of` can.
 
     Args:
-        of: what is done one by one, or how many there are.
+        of: the items, or their number.
         desc: the job's name.
         unit: what is counted, in the plural.
-        total: of an iterable that has no length.
-        done: how many were done before.
+        total: number of items, where `of` is an iterable without a length.
+        done: number of items that were done before.
         hidden: shows nothing, as on all ranks but the first.
         clock: seconds.
     """
@@ -46,7 +46,7 @@ class Progress:
         self.desc, self.unit, self.total, self.done, self.before = desc, unit, total, done, done
         self.clock, self.noted, self.said = clock, "", False
         self.started = clock()
-        self.paused = 0.0  # seconds since then in which nothing of the job was done; they do not count for its pace
+        self.paused = 0.0  # seconds since `started` in which the job stood still; its pace leaves them out
         self.due = self.started + FIRST
         self.bar = None
         self.hidden = hidden
@@ -57,7 +57,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __iter__(self) -> Iterator[Any]:
@@ -69,13 +69,13 @@ class Progress:
             self.close()
 
     def note(self, text: str) -> None:
-        """What is shown after the count from now on, such as the loss."""
+        """Shows `text`, such as the loss, after the count from now on."""
         self.noted = text
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
 
     def update(self, count: float = 1) -> None:
-        """So many more are done."""
+        """Counts `count` more items as done."""
         self.done += count
         if self.bar is not None:
             self.bar.update(count)
@@ -84,7 +84,7 @@ class Progress:
             self.due = now + EVERY
 
     def close(self) -> None:
-        """Ends the bar, or says the last line where any was said; further calls do nothing."""
+        """Ends the bar, or prints a last line if any was printed; further calls do nothing."""
         if self.bar is not None:
             self.bar.close()
         elif self.said:
@@ -92,7 +92,7 @@ class Progress:
         self.hidden, self.said = True, False
 
     def say(self, text: str) -> None:
-        """A line of its own, beside the bar."""
+        """Prints a line of its own above the bar."""
         if not self.hidden:
             tqdm.write(text, file=sys.stderr)
             sys.stderr.flush()

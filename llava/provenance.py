@@ -16,7 +16,7 @@ NEEDS_CHECKOUT = "this calls the repository's scripts, which an installed packag
 ROOT = CODE if IS_CHECKOUT else Path(__file__).resolve().parent / "recipes"
 """Holds `scripts` and `deepspeed_configs`: the repository, or the copies of them in an installed package."""
 WORK = ROOT if IS_CHECKOUT else Path()
-"""Where what is prepared and written lies by default: the repository, or else the working directory."""
+"""Where prepared data and outputs go by default: the repository, or else the working directory."""
 RUN_FILE = "run.json"
 """Beside `train_log.jsonl`: what a run was made from. `llava.train.run_record` writes it."""
 RUN_FORMAT = 1
@@ -25,7 +25,7 @@ WEIGHT_FILES = {".json", ".safetensors", ".bin", ".parquet"}
 _WHOLE, _STRIDE, _BLOCK = 64 << 20, 1 << 20, 4 << 10
 TRAINING = ("data", "model", "train")  # folders of the package
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft", "numpy", "pillow", "liger-kernel")
-"""What training computes with."""
+"""The packages that training computes with."""
 
 
 def git_commit(ignored: Sequence[str] = ()) -> str | None:
@@ -49,7 +49,7 @@ def git_commit(ignored: Sequence[str] = ()) -> str | None:
 
 
 def shipped(path: str) -> str:
-    """`path`, or where nothing is there the file that comes with this tree under that name."""
+    """`path`, or, if nothing is there, the file of that name that ships with this tree."""
     inside = ROOT / path
     return str(inside) if path and not Path(path).exists() and inside.is_file() else path
 
@@ -63,7 +63,7 @@ def version_of(package: str) -> str | None:
 
 
 def code_digest() -> str:
-    """SHA-256 of the source files that training may run, which also tells uncommitted changes apart."""
+    """SHA-256 of the source files that training may run; unlike the commit it also tells uncommitted changes apart."""
     digest = hashlib.sha256()
     files = [*(CODE / "llava").glob("*.py"), *(f for name in TRAINING for f in (CODE / "llava" / name).rglob("*.py"))]
     for path in sorted(files):
@@ -80,16 +80,16 @@ def software(packages: Sequence[str] = PACKAGES) -> dict[str, dict[str, str | No
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any], absent: Any = None) -> dict[str, tuple[Any, Any]]:
-    """Names with both values where those differ, sorted; one that a side lacks has the value `absent` there."""
+    """The names whose values differ, sorted, each with both values; `absent` stands for a value that is not there."""
     pairs = {name: (first.get(name, absent), second.get(name, absent)) for name in sorted({**first, **second})}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """The starts in a `run.json`.
+    """The starts in a `run.json`: one entry for each time that the run was started or resumed.
 
     Raises:
-        ValueError: there is no such file, or not of this format.
+        ValueError: the file does not exist or has another format.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -125,8 +125,8 @@ def revision(path: str) -> str | None:
 def fingerprint(path: Path) -> str:
     """16 hexadecimal digits of a SHA-256 over names, sizes and contents of a file or of a folder's files.
 
-    Weights, records and configs are read, other files count by name and size. Of a file over 64 MiB 4 KiB of every MiB
-    are read, so that a 7B model costs a second and still every large tensor counts.
+    Weights, records and configs are read; other files count by name and size. Of a file over 64 MiB only 4 KiB of every
+    MiB are read, so that a 7B model takes a second and still every large tensor counts.
     """
     digest = hashlib.sha256()
     for file in sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]:

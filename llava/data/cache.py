@@ -1,4 +1,4 @@
-"""Files derived from the data, kept beside it: made once, by one process, never half, and never taken for newer data.
+"""Files derived from the data and kept beside it: made once, by one process, never left half done, and never outdated.
 
 A cached file's name carries the hash of the content that it was made from, so a changed source has another name. Ranks
 meet at a file lock: one makes the file, the others wait and open it; no process group is needed.
@@ -25,8 +25,8 @@ _CLOCK_STEP = 2.0  # seconds; the coarsest time stamps that file systems keep
 def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
     """Where files made from `source` are looked for and written, best first.
 
-    Beside the data, so that every run and user shares them; where that cannot be written, in the user's cache folder.
-    `chosen` (`--data_cache_dir`) replaces both.
+    They lie beside the data, so that every run and user shares them; where that cannot be written, in the user's cache
+    folder. `chosen` (`--data_cache_dir`) replaces both.
     """
     if chosen:
         return [Path(chosen)]
@@ -41,14 +41,14 @@ def made_once(
     is_whole: Callable[[Path], bool],
     since: float = 0.0,
 ) -> Path:
-    """The file `name` in the first of `folders` that has it; else made in the first that can be written.
+    """The file `name` in the first of `folders` that has it; otherwise it is made in the first that can be written.
 
     Args:
-        name: says content, version and kind of the file.
+        name: the file's name, which carries content, version and kind.
         folders: from `cache_folders`.
         make: writes the file to the path it is given; what it raises goes to the caller, and nothing is left behind.
-        is_whole: whether a file found is undamaged; one that is not is made again.
-        since: a file that was written before (seconds since the epoch) is made again too.
+        is_whole: whether a file that is found is undamaged; a damaged one is made again.
+        since: a file written before this time (seconds since the epoch) is made again too.
 
     Raises:
         OSError: no folder can be written.
@@ -59,7 +59,7 @@ def made_once(
     target = folder / name
     with _Waiting(folder / f"{name}.lock"):
         if not _usable(target, is_whole, since):
-            # The host's name, not a random one: what a killed process leaves is overwritten by the next.
+            # The host's name and not a random one, so that the next process overwrites what a killed one leaves.
             temporary = folder / f"{name}.{platform.node()}.tmp"
             try:
                 make(temporary)
@@ -94,7 +94,7 @@ def _writable(folders: list[Path]) -> Path:
 
 
 class _Waiting:
-    """A file lock that says so when another process holds it."""
+    """A file lock that logs when it has to wait for another process."""
 
     def __init__(self, path: Path):
         self.path, self.lock = path, FileLock(path)
@@ -103,7 +103,7 @@ class _Waiting:
         try:
             self.lock.acquire(timeout=1)
         except Timeout:
-            logger.info("waiting for another process that makes %s", self.path.with_suffix(""))
+            logger.info("waiting for another process, which is making %s", self.path.with_suffix(""))
             self.lock.acquire()
 
     def __exit__(self, *_: object) -> None:
@@ -117,12 +117,12 @@ def file_stamp(path: Path) -> list[int]:
 
 
 def is_settled(stamp: list[int], now: float) -> bool:
-    """Whether whatever changes after `now` (seconds since the epoch) has another stamp than this."""
+    """Whether a file that changes after `now` (seconds since the epoch) is sure to get another stamp than this."""
     return now - stamp[-1] / 1e9 > _CLOCK_STEP
 
 
 def stamped_name(source: Path) -> str:
-    """Of a file made from `source` that is too large to be read at every start: of its place and its stamp.
+    """A name, from path and stamp, for a file made from a `source` that is too large to be read at every start.
 
     Returns only when a later change would have another time stamp.
     """
@@ -133,7 +133,7 @@ def stamped_name(source: Path) -> str:
 
 
 def known_hash(source: Path, folders: list[Path]) -> str | None:
-    """What `content_hash` found when the file had the stamp that it has now; None if it has another."""
+    """The hash that `content_hash` has stored for the file; None if the file's stamp has changed since."""
     stamp = file_stamp(source)
     for folder in folders:
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -144,22 +144,23 @@ def known_hash(source: Path, folders: list[Path]) -> str | None:
 
 
 def content_hash(source: Path, folders: list[Path], digest: Callable[[Path], str] | None = None) -> str:
-    """SHA-256 of a file, read again only if its stamp is not the one it had when it was last read.
+    """SHA-256 of a file, which is read again only if its stamp is not the one it had when it was last read.
 
-    The stamp has the time of last change, which programs cannot set: a copy that keeps size and modification time has
-    another. It is trusted, as git does it, only if the file was not written in the clock's step in which it was read.
+    The stamp holds the time of the last change, which programs cannot set: a copy that keeps size and modification time
+    still has another stamp. As in git, a stamp is not trusted if the file was written in the same step of the clock in
+    which it was read.
 
     Args:
         source: the file.
         folders: from `cache_folders`; hash and stamp are kept there.
-        digest: gives the hash; default that of all bytes.
+        digest: computes the hash; by default that of all bytes.
     """
     if known := known_hash(source, folders):
         return known
     stamp, started = file_stamp(source), time.time()
     found = (digest or bytes_digest)(source)
     if is_settled(stamp, started) and file_stamp(source) == stamp:
-        with suppress(OSError):  # it only saves time
+        with suppress(OSError):  # the stored hash only saves time
             folder, name = _writable(folders), _stamp_file(source)
             temporary = folder / f"{name}.{platform.node()}.{os.getpid()}.tmp"
             temporary.write_text(json.dumps({"stamp": stamp, "sha256": found}))

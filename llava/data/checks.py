@@ -2,7 +2,8 @@
 
 A record is `{"id", "image": str | [str], "conversations": [{"from", "value"}, ...]}`; `images` is another name of
 `image`, and text-only records have neither. Further fields are kept, not read. A row of a Parquet file may hold its
-images itself: they are then `RowImage`s. Chat messages have become such records before (`llava.data.messages`).
+images itself: they are then `RowImage`s. Chat messages are converted to such records beforehand
+(`llava.data.messages`).
 """
 
 import re
@@ -13,11 +14,11 @@ from llava.constants import DEFAULT_IMAGE_TOKEN
 
 Record = dict[str, Any]
 LONGEST_RECORD = 1 << 24
-"""Characters of JSON: a longer record is a fault, since tokenising it would hold up a worker for minutes."""
+"""Characters of JSON. A longer record is a fault, since tokenising it would hold up a worker for minutes."""
 IMAGE_KEYS = ("image", "images")
 """Names of the field that holds a record's images; both mean the same."""
 TURN_KEYS = ("conversations", "messages", "conversation")
-"""Names under which a file may have a record's turns; the table of records has them under the first."""
+"""Names under which a file may hold a record's turns; the table of records holds them under the first."""
 _READ = {"id", *TURN_KEYS, *IMAGE_KEYS}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PICTURE_KEY = re.compile(
@@ -28,7 +29,7 @@ _PICTURE_FILE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|avif|mp4)$", re.IGN
 
 
 class RowImage(NamedTuple):
-    """An image whose bytes stand in a row of a Parquet file; `number` counts those of a row that holds a list."""
+    """An image whose bytes stand in a row of a Parquet file; `number` is its index where the row holds a list."""
 
     shard: str
     row: int
@@ -53,24 +54,24 @@ Image = str | RowImage | PlacedImage
 
 
 class Problem(NamedTuple):
-    """A kind of finding, as the preflight counts it, and what exactly was found."""
+    """A finding: its kind, by which the preflight counts it, and a message that says what exactly was found."""
 
     kind: str
     message: str
 
 
 class RepeatedKeys(dict):
-    """A JSON object in which a key occurs twice; which of the values counts differs between programs."""
+    """A JSON object in which a key occurs twice; programs differ in which of the values they take."""
 
 
 def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` of a JSON parser: a dict that knows whether keys were repeated."""
+    """The `object_pairs_hook` of a JSON parser: a dict, or a `RepeatedKeys` where a key occurs twice."""
     found = dict(pairs)
     return found if len(found) == len(pairs) else RepeatedKeys(found)
 
 
-def record_name(record: Any, index: int) -> str:
-    """How messages call a record."""
+def record_name(record: object, index: int) -> str:
+    """A record's name in messages: its index, and its id if it has one."""
     identifier = record.get("id") if isinstance(record, dict) else None
     return f"record {index}" + (f" (id {identifier!r:.100})" if identifier is not None else "")
 
@@ -86,7 +87,7 @@ def image_keys(record: Record) -> list[str]:
     return [key for key in IMAGE_KEYS if record.get(key) is not None and record[key] != []]
 
 
-def unread_keys(record: Record) -> dict[str, Any]:
+def unread_keys(record: Record) -> dict[str, object]:
     """The fields of a record that nothing here reads, with their values; those of turns as `conversations.NAME`."""
     found = {key: value for key, value in record.items() if key not in _READ and value is not None}
     turns = record.get("conversations")
@@ -101,14 +102,14 @@ def unread_pictures(record: Record) -> list[str]:
     return [key for key, value in unread_keys(record).items() if value is not None and _is_like_picture(key, value)]
 
 
-def _is_like_picture(key: str, value: Any) -> bool:
+def _is_like_picture(key: str, value: object) -> bool:
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, str) and _PICTURE_FILE.search(first):
         return True
     return bool(first) and isinstance(first, (str, dict)) and _PICTURE_KEY.search(key) is not None
 
 
-def record_problem(record: Any) -> Problem | None:
+def record_problem(record: object) -> Problem | None:
     """What is wrong with a record, or None."""
     if not isinstance(record, dict):
         return Problem("schema", f"expected an object, found {type(record).__name__}")
@@ -143,7 +144,7 @@ def placeholder_problem(record: Record) -> Problem | None:
 
 
 def _found_instead(record: Record) -> str:
-    """How a message goes on about a record without turns."""
+    """The end of the message about a record without turns: what it has instead."""
     if key := next((key for key in TURN_KEYS if key in record), None):
         return f"{key!r}, found {record[key]!r:.80}"
     return f"'conversations' or 'messages'; the record has {_listed(list(record)) or 'no keys'}"
@@ -153,7 +154,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(f"{name!r:.40}" for name in names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def _turn_problem(turn: Any) -> Problem | None:
+def _turn_problem(turn: object) -> Problem | None:
     if not (isinstance(turn, dict) and isinstance(turn.get("from"), str) and isinstance(turn.get("value"), str)):
         forms = "{'from': str, 'value': str} or {'role': str, 'content': str or parts}"
         return Problem("schema", f"expected {forms}, found {turn!r:.80}")
@@ -165,12 +166,12 @@ def _turn_problem(turn: Any) -> Problem | None:
 
 
 def starts_from(path: str | Path) -> str:
-    """What a message adds to a path that does not exist: where it starts from, if it is relative."""
+    """What messages append to a path that does not exist: the folder that it starts from, if it is relative."""
     return "" if Path(path).is_absolute() else f" (from {Path.cwd()})"
 
 
 def shown_text(text: str) -> str:
-    """The text that is kept of a record: of one that is too long only the beginning."""
+    """The text that is kept of a record; of a record that is too long, only the beginning."""
     return text if len(text) <= LONGEST_RECORD else text[:1000]
 
 

@@ -1,10 +1,10 @@
-"""Samples to a batch.
+"""Makes a batch of samples.
 
 Shapes: B batch, S longest sample, N images of the batch.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -15,6 +15,17 @@ from llava.data.dataset import Sample
 from llava.layout import Layout, lay_out, pad_layout
 
 
+class Batch(TypedDict, total=False):
+    """What a model is given; `layout` if the collator makes it, `images` and `indices` if the samples have them."""
+
+    input_ids: torch.Tensor  # [B, S]
+    labels: torch.Tensor  # [B, S]
+    attention_mask: torch.Tensor  # [B, S]
+    images: torch.Tensor  # [N, 3, H, W], or the crops of all images
+    layout: Layout
+    indices: torch.Tensor  # [B]
+
+
 class DataCollatorForSupervisedDataset:
     """Pads token ids and labels on the right, concatenates the images, and lays out the decoder's input.
 
@@ -22,9 +33,9 @@ class DataCollatorForSupervisedDataset:
 
     Args:
         pad_token_id: fills `input_ids`; masked out everywhere.
-        num_visual_tokens: V, what one placeholder expands to; None leaves the layout to the model.
-        max_length: samples are cut there, counted after expansion.
-        padding_free: the model's own `padding_free`.
+        num_visual_tokens: V, the tokens that one placeholder expands to; None leaves the layout to the model.
+        max_length: length at which samples are cut, counted after expansion.
+        padding_free: the model's `padding_free`.
         crop_rules: the model's, where its images have different numbers of crops.
     """
 
@@ -42,15 +53,10 @@ class DataCollatorForSupervisedDataset:
         self.padding_free = padding_free
         self.crop_rules = crop_rules
 
-    def __call__(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor | Layout]:
-        """The batch of `samples`.
-
-        Returns:
-            `input_ids`, `labels`, `attention_mask` [B, S]; `layout`; `images` [N, 3, H, W], or all their crops, and
-            `indices` [B] if samples have them.
-        """
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        """The batch of `samples`."""
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-        batch: dict[str, Any] = {
+        batch: Batch = {
             "input_ids": pad_sequence(
                 [s["input_ids"] for s in samples], batch_first=True, padding_value=self.pad_token_id
             ),
@@ -61,24 +67,23 @@ class DataCollatorForSupervisedDataset:
         if images:
             batch["images"] = torch.cat(images)
         if self.num_visual_tokens is not None:
-            batch["layout"] = self._layout(samples, self.num_visual_tokens, **batch)
+            batch["layout"] = self._layout(samples, self.num_visual_tokens, batch)
         if "index" in samples[0]:
             batch["indices"] = torch.tensor([sample["index"] for sample in samples])
         return batch
 
-    def _layout(
-        self,
-        samples: Sequence[Sample],
-        num_visual_tokens: int,
-        input_ids: torch.Tensor,
-        labels: torch.Tensor,
-        attention_mask: torch.Tensor,
-        images: torch.Tensor | tuple[()] = (),
-    ) -> Layout:
+    def _layout(self, samples: Sequence[Sample], num_visual_tokens: int, batch: Batch) -> Layout:
         pictures = [picture for sample in samples for picture in sample.get("pictures", ())]
         if pictures and self.crop_rules is not None:
             visual_tokens = [self.crop_rules.visual_tokens(picture) for picture in pictures]
         else:
-            visual_tokens = [num_visual_tokens] * len(images)
-        layout = lay_out(input_ids, attention_mask, labels, visual_tokens, self.max_length, pictures or None)
+            visual_tokens = [num_visual_tokens] * len(batch.get("images", ()))
+        layout = lay_out(
+            batch["input_ids"],
+            batch["attention_mask"],
+            batch["labels"],
+            visual_tokens,
+            self.max_length,
+            pictures or None,
+        )
         return layout if self.padding_free else pad_layout(layout)

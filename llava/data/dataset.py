@@ -1,17 +1,18 @@
 """From a record to tensors: tokens, labels and pixels of one sample.
 
-Shapes: S tokens of the sample (an image placeholder counts one), n images of the sample.
+Shapes: S tokens of the sample (an image placeholder counts as one), n images of the sample.
 """
 
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from llava.anyres import CropRules, Picture, Size
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -28,9 +29,11 @@ from llava.mm_utils import process_prompt_images
 
 logger = logging.getLogger(__name__)
 
+Found = TypeVar("Found")
+
 
 class Sample(TypedDict, total=False):
-    """What training gets of a record; `images` and `pictures` only where it has some."""
+    """A record as training gets it; it has `images` and `pictures` only where the record has pictures."""
 
     input_ids: torch.Tensor  # [S]
     labels: torch.Tensor  # [S]
@@ -46,23 +49,24 @@ class LazySupervisedDataset(Dataset):
         records: checked records, a `RecordTable` or a list.
         tokenizer: the LLM's fast tokenizer.
         version: name of the conversation template.
-        image_processor: of the vision tower; None for text-only data.
-        image_folder: images are looked up below it; a folder, a zip file, or a store of images.
+        image_processor: the vision tower's; None for text-only data.
+        image_folder: where the images are: a folder, a zip file, or a store of images.
         image_aspect_ratio: `pad` or `square` (plain resize), as `--image_aspect_ratio`.
-        num_visual_tokens: V, what one placeholder expands to.
-        crop_rules: replace both where they are `anyres`.
-        model_max_length: samples are cut there, counted after expansion.
+        num_visual_tokens: V, the tokens that one placeholder expands to.
+        model_max_length: length at which samples are cut, counted after expansion.
         label_masking: `assistant` or `upstream`.
         show_progress: whether measuring all lengths shows a progress bar.
-        pixel_dtype: of `images`; the precision in which the tower computes, so that no more than it sees travels.
+        pixel_dtype: type of `images`; the precision in which the tower computes, so that batches are no larger than it
+            needs.
+        crop_rules: the model's; where they are `anyres`, they replace `image_aspect_ratio` and `num_visual_tokens`.
     """
 
     def __init__(
         self,
         records: Sequence[Record],
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         version: str,
-        image_processor: Any,
+        image_processor: BaseImageProcessor | None,
         image_folder: str | ImageStore | None,
         image_aspect_ratio: str,
         num_visual_tokens: int,
@@ -91,7 +95,7 @@ class LazySupervisedDataset(Dataset):
         self._truncation_reported = False
 
     def over(self, records: Sequence[Record], images: ImageStore) -> "LazySupervisedDataset":
-        """Other records, with images elsewhere, made into samples in the same way."""
+        """A dataset of other records, with their own images, made into samples in the same way."""
         other = copy.copy(self)
         other.records, other.images, other._lengths = records, images, None
         return other
@@ -99,13 +103,13 @@ class LazySupervisedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_lengths": None}  # the order is decided elsewhere; workers need no lengths
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_lengths": None}  # workers need no lengths: the order is decided elsewhere
 
     def __getitem__(self, index: int) -> Sample:
         """`input_ids` [S], `labels` [S], `index`, and, if the record has images, `images` [n, 3, H, W].
 
-        With `anyres` these are the crops of all its images, which `pictures` describes.
+        With `anyres`, `images` holds the crops of all images, and `pictures` describes them.
 
         A negative index `~i` gives sample i without targets, for ranks that have no sample left.
 
@@ -122,25 +126,26 @@ class LazySupervisedDataset(Dataset):
         pictures: list[Picture] = []
         visual_tokens = self.num_visual_tokens
         rules = self._rules_for(record)
-        if rules is not None:  # its length depends on the picture's size
+        if rules is not None:  # the sample's length depends on the picture's size
             images = [self._open_image(record_images(record)[0], index)]
             pictures = [rules.picture(images[0].size)]
             visual_tokens = rules.visual_tokens(pictures[0])
         sample = self._cut(sample, index, visual_tokens)
         item: Sample = {"input_ids": sample.input_ids, "labels": sample.labels, "index": index}
-        # A cut may remove placeholders: their images go with them.
+        # A cut may remove placeholders, and their images with them.
         num_images = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
         if num_images:
             names = record_images(record)
             images = images or [self._open_image(name, index) for name in names[:num_images]]
             if self.crop_rules is not None:
                 item["pictures"] = pictures or [Picture()] * num_images
+            assert self.image_processor is not None  # None goes with text-only data
             pixels = process_prompt_images(images, self.image_processor, self.image_config, len(names))
             item["images"] = (pixels[0] if len(pixels) == 1 else torch.cat(pixels)).to(self.pixel_dtype)
         return item
 
     def _rules_for(self, record: Record) -> CropRules | None:
-        """What cuts the record's picture into crops, where it is cut."""
+        """The rules that cut the record's picture into crops; None where it is not cut."""
         return self.crop_rules if len(record_images(record)) == 1 else None
 
     def tokenize(self, index: int) -> TokenizedSample:
@@ -189,7 +194,7 @@ class LazySupervisedDataset(Dataset):
     def _open_image(self, image: Place, index: int) -> Image.Image:
         return self._named_errors(self.images.open, image, index)
 
-    def _named_errors(self, read: Callable[[Place], Any], image: Place, index: int) -> Any:
+    def _named_errors(self, read: Callable[[Place], Found], image: Place, index: int) -> Found:
         try:
             return read(image)
         except ImageError as error:
@@ -202,7 +207,7 @@ class LazySupervisedDataset(Dataset):
         return token_counts(self.records, self.token_ids, settings, self.show_progress)
 
     def image_sizes(self) -> np.ndarray:
-        """Width and height of every sample's picture, int32 [N, 2]; zeros where none is cut into crops."""
+        """Width and height of every sample's picture, int32 [N, 2]; zeros where no picture is cut into crops."""
 
         def place() -> str:  # pictures that were replaced are checked anew, and so measured anew
             return f"{self.images.identity()} {getattr(self.records, 'checked_at', None)}"
@@ -216,11 +221,11 @@ class LazySupervisedDataset(Dataset):
         return self._named_errors(self.images.size, record_images(record)[0], index)
 
     def visual_tokens(self) -> int | np.ndarray:
-        """How many stand for each image of a sample: one number, or one for every sample [N]."""
+        """Visual tokens of each image of a sample: one number for all samples, or one for every sample [N]."""
         return self._of_each_picture(self.num_visual_tokens, lambda rules, picture: rules.visual_tokens(picture))
 
     def crops_per_image(self) -> int | np.ndarray:
-        """How many squares the tower sees of each image of a sample: one number, or one for every sample [N]."""
+        """Squares that the tower sees of each image of a sample: one number for all, or one for every sample [N]."""
         return self._of_each_picture(1, lambda rules, picture: picture.crops)
 
     def _of_each_picture(self, usual: int, value: Callable[[CropRules, Picture], int]) -> int | np.ndarray:
@@ -236,7 +241,7 @@ class LazySupervisedDataset(Dataset):
         return whole_lengths(self.token_counts(), self.visual_tokens())
 
     def modality_lengths(self) -> np.ndarray:
-        """True length [N] of every sample after expansion and cut; negative for text-only ones (LLaVA's convention)."""
+        """Length [N] of every sample after expansion and cut; negative for text-only samples (LLaVA's convention)."""
         if self._lengths is None:
             counts, visual_tokens = self.token_counts(), self.visual_tokens()
             self._lengths = lengths_from_counts(counts, visual_tokens, self.model_max_length)

@@ -1,17 +1,18 @@
 """Data sets that the `datasets` library reads, by name or folder, as the Parquet shards that training reads by row.
 
 `hf:owner/name[split]`, `hf:owner/name:config[split]`, `hf:/a/folder[split]`; the split is `train` where none is named.
-A data set that consists of Parquet files is read from them as they lie, in the library's cache where it was downloaded.
+A data set that consists of Parquet files is read from these files, in the library's cache if they were downloaded.
 Any other, and a part of a split (`train[:10%]`), is written as Parquet once, shard by shard. Pictures that are files of
-the data set itself, as in an image folder, are written as their bytes; others stay the bytes or paths that they are.
-None is decoded.
+the data set itself, as in an image folder, are written as bytes; other pictures stay bytes or paths, as they are. None
+is decoded.
 """
 
 import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,11 +20,14 @@ import pyarrow.parquet as pq
 from llava.data.cache import cache_folders, made_once
 from llava.data.checks import IMAGE_KEYS, starts_from
 
+if TYPE_CHECKING:
+    import datasets  # which takes seconds, and may be missing
+
 _NAME = re.compile(r"hf:(?P<path>[^:\[\]]+)(:(?P<config>[^:\[\]]+))?(\[(?P<split>.+)\])?")
 _SHARD = 1 << 29  # bytes of a shard that is written
-_GROUP_ROWS, _GROUP_BYTES = 100, 1 << 21  # about, of a row group; image bytes are read from its start
-_READ_ROWS = 4  # at a time
-_FORMAT = 2  # of what is written; to be raised when it changes
+_GROUP_ROWS, _GROUP_BYTES = 100, 1 << 21  # of a row group, about; image bytes are read from its start
+_READ_ROWS = 4  # rows that are read at a time
+_FORMAT = 2  # of the written shards; to be raised when it changes
 
 
 def is_hub_name(name: str) -> bool:
@@ -32,11 +36,11 @@ def is_hub_name(name: str) -> bool:
 
 
 def hub_shards(name: str, cache_dir: str | None = None) -> list[Path]:
-    """The Parquet files of a data set's split, in order; downloaded or written where they are not there yet.
+    """The Parquet files of a data set's split, in order; downloaded or written if they are not there yet.
 
     Args:
-        name: as the module says.
-        cache_dir: where written shards are kept; default the user's cache folder.
+        name: `hf:` and a data set, as the module describes it.
+        cache_dir: where written shards are kept; by default the user's cache folder.
 
     Raises:
         FileNotFoundError: there is no such data set, folder or split.
@@ -73,8 +77,8 @@ def _parts(name: str) -> tuple[str, str | None, str | None]:
     return str(Path(path).absolute()) if is_folder else path, config, split
 
 
-def _saved(datasets: Any, path: str, split: str | None) -> Any:
-    """What `save_to_disk` wrote: one split, or several by name."""
+def _saved(datasets: ModuleType, path: str, split: str | None) -> "datasets.Dataset":
+    """The split of what `save_to_disk` wrote: a data set, or several by the names of their splits."""
     data = datasets.load_from_disk(path)
     if not isinstance(data, datasets.DatasetDict):
         data = {str(data.split or "train"): data}
@@ -85,7 +89,7 @@ def _saved(datasets: Any, path: str, split: str | None) -> Any:
     raise ValueError(f"no split {split or 'train'!r}; it has {', '.join(map(repr, data))}")
 
 
-def _shards(datasets: Any, path: str, config: str | None, split: str, cache_dir: str | None) -> list[Path]:
+def _shards(datasets: ModuleType, path: str, config: str | None, split: str, cache_dir: str | None) -> list[Path]:
     builder = datasets.load_dataset_builder(path, config)
     files = builder.config.data_files or {}
     if builder.name.startswith("parquet") and split in files:
@@ -93,8 +97,8 @@ def _shards(datasets: Any, path: str, config: str | None, split: str, cache_dir:
     return _written(datasets.load_dataset(path, config, split=split), path, cache_dir)
 
 
-def _written(data: Any, path: str, cache_dir: str | None) -> list[Path]:
-    """The shards of `data`, a data set that is mapped from disk, written where they are not there yet."""
+def _written(data: "datasets.Dataset", path: str, cache_dir: str | None) -> list[Path]:
+    """The shards of `data`, a data set that is mapped from disk; written if they are not there yet."""
     name = f"{re.sub('[^A-Za-z0-9._-]+', '-', path).strip('-')[-80:]}.{data._fingerprint}"
     count = max(1, -(-data.data.nbytes // _SHARD))
     folders = cache_folders(Path.home(), cache_dir)[-1:]
@@ -106,7 +110,7 @@ def _written(data: Any, path: str, cache_dir: str | None) -> list[Path]:
 
 
 def _own_folders(path: str) -> list[Path]:
-    """Where files of a data set may lie: its folder, and where the library downloads and unpacks."""
+    """The folders where a data set's own files may lie: its folder, and where the library downloads and unpacks."""
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -133,7 +137,7 @@ def _write(data: Any, own: list[Path], count: int, number: int, target: Path) ->
 
 
 def _embedded(value: Any, own: list[Path]) -> Any:
-    """A row's picture, or list of them, with the bytes of those that are files in one of the folders `own`."""
+    """A row's picture or list of pictures; those that are files in one of the folders `own` get their bytes."""
     if isinstance(value, list):
         return [_embedded(one, own) for one in value]
     if not isinstance(value, dict) or value.get("bytes") is not None or not value.get("path"):

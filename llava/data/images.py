@@ -1,7 +1,7 @@
 """Opens the pictures of records: files below a folder, members of a zip file, bytes in rows of Parquet files.
 
-What records name is not trusted: a path may not lead out of the folder, by `..`, from the root, or over a link; only
-picture formats that Pillow decodes by itself are tried; and nothing is read that is too large to be a picture.
+Names in records are not trusted. A path may not lead out of the folder, be it by `..`, from the root, or over a link;
+only picture formats that Pillow decodes by itself are tried; and a file that is too large for a picture is not read.
 """
 
 import os
@@ -21,14 +21,14 @@ from llava.data.row_images import RowReader
 from llava.data.zip_files import ZipMembers
 
 LARGEST_FILE = 1 << 29
-"""Bytes; with Pillow's limit of pixels, more than any picture has."""
-# EPS would start another program; the others that are missing here are no pictures, or no format that data comes in.
+"""Bytes; more than any picture has within Pillow's limit of pixels."""
+# EPS would start another program; the other formats that are missing here are no pictures, or not used for data.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "MPO", "PPM", "JPEG2000", "AVIF", "ICO", "TGA")
 _OF_AN_ENTRY = "the mixture entry's image_folder"
 
 
 class ImageError(ValueError):
-    """A picture that cannot be had: `problem.kind` is `image_missing`, `image_outside` or `image_unreadable`."""
+    """A picture that cannot be opened: `problem.kind` is `image_missing`, `image_outside` or `image_unreadable`."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(message)
@@ -36,18 +36,18 @@ class ImageError(ValueError):
 
 
 class ImageStore:
-    """Where the pictures that records name are.
+    """Opens the pictures that records name.
 
     Args:
         image_folder: a folder, a `.zip` file, or None for the working directory.
-        cache_dir: where a zip file's list of members is kept; default `.llava_cache` beside it.
+        cache_dir: where a zip file's list of members is kept; by default `.llava_cache` beside it.
         follow_links: whether links below the folder may lead out of it.
         others: the folders or zip files of `PlacedImage`s; None stands for `image_folder`.
-        setting: where `image_folder` comes from, as messages call it.
+        setting: the flag or entry that gave `image_folder`, as messages name it.
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError, OSError: as `ZipMembers`.
+        ValueError, OSError: see `ZipMembers`.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class ImageStore:
         return self.archive is not None and all(other.is_archive for other in self.others.values())
 
     def identity(self) -> str:
-        """Says where pictures come from: for a zip file its content, for a folder its path."""
+        """A text that identifies where pictures come from: a zip file by its content, a folder by its path."""
         own = f"zip {self.archive.content()}" if self.archive else f"folder {self._real_root} {self.follow_links}"
         return "; ".join([own, *(other and self.others[other].identity() or "own" for other in self._places)])
 
     def folders(self, images: Iterable[Place]) -> set[str]:
-        """The folders of those images that are files of their own: below the image folder, or absolute for others."""
+        """The folders of the images that are files of their own, below the image folder; absolute for other folders."""
         own = set() if self.archive else {os.path.dirname(name) for name in images if isinstance(name, str)}
         placed = [image for image in images if isinstance(image, PlacedImage) and not self.others[image.folder].archive]
         return own | {os.path.dirname(os.path.abspath(str(image))) for image in placed}
@@ -97,26 +97,26 @@ class ImageStore:
         return found
 
     def open(self, image: Place) -> Image.Image:
-        """The picture, decoded; of animated ones the first frame.
+        """The picture, decoded; of an animated one, the first frame.
 
         Raises:
-            ImageError: it is missing, outside, or cannot be decoded; the message names it.
+            ImageError: it is missing, lies outside the folder, or cannot be decoded; the message names it.
         """
         with self._header(image) as picture:
             picture.load()
             return picture
 
     def size(self, image: Place) -> tuple[int, int]:
-        """Width and height of the picture, by its header alone.
+        """Width and height of the picture, from its header alone.
 
         Raises:
-            ImageError: it is missing, outside, or no picture; the message names it.
+            ImageError: it is missing, lies outside the folder, or is no picture; the message names it.
         """
         with self._header(image) as picture:
             return picture.size
 
     def check(self, image: Place, full_decode: bool = False) -> Problem | None:
-        """What is wrong with a picture, by its header or by decoding it; or that only its first frame is used."""
+        """What is wrong with a picture, by its header or by decoding it; also reports that it has several frames."""
         try:
             with self._header(image) as picture:
                 if full_decode:
@@ -204,7 +204,7 @@ class ImageStore:
 
 @contextmanager
 def picture_header(source: str | BytesIO) -> Iterator[Image.Image]:
-    """A picture that is not decoded yet; only `_FORMATS` are tried, and one of too many pixels for Pillow is refused.
+    """A picture that is not decoded yet; only `_FORMATS` are tried, and Pillow's limit of pixels is enforced.
 
     Raises:
         Exception: whatever damaged bytes lead Pillow's decoders to, here and within the context.

@@ -1,30 +1,30 @@
 """Reads JSON and JSONL files element by element, a piece of the file at a time; faults stay with their element.
 
-What a file holds, a list or a record per line, is seen by its content: names are often wrong. In JSONL a line that is
-no JSON is a fault of that line. In a list nothing can be read after a syntax error, so the file is refused as a whole.
-Bytes that are not UTF-8 are carried through (`surrogateescape`) to the checks.
+The content shows whether a file holds a list or one record per line, since names are often wrong. In JSONL, a line that
+is not JSON is a fault of that line. In a list, nothing can be read after a syntax error, so the file is refused as a
+whole. Bytes that are not UTF-8 are carried through (`surrogateescape`) to the checks.
 """
 
 import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from llava.data.checks import TURN_KEYS, Problem, json_object, record_problem, shown_text, text_problem
 from llava.data.messages import as_record
 
 _PIECE = 1 << 22  # characters of a .json file that are read at a time
-_LONGEST_ELEMENT = 1 << 28  # characters; what is longer is not a list of records
+_LONGEST_ELEMENT = 1 << 28  # characters; a longer element is no record
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PYTHON_WORD = re.compile(r"(None|True|False)\b")
-_LONGEST_TOKEN = 16  # characters; a fault as near to the end of a piece may come from its end
+_LONGEST_TOKEN = 16  # characters; a fault this near to the end of a piece may only come from the cut
 _QUOTES = "'`‘’“”"
 
 
 class Element(NamedTuple):
-    """A record's JSON text, what is wrong with it, and the row of a Parquet file that holds its image, if one does."""
+    """A record's JSON text, what is wrong with it, and the row of the Parquet file where that holds its images."""
 
     text: str
     problem: Problem | None
@@ -35,7 +35,7 @@ def read_elements(path: Path) -> Iterator[Element]:
     """The elements of a `.jsonl` or `.json` file, in order, each checked by itself.
 
     Raises:
-        ValueError: the file is not JSON as a whole, or not UTF-8 text; the message names it, the line and the column.
+        ValueError: the file as a whole is not JSON, or not UTF-8 text; the message names it, the line and the column.
     """
     if _has_lines(path):
         yield from _read_jsonl(path)
@@ -45,8 +45,8 @@ def read_elements(path: Path) -> Iterator[Element]:
         yield Element(shown_text(text), problem) if problem else _checked(element, text)
 
 
-def _checked(found: Any, text: str) -> Element:
-    """The element of what was parsed from `text`: converted to LLaVA's form where it has another, and checked."""
+def _checked(found: object, text: str) -> Element:
+    """The element of `found`, parsed from `text`: converted to LLaVA's form if it has another, and checked."""
     record, problem = as_record(found)
     problem = problem or record_problem(record)
     return Element(text if problem or record is found else json.dumps(record), problem)
@@ -59,14 +59,14 @@ def _open(path: Path) -> TextIO:
         raise ValueError(f"--data_path {path}: the file is empty")
     if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in begin:
         raise ValueError(
-            f"--data_path {path}, line 1, column 1: UTF-16, or no text; expected UTF-8, as by "
-            f"iconv -f UTF-16 -t UTF-8 {path.name}"
+            f"--data_path {path}, line 1, column 1: UTF-16, or no text; expected UTF-8, which "
+            f"iconv -f UTF-16 -t UTF-8 {path.name} makes of UTF-16"
         )
     return path.open(encoding="utf-8-sig", errors="surrogateescape")
 
 
 def _has_lines(path: Path) -> bool:
-    """Whether a file holds a record per line; its name decides only where the content does not."""
+    """Whether a file holds one record per line; its name decides only where the content does not."""
     with _open(path) as file:
         line = ""
         while not line.strip() and (read := file.readline(_PIECE)):
@@ -87,7 +87,7 @@ def _has_lines(path: Path) -> bool:
 
 
 class _Window:
-    """The part of a file that is held as text, and where it stands in the file."""
+    """The part of a file that is held in memory as text, and its place in the file."""
 
     def __init__(self, path: Path, file: TextIO):
         self.path, self.file = path, file
@@ -100,7 +100,7 @@ class _Window:
         return self.line, self.column + position
 
     def grow(self, position: int) -> bool:
-        """Drops what stands before `position` and reads on; False at the end of the file."""
+        """Drops the text before `position` and reads on; False at the end of the file."""
         piece = self.file.read(max(_PIECE, len(self.text) - position))
         if piece:
             (self.line, self.column), self.text = self.place(position), self.text[position:] + piece
@@ -111,8 +111,12 @@ class _Window:
         return ValueError(f"--data_path {self.path}, line {line}, column {column}: {fault}")
 
 
-def read_json(path: Path) -> Iterator[tuple[Any, str]]:
-    """The elements of a JSON list, each with its text, from a piece of the file at a time."""
+def read_json(path: Path) -> Iterator[tuple[object, str]]:
+    """Yields the elements of a JSON list, each with its text; holds only a piece of the file at a time.
+
+    Raises:
+        ValueError: the file is not a JSON list; the message names it, the line and the column.
+    """
     parse = json.JSONDecoder(object_pairs_hook=json_object).raw_decode
     with _open(path) as file:
         window = _Window(path, file)
@@ -201,7 +205,7 @@ def _read_jsonl(path: Path) -> Iterator[Element]:
                 yield _line_element(parse, text, number, indent)
 
 
-def _line_element(parse: Any, text: str, number: int, indent: int) -> Element:
+def _line_element(parse: Callable[[str], object], text: str, number: int, indent: int) -> Element:
     if problem := text_problem(text):
         return Element(shown_text(text), problem)
     try:
@@ -221,12 +225,12 @@ def _words(error: Exception) -> str:
 
 
 def _syntax_fault(text: str, position: int, message: str) -> tuple[int, str]:
-    """Where JSON is wrong, and what is: the usual mistakes in words, others as the parser calls them.
+    """Where the JSON is wrong, and how: the usual mistakes in our words, others in the parser's.
 
     Args:
-        text: what was parsed.
+        text: the text that was parsed.
         position: where the parser stopped.
-        message: the parser's.
+        message: the parser's message.
     """
     found, before = text[position : position + 1], text[:position].rstrip()
     if message.startswith("Unterminated string"):

@@ -2,9 +2,9 @@
 
 Where the visual tokens depend on a picture's size, the sizes are read from the headers and kept in the same way.
 
-Kept is what the length follows from for any number of visual tokens and any maximum, so another tower or another
-`--model_max_length` measures nothing again. Other records, another tokenizer, template or label masking, and other code
-that turns text into ids, do.
+The stored counts give the length for any number of visual tokens and any maximum, so a change of tower or
+`--model_max_length` needs no new measurement. Other records, another tokenizer, template or label masking, or other
+code that turns text into ids, do need one.
 
 Shapes: N samples, V visual tokens per image.
 """
@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import tokenizers
 import torch
+from transformers import PreTrainedTokenizerBase
 
 import llava.conversation
 import llava.data.checks
@@ -27,13 +28,15 @@ import llava.data.preprocess
 import llava.data.turns
 import llava.mm_utils
 from llava.constants import IMAGE_TOKEN_INDEX
+from llava.conversation import Conversation
 from llava.data.cache import made_once
 from llava.data.parallel import in_processes
-from llava.data.records import RecordTable
+from llava.data.records import Record, RecordTable
 from llava.mm_utils import expanded_length
 from llava.progress import progress
 
 Tokenize = Callable[[int], torch.Tensor]
+State = TypeVar("State")
 
 _PIECE = 256  # records that a process counts at a time
 _WORTH_PROCESSES = 4096  # records
@@ -48,8 +51,8 @@ def lengths_from_counts(counts: np.ndarray, num_visual_tokens: int | np.ndarray,
 
     Args:
         counts: [N, 3], from `token_counts`.
-        num_visual_tokens: of an image; an array [N] where they differ from sample to sample.
-        model_max_length: samples are cut there.
+        num_visual_tokens: visual tokens of an image; an array [N] where they differ from sample to sample.
+        model_max_length: length at which samples are cut.
     """
     lengths = np.minimum(whole_lengths(counts, num_visual_tokens), model_max_length)
     return np.where((counts[:, 1] > 0) & (counts[:, 2] < model_max_length), lengths, -lengths)
@@ -62,14 +65,14 @@ def whole_lengths(counts: np.ndarray, num_visual_tokens: int | np.ndarray) -> np
 
 
 class Tokenization(NamedTuple):
-    """What decides a record's ids beside the record."""
+    """What decides a record's token ids, besides the record itself."""
 
-    tokenizer: Any
-    template: Any
+    tokenizer: PreTrainedTokenizerBase
+    template: Conversation
     label_masking: str
 
     def digest(self) -> str:
-        """SHA-256 of it and of the code that turns text into ids."""
+        """SHA-256 of these settings and of the code that turns text into ids."""
         tokenizer = self.tokenizer
         settings = [
             tokenizers.__version__,
@@ -83,14 +86,15 @@ class Tokenization(NamedTuple):
         return sha256("\0".join(settings).encode()).hexdigest()
 
 
-def token_counts(records: Sequence[Any], tokenize: Tokenize, settings: Tokenization, show_progress: bool) -> np.ndarray:
+def token_counts(
+    records: Sequence[Record], tokenize: Tokenize, settings: Tokenization, show_progress: bool
+) -> np.ndarray:
     """Text tokens, images, and text tokens before the first image of every sample, int32 [N, 3].
 
     Args:
-        records: those in memory are measured; those of a `RecordTable` once, and the counts are then mapped from its
-            cache.
-        tokenize: the ids [S] of the sample with an index, not yet cut; goes to other processes.
-        settings: what decides them beside the records.
+        records: a list is measured at every call; a `RecordTable` once, and its counts are then mapped from the cache.
+        tokenize: gives the ids [S] of the sample with an index, not yet cut; it is sent to other processes.
+        settings: what decides the ids, besides the records.
         show_progress: whether measuring shows a progress bar.
     """
     count = partial(_counted, _count, tokenize, "measuring lengths", show_progress)
@@ -98,23 +102,26 @@ def token_counts(records: Sequence[Any], tokenize: Tokenize, settings: Tokenizat
 
 
 def image_sizes(
-    records: Sequence[Any], size_of: Callable[[int], tuple[int, int]], settings: Callable[[], str], show_progress: bool
+    records: Sequence[Record],
+    size_of: Callable[[int], tuple[int, int]],
+    settings: Callable[[], str],
+    show_progress: bool,
 ) -> np.ndarray:
-    """Width and height of every sample's picture, int32 [N, 2]; zeros where `size_of` has none to tell.
+    """Width and height of every sample's picture, int32 [N, 2]; zeros where `size_of` gives zeros.
 
     Args:
-        records, show_progress: as of `token_counts`; the sizes are cached as the counts are.
-        size_of: those of the sample with an index; goes to other processes.
-        settings: gives what says where the pictures come from.
+        records, show_progress: see `token_counts`; the sizes are cached as the counts are.
+        size_of: gives width and height for the sample with an index; it is sent to other processes.
+        settings: gives a text that identifies where the pictures come from.
     """
     count = partial(_counted, _measure, size_of, "measuring pictures", show_progress)
     return _measured(records, 2, lambda: f"{sha256(settings().encode()).hexdigest()[:16]}.sizes", count)
 
 
 def _measured(
-    records: Sequence[Any], width: int, name: Callable[[], str], count: Callable[[int], Iterator[np.ndarray]]
+    records: Sequence[Record], width: int, name: Callable[[], str], count: Callable[[int], Iterator[np.ndarray]]
 ) -> np.ndarray:
-    """What `count` gives of all records [N, width]; of a `RecordTable` from a cached file, whose name says `name`."""
+    """What `count` gives for all records [N, width]; for a `RecordTable` from a cached file, whose name has `name`."""
     total = len(records)
     if not isinstance(records, RecordTable):
         return np.array([row for rows in count(total) for row in rows], np.int32).reshape(-1, width)
@@ -139,8 +146,10 @@ def _write(count: Callable[[int], Iterator[np.ndarray]], shape: tuple[int, int],
     counts.flush()
 
 
-def _counted(function: Callable[[Any, range], np.ndarray], state: Any, title: str, show: bool, total: int) -> Iterator:
-    """What `function` finds, piece by piece, in order; by all cores that this process may use, if that is worth it."""
+def _counted(
+    function: Callable[[State, range], np.ndarray], state: State, title: str, show: bool, total: int
+) -> Iterator[np.ndarray]:
+    """Yields what `function` finds, piece by piece, in order; on all cores of this process, if that is worth it."""
     pieces = [range(start, min(start + _PIECE, total)) for start in range(0, total, _PIECE)]
     with progress(total, title, "records", hidden=not show) as bar:
         for rows in in_processes(function, state, pieces, worth=total >= _WORTH_PROCESSES):

@@ -1,8 +1,8 @@
 """Chat messages, as TRL, ms-swift and LLaMA-Factory take them, made into LLaVA's records when a file is converted.
 
-A record is known by its keys: turns under `messages`, `conversation` or `conversations`, each with `role` and `content`
+A record's keys tell its form: turns under `messages`, `conversation` or `conversations`, each with `role` and `content`
 or with `from` and `value`; or TRL's `prompt` and `completion`, both lists of messages. docs/data.md says what each part
-becomes. A record in LLaVA's form stays as it is, and what is neither is left to `llava.data.checks`.
+becomes. A record in LLaVA's form stays as it is; a record of neither form is left to `llava.data.checks`.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ class _Fault(ValueError):
         self.problem = Problem(kind, message)
 
 
-def as_record(found: Any) -> tuple[Any, Problem | None]:
-    """`found` as LLaVA's record, the same object where there is nothing to convert; or what keeps it from being one."""
+def as_record(found: object) -> tuple[Any, Problem | None]:
+    """`found` as LLaVA's record (the same object if there is nothing to convert), and why it cannot be converted."""
     if not isinstance(found, dict) or isinstance(found, RepeatedKeys):
         return found, None
     try:
@@ -35,8 +35,8 @@ def as_record(found: Any) -> tuple[Any, Problem | None]:
         return found, fault.problem
 
 
-def _turns(found: Record) -> tuple[str | None, list[Any]]:
-    """The key whose place the conversations take, and the turns to convert; no key where there are none."""
+def _turns(found: Record) -> tuple[str | None, list[object]]:
+    """The key that the conversations replace, and the turns to convert; None as the key where nothing is converted."""
     keys = [key for key in TURN_KEYS if found.get(key) is not None]
     if len(keys) > 1:
         raise _Fault("schema", f"turns under {' and under '.join(map(repr, keys))}; keep one of the two")
@@ -44,7 +44,7 @@ def _turns(found: Record) -> tuple[str | None, list[Any]]:
     if not keys and isinstance(prompt, list) and isinstance(completion, list):
         if any(map(_is_answer, prompt)):
             raise _Fault(
-                "turns", "'prompt' has an assistant's turn, which would be learnt as well; expected it in 'completion'"
+                "turns", "'prompt' has an assistant turn, which would be learnt as well; expected it in 'completion'"
             )
         return "prompt", prompt + completion
     if not keys or not isinstance(found[keys[0]], list) or not found[keys[0]]:
@@ -53,14 +53,14 @@ def _turns(found: Record) -> tuple[str | None, list[Any]]:
     return (None, []) if key == "conversations" and not any(map(_differs, turns)) else (key, turns)
 
 
-def _is_answer(turn: Any) -> bool:
-    """Whether a turn is one that is learnt, in either form and by any name of its speaker."""
+def _is_answer(turn: object) -> bool:
+    """Whether a turn is the assistant's, in either form and by any name of the speaker."""
     role = turn.get(_fields(turn)[0]) if isinstance(turn, dict) else None
     return isinstance(role, str) and _SPEAKERS.get(role) == "gpt"
 
 
-def _differs(turn: Any) -> bool:
-    """Whether a turn is one that is converted; others are LLaVA's, or at fault."""
+def _differs(turn: object) -> bool:
+    """Whether a turn needs to be converted; other turns are in LLaVA's form, or at fault."""
     if type(turn) is not dict or turn.get("from") in _LLAVA and isinstance(turn.get("value"), str):
         return False
     role_key, text_key = _fields(turn)
@@ -75,7 +75,7 @@ def _fields(turn: dict[str, Any]) -> tuple[str, str]:
     return ("role", "content") if chat else ("from", "value")
 
 
-def _converted(found: Record, key: str, turns: list[Any]) -> Record:
+def _converted(found: Record, key: str, turns: list[object]) -> Record:
     pictures: list[str | None] = []
     conversations = []
     for number, turn in enumerate(turns):
@@ -98,8 +98,8 @@ def _converted(found: Record, key: str, turns: list[Any]) -> Record:
     return record
 
 
-def _turn(turn: Any, pictures: list[str | None]) -> Any:
-    """The turn as LLaVA's; what its image parts name is added to `pictures`. One at fault stays as it is."""
+def _turn(turn: object, pictures: list[str | None]) -> object:
+    """The turn in LLaVA's form, or as it is if it is at fault; the pictures of image parts are added to `pictures`."""
     if type(turn) is not dict:
         return turn
     keys = _fields(turn)
@@ -115,8 +115,8 @@ def _turn(turn: Any, pictures: list[str | None]) -> Any:
     return further | {"from": _SPEAKERS.get(role, role), "value": text} if isinstance(text, str) else turn
 
 
-def _text(content: Any, pictures: list[str | None]) -> Any:
-    """The text of a list of parts; an image part becomes a placeholder on a line of its own, at its place."""
+def _text(content: object, pictures: list[str | None]) -> object:
+    """The text of a list of parts; an image part becomes a placeholder on a line of its own, in its place."""
     if not isinstance(content, list):
         return content
     text, behind_image = "", False
@@ -138,7 +138,7 @@ def _text(content: Any, pictures: list[str | None]) -> Any:
 
 
 def _picture(part: dict[str, Any], number: int) -> str | None:
-    """What an image part names: a path, or None where the pictures stand beside the turns."""
+    """The path that an image part names, or None where the pictures are listed outside the turns."""
     named = next((part[key] for key in _PICTURE_KEYS if part.get(key) is not None), None)
     if isinstance(named, dict):
         if named.get("bytes") is not None:
@@ -152,7 +152,7 @@ def _picture(part: dict[str, Any], number: int) -> str | None:
 
 
 def _place_in_front(record: Record) -> None:
-    """Writes the placeholders of messages that have none before their first question, as TRL and ms-swift do."""
+    """Puts placeholders before the first question of messages that have none, as TRL and ms-swift do."""
     turns = record["conversations"]
     if not all(isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns):
         return

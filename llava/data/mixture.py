@@ -1,15 +1,15 @@
-"""A mixture of data sets, as a YAML file says it: LLaVA-NeXT's form, with weights, names and image folders of our own.
+"""A mixture of data sets, described by a YAML file: LLaVA-NeXT's form, to which we add weights, names, image folders.
 
     datasets:
       - json_path: scenes.jsonl          # whatever --data_path takes
         sampling_strategy: random:25%    # all, first:N, end:N or random:N; N a number or a percentage
-        weight: 0.3                      # of an epoch; all entries have one, or none has
-        image_folder: scenes/images      # default --image_folder
-        name: scenes                     # default the file's name without its ending
-    epoch_samples: 10000                 # with weights; default as many as the entries' sampling leaves
+        weight: 0.3                      # share of an epoch; all entries have one, or none has
+        image_folder: scenes/images      # default: --image_folder
+        name: scenes                     # default: the file's name without its ending
+    epoch_samples: 10000                 # with weights; default: as many as the entries' sampling leaves
 
-It is one table of records and an array of indices into it, which is decided by the seed alone and grows with nothing
-but the epoch.
+A mixture is one table of records and an array of indices into it. The seed alone decides the array, which is as long as
+an epoch.
 """
 
 import logging
@@ -28,7 +28,7 @@ import yaml
 
 from llava.data.checks import Image, PlacedImage, Record, image_keys, record_images, starts_from
 from llava.data.hub_files import is_hub_name
-from llava.data.table import RecordTable
+from llava.data.table import RecordTable, SourceCounts
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Sampling:
     is_share: bool = False
 
     def chosen(self, total: int, seed: list[int]) -> np.ndarray:
-        """The places, rising, of those of `total` records that are used; a share is rounded up, as in LLaVA-NeXT."""
+        """The ascending indices of those of `total` records that are used; a share is rounded up as in LLaVA-NeXT."""
         count = math.ceil(self.number * total / 100) if self.is_share else int(self.number)
         count = total if self.kind == "all" else min(count, total)
         if self.kind == "random":
@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a YAML file says, and the seed of whatever is drawn."""
+    """The content of a YAML file, and the seed of what is drawn."""
 
     path: Path
     entries: tuple[Entry, ...]
@@ -80,7 +80,7 @@ class MixedTable(RecordTable):
 
     Args:
         mixture: what is mixed.
-        starts: where the records of each entry start among all, and the end.
+        starts: index of each entry's first record among the records of all files, and their total.
     """
 
     def __init__(self, *arguments: Any, mixture: Mixture, starts: list[int], **options: Any):
@@ -112,12 +112,12 @@ class MixedTable(RecordTable):
         return record if folder is None else _placed(record, folder)
 
     def epoch(self) -> "MixedTable":
-        """The table of what an epoch has: with weights each entry's share, else all that is left.
+        """The table of an epoch's records: with weights each entry's share, otherwise all that are left.
 
-        A share of more records than there are is made of whole passes over them, and the rest is drawn.
+        If a share exceeds an entry's records, it consists of whole passes over them, and the rest is drawn.
 
         Raises:
-            ValueError: an entry has no record left, or its share is less than one.
+            ValueError: an entry has no record left, or its share is less than one sample.
         """
         mixture = self.mixture
         if mixture.entries[0].weight is None or self.drawn_from is not None:
@@ -142,7 +142,7 @@ class MixedTable(RecordTable):
         options = {"kept": kept, "left_out": left_out, "mixture": self.mixture, "starts": self.starts}
         return MixedTable(self.sources, self.paths, self.content, self.folders, **options)
 
-    def source_counts(self) -> list[dict[str, Any]]:
+    def source_counts(self) -> list[SourceCounts]:
         records, (used, samples) = np.diff(self.starts), map(self._counts, (np.unique(self.used), self.used))
         return [
             {"name": entry.name, "data_path": entry.data_path, "records": int(records[i]), "used": int(used[i]),
@@ -151,7 +151,7 @@ class MixedTable(RecordTable):
         ]  # fmt: skip
 
     def _counts(self, indices: np.ndarray) -> np.ndarray:
-        """How many of some records of all each data set has."""
+        """How many of the records `indices` each data set has."""
         return np.bincount(np.searchsorted(self.starts, indices, side="right") - 1, minlength=len(self.starts) - 1)
 
 
@@ -164,7 +164,7 @@ def _shares(weights: list[float], total: int) -> list[int]:
 
 
 def source_lines(records: RecordTable) -> list[str]:
-    """A line per data set of a mixture: how many of its records are used, and what of an epoch they are."""
+    """A line per data set of a mixture: how many of its records are used, and their samples and share of an epoch."""
     counts = records.source_counts()
     width = max((len(found["name"]) for found in counts), default=0)
     return [
@@ -175,7 +175,7 @@ def source_lines(records: RecordTable) -> list[str]:
 
 
 def _placed(record: Record, folder: str) -> Record:
-    """`record` with its paths below a folder of their own."""
+    """`record` with its images below `folder` in place of the run's image folder."""
     keys = image_keys(record)
 
     def place(image: Image) -> Image:
@@ -188,10 +188,10 @@ def _placed(record: Record, folder: str) -> Record:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that occurs twice, of which YAML's own loader takes the last."""
+    """A loader that refuses a key that occurs twice, where YAML's own loader takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
+        seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 fault = f"the key {key.value!r} occurs twice"
@@ -201,11 +201,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_mixture(path: Path, seed: int) -> Mixture:
-    """What a YAML file says.
+    """The mixture that a YAML file describes.
 
     Args:
         path: the file.
-        seed: of `random` sampling, and of what weights draw.
+        seed: seed of `random` sampling, and of what weights draw.
 
     Raises:
         FileNotFoundError: a data set or an image folder is not there; the message names file and entry.
@@ -234,7 +234,7 @@ def read_mixture(path: Path, seed: int) -> Mixture:
     return Mixture(path, entries, epoch_samples, seed)
 
 
-def _parsed(path: Path) -> Any:
+def _parsed(path: Path) -> object:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
@@ -247,7 +247,7 @@ def _parsed(path: Path) -> Any:
         raise ValueError(f"--data_path {path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _entry(path: Path, number: int, entry: Any) -> Entry:
+def _entry(path: Path, number: int, entry: object) -> Entry:
     if not isinstance(entry, dict):
         raise ValueError(f"{entry_name(path, number)}: expected a mapping with 'json_path', found {entry!r:.80}")
     named = f"{entry_name(path, number, entry.get('name') or entry.get('json_path'))}"
@@ -273,7 +273,7 @@ def _entry(path: Path, number: int, entry: Any) -> Entry:
     return Entry(data_path, name, _sampling(named, entry.get("sampling_strategy", "all")), weight, folder)
 
 
-def _sampling(named: str, found: Any) -> Sampling:
+def _sampling(named: str, found: object) -> Sampling:
     if found == "all":
         return Sampling()
     match = _STRATEGY.fullmatch(found) if isinstance(found, str) else None
@@ -291,27 +291,27 @@ def _sampling(named: str, found: Any) -> Sampling:
 
 
 def _place(path: Path, name: str) -> str:
-    """Where a name of the file leads: from the working directory, as in LLaVA-NeXT, or else from the file's folder."""
+    """The path of a name in the file: from the working directory, as in LLaVA-NeXT, or else from the file's folder."""
     if is_hub_name(name):
         return name
     beside = str(path.parent / name)
     here, there = (bool(Path(place).exists() or glob(place, recursive=True)) for place in (name, beside))
     if here and there and Path(name).resolve() != Path(beside).resolve():
-        logger.warning("%s: %s is the one of the working directory %s, not %s", path, name, Path.cwd(), beside)
+        logger.warning("%s: %s is taken from the working directory %s, not %s", path, name, Path.cwd(), beside)
     return name if here or not there else beside
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def entry_name(path: Path, number: int, name: Any = None) -> str:
-    """How messages call an entry of a mixture."""
+def entry_name(path: Path, number: int, name: object = None) -> str:
+    """The name of a mixture's entry in messages."""
     return f"--data_path {path}: entry {number}" + (f" ({name!s:.100})" if name else "")
 
 
 def mixed_table(mixture: Mixture, tables: list[RecordTable]) -> MixedTable:
-    """The records that the entries' sampling leaves of their `tables`, in order."""
+    """The table of the records that the entries' sampling leaves of their `tables`, in order."""
     starts = np.cumsum([0, *(table.total for table in tables)])
     kept = [
         start + entry.sampling.chosen(table.total, [mixture.seed, number, 0])

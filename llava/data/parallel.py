@@ -1,4 +1,4 @@
-"""Work over all records by all cores of the node, in order."""
+"""Runs work over all records on all cores of the node, and gives the results in order."""
 
 import os
 import signal
@@ -7,23 +7,24 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
+State = TypeVar("State")
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
 
 def in_processes(
-    function: Callable[[Any, Piece], Result], state: Any, pieces: Sequence[Piece], worth: bool = True
+    function: Callable[[State, Piece], Result], state: State, pieces: Sequence[Piece], worth: bool = True
 ) -> Iterator[Result]:
-    """`function(state, piece)` of every piece, in order.
+    """Yields `function(state, piece)` for every piece, in order.
 
     Args:
-        function: of a module; with `worth` it runs in as many processes as this one may use cores.
-        state: given to each process once.
+        function: a function of a module; with `worth` it runs in as many processes as this one may use cores.
+        state: is sent to each process once.
         pieces: small descriptions of parts of the work.
-        worth: whether there is enough work to start processes for; else it is done here.
+        worth: whether there is enough work to start processes for; if not, it is done in this process.
 
     Raises:
-        ChildProcessError: a process was killed, or a library ended it; names the first piece that is missing.
+        ChildProcessError: a process was killed, or a library ended it; the message names the first missing piece.
         Exception: whatever `function` raises.
     """
     if not worth:
@@ -43,15 +44,15 @@ def in_processes(
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_function: Any = None  # of a working process
-_state: Any = None
+_function: Callable[[Any, Any], Any]  # of a working process, as `_set_up` leaves it
+_state: Any
 
 
-def _set_up(function: Any, state: Any) -> None:
+def _set_up(function: Callable[[State, Piece], object], state: State) -> None:
     global _function, _state
     _function, _state = function, state
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its processes

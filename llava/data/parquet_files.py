@@ -1,9 +1,8 @@
 """Records from Parquet shards: text is read once into the table of records, image bytes only when a worker needs them.
 
-Columns: `conversations` (list of structs with `from` and `value`) or chat messages (`llava.data.messages`), and where
-there are any `id`, `image` (or `images`) and further columns of text, numbers or booleans. `image` is a struct of
-`bytes` and `path` (as the `datasets` library writes it), bytes, a path, or a list of any of these; null or an empty
-list for text only.
+Columns: `conversations` (list of structs with `from` and `value`) or chat messages (`llava.data.messages`); optionally
+`id`, `image` (or `images`) and further columns of text, numbers or booleans. `image` is a struct of `bytes` and `path`
+(as the `datasets` library writes it), bytes, a path, or a list of any of these; null or an empty list means text only.
 """
 
 import json
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,6 +22,7 @@ from llava.data.json_files import Element
 from llava.data.messages import as_record
 
 LARGE_GROUP = 1 << 26  # bytes of images in a row group, above which reading at random is slow
+Value = TypeVar("Value")
 _TURN_FIELDS = (("from", "value"), ("role", "content"))
 _ROWS = 1024
 _IMAGES = 8  # rows whose image bytes are held at a time
@@ -32,7 +32,7 @@ def read_rows(path: Path) -> Iterator[Element]:
     """The records of a shard, in order, each checked by itself.
 
     Raises:
-        ValueError: the file is no Parquet file, or a column is missing or of another type; the message names it.
+        ValueError: the file is not Parquet, or a column is missing or of another type; the message names it.
     """
     try:
         with pq.ParquetFile(path) as file:
@@ -48,10 +48,10 @@ def read_rows(path: Path) -> Iterator[Element]:
 
 
 def parquet_digest(path: Path) -> str:
-    """SHA-256 of a shard's footer and of all columns but the images' bytes, which stand for themselves by their sizes.
+    """SHA-256 of a shard's footer and of all columns except the images' bytes; of these the footer holds the sizes.
 
     Raises:
-        ValueError: as `read_rows`.
+        ValueError: see `read_rows`.
     """
     digest = sha256()
     try:
@@ -75,7 +75,7 @@ def parquet_digest(path: Path) -> str:
 
 
 def largest_image_group(path: Path) -> int:
-    """Bytes of the images of a shard's largest row group; 0 without images."""
+    """Bytes of the images in the row group of a shard that has most of them; 0 without images."""
     with pq.ParquetFile(path) as file:
         image = image_leaf(file, path)
         groups = (file.metadata.row_group(number) for number in range(file.num_row_groups))
@@ -84,13 +84,13 @@ def largest_image_group(path: Path) -> int:
 
 
 def unread_columns(path: Path) -> tuple[list[str], int]:
-    """The columns of a shard that no record takes along, those within `conversations` too, and its number of rows."""
+    """The columns of a shard that nothing reads, also those within `conversations`, and the number of its rows."""
     with pq.ParquetFile(path) as file:
         return _unread(file.schema_arrow), file.metadata.num_rows
 
 
 def with_row_images(record: Record, shard: str, row: int) -> Record:
-    """`record` with the images whose bytes are in its row; in a list they are null."""
+    """`record` with `RowImage`s for the images whose bytes are in its row; in a list of images these are null."""
     names = record.get("image")
     if not isinstance(names, list):
         return record | {"image": RowImage(shard, row)}
@@ -101,7 +101,7 @@ def with_row_images(record: Record, shard: str, row: int) -> Record:
 
 
 def _text_columns(schema: pa.Schema, path: Path) -> list[str]:
-    """The columns that the records' text is made of, without the images'; those of turns first."""
+    """The columns that make up the records' text, without the images; those of turns come first."""
     turns = _turn_columns(schema)
     if not turns:
         columns = ", ".join(schema.names) or "none"
@@ -137,7 +137,7 @@ def _is_content(kind: pa.DataType | None) -> bool:
 
 
 def _is_llavas(schema: pa.Schema, name: str) -> bool:
-    """Whether a column holds turns in LLaVA's form, whose further fields are not read."""
+    """Whether a column holds turns in LLaVA's form; of such turns further fields are not read."""
     fields = _turn_fields(schema, name)
     texts = _is_text(fields.get("from")) and _is_text(fields.get("value"))
     return name == "conversations" and texts and "role" not in fields
@@ -172,7 +172,7 @@ def image_leaf(file: pq.ParquetFile, path: Path) -> str | None:
     """The column that holds the images' bytes, such as `image`, `image.bytes` or `images.list.element.bytes`, or None.
 
     Raises:
-        ValueError: the images' column is of a type that cannot hold images, or there are two such columns.
+        ValueError: the images' column has a type that cannot hold images, or there are two such columns.
     """
     name = _image_column(file.schema_arrow, path)
     if name is None:
@@ -240,7 +240,7 @@ def _group_rows(
 
 
 def _element(record: Record, row: int | None, unread: dict[str, str]) -> Element:
-    """The element of what a row says, in LLaVA's form; `row` where it holds images itself."""
+    """The element of a row's record, in LLaVA's form; `row` is the row's number if it holds images itself."""
     whole, problem = as_record(record if row is None else with_row_images(record, "", row))
     if problem is None:
         record = whole if row is None else {k: v for k, v in whole.items() if k != "image"} | _without_bytes(record)
@@ -250,12 +250,12 @@ def _element(record: Record, row: int | None, unread: dict[str, str]) -> Element
 
 
 def _without_bytes(record: Record) -> Record:
-    """The images' field as the table holds it for a row that has their bytes."""
+    """The images' field as the table holds it for a row that holds their bytes."""
     return {"image": record["image"]} if "image" in record else {}
 
 
 def _row_images(names: Any, held: Any) -> tuple[Any, bool]:
-    """What a record's text says of its images, null standing for bytes in a list; and whether the row holds bytes."""
+    """The images as the record's text names them, with null for bytes in a list; and whether the row holds bytes."""
     if isinstance(held, list):
         names = names or [None] * len(held)
         return [None if there else name for name, there in zip(names, held, strict=True)], any(held)
@@ -269,7 +269,7 @@ def _names(column: pa.Array) -> list[Any]:
     return _values(pc.struct_field(column, "path") if types.is_struct(column.type) else column)
 
 
-def _lists(values: list[Any], column: pa.Array) -> list[Any]:
+def _lists(values: list[Value], column: pa.Array) -> list[list[Value] | None]:
     """The flat values of a column of lists, as lists."""
     ends = accumulate((length or 0 for length in pc.list_value_length(column).to_pylist()), initial=0)
     spans = zip(pairwise(ends), column.is_valid().to_pylist(), strict=True)
@@ -277,9 +277,10 @@ def _lists(values: list[Any], column: pa.Array) -> list[Any]:
 
 
 def _with_bytes(file: pq.ParquetFile, group: int, name: str, image: str) -> list[bool | list[bool] | None]:
-    """Which images of a group are bytes; they are read only where the footer leaves it open.
+    """Which images of a row group are bytes; the bytes are read only if the footer leaves that open.
 
-    Per row whether it holds bytes, or a list of that where the column holds lists.
+    Returns:
+        Per row, whether it holds bytes; where the column holds lists, a list of this, or None for null.
     """
     metadata = file.metadata.row_group(group)
     columns = (metadata.column(number) for number in range(file.metadata.num_columns))
@@ -289,7 +290,7 @@ def _with_bytes(file: pq.ParquetFile, group: int, name: str, image: str) -> list
     if not is_list and nulls in (0, metadata.num_rows):
         return [nulls == 0] * metadata.num_rows
     if nulls is not None and (path := _path_leaf(file, name)):
-        # A struct that is null, and a list that is empty, have null bytes; if there are no more of them, these are all.
+        # Null structs and empty lists count as null bytes. If these account for all nulls, every other image has bytes.
         valid = _valid(file.read_row_group(group, columns=[path], use_threads=False).column(name).combine_chunks())
         if sum(row.count(False) or not row if isinstance(row, list) else not row for row in valid) == nulls:
             return valid
@@ -300,13 +301,14 @@ def _with_bytes(file: pq.ParquetFile, group: int, name: str, image: str) -> list
 
 
 def _valid(column: pa.Array, field: str = "") -> list[bool | list[bool] | None]:
-    """Which values of a column, or of its lists, are there; of structs which have `field`, if one is named."""
+    """Which values of a column, or of its lists, are not null; of structs, in which of them `field` is not null."""
     if _is_list(column.type):
-        return _lists(_valid(column.flatten(), field), column)
+        found: list[Any] = _lists(_valid(column.flatten(), field), column)
+        return found
     return (pc.struct_field(column, field) if field and types.is_struct(column.type) else column).is_valid().to_pylist()
 
 
-def _conversations(column: pa.Array, name: str, schema: pa.Schema) -> list[list[dict[str, Any]] | None]:
+def _conversations(column: pa.Array, name: str, schema: pa.Schema) -> list[list[dict[str, str]] | None]:
     """The turns of every row; flat lists of texts are ten times as fast as nested ones."""
     if not _is_llavas(schema, name):
         return _values(column)
@@ -317,7 +319,7 @@ def _conversations(column: pa.Array, name: str, schema: pa.Schema) -> list[list[
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """The column's values; texts that are not UTF-8 as the JSON reader gives them."""
+    """The column's values; texts that are not UTF-8 come as the JSON reader gives them."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
@@ -337,7 +339,7 @@ def _with_bytes_for_text(kind: pa.DataType) -> pa.DataType:
 
 
 def _decoded(value: Any) -> Any:
-    """`value` with all bytes in it as text; those that are not UTF-8 as the JSON reader gives them."""
+    """`value` with all bytes in it as text; bytes that are not UTF-8 come as the JSON reader gives them."""
     if isinstance(value, dict):
         return {name: _decoded(inner) for name, inner in value.items()}
     if isinstance(value, list):

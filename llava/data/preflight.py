@@ -1,8 +1,9 @@
-"""Checks every record and picture of a training to come, and shows what was found.
+"""Checks every record and picture of a planned training, and shows what was found.
 
     python -m llava.data.preflight --data_path DATA --image_folder IMAGES --version qwen_1_5 --label_masking upstream
 
-Training does the same before its first step and reads the manifest that this leaves. Ends with 1 if there are faults.
+Training does the same before its first step, and reuses the manifest that this writes. Exit status 1 if there are
+faults.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--data_path", required=True, help="records, as the trainer takes them")
     parser.add_argument("--image_folder", help="folder or zip file that the records' image paths start from")
-    parser.add_argument("--version", default="v1", help="conversation template of the training to come (default v1)")
+    parser.add_argument("--version", default="v1", help="conversation template of the planned training (default v1)")
     add_flags(parser, label_masking="assistant")
     args = parser.parse_args(argv)
     try:
@@ -51,17 +52,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
-    """The flags of `show` beside data and template, under the trainer's names."""
+    """Adds the flags of `show` other than data and template, under the trainer's names."""
     parser.add_argument(
         "--label_masking",
         choices=LABEL_MASKINGS,
         default=label_masking,
         help=f"which tokens the training learns (default {label_masking})",
     )
-    parser.add_argument("--data_cache_dir", help="where what is found is kept; default .llava_cache beside the data")
+    parser.add_argument("--data_cache_dir", help="where the results are kept; default .llava_cache beside the data")
     parser.add_argument("--full_decode", action="store_true", help="decode every picture, not only its header")
     parser.add_argument(
-        "--seed", type=int, default=DEFAULT_SEED, help="the training's, by which a mixture draws (default 42)"
+        "--seed", type=int, default=DEFAULT_SEED, help="the training's seed, by which a mixture draws (default 42)"
     )
     parser.add_argument("--recheck", action="store_true", help="check again, whatever was found before")
     parser.add_argument("--follow_image_links", action="store_true", help="allow links out of the image folder")
@@ -82,7 +83,7 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Checks the data and prints what was found; 1 if there are faults."""
+    """Checks the data and prints what was found; returns 1 if there are faults, else 0."""
     table = load_records(args.data_path, args.data_cache_dir, check=False, show_progress=True, seed=args.seed)
     images = ImageStore(args.image_folder, args.data_cache_dir, args.follow_image_links, table.image_folders)
     rules = Rules(get_template(args.version), args.label_masking, args.full_decode)
@@ -105,7 +106,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def remembered(manifest: Manifest) -> str:
-    """What is said of a result that an earlier start found."""
+    """What the report adds about a result that an earlier start found."""
     if manifest.folders is None:
         what = f"; pictures in more than {MOST_FOLDERS:,} folders were not looked at again"
     else:
@@ -135,7 +136,7 @@ def report(manifest: Manifest, shown: int | None = _SHOWN) -> str:
 
 
 def _sources(table: RecordTable) -> str:
-    """The data sets of a mixture, with what an epoch has of them."""
+    """The data sets of a mixture, with their shares of an epoch."""
     try:
         return "\n".join(["sources", *(f"  {line}" for line in source_lines(table.epoch()))])
     except ValueError as error:
@@ -143,7 +144,7 @@ def _sources(table: RecordTable) -> str:
 
 
 def length_report(args: argparse.Namespace, table: RecordTable, images: ImageStore) -> str:
-    """How many samples are longer than `--model_max_length`; counts what the cache does not know."""
+    """A line that says how many samples are longer than `--model_max_length`; measures lengths that are not cached."""
     from llava.data.dataset import LazySupervisedDataset
     from llava.mm_utils import load_tokenizer
 
@@ -162,7 +163,7 @@ def length_report(args: argparse.Namespace, table: RecordTable, images: ImageSto
 
 
 def _crop_rules(args: argparse.Namespace) -> CropRules:
-    """The training's, of a tower whose tokens are its patches."""
+    """The training's crop rules, for a tower whose visual tokens are its patches."""
     grids = args.image_grid_pinpoints if is_anyres(args.image_aspect_ratio) else None
     return CropRules(
         args.num_visual_tokens,

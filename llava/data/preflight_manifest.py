@@ -1,8 +1,8 @@
 """Checks every record and picture once, before the first step.
 
-A fault is what training could not use; a warning is what it uses otherwise than one may think. What is found is kept in
-a manifest beside the data, under a name that says data, images and rules, so that later starts only read it. The stamps
-of the pictures' folders are kept in it too: where one has changed, all is checked again.
+A fault is something that training cannot use; a warning is something that it uses in a way one may not expect. The
+findings are kept in a manifest beside the data, whose name follows from data, images and rules, so that later starts
+only read it. The manifest also keeps the stamps of the pictures' folders: if one has changed, all is checked again.
 """
 
 import json
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 
@@ -44,7 +44,7 @@ FAULTS = {
     "image_unreadable": "the picture cannot be decoded",
 }
 WARNINGS = {
-    "empty_answer": "an answer without text: its end is learnt",
+    "empty_answer": "an answer without text: only its end is learnt",
     "duplicate_id": "the id of an earlier record",
     "several_frames": "only the first frame is used",
     "unread_picture": "text only, though a field that is not read looks like a picture",
@@ -57,17 +57,24 @@ _LISTED_WARNINGS = 1000
 _LISTED_KEYS = 100
 _SHOWN_KEYS = 20
 MOST_FOLDERS = 10_000
-"""Of pictures, whose stamps are kept; of more, none are."""
+"""The most folders of pictures whose stamps are kept; if there are more, none are kept."""
 _SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What is checked beside what holds for all records: the order of speakers, and how much of a picture."""
+    """What is checked besides the rules for all records: the order of speakers, and how much of a picture."""
 
     template: Conversation
     label_masking: LabelMasking
     full_decode: bool = False
+
+
+class Warned(TypedDict):
+    """The warnings of one kind: how many there are, and index and message of the first ones."""
+
+    count: int
+    first: list[tuple[int, str]]
 
 
 @dataclass(frozen=True)
@@ -77,12 +84,13 @@ class Manifest:
     Args:
         data: the key of the table of records.
         images: `ImageStore.identity`.
-        counts: records, those with images and without, images.
-        faults: by kind, every record's index and message.
-        warnings: by kind, how many, and the first ones.
-        unread: fields that nothing reads, and how many records have them; the most frequent.
-        folders: `ImageStore.folder_stamps` of the pictures' folders; None where they are too many to be watched.
-        checked: when, in seconds since the epoch.
+        full_decode: whether pictures were decoded in full.
+        counts: numbers of records, of those with and without images, and of images.
+        faults: by kind, the index and message of every record at fault.
+        warnings: by kind, how many there are, and the first ones.
+        unread: the most frequent of the fields that nothing reads, with the number of records that have them.
+        folders: `ImageStore.folder_stamps` of the pictures' folders; None where there are too many to watch.
+        checked: time of the check, in seconds since the epoch.
     """
 
     data: str
@@ -90,34 +98,34 @@ class Manifest:
     full_decode: bool
     counts: dict[str, int]
     faults: dict[str, list[tuple[int, str]]]
-    warnings: dict[str, dict[str, Any]]
+    warnings: dict[str, Warned]
     unread: dict[str, int]
     folders: dict[str, list[int] | None] | None
     checked: float = field(compare=False)
 
     def bad_records(self) -> list[int]:
-        """The indices of all records with faults, rising."""
+        """The indices of all records with faults, ascending."""
         return sorted({index for found in self.faults.values() for index, _ in found})
 
 
 def preflight(
     table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool = True, recheck: bool = False
 ) -> tuple[Manifest, Path]:
-    """The manifest of `table`, and where it is kept; made by one process where there is none, while others wait.
+    """The manifest of `table`, and its file; if there is none yet, one process makes it while others wait.
 
-    A manifest that was made before is used as long as the pictures' folders have the stamps that they had and the
-    pictures that were at fault still are.
+    An existing manifest is used as long as the stamps of the pictures' folders are unchanged and the pictures that were
+    at fault still are.
 
     Args:
         table: as loaded with `check=False`, each record once.
-        images: where its images are.
-        rules: what to check for. A manifest that was made with `full_decode` serves without it too.
+        images: where the records' images are.
+        rules: what to check for. A manifest made with `full_decode` also serves without it.
         show_progress: whether the process that checks shows a bar.
         recheck: check again, whatever was found before.
 
     Raises:
         OSError: no cache folder can be written.
-        ChildProcessError: as `in_processes`.
+        ChildProcessError: see `in_processes`.
     """
     started = time.time()
     names = {full: _manifest_name(table, images, rules, full) for full in (True, False)}
@@ -125,7 +133,7 @@ def preflight(
     since = started if recheck else 0.0
     if kept and not recheck:
         found, path = max(kept, key=lambda pair: pair[0].checked)
-        since = found.checked  # what is older is out of date
+        since = found.checked  # an older manifest is out of date
         if found.full_decode >= rules.full_decode:
             if _still_holds(found, table, images, rules):
                 return found, path
@@ -146,12 +154,12 @@ def _read(path: Path) -> Manifest:
 
 
 def _still_holds(manifest: Manifest, table: RecordTable, images: ImageStore, rules: Rules) -> bool:
-    """Whether the pictures' folders are unchanged, and pictures at fault still are: they may be mended in place."""
+    """Whether the pictures' folders are unchanged and pictures at fault still are, which may be mended in place."""
     kinds = _PICTURE_FAULTS
     if manifest.folders is not None:
         if images.folder_stamps(manifest.folders) != manifest.folders:
             return False
-        kinds = ("image_unreadable",)  # the others show in the folders
+        kinds = ("image_unreadable",)  # a change to the others shows in the folders
     bad = {index for kind in kinds for index, _ in manifest.faults.get(kind, ())}
     return images.is_archive or all(
         any(problem.kind in _PICTURE_FAULTS for problem in record_findings(table.record(index), images, rules))
@@ -160,14 +168,16 @@ def _still_holds(manifest: Manifest, table: RecordTable, images: ImageStore, rul
 
 
 def usable_records(table: RecordTable, manifest: Manifest, on_bad_record: str, command: str) -> RecordTable:
-    """What an epoch has of `table` without the records with faults.
+    """The records of an epoch of `table`, without those with faults.
 
     Args:
+        table: the table that the manifest was made of.
+        manifest: names the records with faults.
         on_bad_record: `skip`, or `error` to refuse them.
-        command: shows all faults.
+        command: the command that shows all faults, for the message.
 
     Raises:
-        ValueError: there are some and they are not to be skipped, or no record is left.
+        ValueError: there are records with faults that are not to be skipped, or no record is left.
     """
     records = _without_faults(table, manifest, on_bad_record, command).epoch()
     records.checked_at = manifest.checked
@@ -190,7 +200,7 @@ def _without_faults(table: RecordTable, manifest: Manifest, on_bad_record: str, 
 
 
 def write_quarantine(table: RecordTable, manifest: Manifest, path: Path) -> None:
-    """Writes every fault with its record's text, a JSON object per line."""
+    """Writes every fault with its record's text, one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
@@ -202,7 +212,7 @@ def write_quarantine(table: RecordTable, manifest: Manifest, path: Path) -> None
 
 
 def fault_kinds(manifest: Manifest) -> str:
-    """How many faults there are of each kind."""
+    """The number of faults of each kind, in words."""
     return ", ".join(f"{len(found):,} {kind}" for kind, found in manifest.faults.items())
 
 
@@ -219,7 +229,7 @@ def unread_fields(manifest: Manifest) -> str:
 def _manifest_name(table: RecordTable, images: ImageStore, rules: Rules, full_decode: bool) -> str:
     settings = [str(_FORMAT), images.identity(), turn_rules(rules.template, rules.label_masking), str(full_decode)]
     settings += map(str, (*table.sources, *table.image_folders, images.setting))  # which the findings name
-    # The key does not say the bytes of images in rows.
+    # The key does not cover the bytes of images in rows.
     shards = [str(file_stamp(source)) for source in table.sources if source.suffix == ".parquet"]
     return f"{table.key[:16]}.{sha256(' '.join(settings + shards).encode()).hexdigest()[:16]}.preflight.json"
 
@@ -238,7 +248,7 @@ def _write(table: RecordTable, images: ImageStore, rules: Rules, show_progress: 
 
 def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool) -> Manifest:
     faults: dict[str, list[tuple[int, str]]] = {kind: [] for kind in FAULTS}
-    warnings: dict[str, dict[str, Any]] = {kind: {"count": 0, "first": []} for kind in WARNINGS}
+    warnings: dict[str, Warned] = {kind: {"count": 0, "first": []} for kind in WARNINGS}
     ids = np.zeros(len(table), np.uint64)
     with_images = text_only = num_images = 0
     unread: Counter[str] = Counter()
@@ -276,7 +286,7 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
             unread += dict.fromkeys(columns, rows)
     stamps = None
     if len(folders) <= MOST_FOLDERS:
-        # A change during the check may not show in a stamp: without one the next start checks again.
+        # A change during the check may not show in a stamp; without a stamp the next start checks again.
         found_stamps = images.folder_stamps(folders).items()
         stamps = {name: [] if stamp and not is_settled(stamp, started) else stamp for name, stamp in found_stamps}
     counts = {"records": len(table), "with_images": with_images, "text_only": text_only}
@@ -294,7 +304,7 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
 
 
 def _repeated(ids: np.ndarray) -> Iterator[tuple[int, int]]:
-    """The places whose id an earlier one has, and the first that has it; 0 is no id."""
+    """The positions whose id an earlier position has, each with the first position that has it; 0 means no id."""
     order = ids.argsort(kind="stable")
     same = (ids[order][1:] == ids[order][:-1]) & (ids[order][1:] != 0)
     first = np.maximum.accumulate(np.where(np.concatenate(([True], ~same)), np.arange(len(ids)), 0))
@@ -306,7 +316,7 @@ def _repeated(ids: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 class _Found(NamedTuple):
-    """What was found in a piece: (index, kind, message) of each finding; hashes of the ids; counts; folders."""
+    """The result for a piece: (index, kind, message) of each finding; hashes of the ids; counts; folders."""
 
     piece: range
     findings: list[tuple[int, str, str]]
@@ -327,7 +337,7 @@ def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> 
     folders: set[str] = set()
     for place, index in enumerate(map(table.position, piece)):
         if problem := table.problem(index):
-            with suppress(ValueError, RecursionError, AttributeError):  # of some nothing can be counted
+            with suppress(ValueError, RecursionError, AttributeError):  # the text of some cannot be parsed
                 unread.update(unread_keys(json.loads(table.text(index))).keys())
             findings.append((index, problem.kind, f"{table.named(index)}: {problem.message}"))
             continue
@@ -367,7 +377,7 @@ def record_findings(record: Record, images: ImageStore, rules: Rules) -> Iterato
             yield problem
 
 
-def _id_hash(identifier: Any) -> int:
+def _id_hash(identifier: object) -> int:
     if identifier is None:
         return 0
     return int.from_bytes(blake2b(repr(identifier).encode("utf-8", "replace"), digest_size=8).digest(), "little")

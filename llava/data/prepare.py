@@ -5,9 +5,9 @@
     python -m llava.data.prepare folder --data_path DATA --image_folder IMAGES
 
 Files that are in the folder already are used as they are; the others come from the hub, and a download that was cut off
-goes on where it was. Nothing is converted or unpacked: training reads what lies there; --rewrite_shards alone gives
-Parquet files smaller row groups. At the end the variables for scripts/pretrain.sh or scripts/finetune.sh are printed.
-Ends with 1 if records have faults.
+continues where it stopped. Nothing is converted or unpacked: training reads the files as they are; only
+--rewrite_shards changes Parquet files, to give them smaller row groups. At the end the variables for
+scripts/pretrain.sh or scripts/finetune.sh are printed. Exit status 1 if records have faults.
 """
 
 import argparse
@@ -30,12 +30,12 @@ _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.parquet")
 
 @dataclass(frozen=True)
 class Layout:
-    """Files that together are the data, by patterns below the folder.
+    """The files that together make up the data, as patterns below the folder.
 
     Args:
-        data: matches the records' files.
-        images: the first of these that is there holds the images; none where rows hold them.
-        rows: how many there must be, where files tell without being read.
+        data: pattern of the records' files.
+        images: the first of these that exists holds the images; empty where rows hold them.
+        rows: the number of rows that there must be, where files tell it without being read.
     """
 
     data: str
@@ -45,7 +45,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of the hub, and the ways in which it may lie on disk, the one that is downloaded first."""
+    """A data set of the hub, and the layouts in which it may lie on disk; the first is the one that is downloaded."""
 
     repository: str
     patterns: tuple[str, ...]
@@ -83,15 +83,16 @@ def main(argv: list[str] | None = None) -> int:
         "python -m llava.data.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", choices=[*SOURCES, "folder"])
-    parser.add_argument("--folder", type=Path, help="where the files are or go; default as the scripts expect it")
+    parser.add_argument("--folder", type=Path, help="where the files are or go; default: where the scripts expect them")
     parser.add_argument("--local_only", action="store_true", help="never download; say what is missing")
     parser.add_argument("--data_path", help="folder: records, as the trainer takes them")
     parser.add_argument("--image_folder", help="folder: folder or zip file of the images")
-    parser.add_argument("--version", help="conversation template of the training to come; default the stage's")
+    parser.add_argument("--version", help="conversation template of the planned training; default the stage's")
     parser.add_argument(
         "--rewrite_shards",
         action="store_true",
-        help="give Parquet files with row groups of over 64 MiB of images small ones, in place, same rows and order",
+        help="rewrite Parquet files whose row groups hold over 64 MiB of images with small ones, in place, same rows "
+        "and order",
     )
     add_flags(parser, label_masking="upstream")
     args = parser.parse_args(argv)
@@ -106,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(args: argparse.Namespace) -> int:
-    """Fetches, verifies, checks, and prints the variables for the scripts; 1 if records have faults.
+    """Fetches, verifies and checks the data and prints the scripts' variables; returns 1 if records have faults.
 
     Raises:
         FileNotFoundError: files are missing and are not to be downloaded.
@@ -127,7 +128,7 @@ def prepare(args: argparse.Namespace) -> int:
         scripts = [source.script]
     if args.rewrite_shards:
         rewritten = rewrite_shards(args.data_path)
-        print(f"shards    {len(rewritten)} rewritten with small row groups, the others have them already")
+        print(f"shards    {len(rewritten)} rewritten with small row groups; the others have them already")
     status = show(args)
     variables = f"DATA_PATH={shlex.quote(args.data_path)} IMAGE_FOLDER={shlex.quote(args.image_folder or '')}"
     if args.version not in (source.version for source in SOURCES.values()):
@@ -138,7 +139,7 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 def located(source: Source, folder: Path, local_only: bool) -> tuple[str, str | None]:
-    """`--data_path` and `--image_folder` of a source that is complete in `folder`, or is downloaded there."""
+    """`--data_path` and `--image_folder` of a source, which is downloaded to `folder` unless it is complete there."""
     for layout in source.layouts:
         if not missing(layout, folder):
             return _paths(layout, folder)
@@ -158,7 +159,7 @@ def missing(layout: Layout, folder: Path) -> list[str]:
     """What a layout lacks in `folder`: files, shards of a numbered set, images.
 
     Raises:
-        ValueError: shards are damaged, or complete and hold another number of rows than they should.
+        ValueError: a shard is damaged, or the shards are complete and do not hold as many rows as they should.
     """
     files = sorted(folder.glob(layout.data))
     if not files:
@@ -174,10 +175,10 @@ def missing(layout: Layout, folder: Path) -> list[str]:
 
 
 def download(source: Source, folder: Path) -> None:
-    """Downloads the files of `source` that `folder` lacks, and goes on with those that were cut off.
+    """Downloads the files of `source` that `folder` lacks, and continues those that were cut off.
 
     Raises:
-        OSError: the hub cannot be reached, or refuses.
+        OSError: the hub cannot be reached, or refuses the request.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled

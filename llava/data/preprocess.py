@@ -2,21 +2,22 @@
 
 `llava.conversation` writes the conversation as pieces that know who speaks. The joined text is split at `<image>`, each
 chunk goes through the fast tokenizer once, and a token is a target if it overlaps a piece that is to be learnt. Cost:
-one tokenizer call per chunk; nothing is tokenised twice to find out where a turn begins.
+one tokenizer call per chunk; nothing is tokenised twice to find where a turn begins.
 
 Label masks: `assistant` learns what the assistant says and the token that ends its turn. `upstream` computes the labels
 of LLaVA and LLaVA-NeXT, for comparisons; docs/upstream.md lists where it does not, and why.
 
-Shapes: S sequence (an image placeholder counts one).
+Shapes: S sequence (an image placeholder counts as one).
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, Part, SeparatorStyle, get_template
@@ -46,7 +47,7 @@ class TokenizedSample(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """Ids, the character each token starts at, and whether it overlaps a marked character; arrays [S]."""
+    """Ids, the character at which each token starts, and whether it overlaps a marked character; arrays [S]."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -55,7 +56,7 @@ class _Tokens(NamedTuple):
 
 def preprocess(
     conversations: list[dict[str, str]],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     template: str | Conversation,
     *,
     label_masking: LabelMasking = "assistant",
@@ -94,17 +95,17 @@ def preprocess(
 
 def generation_ids(
     conversations: list[dict[str, str]],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     template: str | Conversation,
     *,
     mm_use_im_start_end: bool = False,
 ) -> torch.Tensor:
     """`input_ids` [S] that ask for the next answer: a conversation that ends with a human turn, and an open header.
 
-    `preprocess` of the conversation with that answer begins with the same ids.
+    `preprocess` of the conversation with its answer begins with the same ids.
 
     Raises:
-        ValueError: as `preprocess`, or the last turn is not a human's.
+        ValueError: see `preprocess`; or the last turn is not a human's.
     """
     template = get_template(template) if isinstance(template, str) else template
     _check_arguments(tokenizer, template, "assistant")
@@ -117,7 +118,7 @@ def generation_ids(
     return torch.from_numpy(_tokenize(parts, _is_target(template, False), tokenizer, True).ids)
 
 
-def _check_arguments(tokenizer: Any, template: Conversation, label_masking: str) -> None:
+def _check_arguments(tokenizer: PreTrainedTokenizerBase, template: Conversation, label_masking: str) -> None:
     if label_masking not in LABEL_MASKINGS:
         raise ValueError(f"--label_masking {label_masking!r}: expected one of {', '.join(LABEL_MASKINGS)}")
     if label_masking == "upstream" and template.sep_style not in _UPSTREAM_STYLES:
@@ -167,7 +168,9 @@ def _is_target(template: Conversation, upstream: bool) -> Callable[[Part], bool]
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def _tokenize(parts: list[Part], is_target: Callable[[Part], bool], tokenizer: Any, has_image: bool) -> _Tokens:
+def _tokenize(
+    parts: list[Part], is_target: Callable[[Part], bool], tokenizer: PreTrainedTokenizerBase, has_image: bool
+) -> _Tokens:
     text = "".join(part.text for part in parts)
     marks = np.repeat([is_target(part) for part in parts], [len(part.text) for part in parts])
     bos = leading_ids(text, tokenizer)
@@ -186,15 +189,15 @@ def _joined(pieces: list[_Tokens]) -> _Tokens:
     return _Tokens(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
-def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: Any, origin: int) -> _Tokens:
+def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: PreTrainedTokenizerBase, origin: int) -> _Tokens:
     ids, offsets = encode_chunk(chunk, tokenizer)
     assert offsets is not None  # `preprocess` refuses slow tokenizers
     starts, ends = offsets.T
     borders = np.flatnonzero(marks[1:] & ~marks[:-1]) + 1
     across = borders.searchsorted(starts, "right") < borders.searchsorted(ends, "left")
     if across.any():
-        # A token lies across the border, as where "\n" ends a header and begins an answer. Generation starts at the
-        # border, so the tokens have to end there as well.
+        # A token lies across the border, for example where "\n" ends a header and begins an answer. Generation starts
+        # at the border, so the tokens have to end there as well.
         border = int(borders[borders.searchsorted(starts[across.argmax()], "right")])
         head = _tokenize_chunk(chunk[:border], marks[:border], tokenizer, origin)
         tail = _tokenize_chunk(chunk[border:], marks[border:], tokenizer, origin + border)
@@ -208,7 +211,9 @@ def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: Any, origin: int) 
 # --- upstream's labels ------------------------------------------------------------------------------------------------
 
 
-def _upstream_targets(tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: Any) -> np.ndarray:
+def _upstream_targets(
+    tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: PreTrainedTokenizerBase
+) -> np.ndarray:
     if template.sep_style in ROLE_TAGGED:
         return tokens.marked | np.isin(tokens.ids, _always_learnt(template, tokenizer))
     if template.sep_style in (SeparatorStyle.TWO, SeparatorStyle.LLAMA_2) and _is_ignored(
@@ -218,20 +223,24 @@ def _upstream_targets(tokens: _Tokens, parts: list[Part], template: Conversation
     return tokens.marked
 
 
-def _always_learnt(template: Conversation, tokenizer: Any) -> list[int]:
+def _always_learnt(template: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that LLaVA-NeXT makes targets in every turn, the user's too."""
     if template.sep_style in CHATML_STYLES:
-        newline = 198  # by its id in the Qwen vocabularies, whatever it is in others
-        return [newline, *tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])]
-    markers = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    return tokenizer.convert_tokens_to_ids(markers)
+        newline = [198]  # its id in the Qwen vocabularies; LLaVA-NeXT takes it in others too
+        markers = ["<|im_start|>", "<|im_end|>"]
+    else:
+        newline = []
+        markers = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    ids = tokenizer.convert_tokens_to_ids(markers)
+    assert isinstance(ids, list)  # as the markers are
+    return newline + ids
 
 
-def _is_ignored(tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: Any) -> bool:
+def _is_ignored(tokens: _Tokens, parts: list[Part], template: Conversation, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether LLaVA loses the whole sample ("tokenization mismatch").
 
-    It finds rounds and answers again by splitting the text at its separators, adds up their lengths, and drops the
-    sample if the sum differs from the length, unless the sum reaches the maximum length.
+    LLaVA finds rounds and answers again by splitting the text at its separators, adds up their lengths, and drops the
+    sample if the sum differs from the sample's length, unless the sum reaches the maximum length.
     """
     text = "".join(part.text for part in parts)
     answer_mark = "[/INST] " if template.sep_style is SeparatorStyle.LLAMA_2 else f"{template.sep}{template.roles[1]}: "

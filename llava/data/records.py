@@ -2,15 +2,15 @@
 
 `llava.data.checks` says what a record is. A file is converted once to an Arrow file beside it that holds each record's
 JSON text and what is wrong with it; images stay where they are. Every process maps that file into memory, so that ranks
-and workers share one copy, and parses a record when it is asked for. Cost: reading, checking and writing once; then
-nothing that grows with the number of records.
+and workers share one copy, and parses a record when it is needed. Cost: reading, checking and writing once; after that
+nothing grows with the number of records.
 """
 
 from collections.abc import Callable, Iterator
 from glob import glob
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -26,12 +26,13 @@ from llava.progress import progress
 
 __all__ = ["Record", "RecordTable", "load_records", "record_images", "record_name"]
 
+Found = TypeVar("Found")
 DEFAULT_SEED = 42
-"""The trainer's."""
+"""The trainer's default."""
 _SHOWN_PROBLEMS = 10
 _FORMAT = 5  # of the Arrow file; to be raised when the checks find more, since converted files are not checked again
 _SCHEMA = pa.schema([("record", pa.binary()), ("row", pa.int64()), ("kind", pa.string()), ("problem", pa.string())])
-_ROWS, _CHARACTERS = 1024, 1 << 26  # of a piece of the Arrow file
+_ROWS, _CHARACTERS = 1024, 1 << 26  # most rows, and about most characters, of a piece of the Arrow file
 _SUFFIXES = (".json", ".jsonl", ".parquet")
 _WORTH_PROCESSES = 4  # files
 
@@ -49,11 +50,11 @@ def load_records(
         data_path: `.json` and `.jsonl` (a list, or one record per line) or `.parquet` files: one, several separated by
             commas, a pattern, or a folder of Parquet shards; `hf:` and a data set that the `datasets` library reads; or
             a mixture of these, a `.yaml` file.
-        cache_dir: where converted files are kept; default `.llava_cache` beside each file.
-        check: refuse malformed records, and return what an epoch has; False keeps them, with their problems, and leaves
-            the epoch to `RecordTable.epoch`.
-        show_progress: a bar where there are many files to convert.
-        seed: of what a mixture draws.
+        cache_dir: where converted files are kept; by default `.llava_cache` beside each file.
+        check: refuse malformed records, and return those of an epoch; False keeps malformed records, with their
+            problems, and leaves the epoch to `RecordTable.epoch`.
+        show_progress: show a bar if there are many files to convert.
+        seed: seed of what a mixture draws.
 
     Raises:
         FileNotFoundError: a file does not exist.
@@ -79,10 +80,11 @@ def data_files(data_path: str, cache_dir: str | None = None) -> list[Path]:
     """The files that `--data_path` names, in order; those of a folder or pattern by name.
 
     Args:
+        data_path: see `load_records`.
         cache_dir: where a data set of the hub is kept if it must be written as Parquet first.
 
     Raises:
-        FileNotFoundError: there is none; the message says of which name.
+        FileNotFoundError: a name has no file; the message says which.
         ValueError: a file is of another kind.
         ImportError: the `datasets` library is needed and not installed.
     """
@@ -109,7 +111,7 @@ def data_files(data_path: str, cache_dir: str | None = None) -> list[Path]:
 
 
 def _mixture(data_path: str, seed: int = DEFAULT_SEED) -> Mixture | None:
-    """The mixture that `--data_path` names, if it does."""
+    """The mixture that `--data_path` names, or None if it names files."""
     parts = [part.strip() for part in data_path.split(",") if part.strip()]
     if not any(part.endswith(MIXTURES) for part in parts):
         return None
@@ -118,8 +120,8 @@ def _mixture(data_path: str, seed: int = DEFAULT_SEED) -> Mixture | None:
     return read_mixture(Path(parts[0]), seed)
 
 
-def _of_entry(mixture: Mixture, number: int, read: Callable[..., Any], *options: Any) -> Any:
-    """`read` of the files of an entry; what it raises names the mixture and the entry as well."""
+def _of_entry(mixture: Mixture, number: int, read: Callable[..., Found], *options: object) -> Found:
+    """Calls `read` on an entry's files; the message of an error names the mixture and the entry as well."""
     try:
         return read(mixture.entries[number].data_path, *options)
     except (ValueError, OSError, ImportError) as error:
@@ -129,11 +131,11 @@ def _of_entry(mixture: Mixture, number: int, read: Callable[..., Any], *options:
 
 
 def _table(data_path: str, cache_dir: str | None, show_progress: bool) -> RecordTable:
-    """The table of what `data_path` names, whole and not checked."""
+    """The table of all records that `data_path` names, not checked."""
     sources = data_files(data_path, cache_dir)
     ready = {source: found for source in sources if (found := _ready(source, cache_folders(source, cache_dir)))}
     waiting = sorted({source for source in sources if source not in ready})
-    # Parquet in other processes always: a damaged footer can end the process that reads it.
+    # Parquet is always read in other processes: a damaged footer can end the process that reads it.
     apart = len(waiting) >= _WORTH_PROCESSES or any(source.suffix == ".parquet" for source in waiting)
     made = in_processes(_converted, cache_dir, waiting, worth=apart)
     hidden = not show_progress or len(waiting) < _WORTH_PROCESSES
@@ -217,5 +219,5 @@ def _is_whole(path: Path) -> bool:
     try:
         table = map_rows(path)
         return table.schema == _SCHEMA and len(table) > 0
-    except (pa.ArrowInvalid, OSError):  # the list of batches stands at the end: a cut file has none
+    except (pa.ArrowInvalid, OSError):  # the list of batches is at the end, so a file that was cut off has none
         return False

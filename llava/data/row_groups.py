@@ -1,4 +1,4 @@
-"""Rewrites Parquet shards so that a row group holds few images: a random image costs the reading of its whole group."""
+"""Rewrites Parquet shards so that a row group holds few images: to read one image means to read its whole row group."""
 
 import os
 import shutil
@@ -18,10 +18,11 @@ _READ = 8  # rows that are read at a time
 
 
 def rewrite_shards(data_path: str) -> list[Path]:
-    """Gives the shards of `--data_path` that have large row groups small ones, in place; returns those rewritten.
+    """Rewrites the shards of `--data_path` that have large row groups with small ones, in place; returns these shards.
 
     Rows, their order, columns, types and compression stay. Each shard is written beside the old one, read back and
-    compared, and only then takes its place: what is cut off is begun anew by the next call, what is done is left alone.
+    compared, and only then takes its place. After an interruption the next call starts the unfinished shard again, and
+    leaves finished ones alone.
 
     Raises:
         ValueError: there are no shards, or one cannot be read; the message names it.
@@ -32,7 +33,7 @@ def rewrite_shards(data_path: str) -> list[Path]:
         raise ValueError(f"--rewrite_shards: --data_path {data_path} has no Parquet file; leave the flag out")
     large = [shard for shard in shards if _can_be_split(shard)]
     for shard in progress(large, "rewriting shards", "shards"):
-        with FileLock(_beside(shard, ".lock")):  # another call may be at the same
+        with FileLock(_beside(shard, ".lock")):  # another call may be rewriting the same shard
             if _can_be_split(shard):
                 _rewrite(shard)
         _beside(shard, ".lock").unlink(missing_ok=True)
@@ -49,7 +50,7 @@ def _can_be_split(shard: Path) -> bool:
 
 
 def _beside(shard: Path, ending: str) -> Path:
-    """A name that no pattern for shards finds."""
+    """A file beside the shard that no pattern for shards matches."""
     return shard.with_name(f".{shard.name}.rewriting{ending}")
 
 
@@ -71,7 +72,7 @@ def _rewrite(shard: Path) -> None:
         shutil.copymode(shard, written)
         os.replace(written, shard)
     except pa.ArrowException as error:
-        raise ValueError(f"--rewrite_shards: {shard} cannot be rewritten ({error}); it is as it was") from error
+        raise ValueError(f"--rewrite_shards: {shard} cannot be rewritten ({error}); the shard is unchanged") from error
     finally:
         written.unlink(missing_ok=True)
 
@@ -101,8 +102,8 @@ def _compare(old: pq.ParquetFile, new: pq.ParquetFile, shard: Path) -> None:
     same = old.schema_arrow.equals(new.schema_arrow, check_metadata=True)
     same = same and old.metadata.num_rows == new.metadata.num_rows
     if not same or not all(_is_same(*rows) for rows in zip(_rows(old), _rows(new), strict=True)):
-        raise ValueError(f"--rewrite_shards: {shard} would not be read as it was written; it is as it was")
+        raise ValueError(f"--rewrite_shards: the rewritten {shard} does not read back the same; the shard is unchanged")
 
 
 def _is_same(row: pa.RecordBatch, other: pa.RecordBatch) -> bool:
-    return row.equals(other) or repr(row.to_pylist()) == repr(other.to_pylist())  # not a number equals nothing
+    return row.equals(other) or repr(row.to_pylist()) == repr(other.to_pylist())  # NaN does not equal itself

@@ -25,7 +25,7 @@ _OPEN_SHARDS = 8
 class RowReader:
     """Reads image bytes of rows; rows that follow each other in a shard are read in one go.
 
-    Holds some open shards and the bytes of a few rows. Pickling takes nothing along.
+    Keeps some shards open, and holds the bytes of a few rows. Pickling keeps neither.
     """
 
     def __init__(self) -> None:
@@ -35,14 +35,14 @@ class RowReader:
         self._held: pa.Array | None = None
         self._first = 0  # row of the first held value
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {}
 
-    def __setstate__(self, _: dict[str, Any]) -> None:
+    def __setstate__(self, _: dict[str, object]) -> None:
         self.__init__()
 
     def read(self, image: RowImage) -> bytes:
-        """The bytes of a row.
+        """The bytes of the image in its row.
 
         Raises:
             OSError: the shard cannot be read, or the row holds no bytes.
@@ -70,7 +70,7 @@ class RowReader:
 
     def _shard(self, path: str) -> tuple[pq.ParquetFile, str, list[int]]:
         if path not in self._shards:
-            # Pages are read one after the other: a whole row group of images may be larger than a worker's share.
+            # Pages are read one after the other: a whole row group of images may exceed a worker's share of memory.
             file = pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
             rows = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
             self._shards[path] = file, image_leaf(file, Path(path)) or "image", list(accumulate(rows, initial=0))

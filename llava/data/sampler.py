@@ -1,4 +1,4 @@
-"""The order of training samples, decided by seed and epoch alone, and how a step's samples are dealt to ranks."""
+"""The order of training samples, which depends on seed and epoch alone, and how a step's samples are dealt to ranks."""
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
@@ -32,17 +32,20 @@ class RandomOrder(Sampler[int]):
 class ModalityLengthGroupedSampler(Sampler[int]):
     """Every global batch holds one modality, and neighbours inside it have similar lengths.
 
-    Global batches are drawn at random; inside one, samples go from long to short, so that the ranks' simultaneous
-    micro-batches, which are neighbours, pad little and take equally long. The last global batch of each modality may be
-    short; those remainders come together at the end, so that none of the others mixes modalities.
+    Global batches are drawn at random. Inside one, samples go from long to short, so that the micro-batches that ranks
+    compute at the same time, which are neighbours, have little padding and take equally long. The last global batch of
+    each modality may be short; these remainders come together at the end, so that no other batch mixes modalities.
 
     Args:
         lengths: length of every sample, negative for text-only ones.
         global_batch_size: samples per optimizer step over all ranks.
-        seed: with the epoch decides the order; all ranks must use the same.
+        seed: decides the order together with the epoch; all ranks must use the same.
         window: the samples of this many global batches, drawn at random, are paired, the longest with the shortest;
-            pairs with like sums share a batch, so that ranks with two samples of it or more can be equally busy. 1 (as
-            LLaVA) leaves each batch a random sample of its modality.
+            pairs with similar sums share a batch, so that ranks with two or more samples of a batch can be equally
+            busy. 1, as in LLaVA, leaves each batch a random sample of its modality.
+
+    Raises:
+        ValueError: a sample has length 0.
     """
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, global_batch_size: int, seed: int = 0, window: int = 1):
@@ -77,7 +80,7 @@ class ModalityLengthGroupedSampler(Sampler[int]):
             yield from self._long_to_short(batch[None])[0].tolist()
 
     def _by_pairs(self, rows: torch.Tensor) -> torch.Tensor:
-        """Each row of samples [W, N] as pairs of a long and a short one, those with the largest sums first."""
+        """Each row of samples [W, N] as pairs of a long and a short sample; pairs with the largest sums come first."""
         rows, half = self._long_to_short(rows), rows.shape[1] // 2
         pairs = torch.stack([rows[:, :half], rows.flip(1)[:, :half]], dim=2)
         heaviest = self.lengths[pairs].abs().sum(2).argsort(dim=1, descending=True, stable=True)
@@ -85,7 +88,7 @@ class ModalityLengthGroupedSampler(Sampler[int]):
         return torch.cat([pairs.flatten(1), rows[:, half : rows.shape[1] - half]], dim=1)
 
     def _long_to_short(self, rows: torch.Tensor) -> torch.Tensor:
-        """Each row of samples sorted, all at once: one by one a large data set takes seconds."""
+        """Each row of samples sorted from long to short; all rows at once, since one by one they take seconds."""
         return rows.gather(1, self.lengths[rows].abs().argsort(dim=1, descending=True, stable=True))
 
 
@@ -98,17 +101,17 @@ class Order(Protocol):
 
 
 class StepSampler(Sampler[list[list[int]]]):
-    """One rank's optimizer steps, each a list of micro-batches; every rank has as many of them.
+    """One rank's optimizer steps, each a list of micro-batches; every rank has the same number of steps.
 
-    A step takes exactly the samples that `order` gives it; only who computes them, and when, is decided by `deal`. The
-    last step of an epoch may have fewer.
+    A step takes exactly the samples that `order` gives it; `deal` only decides which rank computes them, and when. The
+    last step of an epoch may have fewer samples.
 
     Args:
-        order: every sample once; its `set_epoch` is called where it has one.
+        order: every sample once; its `set_epoch` is called if it has one.
         step_size: samples of a step over all ranks.
-        deal: the micro-batches of every rank, for the samples of one step.
-        rank: whose micro-batches are yielded.
-        drop_last: leaves out an epoch's last step where it has fewer samples.
+        deal: gives the micro-batches of every rank for the samples of one step.
+        rank: the rank whose micro-batches are yielded.
+        drop_last: leave out an epoch's last step if it has fewer samples.
     """
 
     def __init__(
@@ -144,15 +147,16 @@ def dealt_evenly(
 ) -> list[list[list[int]]]:
     """The micro-batches of every rank, all with nearly the same number of tokens.
 
-    Micro-steps, in which ranks wait for each other, hold neighbours in size. Where a step has too few samples to go
-    round, one is repeated without its targets: its index comes as `~index`.
+    Ranks wait for each other after every micro-batch, so those that they compute at the same time are neighbours in
+    size. If a step has too few samples for all ranks, one is repeated without its targets, as the index `~index`.
 
     Args:
-        samples: of one step.
-        lengths: tokens of every sample of the data set, the sign is ignored.
-        micro_batches: per rank, or fewer where some would be empty.
-        max_tokens: decides instead: the fewest micro-batches of at most this many tokens each. Only a sample that is
-            longer by itself exceeds it.
+        samples: indices of the samples of one step.
+        lengths: tokens of every sample of the data set; the sign is ignored.
+        ranks: number of ranks.
+        micro_batches: number of micro-batches per rank; fewer where some would be empty.
+        max_tokens: replaces `micro_batches`: as few micro-batches as possible, of at most this many tokens each. Only a
+            sample that is longer by itself exceeds it.
     """
     tokens = np.abs(np.asarray(lengths)[samples]).tolist()
     most = -(-len(samples) // ranks)
@@ -170,9 +174,9 @@ def dealt_evenly(
 
 
 def dealt_in_order(samples: list[int], ranks: int, batch_size: int) -> list[list[list[int]]]:
-    """The micro-batches of every rank as LLaVA has them: slices of a step's samples that go round the ranks.
+    """The micro-batches of every rank as in LLaVA: slices of a step's samples, dealt to the ranks in turn.
 
-    The rest of an epoch is sliced evenly where a rank would have none, and filled up as in `dealt_evenly`.
+    An epoch's last samples are sliced evenly if a rank would get none, and filled up as in `dealt_evenly`.
     """
     slices = ranks * -(-len(samples) // (ranks * batch_size))
     samples = samples + [~samples[-1]] * (slices - len(samples))
@@ -189,7 +193,9 @@ def balanced_groups(lengths: Sequence[int], num_groups: int, limit: int | None =
     Groups and their members are in no particular order; the result depends on the arguments alone.
 
     Args:
-        limit: groups above it pass samples on to others as long as that helps.
+        lengths: the lengths to be shared out.
+        num_groups: number of groups, at most as many as there are lengths.
+        limit: a group whose sum exceeds it passes samples on to others as long as that helps.
     """
     heap = [(0, 0, group) for group in range(num_groups)]
     groups: list[list[int]] = [[] for _ in range(num_groups)]
@@ -203,7 +209,7 @@ def balanced_groups(lengths: Sequence[int], num_groups: int, limit: int | None =
 
 
 def _relieve(groups: list[list[int]], lengths: Sequence[int], limit: int) -> None:
-    """Lets the fullest group above `limit` give a sample away, or swap it for a shorter one, until none is above it."""
+    """Lets the fullest group above `limit` give a sample away, or swap it for a shorter one, as long as that helps."""
     sums = [sum(lengths[i] for i in group) for group in groups]
     while True:
         full = max((g for g, group in enumerate(groups) if len(group) > 1), key=sums.__getitem__, default=None)

@@ -1,6 +1,6 @@
 """The table of records: every record's JSON text and what is wrong with it, mapped from converted files.
 
-`llava.data.records` converts the files. Pickling a table takes the paths along, not the records.
+`llava.data.records` converts the files. A pickled table holds their paths, not the records.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, overload
 
 import numpy as np
 import pyarrow as pa
@@ -18,18 +18,30 @@ from llava.data.checks import Problem, Record, record_name
 from llava.data.parquet_files import with_row_images
 
 
+class SourceCounts(TypedDict):
+    """What a data set of a mixture has, and how much of it is used."""
+
+    name: str
+    data_path: str
+    records: int  # in its files
+    used: int  # of these
+    samples: int  # of an epoch
+    share: float  # of an epoch's samples
+
+
 class RecordTable(Sequence[Record]):
     """The records of one or more converted files, in order; `[i]` is the record as a dict.
 
-    "Of all" means the records of the files, whether they are used or not.
+    A record has two indices: its index `[i]` in the table, and its *position* among all records of the files, whether
+    they are used or not. Methods that speak of a record "of all" take its position.
 
     Args:
         sources: the files that were converted.
-        paths: converted files.
-        content: says the content of all of them.
+        paths: the converted files.
+        content: a hash of the content of all of them.
         folders: where files made from these records are cached.
-        kept: the records of all that are used; default every one, in order.
-        left_out: how many were not taken because something is wrong with them.
+        kept: positions of the records that are used; by default every one, in order.
+        left_out: how many records are not used because something is wrong with them.
     """
 
     def __init__(
@@ -44,18 +56,18 @@ class RecordTable(Sequence[Record]):
         self.sources, self.paths, self.content, self.folders = sources, paths, content, folders
         self.kept, self.left_out = kept, left_out
         self.checked_at: float | None = None  # when the preflight opened the pictures, in seconds since the epoch
-        self.key = content  # says which records these are, of which content
+        self.key = content  # identifies these records and their content
         if kept is not None:
             self.key = sha256(f"{content} {len(kept)}".encode() + kept.tobytes()).hexdigest()
         self._columns: dict[str, pa.ChunkedArray] = {}
         self._starts: list[int] = []
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_columns": {}}
 
     @property
     def columns(self) -> dict[str, pa.ChunkedArray]:
-        """Every record's JSON text and what is known about it, kept or not, mapped from the files."""
+        """Every record's JSON text and what is known about it, used or not, mapped from the files."""
         if not self._columns:
             tables = [map_rows(path) for path in self.paths]
             self._starts = list(accumulate(map(len, tables), initial=0))
@@ -65,50 +77,56 @@ class RecordTable(Sequence[Record]):
 
     @property
     def total(self) -> int:
-        """How many records the files have, kept or not."""
+        """Number of records in the files, used or not."""
         return len(self.columns["record"])
 
     @property
     def used(self) -> np.ndarray:
-        """Where, of all, the records stand that are used, in order."""
+        """The positions of the records that are used, in order."""
         return np.arange(self.total) if self.kept is None else self.kept
 
     def __len__(self) -> int:
         return self.total if self.kept is None else len(self.kept)
 
-    def __getitem__(self, index: int | slice) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self.record(self.position(index))
 
     def position(self, index: int) -> int:
-        """Where, of all, the record `[index]` of the table is."""
+        """The position, among all records, of the table's record `[index]`."""
         index = range(len(self))[index]
         return index if self.kept is None else int(self.kept[index])
 
     def record(self, index: int) -> Record:
-        """A record of all."""
+        """A record of all, by its position."""
         record = json.loads(self.columns["record"][index].as_py())
         row = self.columns["row"][index].as_py()
         return record if row is None else with_row_images(record, str(self.source(index)[0]), row)
 
     def source(self, index: int) -> tuple[Path, int]:
-        """The file of a record of all, kept or not, and its place there."""
+        """The file of a record of all, used or not, and its index in that file."""
         assert 0 <= index < self.total
         number = bisect_right(self._starts, index) - 1
         return self.sources[number], index - self._starts[number]
 
     def text(self, index: int) -> str:
-        """The JSON text of a record of all, kept or not; bytes that are not UTF-8 are replaced."""
+        """The JSON text of a record of all, used or not; bytes that are not UTF-8 are replaced."""
         return self.columns["record"][index].as_py().decode("utf-8", "replace")
 
     def problem(self, index: int) -> Problem | None:
-        """What is wrong with a record of all by itself, as far as conversion checks it."""
+        """What is wrong with a record of all taken by itself, as far as conversion checks it."""
         kind = self.columns["kind"][index].as_py()
         return None if kind is None else Problem(kind, self.columns["problem"][index].as_py())
 
     def named(self, index: int) -> str:
-        """How messages call a record of all: by its file, its place there, and its id."""
+        """The name of a record of all in messages: its file, its index there, and its id."""
         source, place = self.source(index)
         try:
             record = json.loads(self.text(index))
@@ -117,29 +135,29 @@ class RecordTable(Sequence[Record]):
         return f"{source}: {record_name(record, place)}"
 
     def malformed(self) -> np.ndarray:
-        """Those records of all that are used and that `problem` finds something in."""
+        """The positions of the records that are used and in which `problem` finds something."""
         kinds = self.columns["kind"]
         found = np.flatnonzero(kinds.is_valid().to_numpy()) if kinds.null_count < self.total else np.zeros(0, np.int64)
         return found if self.kept is None else found[np.isin(found, self.kept)]
 
     def without(self, indices: Sequence[int]) -> "RecordTable":
-        """The same table without some records of all; its key tells it from the whole one."""
+        """The same table without the records of all at `indices`; its key differs from that of the whole table."""
         if not len(indices):
             return self
         return self.of(self.used[~np.isin(self.used, indices)], self.left_out + len(indices))
 
     def of(self, kept: np.ndarray, left_out: int) -> "RecordTable":
-        """The same files' table with other records of all."""
+        """A table of the same files that uses the records of all at `kept`."""
         return RecordTable(self.sources, self.paths, self.content, self.folders, kept, left_out)
 
     @property
     def checked(self) -> int:
-        """How many records were used before some were left out."""
+        """Number of records before some were left out."""
         return len(self) + self.left_out
 
     def places(self) -> dict[Path, np.ndarray]:
-        """The places in each file, resolved, of the records that are used; rising, each once."""
-        every = np.arange(self.total)  # also maps the files, which says where they start
+        """By resolved file, the indices there of the records that are used; ascending, each once."""
+        every = np.arange(self.total)  # `total` also maps the files, and so fills `_starts`
         kept = every if self.kept is None else np.unique(self.kept)
         found: dict[Path, list[np.ndarray]] = {}
         for source, start, stop in zip(self.sources, self._starts[:-1], self._starts[1:], strict=True):
@@ -147,7 +165,7 @@ class RecordTable(Sequence[Record]):
             found.setdefault(source.resolve(), []).append(places)
         return {source: np.unique(np.concatenate(places)) for source, places in found.items()}
 
-    # --- what a mixture has more ---
+    # --- what a mixture adds ---
 
     @property
     def source_names(self) -> list[str]:
@@ -155,11 +173,11 @@ class RecordTable(Sequence[Record]):
         return []
 
     def source_number(self, index: int) -> int:
-        """Which data set of a mixture the record `[index]` of the table is from."""
-        raise TypeError(f"{self.sources[0]} is no mixture")
+        """The number of the data set of a mixture from which the table's record `[index]` comes."""
+        raise TypeError(f"{self.sources[0]} is not a mixture")
 
-    def source_counts(self) -> list[dict[str, Any]]:
-        """Of every data set of a mixture its name, file, records, how many are used, and samples of an epoch."""
+    def source_counts(self) -> list[SourceCounts]:
+        """For every data set of a mixture: name, file, number of records, records used, and samples of an epoch."""
         return []
 
     @property
@@ -168,12 +186,12 @@ class RecordTable(Sequence[Record]):
         return []
 
     def epoch(self) -> "RecordTable":
-        """The table of what an epoch has."""
+        """The table of an epoch's records; without a mixture, this table."""
         return self
 
 
 def name_of(records: Sequence[Record], index: int) -> str:
-    """How messages call the record `[index]`: a table's by its file and place there, a list's by its place."""
+    """The name of the record `[index]` in messages: by file and index there in a table, by its index in a list."""
     if isinstance(records, RecordTable):
         return records.named(records.position(index))
     return record_name(records[index], index)

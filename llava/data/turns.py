@@ -1,9 +1,9 @@
 """Who speaks in a conversation, in what order a template takes it, and where its images stand; no tokens yet.
 
-Free of torch, so that the preflight can ask the same rules as training in many small processes.
+Imports no torch, so that the preflight can apply the rules of training in many small processes.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from llava.constants import DEFAULT_IM_END_TOKEN, DEFAULT_IM_START_TOKEN, DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation, SeparatorStyle
@@ -18,7 +18,7 @@ ROLE_TAGGED = (*CHATML_STYLES, SeparatorStyle.LLAMA_3)
 _SPEAKERS = ("human", "gpt", "system")
 
 
-def parse_turns(conversations: Any) -> list[Turn]:
+def parse_turns(conversations: object) -> list[Turn]:
     """The turns as (speaker, text).
 
     Raises:
@@ -30,7 +30,7 @@ def parse_turns(conversations: Any) -> list[Turn]:
     return [_parse_turn(index, turn) for index, turn in enumerate(conversations)]
 
 
-def _parse_turn(index: int, turn: Any) -> Turn:
+def _parse_turn(index: int, turn: object) -> Turn:
     if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
         found = f"the keys {sorted(map(str, turn))}" if isinstance(turn, dict) else type(turn).__name__
         raise ValueError(f"turn {index}: expected {{'from': ..., 'value': ...}}, found {found}")
@@ -45,7 +45,7 @@ def _parse_turn(index: int, turn: Any) -> Turn:
 
 
 def training_turns(
-    conversations: Any, template: Conversation, label_masking: LabelMasking, has_image: bool
+    conversations: object, template: Conversation, label_masking: LabelMasking, has_image: bool
 ) -> list[Turn]:
     """The turns that are written and learnt.
 
@@ -53,7 +53,7 @@ def training_turns(
         conversations: LLaVA's list of `{"from": "human" | "gpt" | "system", "value": str}`.
         template: its style decides which orders of speakers can be written.
         label_masking: `upstream` drops an answer that comes before the first question, as LLaVA does.
-        has_image: whether `<image>` stands for one.
+        has_image: whether `<image>` stands for an image.
 
     Raises:
         ValueError: the conversation is malformed, the template cannot express it, or there is nothing to learn.
@@ -77,7 +77,7 @@ def check_has_image(template: Conversation, has_image: bool) -> None:
 
 
 def turn_rules(template: Conversation, label_masking: LabelMasking) -> str:
-    """A name that is the same for templates and label masks that `training_turns` treats alike."""
+    """A name that templates and label maskings share if `training_turns` treats them alike."""
     style = template.sep_style
     if style in (*ROLE_TAGGED, SeparatorStyle.GEMMA):
         order = "any_order"
@@ -89,7 +89,7 @@ def turn_rules(template: Conversation, label_masking: LabelMasking) -> str:
 
 
 def check_order(turns: list[Turn], template: Conversation, complete: bool = True) -> None:
-    """Raises ValueError where `template` cannot write the speakers in this order; `complete`: with the last answer."""
+    """Raises ValueError where `template` cannot write the speakers in this order; `complete` expects a last answer."""
     style, speakers = template.sep_style, [speaker for speaker, _ in turns]
     if style is SeparatorStyle.PLAIN:
         expected = ["human", "gpt"] if complete else ["human"]
@@ -123,10 +123,10 @@ def _drop_leading_answer(turns: list[Turn], template: Conversation, has_image: b
 def normalize_image_tokens(
     turns: list[Turn], template: Conversation, label_masking: LabelMasking, mm_use_im_start_end: bool = False
 ) -> list[Turn]:
-    """The turns with their `<image>` where and how the template wants them.
+    """The turns with every `<image>` in the place and form that the template needs.
 
-    `assistant` leaves any number of images at any place. `upstream` does as LLaVA-NeXT: the only image of a turn moves
-    to its front, on a line of its own. Both give `mmtag` templates their tags, and `mm_use_im_start_end` its tokens.
+    `assistant` leaves any number of images in any place. `upstream` follows LLaVA-NeXT: the only image of a turn moves
+    to its front, on a line of its own. Both add the tags of `mmtag` templates and the tokens of `mm_use_im_start_end`.
     """
     image = DEFAULT_IMAGE_TOKEN
     if mm_use_im_start_end and template.sep_style is not SeparatorStyle.PLAIN:
@@ -139,7 +139,7 @@ def normalize_image_tokens(
 
 
 def _image_first(text: str) -> str:
-    text = text.replace("QA_GT_caption_based_noisy", "")  # a tag of LLaVA-NeXT's data that it takes out of the text
+    text = text.replace("QA_GT_caption_based_noisy", "")  # a tag in LLaVA-NeXT's data, which its code removes
     if text.count(DEFAULT_IMAGE_TOKEN) != 1 or text.startswith(DEFAULT_IMAGE_TOKEN):
         return text
     rest = text.replace(DEFAULT_IMAGE_TOKEN, "").strip()

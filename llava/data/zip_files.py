@@ -12,7 +12,6 @@ from functools import partial
 from hashlib import blake2b, sha256
 from pathlib import Path
 from struct import Struct
-from typing import Any
 
 import numpy as np
 
@@ -29,10 +28,10 @@ class ZipMembers:
 
     Args:
         path: the zip file.
-        cache_dir: where its list of members is kept; default `.llava_cache` beside it.
+        cache_dir: where its list of members is kept; by default `.llava_cache` beside it.
 
     Raises:
-        ValueError: it is no zip file, or holds no files.
+        ValueError: it is not a zip file, or holds no files.
         OSError: no cache folder can be written.
     """
 
@@ -43,12 +42,12 @@ class ZipMembers:
         self._members: np.ndarray | None = None
         self._file: int | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_members": None, "_file": None}
 
     @property
     def members(self) -> np.ndarray:
-        """A row per field and a column per member, uint64, sorted by the hash of the name."""
+        """The list of members: a row per field and a column per member, uint64, sorted by the hash of the name."""
         if self._members is None:
             self._members = np.load(self._list, mmap_mode="r")
         return self._members
@@ -67,7 +66,7 @@ class ZipMembers:
 
         Raises:
             FileNotFoundError: there is no member of that name.
-            OSError: it is damaged, encrypted, or packed by another method than deflate.
+            OSError: it is damaged, encrypted, or packed by a method other than deflate.
         """
         place = self._place(name)
         if place is None:
@@ -79,15 +78,15 @@ class ZipMembers:
         if signature != b"PK\x03\x04" or stored.decode("utf-8" if flags & _UTF8 else "cp437", "replace") != name:
             raise OSError("the zip file does not hold what its list says")
         if flags & _ENCRYPTED or method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise OSError("encrypted, or packed by another method than deflate; pack the zip file again")
+            raise OSError("encrypted, or packed by a method other than deflate; pack the zip file again")
         data = self._bytes(offset + len(header) + name_length + extra_length, packed)
         if method == zipfile.ZIP_DEFLATED:
             try:
-                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)  # never more than was announced
+                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)  # never more than the list says
             except zlib.error as error:
                 raise OSError(f"damaged in the zip file: {error}") from error
         if len(data) != size or zlib.crc32(data) != crc:
-            raise OSError("damaged in the zip file: its checksum is another")
+            raise OSError("damaged in the zip file: its checksum differs")
         return data
 
     def example(self) -> str:
@@ -107,7 +106,7 @@ class ZipMembers:
     def _bytes(self, offset: int, count: int) -> bytes:
         if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY)
-        data = os.pread(self._file, count, offset)  # with its place: forked processes share the file's position
+        data = os.pread(self._file, count, offset)  # not `read`: forked processes share the file's position
         if len(data) != count:
             raise OSError("the zip file is cut off")
         return data
@@ -120,7 +119,7 @@ def _name_hash(name: str) -> int:
 def _write_list(path: Path, target: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
-            files = {info.filename: info for info in archive.infolist() if not info.is_dir()}  # of a name the last
+            files = {info.filename: info for info in archive.infolist() if not info.is_dir()}  # the last of a name
         rows = [
             (_name_hash(name), info.header_offset, info.compress_size, info.file_size, info.CRC, info.compress_type)
             for name, info in files.items()

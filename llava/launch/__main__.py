@@ -1,10 +1,10 @@
 """Starts training on any number of devices and nodes: `python3 -m llava.launch llava/train/train_mem.py FLAGS`.
 
-scripts/pretrain.sh and scripts/finetune.sh end here, with the recipe's flags and then the caller's: of two values of a
-flag the last counts. Batch arithmetic, launcher and precision follow from the devices; configuration, command and
-inputs are printed before anything starts. Needs Python 3.10 and nothing else until it does start.
+scripts/pretrain.sh and scripts/finetune.sh end here, with the recipe's flags and then the caller's; the last value of a
+flag counts. Batch arithmetic, launcher and precision follow from the devices; configuration, command and inputs are
+printed before anything starts. Until training starts, nothing but Python 3.10 is needed.
 
-Exit status: 0, 2 for what was refused, 85 where a signal ended the run after a save (start it again), 130 after a
+Exit status: 0, 2 for a refused setting, 85 where a signal ended the run after a save (start it again), 130 after a
 second Ctrl-C, or else the launcher's.
 """
 
@@ -32,7 +32,7 @@ LAUNCH_CHECK = "llava/train/launch_check.py"  # in the repository, as the script
 
 
 def main(words: list[str], environment: Mapping[str, str]) -> int:
-    """Runs what the words and variables say; the exit status."""
+    """Runs what the words and variables say; returns the exit status."""
     if not words or {"-h", "--help"} & set(words):
         print(help_text(environment, words))
         return 0
@@ -54,7 +54,7 @@ def main(words: list[str], environment: Mapping[str, str]) -> int:
 
 
 def dry_run(plan: Plan, environment: Mapping[str, str], unknown: list[str]) -> None:
-    """What only the trainer can say of the flags, where it is installed."""
+    """Has the trainer, where it is installed, check what only it knows about the flags."""
     if not check_by_trainer(plan.python, plan.flags.words(), environment):
         listed = f", and whether its libraries have {' '.join(f'--{name}' for name in unknown)}" if unknown else ""
         print(f"note: {plan.python} has no trainer yet; not checked: the flags' values{listed}", file=sys.stderr)
@@ -62,7 +62,11 @@ def dry_run(plan: Plan, environment: Mapping[str, str], unknown: list[str]) -> N
 
 
 def start(plan: Plan, environment: Mapping[str, str]) -> int:
-    """Prepares the environment, leaves the command in the output folder, and trains."""
+    """Prepares the environment, writes the command into the output folder, trains, and returns the exit status.
+
+    Raises:
+        Refusal: inputs are missing, or the output folder cannot be written.
+    """
     if plan.missing:
         raise Refusal(f"{plan.missing} input(s) are MISSING, see the list above")
     first_node = node_rank(environment) in ("", "0")
@@ -86,31 +90,31 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     code = supervise(
         plan.command(entry), variables, plan.output_dir, first_node=first_node, alone=alone, by_ssh=plan.launch.by_ssh
     )
-    # A folder that was in use keeps its command unless the trainer took this one: it may refuse it, or be finished.
+    # A folder in use keeps its command unless the trainer took this one: it may refuse it, or find the run finished.
     if records and run_file_stamp(plan.output_dir) != run_before:
         record_command(plan)
     return code
 
 
 def program(path: str) -> str:
-    """A file of this package, named as in the repository, where the launcher finds it."""
+    """The path at which the launcher finds a file of this package, which `path` names as in the repository."""
     return path if IS_CHECKOUT else str(CODE / path)
 
 
 def run_file_stamp(output_dir: Path) -> int | None:
-    """When the trainer last said in `output_dir` what it starts; None where it never has."""
+    """When the trainer last wrote run.json into `output_dir`, in nanoseconds; None where it never has."""
     file = output_dir / RUN_FILE
     return file.stat().st_mtime_ns if file.exists() else None
 
 
 def record_command(plan: Plan) -> None:
-    """Writes `command.sh`, which runs the same once more."""
+    """Writes `command.sh`, which runs the same command again."""
     lines = ["#!/usr/bin/env bash", f"cd {shlex.quote(os.getcwd())} || exit", command_text(plan, plan.entry)]
     Path(plan.output_dir, "command.sh").write_text("\n".join(lines) + "\n")
 
 
 def for_the_cpu(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a run on the CPU: its memory, and other work beside it; each said in one line."""
+    """Variables for a run on the CPU: its allocator, and how it shares the cores; prints a line about each."""
     if plan.devices.on_gpu:
         return {}
     allocator = keeping_allocator(environment)
@@ -123,7 +127,7 @@ def for_the_cpu(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def considerate(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a CPU run beside other work, said in one line."""
+    """Variables for a CPU run beside other work; prints a line about them."""
     threads = int(plan.launch.environment["OMP_NUM_THREADS"]) * plan.devices.ranks
     cores = own_cores()
     idle = idle_cores(cores)
@@ -136,7 +140,7 @@ def considerate(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def exit_status() -> int:
-    """What the process ends with; what was refused is said in one line."""
+    """Runs `main` on the command line and returns the exit status; a refusal is printed in one line."""
     try:
         return main(sys.argv[1:], os.environ)
     except Refusal as refusal:

@@ -1,13 +1,13 @@
 """A memory allocator that keeps what the system once gave it, for runs on the CPU.
 
-A training step asks for gigabytes and gives them back. glibc hands large pieces back to the system, which then clears
-every page anew: a fault for each 4 KiB of a step.
+A training step allocates gigabytes and frees them. glibc returns large pieces to the system, which then has to clear
+every page again: one page fault for each 4 KiB that a step uses.
 """
 
 from collections.abc import Mapping
 from ctypes.util import find_library
 
-# Name of the library, and the variables that make it keep its memory; the first that is installed is taken.
+# The library's name, and the variables that make it keep its memory; the first library that is installed is taken.
 ALLOCATORS: dict[str, dict[str, str]] = {
     "tcmalloc_minimal": {},
     "tcmalloc": {},

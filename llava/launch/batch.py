@@ -1,16 +1,16 @@
-"""The global batch stays for any number of devices: accumulation = GLOBAL_BATCH / (per-device batch x devices)."""
+"""Keeps the global batch for any number of devices: accumulation = GLOBAL_BATCH / (per-device batch x devices)."""
 
 from dataclasses import dataclass
 
 from llava.launch.devices import Devices
 from llava.launch.settings import Refusal, whole_number
 
-_ENOUGH_TO_BE_EVEN = 8  # samples of a step per device, by python -m benchmarks.scaling
+_ENOUGH_TO_BE_EVEN = 8  # samples of a step per device, as measured by python -m benchmarks.scaling
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of a micro-batch, micro-batches of a step, and how many devices do the same."""
+    """Samples of a device's micro-batch, micro-batches of a step, and the number of devices."""
 
     per_device: int
     accumulation: int
@@ -22,7 +22,7 @@ class Batch:
 
     @property
     def length_group_window(self) -> int:
-        """Of `--length_group_window auto`: 1, LLaVA's random batches, where a device has enough samples to be even."""
+        """What `--length_group_window auto` means: 1, LLaVA's random batches, if a device has many samples; else 16."""
         return 1 if self.per_device * self.accumulation >= _ENOUGH_TO_BE_EVEN else 16
 
     def __str__(self) -> str:
@@ -33,10 +33,13 @@ def resolve_batch(devices: Devices, global_batch: str, per_device: str, accumula
     """The batch; where `accumulation` is given it decides, and the global batch follows.
 
     Args:
-        per_device: a number, or `auto` for a device's whole share at once.
+        devices: the devices that share the global batch.
+        global_batch: samples of an optimizer step over all devices.
+        per_device: samples of a device's micro-batch, or `auto` for a device's whole share at once.
+        accumulation: micro-batches of a step; empty computes it.
 
     Raises:
-        Refusal: one of them is no number, or the global batch does not divide; the message lists what would.
+        Refusal: one of them is not a number, or the global batch does not divide; the message lists what would.
     """
     total = whole_number("GLOBAL_BATCH", global_batch, 1)
     if accumulation:
@@ -61,8 +64,8 @@ def _choices(devices: Devices, total: int, size: int) -> str:
         "Change one of them:\n"
         f"  NNODES x {devices.variable}   {counts}\n"
         f"  PER_DEVICE_BATCH    {sizes or f'none, {total} is no multiple of {devices.total}'}\n"
-        f"  GLOBAL_BATCH        a multiple of {micro}, such as {(total // micro + 1) * micro} (another batch than the "
-        "recipe's)"
+        f"  GLOBAL_BATCH        a multiple of {micro}, such as {(total // micro + 1) * micro} (not the recipe's "
+        "batch)"
     )
 
 

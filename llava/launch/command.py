@@ -17,7 +17,8 @@ MEETING_PORT = 29500  # torchrun's own default
 class Launch:
     """The command up to the trainer's entry: `words` after `environment`.
 
-    `by_ssh`: DeepSpeed has the hosts' shells read the rest of the command, and passes on few variables.
+    `by_ssh`: DeepSpeed starts the ranks by ssh, so that the hosts' shells read the rest of the command, and it passes
+    on only a few variables.
     """
 
     launcher: str
@@ -26,7 +27,7 @@ class Launch:
     by_ssh: bool = False
 
     def command(self) -> list[str]:
-        """As words that also set the variables."""
+        """The words of a command that sets the variables as well."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         return [*(["env", *variables] if variables else []), *self.words]
 
@@ -40,7 +41,7 @@ def resolve_launch(
         deepspeed: path of the DeepSpeed configuration, or empty.
         run_name: names the rendezvous where nothing else does.
         python: the interpreter that has the package's requirements.
-        cores: of this node, which CPU ranks share.
+        cores: number of cores of this node, which CPU ranks share.
 
     Raises:
         Refusal: variables contradict each other.
@@ -68,7 +69,7 @@ def choose_launcher(environment: Mapping[str, str], devices: Devices, deepspeed:
     """LAUNCHER, or the one that fits.
 
     Raises:
-        Refusal: there is no such launcher, or it starts a rank only once.
+        Refusal: there is no such launcher, or MAX_RESTARTS needs another one.
     """
     chosen = one_of("LAUNCHER", environment.get("LAUNCHER") or "auto", LAUNCHERS)
     hostfile = environment.get("HOSTFILE")
@@ -157,17 +158,17 @@ def torchrun_words(
 
 
 def node_rank(environment: Mapping[str, str]) -> str:
-    """Number of this node, as NODE_RANK or SLURM says it; empty where neither does.
+    """The number of this node that NODE_RANK or SLURM gives; empty where neither does.
 
     Raises:
-        Refusal: it is no number.
+        Refusal: NODE_RANK is not a number.
     """
     number = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or ""
     return str(whole_number("NODE_RANK", number, 0)) if number else ""
 
 
 def free_port() -> int:
-    """The first free port from one that differs between jobs started side by side on a machine."""
+    """The first free port, counted from one that differs between jobs that start at the same time on a machine."""
     port = MEETING_PORT + os.getpid() % 500
     while True:
         with socket.socket() as probe:
@@ -177,5 +178,5 @@ def free_port() -> int:
 
 
 def deepspeed_configs() -> str:
-    """The files that ship, by name."""
+    """The names of the DeepSpeed configurations that ship, separated by spaces."""
     return " ".join(sorted(f"deepspeed_configs/{path.name}" for path in (ROOT / "deepspeed_configs").glob("*.json")))

@@ -1,4 +1,4 @@
-"""How many nodes and devices a run has: GPUs, CPU ranks, hostfile; and what this machine can do."""
+"""How many nodes and devices a run has (GPUs, CPU ranks, hostfile), and what this machine can do."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llava.launch.settings import Refusal, whole_number
 
-SHARED_MEMORY_OF_RANK = 64  # MiB; Docker gives a container so much, whatever its ranks
+SHARED_MEMORY_OF_RANK = 64  # MiB; Docker's default for a whole container, however many ranks it has
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Devices:
 
 
 def count_of(number: int, noun: str) -> str:
-    """As in `1 node` or `2 nodes`."""
+    """The number with its noun, as in `1 node` or `2 nodes`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -51,7 +51,7 @@ def resolve_devices(environment: Mapping[str, str]) -> Devices:
     """The devices that the variables ask for, or else those that are here.
 
     Raises:
-        Refusal: a count is no number, the hostfile does not say one, or SLURM gave this node fewer GPUs.
+        Refusal: a count is not a number, the hostfile gives none, or SLURM gave this node fewer GPUs.
     """
     nodes, gpus = environment.get("NNODES", ""), environment.get("NUM_GPUS", "")
     if hostfile := environment.get("HOSTFILE", ""):
@@ -69,10 +69,10 @@ def resolve_devices(environment: Mapping[str, str]) -> Devices:
 
 
 def read_hostfile(name: str, nodes: str = "", gpus: str = "") -> tuple[str, str]:
-    """Nodes and GPUs per node from lines like `host slots=8`; what is given already stays.
+    """Nodes and GPUs per node from lines like `host slots=8`; a count that is not empty stays as it is.
 
     Raises:
-        Refusal: there is no such file or line, or hosts differ.
+        Refusal: there is no such file or line, or hosts have different slots.
     """
     if not Path(name).is_file():
         if nodes and gpus:
@@ -98,7 +98,7 @@ def count_gpus(environment: Mapping[str, str]) -> int:
 
 
 def available_cores() -> int:
-    """Cores that this process may use: of its affinity, and of a container's quota."""
+    """Number of cores that this process may use, by its affinity and the container's quota."""
     cores = len(own_cores())
     return max(1, min(cores, math.ceil(cpu_quota() or cores)))
 
@@ -122,7 +122,7 @@ def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def memory_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that the container may still take, its page cache counted as free, or None where nothing limits it."""
+    """Bytes that the container may still allocate, its page cache counted as free; None where nothing limits it."""
     for limit, used, cache in (
         ("memory.max", "memory.current", "file"),  # version 2
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_cache"),  # version 1
@@ -137,7 +137,7 @@ def memory_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def shared_memory_note(ranks: int, workers: int, folder: str = "/dev/shm") -> str:
-    """A line where a node's shared memory is small for the batches of its ranks' loader processes; else empty."""
+    """A note where a node's shared memory is too small for the batches of its ranks' loader processes; else empty."""
     try:
         mebibytes = shutil.disk_usage(folder).total // 2**20
     except OSError:  # a system without it

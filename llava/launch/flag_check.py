@@ -1,4 +1,4 @@
-"""Misspelt flags, templates and arms: found in our sources, and by the trainer's own parser where it can run."""
+"""Finds misspelt flags, templates and arms, by this tree's sources and by the trainer's own parser where it can run."""
 
 import ast
 import re
@@ -19,10 +19,10 @@ NORM_TABLE = "NORM_TYPES"
 
 
 def check_sources(plan: Plan) -> list[str]:
-    """Checks what this tree's own sources say; returns the flags that only the trainer's libraries may know.
+    """Checks the flags by this tree's own sources; returns the flags that only the trainer's libraries may know.
 
     Raises:
-        Refusal: no such arm or template, or a flag that is one of ours misspelt or cut short.
+        Refusal: there is no such arm or template, or a flag is one of ours misspelt or cut short.
     """
     values = plan.flags.values()
     for flag, variable, allowed in (
@@ -78,7 +78,7 @@ def check_by_trainer(python: str, words: Sequence[str], environment: Mapping[str
     """Lets the trainer's own parser read `words`; False where its environment is not installed.
 
     Raises:
-        Refusal: it does not take them.
+        Refusal: the parser rejects them; the message is its own.
     """
     if not Path(python).exists():
         return False

@@ -14,38 +14,38 @@ class Flags:
     given: tuple[tuple[str, ...], ...] = ()
 
     def value(self, name: str) -> str:
-        """What the trainer will see; a flag without a value is on, and one that is not given is empty."""
+        """The flag's value; empty where the flag is not given, or is given without a value."""
         for words in self.given:
             if name_of(words[0]) == name:
                 return " ".join(words[1:]) if "=" not in words[0] else words[0].split("=", 1)[1]
         return ""
 
     def before(self, **values: str) -> "Flags":
-        """Flags that count only where none of their name is given; they stand first."""
+        """These flags with `values` in front, each of which counts only where no flag of its name is given."""
         words = [word for name, value in values.items() for word in (f"--{name}", value)]
         return parse_flags([*words, *self.words()])
 
     def with_value(self, name: str, value: str) -> "Flags":
-        """The same flags with another value for one of them, at its place."""
+        """The same flags with another value for one of them, in its place."""
         if not self.value(name):
             return self.before(**{name: value})
         return Flags(tuple((f"--{name}", value) if name_of(f[0]) == name else f for f in self.given))
 
     def words(self) -> list[str]:
-        """As they stand on a command line."""
+        """The flags as the words of a command line."""
         return [word for words in self.given for word in words]
 
     def values(self) -> dict[str, str]:
-        """By name."""
+        """The value of each flag by name; `True` for a flag without a value."""
         return {name_of(words[0]): self.value(name_of(words[0])) or "True" for words in self.given}
 
     def lines(self) -> list[str]:
-        """One flag a line, as a shell reads them back."""
+        """One line per flag, as a shell reads it back."""
         return [shlex.join(words) for words in self.given]
 
 
 def name_of(word: str) -> str:
-    """The flag's name as the trainer knows it, which takes hyphens for underscores."""
+    """The flag's name as the trainer knows it, with underscores for hyphens."""
     return word.removeprefix("--").split("=", 1)[0].replace("-", "_")
 
 

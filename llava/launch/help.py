@@ -1,4 +1,4 @@
-"""The help of the training scripts: every variable with its meaning and what it would be in this call."""
+"""The help of the training scripts: every variable with its meaning and the value that it has in this call."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Variables win over the preset, the preset over the recipe. Relative paths start 
 
 
 def help_text(environment: Mapping[str, str], words: Sequence[str]) -> str:
-    """Help for the stage whose flags `words` are, or for all stages without any."""
+    """The help of the stage that STAGE names, with the values of its flags `words`; without STAGE, of all stages."""
     stage = environment.get("STAGE", "")
     called = f"bash scripts/{stage or '{pretrain,finetune}'}.sh" if IS_CHECKOUT else f"llava-recipe {stage}"
     usage = f"usage: [NAME=value ...] {called} [--flag value ...]"
@@ -40,7 +40,7 @@ def help_text(environment: Mapping[str, str], words: Sequence[str]) -> str:
 
 
 def header(stage: str) -> str:
-    """What the script says of itself."""
+    """The comment at the top of the stage's script."""
     comments = re.match(r"#!.*\n((?:#.*\n)+)", (ROOT / f"scripts/{stage}.sh").read_text())
     return re.sub("^# ?", "", comments[1], flags=re.MULTILINE).rstrip() if comments else ""
 

@@ -1,4 +1,4 @@
-"""Whether a run's inputs are here, belong to the model hub, or are missing and how to get them."""
+"""Whether a run's inputs are here, are on the model hub, or are missing, and then how to get them."""
 
 import re
 import socket
@@ -21,7 +21,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)
 
 @dataclass(frozen=True)
 class Input:
-    """One input: `found`, `hub` or `MISSING`, and then what to do."""
+    """One input and its state, `found`, `hub` or `MISSING`; `hint` says what to do where it is missing."""
 
     state: str
     what: str
@@ -30,12 +30,12 @@ class Input:
 
     @property
     def is_relative(self) -> bool:
-        """Whether it is a file, and no variable, that may be missing for the folder it is looked for in."""
+        """Whether it is a missing file with a relative path, which may exist below another folder."""
         return self.state == MISSING and not self.what.isupper() and not Path(self.value).is_absolute()
 
 
 def check_inputs(environment: Mapping[str, str], flags: Flags, devices: Devices, launch: Launch) -> list[Input]:
-    """Everything that the run reads, in the order of the table. Paths are relative to the working directory."""
+    """Everything that the run reads, in the order in which it is shown. Paths are relative to the working directory."""
     return [*_check_paths(environment, flags), *_check_meeting(environment, devices, launch)]
 
 
@@ -85,10 +85,10 @@ def _check_meeting(environment: Mapping[str, str], devices: Devices, launch: Lau
 
 
 def check_master(address: str, first_node: bool) -> None:
-    """Says where the first node has no such address, which something may still forward to it.
+    """Prints a note if `address` is not one of the first node's own: something may still forward it to that node.
 
     Raises:
-        Refusal: this node cannot resolve it.
+        Refusal: this node cannot resolve the address.
     """
     try:
         found = {(int(info[0]), str(info[4][0])) for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
@@ -116,9 +116,11 @@ def _is_own(found: tuple[int, str]) -> bool:
 
 
 def check_file(what: str, path: str, hint: str, caller: str = "") -> Iterator[Input]:
-    """Whether a file or folder exists; nothing where there is no path.
+    """Yields the state of a file or folder; nothing where `path` is empty.
 
     Args:
+        what: the input's name in the list of inputs.
+        path: where the file or folder should be.
         hint: what to do where it is missing.
         caller: the folder that the script was called from.
     """
@@ -133,7 +135,7 @@ def check_file(what: str, path: str, hint: str, caller: str = "") -> Iterator[In
 
 
 def check_model(what: str, name: str, hint: str, caller: str = "") -> Iterator[Input]:
-    """As `check_file`; `owner/model` that is neither here nor under a folder that is here belongs to the model hub."""
+    """As `check_file`; `owner/model` is a name on the model hub if neither it nor a folder `owner` is here."""
     if not Path(name).exists() and not Path(name.split("/")[0]).is_dir() and _HUB_NAME.fullmatch(name):
         yield Input(HUB, what, name)
     else:

@@ -10,22 +10,23 @@ from pathlib import Path
 
 POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100"}  # GCC's OpenMP takes the second, others the first
 _SAMPLE_SECONDS = 0.3
-_SPARE = 0.3  # of a core: so much the machine's own services may take
+_SPARE = 0.3  # of a core, which the machine's own services may take
 
 
 def wait_policy(environment: Mapping[str, str], threads: int, idle: float) -> dict[str, str]:
-    """The variables that let waiting threads sleep, where fewer cores are idle; empty where the user chose.
+    """The variables that let waiting threads sleep, if fewer cores are idle than threads run; empty if the user chose.
 
     Args:
-        threads: that this machine's ranks will run.
-        idle: cores' worth of time that nobody uses.
+        environment: may already hold one of these variables: the user's choice.
+        threads: number of threads that this machine's ranks will run.
+        idle: how many cores nobody uses; may be a fraction.
     """
     chosen = any(name in environment for name in POLICY)
     return {} if chosen or idle >= threads - _SPARE else dict(POLICY)
 
 
 def idle_cores(cores: Collection[int], stat: Path = Path("/proc/stat"), seconds: float = _SAMPLE_SECONDS) -> float:
-    """Cores' worth of time that nobody uses at the moment, of these; all of them where the system does not tell."""
+    """How many of `cores` nobody uses, averaged over `seconds`; all of them where the system does not tell."""
     try:
         before = _ticks(stat, cores)
         time.sleep(seconds)
@@ -37,7 +38,7 @@ def idle_cores(cores: Collection[int], stat: Path = Path("/proc/stat"), seconds:
 
 
 def _ticks(stat: Path, cores: Collection[int]) -> tuple[int, int]:
-    """All time of these cores and that without work (idle, or waiting for disks); guests' time stands in the users'."""
+    """All ticks of these cores, and those without work (idle, waiting for disks); user time includes guests' time."""
     total = idle = 0
     for line in stat.read_text().splitlines():
         name, *times = line.split()

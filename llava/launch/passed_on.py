@@ -25,7 +25,7 @@ _NAMES = frozenset((
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy", "all_proxy",
 ))
 # fmt: on
-# What is of one node, or of one launcher, alone.
+# Variables that belong to one node, or to one launcher, alone.
 _OWN = frozenset(
     {"CUDA_VISIBLE_DEVICES", ENV_FILE, RUN_DIR, "LLAVA_PYTHON", "LLAVA_REQUEUE_DIR", "TORCHELASTIC_RUN_ID"}
 )
@@ -39,10 +39,10 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def env_file_text(variables: Mapping[str, str], own_lines: Sequence[str] = ()) -> str:
-    """The file's content, the user's own lines last, which therefore win.
+    """The file's content; the user's own lines come last, and therefore win.
 
     Raises:
-        Refusal: a value that a line cannot hold.
+        Refusal: a line cannot hold one of the values.
     """
     given = {line.split("=", 1)[0].strip() for line in own_lines}
     lines = [f"{name}={_line_value(name, value)}" for name, value in variables.items() if name not in given]
@@ -50,7 +50,7 @@ def env_file_text(variables: Mapping[str, str], own_lines: Sequence[str] = ()) -
 
 
 def own_lines(environment: Mapping[str, str]) -> list[str]:
-    """The lines that DeepSpeed would read without us: of DS_ENV_FILE, or .deepspeed_env in the home folder and here.
+    """The lines that DeepSpeed would read without us, from DS_ENV_FILE, or .deepspeed_env in the home folder and here.
 
     Raises:
         Refusal: there is no such file, or a line has no `=`, on which DeepSpeed ends with a traceback.
@@ -68,7 +68,7 @@ def own_lines(environment: Mapping[str, str]) -> list[str]:
 
 
 def write_env_file(environment: Mapping[str, str], folder: Path, **more: str) -> dict[str, str]:
-    """Writes what is passed on into `folder`, for this user's eyes alone; the variable that names the file."""
+    """Writes what is passed on into a file in `folder` that only this user can read; returns the variable naming it."""
     file = folder / "deepspeed_env"
     text = env_file_text(passed_on(environment) | more, own_lines(environment))
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
@@ -77,7 +77,10 @@ def write_env_file(environment: Mapping[str, str], folder: Path, **more: str) ->
 
 
 def word_for_hosts(word: str) -> str:
-    """A word of the command that the hosts' shells read back; pdsh reads %, and DeepSpeed quotes what has blanks."""
+    """A word of the command, quoted so that the hosts' shells read it back as it is.
+
+    pdsh interprets `%`, and DeepSpeed itself puts words with blanks in double quotes.
+    """
     word = word.replace("%", "%%")
     if " " in word:  # DeepSpeed puts it in double quotes, and a backslash before those within
         return re.sub(r"[\\$`]", r"\\\g<0>", word)
@@ -94,7 +97,7 @@ def _line_value(name: str, value: str) -> str:
 
 
 def other_nodes(environment: Mapping[str, str], by_ssh: bool) -> list[str]:
-    """How the other nodes come by their variables, and these; of what may be secret the name alone.
+    """Lines that say how the other nodes get their variables, and list these; of a secret only the name is shown.
 
     Raises:
         Refusal: a variable cannot be passed on.

@@ -32,7 +32,7 @@ class Plan:
     launch: Launch
     flags: Flags
     inputs: tuple[Input, ...]
-    other_nodes: tuple[str, ...] = ()  # how they come by their variables, and by which
+    other_nodes: tuple[str, ...] = ()  # how they get their variables, and which
 
     @property
     def output_dir(self) -> Path:
@@ -55,7 +55,7 @@ class Plan:
 
 
 def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], cores: int = 1) -> Plan:
-    """The run of `entry` with the flags `words`, of which the last of a name counts, on a machine with `cores` cores.
+    """The run of `entry` with the flags `words` on a machine with `cores` cores; the last flag of a name counts.
 
     Raises:
         Refusal: a variable or flag cannot be used.
@@ -170,7 +170,7 @@ def show(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> str:
-    """The same for programs."""
+    """The plan as JSON, for programs."""
     content = {
         "stage": plan.stage,
         "preset": plan.preset,

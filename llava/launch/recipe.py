@@ -1,4 +1,4 @@
-"""The recipes' numbers for whoever needs them, and the command that runs a recipe from an installed package.
+"""The recipes' numbers for other parts of this tree, and the command that runs a recipe from an installed package.
 
 The numbers stand in the scripts and presets, and are read from there.
 """
@@ -13,10 +13,10 @@ from llava.provenance import IS_CHECKOUT, ROOT
 
 STAGES = ("pretrain", "finetune")
 INTERPRETER = {"LLAVA_PYTHON": sys.executable, "PYTHON": sys.executable}
-"""What the scripts inside an installed package are run with."""
+"""The variables that make the scripts of an installed package use this interpreter."""
 
 
-def resolved_run(stage: str, *flags: str, **variables: Any) -> dict[str, Any]:
+def resolved_run(stage: str, *flags: str, **variables: object) -> dict[str, Any]:
     """What `scripts/<stage>.sh` would run with these variables and no others, as `DRY_RUN=json` prints it.
 
     Raises:
@@ -37,7 +37,7 @@ def resolved_run(stage: str, *flags: str, **variables: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    """`llava-recipe STAGE`: becomes `scripts/<stage>.sh`, run by this interpreter; 2 where STAGE is none."""
+    """`llava-recipe STAGE`: replaces this process by `scripts/<stage>.sh`; returns 2 where there is no such stage."""
     if sys.argv[1:2] in (["-h"], ["--help"]):
         print(f"usage: [NAME=value ...] llava-recipe {'|'.join(STAGES)} [--flag value ...]")
         print("Runs a stage's recipe with this environment; llava-recipe STAGE --help explains the variables.")

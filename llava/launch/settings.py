@@ -43,7 +43,7 @@ VARIABLES: dict[str, dict[str, str]] = {
         "MAX_TOKENS_PER_MICRO_BATCH": "most tokens of a micro-batch; a step takes as few as it can (empty: by samples)",
         "EPOCHS": "passes over the data, where MAX_STEPS is -1",
         "MAX_STEPS": "optimizer steps; -1: by EPOCHS",
-        "LEARNING_RATE": "learning rate of all that has none of its own",
+        "LEARNING_RATE": "learning rate of whatever has none of its own",
         "PROJECTOR_LR": "stage 2: learning rate of projector and norm; empty: LEARNING_RATE",
         "VISION_TOWER_LR": "stage 2: learning rate of the vision tower; empty: LEARNING_RATE",
         "WARMUP_RATIO": "share of the steps over which learning rates rise (default: 0.03)",
@@ -93,15 +93,15 @@ class Refusal(Exception):
 
 
 def is_on(value: str) -> bool:
-    """What a switch like DRY_RUN means."""
+    """Whether the value of a switch like DRY_RUN turns it on."""
     return value not in ("", "0", "no", "false", "False")
 
 
 def whole_number(name: str, value: str, smallest: int) -> int:
-    """`value` as a number.
+    """`value` as a whole number of at least `smallest`.
 
     Raises:
-        Refusal: it is none, or too small.
+        Refusal: it is not a whole number, or too small; the message calls it `name`.
     """
     plain = value.isascii() and value.isdecimal() and (value == "0" or not value.startswith("0")) and len(value) < 10
     if not plain or int(value) < smallest:
@@ -110,10 +110,10 @@ def whole_number(name: str, value: str, smallest: int) -> int:
 
 
 def one_of(name: str, value: str, allowed: Iterable[str]) -> str:
-    """`value`, which must be one of the allowed.
+    """`value`, which must be one of `allowed`.
 
     Raises:
-        Refusal: it is not.
+        Refusal: it is not; the message calls it `name` and lists what is allowed.
     """
     allowed = list(allowed)
     if value not in allowed:
@@ -122,16 +122,17 @@ def one_of(name: str, value: str, allowed: Iterable[str]) -> str:
 
 
 def misspelt(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that are none of ours but so near to one that it must be meant, with that one."""
+    """Unknown variables whose names are so near to one of ours that it must be meant, each with the name of ours."""
     unknown = (name for name in environment if name.isupper() and name not in NAMES)
     return {name: nearest for name in unknown if (nearest := nearest_name(name, NAMES))}
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` must mean, or None: names of other programs must never look like ours.
+    """The known name that `name` must mean, or None; the variables of other programs must never look like ours.
 
-    Near is a missing `_` or `s`; one letter more, less, other, or two swapped; from twelve letters on two of these.
-    Names of fewer than six letters are near to too much.
+    A name is near if only a `_` or a final `s` differs, or if one letter is added, missing, different, or swapped with
+    its neighbour; names of twelve letters or more may differ in two letters. Names of fewer than six letters are near
+    too many others, and never match.
     """
 
     def squashed(text: str) -> str:
@@ -148,7 +149,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Letters to insert, delete, replace or swap with their neighbour to make `b` of `a`."""
+    """How many letters must be inserted, deleted, replaced or swapped with their neighbour to turn `a` into `b`."""
     before, last = [], list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         row = [i]

@@ -1,4 +1,4 @@
-"""The run itself: signals go to the ranks, and the first error is shown last.
+"""Runs the launcher: passes signals on to the ranks, and shows the first error at the end.
 
 The launcher gets a process group of its own, so that a signal reaches it only through this process: launchers end all
 ranks on SIGTERM and SIGINT and die of SIGUSR1, while the ranks themselves save first.
@@ -34,9 +34,9 @@ class Supervisor:
     """One launcher with its ranks on this node.
 
     Args:
-        output_dir: of the run; the ranks' reports are below it.
-        run_dir: the ranks of this node write their process ids there, and ask for another start.
-        alone: the launcher is the only rank itself.
+        output_dir: the run's output folder; the ranks' reports are below it.
+        run_dir: where the ranks of this node write their process ids, and ask for another start.
+        alone: the launcher is itself the only rank.
     """
 
     def __init__(self, output_dir: Path, run_dir: Path, alone: bool):
@@ -46,7 +46,10 @@ class Supervisor:
         self.gone: list[Path] = []  # process-id files of ranks that are gone, in the order in which they went
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Starts the launcher and waits; its exit code, or 85 where a signal ended the run and it is to go on later."""
+        """Starts the launcher and waits for it; returns its exit code, or 85 where a signal ended the run.
+
+        With 85 the run is to be started again later, and then continues.
+        """
         handled = [signal.SIGTERM, signal.SIGUSR1]
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # what runs in the background must not hear Ctrl-C
             handled.append(signal.SIGINT)
@@ -54,7 +57,7 @@ class Supervisor:
         try:
             env = {**environment, RUN_DIR: str(self.run_dir)}
             (self.run_dir / HOST).write_text(socket.gethostname())
-            # What is open to this process stays so: a comparison's lock lives as long as the training.
+            # The launcher inherits this process's open files: a comparison's lock lives as long as the training.
             self.launcher = subprocess.Popen(command, env=env, preexec_fn=_own_group, close_fds=False)
             code = self._wait(self.launcher)
         finally:
@@ -130,10 +133,15 @@ def supervise(
     alone: bool,
     by_ssh: bool = False,
 ) -> int:
-    """Runs the launcher's command to its end; the code to exit with.
+    """Runs the launcher's command to its end; returns the code to exit with.
 
     Args:
-        by_ssh: ranks of this node too are started by ssh, and get their variables from a file.
+        command: the launcher's command, up to the trainer's last flag.
+        environment: the launcher's variables.
+        output_dir: the run's output folder.
+        first_node: whether this is the first node, which removes reports of earlier starts.
+        alone: the launcher is itself the only rank.
+        by_ssh: the ranks, also those of this node, are started by ssh and get their variables from a file.
     """
     if first_node:
         shutil.rmtree(output_dir / FOLDER, ignore_errors=True)
@@ -159,7 +167,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is more than an entry that nobody has asked for."""
+    """Whether the process exists and has not ended; a zombie, which has ended, does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -180,7 +188,7 @@ def _own_group() -> None:
 
 
 def _cause(code: int | None) -> str | None:
-    """Why a rank left no message, from its own exit code, or None where only its launcher knows that."""
+    """Why a rank left no message; `code` is its own exit code, or None where only its launcher knows that."""
     if code is None or code == -signal.SIGKILL:
         return "it was killed, by hand or because memory ran out"
     return f"it was ended by {signal.Signals(-code).name}" if code < 0 else None

@@ -1,6 +1,6 @@
 """Causal attention inside each of several samples that lie one after another in one row, without padding.
 
-Every backend computes the same; `packed_attention` chooses one and says how to get a faster one.
+All backends compute the same; `packed_attention` chooses one and says how to get a faster one.
 Shapes: T packed tokens, H heads, K key/value heads, C channels per head.
 """
 
@@ -21,12 +21,12 @@ from llava.layout import Layout
 logger = logging.getLogger(__name__)
 
 VARLEN, SEGMENTS = "packed_varlen", "packed_segments"
-# The library builds these two a block-diagonal mask from positions that start again at 0.
+# For these the library builds a block-diagonal mask, from positions that start again at 0.
 MASKED = ("sdpa", "eager", "flex_attention")
 FLASH = ("flash_attention_2", "flash_attention_3")
 PACKED_BACKENDS = (*FLASH, VARLEN, SEGMENTS, *MASKED)
 
-# What decoders pass on to attention that does not change what a token sees, given the sample's boundaries.
+# Arguments that decoders pass to attention and that do not change what a token sees, given the samples' boundaries.
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"} | {
     "cu_seq_lens_q",
     "cu_seq_lens_k",
@@ -44,11 +44,11 @@ def packed_attention(requested: str | None, device: torch.device, dtype: torch.d
         compiled: the layers run under `torch.compile`.
 
     Raises:
-        ValueError: the requested backend cannot keep packed samples apart, or would be compiled anew for every batch.
+        ValueError: the requested backend cannot keep packed samples apart, or would be recompiled for every batch.
     """
     if requested == SEGMENTS and compiled:
         raise ValueError(
-            f"--attn_implementation {SEGMENTS} with --compile_layers True: would be compiled anew for every batch's "
+            f"--attn_implementation {SEGMENTS} with --compile_layers True: would be recompiled for every batch's "
             "lengths; leave it out, or pass sdpa"
         )
     if requested is not None:
@@ -86,7 +86,7 @@ def installed_flash() -> str | None:
 
 
 def has_varlen() -> bool:
-    """Whether PyTorch's own variable-length attention is there, with the arguments that its later releases take."""
+    """Whether PyTorch's own variable-length attention is available, with the arguments of its later releases."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -95,13 +95,13 @@ def has_varlen() -> bool:
 
 
 def packed_attention_arguments(layout: Layout, backend: str) -> dict[str, Any]:
-    """`attention_mask` and what else the decoder passes on to every layer's attention."""
+    """`attention_mask` and the other arguments that the decoder passes on to every layer's attention."""
     if backend in MASKED:
         return {"attention_mask": None}
     longest = max(layout.lengths)
     arguments: dict[str, Any] = {
-        # The library takes a mask of four dimensions as it is: it makes none of all pairs of tokens, and does not look
-        # in the positions for samples.
+        # The library takes a mask of four dimensions as it is: it builds no mask over all pairs of tokens, and does not
+        # search the positions for samples.
         "attention_mask": layout.cu_seqlens.new_empty(1, 1, 0, 0),
         "cu_seq_lens_q": layout.cu_seqlens,
         "cu_seq_lens_k": layout.cu_seqlens,
@@ -131,13 +131,13 @@ def segments_attention(
         query: [1, H, T, C].
         key, value: [1, K, T, C].
         segment_lengths: tokens of each sample; None for padded batches and generation, where the library's SDPA runs.
-        sliding_window: keys that a query sees, its own included; None for all before it.
+        sliding_window: number of keys that a query sees, its own included; None for all up to its own.
 
     Returns:
-        ([1, T, H, C], None), as the library's attention functions.
+        ([1, T, H, C], None), as the library's attention functions do.
 
     Raises:
-        ValueError: the decoder's attention asks for something else.
+        ValueError: the decoder's attention asks for something that this backend does not know.
     """
     if segment_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -186,10 +186,12 @@ def varlen_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """PyTorch's own variable-length FlashAttention (NVIDIA GPUs from Ampere on, fp16 and bf16); see above.
+    """PyTorch's own variable-length FlashAttention (NVIDIA GPUs from Ampere on, fp16 and bf16).
+
+    Shapes as in `segments_attention`; `cu_seq_lens_q` are the samples' boundaries in the row.
 
     Raises:
-        ValueError: the model has attention dropout, which this kernel does not know, or asks for something else.
+        ValueError: the model has attention dropout, or asks for something else that this kernel does not know.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -198,7 +200,7 @@ def varlen_attention(
         raise ValueError(f"{VARLEN} has no attention dropout; pass --attn_implementation {SEGMENTS}, or set it to 0")
     from torch.nn.attention.varlen import varlen_attn
 
-    # Under autocast rotary positions, which are fp32, make queries and keys fp32; the kernel takes one half precision.
+    # Under autocast the rotary positions, which are fp32, make queries and keys fp32; the kernel needs one half type.
     query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     output = varlen_attn(
         query,
@@ -212,12 +214,12 @@ def varlen_attention(
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # keys before the query's own, after it
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(output, torch.Tensor)  # with what was not asked for it would be a tuple
+    assert isinstance(output, torch.Tensor)  # a tuple only if more outputs are asked for
     return output[None], None
 
 
 def _without_mask_where_packed(attention: Callable) -> Callable:
-    """The library's FlashAttention, which would take the empty mask of `packed_attention_arguments` for padding."""
+    """The library's FlashAttention, which would take the empty mask of packed batches for padding."""
 
     def flash_attention(module, query, key, value, attention_mask, *args, **kwargs):
         mask = attention_mask if kwargs.get("cu_seq_lens_q") is None else None

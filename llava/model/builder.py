@@ -2,17 +2,21 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava.mm_utils import load_tokenizer
 from llava.model.hf_folder import extra_rows, is_hf_folder, key_mapping, own_fields
 from llava.model.language_model.families import MODEL_CLASSES, family_of
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora, recorded_base
 from llava.model.multimodal_encoder.builder import has_image_processor, load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict, load_adapter
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
     """The LLaVA config of a LLaVA checkpoint, ours or Hugging Face's, or of a plain language model (folder or hub id).
 
     Raises:
-        ValueError: nothing readable there, or a model type without a LLaVA class.
+        ValueError: there is no readable config, or its model type has no LLaVA class.
     """
     fields = _read_fields(model_path, **kwargs)
     if is_hf_folder(fields):
@@ -38,7 +42,7 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
     if model_type not in MODEL_CLASSES:
         raise ValueError(f"{model_path}: model_type {model_type!r}; expected one of {', '.join(MODEL_CLASSES)}")
     config_class = MODEL_CLASSES[model_type].config_class
-    if model_type == "llava":  # what checkpoints of other families call themselves as well; their class says which
+    if model_type == "llava":  # checkpoints of other families have this type as well; their class tells them apart
         classes = {cls.__name__: cls for cls in MODEL_CLASSES.values()}
         named = [classes[name] for name in fields.get("architectures") or () if name in classes]
         config_class = named[0].config_class if named else config_class
@@ -48,14 +52,14 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
     return config_class.from_dict({k: v for k, v in fields.items() if k not in ("model_type", "architectures")})
 
 
-def load_language_model(model_path: str, config: PretrainedConfig | None = None, **kwargs: Any) -> Any:
+def load_language_model(model_path: str, config: PretrainedConfig | None = None, **kwargs: Any) -> LlavaMetaForCausalLM:
     """The LLaVA class that fits `model_path`, with its weights; tower and projector only if the checkpoint has them.
 
     Args:
         kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...).
 
     Raises:
-        ValueError: `model_path` is a LoRA folder, which is no model of its own.
+        ValueError: `model_path` is a LoRA folder, which is not a whole model.
     """
     if Path(model_path, "adapter_config.json").is_file():
         raise ValueError(
@@ -73,15 +77,17 @@ def load_language_model(model_path: str, config: PretrainedConfig | None = None,
     return model
 
 
-def load_as_stored(model_path: str, config: PretrainedConfig | None = None, dtype: str | None = None) -> Any:
-    """As `load_language_model`, with weights in the types of their files, or all in `dtype`.
+def load_as_stored(
+    model_path: str, config: PretrainedConfig | None = None, dtype: str | None = None
+) -> LlavaMetaForCausalLM:
+    """As `load_language_model`, with each weight in the type of its file, or all in `dtype`.
 
-    The library brings all weights to one type, and training leaves a projector in fp32 beside weights of 16 bits.
+    The library converts all weights to one type, but training leaves a projector in fp32 beside 16-bit weights.
     """
     config = config or read_config(model_path)
     if dtype:
         return load_language_model(model_path, config, dtype=getattr(torch, dtype))
-    model_class, parts = class_of(config), ("mm_projector", "image_newline")
+    model_class, parts = class_of(config), ["mm_projector", "image_newline"]
     model_class._keep_in_fp32_modules_strict = parts
     try:
         model = load_language_model(model_path, config, dtype="auto")
@@ -95,8 +101,8 @@ def load_as_stored(model_path: str, config: PretrainedConfig | None = None, dtyp
     return model
 
 
-def class_of(config: PretrainedConfig) -> type:
-    """The LLaVA class that is built from a config."""
+def class_of(config: PretrainedConfig) -> type[LlavaMetaForCausalLM]:
+    """The LLaVA class that belongs to a config."""
     return next(cls for cls in MODEL_CLASSES.values() if cls.config_class is type(config))
 
 
@@ -106,7 +112,7 @@ def load_pretrained_model(
     model_name: str,
     load_8bit: bool = False,
     load_4bit: bool = False,
-    device_map: Any = "auto",
+    device_map: str | dict[str, int | str | torch.device] | None = "auto",
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
     torch_dtype: str | torch.dtype | None = None,
@@ -115,21 +121,24 @@ def load_pretrained_model(
     multimodal: bool | None = None,
     use_flash_attn: bool = False,
     **kwargs: Any,
-) -> tuple[Any, Any, Any, int]:
+) -> tuple[PreTrainedTokenizerBase, LlavaMetaForCausalLM, BaseImageProcessor | None, int]:
     """Loads a checkpoint for inference, as LLaVA's function of this name.
 
     Args:
         model_path: a checkpoint folder or hub id; with `model_base` a LoRA folder, or a stage-1 folder that holds
             `mm_projector.bin`. LoRA is recognised by its `adapter_config.json` and merged, unless quantised.
-        model_base: the model that a LoRA or stage-1 folder was trained on, or None. For LoRA None takes the
-            one that the folder records.
+        model_base: the model that a LoRA or stage-1 folder was trained on, or None. For a LoRA, None takes the model
+            that the folder records.
         model_name: accepted for LLaVA's callers; the files decide what is built.
         load_8bit, load_4bit: quantise with bitsandbytes.
         device_map, device: where the weights go; `device="cpu"` wins over `device_map="auto"`.
-        torch_dtype: of the weights; default the checkpoint's own on an accelerator and fp32 on CPU.
+        attn_implementation: the decoder's attention, as the library names it.
+        torch_dtype: type of the weights; by default the checkpoint's own on an accelerator and fp32 on a CPU.
         customized_config, overwrite_config: a config (or its file) to use instead of the checkpoint's, and fields to
             change in it.
         multimodal: accepted for LLaVA-NeXT's callers.
+        use_flash_attn: FlashAttention 2, unless `attn_implementation` names another.
+        kwargs: passed to `from_pretrained`.
 
     Returns:
         (tokenizer, model in eval mode, image_processor or None for a text-only model, context length).
@@ -152,7 +161,7 @@ def load_pretrained_model(
     lora_file = lora_config_file(model_path)
     if lora_file and model_base is None:
         model_base = recorded_base(model_path)
-        logger.info("%s: LoRA on the base it records, %s", model_path, model_base)
+        logger.info("%s: LoRA on the base that it records, %s", model_path, model_base)
     if model_base is None:
         model = load_language_model(model_path, config, **options)
     else:
@@ -169,12 +178,14 @@ def load_pretrained_model(
     return tokenizer, model, image_processor, context_len
 
 
-def _load_on_base(model_path: str, model_base: str, config: PretrainedConfig, is_lora: bool, **options: Any) -> Any:
-    """A base model completed by a stage-1 or LoRA folder, and by the tower its config names if the base has none."""
+def _load_on_base(
+    model_path: str, model_base: str, config: PretrainedConfig, is_lora: bool, **options: Any
+) -> LlavaMetaForCausalLM:
+    """A base model with what a stage-1 or LoRA folder adds, and with the tower of its config if the base has none."""
     adapter = Path(model_path, ADAPTER_FILE)
     if not is_lora and not adapter.is_file():
         raise FileNotFoundError(
-            f"{adapter} does not exist, nor does adapter_config.json; model_base is for stage-1 and LoRA folders, "
+            f"{adapter} does not exist, nor does adapter_config.json; model_base is for stage-1 and LoRA folders, so "
             "leave it out for a complete checkpoint"
         )
     model = load_language_model(model_base, **options)
@@ -216,7 +227,7 @@ def _dtype(requested: str | torch.dtype | None, default: str | torch.dtype) -> s
 
 def quantization_config(
     bits: int, compute_dtype: torch.dtype = torch.bfloat16, double_quant: bool = True, quant_type: str = "nf4"
-) -> Any:
+) -> "BitsAndBytesConfig":
     """bitsandbytes' configuration for the decoder's linear layers in 4 or 8 bits; head, projector and tower stay whole.
 
     Raises:

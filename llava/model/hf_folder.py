@@ -1,7 +1,7 @@
-"""Folders of Hugging Face's LLaVA classes in terms of this tree: their config, and what their parameters are called.
+"""Folders of Hugging Face's LLaVA classes in terms of this tree: their config, and the names of their parameters.
 
-They are those that `python -m llava.export hf` writes, and published ones of LLaVA 1.5 (`llava-hf/llava-1.5-7b-hf`), by
-the names of transformers 4 or 5.
+Such folders are written by `python -m llava.export hf`, or published, as those of LLaVA 1.5
+(`llava-hf/llava-1.5-7b-hf`), with the names of transformers 4 or 5.
 """
 
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.model.multimodal_projector.norm import ProjectorNorm
 
 STOCK, WITH_NORM = "llava", "llava_norm"
-"""Model types: that of transformers, and that of the code which an exported folder brings along."""
+"""Model types: that of transformers, and that of the code that an exported folder brings along."""
 CARRIED = ("mm_", "image_aspect", "image_grid", "tokenizer_", "use_mm_proj", "tune_mm", "freeze_mm")
-"""How fields of our config begin that an exported folder keeps, for the way back."""
+"""Prefixes of the fields of our config that an exported folder keeps, for the way back."""
 ROWS = "text_vocab_size"
 """Field of an exported folder's config: rows of the text embedding before `<image>` got one."""
 _PROJECTOR = "multi_modal_projector"
@@ -30,10 +30,10 @@ def is_hf_folder(fields: dict[str, Any]) -> bool:
 
 
 def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
-    """The fields of our config that mean what these of Hugging Face's do; `model_type` is the plain decoder's.
+    """The fields of our config that mean what these fields of Hugging Face's do; `model_type` is the plain decoder's.
 
     Raises:
-        ValueError: something in them that this tree has not; the message names it.
+        ValueError: they ask for something that this tree does not have; the message names it.
     """
     config = LlavaConfig.from_dict({k: v for k, v in fields.items() if k != "model_type"})
     vision, text = config.vision_config, config.text_config
@@ -72,13 +72,13 @@ def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
 
 
 def extra_rows(fields: dict[str, Any]) -> int:
-    """How many rows at the end of the text embedding `python -m llava.export hf` has added."""
+    """Number of rows that `python -m llava.export hf` has added at the end of the text embedding."""
     rows = fields["text_config"].get("vocab_size")
     return rows - fields[ROWS] if ROWS in fields and rows else 0
 
 
 def key_mapping(config: PretrainedConfig) -> dict[str, str]:
-    """Regular expressions of their parameters' names, and ours, as `from_pretrained` takes them: in this order."""
+    """Regular expressions for their parameters' names, with our names; `from_pretrained` tries them in this order."""
     prefix = r"^(?:model\.)?"
     projector = {
         rf"{prefix}{_PROJECTOR}\.{theirs}\.": f"model.mm_projector.{ours}{'.' if ours else ''}"
@@ -108,7 +108,7 @@ def projector_modules(config: PretrainedConfig) -> dict[str, str]:
 
 
 def hf_names(ours: Iterable[str], config: PretrainedConfig) -> dict[str, str]:
-    """The module paths in Hugging Face's classes of our parameters."""
+    """Our parameters' module paths, each with its path in Hugging Face's classes."""
     prefixes = {
         "model.vision_tower.vision_tower.vision_model.": "model.vision_tower.",
         **{

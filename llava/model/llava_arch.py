@@ -5,10 +5,11 @@ Shapes: B batch, S sequence, N images, V visual tokens per image, E vision hidde
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
+from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llava.anyres import CropRules, Picture, has_newline
@@ -38,7 +39,7 @@ PROJECTOR_FIELDS = ("mm_vision_select_layer", "mm_vision_select_feature", "mm_pr
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")
 
-# What the mixins are mixed into; at run time they must not bring it along themselves.
+# The classes that the mixins are mixed into; at run time the mixins must not inherit from them.
 if TYPE_CHECKING:
     from transformers import GenerationMixin, PreTrainedModel
     from transformers import PretrainedConfig as ConfigBase
@@ -50,16 +51,29 @@ else:
     ConfigBase = ModelBase = object
 
 
+class VisionFlags(Protocol):
+    """The flags that `initialize_vision_modules` takes, besides those of `ProjectorNormArguments`."""
+
+    vision_tower: str | None
+    pretrain_mm_mlp_adapter: str | None
+    mm_vision_select_layer: int
+    mm_vision_select_feature: Literal["patch", "cls_patch"]
+    mm_projector_type: str
+    mm_projector_norm_learnable: bool
+    mm_patch_merge_type: str
+    mm_newline_init: Literal["default", "text_norm"]
+
+
 class LlavaMetaConfig(ConfigBase):
-    """Mixin for the config: what it writes can also be read by the transformers 4 that LLaVA's own trees need."""
+    """Mixin for the config: transformers 4, which LLaVA's own trees need, can also read what it writes."""
 
     def to_diff_dict(self) -> dict[str, Any]:
         fields = super().to_diff_dict()
         fields["torch_dtype"] = fields.get("dtype")
         rope = dict(self.rope_parameters)
-        if "rope_theta" not in rope:  # one for each kind of layer (Gemma 3): LLaVA's own trees have no such decoder
+        if "rope_theta" not in rope:  # one theta per kind of layer (Gemma 3); LLaVA's own trees have no such decoder
             return fields
-        # transformers 4 would silently take its default theta where it does not find its own name for it.
+        # transformers 4 would silently take its default theta if it did not find theta under its own name.
         fields["rope_theta"] = rope.pop("rope_theta")
         if rope.get("rope_type", "default") != "default":
             fields["rope_scaling"] = rope | {"type": rope["rope_type"]}
@@ -73,6 +87,7 @@ class LlavaMetaModel(ModelBase):
     mm_projector: nn.Module
     image_newline: nn.Parameter | None
     embed_tokens: nn.Embedding
+    layers: nn.ModuleList
 
     def __init__(self, config):
         super().__init__(config)
@@ -81,44 +96,42 @@ class LlavaMetaModel(ModelBase):
             self.build_vision_modules()
 
     def build_vision_modules(self) -> None:
-        """Builds tower, projector and newline from the config, untrained; the config afterwards rebuilds them alone."""
+        """Builds untrained tower, projector and newline from the config, which is completed to rebuild them alone."""
         self.vision_tower = build_vision_tower(self.config)
         self.config.mm_hidden_size = self.vision_tower.hidden_size
         self.mm_projector = build_vision_projector(self.config)
         self.add_newline()
 
     def add_newline(self) -> None:
-        """Gives the model an untrained `image_newline` where its `mm_patch_merge_type` has one and it has none yet."""
+        """Gives the model an untrained `image_newline` if its `mm_patch_merge_type` needs one and it has none yet."""
         if self.image_newline is None and has_newline(getattr(self.config, "mm_patch_merge_type", None)):
             width = self.config.hidden_size
             self.image_newline = nn.Parameter(torch.randn(width) / width**0.5)
 
-    def initialize_vision_modules(self, model_args: Any, dtype: torch.dtype | None = None) -> None:
+    def initialize_vision_modules(self, model_args: VisionFlags, dtype: torch.dtype | None = None) -> None:
         """Gives a plain language model its tower and projector, or checks that a LLaVA checkpoint's fit the flags.
 
         Args:
-            model_args: an object with the fields `vision_tower`, `mm_vision_select_layer`, `mm_vision_select_feature`,
-                `mm_projector_type`, `mm_patch_merge_type`, `mm_newline_init`, `pretrain_mm_mlp_adapter`, and those of
-                `ProjectorNormArguments`.
-            dtype: of the tower's weights.
+            model_args: the flags, with the fields of `ProjectorNormArguments` as well.
+            dtype: type of the tower's weights.
 
         Raises:
-            ValueError: flags that contradict the checkpoint or the adapter; the message says both sides.
+            ValueError: flags contradict the checkpoint or the adapter; the message gives both values.
         """
         if self.get_vision_tower() is None:
             self._add_vision_modules(model_args, dtype)
         else:
             check_flags_against_config(model_args, self.config)
             norm = projector_norm(self.mm_projector)
-            if norm is not None:  # whether it is trained may differ from stage to stage
+            if norm is not None:  # stages may differ in whether it is trained
                 norm.learnable = self.config.mm_projector_norm_learnable = model_args.mm_projector_norm_learnable
         self._choose_merge_type(model_args)
         if model_args.pretrain_mm_mlp_adapter:
             load_adapter(self.mm_projector, model_args.pretrain_mm_mlp_adapter, self.config, self.image_newline)
             logger.info("projector loaded from %s", model_args.pretrain_mm_mlp_adapter)
 
-    def _choose_merge_type(self, model_args: Any) -> None:
-        """Records the merge type; a newline that it needs and no checkpoint brought starts as the flags say."""
+    def _choose_merge_type(self, model_args: VisionFlags) -> None:
+        """Records the merge type; a newline that it needs and that no checkpoint brought starts as the flags say."""
         self.config.mm_patch_merge_type = model_args.mm_patch_merge_type
         if self.image_newline is not None:
             return
@@ -133,14 +146,15 @@ class LlavaMetaModel(ModelBase):
             norm = self.image_newline.norm().item()
         logger.info("image_newline is new: norm %.6g (%s), text %.6g", norm, model_args.mm_newline_init, text_norm)
 
-    def _add_vision_modules(self, model_args: Any, dtype: torch.dtype | None) -> None:
+    def _add_vision_modules(self, model_args: VisionFlags, dtype: torch.dtype | None) -> None:
         config = self.config
+        assert model_args.vision_tower is not None  # training refuses to start without one
         config.mm_vision_tower = from_anywhere(model_args.vision_tower)
         config.mm_vision_config = read_vision_config(config.mm_vision_tower)
         config.use_mm_proj = True
         for field in PROJECTOR_FIELDS:
             setattr(config, field, getattr(model_args, field))
-        # An adapter brings the factor that the first visual tokens of its run decided.
+        # `sees_tokens`: where an adapter is loaded, it brings the factor that its run's first visual tokens decided.
         record_norm(config, model_args, self.embed_tokens, sees_tokens=True)
         with torch.device("meta"):
             tower = build_vision_tower(config)
@@ -153,7 +167,7 @@ class LlavaMetaModel(ModelBase):
         return getattr(self, "vision_tower", None)
 
 
-def check_flags_against_config(model_args: Any, config: Any) -> None:
+def check_flags_against_config(model_args: VisionFlags, config: ConfigBase) -> None:
     """Raises ValueError where the projector's flags contradict the checkpoint that already has a projector."""
     fields = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature")
     both = [(field, getattr(config, field, None), getattr(model_args, field)) for field in fields]
@@ -173,11 +187,12 @@ def check_flags_against_config(model_args: Any, config: Any) -> None:
 class LlavaMetaForCausalLM(ModelBase):
     """Mixin for the causal LM: encodes images, splices them into the text, and computes the loss."""
 
+    config_class: type[ConfigBase]
     model: LlavaMetaModel
     lm_head: LMHead
     accepts_loss_kwargs = True
     supports_gradient_checkpointing = True
-    padding_free = False  # training batches run as one row without padding; needs a backend of llava.model.attention
+    padding_free = False  # True runs training batches as one row without padding, by a backend of llava.model.attention
 
     @classmethod
     # pyrefly: ignore[bad-override]  # the library's other arguments pass through
@@ -188,12 +203,12 @@ class LlavaMetaForCausalLM(ModelBase):
         `config.mm_vision_tower`.
 
         Raises:
-            ValueError: parameters that the config announces are missing in the checkpoint.
+            ValueError: the checkpoint lacks parameters that its config announces.
         """
         loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         model, info = loaded
-        # Keys are LLaVA's already. Under ZeRO-3 the library would still undo renamings that never took place when it
-        # saves, and double the encoder's prefix.
+        # Keys are LLaVA's already. When it saves under ZeRO-3, the library would undo renamings that never took place,
+        # and double the encoder's prefix.
         model._weight_conversions = []
         missing = set(info["missing_keys"])
         if lost := sorted(k for k in missing if ".mm_projector." in k or k.endswith("image_newline")):
@@ -216,11 +231,11 @@ class LlavaMetaForCausalLM(ModelBase):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """Writes the model, or its adapters, as the library does; the files can be read by whom the umask lets."""
+        """Writes the model, or its adapters, as the library does; the files' permissions follow the umask."""
         super().save_pretrained(save_directory, *args, **kwargs)
         follow_umask(save_directory)
 
-    def get_model(self):
+    def get_model(self) -> LlavaMetaModel:
         return self.model
 
     def get_vision_tower(self) -> VisionTower | None:
@@ -245,7 +260,7 @@ class LlavaMetaForCausalLM(ModelBase):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
-        past_key_values: Any,
+        past_key_values: Cache | None,
         labels: torch.Tensor | None,
         images: Images = None,
         modalities: Sequence[str] | None = None,
@@ -260,8 +275,8 @@ class LlavaMetaForCausalLM(ModelBase):
                 one entry [n, 3, H, W] (or list of n) per sample. Text-only samples may carry one unused image, as
                 upstream's collator sends it. With `image_aspect_ratio` anyres [n, 3, H, W] are one image's crops, see
                 `match_crops`.
-            image_sizes: width and height of each image, needed where one has several crops.
-            modalities: accepted for upstream's callers; decides nothing.
+            image_sizes: width and height of each image; needed if an image has several crops.
+            modalities: accepted for upstream's callers; has no effect, except that a video is refused.
             padding_side: `left` or `right`; None takes `config.tokenizer_padding_side`.
 
         Returns:
@@ -271,7 +286,7 @@ class LlavaMetaForCausalLM(ModelBase):
 
         Raises:
             ValueError: images and placeholders do not match; the message names the sample.
-            NotImplementedError: `modalities` has a video.
+            NotImplementedError: `modalities` names a video.
         """
         refuse_video(modalities)
         tower = self.get_vision_tower()
@@ -296,8 +311,8 @@ class LlavaMetaForCausalLM(ModelBase):
         )
 
     def crop_rules(self) -> CropRules:
-        """How many crops and visual tokens a picture has."""
-        return CropRules.of(self.config, self.get_vision_tower())
+        """The rules that say how many crops and visual tokens a picture has."""
+        return CropRules.of(self.config, self.get_model().vision_tower)
 
     def lay_out(
         self,
@@ -308,10 +323,14 @@ class LlavaMetaForCausalLM(ModelBase):
         image_sizes: Sizes = None,
         padding_side: str | None = None,
     ) -> tuple[Layout, torch.Tensor | None]:
-        """The layout of a batch [B, S] on its device, after a wait for its values; without a side not padded.
+        """The layout of a batch [B, S], on the batch's device; waits for the device, since it reads the ids.
+
+        Args:
+            input_ids, attention_mask, labels, images, image_sizes: see `prepare_inputs_labels_for_multimodal`.
+            padding_side: `left` or `right`; None packs the samples into one row without padding.
 
         Returns:
-            The layout, and the crops of its pictures [K, 3, H, W], None without one.
+            The layout, and the crops of its pictures [K, 3, H, W], or None without pictures.
 
         Raises:
             ValueError: images and placeholders do not match; the message names the sample.
@@ -332,10 +351,11 @@ class LlavaMetaForCausalLM(ModelBase):
         return layout.to(input_ids.device), pixels
 
     def splice(self, layout: Layout, crops: torch.Tensor | None) -> torch.Tensor:
-        """The decoder's input [rows, D]; visual tokens that were cut off keep a gradient of zero.
+        """The decoder's input [rows, D]; visual tokens that were cut off get a gradient of zero.
 
         Args:
-            crops: of all pictures of the layout [K, 3, H, W], None without one.
+            layout: where each row comes from.
+            crops: the crops of all pictures of the layout [K, 3, H, W], or None without pictures.
 
         Raises:
             ValueError: there are more or fewer crops than the layout's pictures have.
@@ -343,7 +363,8 @@ class LlavaMetaForCausalLM(ModelBase):
         pictures = layout.pictures
         if (found := 0 if crops is None else len(crops)) != (expected := sum(p.crops for p in pictures)):
             raise ValueError(f"the batch's layout has {expected} crops of {len(pictures)} pictures, found {found}")
-        # Every rank must run tower and projector in every training step, or collectives of ZeRO-3 and DDP never meet.
+        # Every rank must run tower and projector in every training step, or the ranks' collectives (ZeRO-3, DDP) never
+        # meet.
         if not pictures and self.training and torch.is_grad_enabled():
             side, pictures = self.get_model().vision_tower.image_size, [Picture()]
             crops = torch.zeros(1, 3, side, side, device=layout.source.device)
@@ -359,7 +380,7 @@ class LlavaMetaForCausalLM(ModelBase):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -376,11 +397,11 @@ class LlavaMetaForCausalLM(ModelBase):
 
         With `labels` in training mode, or with `loss_only`, only supervised positions reach the LM head and `logits` is
         None (and with `padding_free` the samples form one row); otherwise logits [B, S', C] are returned.
-        `num_items_in_batch` normalises the loss (None: mean over this batch's targets). `layout` is the batch's, as the
-        collator makes it; without one it is made here, which waits for the device.
+        `num_items_in_batch` normalises the loss (None: mean over this batch's targets). `layout` is the batch's layout,
+        which the collator makes; without one it is made here, which waits for the device.
         """
         training_loss = labels is not None and (self.training or loss_only)
-        crops: Any = images  # those of the layout's pictures, where the collator has made it
+        crops: Any = images  # with the collator's layout, these are the crops of its pictures
         if layout is None and inputs_embeds is None and training_loss and self.padding_free and input_ids is not None:
             refuse_video(modalities)
             layout, crops = self.lay_out(input_ids, attention_mask, labels, images, image_sizes)
@@ -434,10 +455,14 @@ class LlavaMetaForCausalLM(ModelBase):
         modalities: Sequence[str] | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        """Generates from prompts [B, S] with image placeholders; returns the new tokens only [B, new tokens].
+        """Generates from prompts [B, S] with image placeholders; returns only the new tokens [B, new tokens].
 
-        Prompts of different length are padded on either side with `attention_mask` 0; a 0 between tokens hides nothing,
-        see `without_holes`. The other arguments are those of the library's `generate`.
+        Prompts of different length are padded on either side, with `attention_mask` 0 there; a 0 between tokens hides
+        nothing, see `without_holes`. The other arguments are those of the library's `generate`.
+
+        Raises:
+            ValueError: there is no prompt; images and placeholders do not match.
+            NotImplementedError: `modalities` names a video.
         """
         inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
         if inputs is None:
@@ -446,13 +471,13 @@ class LlavaMetaForCausalLM(ModelBase):
         attention_mask = torch.ones_like(inputs) if attention_mask is None else without_holes(attention_mask)
         kwargs.pop("position_ids", None)
         if kwargs.get("do_sample") is False:
-            # Harnesses pass temperature=0 all the same; greedy decoding reads none of these, the library would warn.
+            # Harnesses pass temperature=0 nevertheless. Greedy decoding reads none of these; the library would warn.
             kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING_OPTIONS}
         parent: Any = super()  # the library's mixin wants a type that has no name here
         if self.get_vision_tower() is None:
             return parent.generate(inputs, attention_mask=attention_mask, **kwargs)[:, inputs.shape[1] :]
         newline = self.get_model().image_newline
-        with gathered([] if newline is None else newline):  # no module's forward, by which ZeRO-3 would gather it
+        with gathered([] if newline is None else newline):  # ZeRO-3 gathers in a module's forward, and this is none
             _, _, attention_mask, _, inputs_embeds, _ = self.prepare_inputs_labels_for_multimodal(
                 inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
             )
@@ -460,10 +485,10 @@ class LlavaMetaForCausalLM(ModelBase):
 
 
 def without_holes(attention_mask: torch.Tensor) -> torch.Tensor:
-    """The mask [B, S] with every position between a row's first and last token set: only its ends can be padding.
+    """The mask [B, S] with every position between a row's first and last token set, so that only its ends are padding.
 
-    Harnesses mask whatever equals the padding id. Where that is the end-of-turn token, as with Llama-3, the prompt's
-    own end-of-turn tokens would be lost.
+    Harnesses mask every token that equals the padding id. If that is the end-of-turn token, as with Llama-3, the
+    prompt's own end-of-turn tokens would be lost.
     """
     seen = attention_mask.cumsum(dim=1) > 0
     seen_from_the_right = attention_mask.flip(1).cumsum(dim=1).flip(1) > 0

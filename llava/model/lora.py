@@ -2,7 +2,7 @@
 
 A LoRA folder holds PEFT's `adapter_config.json` and `adapter_model.safetensors`, LLaVA's `non_lora_trainables.bin` (the
 projector with its norm, and the vision tower if it was trained in full), `config.json`, tokenizer and image processor.
-It needs the model it was trained on; `llava.model.merge_lora` makes it self-contained.
+It needs the model that it was trained on; `llava.model.merge_lora` makes it self-contained.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -18,18 +18,19 @@ from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from llava.mm_utils import from_anywhere
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import adapter_state_dict, read_tensors
 from llava.model.zero3 import full_state_dict, gathered
 
 NON_LORA_FILE = "non_lora_trainables.bin"
 _PREFIX = "base_model.model."  # PEFT's, in front of the causal LM's own parameter names
-# Tower layers have the names of decoder layers (q_proj, ...); where only the decoder is adapted, PEFT must not adapt
-# them here nor where others load us.
+# Tower layers have the names of decoder layers (q_proj, ...). Where only the decoder is adapted, PEFT must adapt no
+# tower layer, neither here nor where others load the folder.
 _VISUAL_MODULES = r"(.*\.)?(vision_tower|mm_projector|image_newline)(\..*)?"
 DECODER, TOWER = "decoder", "tower"
 
 
-def _peft() -> Any:
+def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:
@@ -38,7 +39,7 @@ def _peft() -> Any:
 
 
 def lora_config_file(folder_or_id: str) -> str | None:
-    """The path of `adapter_config.json` in a local folder or on the hub; None where there is no LoRA."""
+    """The path of `adapter_config.json` in a local folder or on the hub; None if there is no LoRA."""
     return find_adapter_config_file(folder_or_id)
 
 
@@ -46,7 +47,7 @@ def recorded_base(folder_or_id: str) -> str:
     """The model that a LoRA was trained on, as its `adapter_config.json` says: a folder that exists, or a hub id.
 
     Raises:
-        ValueError: it says none, or a folder that is not on this machine.
+        ValueError: it names none, or a folder that is not on this machine.
     """
     file = lora_config_file(folder_or_id)
     base = json.loads(Path(file).read_text()).get("base_model_name_or_path") if file else None
@@ -65,13 +66,13 @@ def _is_path(path_or_id: str) -> bool:
 
 
 def adapter_dtype(folder_or_id: str) -> torch.dtype:
-    """The precision of a LoRA folder's adapters."""
+    """The type of a LoRA folder's adapters."""
     tensors = _peft().load_peft_weights(folder_or_id, device="cpu")
     return next(tensor.dtype for name, tensor in tensors.items() if is_adapter(name))
 
 
 def add_lora(
-    model: Any,
+    model: LlavaMetaForCausalLM,
     r: int,
     alpha: int,
     dropout: float,
@@ -82,20 +83,21 @@ def add_lora(
 ) -> None:
     """Puts new adapters next to every linear layer of `modules`, in place; only they (and biases) stay trainable.
 
-    The LM head and the projector get none, nor does the vision tower by default, as in LLaVA.
+    As in LLaVA, the LM head and the projector get no adapters, and by default neither does the vision tower.
 
     Args:
-        r, alpha, dropout: rank, the adapters' factor times `r`, dropout in front of them.
+        model: the model, with its vision tower.
+        r, alpha, dropout: rank; the adapters' factor times `r`; dropout before the adapters.
         bias: the decoder's biases that are trained: `none`, `all`, or `lora_only` (those of adapted layers).
-        dtype: of what is trained.
+        dtype: type of the trained parameters.
         modules: `decoder`, `tower` or both.
-        use_dora: adapters change direction and magnitude of the weights apart (DoRA, PEFT's switch).
+        use_dora: adapters change direction and magnitude of the weights separately (DoRA, PEFT's switch).
     """
     layers = model.get_model().layers
     if set(modules) == {DECODER}:  # written as LLaVA writes it
         targets, excluded = sorted({name.rsplit(".", 1)[-1] for name in _linear_layers(layers)}), _VISUAL_MODULES
     else:
-        stacks = [layers] * (DECODER in modules) + [model.get_vision_tower().layers] * (TOWER in modules)
+        stacks = [layers] * (DECODER in modules) + [model.get_model().vision_tower.layers] * (TOWER in modules)
         targets, excluded = "|".join(_names_of_linear_layers(model, stack) for stack in stacks), None
     config = _peft().LoraConfig(
         r=r,
@@ -109,7 +111,7 @@ def add_lora(
     )
     model.add_adapter(config)
     for adapter in model.peft_config.values():
-        adapter.base_model_name_or_path = from_anywhere(model.name_or_path)
+        adapter.base_model_name_or_path = from_anywhere(model.name_or_path or "")
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -120,7 +122,7 @@ def _linear_layers(module: nn.Module) -> list[str]:
 
 
 def _names_of_linear_layers(model: nn.Module, layers: nn.ModuleList) -> str:
-    """A pattern that fits the linear layers of a stack of equal layers by their full names, and nothing else."""
+    """A pattern that matches the full names of the linear layers in a stack of equal layers, and nothing else."""
     full = {id(module): name for name, module in model.named_modules()}
     stack, numbers = {full[id(layer)].rpartition(".")[0] for layer in layers}, "|".join(map(str, range(len(layers))))
     inner = sorted({name for layer in layers for name in _linear_layers(layer)})
@@ -138,7 +140,7 @@ def is_adapter(parameter_name: str) -> bool:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether there are adapters inside a part of the model."""
+    """Whether a part of the model contains adapters."""
     return any(is_adapter(name) for name, _ in module.named_parameters())
 
 
@@ -153,8 +155,8 @@ def lora_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in trained.items()}
 
 
-def save_non_lora(model: Any, output_dir: str | Path, is_main_process: bool) -> None:
-    """Writes `non_lora_trainables.bin` (projector and newline; the whole tower if trained in full) and `config.json`.
+def save_non_lora(model: LlavaMetaForCausalLM, output_dir: str | Path, is_main_process: bool) -> None:
+    """Writes `non_lora_trainables.bin` (projector, newline, and the tower if it is trained in full) and the config.
 
     Keys are LLaVA's (`base_model.model.model.mm_projector.0.weight`). Every rank must call.
     """
@@ -171,7 +173,7 @@ def save_non_lora(model: Any, output_dir: str | Path, is_main_process: bool) -> 
 
 
 def read_non_lora(folder_or_id: str) -> dict[str, torch.Tensor]:
-    """Contents of `non_lora_trainables.bin`, by the causal LM's parameter names without adapters.
+    """The tensors of `non_lora_trainables.bin`, by the parameter names of the causal LM without adapters.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -187,10 +189,10 @@ def read_non_lora(folder_or_id: str) -> dict[str, torch.Tensor]:
 
 
 def load_non_lora(model: nn.Module, tensors: dict[str, torch.Tensor], source: str) -> None:
-    """Copies what `read_non_lora` returned into a model without adapters, or with them where names agree.
+    """Copies what `read_non_lora` returned into a model; one with adapters must have the same names.
 
     Raises:
-        ValueError: the model has no parameter of a name.
+        ValueError: the model has no parameter of one of the names.
     """
     if unknown := tensors.keys() - model.state_dict().keys():
         raise ValueError(
@@ -204,7 +206,7 @@ def load_adapters(model: nn.Module, folder_or_id: str) -> None:
     """Copies a LoRA folder's adapters into those of `model`, whose names must be the same.
 
     Raises:
-        ValueError: adapters are missing on one side; the message says which.
+        ValueError: the adapters of folder and model differ; the message says in what.
     """
     peft = _peft()
     tensors = peft.load_peft_weights(folder_or_id, device="cpu")
@@ -220,17 +222,17 @@ def load_adapters(model: nn.Module, folder_or_id: str) -> None:
     peft.set_peft_model_state_dict(model, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()})
 
 
-def apply_lora(model: nn.Module, folder_or_id: str, merge: bool) -> nn.Module:
+def apply_lora(model: LlavaMetaForCausalLM, folder_or_id: str, merge: bool) -> LlavaMetaForCausalLM:
     """`model` with a LoRA folder's adapters.
 
     Args:
-        merge: True adds them to the weights; False keeps them beside, which a quantised model needs to stay exact.
+        merge: True adds them to the weights; False keeps them apart, which a quantised model needs to stay exact.
     """
     peft = _peft()
     config = peft.PeftConfig.from_pretrained(folder_or_id)
     config.inference_mode = True
     if not isinstance(config.target_modules, str):  # a pattern of ours names its layers in full
-        config.exclude_modules = _VISUAL_MODULES  # upstream adapts before it builds the tower: its files do not say it
+        config.exclude_modules = _VISUAL_MODULES  # upstream adapts before it builds the tower, so its files lack this
     adapted = peft.get_peft_model(model, config)
     load_adapters(model, folder_or_id)
     return adapted.merge_and_unload(safe_merge=True) if merge else adapted.get_base_model()

@@ -17,20 +17,20 @@ from llava.constants import IGNORE_INDEX
 
 LossHead = Literal["auto", "liger", "chunked", "plain"]
 LIGER_MINIMUM = "0.6.2"  # the first whose fused loss accumulates in fp32
-# Logits that exist at a time. Every chunk reads the weight twice and rewrites its gradient, so a GPU takes many rows
-# (1046 of 128k); on a CPU larger chunks gain nothing (benchmarks/loss_head.py).
+# Logits that exist at a time. Every chunk reads the weight twice and rewrites its gradient, so a GPU takes many rows at
+# a time (1046 at a vocabulary of 128k); on a CPU larger chunks gain nothing (benchmarks/loss_head.py).
 _CHUNK_ELEMENTS = {"cpu": 2**25, "gpu": 2**27}
 
 
 class LMHead(nn.Linear):
-    """The LM head, which can also be asked for the loss, so that logits [R, C] need never exist at once.
+    """The LM head, which can also compute the loss, so that the logits [R, C] need never exist at once.
 
-    Being called as a module in both cases, it has its weight gathered by ZeRO-3.
+    It is called as a module in both cases, so that ZeRO-3 gathers its weight.
     """
 
     loss_head: LossHead = "plain"
     logits_scaling: float = 1.0  # Granite divides its logits
-    tally: "LossTally | None" = None  # told of every row's loss; not by Liger's kernel, which knows their sum alone
+    tally: "LossTally | None" = None  # is told every row's loss, except by Liger's kernel, which only knows the sum
 
     # pyrefly: ignore[bad-override]  # callers pass the hidden states by position
     def forward(self, hidden_states: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,16 +44,16 @@ class LMHead(nn.Linear):
 
 
 class LossTally:
-    """Sums of the losses of rows by the group that each row is in, where they are computed anyway; nobody waits.
+    """Sums the losses of rows by the group that each row belongs to, on their device, so that the host never waits.
 
     Args:
-        groups: how many there are.
-        device: of the rows.
+        groups: number of groups.
+        device: the rows' device.
     """
 
     def __init__(self, groups: int, device: torch.device):
-        self.sums = torch.zeros(2, groups, dtype=torch.float64, device=device)  # losses, and how many are finite
-        self.rows = torch.zeros(0, dtype=torch.int32, device=device)  # [R], the group of each row to come
+        self.sums = torch.zeros(2, groups, dtype=torch.float64, device=device)  # losses, and numbers of finite ones
+        self.rows = torch.zeros(0, dtype=torch.int32, device=device)  # [R], the group of each row that follows
 
     def add(self, start: int, losses: torch.Tensor) -> None:
         """Adds the losses of the rows from `start` on; those that are not finite are left out."""
@@ -65,7 +65,7 @@ class LossTally:
 
 @cache
 def has_liger() -> bool:
-    """Whether the package liger-kernel is installed, and new enough."""
+    """Whether the package liger-kernel is installed and recent enough."""
     try:
         return Version(metadata.version("liger-kernel")) >= Version(LIGER_MINIMUM)
     except metadata.PackageNotFoundError:
@@ -86,11 +86,11 @@ def supervised_loss(
         rows: [R] of [B * S], the positions whose next token is a target.
         targets: [R], those tokens.
         lm_head: sums the losses of [R, D] against [R].
-        num_items_in_batch: targets of the whole optimizer step over all ranks; None takes this batch's own number.
+        num_items_in_batch: number of targets of the whole optimizer step over all ranks; None takes this batch's.
 
     Returns:
-        fp32 scalar: the sum over targets divided by `num_items_in_batch`. Without any target it is 0 and still
-        connected to the graph, so that every rank runs its backward pass.
+        fp32 scalar: the sum over targets divided by `num_items_in_batch`. Without targets it is 0 but still connected
+        to the graph, so that every rank runs its backward pass.
     """
     total = lm_head(hidden_states.flatten(0, 1).index_select(0, rows), targets)
     return total / (max(len(targets), 1) if num_items_in_batch is None else num_items_in_batch)
@@ -99,7 +99,7 @@ def supervised_loss(
 def plain_loss(
     hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, tally: LossTally | None = None
 ) -> torch.Tensor:
-    """Sum of cross-entropies by way of all logits [R, C]."""
+    """Sum of cross-entropies, computed from all logits [R, C] at once."""
     logits = F.linear(hidden_states, weight).float()
     if tally is not None:
         tally.add(0, F.cross_entropy(logits.detach(), targets, reduction="none"))
@@ -111,7 +111,7 @@ def chunked_loss(
 ) -> torch.Tensor:
     """Sum of cross-entropies a few rows at a time; gradients are computed on the way, logits are never kept."""
     operands = _as_autocast(hidden_states, weight)
-    if not torch.is_grad_enabled():  # what needs a gradient says so all the same, and the gradient would be computed
+    if not torch.is_grad_enabled():  # operands that require a gradient would otherwise get one computed here
         operands = [x.detach() for x in operands]
     return _ChunkedLoss.apply(*operands, targets, tally)
 
@@ -121,9 +121,9 @@ def liger_loss(
 ) -> torch.Tensor:
     """Sum of cross-entropies by Liger's fused kernel (NVIDIA GPUs); weight gradients are accumulated in fp32.
 
-    Liger takes about R / ceil(C / D) rows at a time, which suits all positions of a batch: of 1000 supervised rows at
-    C = 128k and D = 3072 that is 32, and the weight is read 64 times. It also waits for the GPU twice. So `auto` is
-    `chunked`.
+    Liger takes about R / ceil(C / D) rows at a time, a size chosen for all positions of a batch. With 1000 supervised
+    rows, C = 128k and D = 3072 that is 32 rows, and the weight is read 64 times. Liger also waits for the GPU twice.
+    This is why `auto` means `chunked`.
     """
     if not len(targets):  # the kernel divides by the number of rows
         return plain_loss(hidden_states, weight, targets)
@@ -138,19 +138,19 @@ def liger_loss(
 
 
 def rows_at_a_time(rows: int, vocabulary: int, device: torch.device) -> int:
-    """How many of the R supervised rows `chunked_loss` projects at a time: all, or chunks of nearly the same size."""
+    """How many of the R supervised rows `chunked_loss` projects at a time; chunks have nearly the same size."""
     most = max(1, _CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "gpu"] // vocabulary)
     return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
 
 
 def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """What autocast would make of a product's operands, once instead of for every chunk."""
+    """A product's operands in the type that autocast gives them, converted once instead of for every chunk."""
     device = tensors[0].device.type
     return [x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x for x in tensors]
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """d loss / d logits = softmax - one_hot is at hand in the forward pass, so nothing of size C is saved."""
+    """d loss / d logits = softmax - one_hot is known in the forward pass, so that nothing of size C is saved."""
 
     @staticmethod
     def forward(

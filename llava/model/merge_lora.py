@@ -21,16 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dtype: str | None = None) -> None:
-    """Writes language model with the adapters added, projector, norm, vision tower, tokenizer and image processor.
+    """Writes the language model with the adapters added, projector, norm, vision tower, tokenizer and image processor.
 
     Args:
         model_path: LoRA folder or hub id.
         model_base: the model that the LoRA was trained on; None takes the one recorded in `adapter_config.json`.
         save_model_path: folder to write, which must be new or empty.
-        dtype: of the written weights, one of `DTYPES`; None takes the adapters'.
+        dtype: type of the written weights, one of `DTYPES`; None takes the adapters'.
 
     Raises:
-        ValueError: `model_path` is not a LoRA folder, `save_model_path` holds files, or the base is not where it was.
+        ValueError: `model_path` is not a LoRA folder, `save_model_path` holds files, or the recorded base is missing.
     """
     if lora_config_file(model_path) is None:
         raise ValueError(f"--model-path {model_path}: no adapter_config.json there; expected a LoRA folder or hub id")
@@ -43,6 +43,7 @@ def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dt
     tokenizer, model, image_processor, _ = load_pretrained_model(
         model_path, model_base, name, device="cpu", torch_dtype=torch.float32
     )
+    assert image_processor is not None  # the model has a vision tower
     model.to(getattr(torch, written)).save_pretrained(output)
     save_tokenizer(tokenizer, output)
     image_processor.save_pretrained(output)

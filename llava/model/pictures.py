@@ -18,12 +18,12 @@ Sizes = Sequence[tuple[int, int]] | torch.Tensor | None
 def match_crops(
     images: Images, image_sizes: Sizes, placeholders: list[int]
 ) -> tuple[torch.Tensor | None, list[Picture]]:
-    """All crops [K, 3, H, W] of the images that the placeholders stand for, and what they are; for `anyres`.
+    """All crops [K, 3, H, W] of the images that the placeholders stand for, and these pictures; for `anyres`.
 
     Args:
         images: as LLaVA-NeXT passes them: a tensor [N, n, 3, H, W] or a list with one entry per image, of its crops
             [n, 3, H, W] or, for a single one, [3, H, W]. A text-only sample may have one unused image.
-        image_sizes: width and height of each of them.
+        image_sizes: width and height of each image.
         placeholders: number of placeholders of each sample.
 
     Raises:
@@ -50,7 +50,7 @@ def _of_each_image(images: torch.Tensor | Sequence) -> Iterator[torch.Tensor]:
 
 
 def _without_unused(entries: list, placeholders: list[int]) -> list:
-    """`entries`, one per image, without those of text-only samples if they have any."""
+    """`entries`, one per image, without the unused ones of text-only samples, if there are any."""
     used = [count > 0 for count in placeholders for _ in range(max(count, 1))]
     return (
         [entry for entry, is_used in zip(entries, used, strict=True) if is_used]
@@ -65,8 +65,10 @@ def line_up(
     """The visual tokens of all pictures, one after another, as they enter the LLM.
 
     Args:
-        features: of every crop [K, V, D], aligned by the norm.
-        newline: `image_newline` [D], which the norm does not touch; None where the rules have none.
+        features: the visual tokens of every crop [K, V, D], after the norm.
+        pictures: the pictures that the crops belong to.
+        rules: the model's, which say how crops are laid out.
+        newline: `image_newline` [D], which does not pass through the norm; None if the rules have none.
     """
     if rules.merge_type == "flat":
         return features.flatten(0, 1)
@@ -82,7 +84,7 @@ def line_up(
 
 
 def _in_rows(crops: torch.Tensor, patches: Patches, newline: torch.Tensor | None) -> torch.Tensor:
-    """The visual tokens of a grid of crops, row of patches by row, with a newline after each."""
+    """The visual tokens of a grid of crops, row by row of patches, with a newline after each row."""
     side = math.isqrt(crops.shape[1])
     grid = crops.view(patches.rows, patches.columns, side, side, -1).transpose(1, 2)
     grid = grid.reshape(patches.rows * side, patches.columns * side, -1)
@@ -90,13 +92,13 @@ def _in_rows(crops: torch.Tensor, patches: Patches, newline: torch.Tensor | None
     if patches.shrunk is not None:
         width, height = patches.shrunk
         grid = F.interpolate(grid.permute(2, 0, 1)[None], size=(height, width), mode="bilinear")[0].permute(1, 2, 0)
-    if newline is not None:  # also where no row remains, so that it has a gradient
+    if newline is not None:  # also if no row remains, so that it gets a gradient
         grid = torch.cat([grid, newline[None].expand(len(grid), 1, -1)], dim=1)
     return grid.flatten(0, 1)
 
 
 def refuse_video(modalities: Sequence[str] | str | None) -> None:
-    """Raises NotImplementedError where `modalities` has a video."""
+    """Raises NotImplementedError if `modalities` names a video."""
     if modalities is not None and "video" in ([modalities] if isinstance(modalities, str) else list(modalities)):
         raise NotImplementedError("modalities has 'video': videos are not supported; pass pictures ('image')")
 

@@ -10,7 +10,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 @contextlib.contextmanager
 def beside_another_model() -> Iterator[None]:
-    """A model can be loaded and partitioned inside although the process holds one already."""
+    """A context in which a model can be loaded and partitioned although the process holds one already."""
     if not is_deepspeed_zero3_enabled():
         yield
         return
@@ -50,7 +50,7 @@ def gathered(params: torch.Tensor | list[torch.Tensor], modifier_rank: int | Non
 
 
 def is_partitioned(module: nn.Module) -> bool:
-    """Whether ZeRO-3 manages the module's parameters, and so has put each rank's share where it belongs."""
+    """Whether ZeRO-3 manages the module's parameters, and so has put each rank's share on its device."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 

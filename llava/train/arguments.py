@@ -31,7 +31,9 @@ class ModelArguments(ProjectorNormArguments):
     )
     attn_implementation: str | None = field(
         default=None,
-        metadata={"help": "Attention of the language model: sdpa (default), eager, flash_attention_2, ..."},
+        metadata={
+            "help": "Attention of the language model: sdpa, eager, flash_attention_2, ... (default: the fastest)"
+        },
     )
     freeze_backbone: bool = field(default=False, metadata={"help": "Freeze the language model."})
     tune_mm_mlp_adapter: bool = field(
@@ -81,7 +83,7 @@ class ModelArguments(ProjectorNormArguments):
     )
     mm_use_im_start_end: bool = field(
         default=False,
-        metadata={"help": "Markers around images; must be False (no published recipe of today uses them)."},
+        metadata={"help": "Markers around images; must be False (no current recipe uses them)."},
     )
     mm_use_im_patch_token: bool = field(default=False, metadata={"help": "Patch token of LLaVA v0; must be False."})
 
@@ -101,16 +103,16 @@ class DataArguments:
     image_folder: str | None = field(
         default=None,
         metadata={
-            "help": "Folder or zip file that the records' image paths start from; none is needed for Parquet rows that "
-            "hold their images. In a mixture, of the data sets that name none of their own."
+            "help": "Folder or zip file that the records' image paths start from; not needed for Parquet rows that "
+            "hold their images. In a mixture it is that of the data sets that name none of their own."
         },
     )
     eval_data_path: str | None = field(
         default=None,
         metadata={
-            "help": "Held-out records, named as those of --data_path; needs --eval_strategy. Their loss is logged as "
-            "eval/loss, that of the modalities as eval/loss_text and eval/loss_image, and that of each comma-separated "
-            "file as eval/loss/<its name>."
+            "help": "Held-out records, in the forms that --data_path takes; needs --eval_strategy. Their loss is "
+            "logged as eval/loss, by modality as eval/loss_text and eval/loss_image, and for each comma-separated file "
+            "as eval/loss/<its name>."
         },
     )
     eval_image_folder: str | None = field(
@@ -118,13 +120,13 @@ class DataArguments:
         metadata={"help": "Where the held-out records' image paths start from; default --image_folder."},
     )
     follow_image_links: bool = field(
-        default=False, metadata={"help": "Links in --image_folder may lead out of it; else such images are faults."}
+        default=False, metadata={"help": "Let links in --image_folder lead out of it; else such images are faults."}
     )
     on_bad_record: Literal["error", "skip"] = field(
         default="error",
         metadata={
-            "help": "Records that cannot be used, found before the first step: error refuses to train, skip leaves "
-            "them out and writes them to quarantine.jsonl in --output_dir. Nothing is put in their place."
+            "help": "What to do with records that cannot be used, which are found before the first step: error refuses "
+            "to train, skip leaves them out and writes them to quarantine.jsonl in --output_dir. Nothing replaces them."
         },
     )
     full_decode: bool = field(
@@ -139,7 +141,7 @@ class DataArguments:
         default=None,
         metadata={
             "help": "Where converted records, results of checks and measured lengths are kept; default .llava_cache "
-            "beside the data, or ~/.cache/llava/data where that cannot be written."
+            "beside the data, or ~/.cache/llava/data if that cannot be written."
         },
     )
     image_aspect_ratio: str = field(
@@ -160,13 +162,13 @@ class DataArguments:
     label_masking: Literal["assistant", "upstream"] = field(
         default="assistant",
         metadata={
-            "help": "Targets: what the assistant says with its end token, or label for label what LLaVA / LLaVA-NeXT "
-            "compute (for comparisons)."
+            "help": "Targets: assistant, what the assistant says with its end token; or upstream, exactly the labels "
+            "of LLaVA and LLaVA-NeXT (for comparisons)."
         },
     )
     lazy_preprocess: bool = field(
         default=True,
-        metadata={"help": "Samples are always prepared when they are needed; accepted for LLaVA's scripts."},
+        metadata={"help": "Accepted for LLaVA's scripts; samples are always prepared when they are needed."},
     )
     is_multimodal: bool = field(
         default=True, metadata={"help": "Accepted for LLaVA's scripts; records with and without images always mix."}
@@ -184,7 +186,7 @@ class TrainingArguments(transformers.TrainingArguments):
     # pyrefly: ignore[bad-assignment]  # None until `__post_init__`, where the library names a folder
     output_dir: str = field(
         default=None,
-        metadata={"help": "Where the model, its checkpoints and its logs are written. Relative to where this starts."},
+        metadata={"help": "Where model, checkpoints and logs are written; relative to the working directory."},
     )
     save_strategy: Literal["no", "steps", "epoch"] = field(
         default="steps", metadata={"help": "When checkpoints are written: every --save_steps, every epoch, or never."}
@@ -193,7 +195,7 @@ class TrainingArguments(transformers.TrainingArguments):
         default=None,
         metadata={
             "help": "Checkpoint folder to continue from; True: the newest in --output_dir, which must have one; False: "
-            "start anew; default: the newest complete one in --output_dir if there is any."
+            "start anew; default: the newest complete one in --output_dir, if there is one."
         },
     )
     train_sampling_strategy: Literal["random", "sequential"] = field(
@@ -232,8 +234,9 @@ class TrainingArguments(transformers.TrainingArguments):
     max_tokens_per_micro_batch: int | None = field(
         default=None,
         metadata={
-            "help": "With --padding_free: most tokens of a micro-batch. A step then takes as few micro-batches as it "
-            "can, the same number on all ranks, whatever --gradient_accumulation_steps says; its samples stay the same."
+            "help": "With --padding_free: most tokens of a micro-batch. A step then takes as few micro-batches as "
+            "possible, the same number on all ranks, whatever --gradient_accumulation_steps says. Its samples stay the "
+            "same."
         },
     )
     loss_head: LossHead = field(
@@ -247,7 +250,7 @@ class TrainingArguments(transformers.TrainingArguments):
         default="token_mean",
         metadata={
             "help": "token_mean: mean over the targets of the whole step; micro_batch_mean: mean of the micro-batches' "
-            "means, as upstream with gradient accumulation; their samples are those of upstream's. Not with "
+            "means, as upstream with gradient accumulation, over upstream's micro-batches. Not with "
             "--max_tokens_per_micro_batch."
         },
     )
@@ -290,8 +293,9 @@ class TrainingArguments(transformers.TrainingArguments):
     load_best_model_at_end: bool = field(
         default=False,
         metadata={
-            "help": "The final folder holds the checkpoint with the best --metric_for_best_model in place of the last "
-            "step's model. --save_strategy and --eval_strategy must match. That checkpoint is kept beside the newest."
+            "help": "Put the checkpoint with the best --metric_for_best_model into the final folder, in place of the "
+            "last step's model. --save_strategy and --eval_strategy must match. That checkpoint is kept beside the "
+            "newest."
         },
     )
     metric_for_best_model: str | None = field(
@@ -318,7 +322,7 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     lora_enable: bool = field(
         default=False,
-        metadata={"help": "Train --lora_modules by LoRA on their linear layers; projector, norm and the rest fully."},
+        metadata={"help": "Train --lora_modules by LoRA on their linear layers; projector and norm are trained fully."},
     )
     lora_modules: str = field(
         default="decoder",
@@ -329,7 +333,7 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     lora_use_dora: bool = field(
         default=False,
-        metadata={"help": "DoRA: adapters learn direction and magnitude of the weights apart (PEFT's use_dora)."},
+        metadata={"help": "DoRA: adapters learn direction and magnitude of the weights separately (PEFT's use_dora)."},
     )
     lora_r: int = field(default=64, metadata={"help": "Rank of the LoRA adapters."})
     lora_alpha: int = field(default=16, metadata={"help": "The adapters are scaled by --lora_alpha / --lora_r."})
@@ -339,12 +343,12 @@ class TrainingArguments(transformers.TrainingArguments):
         metadata={"help": "The language model's biases that are trained: none, all, or those of adapted layers."},
     )
     lora_weight_path: str = field(
-        default="", metadata={"help": "Must stay empty: LLaVA has the flag and never reads it."}
+        default="", metadata={"help": "Must stay empty: LLaVA has this flag but never reads it."}
     )
     bits: Literal[4, 8, 16] = field(
         default=16,
         metadata={
-            "help": "Bits of the frozen language model under LoRA: 4 or 8 (QLoRA; needs bitsandbytes), 16 as it is."
+            "help": "Bits of the frozen language model under LoRA: 4 or 8 (QLoRA; needs bitsandbytes), 16 (as it is)."
         },
     )
     double_quant: bool = field(
@@ -377,9 +381,9 @@ class TrainingArguments(transformers.TrainingArguments):
     overwrite_output_dir: bool = field(
         default=False,
         metadata={
-            "help": "Start anew where --output_dir holds a finished run or one with other settings, and remove what "
-            "that run wrote. An unfinished run with these settings is continued all the same, unless "
-            "--resume_from_checkpoint is False."
+            "help": "Start anew if --output_dir holds a finished run or one with other settings, and remove what that "
+            "run wrote. An unfinished run with these settings is still continued, unless --resume_from_checkpoint is "
+            "False."
         },
     )
     resume_allow_changes: str = field(
@@ -408,8 +412,8 @@ class TrainingArguments(transformers.TrainingArguments):
         default="False",
         metadata={
             "help": "Run the language model's norms, MLPs and rotary embedding on Liger's fused kernels (NVIDIA GPUs, "
-            "package liger-kernel): True, False, or auto (where they can run; the log says which and why). The loss is "
-            "--loss_head's matter.",
+            "package liger-kernel): True, False, or auto (where they can run; the log says which and why). For the "
+            "loss see --loss_head.",
             "nargs": "?",
             "const": "True",
         },
@@ -417,15 +421,15 @@ class TrainingArguments(transformers.TrainingArguments):
     compile_layers: bool = field(
         default=False,
         metadata={
-            "help": "Compile every layer of the language model and the tower by torch.compile, once for all lengths. "
+            "help": "Compile every layer of the language model and the tower with torch.compile, once for all lengths. "
             "Not with ZeRO-3."
         },
     )
     peak_tflops: float | None = field(
         default=None,
         metadata={
-            "help": "Peak TFLOP/s of a device that the logged mfu is a share of; default the datasheet's dense bf16 "
-            "figure of known NVIDIA GPUs."
+            "help": "Peak TFLOP/s of a device, of which the logged mfu is a share; default: the datasheet's dense bf16 "
+            "figure, for known NVIDIA GPUs."
         },
     )
 
@@ -444,13 +448,13 @@ class TrainingArguments(transformers.TrainingArguments):
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file; the recipes' are in deepspeed_configs/")
         if self.remove_unused_columns:
             raise ValueError("--remove_unused_columns must be False: it would drop the images")
-        # From here on these two hold a choice; as fields they are what the parser makes flags of.
+        # From here on these two hold a choice; as fields they hold the text from which the parser makes flags.
         # pyrefly: ignore[bad-assignment]
         self.activation_checkpointing = checkpointing_choice(self.activation_checkpointing, self.gradient_checkpointing)
         # pyrefly: ignore[bad-assignment]
         self.use_liger_kernel = liger_choice(self.use_liger_kernel)
-        self.gradient_checkpointing = None  # the library lets it follow the newer name
-        if self.metric_for_best_model and self.greater_is_better is None:  # the library knows names that end in loss
+        self.gradient_checkpointing = None  # the library sets it from the newer name
+        if self.metric_for_best_model and self.greater_is_better is None:  # the library only knows names ending in loss
             self.greater_is_better = not self.metric_for_best_model.removeprefix("eval").lstrip("_/").startswith("loss")
         if self.metric_for_best_model:
             self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval/")
@@ -461,7 +465,7 @@ def checkpointing_choice(value: bool | int | str | None, older: bool | int | str
     """`--activation_checkpointing`, or else its older name, as True, False, a number of layers, or `auto`.
 
     Raises:
-        ValueError: none of these, or the two contradict each other.
+        ValueError: the value is none of these, or the two contradict each other.
     """
     if value is None or older is None:
         value = older if value is None else value
@@ -481,7 +485,7 @@ def liger_choice(value: bool | str) -> bool | str:
     """`--use_liger_kernel` as True, False or `auto`.
 
     Raises:
-        ValueError: none of these.
+        ValueError: the value is none of these.
     """
     choices = {"auto": "auto", "true": True, "1": True, "false": False, "0": False}
     if (text := str(value).lower()) not in choices:

@@ -1,19 +1,19 @@
 """Which samples make up an optimizer step, and in which micro-batches each rank computes them.
 
-To the Trainer and DeepSpeed a rank's step is one batch, a list of micro-batches, and nothing is accumulated: how many
-there are may differ from step to step. `LLaVATrainer.training_step` runs them.
+To the Trainer and DeepSpeed a rank's step is one batch, a list of micro-batches, and nothing is accumulated, since the
+number of micro-batches may differ from step to step. `LLaVATrainer.training_step` runs them.
 """
 
 import copy
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from transformers.trainer_utils import seed_worker
 
+from llava.data.collate import Batch
 from llava.data.dataset import LazySupervisedDataset, Sample
 from llava.data.sampler import (
     ModalityLengthGroupedSampler,
@@ -23,16 +23,17 @@ from llava.data.sampler import (
     dealt_evenly,
     dealt_in_order,
 )
+from llava.train.arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-_LOGGED_SAMPLES = 25_600  # of an epoch, for the log's line about micro-batches: 200 steps of the recipe
+_LOGGED_SAMPLES = 25_600  # samples of an epoch for the log's line about micro-batches: 200 steps of the recipe
 
 
 SampleOrder = RandomOrder | ModalityLengthGroupedSampler | SequentialSampler
 
 
-def sample_order(dataset: LazySupervisedDataset, args: Any) -> SampleOrder:
+def sample_order(dataset: LazySupervisedDataset, args: TrainingArguments) -> SampleOrder:
     """The order of samples that the flags ask for, the same on every rank."""
     seed = args.seed if args.data_seed is None else args.data_seed
     if args.group_by_modality_length:
@@ -44,30 +45,31 @@ def sample_order(dataset: LazySupervisedDataset, args: Any) -> SampleOrder:
     return RandomOrder(len(dataset), seed=seed)
 
 
-def global_batch_size(args: Any) -> int:
+def global_batch_size(args: TrainingArguments) -> int:
     """Samples per optimizer step over all ranks."""
     return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
 
-def whole_steps(args: Any) -> Any:
-    """A copy of `args` for the Trainer, to which a rank's step is one batch; DeepSpeed is told the same."""
+def whole_steps(args: TrainingArguments) -> TrainingArguments:
+    """A copy of `args` for the Trainer, to which a rank's step is one batch; DeepSpeed's config is set to the same."""
     whole = copy.copy(args)
     whole.per_device_train_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
     whole.gradient_accumulation_steps = 1
     if args.deepspeed:
         config = args.hf_deepspeed_config.config
+        assert args.deepspeed_plugin is not None  # made with the configuration
         config["gradient_accumulation_steps"] = args.deepspeed_plugin.gradient_accumulation_steps = 1
         config["train_micro_batch_size_per_gpu"] = whole.per_device_train_batch_size
     return whole
 
 
-def deals_by_length(args: Any) -> bool:
-    """Whether a step's samples are dealt to micro-batches of even length; a mean of their means needs LLaVA's own."""
+def deals_by_length(args: TrainingArguments) -> bool:
+    """Whether a step's samples are dealt to micro-batches of even length; a mean of their means needs LLaVA's."""
     return args.padding_free and args.loss_reduction == "token_mean"
 
 
-def deal_of(dataset: LazySupervisedDataset, args: Any) -> Callable[[list[int]], list[list[list[int]]]]:
-    """What makes micro-batches of all ranks out of the samples of a step."""
+def deal_of(dataset: LazySupervisedDataset, args: TrainingArguments) -> Callable[[list[int]], list[list[list[int]]]]:
+    """The function that deals a step's samples to the micro-batches of all ranks."""
     if not deals_by_length(args):
         return partial(dealt_in_order, ranks=args.world_size, batch_size=args.train_batch_size)
     return partial(
@@ -79,8 +81,8 @@ def deal_of(dataset: LazySupervisedDataset, args: Any) -> Callable[[list[int]], 
     )
 
 
-def log_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
-    """Says how full `--max_tokens_per_micro_batch` makes the micro-batches of the first epoch, if it is given."""
+def log_micro_batches(dataset: LazySupervisedDataset, args: TrainingArguments) -> None:
+    """Logs how full `--max_tokens_per_micro_batch` makes the micro-batches of the first epoch, if it is given."""
     if args.max_tokens_per_micro_batch is None:
         return
     lengths, size, deal = np.abs(dataset.modality_lengths()), global_batch_size(args), deal_of(dataset, args)
@@ -99,10 +101,10 @@ def log_micro_batches(dataset: LazySupervisedDataset, args: Any) -> None:
     )
 
 
-def largest_micro_batch(dataset: LazySupervisedDataset, args: Any) -> int:
-    """Tokens, with padding, that no micro-batch exceeds: by the cap, the first epoch, or else what could be.
+def largest_micro_batch(dataset: LazySupervisedDataset, args: TrainingArguments) -> int:
+    """An upper bound of a micro-batch's tokens, with padding: from the cap, the first epoch, or the maximum lengths.
 
-    Without a cap only the steps with most tokens and with the longest samples are dealt out.
+    Without a cap, only the steps with the most tokens and those with the longest samples are dealt out.
     """
     if not deals_by_length(args):
         return args.train_batch_size * args.model_max_length
@@ -126,20 +128,20 @@ def most_crops(dataset: LazySupervisedDataset) -> float | None:
 
 
 class MicroBatches(Dataset):
-    """Micro-batches instead of samples: an index is a list of sample numbers, which the collator joins."""
+    """A data set of micro-batches: an index is a list of sample numbers, which the collator joins."""
 
-    def __init__(self, samples: LazySupervisedDataset, collator: Callable[[list[Sample]], Any]):
+    def __init__(self, samples: LazySupervisedDataset, collator: Callable[[list[Sample]], Batch]):
         self.samples, self.collator = samples, collator
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: list[int]) -> Any:
+    def __getitem__(self, index: list[int]) -> Batch:
         return self.collator([self.samples[i] for i in index])
 
 
 class StepLoader(DataLoader):
-    """This rank's optimizer steps, each a list of collated micro-batches; Accelerate must not share them out again."""
+    """This rank's optimizer steps, each a list of collated micro-batches; Accelerate must not split them again."""
 
     batch_sampler: StepSampler
 
@@ -147,14 +149,16 @@ class StepLoader(DataLoader):
         self.batch_sampler.set_epoch(epoch)
 
 
-def step_loader(order: Order, dataset: LazySupervisedDataset, collator: Any, args: Any) -> StepLoader:
-    """The steps of this process, which take their samples in `order`.
+def step_loader(
+    order: Order, dataset: LazySupervisedDataset, collator: Callable[[list[Sample]], Batch], args: TrainingArguments
+) -> StepLoader:
+    """The loader of this process's steps, which take their samples in `order`.
 
-    A worker prepares whole steps. One ahead per worker is enough for it never to rest, and keeps a step of many
-    samples from being held several times over.
+    A worker prepares whole steps. One step ahead per worker keeps it busy, without holding the many samples of a step
+    several times over.
 
     Raises:
-        ValueError: `--dataloader_drop_last` leaves out all there is.
+        ValueError: `--dataloader_drop_last` leaves no step.
     """
     workers = args.dataloader_num_workers
     if args.dataloader_drop_last and len(dataset) < global_batch_size(args):

@@ -1,11 +1,12 @@
 """What a training run writes, and which checkpoint it continues from.
 
-Final folder of both stages: the whole model, tokenizer, image processor; stage 1 adds LLaVA's `mm_projector.bin`.
-`checkpoint-N` of stage 1: `mm_projector.bin` and `config.json` beside the optimizer's state; nothing else changes.
+The final folder of both stages holds the whole model, tokenizer and image processor; stage 1 adds LLaVA's
+`mm_projector.bin`. A `checkpoint-N` of stage 1 holds `mm_projector.bin` and `config.json` beside the optimizer's state,
+since nothing else changes.
 
 Both are written below `.saving` in the output folder. A checkpoint gets its name when every rank's files are on disk
-and stand in `manifest.json` with size and SHA-256; one that does not match its manifest is never loaded. The final
-folder's `manifest.json` comes last of all and says that the run is finished, and after how many steps.
+and listed in `manifest.json` with size and SHA-256; one that does not match its manifest is never loaded. The final
+folder's `manifest.json` is written last and says that the run is finished, and after how many steps.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict
 from llava.train.optim import ADAPTER, part_of
 from llava.train.ranks import barrier, from_all, from_first
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 STAGING = ".saving"
 MANIFEST = "manifest.json"
-_OWNER = re.compile(r"(?:zero_pp_rank|rng_state)_(\d+)")  # which rank wrote a file; the others are rank 0's
+_OWNER = re.compile(r"(?:zero_pp_rank|rng_state)_(\d+)")  # the rank that wrote a file; other files are rank 0's
 _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # a full disk as Python, torch.save and safetensors report it
 
 
@@ -42,11 +44,11 @@ class SaveError(RuntimeError):
 
 
 def trains_adapter_only(model: nn.Module) -> bool:
-    """Whether projector, norm and newline are all that is trained (stage 1)."""
+    """Whether only projector, norm and newline are trained (stage 1)."""
     return {part_of(name) for name, p in model.named_parameters() if p.requires_grad} == {ADAPTER}
 
 
-def save_adapter(model: Any, output_dir: str, is_main_process: bool) -> None:
+def save_adapter(model: LlavaMetaForCausalLM, output_dir: str, is_main_process: bool) -> None:
     """Writes `mm_projector.bin` and `config.json`. Every rank must call."""
     decoder = model.get_model()
     state_dict = adapter_state_dict(decoder.mm_projector, decoder.image_newline)
@@ -61,10 +63,10 @@ def save_adapter(model: Any, output_dir: str, is_main_process: bool) -> None:
 
 @contextlib.contextmanager
 def named_save_errors(target: Path) -> Iterator[None]:
-    """Turns what fails while `target` is written into a SaveError that says what is left.
+    """A context that turns an error while `target` is written into a SaveError that says which checkpoint is left.
 
     Raises:
-        SaveError: instead of the original error, which it names.
+        SaveError: replaces the original error and quotes it.
     """
     try:
         yield
@@ -82,7 +84,7 @@ def what_is_left(output_dir: Path) -> str:
 
 
 def free_gib(folder: Path) -> float:
-    """Free space of the file system that `folder`, or its first existing parent, lies on."""
+    """Free GiB on the file system of `folder`, or of its first existing parent."""
     existing = next(f for f in (folder.absolute(), *folder.absolute().parents) if f.exists())
     return shutil.disk_usage(existing).free / 2**30
 
@@ -90,7 +92,10 @@ def free_gib(folder: Path) -> float:
 def commit(staged: Path, target: Path, rank: int = 0, world_size: int = 1) -> None:
     """Gives a checkpoint that all ranks have written its manifest and its name. Every rank must call.
 
-    Each rank reads what it wrote itself, so that the time does not grow with their number.
+    Each rank reads back what it wrote itself, so that the time does not grow with the number of ranks.
+
+    Raises:
+        SaveError: the checkpoint cannot be read back, or named.
     """
     start = time.perf_counter()
     barrier()  # all ranks' files exist
@@ -113,7 +118,7 @@ def commit(staged: Path, target: Path, rank: int = 0, world_size: int = 1) -> No
 
 
 def commit_final(staged: Path, target: Path, step: int) -> None:
-    """Moves the final folder's files to their place, one atomic step each, and the manifest last."""
+    """Moves the final folder's files into place, each in one atomic step, and writes the manifest last."""
     files = sorted(staged.iterdir())
     with ThreadPoolExecutor(4) as pool:
         entries = {file.name: entry for file, entry in zip(files, pool.map(_measure, files), strict=True)}
@@ -124,7 +129,7 @@ def commit_final(staged: Path, target: Path, step: int) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file so that its old content stays until the new one is complete, and on the disk itself."""
+    """Writes a file so that the old content stays until the new content is complete and on the disk itself."""
     partial = path.with_name(path.name + ".tmp")
     _write_synced(partial, text)
     os.replace(partial, path)
@@ -132,7 +137,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def clear_staging(output_dir: str, is_main_process: bool) -> None:
-    """Removes what a killed run left half written."""
+    """Removes files that a killed run left half written."""
     folder = Path(output_dir, STAGING)
     if is_main_process and folder.exists():
         logger.warning("%s: removing what an interrupted run left half written", folder)
@@ -150,7 +155,7 @@ def _owner(name: str) -> int:
 
 
 def _measure(file: Path) -> dict[str, Any]:
-    """Size and checksum of a file, which is on the disk itself afterwards."""
+    """Size and checksum of a file, which afterwards is on the disk itself."""
     entry = {"size": file.stat().st_size, "sha256": file_hash(file)}
     _sync(file)
     return entry
@@ -190,8 +195,10 @@ def find_checkpoint(output_dir: str, requested: str | None, rank: int = 0, world
     """The checkpoint to continue from, the same on every rank. Every rank must call.
 
     Args:
-        output_dir: searched for the newest complete `checkpoint-N` where nothing is requested, as LLaVA does.
-        requested: `--resume_from_checkpoint`: a folder, `True` (the newest must exist) or `False` (start anew).
+        output_dir: where the newest complete `checkpoint-N` is searched for if nothing is requested, as in LLaVA.
+        requested: `--resume_from_checkpoint`: a folder, `True` (the newest, which must exist) or `False` (start anew).
+        rank: this process's rank.
+        world_size: number of ranks, which share the reading.
 
     Raises:
         FileNotFoundError: the requested checkpoint does not exist or is damaged.
@@ -215,12 +222,12 @@ def find_checkpoint(output_dir: str, requested: str | None, rank: int = 0, world
 
 
 def faults_on_any_rank(folder: Path, rank: int, world_size: int) -> list[str]:
-    """What is wrong with a checkpoint; each rank reads its share of the files. Every rank must call."""
+    """What is wrong with a checkpoint, on every rank; each rank reads its share of the files. Every rank must call."""
     return [fault for faults in from_all(checkpoint_faults(folder, rank, world_size)) for fault in faults]
 
 
 def checkpoint_faults(folder: Path, rank: int = 0, world_size: int = 1) -> list[str]:
-    """What differs between a checkpoint and its manifest, as far as it is this rank's share."""
+    """The differences between a checkpoint and its manifest in this rank's share of the files."""
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
     except (OSError, ValueError, KeyError):

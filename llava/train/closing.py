@@ -1,34 +1,36 @@
-"""What a finished run says last: where the model is, and the command that comes next."""
+"""The last lines of a finished run: where the model is, and the command that comes next."""
 
 import logging
 import os
 import shlex
 from pathlib import Path
-from typing import Any
 
 from llava.mm_utils import from_anywhere
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+from llava.train.arguments import ModelArguments
 
 logger = logging.getLogger(__name__)
 
 
-def say_what_comes_next(model_args: Any, output_dir: str, adapter_only: bool, lora: bool) -> None:
+def say_what_comes_next(model_args: ModelArguments, output_dir: str, adapter_only: bool, lora: bool) -> None:
     """Logs `closing_lines`, on the rank that logs."""
     for line in closing_lines(model_args, output_dir, adapter_only, lora):
         logger.info(line)
 
 
-def closing_lines(model_args: Any, output_dir: str, adapter_only: bool, lora: bool) -> list[str]:
-    """One or two lines, with paths that are right from anywhere.
+def closing_lines(model_args: ModelArguments, output_dir: str, adapter_only: bool, lora: bool) -> list[str]:
+    """The lines that say where the model is and what comes next, with paths that are valid from anywhere.
 
     Args:
-        adapter_only: projector and norm were all that was trained (stage 1).
+        model_args: the run's flags.
+        output_dir: the final folder.
+        adapter_only: only projector and norm were trained (stage 1).
         lora: the folder holds adapters, which need their base.
     """
     folder = Path(output_dir).absolute()
     path = shlex.quote(str(folder))
     if adapter_only:
-        if "PRESET" in os.environ:  # which scripts/pretrain.sh was called with
+        if "PRESET" in os.environ:  # set by scripts/pretrain.sh
             settings = {"PRESET": os.environ["PRESET"]}
         else:
             paths = {"MODEL_PATH": model_args.model_name_or_path, "VISION_TOWER": model_args.vision_tower}

@@ -1,31 +1,36 @@
 """Compiles the decoder's and the tower's layers, each kind once, for any number of tokens."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 
+from llava.model.llava_arch import LlavaMetaForCausalLM
+
 logger = logging.getLogger(__name__)
 
-# Compilations per kind of layer: training or not, with gradients or not, one sample or several. Beyond the limit
-# PyTorch warns and runs the layer as it is.
+# Most compilations per kind of layer: training or not, with gradients or not, one sample or several. Beyond the limit
+# PyTorch warns and runs the layer uncompiled.
 _RECOMPILE_LIMIT = 8
 
 
-def compile_layers(model: Any, backend: str = "inductor") -> None:
+def compile_layers(model: LlavaMetaForCausalLM, backend: str = "inductor") -> None:
     """Replaces the forward pass of every decoder layer, and of every tower layer that runs, by a compiled one.
 
     All layers of a kind share the compiled code. Layers that recompute their activations are compiled as well; the
-    recomputation stays outside of what is compiled, so that every variant of it works.
+    recomputation stays outside the compiled code, so that every variant of it works.
 
     Args:
-        backend: of `torch.compile`.
+        model: the model, with its vision tower.
+        backend: backend of `torch.compile`.
     """
     torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
-    kinds: dict[type, Any] = {}
-    layers: tuple[Any, ...] = (*model.get_model().layers, *model.get_vision_tower().layers)
+    kinds: dict[type, Callable[..., Any]] = {}
+    decoder = model.get_model()
+    layers: tuple[Any, ...] = (*decoder.layers, *decoder.vision_tower.layers)
     for layer in layers:
         if type(layer) not in kinds:
             forward = type(layer).forward.__wrapped__  # without the library's checkpointing, which is put back below
@@ -34,7 +39,7 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
     logger.info("compiled when first used: %s", ", ".join(kind.__name__ for kind in kinds))
 
 
-def _forward(compiled: Any, layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+def _forward(compiled: Callable[..., Any], layer: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
     if hidden_states._is_view():  # the first layer's input often is; compiled code for views fits no other layer
         hidden_states = hidden_states.clone()
     run = partial(compiled, layer, **kwargs)

@@ -1,8 +1,8 @@
 """Lets several CPU ranks train under DeepSpeed, for tests and laptops; only CPU runs load this module.
 
-Accelerate takes DeepSpeed for a GPU library: without a GPU it finds no backend and believes in one process, and with
-`use_cpu` the Trainer drops DeepSpeed. What is missing is to name gloo as the backend, and to let the Trainer have bf16,
-which it expects of GPUs alone where `use_cpu` is not set.
+Accelerate takes DeepSpeed for a GPU library: without a GPU it finds no backend and assumes a single process, and with
+`use_cpu` the Trainer drops DeepSpeed. Two things are missing: gloo has to be named as the backend, and the Trainer has
+to accept bf16, which without `use_cpu` it expects only of GPUs.
 """
 
 import os
@@ -13,7 +13,7 @@ from transformers import training_args
 
 
 def use_gloo_backend() -> None:
-    """Makes Accelerate run its ranks on CPU over gloo. Call before `TrainingArguments` are parsed."""
+    """Makes Accelerate run its ranks on the CPU over gloo. Call it before `TrainingArguments` are parsed."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
     def prepare_backend(self, cpu=False, sagemaker_dp=False, backend=None):

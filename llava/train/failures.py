@@ -1,8 +1,8 @@
 """Which rank failed first: every rank leaves its error, or where it hangs, in `errors/` of the output folder.
 
-Where the user can mend what is wrong, the report is one line, and the traceback lies beside it under `.traceback`.
-One failing rank makes the others fail too, later and with messages about lost connections. The reports' names sort by
-how far a rank had come, then by time, so that the first one is the cause; `llava.launch` shows it last.
+If the user can mend the fault, the report is one line, and a file `.traceback` beside it holds the traceback. One
+failing rank makes the others fail too, later and with messages about lost connections. The reports' names sort by how
+far a rank had come, then by time, so that the first one is the cause; `llava.launch` shows it at the end.
 """
 
 import faulthandler
@@ -21,25 +21,25 @@ FOLDER = "errors"
 HANG_EXIT_CODE = 86
 REQUEUE_EXIT_CODE = 85  # start the run again; neither a shell's own code nor one that a signal gives
 RUN_DIR = "LLAVA_RUN_DIR"  # set by llava.launch: where this node's ranks leave their process ids and the request
-HOST = "host"  # a file there: the node's name; ranks that ssh started on other nodes may see the same path
-REQUEST = "requeue"  # a file there: the run is to be started again; it says whether anything was saved
+HOST = "host"  # a file there with the node's name; ranks that ssh started on other nodes may see the same path
+REQUEST = "requeue"  # a file there that asks for another start of the run, and says whether anything was saved
 SAVED, UNSAVED = "saved", "unsaved"
-# In their order, at the same number of finished steps.
+# In the order in which ranks pass them, at the same number of finished steps.
 PHASES = ("starting", "evaluating", "saving", "reading data", "computing")
-# What a rank says whose peer is gone; at the same progress it comes after the peer's own error.
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line \d+, in .*\n(?P<source>    .*\n)?', re.MULTILINE)
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal (?P<traceback>.*)", re.DOTALL)
+# Messages of a rank whose peer is gone; at the same progress its report sorts after the peer's own error.
 _LOST_PEER = re.compile("connection (closed|reset)|timed out waiting|socket|broken pipe|NCCL|peer", re.IGNORECASE)
 
 
 class Watchdog:
-    """Ends this process when the step has not come on for too long.
+    """Ends this process when a step makes no progress for too long.
 
     Args:
-        output_dir: reports go to `errors/` below it, or, where nothing can be written, to a new temporary folder; None
-            writes none.
-        rank: of this process.
+        output_dir: reports go to `errors/` below it, or, if nothing can be written there, to a new temporary folder;
+            None writes no reports.
+        rank: this process's rank.
         timeout: seconds without progress, `--hang_timeout`; 0 never ends anything.
     """
 
@@ -51,7 +51,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def start(self) -> "Watchdog":
-        """Begins to watch; only training is watched, not what loads before it."""
+        """Begins to watch; only training is watched, not the loading before it."""
         if self.timeout > 0:
             self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
             self._thread.start()
@@ -63,16 +63,16 @@ class Watchdog:
             self._thread.join()
 
     def enter(self, phase: str, step: int) -> None:
-        """Says that the rank has come to `phase` after `step` finished steps."""
+        """Notes that the rank has reached `phase` after `step` finished steps."""
         self.step, self.phase, self.since = step, PHASES.index(phase), time.monotonic()
 
     def report(self, text: str, lost_peer: bool, details: str = "") -> None:
-        """Leaves `text` under a name that sorts by progress, and `details` in a file of their own."""
+        """Writes `text` to a file whose name sorts by progress, and `details` to a file of their own."""
         if self.folder is None:
             return
         try:
             self._write(self.folder, text, lost_peer, details)
-        except OSError:  # what is reported may be just that
+        except OSError:  # the error to be reported may be that this folder cannot be written
             self.folder = Path(tempfile.mkdtemp(prefix="llava-errors-"))
             self._write(self.folder, text, lost_peer, details)
 
@@ -89,7 +89,7 @@ class Watchdog:
         file.write_text(header + text)
 
     def report_exception(self, error: BaseException) -> None:
-        """Leaves the traceback of an error that ends this rank, and before it what the user can mend."""
+        """Reports an error that ends this rank: one line if the user can mend it, and the traceback."""
         text, message = "".join(traceback.format_exception(error)), refusal(error)
         lost_peer = bool(_LOST_PEER.search(str(error)))
         if message is None:
@@ -120,7 +120,7 @@ def sorted_reports(output_dir: str | Path) -> list[Path]:
 
 
 def is_of_lost_peer(report: Path) -> bool:
-    """Whether the rank says no more than that another one is gone."""
+    """Whether the rank reports only that another one is gone."""
     return report.name.split("-")[2] == "1"
 
 
@@ -133,10 +133,10 @@ def clear_reports(output_dir: str) -> None:
 
 
 def refusal(error: BaseException) -> str | None:
-    """What to tell the user where an error is about a flag, file, record or package; None for a bug.
+    """The message for the user if an error is about a flag, file, record or package; None for a bug.
 
-    Foreseen is what a `raise` of this package says, in this process or in one that works for it; besides, whatever
-    reading files and importing packages says. All else needs its traceback.
+    An error counts as foreseen if a `raise` of this package raised it, in this process or in one that works for it, or
+    if it comes from reading files or importing packages. Any other error needs its traceback.
     """
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
     message = str(error)
@@ -168,7 +168,7 @@ def _last_message(text: str) -> str:
 
 
 def of_flag(error: Exception, argv: list[str]) -> str:
-    """An error from reading the flags in one line; begins with the flag whose value a library quotes without it."""
+    """An error from reading the flags, in one line; if a library quotes only a flag's value, the flag comes first."""
     text = " ".join(str(error).split())
     quoted = [(f, v) for f, v in zip(argv, argv[1:], strict=False) if f"'{v}'" in text or text.startswith(f"{v} ")]
     return f"{' '.join(quoted[0])}: {text}" if quoted and "--" not in text else text

@@ -1,7 +1,7 @@
-"""The trainer's command line: every flag in its group, what cannot work here refused with the reason.
+"""The trainer's command line: it shows every flag in its group, and refuses with a reason what cannot work here.
 
-The flags themselves, with types, defaults and texts, are the fields of `llava.train.arguments`. A dry run of the
-scripts asks `python -m llava.train.flags FLAGS`, which parses them and does nothing else.
+The flags themselves, with types, defaults and help texts, are the fields of `llava.train.arguments`. A dry run of the
+scripts calls `python -m llava.train.flags FLAGS`, which parses them and does nothing else.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from llava.model.multimodal_projector.norm import NORM_FIELDS, ProjectorNormArgu
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 
 REST = "other flags of the Hugging Face Trainer, as its documentation says"
-# Of TrainingArguments, whose fields are the library's and ours; a name ending in * stands for all that begin so.
+# The fields of TrainingArguments, the library's and ours; a name ending in * stands for all that begin with it.
 _TRAINING_GROUPS = {
     "optimisation": (
         "num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps learning_rate "
@@ -36,17 +36,17 @@ _TRAINING_GROUPS = {
 }
 GROUPS = ("model", "norm", "data", *_TRAINING_GROUPS, REST)
 
-# Flags that can have no other value than their default, by the reason.
+# Flags that can have no value other than their default, by the reason.
 REFUSED = {
     "held-out loss is computed as in training, without predictions; bash scripts/evaluate.sh scores a checkpoint": (
         "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object prediction_loss_only "
         "include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval do_predict label_names"
     ),
     "--eval_strategy says whether and when held-out data is read": "do_eval",
-    "the folder is complete only when the run has ended; then send it by python -m llava.export push": (
+    "the folder is complete only when the run has ended; then send it with python -m llava.export push": (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
     ),
-    "it compiles the whole model, for every batch anew; use --compile_layers True": (
+    "it compiles the whole model again for every batch; use --compile_layers True": (
         "torch_compile torch_compile_backend torch_compile_mode"
     ),
     "only DeepSpeed shards the model here; use --deepspeed deepspeed_configs/zero3.json": (
@@ -60,12 +60,12 @@ REFUSED = {
     "the flags --use_liger_kernel and --loss_head choose the kernels": "liger_kernel_config",
     "a checkpoint is written at SIGTERM without it": "enable_jit_checkpoint",
     "training never uses a cache": "use_cache",
-    "the text embeddings go into one row with visual tokens, where its noise has no place": "neftune_noise_alpha",
+    "text embeddings go into one row with visual tokens, where its noise cannot be added": "neftune_noise_alpha",
     "samples are dealt to ranks here, not by Accelerate": "accelerator_config",
     "samples always come in the same order, so that a run can be continued": "dataloader_in_order",
-    "data is read by processes as PyTorch starts them": "dataloader_multiprocessing_context",
+    "worker processes are started in PyTorch's default way": "dataloader_multiprocessing_context",
 }
-# Accepted and not shown: what LLaVA's scripts and launchers pass, and older names.
+# Flags that are accepted but not shown: those that LLaVA's scripts and launchers pass, and older names.
 _UNSEEN = (
     "evaluation_strategy lazy_preprocess is_multimodal mm_use_im_start_end mm_use_im_patch_token "
     "lora_weight_path remove_unused_columns do_train local_rank skip_memory_metrics "
@@ -76,7 +76,7 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def parse_flags(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
-    """The command line as three dataclasses; ends the process with one line where a flag is wrong.
+    """The command line as three dataclasses; ends the process with one line if a flag is wrong.
 
     Raises:
         ValueError: flags contradict each other.
@@ -96,7 +96,7 @@ def group_of(owner: type, name: str) -> str:
 
 
 class FlagParser(Parser, HfArgumentParser):
-    """Shows each flag once, in its group, and refuses in one line what is unknown or cannot work."""
+    """Shows each flag once, in its group, and refuses unknown flags and those that cannot work in one line."""
 
     def __init__(self) -> None:
         self._titled: dict[str, Any] = {}
@@ -122,7 +122,7 @@ class FlagParser(Parser, HfArgumentParser):
         before = len(self._actions)
         HfArgumentParser._parse_dataclass_field(self._titled[group_of(self._owner, field.name)], field)
         for action in self._actions[before:]:
-            action.option_strings = action.option_strings[:1]  # the other spelling is known, and not shown
+            action.option_strings = action.option_strings[:1]  # the other spelling is accepted, but not shown
             if field.name in _UNSEEN.split() or field.name in _REASONS or action.option_strings[0] != f"--{field.name}":
                 action.help = argparse.SUPPRESS
             if action.choices is None:
@@ -130,7 +130,7 @@ class FlagParser(Parser, HfArgumentParser):
                 action.metavar = "True|False" if action.const is True else _METAVARS.get(kind, "VALUE")
 
     def parse_known_args(self, args=None, namespace=None):
-        """As the library, but what is unknown, has no effect or cannot work is refused."""
+        """Parses as the library does, but refuses flags that are unknown, have no effect or cannot work."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse_unknown(unknown)
@@ -148,7 +148,7 @@ class FlagParser(Parser, HfArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Says a default where there is one."""
+    """Adds the default to a flag's help, if there is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         if action.default in (None, "", argparse.SUPPRESS) or action.default == []:
@@ -157,7 +157,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def main() -> int:
-    """0; ends the process with status 2 where a flag is wrong. What takes a model or a device to know is not asked."""
+    """Returns 0, or ends the process with status 2 if a flag is wrong; does not check what needs model or device."""
     parser = FlagParser()
     found, _ = parser.parse_known_args(sys.argv[1:])
     try:

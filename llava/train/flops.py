@@ -1,24 +1,28 @@
-"""Floating-point operations that a training step must do, whatever it really does, for MFU (model FLOP utilisation).
+"""Floating-point operations that a training step requires, for MFU (model FLOP utilisation).
 
 A multiplication with a weight matrix of n elements costs 2n per token forward, 2n more for the gradient of its input
-where anything below is trained, and 2n more for the gradient of the weight where it is trained: 6n trained, 4n frozen
+if anything before it is trained, and 2n more for the gradient of the weight if that is trained: 6n trained, 4n frozen
 with gradients passing through, 2n frozen. Attention costs 4 H C per layer and pair of tokens that see each other (with
-a sliding window only those in it), three times that with gradients. Not counted: padding, recomputation, dummy images,
-norms, activation functions.
+a sliding window only pairs inside it), three times that with gradients. Not counted: padding, recomputation, dummy
+images, norms, activation functions.
 
 Shapes: H heads, C channels per head, V visual tokens per image, P tokens inside the tower.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from llava.constants import IGNORE_INDEX
+from llava.data.collate import Batch
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.zero3 import full_shape
 
-# Datasheet's dense bf16 TFLOP/s; the first name that the device's contains.
+Count = int | float | torch.Tensor
+
+# The datasheets' dense bf16 TFLOP/s; the first name that the device's name contains counts.
 _PEAK_TFLOPS = (
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
@@ -33,15 +37,15 @@ _PEAK_TFLOPS = (
 
 @dataclass(frozen=True)
 class Work:
-    """What batches ask for; numbers or scalar tensors, so that counting need not wait for a device."""
+    """The work in some batches, as numbers or scalar tensors, so that counting need not wait for a device."""
 
-    samples: Any = 0
-    tokens: Any = 0  # of the decoder
-    positions: Any = 0  # tokens and what padding would add
-    pairs: Any = 0  # (query, key) inside samples, key not after query
-    images: Any = 0  # that the tower sees: crops, where a picture has several
-    targets: Any = 0  # positions whose next token is supervised
-    window_pairs: Any = 0  # pairs that are in a sliding window as well; 0 without one
+    samples: Count = 0
+    tokens: Count = 0  # of the decoder
+    positions: Count = 0  # tokens and what padding would add
+    pairs: Count = 0  # (query, key) inside samples, key not after query
+    images: Count = 0  # squares that the tower sees: a picture's crops, where it has several
+    targets: Count = 0  # positions whose next token is supervised
+    window_pairs: Count = 0  # those of the pairs that are in a sliding window; 0 without one
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
@@ -50,12 +54,12 @@ class Work:
         return tuple(vars(self).values())
 
 
-def batch_work(batch: dict[str, Any], sliding_window: int | None = None) -> Work:
+def batch_work(batch: Batch, sliding_window: int | None = None) -> Work:
     """The work of one collated micro-batch, without waiting for a device.
 
     Args:
-        batch: with `labels` [B, S] and `layout`.
-        sliding_window: of `FlopCosts`.
+        batch: a batch with `labels` [B, S] and `layout`.
+        sliding_window: see `FlopCosts`.
     """
     lengths = torch.tensor(batch["layout"].lengths)
     return Work(
@@ -70,7 +74,7 @@ def batch_work(batch: dict[str, Any], sliding_window: int | None = None) -> Work
 
 
 def _pairs(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Pairs of each sample: every query sees its own key and those before it, `window` at most."""
+    """Pairs of each sample: every query sees its own key and those before it, at most `window` in all."""
     growing = lengths if window is None else lengths.clamp(max=window)
     return growing * (growing + 1) // 2 + (lengths - growing) * growing
 
@@ -98,9 +102,9 @@ def required_flops(costs: FlopCosts, work: Work) -> float:
     )
 
 
-def flop_costs(model: Any) -> FlopCosts:
-    """The costs of a LLaVA whose `requires_grad` is set; LoRA's matrices count as any others."""
-    decoder, tower = model.get_model(), model.get_vision_tower()
+def flop_costs(model: LlavaMetaForCausalLM) -> FlopCosts:
+    """The costs of a LLaVA whose `requires_grad` is set; LoRA's matrices count like any others."""
+    decoder, tower = model.get_model(), model.get_model().vision_tower
     config = decoder.config
     tower_trained, projector_trained = _trained(tower), _trained(decoder.mm_projector)
     into_decoder = tower_trained or projector_trained or _trained(decoder.embed_tokens)
@@ -123,8 +127,8 @@ def flop_costs(model: Any) -> FlopCosts:
     )
 
 
-def _windowed_layers(config: Any) -> int:
-    """Decoder layers whose attention has a sliding window: those that the config names, or else all."""
+def _windowed_layers(config: PretrainedConfig) -> int:
+    """Number of decoder layers whose attention has a sliding window: those that the config names, or else all."""
     if getattr(config, "sliding_window", None) is None:
         return 0
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
@@ -149,7 +153,7 @@ def _matmul_flops(module: nn.Module, passes_gradient: bool) -> int:
 
 
 def _projector_flops(projector: nn.Module, tower_trained: bool) -> int:
-    """As `linear_flops`, but its first layer's input needs a gradient only for a trained tower."""
+    """As `linear_flops`, but the first layer's input needs a gradient only for a trained tower."""
     flops, passes_gradient = 0, tower_trained
     for module in projector.modules():
         if isinstance(module, nn.Linear):

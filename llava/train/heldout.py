@@ -1,9 +1,9 @@
-"""Loss on held-out records while training goes on: the sum over all their targets divided by how many there are.
+"""Loss on held-out records during training: the sum over all their targets, divided by the number of targets.
 
 A micro-batch holds samples of one source and one modality, so that the same passes give the loss of every part. The
-data alone decides the micro-batches; ranks take them by turns, and one that has none left repeats a sample without its
-targets. So every sample counts once on any number of ranks, and since all ranks compute the same modality at a time,
-ZeRO-3's collectives meet.
+data alone decides the micro-batches. Ranks take them in turn, and a rank that has none left repeats a sample without
+its targets. So every sample counts once on any number of ranks, and since all ranks compute the same modality at a
+time, ZeRO-3's collectives meet.
 
 Logged keys: `eval/loss`; `eval/loss_text` and `eval/loss_image`; `eval/loss/<source>` for each file of
 `--eval_data_path`; `eval/seconds`; those of `llava.train.questions`.
@@ -26,9 +26,11 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import SchedulerType, seed_worker
 
 from llava.data.checks import starts_from
-from llava.data.dataset import LazySupervisedDataset
+from llava.data.collate import Batch
+from llava.data.dataset import LazySupervisedDataset, Sample
 from llava.data.records import RecordTable, data_files
 from llava.progress import progress
+from llava.train.arguments import DataArguments, TrainingArguments
 from llava.train.batches import MicroBatches
 from llava.train.questions import Questions
 
@@ -38,7 +40,7 @@ MODALITIES = ("image", "text")
 
 
 class Part(NamedTuple):
-    """Samples of one micro-batch, all of one modality and one source."""
+    """The samples of one micro-batch, all of one modality and one source."""
 
     modality: str
     source: str
@@ -48,8 +50,8 @@ class Part(NamedTuple):
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 
-def check_eval_flags(data_args: Any, training_args: Any) -> None:
-    """Raises ValueError or FileNotFoundError that names the flag about held-out data at fault and what to do."""
+def check_eval_flags(data_args: DataArguments, training_args: TrainingArguments) -> None:
+    """Raises ValueError or FileNotFoundError if a flag about held-out data is wrong; the message says what to do."""
     asked = training_args.eval_strategy != "no" or training_args.eval_on_start
     if not data_args.eval_data_path:
         flags = ("eval_steps", "eval_on_start", "eval_generate", "load_best_model_at_end", "metric_for_best_model")
@@ -57,7 +59,7 @@ def check_eval_flags(data_args: Any, training_args: Any) -> None:
         given += ["eval_strategy"] * (training_args.eval_strategy != "no")
         given += ["eval_image_folder"] * bool(data_args.eval_image_folder)
         if given:
-            raise ValueError(f"--{given[-1]} needs held-out records; name them by --eval_data_path")
+            raise ValueError(f"--{given[-1]} needs held-out records; name them with --eval_data_path")
         return
     if not asked:
         raise ValueError(
@@ -69,29 +71,29 @@ def check_eval_flags(data_args: Any, training_args: Any) -> None:
     if training_args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         schedule = SchedulerType(training_args.lr_scheduler_type).value
         raise ValueError(
-            f"--lr_scheduler_type {schedule} would let held-out data decide it; take "
+            f"--lr_scheduler_type {schedule} would let held-out data decide the learning rate; take "
             "one that follows the steps, such as cosine"
         )
     if (size := training_args.per_device_eval_batch_size) < 1:
         raise ValueError(f"--per_device_eval_batch_size: expected a positive number, found {size}")
     if (number := training_args.eval_generate) < 0:
-        raise ValueError(f"--eval_generate: expected how many questions to ask, or 0, found {number}")
+        raise ValueError(f"--eval_generate: expected the number of questions to ask, or 0, found {number}")
 
 
-def eval_data_arguments(data_args: Any) -> Any:
-    """The flags about data as if the held-out records were the training's."""
+def eval_data_arguments(data_args: DataArguments) -> DataArguments:
+    """The flags about data, with the held-out records in place of the training's."""
     folder = data_args.eval_image_folder or data_args.image_folder
     return dataclasses.replace(data_args, data_path=data_args.eval_data_path, image_folder=folder)
 
 
-def metric_key(args: Any) -> str | None:
-    """`--metric_for_best_model` without a prefix; None where nothing is chosen by it."""
+def metric_key(args: TrainingArguments) -> str | None:
+    """`--metric_for_best_model` without a prefix; None if it is not given."""
     return args.metric_for_best_model and re.sub("^eval[_/]", "", args.metric_for_best_model)
 
 
 @contextlib.contextmanager
 def named_as_eval_data() -> Iterator[None]:
-    """Errors that begin with `--data_path` or `--image_folder` begin with the held-out data's own flags."""
+    """A context in which errors about `--data_path` or `--image_folder` name the held-out data's own flags instead."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
@@ -122,11 +124,13 @@ def sources_of(records: RecordTable, data_path: str, cache_dir: str | None = Non
 
 
 def parts_of(lengths: Sequence[int], sources: Sequence[str], max_samples: int, max_tokens: int) -> list[Part]:
-    """All samples in micro-batches, those with pictures first, long ones before short ones.
+    """All samples in micro-batches, samples with pictures first, and long ones before short ones.
 
     Args:
-        lengths: of every sample, negative without a picture.
-        max_samples, max_tokens: of a micro-batch, padding included; only a single sample may be longer.
+        lengths: length of every sample, negative without a picture.
+        sources: source of every sample.
+        max_samples, max_tokens: most samples and tokens of a micro-batch, padding included; only a sample alone in its
+            micro-batch may be longer.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i] < 0, sources[i], -abs(lengths[i]), i))
     parts: list[Part] = []
@@ -143,9 +147,9 @@ def parts_of(lengths: Sequence[int], sources: Sequence[str], max_samples: int, m
 
 
 def dealt(parts: Sequence[Part], ranks: int) -> list[list[Part]]:
-    """Every rank's micro-batches, equally many, and at each place of one modality on all ranks.
+    """Every rank's micro-batches: the same number on all ranks, and in each place the same modality on all ranks.
 
-    Where they do not go round, the shortest sample is repeated without its targets: its index comes as `~index`.
+    If there are too few for all ranks, the shortest sample is repeated without its targets, as the index `~index`.
     """
     of_rank: list[list[Part]] = [[] for _ in range(ranks)]
     for modality in MODALITIES:
@@ -164,14 +168,22 @@ class HeldOut:
 
     Args:
         dataset: the held-out records.
-        sources: the source of each.
-        collator: as in training.
+        sources: the source of each record.
+        collator: the training's collator.
         args: the training arguments.
-        max_tokens: of a micro-batch: no more than training computes at a time, and keeps for a backward pass.
+        max_tokens: most tokens of a micro-batch: what training computes at a time, and keeps for a backward pass.
+
+    Raises:
+        ValueError: `--metric_for_best_model` is not measured, or see `Questions`.
     """
 
     def __init__(
-        self, dataset: LazySupervisedDataset, sources: Sequence[str], collator: Any, args: Any, max_tokens: int
+        self,
+        dataset: LazySupervisedDataset,
+        sources: Sequence[str],
+        collator: Callable[[list[Sample]], Batch],
+        args: TrainingArguments,
+        max_tokens: int,
     ):
         self.dataset = dataset
         lengths = np.asarray(dataset.modality_lengths()).tolist()
@@ -194,7 +206,7 @@ class HeldOut:
             num_workers=workers,
             pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
             worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
-            generator=torch.Generator(),  # the training's own must not move
+            generator=torch.Generator(),  # the state of the training's own must not change
         )
         self.is_first = args.process_index == 0
 
@@ -203,10 +215,13 @@ class HeldOut:
     ) -> torch.Tensor | None:
         """Sum of the losses and number of targets of each of `names` on this rank, fp64 [len(names), 2].
 
-        None where `at_batch`, which is asked before every micro-batch and answers alike on all ranks, says to stop.
-
         Args:
+            model: the model in evaluation mode, as the training wraps it.
             prepare: brings a batch to its device.
+            at_batch: is called before every micro-batch and must answer alike on all ranks; True stops.
+
+        Returns:
+            The sums, or None if `at_batch` stopped the evaluation.
         """
         sums = torch.zeros(len(self.names), 2, dtype=torch.float64)
         losses = []
@@ -217,7 +232,7 @@ class HeldOut:
                 del batch["indices"]
                 targets = len(batch["layout"].targets)
                 loss = model(**prepare(batch), num_items_in_batch=1, loss_only=True).loss
-                losses.append(loss.double())  # on its device: nobody waits for it
+                losses.append(loss.double())  # stays on its device, so that the host does not wait for it
                 sums[self._rows(part), 1] += targets
                 bar.update()
         for part, loss in zip(self.parts, torch.stack(losses).tolist() if losses else [], strict=True):
@@ -231,7 +246,7 @@ class HeldOut:
         """Mean losses by name.
 
         Args:
-            totals: those of all ranks, added up.
+            totals: the results of `totals`, summed over all ranks.
 
         Raises:
             ValueError: no sample has a target.
@@ -249,7 +264,7 @@ class HeldOut:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; afterwards every module and the random states are as they were."""
+    """A context without dropout and gradients; afterwards every module and the random states are as before."""
     modes = {module: module.training for module in model.modules()}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]

@@ -1,8 +1,9 @@
-"""Are the nodes of a launch fit for each other? A table with the node at fault, before any model is loaded.
+"""Checks that the nodes of a launch fit together, and shows in a table which node is at fault.
 
-Several ranks first try their connections over gloo, by which they later agree to stop. Training over several nodes
-then makes the table by itself; `CHECK=1 bash scripts/pretrain.sh` runs it alone, on any number of ranks.
-Ranks of a node answer together. What most nodes have counts as right; the odd one out is at fault.
+It runs before any model is loaded. Several ranks first try their connections over gloo, by which they later agree to
+stop. Training over several nodes then makes the table by itself; `CHECK=1 bash scripts/pretrain.sh` runs only the
+check, on any number of ranks. The ranks of a node answer together. What most nodes have counts as right; a node that
+differs is at fault.
 """
 
 import argparse
@@ -29,8 +30,8 @@ from llava.train.ranks import barrier, from_all, from_first, joined
 
 logger = logging.getLogger(__name__)
 
-_MAX_CLOCK_SECONDS = 2.0  # more confuses time stamps of files, and certificates
-_SLOW = 0.5  # of the median link: a node below it holds all others up
+_MAX_CLOCK_SECONDS = 2.0  # a larger difference confuses time stamps of files, and certificates
+_SLOW = 0.5  # share of the median link's speed; a slower node holds all others up
 _MIN_FREE_GIB = 1.0
 _CONNECT = timedelta(minutes=2)  # for hundreds of ranks, each of which connects to every other
 _MESSAGE = {"cuda": 2**28, "cpu": 2**22}  # bytes that a link carries in the measurement
@@ -38,7 +39,7 @@ _MESSAGE = {"cuda": 2**28, "cpu": 2**22}  # bytes that a link carries in the mea
 
 @dataclass
 class NodeFacts:
-    """What one node says of itself; gathered from its first rank."""
+    """What one node reports about itself; gathered from its first rank."""
 
     node: str
     ranks: int
@@ -52,13 +53,13 @@ class NodeFacts:
 
 
 def node_name() -> str:
-    """Host name and the launcher's number of this node."""
+    """The launcher's number of this node, and its host name."""
     number = os.environ.get("GROUP_RANK", os.environ.get("CROSS_RANK", "0"))
     return f"{number}:{platform.node()}"
 
 
 def versions() -> dict[str, str]:
-    """Of Python, packages, CUDA and the driver."""
+    """The versions of Python, packages, CUDA and NCCL, and the GPUs' name and number."""
     found = {"python": platform.python_version()} | {
         name: version_of(name) or "none" for name in (*PACKAGES, "safetensors")
     }
@@ -69,7 +70,13 @@ def versions() -> dict[str, str]:
 
 
 def check_paths(inputs: Sequence[str], output_dir: str) -> dict[str, str]:
-    """Whether this rank sees what rank 0 sees, and a file that rank 0 writes to the output folder. Every rank calls."""
+    """Whether this rank sees the inputs that rank 0 sees, and a file that rank 0 writes to the output folder.
+
+    Every rank must call.
+
+    Returns:
+        For each path "found", or what is wrong.
+    """
     sizes = {name: Path(name).stat().st_size if Path(name).is_file() else -1 for name in inputs if Path(name).exists()}
     expected = from_first(sizes)
     seen = {name: "found" if name in sizes else "missing here" for name in expected}
@@ -90,7 +97,7 @@ def check_paths(inputs: Sequence[str], output_dir: str) -> dict[str, str]:
 
 
 def link_speed(first_ranks: Sequence[int], device: torch.device) -> float:
-    """GiB/s of this rank's best link to the node before or after it; 0 where there is none. Every rank must call."""
+    """GiB/s of this rank's best link to the node before or after its own; 0 if there is none. Every rank must call."""
     rank, best = dist.get_rank(), 0.0
     buffer = torch.zeros(_MESSAGE[device.type] // 4, device=device)
     pairs = list(zip(first_ranks, first_ranks[1:], strict=False))
@@ -121,7 +128,7 @@ def _transfer(pair: tuple[int, int], buffer: torch.Tensor) -> float:
 def all_reduce_speed(device: torch.device) -> float:
     """Bus bandwidth of an all-reduce over all ranks in GiB/s, 2 (n - 1) / n times message size over time."""
     ranks, buffer = dist.get_world_size(), torch.zeros(_MESSAGE[device.type] // 4, device=device)
-    for _ in range(2):  # the first opens the connections
+    for _ in range(2):  # the first one opens the connections
         barrier()
         start = time.perf_counter()
         dist.all_reduce(buffer)
@@ -148,7 +155,7 @@ def gather_facts(inputs: Sequence[str], output_dir: str, device: torch.device) -
 
 
 def judge(nodes: list[NodeFacts]) -> list[NodeFacts]:
-    """Writes into every node's `faults` in what it differs from most nodes."""
+    """Adds to every node's `faults` how it differs from most nodes; returns the nodes."""
 
     def usual(values: Sequence) -> object:
         return Counter(values).most_common(1)[0][0]
@@ -174,7 +181,7 @@ def judge(nodes: list[NodeFacts]) -> list[NodeFacts]:
 
 
 def facts_table(nodes: list[NodeFacts]) -> str:
-    """One line per node, and below it what is wrong with it."""
+    """The table: one line per node, and its faults below it."""
     clock = statistics.median(n.clock for n in nodes)
     lines = [f"{'node':<24} {'ranks':>5} {'commit':<20} {'clock/s':>8} {'free/GiB':>9} {'link GiB/s':>11}  verdict"]
     for n in nodes:
@@ -187,10 +194,10 @@ def facts_table(nodes: list[NodeFacts]) -> str:
 
 
 def names_over_gloo(timeout: timedelta = _CONNECT) -> list[str]:
-    """Every rank's node, asked over gloo, which the ranks use beside NCCL. Every rank must call.
+    """Every rank's node, gathered over gloo, which the ranks use besides NCCL. Every rank must call.
 
     Raises:
-        RuntimeError: this rank does not reach the others; the message names host, interface and variable.
+        RuntimeError: this rank cannot reach the others; the message names host, interface and variable.
     """
     if not joined():
         return [node_name()]
@@ -222,10 +229,15 @@ def spans_nodes() -> bool:
 
 
 def check_launch(inputs: Sequence[str | None], output_dir: str, device: torch.device) -> None:
-    """Prints the table on rank 0. Every rank must call.
+    """Checks the nodes and logs the table on rank 0. Every rank must call.
+
+    Args:
+        inputs: paths that every node should see; None and empty ones are left out.
+        output_dir: the folder that the nodes must share.
+        device: this rank's device, whose links are measured.
 
     Raises:
-        RuntimeError: on every rank, with the table, where a node is at fault.
+        RuntimeError: a node is at fault; raised on every rank, with the table.
     """
     try:
         nodes = judge(gather_facts([name for name in inputs if name], output_dir, device))
@@ -247,7 +259,7 @@ def _over_all_ranks(device: torch.device) -> tuple[int, float]:
 
 
 def main() -> int:
-    """The check alone, under any launcher; it reads the trainer's paths from its flags and ignores the others."""
+    """Runs only the check, under any launcher; reads the paths from the trainer's flags and ignores the other flags."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     paths = ("--model_name_or_path", "--vision_tower", "--data_path", "--image_folder", "--pretrain_mm_mlp_adapter")
     for name in paths:
@@ -269,7 +281,7 @@ def main() -> int:
         inputs = [path for name in paths for path in getattr(args, name[2:]).split(",")]
         check_launch(inputs, args.output_dir, device or torch.device("cpu"))
     except RuntimeError as error:
-        # A table is the same on every rank; what a connection says is of one rank alone.
+        # A table is the same on every rank; a message about a connection concerns one rank alone.
         if int(os.environ.get("RANK", 0)) == 0 or "\n" not in str(error):
             print(error, file=sys.stderr)
         return 1

@@ -2,24 +2,26 @@
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from llava.model.language_model.families import family_of
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.loss import LIGER_MINIMUM, has_liger
 
 logger = logging.getLogger(__name__)
 
 
 def check_liger(flag: str) -> None:
-    """Raises ValueError that names `flag` where Liger's kernels cannot run."""
+    """Raises ValueError that names `flag` if Liger's kernels cannot run here."""
     if reason := _obstacle():
         raise ValueError(f"{flag}: {reason}; leave the flag out")
 
 
-def set_up_liger(model: Any, args: Any) -> None:
-    """Lets the decoder run on Liger's kernels as `--use_liger_kernel` asks, and turns `auto` into what was decided.
+def set_up_liger(model: LlavaMetaForCausalLM, args: Any) -> None:
+    """Lets the decoder run on Liger's kernels as `--use_liger_kernel` asks, and replaces `auto` by the decision.
 
     Raises:
         ValueError: the flag is True and Liger has no kernels for the family.
@@ -33,8 +35,8 @@ def set_up_liger(model: Any, args: Any) -> None:
         apply_liger(model)
 
 
-def _obstacle(model: Any = None) -> str | None:
-    """Why Liger's kernels cannot run here, or in `model`."""
+def _obstacle(model: LlavaMetaForCausalLM | None = None) -> str | None:
+    """Why Liger's kernels cannot run here, or in `model`; None if they can."""
     if not torch.cuda.is_available() or torch.version.hip:
         return "Liger's kernels need an NVIDIA GPU, and none was found"
     if not has_liger():
@@ -44,21 +46,21 @@ def _obstacle(model: Any = None) -> str | None:
     return None
 
 
-def _plain_type(model: Any) -> str:
+def _plain_type(model: LlavaMetaForCausalLM) -> str:
     return family_of(model.config).config.model_type
 
 
-def _function_for(model: Any) -> Any:
-    """Liger's function that exchanges the kernels of the model's family, or None."""
+def _function_for(model: LlavaMetaForCausalLM) -> Callable[..., None] | None:
+    """Liger's function that replaces the kernels of the model's family, or None."""
     from liger_kernel import transformers as kernels
 
     return getattr(kernels, f"apply_liger_kernel_to_{_plain_type(model)}", None)
 
 
-def apply_liger(model: Any) -> None:
-    """Lets the decoder's norms, MLPs and rotary embedding run on Liger's kernels; forward and loss stay ours.
+def apply_liger(model: LlavaMetaForCausalLM) -> None:
+    """Lets the decoder's norms, MLPs and rotary embedding run on Liger's kernels; forward pass and loss stay ours.
 
-    The rotary function is exchanged for the whole process, as Liger does it: other models of the same family see it.
+    Liger replaces the rotary function for the whole process, also for other models of the same family.
 
     Raises:
         ValueError: Liger has no kernels for the family.
@@ -69,7 +71,7 @@ def apply_liger(model: Any) -> None:
             f"--use_liger_kernel: Liger has no kernels for {_plain_type(model)} decoders; leave the flag out"
         )
     gated_mlp = "geglu" if "geglu" in inspect.signature(apply).parameters else "swiglu"
-    # Liger rotates whole heads.
+    # Liger can only rotate whole heads.
     rope = model.config.rope_parameters.get("partial_rotary_factor", 1.0) == 1
     apply(
         rope=rope,

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch import nn
-from transformers import ProgressCallback, Trainer
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProgressCallback, Trainer
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
+from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.mm_utils import save_tokenizer
 from llava.model.llava_arch import LlavaMetaForCausalLM
@@ -39,7 +40,8 @@ from llava.train.optim import optimizer_groups
 from llava.train.questions import accuracy, show_answers
 from llava.train.ranks import barrier
 from llava.train.resume import ResumeError, moved_step
-from llava.train.run_record import write_identity
+from llava.train.run_identity import Settings
+from llava.train.run_record import Identity, write_identity
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import JsonlCallback, NormProbe, SourceLosses, TelemetryCallback, Throughput, measures_step
 from llava.train.training_progress import TrainingProgress
@@ -52,19 +54,21 @@ class LLaVATrainer(Trainer):
     """Trains a LLaVA model whose `requires_grad` is already set.
 
     Args:
-        args: the flags. `self.args` is what the library sees of them, `self.flags` what the user said.
+        args: the flags. `self.flags` holds them as the user gave them, `self.args` as the library needs them.
         image_processor: saved with every checkpoint.
-        identity: settings that a checkpoint's continuation must share (`llava.train.run_identity.run_identity`).
-        resumed: what `resume.json` of the checkpoint says that the run continues from.
-        watchdog: told of every phase of a step.
+        identity: settings that a continuation of the run must share (`llava.train.run_identity.run_identity`).
+        resumed: the content of `resume.json` in the checkpoint from which the run continues.
+        watchdog: is told every phase of a step.
         stop_signal: ends the run early.
-        heldout: whose loss is measured while training goes on.
+        heldout: the held-out samples, whose loss is measured during training.
         kwargs: those of the Hugging Face Trainer.
     """
 
     args: TrainingArguments
     model: LlavaMetaForCausalLM
     train_dataset: LazySupervisedDataset
+    data_collator: DataCollatorForSupervisedDataset
+    processing_class: PreTrainedTokenizerBase
     optimizer: Any  # as Accelerate or DeepSpeed wraps it, with the flags that say whether a step was applied
     lr_scheduler: Any  # the same
 
@@ -72,9 +76,9 @@ class LLaVATrainer(Trainer):
         self,
         *,
         args: TrainingArguments,
-        image_processor: Any = None,
-        identity: dict[str, Any] | None = None,
-        resumed: dict[str, Any] | None = None,
+        image_processor: BaseImageProcessor | None = None,
+        identity: Settings | None = None,
+        resumed: Identity | None = None,
         watchdog: Watchdog | None = None,
         stop_signal: StopSignal | None = None,
         heldout: HeldOut | None = None,
@@ -90,12 +94,12 @@ class LLaVATrainer(Trainer):
         self.add_callback(self.stop_signal)
         self.staging: Path | None = None
         self.saved_step = -1
-        self.args.logging_nan_inf_filter = False  # would wait for every loss; see `training_step`
-        # Done already, on the decoder; the library would look for the model type.
+        self.args.logging_nan_inf_filter = False  # it would wait for every loss; see `training_step`
+        # Liger's kernels are in the decoder already; the library would look them up by the model type.
         self.args.use_liger_kernel = False  # pyrefly: ignore[bad-assignment]  # the choice, no longer the flag's text
         self.image_processor = image_processor
         if self.args.loss_reduction == "micro_batch_mean":
-            self.model_accepts_loss_kwargs = False  # so that the library averages over micro-batches
+            self.model_accepts_loss_kwargs = False  # makes the library average over micro-batches
         self.adapter_only = trains_adapter_only(self.model)
         self.probe = NormProbe(self.model)
         self.throughput = Throughput(self.model, self.args.device, self.args.peak_tflops)
@@ -134,7 +138,7 @@ class LLaVATrainer(Trainer):
     # --- one step ---
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The next step in a list of one, and its targets over all ranks; no step where the epoch has ended."""
+        """The next step in a list of one (empty at an epoch's end), and the number of its targets over all ranks."""
         self.watchdog.enter("reading data", self.state.global_step)
         start = time.perf_counter()
         steps = [step for step in (next(epoch_iterator, None),) if step is not None]
@@ -149,9 +153,9 @@ class LLaVATrainer(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """Runs the micro-batches `inputs` of one step forward and backward; returns the step's loss.
 
-        Gradients add up, and ranks exchange what they must only with the last, which DeepSpeed is told as well.
+        Gradients add up, and ranks exchange them only with the last micro-batch, which DeepSpeed is told as well.
         """
-        self.current_gradient_accumulation_steps = len(inputs)  # by which the library divides means of micro-batches
+        self.current_gradient_accumulation_steps = len(inputs)  # the library divides means of micro-batches by it
         losses = []
         for number, micro_batch in enumerate(inputs, 1):
             self.watchdog.enter("computing", self.state.global_step)
@@ -161,13 +165,13 @@ class LLaVATrainer(Trainer):
             unsynced = self.accelerator.no_sync(model) if alone else contextlib.nullcontext()
             with unsynced, self.source_losses.of_micro_batch(number - 1):
                 losses.append(super().training_step(model, micro_batch, num_items_in_batch))
-        # As the library's filter, which is off: a loss that is not finite counts as the mean of those before it.
+        # In place of the library's filter, which is off: a loss that is not finite counts as the mean of earlier ones.
         return finite_or(
             sum(losses[1:], losses[0]), self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
         )
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        # The library would wait for every copy; pinned memory is read while the device goes on.
+        # The library would wait for every copy; pinned memory is copied while the device computes.
         moved: Any = send_to_device(inputs, self.args.device, non_blocking=True)
         return moved
 
@@ -195,7 +199,7 @@ class LLaVATrainer(Trainer):
             self.optimizer._is_overflow = False
         elif not self.is_deepspeed_enabled:
             self.optimizer.zero_grad(set_to_none=True)  # an optimizer passes over parameters without a gradient
-            self.optimizer._is_overflow = True  # so that the learning rate stays as well
+            self.optimizer._is_overflow = True  # so that the learning rate does not move either
         elif not self.optimizer.step_was_skipped:
             raise RuntimeError(
                 "DeepSpeed applied a step whose gradient is not finite; it needs version 0.19.8 or later"
@@ -218,10 +222,10 @@ class LLaVATrainer(Trainer):
     # --- held-out data ---
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """Losses on the held-out records, logged; empty where a signal cuts it short. Every rank must call."""
+        """Measures and logs the held-out losses; returns nothing if a signal cut it short. Every rank must call."""
         heldout, step = self.heldout, self.state.global_step
         assert heldout is not None  # --eval_strategy is refused without --eval_data_path
-        if step == self.first_step > 0:  # --eval_on_start of a run that goes on
+        if step == self.first_step > 0:  # --eval_on_start in a run that is continued
             return {}
         start = time.perf_counter()
 
@@ -235,7 +239,7 @@ class LLaVATrainer(Trainer):
             answers = questions.ask(self.model, at_batch) if questions else []
             if totals is None or answers is None:
                 logger.warning("the evaluation after step %d is left out: a signal came", step)
-                self.control.should_evaluate = False  # the end of the epoch would ask again
+                self.control.should_evaluate = False  # or the end of the epoch would ask again
                 return {}
             totals = self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu()
         metrics = heldout.metrics(totals) | (accuracy(answers) if answers else {})
@@ -247,11 +251,11 @@ class LLaVATrainer(Trainer):
         return metrics
 
     def _determine_best_metric(self, metrics, trial) -> bool:
-        # Only what is saved can be gone back to; the library would also remember the steps in between.
+        # Only a saved step can be loaded again; the library would also remember the steps in between.
         return bool(metrics) and self.control.should_save and super()._determine_best_metric(metrics, trial)
 
     def best_checkpoint(self) -> Path | None:
-        """The checkpoint with the best `--metric_for_best_model` so far; None where there is none to choose from."""
+        """The checkpoint with the best `--metric_for_best_model` so far; None if there is none."""
         step = self.state.best_global_step
         return Path(self.args.output_dir, f"checkpoint-{step}") if step else None
 
@@ -259,14 +263,14 @@ class LLaVATrainer(Trainer):
         self.state.best_model_checkpoint = None if best is None else str(best)
 
     def _finalize_training(self, trial, num_train_samples, start_time):
-        # The library would load the best of a run that stops early as well, and remove the checkpoint it goes on from.
+        # In a run that stops early the library would load the best checkpoint too, and remove the one to resume from.
         self._note_best(None if self.stop_signal.stopped else self.best_checkpoint())
         return super()._finalize_training(trial, num_train_samples, start_time + self.throughput.paused_seconds)
 
     def _load_best_model(self) -> None:
         folder, metric = Path(self.state.best_model_checkpoint or ""), self.args.metric_for_best_model
         if faults := faults_on_any_rank(folder, self.args.process_index, self.args.world_size):
-            raise ResumeError(f"--load_best_model_at_end True: {folder} is the best and is not whole: {faults[0]}")
+            raise ResumeError(f"--load_best_model_at_end True: {folder} is the best but is not whole: {faults[0]}")
         logger.info("the final folder gets %s, with the best %s: %.6g", folder, metric, self.state.best_metric)
         if self.is_deepspeed_enabled:
             super()._load_best_model()
@@ -294,15 +298,15 @@ class LLaVATrainer(Trainer):
         return position
 
     def _position(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial):
-        """(epochs, batches of the next one) that are done; sets the step that the run starts from."""
+        """The number of finished epochs, and of batches of the next one; sets the step that the run starts from."""
         position = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
         if self.resumed is None:
             return position
         best = self.best_checkpoint()
         if best and not best.is_dir():
             raise ResumeError(
-                f"{resume}: {best} was the best --metric_for_best_model so far and is not there; put it back, or start "
-                "anew by --resume_from_checkpoint False"
+                f"{resume}: {best} had the best --metric_for_best_model so far and is missing; put it back, or start "
+                "anew with --resume_from_checkpoint False"
             )
         self._note_best(best)
         self.state.global_step = moved_step(self.state.global_step, self.resumed, global_batch_size(self.args))
@@ -313,14 +317,14 @@ class LLaVATrainer(Trainer):
         return epochs, steps
 
     def _restore_groups(self, step_size: int) -> None:
-        """Puts every parameter group's own settings back, and the schedule where the data stands.
+        """Puts back every parameter group's own settings, and moves the schedule to the position in the data.
 
-        A universal checkpoint gives all groups the first one's settings, and one counter of steps, which each of them
-        would count up; another number of samples per step moves the schedule.
+        A universal checkpoint gives all groups the settings of the first one, and one shared counter of steps, which
+        each group would count up. If the number of samples per step has changed, the schedule moves.
         """
         fused = any(group.get("fused") for group in self.optimizer.param_groups)
         for parameter, state in self.optimizer.state.items():
-            if torch.is_tensor(step := state.get("step")):  # fused kernels count on the parameter's device
+            if torch.is_tensor(step := state.get("step")):  # fused kernels need it on the parameter's device
                 state["step"] = step.to(parameter.device if fused else step.device, copy=True)
         schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
         if global_batch_size(self.args) != step_size:
@@ -331,11 +335,11 @@ class LLaVATrainer(Trainer):
         for group, own, rate in zip(self.optimizer.param_groups, self.group_settings, rates, strict=True):
             group.update(own | {"initial_lr": own["lr"], "lr": rate})
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial) -> str:
         return super()._get_output_dir(trial) if self.staging is None else str(self.staging)
 
     def _save_checkpoint(self, model, trial) -> None:
-        """Writes `checkpoint-N` of all ranks below `.saving`, and names it when it is complete."""
+        """Writes all ranks' part of `checkpoint-N` below `.saving`, and gives it its name when it is complete."""
         step = self.state.global_step
         if step == self.saved_step:  # the end of an epoch may ask again
             return
@@ -357,7 +361,7 @@ class LLaVATrainer(Trainer):
         self.staging, self.saved_step = None, step
 
     def save_final(self) -> None:
-        """Writes the final folder: first below `.saving`, then each file to its place. Every rank must call."""
+        """Writes the final folder below `.saving`, and then moves each file into place. Every rank must call."""
         self.watchdog.enter("saving", self.state.global_step)
         staged, target = Path(self.args.output_dir, STAGING, "final"), Path(self.args.output_dir)
         with named_save_errors(target):
@@ -367,11 +371,11 @@ class LLaVATrainer(Trainer):
                 staged.parent.rmdir()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a self-contained folder, or a LoRA folder; intermediate stage-1 ones hold adapter and config only."""
+        """Writes a self-contained folder or a LoRA folder; checkpoints of stage 1 hold only adapter and config."""
         output_dir = output_dir or self.args.output_dir
         if has_lora(self.model):
             save_non_lora(self.model, output_dir, is_main_process=self.args.should_save)
-            self._save(output_dir, lora_state_dict(self.model))  # the library saves the adapters alone
+            self._save(output_dir, lora_state_dict(self.model))  # the library saves only the adapters
             return
         if self.adapter_only:
             save_adapter(self.model, output_dir, is_main_process=self.args.should_save)
@@ -380,7 +384,7 @@ class LLaVATrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if state_dict is not None:  # ZeRO-1 and 2 give a tied weight as two tensors, which would both be written
+        if state_dict is not None:  # ZeRO-1 and 2 give a tied weight as two tensors, and both would be written
             state_dict = {n: t for n, t in state_dict.items() if n not in (self.model.all_tied_weights_keys or ())}
         super()._save(output_dir, state_dict)
         output_dir = output_dir or self.args.output_dir
@@ -390,15 +394,15 @@ class LLaVATrainer(Trainer):
                 self.image_processor.save_pretrained(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        if not Path(resume_from_checkpoint, OPTIMIZER_NAME).is_file():  # the library would go on with a fresh one
+        if not Path(resume_from_checkpoint, OPTIMIZER_NAME).is_file():  # the library would continue with a fresh one
             raise ResumeError(
-                f"{resume_from_checkpoint} holds no optimizer's state (--save_only_model True), so it cannot go on "
-                "as it was; start anew in another --output_dir or with --overwrite_output_dir True"
+                f"{resume_from_checkpoint} holds no optimizer state (--save_only_model True), so the run cannot "
+                "continue from it; start anew in another --output_dir or with --overwrite_output_dir True"
             )
         self._load_weights(Path(resume_from_checkpoint), self.model if model is None else model)
 
-    def _load_weights(self, folder: Path, model: Any) -> None:
-        """Puts what a checkpoint holds of the model into `model`, without DeepSpeed."""
+    def _load_weights(self, folder: Path, model: LlavaMetaForCausalLM) -> None:
+        """Loads the weights of a checkpoint into `model`, without DeepSpeed."""
         if has_lora(model):
             load_non_lora(model, read_non_lora(str(folder)), str(folder))
             load_adapters(model, str(folder))

@@ -1,4 +1,4 @@
-"""What the LoRA flags ask for: their checks, the quantised base of QLoRA, and the adapters."""
+"""Puts the LoRA flags into effect: their checks, the quantised base of QLoRA, and the adapters."""
 
 from dataclasses import fields
 from typing import Any
@@ -7,7 +7,9 @@ import torch
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from llava.model.builder import quantization_config
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import DECODER, TOWER, add_lora
+from llava.train.arguments import ModelArguments, TrainingArguments
 from llava.train.optim import LANGUAGE_MODEL, VISION_TOWER, tunable_parts
 
 _LORA_FLAGS = (
@@ -16,12 +18,12 @@ _LORA_FLAGS = (
 )  # fmt: skip
 
 
-def check_lora_flags(model_args: Any, training_args: Any) -> None:
-    """Raises ValueError that names the LoRA flag at fault and what to do."""
+def check_lora_flags(model_args: ModelArguments, training_args: TrainingArguments) -> None:
+    """Raises ValueError if a LoRA flag is wrong; the message names the flag and says what to do."""
     if training_args.lora_weight_path:
         raise ValueError(
-            "--lora_weight_path: LLaVA never reads it; to go on from a LoRA, merge it with llava.model.merge_lora and "
-            "pass the result as --model_name_or_path"
+            "--lora_weight_path: LLaVA never reads it; to continue from a LoRA, merge it with llava.model.merge_lora "
+            "and pass the result as --model_name_or_path"
         )
     if not training_args.lora_enable:
         changed = [flag for flag in _LORA_FLAGS if getattr(training_args, flag) != _default(training_args, flag)]
@@ -35,7 +37,7 @@ def check_lora_flags(model_args: Any, training_args: Any) -> None:
     if not 0 <= training_args.lora_dropout < 1:
         raise ValueError(f"--lora_dropout: expected a share from 0 to below 1, found {training_args.lora_dropout}")
     if training_args.bits < 16:
-        quantization_config(training_args.bits)  # says now if bitsandbytes is missing
+        quantization_config(training_args.bits)  # raises now if bitsandbytes is missing
         if is_deepspeed_zero3_enabled():
             raise ValueError(
                 f"--bits {training_args.bits}: ZeRO-3 cannot partition quantised weights; "
@@ -44,21 +46,21 @@ def check_lora_flags(model_args: Any, training_args: Any) -> None:
     if training_args.lora_use_dora:
         if training_args.bits < 16:
             raise ValueError(
-                f"--lora_use_dora True takes the norms of whole weights, and --bits {training_args.bits} has none; "
-                "leave either out"
+                f"--lora_use_dora True needs the norms of whole weights, which --bits {training_args.bits} does not "
+                "keep; leave one of them out"
             )
         if is_deepspeed_zero3_enabled():
             raise ValueError(
-                "--lora_use_dora True: ZeRO-3 has released a layer's weights where DoRA takes their norms; use "
+                "--lora_use_dora True: ZeRO-3 has released a layer's weights when DoRA computes their norms; use "
                 "deepspeed_configs/zero2.json"
             )
 
 
-def lora_modules(training_args: Any) -> frozenset[str]:
-    """What `--lora_modules` names.
+def lora_modules(training_args: TrainingArguments) -> frozenset[str]:
+    """The parts that `--lora_modules` names.
 
     Raises:
-        ValueError: something else, or nothing.
+        ValueError: it names something else, or nothing.
     """
     modules = frozenset(name.strip() for name in training_args.lora_modules.split(",") if name.strip())
     if not modules or modules - {DECODER, TOWER}:
@@ -68,8 +70,8 @@ def lora_modules(training_args: Any) -> frozenset[str]:
     return modules
 
 
-def _check_modules(model_args: Any, training_args: Any) -> None:
-    """The part of `check_lora_flags` about `--lora_modules`: parts with adapters are among those that are trained."""
+def _check_modules(model_args: ModelArguments, training_args: TrainingArguments) -> None:
+    """The part of `check_lora_flags` about `--lora_modules`: only parts that are trained can have adapters."""
     modules, parts = lora_modules(training_args), tunable_parts(model_args)
     if DECODER in modules and LANGUAGE_MODEL not in parts:
         raise ValueError(
@@ -94,12 +96,12 @@ def _check_modules(model_args: Any, training_args: Any) -> None:
         raise ValueError(f"--lora_bias {training_args.lora_bias} is about the language model, which has no adapters")
 
 
-def _default(args: Any, name: str) -> Any:
+def _default(args: TrainingArguments, name: str) -> Any:
     return next(field.default for field in fields(args) if field.name == name)
 
 
-def quantized_loading(training_args: Any, compute_dtype: torch.dtype) -> dict[str, Any]:
-    """`from_pretrained`'s options for `--bits`; none where the model is not quantised."""
+def quantized_loading(training_args: TrainingArguments, compute_dtype: torch.dtype) -> dict[str, Any]:
+    """`from_pretrained`'s options for `--bits`; empty if the model is not quantised."""
     if training_args.bits == 16:
         return {}
     config = quantization_config(
@@ -108,18 +110,18 @@ def quantized_loading(training_args: Any, compute_dtype: torch.dtype) -> dict[st
     return {"quantization_config": config, "device_map": {"": training_args.device}}
 
 
-def prepare_quantized(model: Any, training_args: Any, dtype: torch.dtype) -> None:
-    """Makes a quantised model trainable as PEFT advises: norms in fp32; embedding and head go back to `dtype`."""
+def prepare_quantized(model: LlavaMetaForCausalLM, training_args: TrainingArguments, dtype: torch.dtype) -> None:
+    """Makes a quantised model trainable as PEFT advises: norms in fp32; embedding and head are put back to `dtype`."""
     if training_args.bits == 16:
         return
     from peft import prepare_model_for_kbit_training
 
     prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # the Trainer switches it on
     model.get_input_embeddings().to(dtype)
-    model.get_output_embeddings().to(dtype)
+    model.lm_head.to(dtype)
 
 
-def add_lora_by_flags(model: Any, training_args: Any, dtype: torch.dtype) -> None:
+def add_lora_by_flags(model: LlavaMetaForCausalLM, training_args: TrainingArguments, dtype: torch.dtype) -> None:
     """Adds the adapters that the flags ask for; nothing without `--lora_enable`."""
     if training_args.lora_enable:
         add_lora(

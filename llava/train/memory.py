@@ -1,6 +1,6 @@
 """How much device memory a run will take, and how many layers must therefore recompute their activations.
 
-The estimate follows what autograd keeps (tests compare it with that) and rounds up where it depends on the data.
+The estimate follows what autograd keeps (tests compare the two), and rounds up where it depends on the data.
 Attention has no matrix of all pairs of tokens unless the backend is `eager`.
 
 Shapes: T tokens of the largest micro-batch, V visual tokens per image.
@@ -17,14 +17,17 @@ import torch
 from torch import nn
 
 from llava.model.attention import SEGMENTS
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import is_adapted
-from llava.model.loss import rows_at_a_time
+from llava.model.loss import LMHead, rows_at_a_time
+from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.zero3 import full_shape
+from llava.train.arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-_USABLE = 0.9  # of what is free: the rest goes to fragmentation and communication buffers
-_ZERO3_LIVE_PARAMETERS = 10**9  # DeepSpeed's default of stage3_max_live_parameters
+_USABLE = 0.9  # share of the free memory; the rest goes to fragmentation and communication buffers
+_ZERO3_LIVE_PARAMETERS = 10**9  # DeepSpeed's default for stage3_max_live_parameters
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class MemoryEstimate:
     tower_layer_input: int
 
     def activations(self, checkpointed: int) -> int:
-        """Of the decoder, when its first `checkpointed` layers recompute."""
+        """Bytes of the decoder's activations when its first `checkpointed` layers recompute."""
         return checkpointed * self.layer_input + (self.num_layers - checkpointed) * self.layer
 
     def tower(self, checkpointed: bool) -> int:
@@ -52,7 +55,7 @@ class MemoryEstimate:
 
     def total(self, plan: "CheckpointPlan") -> int:
         fixed = self.parameters + self.gradients + self.optimizer + self.embeddings + self.loss_head
-        working = max(self.layer, self.tower_layer if self.tower_layers else 0)  # of the layer that is run backward
+        working = max(self.layer, self.tower_layer if self.tower_layers else 0)  # for the layer in its backward pass
         return fixed + working + self.activations(plan.decoder_layers) + self.tower(plan.tower)
 
 
@@ -64,19 +67,22 @@ class CheckpointPlan:
     tower: bool = False
 
 
-def estimate_memory(model: Any, args: Any, tokens: int, crops_per_token: float | None = None) -> MemoryEstimate:
+def estimate_memory(
+    model: LlavaMetaForCausalLM, args: Any, tokens: int, crops_per_token: float | None = None
+) -> MemoryEstimate:
     """The estimate for a model whose `requires_grad` is set.
 
     Args:
+        model: the model, with its vision tower.
         args: the training arguments (DeepSpeed, precision, optimizer).
-        tokens: T.
-        crops_per_token: of pictures with several crops, the most; None where pictures have one.
+        tokens: T, the tokens of the largest micro-batch.
+        crops_per_token: the most crops per token of any sample; None if every picture has one crop.
     """
-    decoder, tower = model.get_model(), model.get_vision_tower()
+    decoder, tower = model.get_model(), model.get_model().vision_tower
     config = decoder.config
     residual = decoder.embed_tokens.weight.element_size()
     matmul = 2 if args.bf16 or args.fp16 else residual
-    # Squares that the tower sees, as many as fit.
+    # The most squares that the tower can see in a micro-batch.
     images = max(1, tokens // tower.num_tokens if crops_per_token is None else math.ceil(tokens * crops_per_token))
     tower_tokens = images * tower.num_inner_tokens
     tower_trained = any(p.requires_grad for p in tower.parameters())
@@ -98,8 +104,8 @@ def estimate_memory(model: Any, args: Any, tokens: int, crops_per_token: float |
     )
 
 
-def _state_bytes(model: nn.Module, args: Any) -> tuple[int, int, int]:
-    """Parameters, gradients and optimizer states; what DeepSpeed keeps in CPU memory is not counted."""
+def _state_bytes(model: nn.Module, args: TrainingArguments) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer states; what DeepSpeed keeps in CPU memory is not counted."""
     parameters = list(model.parameters())
     stored = sum(full_shape(p).numel() * p.element_size() for p in parameters)
     trained = sum(full_shape(p).numel() for p in parameters if p.requires_grad)
@@ -122,19 +128,21 @@ def _state_bytes(model: nn.Module, args: Any) -> tuple[int, int, int]:
         stored = gathered + (0 if offload_parameters else stored // ranks)
     kept_in_fp32 = config.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     gradients = (4 * trained if kept_in_fp32 else trained_bytes) // (ranks if stage >= 2 else 1)
-    bucket = zero.get("reduce_bucket_size", 0)  # one is filled while the other is sent
+    bucket = zero.get("reduce_bucket_size", 0)  # there are two: one is filled while the other is sent
     buckets = 2 * bucket * trained_bytes // trained if isinstance(bucket, int) else 0
     states = (4 + per_element + 4) * trained // (ranks if stage >= 1 else 1)  # fp32 weights, moments, gradients
     gradients = 0 if offload_optimizer and stage >= 2 else gradients
     return stored, gradients + buckets, 0 if offload_optimizer else states
 
 
-def _decoder_layer_bytes(model: Any, tokens: int, residual: int, matmul: int, device: torch.device, fused: bool) -> int:
-    """What autograd keeps of one layer: norms, inputs of trained linear layers, attention, MLP.
+def _decoder_layer_bytes(
+    model: LlavaMetaForCausalLM, tokens: int, residual: int, matmul: int, device: torch.device, fused: bool
+) -> int:
+    """Bytes that autograd keeps for one layer: norms, inputs of trained linear layers, attention, MLP.
 
     Args:
-        residual, matmul: bytes per element of the residual stream and of what enters products.
-        fused: Liger's kernels, which keep less.
+        residual, matmul: bytes per element of the residual stream, and of the operands of matrix products.
+        fused: whether Liger's kernels run, which keep less.
     """
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -152,13 +160,13 @@ def _decoder_layer_bytes(model: Any, tokens: int, residual: int, matmul: int, de
     normed = sum(of_heads.get(name, width) for name, _ in norms)
     norm = normed * (residual if fused else 4 + residual * trained)
     attention = matmul * 2 * (queries + keys)
-    if hasattr(layer.self_attn, "qkv_proj"):  # values are a view of all three, which keeps them beside what is rotated
+    if hasattr(layer.self_attn, "qkv_proj"):  # values are a view of all three, which keeps all beside the rotated ones
         attention += matmul * (queries + keys)
     mlp_kept = matmul * mlp * (2 if fused else 3)
     if lora:
         inputs = (5 * width + queries + mlp) * _dropout_bytes(layer, matmul, device)
     elif trained:
-        copies = 2 if matmul == residual else 5  # autocast makes one for every product, else those after a norm share
+        copies = 2 if matmul == residual else 5  # autocast makes one per product; else products after a norm share one
         inputs = matmul * (copies * width + mlp + (queries if backend == SEGMENTS else 0))
     else:
         inputs = 0
@@ -167,13 +175,13 @@ def _decoder_layer_bytes(model: Any, tokens: int, residual: int, matmul: int, de
 
 
 def _dropout_bytes(layer: nn.Module, matmul: int, device: torch.device) -> int:
-    """Per input element of a layer with adapters, each of which drops out of its own input: its value and a mask."""
+    """Bytes per input element of a layer with adapters, each with its own dropout: the dropped-out value and a mask."""
     dropped = max(matmul, next((p.element_size() for p in layer.parameters() if p.requires_grad), 0))
     return dropped + (1 if device.type == "cuda" else dropped)
 
 
-def _tower_layer_bytes(tower: Any, residual: int, matmul: int, device: torch.device) -> int:
-    """Per token of a trained tower."""
+def _tower_layer_bytes(tower: VisionTower, residual: int, matmul: int, device: torch.device) -> int:
+    """Bytes per token that a layer of a trained tower keeps."""
     kept = 3 if tower.gated_mlp or tower.config.hidden_act == "quick_gelu" else 2
     adapters = 0
     if is_adapted(tower):
@@ -182,10 +190,10 @@ def _tower_layer_bytes(tower: Any, residual: int, matmul: int, device: torch.dev
     return tower.hidden_size * (2 * residual + 6 * matmul) + tower.mlp_width * kept * matmul + adapters
 
 
-def _loss_head_bytes(lm_head: Any, rows: int, matmul: int, device: torch.device) -> int:
-    """As if every token were a target."""
+def _loss_head_bytes(lm_head: LMHead, rows: int, matmul: int, device: torch.device) -> int:
+    """Bytes of the loss head, as if every token were a target."""
     vocabulary, width = lm_head.out_features, lm_head.in_features
-    logits = matmul + 4 + 4  # as the product gives them, in fp32, and their softmax
+    logits = matmul + 4 + 4  # as the product gives them, as fp32, and their softmax
     if lm_head.loss_head == "plain":
         return rows * vocabulary * logits
     weight_gradient = vocabulary * width * (4 + matmul) if lm_head.weight.requires_grad else 0
@@ -196,14 +204,16 @@ def _loss_head_bytes(lm_head: Any, rows: int, matmul: int, device: torch.device)
 
 
 def plan_checkpointing(requested: bool | int | str, estimate: MemoryEstimate, budget: float) -> CheckpointPlan:
-    """Which layers recompute.
+    """Which layers recompute their activations.
 
     Args:
         requested: True, False, a number of decoder layers, or `auto`: as few decoder layers as bring the total below
-            `budget`, and a trained tower's only if all of them are not enough.
+            `budget`, and a trained tower's layers only if all of the decoder's are not enough.
+        estimate: the estimate for the model.
+        budget: bytes that a rank may take.
 
     Raises:
-        ValueError: the decoder has fewer layers than asked for.
+        ValueError: the decoder has fewer layers than requested.
     """
     everything = CheckpointPlan(estimate.num_layers, tower=estimate.tower_layers > 0)
     if isinstance(requested, bool):
@@ -222,10 +232,11 @@ def plan_checkpointing(requested: bool | int | str, estimate: MemoryEstimate, bu
 
 
 def memory_budget(device: torch.device, parameters: int) -> float:
-    """Bytes that a rank may take, with what it holds already.
+    """Bytes that a rank may take, including what it holds already.
 
     Args:
-        parameters: bytes of the model, which lies in CPU memory already when the device is a CPU.
+        device: the rank's device.
+        parameters: bytes of the model, which is in memory already if the device is a CPU.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -234,10 +245,12 @@ def memory_budget(device: torch.device, parameters: int) -> float:
     return _USABLE * psutil.virtual_memory().available / ranks + parameters
 
 
-def set_up_checkpointing(model: Any, args: Any, tokens: int, crops_per_token: float | None = None) -> CheckpointPlan:
-    """Prints the estimate, decides by `--activation_checkpointing`, and switches the layers.
+def set_up_checkpointing(
+    model: LlavaMetaForCausalLM, args: Any, tokens: int, crops_per_token: float | None = None
+) -> CheckpointPlan:
+    """Logs the estimate, decides by `--activation_checkpointing`, and switches recomputation on; returns the decision.
 
-    Every rank must call: ranks decide alike, since under ZeRO-3 recomputing gathers weights.
+    Every rank must call: all ranks decide alike, since recomputing gathers weights under ZeRO-3.
     """
     estimate = estimate_memory(model, args, tokens, crops_per_token)
     budget = _smallest_over_ranks(memory_budget(args.device, estimate.parameters), args.device)
@@ -289,7 +302,7 @@ def memory_table(estimate: MemoryEstimate, plan: CheckpointPlan, budget: float, 
     )
 
 
-def checkpoint_layers(model: Any, plan: CheckpointPlan, options: dict[str, Any] | None) -> None:
+def checkpoint_layers(model: LlavaMetaForCausalLM, plan: CheckpointPlan, options: dict[str, Any] | None) -> None:
     """Switches recomputation on for the planned layers, with `--activation_checkpointing_kwargs`."""
     if plan == CheckpointPlan():
         return
@@ -297,8 +310,7 @@ def checkpoint_layers(model: Any, plan: CheckpointPlan, options: dict[str, Any] 
     ours = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options or None, **ours)
-    for layer in model.get_model().layers[plan.decoder_layers :]:
+    decoder = model.get_model()
+    others: list[Any] = [*decoder.layers[plan.decoder_layers :], *([] if plan.tower else decoder.vision_tower.layers)]
+    for layer in others:
         layer.gradient_checkpointing = False
-    if not plan.tower:
-        for layer in model.get_vision_tower().layers:
-            layer.gradient_checkpointing = False

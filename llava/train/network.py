@@ -1,4 +1,4 @@
-"""The network interfaces that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose here. Standard library only."""
+"""The network interfaces of this host that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose. Standard library only."""
 
 import os
 import socket
@@ -13,9 +13,10 @@ def interfaces() -> list[str]:
 
 
 def chosen(variable: str, value: str, here: Collection[str]) -> list[str]:
-    """Those of the interfaces `here` that a variable's value chooses.
+    """The interfaces among `here` that a variable's value chooses.
 
-    Gloo takes whole names; NCCL takes beginnings of names, whole names after `=`, and what is left out after `^`.
+    Gloo takes whole names. NCCL takes beginnings of names; after `=` it takes whole names, and after `^` the value
+    lists what is excluded.
     """
     excluded, value = variable == NCCL and value.startswith("^"), value.removeprefix("^" if variable == NCCL else "")
     whole, value = variable == GLOO or value.startswith("="), value.removeprefix("=")
@@ -25,7 +26,7 @@ def chosen(variable: str, value: str, here: Collection[str]) -> list[str]:
 
 
 def unknown_interfaces(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables, with their values, that choose no interface of this host, or for gloo one that is not here."""
+    """The variables, with their values, that choose no interface of this host, or for gloo also one that is missing."""
     here, wrong = interfaces(), {}
     for variable in (GLOO, NCCL):
         if value := environment.get(variable, ""):
@@ -36,14 +37,14 @@ def unknown_interfaces(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def interface_fault(environment: Mapping[str, str] = os.environ) -> str:
-    """What is wrong with this host's choice, in one line; empty where nothing is."""
+    """What is wrong with this host's choice, in one line; empty if nothing is."""
     wrong = " ".join(f"{name}={value}" for name, value in unknown_interfaces(environment).items())
     have = " ".join(interfaces())
     return wrong and f"{wrong}: host {socket.gethostname()} has no such network interface; it has: {have}"
 
 
 def route_text(environment: Mapping[str, str] = os.environ) -> str:
-    """Which address gloo binds on this host, and which variable says otherwise."""
+    """How gloo chooses its address on this host, and which variable changes that."""
     if name := environment.get(GLOO):
         return f"by {GLOO}={name}"
     host = socket.gethostname()

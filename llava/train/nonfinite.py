@@ -1,8 +1,8 @@
 """Steps whose loss or gradient is infinite or not a number are not applied, and the records at fault are named.
 
-A loss that is not finite makes its own gradient NaN, so that one number tells of both: the global gradient norm, which
-all ranks share. DeepSpeed skips a step on it by itself; elsewhere the gradients are dropped before the optimizer sees
-them. Neither learning rate nor optimizer state moves, only the data goes on. Under fp16 the loss scaler does all that.
+A loss that is not finite makes its own gradient NaN, so that one number shows both: the global gradient norm, which all
+ranks share. DeepSpeed skips such a step by itself; elsewhere the gradients are dropped before the optimizer sees them.
+Learning rate and optimizer state stay as they are; only the data moves on. Under fp16 the loss scaler does all this.
 """
 
 import logging
@@ -24,12 +24,12 @@ class NonFiniteError(RuntimeError):
 
 
 def poisoned(loss: torch.Tensor) -> torch.Tensor:
-    """The same loss, whose gradient is NaN where it is not finite: an infinite loss may have a finite gradient."""
+    """The same loss, with the gradient NaN if the loss is not finite: an infinite loss may have a finite gradient."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
 def finite_or(loss: torch.Tensor, substitute: torch.Tensor) -> torch.Tensor:
-    """`loss`, or `substitute` where it is not finite; nobody waits to see which."""
+    """`loss`, or `substitute` if it is not finite; the host does not wait to see which."""
     return torch.where(loss.isfinite(), loss, substitute)
 
 
@@ -37,7 +37,7 @@ class NonFiniteGuard:
     """Counts the steps in a row that were not applied.
 
     Args:
-        records: to name samples.
+        records: the training's records, to name samples.
         limit: `--max_nonfinite_steps`.
     """
 
@@ -47,20 +47,21 @@ class NonFiniteGuard:
         self.micro_batches: list[tuple[list[int], torch.Tensor | None]] = []
 
     def start_step(self, micro_batches: list[list[int]]) -> None:
-        """The samples that this rank computes in the coming step, by micro-batch."""
+        """Notes the samples that this rank computes in the coming step, by micro-batch."""
         self.micro_batches = [(samples, None) for samples in micro_batches]
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """The loss of the next micro-batch, kept on its device."""
+        """Notes the loss of the next micro-batch, which stays on its device."""
         position = next((i for i, (_, known) in enumerate(self.micro_batches) if known is None), None)
         if position is not None:
             self.micro_batches[position] = (self.micro_batches[position][0], loss)
 
     def is_applicable(self, grad_norm: torch.Tensor | float, step: int) -> bool:
-        """Whether the step may be applied; if not, names its records. Every rank must call.
+        """Whether the step may be applied; if not, logs its records. Every rank must call.
 
         Args:
-            step: its number, from 1.
+            grad_norm: the global gradient norm of the step.
+            step: number of the step, from 1.
 
         Raises:
             NonFiniteError: it is the last of `limit` such steps in a row.
@@ -80,7 +81,7 @@ class NonFiniteGuard:
         return False
 
     def _suspects(self) -> str:
-        """Records of the micro-batches whose loss is not finite, on any rank; of all where only the gradient is not."""
+        """The records of the micro-batches whose loss is not finite, on any rank; of all if every loss is finite."""
         own = [(samples, math.nan if loss is None else float(loss)) for samples, loss in self.micro_batches]
         ranks = from_all([(self._names(samples), loss) for samples, loss in own])
         bad = [(rank, *batch) for rank, batches in enumerate(ranks) for batch in batches if not math.isfinite(batch[1])]

@@ -10,6 +10,7 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora, is_adapted, is_adapter
 from llava.model.multimodal_projector.norm import freeze_fixed_norm
 from llava.model.zero3 import full_shape
+from llava.train.arguments import ModelArguments, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -17,11 +18,11 @@ LANGUAGE_MODEL, ADAPTER, VISION_TOWER = "mm_language_model", "mm_mlp_adapter", "
 PARTS = (VISION_TOWER, ADAPTER, LANGUAGE_MODEL)
 
 
-def tunable_parts(model_args: Any) -> frozenset[str]:
+def tunable_parts(model_args: ModelArguments) -> frozenset[str]:
     """The parts that the flags ask to train, out of `PARTS`.
 
-    `--mm_tunable_parts` (LLaVA-NeXT) decides alone; otherwise LLaVA's flags do: everything but the tower, less what
-    `--freeze_backbone`, `--freeze_mm_mlp_adapter` or `--tune_mm_mlp_adapter` exclude.
+    If `--mm_tunable_parts` (LLaVA-NeXT) is given, it decides alone. Otherwise LLaVA's flags decide: everything but the
+    tower, except what `--freeze_backbone`, `--freeze_mm_mlp_adapter` or `--tune_mm_mlp_adapter` exclude.
 
     Raises:
         ValueError: an unknown part, contradicting flags, or nothing left to train.
@@ -61,8 +62,12 @@ def part_of(parameter_name: str) -> str:
 def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:
     """Sets `requires_grad` of every parameter.
 
-    A fixed norm and the tower's layers that never see a gradient stay frozen. In a language model with LoRA everything
-    stays as `add_lora` left it: only adapters, and the biases asked for, are trained; in a tower with adapters these.
+    A fixed norm and the tower's layers that never get a gradient stay frozen. In a language model with LoRA everything
+    stays as `add_lora` left it: only adapters and the chosen biases are trained. In a tower with adapters, only these
+    are trained.
+
+    Raises:
+        ValueError: no parameter is left to train.
     """
     tower = model.get_model().vision_tower
     lora, adapted_tower = has_lora(model), is_adapted(tower)
@@ -78,13 +83,13 @@ def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:
         raise ValueError(f"training {', '.join(sorted(parts))} leaves no trainable parameter")
 
 
-def optimizer_groups(model: nn.Module, decay_names: set[str], args: Any) -> list[dict[str, Any]]:
-    """Parameter groups by part and weight decay; those with the same settings are logged in one line with their size.
+def optimizer_groups(model: nn.Module, decay_names: set[str], args: TrainingArguments) -> list[dict[str, Any]]:
+    """Parameter groups by part and weight decay; groups with the same settings are logged in one line, with their size.
 
     Args:
-        model: with `requires_grad` set.
-        decay_names: parameters that weight decay applies to.
-        args: with `learning_rate`, `mm_projector_lr`, `mm_vision_tower_lr`, `weight_decay`.
+        model: the model, with `requires_grad` set.
+        decay_names: names of the parameters to which weight decay applies.
+        args: the training arguments: `learning_rate`, `mm_projector_lr`, `mm_vision_tower_lr`, `weight_decay`.
     """
     rates = {
         LANGUAGE_MODEL: args.learning_rate,

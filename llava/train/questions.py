@@ -1,11 +1,11 @@
-"""Held-out questions that the model answers at every evaluation: its score, and a table of what it said.
+"""Held-out questions that the model answers at every evaluation: its score, and a table of its answers.
 
-Asked is the first human turn of records whose answer is short, in greedy decoding. An answer is right where it is the
-record's, but for case, punctuation and white space. Every rank asks all questions, so that under ZeRO-3 all of them
-generate in step.
+The questions are the first human turns of records whose answer is short; the model answers by greedy decoding. An
+answer is right if it is the record's, apart from case, punctuation and white space. Every rank asks all questions, so
+that under ZeRO-3 all ranks generate in step.
 
 Logged keys: `eval/accuracy`, `eval/accuracy_low` and `eval/accuracy_high` (Wilson's 95 % interval), `eval/questions`;
-the table is `eval/answers` (TensorBoard: beside it the pictures, as `eval/pictures`).
+the table is `eval/answers` (in TensorBoard the pictures are beside it, as `eval/pictures`).
 """
 
 import logging
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL import Image, ImageOps
+from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from llava.asking import Asked, Assistant, batch_answers, is_captioner
@@ -23,17 +24,18 @@ from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import Record, record_images
 from llava.intervals import share_interval
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.progress import progress
 
 logger = logging.getLogger(__name__)
 
-MOST_WORDS = 5  # of an answer that can be compared word for word
+MOST_WORDS = 5  # words of an answer that can still be compared word for word
 SIDE = 224  # pixels of a picture in the table
 COLUMNS = ("picture", "question", "expected", "answer", "right")
 
 
 class Answer(NamedTuple):
-    """What the model said to one question."""
+    """The model's answer to one question."""
 
     pictures: list[Image.Image]
     question: str
@@ -46,12 +48,12 @@ class Answer(NamedTuple):
 
 
 def normalized(text: str) -> str:
-    """An answer as it is compared: lower case, no punctuation, single spaces."""
+    """An answer in the form in which it is compared: lower case, no punctuation, single spaces."""
     return " ".join(text.lower().translate(str.maketrans("", "", string.punctuation)).split())
 
 
 def can_be_asked(record: Record) -> bool:
-    """Whether a record begins with a question that has a short answer and comes with the pictures that it shows."""
+    """Whether a record begins with a question that has a short answer and refers to all of the record's pictures."""
     turns = record["conversations"]
     if len(turns) < 2 or turns[0]["from"] != "human" or turns[1]["from"] != "gpt":
         return False
@@ -64,12 +66,12 @@ class Questions:
 
     Args:
         dataset: the held-out records.
-        number: how many, `--eval_generate`; all there are where there are fewer.
-        batch_size: how many are asked at a time.
-        show_progress: on one rank.
+        number: `--eval_generate`, the number of questions; if there are fewer, all are asked.
+        batch_size: number of questions that are asked at a time.
+        show_progress: whether to show a bar, as on one rank.
 
     Raises:
-        ValueError: the template asks nothing, or no record has a short answer.
+        ValueError: the template has no questions, or no record that fits has a short answer.
     """
 
     def __init__(self, dataset: LazySupervisedDataset, number: int, batch_size: int, show_progress: bool = True):
@@ -94,10 +96,10 @@ class Questions:
         count = min(number, len(usable))
         self.indices = [usable[i * len(usable) // count] for i in range(count)]
         answers = [dataset.records[i]["conversations"][1]["value"] for i in self.indices]
-        self.max_new_tokens = 2 + max(map(len, dataset.tokenizer(answers)["input_ids"]))  # one that goes on is wrong
+        self.max_new_tokens = 2 + max(map(len, dataset.tokenizer(answers)["input_ids"]))  # a longer answer is wrong
 
-    def ask(self, model: Any, at_batch: Callable[[], bool] = lambda: False) -> list[Answer] | None:
-        """The answers of a model in evaluation mode; None where `at_batch` says to stop, as in `HeldOut.totals`."""
+    def ask(self, model: LlavaMetaForCausalLM, at_batch: Callable[[], bool] = lambda: False) -> list[Answer] | None:
+        """The answers of a model in evaluation mode; None if `at_batch` stops it, as in `HeldOut.totals`."""
         dataset = self.dataset
         assistant = Assistant(
             "--eval_generate", dataset.tokenizer, model, dataset.image_processor, dataset.template,
@@ -132,8 +134,8 @@ def accuracy(answers: Sequence[Answer]) -> dict[str, float]:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def show_answers(answers: Sequence[Answer], callbacks: Iterable[Any], step: int) -> None:
-    """Writes the table to the loggers among the Trainer's callbacks, those that are on this rank."""
+def show_answers(answers: Sequence[Answer], callbacks: Iterable[TrainerCallback], step: int) -> None:
+    """Writes the table to the loggers among the Trainer's callbacks on this rank."""
     for callback in callbacks:
         if getattr(callback, "tb_writer", None) is not None:
             _to_tensorboard(callback.tb_writer, answers, step)

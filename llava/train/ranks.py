@@ -1,8 +1,10 @@
 """Agreement between ranks; with one process everything here returns at once."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+Value = TypeVar("Value")
 
 
 def joined() -> bool:
@@ -10,16 +12,16 @@ def joined() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def from_all(value: Any) -> list[Any]:
+def from_all(value: Value) -> list[Value]:
     """Every rank's `value`, by rank. Every rank must call."""
     if not joined():
         return [value]
-    values = [None] * dist.get_world_size()
+    values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def from_first(value: Any) -> Any:
+def from_first(value: Value) -> Value:
     """Rank 0's `value`. Every rank must call."""
     if not joined():
         return value

@@ -1,7 +1,7 @@
-"""Continuing a run: a checkpoint of another run is refused, and the place in the data and DeepSpeed's states are found.
+"""Continues a run: refuses a checkpoint of another run, and finds the position in the data and DeepSpeed's states.
 
-A checkpoint and the output folder hold `resume.json`, the run's identity (`llava.train.run_identity`) and samples per
-step. `--resume_allow_changes` accepts the differences in `ALLOWED`.
+A checkpoint and the output folder hold `resume.json`, with the run's identity (`llava.train.run_identity`) and its
+samples per step. `--resume_allow_changes` accepts the differences in `ALLOWED`.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from typing import Any
 
 from llava.provenance import differences
 from llava.train.ranks import barrier
-from llava.train.run_identity import ALLOWED, default_settings
-from llava.train.run_record import IDENTITY
+from llava.train.run_identity import ALLOWED, Settings, default_settings
+from llava.train.run_record import IDENTITY, Identity
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +39,19 @@ def accepted_changes(allowed: str) -> set[str]:
     return accepted
 
 
-def check_identity(folder: Path, settings: dict[str, Any], accepted: set[str], step_size: int) -> dict[str, Any]:
+def check_identity(folder: Path, settings: Settings, accepted: set[str], step_size: int) -> Identity:
     """Compares the run of a checkpoint or output folder with this one; returns the content of `resume.json`.
 
     Args:
+        folder: the checkpoint or output folder.
+        settings: this run's identity.
         accepted: settings that may differ.
         step_size: samples of an optimizer step of this run.
 
     Raises:
-        ResumeError: other settings differ; all differences are listed with both sides.
+        ResumeError: other settings differ; the message lists all differences with both values.
     """
-    saved = json.loads((folder / IDENTITY).read_text())
+    saved: Identity = json.loads((folder / IDENTITY).read_text())
     saved["settings"] = default_settings() | saved["settings"]
     different = differences(saved["settings"], settings)
     if refused := [k for k in different if k not in accepted]:
@@ -72,10 +74,10 @@ def check_identity(folder: Path, settings: dict[str, Any], accepted: set[str], s
     return saved
 
 
-def moved_step(step: int, saved: dict[str, Any], step_size: int) -> int:
-    """The step of this run that stands where `step` of the checkpoint's run stood in the data.
+def moved_step(step: int, saved: Identity, step_size: int) -> int:
+    """The step of this run at the position in the data where the checkpoint's run was at `step`.
 
-    Where a step now has more samples, up to a step's worth of samples is seen again.
+    If a step now has more samples, up to one step's samples are seen again.
     """
     if step_size == saved["step_size"]:
         return step
@@ -89,7 +91,7 @@ def moved_step(step: int, saved: dict[str, Any], step_size: int) -> int:
 def use_universal_checkpoint(checkpoint: Path, deepspeed_config: dict[str, Any], is_main_process: bool) -> None:
     """Lets DeepSpeed load its states for another number of ranks. Every rank must call, before the engine is made.
 
-    The converted states are kept beside the others, in `global_stepN_universal`; they take as much room again.
+    The converted states are kept beside the original ones, in `global_stepN_universal`, and take as much room again.
     """
     deepspeed_config["checkpoint"] = deepspeed_config.get("checkpoint", {}) | {"load_universal": True}
     if is_main_process:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from llava.data.preflight_manifest import (
     write_quarantine,
 )
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
+from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.heldout import check_eval_flags, eval_data_arguments, named_as_eval_data
 from llava.train.liger import check_liger
 from llava.train.lora import check_lora_flags
@@ -39,8 +39,8 @@ QUARANTINE, EVAL_QUARANTINE = "quarantine.jsonl", "quarantine_eval.jsonl"
 EVAL_IMAGES = "--eval_image_folder"
 
 
-def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
-    """Raises ValueError or FileNotFoundError that names the flag at fault and what to do."""
+def check_flags(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> None:
+    """Raises ValueError or FileNotFoundError if a flag is wrong; the message names the flag and says what to do."""
     get_template(model_args.version)
     tunable_parts(model_args)
     check_merge_type(model_args, data_args)
@@ -53,7 +53,7 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
     check_eval_flags(data_args, training_args)
     for flag in ("mm_use_im_start_end", "mm_use_im_patch_token"):
         if getattr(model_args, flag):
-            raise ValueError(f"--{flag} must be False: no published recipe of today adds these tokens")
+            raise ValueError(f"--{flag} must be False: no current recipe adds these tokens")
     if model_args.mm_projector_norm == "none" and model_args.mm_projector_norm_init not in ("text_norm", "default"):
         raise ValueError("--mm_projector_norm_init has no effect with --mm_projector_norm none; leave it out")
     check_overwriting(model_args, training_args)
@@ -76,7 +76,7 @@ def check_flags(model_args: Any, data_args: Any, training_args: Any) -> None:
         raise ValueError(f"--model_max_length: expected a positive number, found {training_args.model_max_length}")
 
 
-def check_merge_type(model_args: Any, data_args: Any) -> None:
+def check_merge_type(model_args: ModelArguments, data_args: DataArguments) -> None:
     """The part of `check_flags` about `--mm_patch_merge_type`."""
     check_modes(data_args.image_aspect_ratio, model_args.mm_patch_merge_type)
     if model_args.mm_newline_init != "default" and not has_newline(model_args.mm_patch_merge_type):
@@ -86,7 +86,7 @@ def check_merge_type(model_args: Any, data_args: Any) -> None:
         )
 
 
-def check_overwriting(model_args: Any, training_args: Any) -> None:
+def check_overwriting(model_args: ModelArguments, training_args: TrainingArguments) -> None:
     """The part of `check_flags` about `--overwrite_output_dir`: it must not remove what the run starts from."""
     folder = Path(training_args.output_dir).resolve()
     for flag in ("model_name_or_path", "vision_tower", "pretrain_mm_mlp_adapter"):
@@ -98,16 +98,16 @@ def check_overwriting(model_args: Any, training_args: Any) -> None:
             )
 
 
-def check_reporting(names: list[str]) -> None:
+def check_reporting(names: list[str] | str | None) -> None:
     """The part of `check_flags` about `--report_to`."""
-    for name in names:
+    for name in names or ():
         if name not in INTEGRATION_TO_CALLBACK:
             raise ValueError(f"--report_to {name}: expected none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}")
-        if name != "flyte" and name not in get_available_reporting_integrations():  # the library never lists that one
+        if name != "flyte" and name not in get_available_reporting_integrations():  # the library never lists flyte
             raise ImportError(f"--report_to {name}: its package is not installed; install it, or pass --report_to none")
 
 
-def check_kernels(training_args: Any) -> None:
+def check_kernels(training_args: TrainingArguments) -> None:
     """The part of `check_flags` about fused and compiled kernels."""
     if training_args.use_liger_kernel is True:
         check_liger("--use_liger_kernel True")
@@ -117,32 +117,36 @@ def check_kernels(training_args: Any) -> None:
         raise ValueError("--compile_layers and --use_liger_kernel both fuse the layers' kernels; pass one of them")
     if training_args.compile_layers and is_deepspeed_zero3_enabled():
         raise ValueError(
-            "--compile_layers True: ZeRO-3 gathers weights module by module, which leaves nothing to compile; "
+            "--compile_layers True: ZeRO-3 gathers weights module by module, so that a layer cannot be compiled; "
             "use deepspeed_configs/zero2.json or leave the flag out"
         )
 
 
-def image_store(data_args: Any, records: RecordTable, setting: str = "--image_folder") -> ImageStore:
-    """Where the records' images are, as the flags and a mixture's entries say; messages call the folder `setting`."""
+def image_store(data_args: DataArguments, records: RecordTable, setting: str = "--image_folder") -> ImageStore:
+    """The store of the records' images, by the flags and a mixture's entries; messages call its folder `setting`."""
     cache_dir, follow_links = data_args.data_cache_dir, data_args.follow_image_links
     return ImageStore(data_args.image_folder, cache_dir, follow_links, records.image_folders, setting)
 
 
 def checked_records(
-    model_args: Any, data_args: Any, training_args: Any, images_from: str = "--image_folder"
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    images_from: str = "--image_folder",
 ) -> tuple[RecordTable, Callable[[Path], None]]:
     """The records that can be used, the same on every rank, and a function that writes those left out to a file.
 
     Args:
-        images_from: `setting` of `image_store`.
+        model_args, data_args, training_args: the flags.
+        images_from: the `setting` of `image_store`.
 
     Raises:
         ValueError: records have faults and are not to be skipped, or ranks read different data.
-        FileNotFoundError, OSError: as `load_records` and `preflight`.
+        FileNotFoundError, OSError: see `load_records` and `preflight`.
     """
     is_first = training_args.process_index == 0
     seed = data_seed(training_args)
-    table = load_records(data_args.data_path, data_args.data_cache_dir, False, show_progress=is_first, seed=seed)
+    table = load_records(data_args.data_path or "", data_args.data_cache_dir, False, show_progress=is_first, seed=seed)
     rules = Rules(get_template(model_args.version), data_args.label_masking, data_args.full_decode)
     started = time.time()
     manifest, path = preflight(table, image_store(data_args, table, images_from), rules, recheck=data_args.recheck_data)
@@ -159,18 +163,19 @@ def checked_records(
     return records, partial(write_quarantine, table, manifest)
 
 
-def data_seed(training_args: Any) -> int:
+def data_seed(training_args: TrainingArguments) -> int:
     """The seed of the order of samples, and of what a mixture draws."""
     return training_args.seed if training_args.data_seed is None else training_args.data_seed
 
 
 def checked_eval_records(
-    model_args: Any, data_args: Any, training_args: Any, records: RecordTable
+    model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments, records: RecordTable
 ) -> tuple[RecordTable | None, Callable[[Path], None] | None]:
-    """As `checked_records`, of the held-out records; None and None where none are named.
+    """As `checked_records`, for the held-out records; None and None if none are named.
 
     Args:
-        records: those that are trained on.
+        model_args, data_args, training_args: the flags.
+        records: the records that are trained on.
     """
     if not data_args.eval_data_path:
         return None, None
@@ -186,13 +191,13 @@ def _warn_of_shared(eval_records: RecordTable, records: RecordTable) -> None:
     if total := sum(shared.values()):
         named = ", ".join(f"{count:,} of {file}" for file, count in shared.items() if count)
         logger.warning(
-            "--eval_data_path: %s of %s records are trained on as well (%s), so that the loss is not held out; "
+            "--eval_data_path: %s of %s records are trained on as well (%s), so that their loss is not held out; "
             "take others", f"{total:,}", f"{sum(map(len, own.values())):,}", named,
         )  # fmt: skip
 
 
 def report_left_out(records: RecordTable | None, output_dir: str, file: str = QUARANTINE) -> None:
-    """Says at the end how many records were not used."""
+    """Logs at the end of a run how many records were not used."""
     if records is not None and records.left_out:
         logger.warning(
             "%d of %d records were left out; they and their faults are in %s",
@@ -200,7 +205,7 @@ def report_left_out(records: RecordTable | None, output_dir: str, file: str = QU
         )  # fmt: skip
 
 
-def _preflight_command(model_args: Any, data_args: Any, seed: int) -> str:
+def _preflight_command(model_args: ModelArguments, data_args: DataArguments, seed: int) -> str:
     options = {name: getattr(data_args, name) for name in ("data_path", "image_folder", "data_cache_dir")}
     options |= {"version": model_args.version, "label_masking": data_args.label_masking}
     options |= {} if seed == DEFAULT_SEED else {"seed": seed}
@@ -210,7 +215,7 @@ def _preflight_command(model_args: Any, data_args: Any, seed: int) -> str:
 
 
 def _refuse_different_records(key: str) -> None:
-    """Ranks on other nodes may read copies of the data, and find other faults in them."""
+    """Raises ValueError if ranks have different records: other nodes may read copies of the data with other faults."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     keys: list[str] = [""] * torch.distributed.get_world_size()

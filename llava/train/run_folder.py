@@ -1,15 +1,16 @@
-"""What a start makes of the output folder: goes on in it, begins, finds the run finished, refuses, or replaces.
+"""Decides how a run starts in its output folder: it continues, begins, finds the run finished, refuses, or replaces it.
 
-`resume.json` in the folder says whose it is, from the first step on; `manifest.json` stands there when that run is
-finished. So no model, log or checkpoint of another run is replaced without `--overwrite_output_dir True`.
+`resume.json` in the folder says from the first step on which run it belongs to; `manifest.json` appears when that run
+is finished. So no model, log or checkpoint of another run is replaced without `--overwrite_output_dir True`.
 """
 
 import logging
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from llava.provenance import RUN_FILE, differences
+from llava.train.arguments import TrainingArguments
 from llava.train.batches import global_batch_size
 from llava.train.checkpoint import (
     MANIFEST,
@@ -23,8 +24,12 @@ from llava.train.checkpoint import (
 from llava.train.failures import clear_reports
 from llava.train.ranks import barrier, from_first
 from llava.train.resume import ResumeError, accepted_changes, check_identity
-from llava.train.run_record import IDENTITY, write_identity
+from llava.train.run_identity import Settings
+from llava.train.run_record import IDENTITY, Identity, write_identity
 from llava.train.telemetry import LOG_FILE
+
+if TYPE_CHECKING:
+    from llava.train.llava_trainer import LLaVATrainer  # which imports this module
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +42,17 @@ class Start(NamedTuple):
     """How a run begins: from a checkpoint and what its `resume.json` says, or from the beginning, or not at all."""
 
     checkpoint: str | None = None
-    resumed: dict[str, Any] | None = None
-    finished: int | None = None  # the step after which this very run was finished
-    replaces: bool = False  # what an earlier run wrote goes
+    resumed: Identity | None = None
+    finished: int | None = None  # the step after which this same run was finished
+    replaces: bool = False  # whether what an earlier run wrote is removed
 
 
-def choose_start(args: Any, identity: dict[str, Any]) -> Start:
-    """What `--output_dir` and the flags ask for; read and compared before anything is built. Every rank must call.
+def choose_start(args: TrainingArguments, identity: Settings) -> Start:
+    """The start that `--output_dir` and the flags ask for, decided before anything is built. Every rank must call.
 
     Raises:
         ResumeError: the folder holds another run, or a finished one that the flags would change.
-        FileNotFoundError: as `find_checkpoint`.
+        FileNotFoundError: see `find_checkpoint`.
     """
     accepted = accepted_changes(args.resume_allow_changes)
     if args.overwrite_output_dir and args.resume_from_checkpoint not in (None, *ANEW):
@@ -74,8 +79,8 @@ def choose_start(args: Any, identity: dict[str, Any]) -> Start:
     return start
 
 
-def _without_loss(args: Any, identity: dict[str, Any], accepted: set[str]) -> Start:
-    """A start that replaces nothing but what this very run wrote; raises ResumeError where there is none."""
+def _without_loss(args: TrainingArguments, identity: Settings, accepted: set[str]) -> Start:
+    """A start that replaces only what this same run wrote; raises ResumeError if there is none."""
     folder, step_size = Path(args.output_dir), global_batch_size(args)
     step, left = from_first((finished_step(folder), earlier_run(folder)))
     if args.resume_from_checkpoint in ANEW:
@@ -108,7 +113,7 @@ def _without_loss(args: Any, identity: dict[str, Any], accepted: set[str]) -> St
 
 
 def earlier_run(folder: Path) -> str:
-    """What a folder holds that a new run would replace, in words; empty where nothing would be lost."""
+    """What a folder holds that a new run would replace, in words; empty if nothing would be lost."""
     log = folder / LOG_FILE
     lines = len(log.read_text().splitlines()) if log.is_file() else 0
     found = [f.name for f in checkpoints(folder) if (f / MANIFEST).is_file()]
@@ -120,19 +125,17 @@ def _model_files(folder: Path) -> list[Path]:
     return [f for pattern in MODEL for f in folder.glob(pattern) if f.name != "training_args.bin"]
 
 
-def _check_earlier(
-    folder: Path, left: str, identity: dict[str, Any], accepted: set[str], step_size: int
-) -> dict[str, Any]:
+def _check_earlier(folder: Path, left: str, identity: Settings, accepted: set[str], step_size: int) -> Identity:
     if not (folder / IDENTITY).is_file():
         raise ResumeError(
-            f"{folder} holds {left}, and no {IDENTITY} that says with which settings they were made; take another "
-            "--output_dir, or remove them by --overwrite_output_dir True"
+            f"{folder} holds {left}, but no {IDENTITY} that says with which settings they were made; take another "
+            "--output_dir, or remove them with --overwrite_output_dir True"
         )
     return check_identity(folder, identity, accepted, step_size)
 
 
-def begin_run(trainer: Any, start: Start) -> None:
-    """Makes the output folder this run's own. Every rank must call, when all that can be checked is checked."""
+def begin_run(trainer: "LLaVATrainer", start: Start) -> None:
+    """Makes the output folder this run's own. Every rank must call, after all checks."""
     barrier()  # every rank has read what is there
     if trainer.args.process_index != 0:
         return
@@ -146,7 +149,7 @@ def begin_run(trainer: Any, start: Start) -> None:
 
 
 def remove_run(folder: Path) -> None:
-    """Removes what an earlier run wrote there; what else lies in the folder stays."""
+    """Removes what an earlier run wrote into the folder; other files there stay."""
     for path in [folder / STAGING, *checkpoints(folder)]:
         shutil.rmtree(path, ignore_errors=True)
     named = [folder / name for name in (MANIFEST, IDENTITY, LOG_FILE, RUN_FILE, "trainer_state.json")]

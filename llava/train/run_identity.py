@@ -1,8 +1,8 @@
 """What identifies a run: flags, data, template, tokenizer, code, versions, devices, initial weights.
 
-Two questions are asked of it. `run_identity` holds what a checkpoint that continues a run must share with it, so that
-its numbers go on (`resume.json`); `run_configuration` holds all that decides the trained weights, so that two runs can
-be compared (`run.json`).
+It serves two purposes. `run_identity` holds what a continuation must share with the run, so that its numbers stay the
+same (`resume.json`); `run_configuration` holds everything that decides the trained weights, so that two runs can be
+compared (`run.json`).
 """
 
 import dataclasses
@@ -10,12 +10,14 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from llava.conversation import get_template
+from llava.data.records import RecordTable
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.norm import projector_norm
@@ -25,7 +27,14 @@ from llava.train.arguments import DataArguments, ModelArguments, TrainingArgumen
 from llava.train.batches import sample_order
 from llava.train.optim import part_of
 
-# Flags that say where a run writes and what it continues.
+if TYPE_CHECKING:
+    from llava.train.llava_trainer import LLaVATrainer  # which imports this module
+
+Setting = bool | int | float | str | None
+Settings = dict[str, Setting]
+"""What `run_identity` gives: flags and digests by name, as `resume.json` holds them."""
+
+# Flags that say where a run writes and what it continues from.
 _PLACES = {"output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "local_rank", "hub_token"}
 # Flags that decide how a run works, never what it computes.
 _IRRELEVANT_PREFIXES = ("logging_", "log_", "save_", "eval_", "hub_", "push_to", "dataloader_", "resume_", "trackio_")
@@ -43,7 +52,7 @@ _IRRELEVANT = _PLACES | {
     "recheck_data",
 }
 # fmt: on
-# Differences that a run can be continued with, and why.
+# The settings in which a continuation may differ, and why.
 ALLOWED = {
     "world_size": "samples stay in order; DeepSpeed's states are converted to a universal checkpoint",
     "per_device_train_batch_size": "the position in the data is kept by samples",
@@ -65,11 +74,16 @@ ALLOWED = {
 
 
 def run_identity(
-    model_args: Any, data_args: Any, training_args: Any, records: Any, tokenizer: Any, eval_records: Any = None
-) -> dict[str, Any]:
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    records: RecordTable,
+    tokenizer: PreTrainedTokenizerBase,
+    eval_records: RecordTable | None = None,
+) -> Settings:
     """What decides the numbers of a run, as JSON values: the settings in `resume.json`.
 
-    Held-out records are among them where the best checkpoint is chosen by them.
+    They include the held-out records if these choose the best checkpoint.
     """
     flags = {f.name: getattr(args, f.name) for args in (model_args, data_args, training_args) for f in _fields(args)}
     flags["deepspeed"] = _deepspeed_settings(training_args)
@@ -83,15 +97,18 @@ def run_identity(
     return settings
 
 
-def default_settings() -> dict[str, Any]:
-    """What `run_identity` says of flags that are left out: a run from before there was a flag had it left out."""
+def default_settings() -> Settings:
+    """What `run_identity` gives for the flags' defaults: a run that is older than a flag ran with its default."""
     fields = [f for args in (ModelArguments, DataArguments, TrainingArguments) for f in _fields(args)]
     return _settings({f.name: f.default for f in fields if f.default is not dataclasses.MISSING})
 
 
-def run_configuration(trainer: Any, model_args: Any, data_args: Any, training_args: Any) -> dict[str, Any]:
+def run_configuration(
+    trainer: "LLaVATrainer", model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments
+) -> dict[str, Any]:
     """Everything that decides the trained weights, as `run.json` holds it. Every rank must call."""
     records = trainer.train_dataset.records
+    assert isinstance(records, RecordTable)  # lists are for callers that record nothing
     mixture = {"mixture": records.source_counts()} if records.source_names else {}
     return {
         "model": dataclasses.asdict(model_args),
@@ -106,8 +123,8 @@ def run_configuration(trainer: Any, model_args: Any, data_args: Any, training_ar
     }
 
 
-def _settings(flags: dict[str, Any]) -> dict[str, Any]:
-    """Those that can change the numbers, as JSON values."""
+def _settings(flags: dict[str, Any]) -> Settings:
+    """The flags that can change the numbers, as JSON values."""
     decisive = {k: v for k, v in flags.items() if _decides(k)}
     return {k: v if isinstance(v, bool | int | float | None) else str(v) for k, v in decisive.items()}
 
@@ -123,7 +140,7 @@ def _fields(args: Any) -> list[dataclasses.Field]:
     return [f for f in dataclasses.fields(args) if f.init and not f.name.startswith("_")]
 
 
-def _deepspeed_settings(args: Any) -> str:
+def _deepspeed_settings(args: TrainingArguments) -> str:
     """The part of the DeepSpeed configuration that decides which states a checkpoint holds."""
     if not args.deepspeed:
         return "none"
@@ -138,14 +155,15 @@ def _digest(text: str) -> str:
 def weights_digests(model: LlavaMetaForCausalLM, is_first: bool = True) -> dict[str, str]:
     """SHA-256 of names, types and bytes of the parameters of each part; the projector's norm is a part of its own.
 
-    Costs one reading of the weights; under ZeRO-3 one parameter at a time is gathered, and every rank must call.
+    The cost is one reading of the weights. Under ZeRO-3 one parameter at a time is gathered, and every rank must call.
 
     Args:
-        is_first: this rank writes the record; the others only help to gather, and get nothing.
+        model: the model whose weights are read.
+        is_first: whether this rank writes the record; the others only help to gather, and get an empty dict.
     """
     norm = projector_norm(model.get_model().mm_projector)
     of_norm = set() if norm is None else {id(p) for p in norm.parameters()}
-    digests: dict[str, Any] = {}
+    digests: dict[str, hashlib._Hash] = {}
     for name, parameter in model.named_parameters():
         part = "mm_projector_norm" if id(parameter) in of_norm else part_of(name)
         with gathered(parameter):

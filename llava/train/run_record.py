@@ -1,8 +1,8 @@
 """The two files that say what a run is: `resume.json` of its folder and checkpoints, and `run.json`.
 
 `run.json` is written before the first step: `{"format": 1, "starts": [{"configuration": {...}, "provenance": {...}},
-...]}`, one start, and one more each time the run was continued from a checkpoint. `configuration` is what
-`llava.train.run_identity` says; `provenance` says when, where and by which command.
+...]}`, with one start, and one more for each time the run was continued from a checkpoint. `configuration` comes from
+`llava.train.run_identity`; `provenance` says when, where and by which command.
 """
 
 import datetime
@@ -11,28 +11,48 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from llava.provenance import RUN_FILE, RUN_FORMAT, read_starts
+from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.checkpoint import replace_file
-from llava.train.run_identity import run_configuration
+from llava.train.run_identity import Settings, run_configuration
+
+if TYPE_CHECKING:
+    from llava.train.llava_trainer import LLaVATrainer  # which imports this module
 
 IDENTITY = "resume.json"
 
 
-def write_identity(folder: Path, settings: dict[str, Any], step_size: int, num_samples: int) -> None:
+class Identity(TypedDict):
+    """The content of `resume.json`."""
+
+    settings: Settings
+    step_size: int  # samples of an optimizer step over all ranks
+    num_samples: int  # of an epoch
+
+
+def write_identity(folder: Path, settings: Settings, step_size: int, num_samples: int) -> None:
     """Writes `resume.json` of a checkpoint or of the output folder.
 
     Args:
+        folder: the checkpoint or output folder.
+        settings: the run's identity.
         step_size: samples of an optimizer step over all ranks.
-        num_samples: of an epoch.
+        num_samples: samples of an epoch.
     """
-    content = {"settings": settings, "step_size": step_size, "num_samples": num_samples}
+    content: Identity = {"settings": settings, "step_size": step_size, "num_samples": num_samples}
     replace_file(folder / IDENTITY, json.dumps(content, indent=1, sort_keys=True))
 
 
-def write_run_record(trainer: Any, model_args: Any, data_args: Any, training_args: Any, resumed: bool) -> None:
-    """Writes `run.json`, or adds a start to it where the run is `resumed`. Every rank must call; one writes."""
+def write_run_record(
+    trainer: "LLaVATrainer",
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    resumed: bool,
+) -> None:
+    """Writes `run.json`, or adds a start to it if the run is `resumed`. Every rank must call; one writes."""
     configuration = run_configuration(trainer, model_args, data_args, training_args)
     if training_args.process_index == 0:
         path = Path(training_args.output_dir, RUN_FILE)

@@ -1,8 +1,8 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step, with a checkpoint; the same command then goes on.
+"""SIGTERM, SIGUSR1 and Ctrl-C end a run after the current step, with a checkpoint; the same command then continues it.
 
-A signal to one rank is enough. At the end of every step the ranks start to sum their flags over gloo and read the sum
-one step later, when it has long arrived: all stop at the same step, and none waits for it. A process that is alone ends
-at once where nothing is trained yet. A second Ctrl-C ends at once, whatever is lost.
+A signal to one rank is enough. At the end of every step the ranks start to sum their flags over gloo, and they read the
+sum one step later, when it has long arrived: all stop at the same step, and none waits for it. A process that is alone
+ends at once if nothing is trained yet. A second Ctrl-C ends the run at once, whatever is lost.
 """
 
 import logging
@@ -23,12 +23,12 @@ from llava.train.ranks import joined
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# A terminal's Ctrl-C reaches every process, and launchers pass it on: within this many seconds it is the same one.
+# A terminal's Ctrl-C reaches every process, and launchers pass it on as well; within this many seconds it counts once.
 _SAME_SECONDS = 1.0
 
 
 def run_dir() -> Path | None:
-    """Where this node's launching script waits for word; None where it runs on another node, or there is none."""
+    """The folder by which ranks tell this node's launcher how they ended; None if it is of another node, or missing."""
     folder = Path(os.environ.get(RUN_DIR) or "/nonexistent")
     try:
         return folder if (folder / HOST).read_text() == socket.gethostname() else None
@@ -37,7 +37,7 @@ def run_dir() -> Path | None:
 
 
 class StoppedEarly(BaseException):
-    """A signal came before the first step, where nothing is to be saved."""
+    """A signal came before the first step, when there is nothing to save."""
 
 
 class StopSignal(TrainerCallback):
@@ -51,11 +51,11 @@ class StopSignal(TrainerCallback):
         self._run_dir = run_dir()
         self._pid_file = self._run_dir and self._run_dir / f"{os.environ.get('RANK', 0)}.pid"
         self._before: dict[int, Any] = {}
-        self._group: Any = None
-        self._pending: tuple[Any, torch.Tensor] | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def install(self) -> "StopSignal":
-        """Takes the signals over, and tells the launching script which process to send them to."""
+        """Takes over the signals, and tells the launcher which process to send them to."""
         for number in SIGNALS:
             if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as a shell's `&` leaves it
                 self._before[number] = signal.signal(number, self._receive)
@@ -64,15 +64,17 @@ class StopSignal(TrainerCallback):
         return self
 
     def remove(self) -> None:
-        """Gives the signals back; a process that leaves its file behind was killed."""
+        """Restores the signals' handlers and removes this process's file, which stays only if the process is killed."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._pid_file:
             self._pid_file.unlink(missing_ok=True)
 
-    def _receive(self, number: int, frame: Any) -> None:
+    def _receive(self, number: int, frame: object) -> None:
         if os.getpid() != self.process:
-            if number == signal.SIGTERM:  # a forked worker, whose parent ends it so; the others are not meant for it
+            if (
+                number == signal.SIGTERM
+            ):  # a forked worker, which its parent ends by SIGTERM; other signals are not for it
                 self._end(number)
             return
         now = time.monotonic()
@@ -94,19 +96,21 @@ class StopSignal(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.training = True
         if joined():
-            self._group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)  # of all ranks, so this one is in it
+            self._group = group
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps or not self.agreed():
             return
-        self.stopped = self.saved = True  # what cannot be saved raises, and then nobody asks
+        self.stopped = self.saved = True  # if saving fails, it raises, and nobody reads this
         if state.is_world_process_zero:
             name = signal.Signals(self.received).name if self.received else "a signal to another rank"
             logger.warning("%s: saving after step %d and stopping", name, state.global_step)
         control.should_save = control.should_training_stop = True
 
     def agreed(self) -> bool:
-        """Whether any rank had the signal by the last call; alone, by this one. Every rank must call."""
+        """Whether any rank had received a signal by the previous call; with one rank, by now. Every rank must call."""
         if self._group is None:
             return self.received is not None
         stop = self._take_sum() > 0
@@ -126,9 +130,9 @@ class StopSignal(TrainerCallback):
         self._take_sum()
 
     def exit_code(self) -> int:
-        """What a stopped run ends with: the request for another start, or 0 where the launching script was told it.
+        """The exit status of a stopped run: the request for another start, or 0 if the launcher was told by a file.
 
-        A launcher that sees a failing rank ends the others at once, or starts them again.
+        With another status than 0 the launching program would end the other ranks at once, or start them again.
         """
         if not self._run_dir:
             return REQUEUE_EXIT_CODE

@@ -1,17 +1,18 @@
-"""What training looks like from inside: gradient norms and token norms along the visual path, and throughput.
+"""Measures training from inside: gradient norms and token norms along the visual path, and throughput.
 
 Logged keys:
     `grad_norm/{llm_input,before_norm,vision_features}`: L2 norm, over the whole optimizer step, of the loss's gradient
-        at the visual tokens there; left out, like their norms, where a step has no picture;
-    `norm/{llm_input,before_norm,vision_features,text_embeddings}`: mean L2 norm of a token of the step's batches;
-    `norm/gain_mean_abs`: mean |gain| of the norm; `norm/image_newline`: of that token, which the norm does not touch;
-    `tokens_per_second`, `samples_per_second`: over all ranks, padding not counted;
-    `model_tflops_per_second`: per device, the operations that the step must do (`llava.train.flops`) over its time;
+        at the visual tokens there; left out, like their norms, if a step has no picture;
+    `norm/{llm_input,before_norm,vision_features,text_embeddings}`: mean L2 norm of a token in the step's batches;
+    `norm/gain_mean_abs`: mean |gain| of the norm; `norm/image_newline`: norm of that token, which does not pass through
+        the projector's norm;
+    `tokens_per_second`, `samples_per_second`: over all ranks, without padding;
+    `model_tflops_per_second`: per device, the operations that the step requires (`llava.train.flops`) over its time;
     `mfu`: the same as a share of the device's datasheet peak in dense bf16; `peak_memory_gib`: of the fullest device
         (on a CPU: process), since the start;
-    `eval/*`: see `llava.train.heldout`; the time that it takes is in none of the rates;
-    `loss/<source>`, `share/<source>`: of a mixture, each data set's mean loss per target and share of the samples since
-        the last line;
+    `eval/*`: see `llava.train.heldout`; none of the rates includes its time;
+    `loss/<source>`, `share/<source>`: for each data set of a mixture, the mean loss per target and the share of the
+        samples since the last line;
     `padding_share`: padded positions over all positions; `data_wait_share`: time waiting for data over all time.
 
 Shapes: N images, V visual tokens per image, E vision hidden size, D LLM hidden size.
@@ -28,14 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
+from llava.data.collate import Batch
 from llava.layout import Layout
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.loss import LMHead, LossTally
 from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm
 from llava.model.zero3 import gathered
+from llava.train.arguments import TrainingArguments
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
 
 logger = logging.getLogger(__name__)
@@ -72,10 +76,10 @@ class NormProbe:
         self.dummy = False
 
     def _see_batch(self, module: nn.Module, args: tuple, batch: dict[str, Any]) -> None:
-        self.dummy = batch.get("images") is None  # the model makes a picture up, as it must run the tower
+        self.dummy = batch.get("images") is None  # then the model makes up a picture, since it must run the tower
 
     def _see_features(self, module: nn.Module, args: tuple) -> tuple | None:
-        """Watches the projector's input [N, V, E]; after a frozen tower it has no gradient until asked for one."""
+        """Watches the projector's input [N, V, E], which after a frozen tower has to be made to require a gradient."""
         if not self.active:
             return None
         (features,) = args
@@ -110,7 +114,7 @@ class NormProbe:
             self.norm_sums[place] = self.norm_sums[place] + norms.sum()
             self.token_counts[place] += norms.numel()
 
-    def metrics(self, accelerator: Any) -> dict[str, float]:
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """The step's measurements over all ranks; every rank must call."""
         values = [*self.squared_gradients.values(), *self.norm_sums.values(), *self.token_counts.values()]
         totals = torch.tensor([float(v) for v in values], dtype=torch.float64, device=accelerator.device)
@@ -133,12 +137,12 @@ class Throughput:
     """Counts work, waiting time and memory between two log lines.
 
     Args:
-        model: `requires_grad` decides which operations its batches must take.
-        device: whose peak rate and memory are meant.
-        peak: TFLOP/s that `mfu` is a share of; None takes the datasheet's.
+        model: the model; its `requires_grad` decides which operations a batch requires.
+        device: the device whose peak rate and memory are logged.
+        peak: the peak TFLOP/s for `mfu`; None takes the datasheet's.
     """
 
-    def __init__(self, model: Any, device: torch.device, peak: float | None = None):
+    def __init__(self, model: LlavaMetaForCausalLM, device: torch.device, peak: float | None = None):
         self.padding_free = model.padding_free
         self.costs = flop_costs(model)
         self.device = device
@@ -156,9 +160,9 @@ class Throughput:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is no training: its time counts nowhere but in `paused_seconds`."""
+        """A context for work that is not training: its time counts only in `paused_seconds`."""
         if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # what is still under way was training
+            torch.accelerator.synchronize(self.device)  # work that is still running belongs to training
         start = time.perf_counter()
         try:
             yield
@@ -167,13 +171,13 @@ class Throughput:
             self.start += seconds
             self.paused_seconds += seconds
 
-    def add(self, batches: list[dict[str, torch.Tensor]], data_wait: float) -> None:
+    def add(self, batches: list[Batch], data_wait: float) -> None:
         """Counts the micro-batches of one optimizer step, without waiting for the device."""
         self.data_wait += data_wait
         for batch in batches:
             self.work += batch_work(batch, self.costs.sliding_window)
 
-    def metrics(self, accelerator: Any) -> dict[str, float]:
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Rates over all ranks since the last call; every rank must call."""
         seconds = time.perf_counter() - self.start
         counts = [*map(float, self.work.values()), self.data_wait / seconds]
@@ -182,14 +186,15 @@ class Throughput:
         peak_memory = torch.tensor([peak_memory_gib(self.device)], device=accelerator.device)
         self.reset()
         work, ranks = Work(*counts), accelerator.num_processes
+        tokens, positions = float(work.tokens), float(work.positions)
         tflops = required_flops(self.costs, work) / seconds / ranks / 1e12
         return {
-            "tokens_per_second": work.tokens / seconds,
-            "samples_per_second": work.samples / seconds,
+            "tokens_per_second": tokens / seconds,
+            "samples_per_second": float(work.samples) / seconds,
             "model_tflops_per_second": tflops,
             **({} if self.peak is None else {"mfu": tflops / self.peak}),
             "peak_memory_gib": accelerator.gather(peak_memory).max().item(),
-            "padding_share": 1 - work.tokens / work.positions if work.positions and not self.padding_free else 0.0,
+            "padding_share": 1 - tokens / positions if positions and not self.padding_free else 0.0,
             "data_wait_share": wait / ranks,
         }
 
@@ -198,9 +203,9 @@ class SourceLosses:
     """The losses and the numbers of samples of a mixture's data sets between two log lines.
 
     Args:
-        records: the training's; of no mixture nothing is measured.
-        lm_head: gives the losses.
-        device: of the model.
+        records: the training's records; without a mixture nothing is measured.
+        lm_head: computes the losses.
+        device: the model's device.
     """
 
     def __init__(self, records: Any, lm_head: LMHead, device: torch.device):
@@ -210,10 +215,10 @@ class SourceLosses:
         self.samples = torch.zeros(len(self.names), dtype=torch.float64)
         self.rows: list[torch.Tensor] = []
         if self.names and lm_head.loss_head == "liger":
-            logger.warning("loss/<source> is not logged: --loss_head liger knows no row's loss; take chunked for that")
+            logger.warning("loss/<source> is not logged: --loss_head liger only gives the sum over rows; take chunked")
 
-    def start_step(self, indices: list[list[int]], micro_batches: list[dict[str, Any]]) -> None:
-        """The samples that this rank computes in the coming step, by micro-batch; `~index` stands for no sample."""
+    def start_step(self, indices: list[list[int]], micro_batches: list[Batch]) -> None:
+        """Notes the samples that this rank computes in the coming step, by micro-batch; `~index` does not count."""
         self.rows = []
         for samples, batch in zip(indices if self.names else [], micro_batches, strict=False):
             sources = torch.tensor([self.records.source_number(max(i, ~i)) for i in samples], dtype=torch.int32)
@@ -222,7 +227,7 @@ class SourceLosses:
 
     @contextlib.contextmanager
     def of_micro_batch(self, number: int) -> Iterator[None]:
-        """The losses that are computed inside are those of a micro-batch of the step."""
+        """A context in which the losses that are computed belong to micro-batch `number` of the step."""
         if self.rows and self.tally is not None:
             device = self.tally.sums.device
             rows = self.rows[number].pin_memory() if device.type == "cuda" else self.rows[number]
@@ -232,7 +237,7 @@ class SourceLosses:
         finally:
             self.lm_head.tally = None
 
-    def metrics(self, accelerator: Any) -> dict[str, float]:
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Means and shares over all ranks since the last call; every rank must call."""
         if self.tally is None:
             return {}
@@ -253,15 +258,15 @@ def samples_of_rows(layout: Layout) -> torch.Tensor:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that tensors took on a GPU so far; elsewhere the most that this process took."""
+    """The most memory so far, in GiB, that tensors took on a GPU, or that this process took on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def measures_step(args: Any, state: Any, step: int) -> bool:
-    """Whether optimizer step `step` (from 1) is measured, by `--telemetry_steps` or else `--logging_steps`."""
+def measures_step(args: TrainingArguments, state: TrainerState, step: int) -> bool:
+    """Whether optimizer step `step` (from 1) is measured, according to `--telemetry_steps` or `--logging_steps`."""
     every = state.logging_steps if args.telemetry_steps is None else args.telemetry_steps
     return bool(every) and step % every == 0
 
@@ -290,7 +295,7 @@ class JsonlCallback(TrainerCallback):
         path = Path(args.output_dir, LOG_FILE)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines() if path.exists() else []
-        # What an interrupted run logged after its last checkpoint is computed again.
+        # Steps that an interrupted run logged after its last checkpoint are computed again.
         kept = [line for line in lines if json.loads(line)["step"] <= state.global_step and state.global_step]
         path.write_text("".join(line + "\n" for line in kept))
 
@@ -301,5 +306,5 @@ class JsonlCallback(TrainerCallback):
 
 
 def logged_names(logs: dict[str, Any]) -> dict[str, Any]:
-    """Held-out figures as TensorBoard and its kin name them: `eval/loss`, not the library's `eval_loss`."""
+    """Held-out figures under the names that TensorBoard and others use: `eval/loss`, not the library's `eval_loss`."""
     return {f"eval/{k.removeprefix('eval_')}" if k.startswith("eval_") else k: v for k, v in logs.items()}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from llava.anyres import Picture, is_anyres, parse_pinpoints
 from llava.data.collate import DataCollatorForSupervisedDataset
@@ -23,6 +23,7 @@ from llava.data.records import RecordTable
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import TOWER, has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
@@ -59,9 +60,9 @@ from llava.train.run_record import write_run_record
 from llava.train.stop_signal import StoppedEarly, StopSignal
 from llava.train.zero import fit_zero
 
-logger = logging.getLogger("llava.train.train")  # by this name also where the module runs as a program
+logger = logging.getLogger("llava.train.train")  # the same name where the module runs as a program
 
-# Model flags that LLaVA keeps in the config under their own names, beside those of the projector.
+# Model flags that LLaVA keeps in the config under their own names, besides those of the projector.
 CONFIG_FLAGS = (
     "tune_mm_mlp_adapter",
     "freeze_mm_mlp_adapter",
@@ -71,7 +72,7 @@ CONFIG_FLAGS = (
 
 
 def main(attn_implementation: str | None = None) -> None:
-    """Trains as the process's flags say; ends it with one line and status 2 where the user can mend what is wrong."""
+    """Trains as the process's flags say; ends it with one line and status 2 if the user can mend what is wrong."""
     argv = sys.argv[1:]
     try:
         parsed = parse_arguments(argv)
@@ -90,7 +91,7 @@ def main(attn_implementation: str | None = None) -> None:
             print(f"{rank}error: {message} (traceback: {watchdog.folder})", file=sys.stderr)
         sys.stderr.flush()
         status = 1 if message is None else 2
-        if joined():  # at exit, what other ranks must answer could wait for ever
+        if joined():  # a normal exit could wait forever for other ranks
             os._exit(status)
         sys.exit(status)
 
@@ -99,8 +100,8 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
     """Parses the command line, trains, and writes the final folder.
 
     Args:
-        argv: the flags; default those of the process.
-        attn_implementation: default for `--attn_implementation`.
+        argv: the flags; by default those of the process.
+        attn_implementation: default of `--attn_implementation`.
     """
     parsed = parse_arguments(sys.argv[1:] if argv is None else argv)
     train_parsed(*parsed, watchdog_of(parsed[2]), attn_implementation)
@@ -113,7 +114,7 @@ def train_parsed(
     watchdog: Watchdog,
     attn_implementation: str | None = None,
 ) -> None:
-    """Trains, leaves a report of what fails, and exits with 85 where a signal ended the run."""
+    """Trains, leaves a report of an error, and exits with `StopSignal.exit_code` if a signal ended the run."""
     model_args.attn_implementation = model_args.attn_implementation or attn_implementation
     set_up_logging(training_args)
     stop_signal = StopSignal().install()
@@ -133,7 +134,7 @@ def train_parsed(
 
 
 def watchdog_of(training_args: TrainingArguments) -> Watchdog:
-    """This process's own."""
+    """The watchdog of this process, with the flags' timeout."""
     return Watchdog(training_args.output_dir, training_args.process_index, training_args.hang_timeout)
 
 
@@ -170,7 +171,7 @@ def run(
     ):
         if training_args.load_best_model_at_end:  # DeepSpeed would look for the best one's converted states as well
             raise ValueError(
-                "--load_best_model_at_end True: not in a DeepSpeed run that goes on with other ranks; "
+                "--load_best_model_at_end True: not in a DeepSpeed run that continues on another number of ranks; "
                 "leave the flag out and take the best checkpoint's folder"
             )
         is_main = training_args.process_index == 0
@@ -210,7 +211,7 @@ def run(
 
 
 def leave_process_group() -> None:
-    """Waits for the rank that saves, then ends the group: ranks that exit with it open abort now and then over gloo."""
+    """Waits for the rank that saves, then ends the group: over gloo, ranks that exit without that sometimes abort."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -220,7 +221,7 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, Tra
     """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first.
 
     Raises:
-        ValueError: a variable chooses a network interface that this host lacks, on which the backend would end.
+        ValueError: a variable chooses a network interface that this host lacks, which would end the backend.
     """
     if "RANK" in os.environ and (fault := interface_fault()):
         raise ValueError(fault)
@@ -232,7 +233,7 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, Tra
 
 
 def set_up_logging(training_args: TrainingArguments) -> None:
-    """One rank's messages and progress bars reach the console; the others only warn."""
+    """Lets the first rank's messages and progress bars reach the console; the other ranks only warn."""
     level = logging.INFO if training_args.process_index == 0 else logging.WARNING
     if training_args.process_index != 0:
         transformers.utils.logging.disable_progress_bar()
@@ -240,7 +241,7 @@ def set_up_logging(training_args: TrainingArguments) -> None:
     logging.getLogger("llava").setLevel(level)
 
 
-def training_tokenizer(model_args: ModelArguments, training_args: TrainingArguments) -> Any:
+def training_tokenizer(model_args: ModelArguments, training_args: TrainingArguments) -> PreTrainedTokenizerBase:
     """The language model's tokenizer.
 
     Raises:
@@ -262,16 +263,18 @@ def training_tokenizer(model_args: ModelArguments, training_args: TrainingArgume
 
 
 def arithmetic_dtype(training_args: TrainingArguments) -> torch.dtype:
-    """What the model computes in, by `--bf16` and `--fp16`."""
+    """The type in which the model computes, by `--bf16` and `--fp16`."""
     return torch.bfloat16 if training_args.bf16 else torch.float16 if training_args.fp16 else torch.float32
 
 
-def build_model(model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments) -> Any:
+def build_model(
+    model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments
+) -> LlavaMetaForCausalLM:
     """The model with tower, projector and norm, `requires_grad` set, and every choice recorded in its config."""
     parts = tunable_parts(model_args)
     frozen_dtype = arithmetic_dtype(training_args)
-    # DeepSpeed keeps fp32 masters itself; elsewhere what is trained is fp32, autocast lowers the arithmetic, and only
-    # the large parts, language model and tower, are in 16 bits where masters stand by.
+    # DeepSpeed keeps fp32 masters itself. Elsewhere trained weights are fp32 and autocast lowers the arithmetic; only
+    # the large parts, language model and tower, are in 16 bits if they have masters.
     trained_dtype = frozen_dtype if training_args.deepspeed else torch.float32
     large_dtype = frozen_dtype if keeps_masters(training_args) else trained_dtype
     attention = model_args.attn_implementation
@@ -316,29 +319,30 @@ def build_model(model_args: ModelArguments, data_args: DataArguments, training_a
     model.config.image_grid_pinpoints = None
     if is_anyres(data_args.image_aspect_ratio):
         model.config.image_grid_pinpoints = [
-            list(grid) for grid in parse_pinpoints(data_args.image_grid_pinpoints, decoder.vision_tower.image_size)
+            list(grid)
+            for grid in parse_pinpoints(data_args.image_grid_pinpoints or "", decoder.vision_tower.image_size)
         ]
-    model.crop_rules()  # refuses what does not fit together before the data is read
+    model.crop_rules()  # raises now, before the data is read, if settings do not fit together
     model.config.tokenizer_padding_side = "right"
     model.config.tokenizer_model_max_length = training_args.model_max_length
     return model
 
 
 def build_trainer(
-    model: Any,
+    model: LlavaMetaForCausalLM,
     records: RecordTable,
     model_args: ModelArguments,
     data_args: DataArguments,
     training_args: TrainingArguments,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     eval_records: RecordTable | None = None,
     **options: Any,
 ) -> LLaVATrainer:
-    """The trainer over `records`, which measures `eval_records`; `options` are the trainer's own."""
+    """The trainer on `records`, which measures the loss on `eval_records`; `options` are those of `LLaVATrainer`."""
     tokenizer = tokenizer or training_tokenizer(model_args, training_args)
     identity = run_identity(model_args, data_args, training_args, records, tokenizer, eval_records)
     options.setdefault("identity", identity)
-    tower, crop_rules = model.get_vision_tower(), model.crop_rules()
+    tower, crop_rules = model.get_model().vision_tower, model.crop_rules()
     num_visual_tokens = crop_rules.visual_tokens(Picture())
     image_processor = load_image_processor(model_args.vision_tower or model_args.model_name_or_path, tower)
     dataset = LazySupervisedDataset(

@@ -1,10 +1,10 @@
-"""The entry that LLaVA's scripts call: training with FlashAttention, 3 or else 2, where it is installed."""
+"""The entry that LLaVA's scripts call: training with FlashAttention 3, or else 2, if one is installed."""
 
 import signal
 
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a start whose imports are not done yet, without a word
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
 
     from llava.model.attention import installed_flash
     from llava.train.train import main

@@ -1,4 +1,4 @@
-"""Training's progress where no terminal is: plain lines in place of a bar and of every step's figures.
+"""Training's progress without a terminal: plain lines in place of a bar and of every step's figures.
 
 The figures of every step are in `train_log.jsonl`.
 """
@@ -12,11 +12,12 @@ from llava.train.telemetry import logged_names
 
 
 class TrainingProgress(TrainerCallback):
-    """Says now and then how far the run is, and what every evaluation found.
+    """Prints from time to time how far the run is, and the result of every evaluation.
 
     Args:
         step_size: samples of a step over all ranks.
-        paused_seconds: how long the process has evaluated and done what else is no training, so far.
+        paused_seconds: gives the seconds that the process has spent so far on evaluation and other work that is not
+            training.
     """
 
     progress: Progress  # from `on_train_begin` on

@@ -1,8 +1,8 @@
-"""Before the first step the final folder is written and read back once, and the disk must have room for the run.
+"""A trial before the first step: the final folder is written and read back once, and the disk must have room.
 
-Up to `FULL_TRIAL` bytes of weights the folder is written as at the end, under ZeRO-3 too, loaded from the disk and
-compared. Larger models write all but the weights' values: every name with one number, config, tokenizer, image
-processor; then the model is built from that config without memory, and its names must be those.
+With up to `FULL_TRIAL` bytes of weights the folder is written as at the end, also under ZeRO-3, loaded from the disk
+and compared. Larger models write everything but the weights' values: every name with one number, config, tokenizer,
+image processor. Then the model is built from that config without memory, and its names must be the written ones.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -19,10 +19,14 @@ from torch import nn
 
 from llava.mm_utils import load_tokenizer
 from llava.model.builder import load_language_model, read_config
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora
 from llava.model.zero3 import full_shape
 from llava.train.checkpoint import STAGING, SaveError, free_gib
 from llava.train.ranks import from_first
+
+if TYPE_CHECKING:
+    from llava.train.llava_trainer import LLaVATrainer  # which imports this module
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +34,11 @@ _FAILED = "the final folder could not be written and read in a trial before the 
 FULL_TRIAL = 2 * 2**30  # bytes of weights that are written and read in seconds
 
 
-def try_save(trainer: Any) -> None:
-    """Writes and reads the final format once. Every rank must call, when the model is ready to train.
+def try_save(trainer: "LLaVATrainer") -> None:
+    """Writes and reads the final folder once. Every rank must call, when the model is ready to train.
 
     Raises:
-        SaveError: it cannot be written, or what is read is not what was written.
+        SaveError: the folder cannot be written, or does not read back as it was written.
     """
     start = time.perf_counter()
     folder = Path(trainer.args.output_dir, STAGING, "trial")
@@ -45,7 +49,7 @@ def try_save(trainer: Any) -> None:
             _write(trainer, folder, full)
             if trainer.args.should_save and not has_lora(trainer.model):  # a LoRA folder cannot load without its base
                 fault = _read_back(folder, trainer.model, full)
-    except Exception as error:  # whatever fails here would fail after the last step
+    except Exception as error:  # it would fail after the last step as well
         raise SaveError(f"{_FAILED}: {type(error).__name__}: {error}") from error
     if fault:
         raise SaveError(f"{_FAILED}: {fault}")
@@ -58,7 +62,7 @@ def try_save(trainer: Any) -> None:
         )
 
 
-def _write(trainer: Any, folder: Path, full: bool) -> None:
+def _write(trainer: "LLaVATrainer", folder: Path, full: bool) -> None:
     check_gathering(trainer)
     if full:
         trainer.save_model(str(folder))
@@ -66,11 +70,11 @@ def _write(trainer: Any, folder: Path, full: bool) -> None:
         trainer._save(str(folder), {name: torch.zeros(1) for name in trainer.model.state_dict()})
 
 
-def check_gathering(trainer: Any) -> None:
-    """Under ZeRO-3 a normal folder needs the weights gathered.
+def check_gathering(trainer: "LLaVATrainer") -> None:
+    """Checks that under ZeRO-3 the weights are gathered for saving, without which the final folder would have none.
 
     Raises:
-        ValueError: the DeepSpeed configuration forbids it.
+        ValueError: the DeepSpeed configuration does not gather them.
     """
     zero = trainer.args.hf_deepspeed_config.config.get("zero_optimization", {}) if trainer.args.deepspeed else {}
     if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
@@ -80,8 +84,8 @@ def check_gathering(trainer: Any) -> None:
         )
 
 
-def _read_back(folder: Path, model: Any, full: bool) -> str | None:
-    """What is wrong with the written folder."""
+def _read_back(folder: Path, model: LlavaMetaForCausalLM, full: bool) -> str | None:
+    """What is wrong with the written folder, or None."""
     load_tokenizer(str(folder))
     with without_zero3():
         config = read_config(str(folder))
@@ -106,7 +110,7 @@ def _read_back(folder: Path, model: Any, full: bool) -> str | None:
 
 @contextlib.contextmanager
 def without_zero3() -> Iterator[None]:
-    """Models are built whole inside, on one rank alone, although the run itself partitions them."""
+    """A context in which models are built whole, on one rank alone, although the run itself partitions them."""
     from transformers.integrations import deepspeed
 
     config = deepspeed._hf_deepspeed_config_weak_ref
@@ -125,8 +129,8 @@ def model_bytes(model: nn.Module) -> int:
     return sum(full_shape(p).numel() * p.element_size() for p in model.parameters())
 
 
-def checkpoint_bytes(trainer: Any) -> int:
-    """About what one `checkpoint-N` takes: weights, and master weights and moments of what is trained."""
+def checkpoint_bytes(trainer: "LLaVATrainer") -> int:
+    """About how many bytes a `checkpoint-N` takes: weights, and master weights and moments of what is trained."""
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     elements = sum(full_shape(p).numel() for p in trained)
     weights = sum(full_shape(p).numel() * p.element_size() for p in trained)
@@ -138,18 +142,22 @@ def checkpoint_bytes(trainer: Any) -> int:
     return whole + module + (per_element + 4) * elements
 
 
-def needed_bytes(trainer: Any, max_steps: int) -> int:
-    """What the run will write at most at any time: its checkpoints, one more while it replaces the oldest, the end."""
+def needed_bytes(trainer: "LLaVATrainer", max_steps: int) -> int:
+    """The most bytes that the run's files take at any time: checkpoints, one more during a save, the final folder."""
     args = trainer.args
-    every = args.save_steps if str(args.save_strategy.value) == "steps" else max_steps
-    saves = 0 if str(args.save_strategy.value) == "no" else max(1, int(max_steps // max(1, every)))
+    strategy: Any = args.save_strategy  # the library has made an enum of it
+    every = args.save_steps if str(strategy.value) == "steps" else max_steps
+    saves = 0 if str(strategy.value) == "no" else max(1, int(max_steps // max(1, every)))
     limit = max(args.save_total_limit or 0, 2 if args.metric_for_best_model else 0)  # the newest and the best
     kept = min(saves, limit + 1) if args.save_total_limit else saves
     return kept * checkpoint_bytes(trainer) + model_bytes(trainer.model)
 
 
-def check_disk(trainer: Any, max_steps: int) -> None:
-    """Raises SaveError where the output folder's disk is too small, and says what would fit. Every rank must call."""
+def check_disk(trainer: "LLaVATrainer", max_steps: int) -> None:
+    """Raises SaveError if the output folder's disk is too small; the message says how much is needed.
+
+    Every rank must call.
+    """
     output_dir = Path(trainer.args.output_dir)
     needed, present = needed_bytes(trainer, max_steps) / 2**30, folder_gib(output_dir)
     free = from_first(free_gib(output_dir))
@@ -162,5 +170,5 @@ def check_disk(trainer: Any, max_steps: int) -> None:
 
 
 def folder_gib(folder: Path) -> float:
-    """What lies in a folder already."""
+    """GiB of the files in a folder; 0 if there is none."""
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) / 2**30 if folder.exists() else 0.0

@@ -1,24 +1,25 @@
-"""What ZeRO takes from the model: the modules that ZeRO-3 gathers as one, and the sizes of DeepSpeed's buckets.
+"""Fits ZeRO to the model: the modules that ZeRO-3 gathers as one, and the sizes of DeepSpeed's buckets.
 
-Both follow from the model, whatever its family, so that no configuration file names classes or numbers.
+Both follow from the model, whatever its family, so that no configuration file has to name classes or numbers.
 """
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.zero3 import full_shape
+from llava.train.arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
 
-def fit_zero(model: Any, args: Any) -> None:
-    """Marks what ZeRO-3 gathers as one, and fills in bucket sizes that the configuration leaves at `auto`.
+def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:
+    """Marks the modules that ZeRO-3 gathers as one, and fills in bucket sizes that the configuration leaves at `auto`.
 
-    A bucket holds the largest layer: the library's own `auto`, D x D elements, is less than one matrix of its MLP.
-    Call it when `requires_grad` is set and before the Trainer is made, which hands the configuration to DeepSpeed.
+    A bucket holds the largest layer: the library's own `auto`, D x D elements, is less than one matrix of an MLP. Call
+    this when `requires_grad` is set and before the Trainer is made, which passes the configuration to DeepSpeed.
     """
     if not args.deepspeed:
         return
@@ -35,18 +36,19 @@ def fit_zero(model: Any, args: Any) -> None:
         if (newline := model.get_model().image_newline) is not None:
             import deepspeed
 
-            # The model splices with it before the decoder, whose parameter it is, runs.
+            # The newline is the decoder's parameter, but the model uses it before the decoder runs.
             deepspeed.zero.register_external_parameter(model, newline)
     for name, size in sizes.items():
         if zero.get(name) == "auto":
             zero[name] = size
 
 
-def gathered_units(model: Any) -> Iterator[nn.Module]:
+def gathered_units(model: LlavaMetaForCausalLM) -> Iterator[nn.Module]:
     """The decoder's and the tower's layers that ZeRO-3 may gather as one.
 
     DeepSpeed reduces a unit's gradients when the gradient of its input is known. A trained layer whose input may need
-    none (the first one above frozen embeddings, as under LoRA) would be reduced before it has any, so it stays out.
+    no gradient (the first one above frozen embeddings, as under LoRA) would be reduced before its weights have
+    gradients, so it is left out.
     """
     for layers, before in _stacks(model):
         for number, layer in enumerate(layers):
@@ -54,9 +56,9 @@ def gathered_units(model: Any) -> Iterator[nn.Module]:
                 yield layer
 
 
-def _stacks(model: Any) -> Iterator[tuple[nn.ModuleList, nn.Module]]:
-    """The layers of decoder and tower, each with what makes the first one's input."""
-    decoder, tower = model.get_model(), model.get_vision_tower()
+def _stacks(model: LlavaMetaForCausalLM) -> Iterator[tuple[nn.ModuleList, nn.Module]]:
+    """The layers of decoder and tower, each with the module that makes the first layer's input."""
+    decoder, tower = model.get_model(), model.get_model().vision_tower
     yield decoder.layers, decoder.embed_tokens
     yield tower.layers, tower.patch_embedding()
 

@@ -250,7 +250,7 @@ def test_an_adapter_without_newline_says_so_and_one_too_many_is_refused(tiny, sh
     assert "mm_projector.bin has no image_newline: it keeps the value that it has now" in caplog.text
     assert model.get_model().image_newline.norm().item() == pytest.approx(1, rel=0.5)
     flat = flags(tiny, tmp_path / "run", 2, **shapes, pretrain_mm_mlp_adapter=stage_1)
-    with pytest.raises(ValueError, match="trained with image_newline, which the flags leave out.*spatial_unpad"):
+    with pytest.raises(ValueError, match="trained with image_newline, which these flags do not have.*spatial_unpad"):
         train_module.build_model(*train_module.parse_arguments(flat))
 
 

@@ -263,7 +263,7 @@ def test_a_run_goes_on_only_with_its_own_best_checkpoint_and_metric(tiny, tmp_pa
     with pytest.raises(ValueError, match="eval_data: there '.* records, SHA-256 .*', now '"):
         train_module.train(flags(tiny, tmp_path, 1, **options | more | {"eval_data_path": heldout.split(",")[0]}))
     shutil.rmtree(tmp_path / "checkpoint-1")
-    with pytest.raises(ValueError, match="checkpoint-1 was the best --metric_for_best_model so far and is not there"):
+    with pytest.raises(ValueError, match="checkpoint-1 had the best --metric_for_best_model so far and is missing"):
         train_module.train(flags(tiny, tmp_path, 1, **options | more))
 
 
@@ -302,7 +302,7 @@ def test_a_run_that_stops_early_keeps_its_newest_checkpoint(tiny, tmp_path, held
     [
         ({"eval_data_path": "x.json"}, "--eval_data_path x.json: nothing says when it is read"),
         ({"eval_data_path": "/no.json", **EVALS}, "--eval_data_path /no.json: no such file"),
-        (EVALS, "--eval_strategy needs held-out records; name them by --eval_data_path"),
+        (EVALS, "--eval_strategy needs held-out records; name them with --eval_data_path"),
         ({"eval_image_folder": "x"}, "--eval_image_folder needs held-out records"),
         ({"eval_data_path": "x.json", "eval_image_folder": "/no", **EVALS}, "--eval_image_folder /no: no such folder"),
         (
@@ -312,7 +312,7 @@ def test_a_run_that_stops_early_keeps_its_newest_checkpoint(tiny, tmp_path, held
         ({"eval_data_path": "x.json", "per_device_eval_batch_size": 0, **EVALS}, "--per_device_eval_batch_size"),
         (
             {"eval_data_path": "x.json", "lr_scheduler_type": "reduce_lr_on_plateau", **EVALS},
-            "--lr_scheduler_type reduce_lr_on_plateau would let held-out data decide it",
+            "--lr_scheduler_type reduce_lr_on_plateau would let held-out data decide the learning rate",
         ),
     ],
 )

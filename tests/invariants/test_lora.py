@@ -566,7 +566,7 @@ def test_every_file_of_training_and_merging_follows_the_umask(tiny, tmp_path):
             {"lora_enable": None, "lora_r": None, "lora_alpha": None, "lora_use_dora": True},
             "--lora_use_dora: only with",
         ),
-        ({"lora_use_dora": True, "bits": 4}, "--lora_use_dora True.*--bits 4 has none"),
+        ({"lora_use_dora": True, "bits": 4}, "--lora_use_dora True.*--bits 4 does not keep"),
     ],
 )
 def test_bad_flags_are_named(tiny, tmp_path, overrides, message, monkeypatch):

@@ -151,7 +151,7 @@ def test_tables_reach_wandb_and_trackio_where_they_report(attribute):
             "--eval_generate 2: a captioner.s template",
         ),
         ({"data_path": "long"}, "--eval_generate 2: no held-out record of at most .* begins with a question"),
-        ({"eval_generate": -1}, "--eval_generate: expected how many questions to ask, or 0, found -1"),
+        ({"eval_generate": -1}, "--eval_generate: expected the number of questions to ask, or 0, found -1"),
         ({"eval_data_path": None}, "--eval_generate needs held-out records"),
         ({"metric_for_best_model": "acuracy"}, "acuracy is not measured; expected one of loss, .*accuracy"),
     ],

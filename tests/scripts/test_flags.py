@@ -58,7 +58,7 @@ def test_flag_that_cannot_work_is_neither_shown_nor_taken(sections, capsys):
         (["--do_eval", "True"], "--eval_strategy says whether"),
         (["--torch_compile", "True"], "--compile_layers True"),
         (["--label_smoothing_factor", "0.1"], "no smoothing"),
-        (["--push_to_hub"], "then send it by python -m llava.export push"),
+        (["--push_to_hub"], "then send it with python -m llava.export push"),
         (["--fsdp", "full_shard"], "--deepspeed"),
         (["--auto_find_batch_size", "True"], "order of the data"),
         (["--no_dataloader_in_order"], "same order"),

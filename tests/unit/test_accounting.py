@@ -294,8 +294,7 @@ def test_checkpointing_works_with_releases_of_the_library_that_know_the_older_na
     calls, layers = [], [SimpleNamespace(gradient_checkpointing=True) for _ in range(3)]
     model = SimpleNamespace(
         gradient_checkpointing_enable=lambda options, **ours: calls.append((options, ours)),
-        get_model=lambda: SimpleNamespace(layers=layers),
-        get_vision_tower=lambda: SimpleNamespace(layers=[]),
+        get_model=lambda: SimpleNamespace(layers=layers, vision_tower=SimpleNamespace(layers=[])),
     )
     checkpoint_layers(model, CheckpointPlan(2), {"use_reentrant": False, "offload": True})
     assert calls == [({"use_reentrant": False}, {"offload": True})]

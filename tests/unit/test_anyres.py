@@ -154,8 +154,8 @@ def test_what_is_not_a_grid_is_refused(value, message):
         ("anyres_max", "flat", "expected 'square'"),
         ("highres", "flat", "'highres': expected 'square'"),
         ("anyres", "spatial_maxpool2x2", "'spatial_maxpool2x2': expected flat, spatial, spatial_unpad"),
-        ("anyres", "spatial_unpad_anyres_max_9", "stands in image_aspect_ratio, which is 'anyres'"),
-        ("anyres_max_4", "spatial_unpad_anyres_max_9", "which is 'anyres_max_4'"),
+        ("anyres", "spatial_unpad_anyres_max_9", "the number of crops to shrink to, and is 'anyres'"),
+        ("anyres_max_4", "spatial_unpad_anyres_max_9", "and is 'anyres_max_4'"),
     ],
 )
 def test_unknown_modes_are_refused(aspect_ratio, merge_type, message):

@@ -176,7 +176,7 @@ def test_relative_paths_start_from_the_working_directory_or_else_from_the_file(p
     (place / "sub/dogs.jsonl").write_text((place / "dogs.jsonl").read_text().splitlines()[0])
     with caplog.at_level(logging.WARNING):
         assert len(load_records(path)) == 70
-    assert f"dogs.jsonl is the one of the working directory {place}, not {place}/sub/dogs.jsonl" in caplog.text
+    assert f"dogs.jsonl is taken from the working directory {place}, not {place}/sub/dogs.jsonl" in caplog.text
     assert data_files(path) == [place / "sub/cats.jsonl", type(place)("dogs.jsonl")]
 
 

@@ -231,5 +231,5 @@ def test_rewriting_refuses_what_it_cannot_do(large_groups, tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(row_groups, "_is_same", lambda *_: False)
         assert prepare.main(arguments) == 2
-    assert "1.parquet would not be read as it was written; it is as it was" in capsys.readouterr().err
+    assert "1.parquet does not read back the same; the shard is unchanged" in capsys.readouterr().err
     assert contents(large_groups) == before

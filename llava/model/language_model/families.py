@@ -1,7 +1,7 @@
 """The decoders that LLaVA is built on: one row per family, from which its LLaVA classes are made.
 
-A new family is a row here, a template in `llava.conversation`, and a case in tests/support/decoder_families.py. All
-else that depends on the family is read from this table or asked of the decoder itself.
+A new family is a row here, a template in `llava.conversation`, and a case in tests/support/decoder_families.py.
+Everything else that depends on the family is read from this table or from the decoder itself.
 """
 
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from transformers import (
     Phi3ForCausalLM,
     Phi3Model,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2Model,
@@ -48,12 +49,12 @@ class Family(NamedTuple):
 
     name: str
     config: type[PretrainedConfig]
-    model: type
-    causal_lm: type
+    model: type[PreTrainedModel]
+    causal_lm: type[PreTrainedModel]
 
     @property
     def model_type(self) -> str:
-        """Of LLaVA checkpoints; that of plain language models is `config.model_type`."""
+        """The model type of LLaVA checkpoints; that of plain language models is `config.model_type`."""
         return f"llava_{self.name.lower()}"
 
 
@@ -69,7 +70,7 @@ FAMILIES = (
     Family("Granite", GraniteConfig, GraniteModel, GraniteForCausalLM),
 )
 
-# Fields that would change attention or logits in a way that neither the packed backends nor the loss head know.
+# Fields that change attention or logits in ways that neither the packed backends nor the loss head support.
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
@@ -77,14 +78,14 @@ class LlavaClasses(NamedTuple):
     """What `llava_classes` makes of a family."""
 
     config: type[PretrainedConfig]
-    model: type
-    causal_lm: type
+    model: type[LlavaMetaModel]
+    causal_lm: type[LlavaMetaForCausalLM]
 
 
 def llava_classes(family: Family) -> LlavaClasses:
     """The family's LLaVA config, decoder and causal LM, registered with the Auto classes.
 
-    Modules and their order are those of upstream's hand-written classes, and so checkpoint keys are.
+    Modules and their order are those of upstream's hand-written classes, and so are the checkpoint keys.
     """
 
     def define(suffix: str, bases: tuple, docstring: str, **members: Any) -> type:
@@ -126,25 +127,25 @@ def llava_classes(family: Family) -> LlavaClasses:
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raises ValueError for a config field that would have to change attention or logits and would not here."""
+    """Raises ValueError for a config field that asks for a change of attention or logits that is not supported here."""
     for field in _UNSUPPORTED:
         if value := getattr(config, field, None):
             raise ValueError(f"config.{field}={value} ({config.model_type}): not supported; expected None or False")
 
 
 LLAVA_CLASSES = {family.model_type: llava_classes(family) for family in FAMILIES}
-"""By LLaVA's model type."""
+"""Each family's classes, by LLaVA's model type."""
 
-# Pickle and `from ... import` find them by name.
+# So that pickle and `from ... import` find the classes by name.
 globals().update({made.__name__: made for classes in LLAVA_CLASSES.values() for made in classes})
 
-# By model_type of the checkpoint: a plain language model's, or LLaVA's.
-MODEL_CLASSES: dict[str, type] = {
+# By the checkpoint's model_type, either a plain language model's or LLaVA's.
+MODEL_CLASSES: dict[str, type[LlavaMetaForCausalLM]] = {
     model_type: LLAVA_CLASSES[family.model_type].causal_lm
     for family in FAMILIES
     for model_type in (family.config.model_type, family.model_type)
 }
-MODEL_CLASSES["llava"] = MODEL_CLASSES["llama"]  # what the first LLaVA checkpoints call themselves
+MODEL_CLASSES["llava"] = MODEL_CLASSES["llama"]  # the type of the first LLaVA checkpoints
 
 
 def family_of(config: PretrainedConfig | type[PretrainedConfig]) -> Family:

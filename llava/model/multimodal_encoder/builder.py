@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, BaseImageProcessor, PretrainedConfig
 
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_encoder.vision_tower import VisionTower
@@ -14,7 +14,7 @@ def read_vision_config(vision_tower: str) -> dict[str, Any]:
     """The vision encoder's config as a dictionary, from a local folder or a hub id.
 
     Raises:
-        ValueError: nothing readable there, or its `model_type` is none of `TOWERS`.
+        ValueError: there is no readable config, or its `model_type` is not in `TOWERS`.
     """
     try:
         config = AutoConfig.from_pretrained(vision_tower)
@@ -50,14 +50,15 @@ def build_vision_tower(config: PretrainedConfig) -> VisionTower:
 
 
 def has_image_processor(folder: str) -> bool:
-    """Whether a local folder holds an image processor: in a file of its own, or in that of a whole processor."""
+    """Whether a local folder holds an image processor, in a file of its own or in that of a whole processor."""
     return Path(folder, "preprocessor_config.json").exists() or bool(_in_processor(folder))
 
 
-def load_image_processor(folder_or_id: str, tower: VisionTower) -> Any:
-    """The image processor stored with a checkpoint or vision encoder, always on the PIL backend (same pixels anywhere).
+def load_image_processor(folder_or_id: str, tower: VisionTower) -> BaseImageProcessor:
+    """The image processor stored with a checkpoint or vision encoder.
 
-    A local folder without one gets the encoder family's default at the tower's image size.
+    It always runs on the PIL backend, so that pixels are the same everywhere. A local folder without an image processor
+    gets the encoder family's default at the tower's image size.
     """
     if Path(folder_or_id, "preprocessor_config.json").exists() or not Path(folder_or_id).is_dir():
         processor = tower.image_processor_class.from_pretrained(folder_or_id)

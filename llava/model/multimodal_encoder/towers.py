@@ -35,7 +35,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 
-# Where transformers 5.23 renames DINOv3's weights it takes `layer_scale1` for a layer too: its dot is any character.
+# The pattern by which transformers 5.23 renames DINOv3's weights also matches `layer_scale1`, as its dot matches any
+# character.
 register_checkpoint_conversion_mapping(
     DINOv3ViTConfig.model_type, [WeightRenaming(r"(?<!model\.)layer\.", "model.layer.")], overwrite=True
 )
@@ -65,13 +66,13 @@ class SiglipVisionTower(VisionTower):
 
 
 class Siglip2VisionTower(SiglipVisionTower):
-    """SigLIP 2 NaFlex on squares of as many patches as it has positions, so that none is interpolated."""
+    """SigLIP 2 NaFlex on squares with as many patches as it has positions, so that no position is interpolated."""
 
     config_class = Siglip2VisionConfig
     model_class = Siglip2VisionModel
 
     def fit_image_processor(self, processor: Any) -> Any:
-        # NaFlex's own processor cuts pictures into patches of their shape; its mean and standard deviation are kept.
+        # NaFlex's own processor keeps each picture's shape; only its mean, standard deviation and resampling are kept.
         return SiglipImageProcessorPil(
             size={"height": self.image_size, "width": self.image_size},
             image_mean=processor.image_mean,
@@ -91,7 +92,7 @@ class Siglip2VisionTower(SiglipVisionTower):
 
 
 class CLIPVisionTower(VisionTower):
-    """CLIP as LLaVA uses it: the full encoder is kept in the checkpoint, only the selected layers run."""
+    """CLIP as LLaVA uses it: the checkpoint keeps the full encoder, of which only the selected layers run."""
 
     config_class = CLIPVisionConfig
     model_class = CLIPVisionModel
@@ -152,7 +153,7 @@ class Dinov2VisionTower(VisionTower):
 
 
 class Dinov2WithRegistersVisionTower(Dinov2VisionTower):
-    """DINOv2 with registers, which take up what otherwise stands out in some patches' norms."""
+    """DINOv2 with registers, which absorb what otherwise gives some patches outlying norms."""
 
     config_class = Dinov2WithRegistersConfig
     model_class = Dinov2WithRegistersModel
@@ -167,7 +168,7 @@ class DINOv3VisionTower(VisionTower):
 
     config_class = DINOv3ViTConfig
     model_class = DINOv3ViTModel
-    # Its own processor needs torchvision. PIL's resizes whole levels before they are scaled, and so rounds them.
+    # Its own processor needs torchvision. PIL's resizes the 8-bit levels before they are scaled, and so rounds them.
     image_processor_class = ViTImageProcessorPil
     select_features = ("patch", "cls_patch")
 
@@ -190,8 +191,8 @@ class DINOv3VisionTower(VisionTower):
 
     def train(self, mode: bool = True) -> "DINOv3VisionTower":
         super().train(mode)
-        # In training mode positions are jittered at random, as in DINOv3's own training: also in a frozen tower, and
-        # otherwise than in the forward pass when activations are recomputed.
+        # In training mode positions are jittered at random, as in DINOv3's own training. That would happen in a frozen
+        # tower too, and recomputed activations would differ from those of the forward pass.
         self.vision_model.rope_embeddings.eval()
         return self
 
@@ -254,4 +255,4 @@ TOWERS: dict[str, type[VisionTower]] = {
         Aimv2VisionTower,
     )
 }
-"""By `model_type` of the encoder's config."""
+"""The families' classes, by the `model_type` of the encoder's config."""

@@ -1,6 +1,6 @@
 """What every vision tower is: a Hugging Face vision encoder whose hidden state at one layer is the visual tokens.
 
-A family of encoders is one class of `llava.model.multimodal_encoder.towers`, which answers every question about it.
+Each family of encoders is one class of `llava.model.multimodal_encoder.towers`, which holds all that is special to it.
 
 Shapes: N images, V visual tokens per image, P tokens inside the encoder, E vision hidden size.
 """
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from llava.model.zero3 import beside_another_model, is_partitioned
 
-# What a backbone's config says of its layers, as many as it had.
+# Fields of a backbone's config that list its layers; they fit only the full depth.
 _STAGES = ("stage_names", "out_features", "out_indices")
 
 
@@ -33,7 +33,7 @@ def _without_loading_report() -> Iterator[None]:
 class VisionTower(nn.Module):
     """Runs a vision encoder up to the selected layer and returns its tokens [N, V, E].
 
-    The encoder hangs at `vision_tower.vision_model`, so that parameters keep the names of LLaVA's checkpoints.
+    The encoder is `vision_tower.vision_model`, so that parameters keep the names of LLaVA's checkpoints.
 
     Args:
         config: the encoder's own config, at its full depth.
@@ -47,7 +47,7 @@ class VisionTower(nn.Module):
 
     config_class: type[PretrainedConfig]
     model_class: type[PreTrainedModel]
-    image_processor_class: type
+    image_processor_class: type[BaseImageProcessor]
     select_features: tuple[str, ...] = ("patch",)
 
     def __init__(self, config: PretrainedConfig, select_layer: int = -2, select_feature: str = "patch"):
@@ -88,18 +88,18 @@ class VisionTower(nn.Module):
         return self.vision_model.embeddings.patch_embedding
 
     def final_norm(self) -> nn.Module:
-        """The norm after the last layer, which visual tokens do not pass."""
+        """The norm after the last layer, through which visual tokens do not pass."""
         return self.vision_model.post_layernorm
 
     def embed(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The first layer's input [N, P, E], and what every layer takes beside its input."""
+        """The first layer's input [N, P, E] for `images` [N, 3, H, W], and further arguments of every layer."""
         return self.vision_model.embeddings(images), {}
 
-    def fit_image_processor(self, processor: Any) -> Any:
-        """A processor stored with an encoder, set to this tower's image size where the family takes several."""
+    def fit_image_processor(self, processor: Any) -> BaseImageProcessor:
+        """A processor stored with an encoder, set to this tower's image size if the family has several."""
         return processor
 
-    def default_image_processor(self) -> Any:
+    def default_image_processor(self) -> BaseImageProcessor:
         """The encoder family's image processor at this tower's image size."""
         raise NotImplementedError
 
@@ -111,15 +111,15 @@ class VisionTower(nn.Module):
         return self.encoder_layers()[: self.num_layers_used]
 
     def load_pretrained(self, name_or_path: str, dtype: torch.dtype | None = None) -> None:
-        """Replaces the encoder by the pretrained one (local folder or hub id), by default in the old one's dtype.
+        """Replaces the encoder by a pretrained one (local folder or hub id), by default in the current encoder's dtype.
 
         Raises:
-            ValueError: nothing readable there, or weights of the encoder are missing.
+            ValueError: there is no readable model, or weights of the encoder are missing.
         """
         device = self.device
         options = {"config": self.config, "dtype": dtype or self.dtype, "output_loading_info": True}
         try:
-            # The layers and heads that the tower leaves out would fill a screen.
+            # The report would list the layers and heads that the tower leaves out, over a whole screen.
             with beside_another_model(), _without_loading_report():
                 loaded: Any = self.model_class.from_pretrained(name_or_path, **options)
                 model, info = loaded
@@ -136,10 +136,10 @@ class VisionTower(nn.Module):
         self.vision_tower["vision_model"] = model if stays else model.to(device)
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Parameters that never see a gradient.
+        """Parameters that never get a gradient.
 
-        They are the layers after the selected one, what follows the encoder, and the token that stands for a masked
-        patch where the encoder was trained with one.
+        These belong to the layers after the selected one, to the final norm, and to the token for masked patches, if
+        the encoder was trained with one.
         """
         modules = [*self.encoder_layers()[self.num_layers_used :], self.final_norm()]
         mask = getattr(self.vision_model.embeddings, "mask_token", None)
@@ -165,7 +165,7 @@ class VisionTower(nn.Module):
 
     @property
     def hidden_size(self) -> int:
-        """E."""
+        """E, the vision hidden size."""
         return self.config.hidden_size
 
     @property
@@ -179,12 +179,12 @@ class VisionTower(nn.Module):
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Class token and registers, which stand before the patches inside the encoder."""
+        """Number of tokens (class token and registers) that come before the patches inside the encoder."""
         return 0
 
     @property
     def num_inner_tokens(self) -> int:
-        """P."""
+        """P, the tokens inside the encoder."""
         return self.num_patches_per_side**2 + self.num_prefix_tokens
 
     @property
@@ -194,10 +194,10 @@ class VisionTower(nn.Module):
 
     @property
     def gated_mlp(self) -> bool:
-        """Whether two products enter the MLP's middle, of which one multiplies the other."""
+        """Whether the MLP is gated: it multiplies two projections of its input with each other."""
         return False
 
     @property
     def mlp_width(self) -> int:
-        """Elements in the middle of a layer's MLP, per token."""
+        """Width of the hidden layer of an MLP, in elements per token."""
         return self.config.intermediate_size

@@ -37,13 +37,14 @@ def load_adapter(
     """Loads a stage-1 adapter into `projector`, norm included, bit for bit. Every rank must call.
 
     Args:
-        projector: built from `config`, that is from this run's flags.
+        projector: the projector that was built from `config`, and so from this run's flags.
         path: `mm_projector.bin`, or the folder that holds it. A `config.json` beside it tells the adapter's norm type.
+        config: the model's config; gets the initial gain of a norm that was set by visual tokens.
         newline: the model's `image_newline`, which the adapter may lack: LLaVA-NeXT's stage 1 does not save it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: projector, norm or newline of the adapter and of the flags differ; the message says both sides.
+        ValueError: adapter and flags differ in projector, norm or newline; the message gives both values.
     """
     path = Path(path)
     if path.is_dir():
@@ -58,7 +59,7 @@ def load_adapter(
     load_full_state_dict(projector, state_dict)
     _load_newline(newline, {k: v for k, v in tensors.items() if k.split(".")[-1] == _NEWLINE}, path)
     norm = projector_norm(projector)
-    if norm is not None and norm.measures_tokens:  # the adapter's run has measured them
+    if norm is not None and norm.measures_tokens:  # the adapter's run has measured the tokens
         config.mm_projector_norm_init_gain = float(state_dict[f"{len(list(projector.children())) - 1}.weight"])
 
 
@@ -66,7 +67,7 @@ def load_adapter(
 def _load_newline(newline: nn.Parameter | None, found: dict[str, torch.Tensor], path: Path) -> None:
     if newline is None and found:
         raise ValueError(
-            f"--pretrain_mm_mlp_adapter {path} was trained with {_NEWLINE}, which the flags leave out; pass the "
+            f"--pretrain_mm_mlp_adapter {path} was trained with {_NEWLINE}, which these flags do not have; pass the "
             "--mm_patch_merge_type that it was trained with (spatial_unpad)"
         )
     if newline is None:
@@ -84,7 +85,7 @@ def _load_newline(newline: nn.Parameter | None, found: dict[str, torch.Tensor], 
 
 
 def read_tensors(path: Path | str) -> dict[str, torch.Tensor]:
-    """The tensors of a `.bin` file; nothing else in it is ever loaded, above all no code.
+    """The tensors of a `.bin` file, by name; nothing else in it is ever loaded, and no code in it is executed.
 
     Raises:
         ValueError: the file is damaged, or holds other objects.
@@ -110,7 +111,7 @@ def _check_match(projector: nn.Module, adapter: dict, path: Path, config: Pretra
     ]
     config_file = path.parent / "config.json"
     recorded = json.loads(config_file.read_text()) if config_file.is_file() else {}
-    if "mm_projector_norm" in recorded:  # absent from a folder of LLaVA's, whose parameters say enough
+    if "mm_projector_norm" in recorded:  # LLaVA's own folders lack it; there the parameters tell enough
         differences += [
             f"{field}: adapter {theirs!r} (its config.json), flags {ours!r}"
             for field, theirs, ours in norm_differences(recorded, config)

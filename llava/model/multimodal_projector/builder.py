@@ -12,17 +12,18 @@ def build_vision_projector(config: PretrainedConfig) -> nn.Module:
     """The projector from vision features [..., E] to visual tokens [..., D], as `config` describes it.
 
     Reads `mm_projector_type` (`linear`, `mlpNx_gelu`, `identity`), `mm_hidden_size` (E), `hidden_size` (D) and the
-    `mm_projector_norm*` fields. With `mm_projector_norm` = `none` parameters, their names and the forward are LLaVA's.
+    `mm_projector_norm*` fields. With `mm_projector_norm` = `none`, the parameters, their names and the forward pass are
+    LLaVA's.
 
     Raises:
-        ValueError: unknown projector or norm type, or widths that `identity` cannot join.
+        ValueError: the projector or norm type is unknown, or `identity` is given two different widths.
     """
     projector_type = getattr(config, "mm_projector_type", "linear")
     return end_with_norm(_bare_projector(projector_type, config.mm_hidden_size, config.hidden_size), config)
 
 
 def _bare_projector(projector_type: str, mm_hidden_size: int, hidden_size: int) -> nn.Module:
-    # LLaVA's linear and identity projectors are bare modules: their parameter names carry no index.
+    # LLaVA's linear and identity projectors are bare modules, so their parameter names carry no index.
     if projector_type == "linear":
         return nn.Linear(mm_hidden_size, hidden_size)
     if projector_type == "identity":
@@ -39,7 +40,7 @@ def _bare_projector(projector_type: str, mm_hidden_size: int, hidden_size: int) 
 
 
 def projector_depth(projector_type: str) -> int:
-    """How many linear layers a projector of this type has, a GELU between two.
+    """Number of linear layers in a projector of this type, with a GELU between each two.
 
     Raises:
         ValueError: there is no such type.

@@ -1,14 +1,14 @@
 """The layers that may end the projector, and their flags: built from a config, set by a measurement of the text norm.
 
-A visual token leaves the projector with a norm far above that of a text embedding and is therefore turned slowly by a
-Pre-Norm LLM. The paper ends the projector with a LayerNorm whose gain is a constant `T / sqrt(D)`, so that visual
-tokens enter the LLM with the mean text norm `T` (paper section 5.1). Such a gain is tiny (about 0.02) and shrinks every
-gradient that passes through it; *global weight compensation* divides the gradient by the mean |gain|.
+A visual token leaves the projector with a norm far above that of a text embedding, and a Pre-Norm LLM therefore turns
+its direction slowly. The paper ends the projector with a LayerNorm whose gain is a constant `T / sqrt(D)`, so that
+visual tokens enter the LLM with the mean text norm `T` (paper section 5.1). Such a gain is tiny (about 0.02) and
+shrinks every gradient that passes through it; *global weight compensation* divides the gradient by the mean |gain|.
 
 An arm of a comparison is one class here and one row of `NORM_TYPES`. Flags, config, adapter, launcher, comparison and
 patches read that table and `ProjectorNormArguments`.
 
-`patches/apply.py` copies this file into upstream trees: it needs torch, zero3.py, and of a config only its fields.
+`patches/apply.py` copies this file into upstream trees: it needs only torch, zero3.py, and the fields of a config.
 
 Shapes: N any leading dimensions, D LLM hidden size.
 """
@@ -18,13 +18,16 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from llava.model.zero3 import full_shape, gathered
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class ScaleGradient(torch.autograd.Function):
 
 
 class ProjectorNorm(nn.Module):
-    """What all arms share: a gain with one initial value, and the gradient compensation where `compensated` says so.
+    """What all arms share: a gain with one initial value, and compensation of the gradient if `compensated`.
 
     Args:
         hidden_size: D.
@@ -58,11 +61,11 @@ class ProjectorNorm(nn.Module):
         learnable: False keeps gain and bias fixed.
 
     Attributes:
-        paper_name: what the paper calls this arm, where it has it.
+        paper_name: the paper's name of this arm, if it has one.
         compensated: whether the gradient is divided by the mean |gain|.
         has_bias: whether a bias is added.
-        one_gain: the gain is one number, not one for each of D.
-        measures_tokens: the initial gain follows from the first visual tokens, not from the target alone.
+        one_gain: whether the gain is a single number instead of D.
+        measures_tokens: whether the initial gain depends on the first visual tokens, not on the target alone.
     """
 
     paper_name: str | None = None
@@ -99,7 +102,7 @@ class ProjectorNorm(nn.Module):
                 self.bias.zero_()
 
     def mean_abs_gain(self) -> torch.Tensor:
-        """Mean |gain|, 0-dim, at least fp32 (paper eq. 24). Under ZeRO-3 valid only while the gain is gathered."""
+        """Mean |gain|, 0-dim, at least fp32 (paper eq. 24). Under ZeRO-3 only valid while the gain is gathered."""
         gain = self.weight.detach()
         return gain.abs().mean(dtype=torch.promote_types(gain.dtype, torch.float32))
 
@@ -111,7 +114,7 @@ class ProjectorNorm(nn.Module):
         return self.normalize(x)
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        """What the layer does to the last dimension of `x` [N, D]."""
+        """The layer's output [N, D] for `x` [N, D]; it acts on the last dimension."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -139,7 +142,7 @@ class AlignedRMSNorm(ProjectorNorm):
     """RMSNorm with an aligned initial gain and the plain backward."""
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
-        # rms_norm has no mixed-precision kernel on every device: match the gain to the input, as layer_norm would.
+        # rms_norm does not have a mixed-precision kernel on every device, so the gain gets the input's type.
         return F.rms_norm(x, (self.hidden_size,), self.weight.to(x.dtype), self.eps)
 
 
@@ -152,7 +155,7 @@ class GlobalWeightCompensatedRMSNorm(AlignedRMSNorm):
 class UniformScale(ProjectorNorm):
     """One factor for all visual tokens, `y = a x`, set so that the first ones have the target norm on average.
 
-    The control for the norm arms: it closes the gap and leaves tokens as different in norm as the projector makes them.
+    The control for the norm arms: it closes the gap, but keeps the differences in norm between tokens.
     """
 
     one_gain = True
@@ -163,7 +166,7 @@ class UniformScale(ProjectorNorm):
 
 
 class GlobalWeightCompensatedScale(UniformScale):
-    """`UniformScale` whose gradient at `x` is `a / max(|a|, min_gain)` times that at `y`: its sign alone remains.
+    """`UniformScale` whose gradient at `x` is `a / max(|a|, min_gain)` times that at `y`: only the sign of `a` remains.
 
     The projector is trained as if its output entered the LLM unscaled, as with the compensated norms.
     """
@@ -172,7 +175,7 @@ class GlobalWeightCompensatedScale(UniformScale):
 
 
 class NormClip(ProjectorNorm):
-    """Visual tokens whose norm is above the gain are scaled down to it, `y = x min(1, g / |x|)`; the others pass."""
+    """Scales visual tokens whose norm exceeds the gain down to it, `y = x min(1, g / |x|)`; others pass unchanged."""
 
     one_gain = True
 
@@ -198,17 +201,17 @@ NORM_TYPES: dict[str, type[ProjectorNorm] | None] = {
 
 
 def paper_names(types: Mapping[str, type[ProjectorNorm] | None]) -> dict[str, str]:
-    """The arms among `types` that the paper has, with its names; one that is derived from such an arm is none."""
+    """The arms among `types` that the paper has, with its names; a class does not inherit the name of its parent."""
     return {name: vars(norm)["paper_name"] for name, norm in types.items() if norm and vars(norm).get("paper_name")}
 
 
 PAPER_ARMS = {"none": "w/o Norm"} | paper_names(NORM_TYPES)
-"""The paper's arms, and what it calls them."""
+"""The paper's arms, with its names for them."""
 
 
 @dataclass
 class ProjectorNormArguments:
-    """The norm's flags, which become config fields of the same name."""
+    """The norm's flags, which become config fields of the same names."""
 
     mm_projector_norm: str = field(
         default="none",
@@ -248,7 +251,7 @@ class ProjectorNormArguments:
 
 NORM_FIELDS = tuple(f.name for f in fields(ProjectorNormArguments))
 _DEFAULTS = {f.name: f.default for f in fields(ProjectorNormArguments)}
-# What may differ between two stages: where the gain started, and whether it is trained.
+# Fields that may differ between two stages: where the gain started, and whether it is trained.
 _FREE_FIELDS = ("mm_projector_norm_init", "mm_projector_norm_learnable")
 
 
@@ -258,38 +261,40 @@ def with_norm_arguments(arguments: type) -> type:
     return dataclass(type(arguments.__name__, (ProjectorNormArguments, arguments), body))
 
 
-def norm_differences(recorded: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
-    """Fields, with both values, in which two trained norms would not mean the same.
+def norm_differences(recorded: object, wanted: object) -> list[tuple[str, object, object]]:
+    """The fields, with both values, that make two trained norms different layers.
 
     Args:
-        recorded, wanted: configs or flags, as objects or mappings; a field that one lacks has its default.
+        recorded, wanted: configs or flags, as objects or mappings; a missing field has its default.
     """
     both = [(name, _setting(recorded, name), _setting(wanted, name)) for name in NORM_FIELDS]
     if any(name == "mm_projector_norm" and "none" in found for name, *found in both):
-        both = both[:1]  # the other settings are those of a norm
+        both = both[:1]  # without a norm the other settings mean nothing
     return [(name, a, b) for name, a, b in both if a != b and name not in _FREE_FIELDS]
 
 
-def _setting(source: Any, name: str) -> Any:
+def _setting(source: object, name: str) -> Any:
     value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
     return _DEFAULTS[name] if value is None else value
 
 
-def _unknown_norm(name: Any) -> str:
+def _unknown_norm(name: object) -> str:
     return f"--mm_projector_norm: expected one of {', '.join(NORM_TYPES)}; found {name!r}"
 
 
-def record_norm(config: Any, flags: Any, embedding: nn.Module | torch.Tensor, sees_tokens: bool = False) -> None:
+def record_norm(
+    config: "PretrainedConfig", flags: object, embedding: nn.Module | torch.Tensor, sees_tokens: bool = False
+) -> None:
     """Writes the norm's flags, the measured target norm and the initial gain into `config`, which then builds the norm.
 
     Args:
         config: model config with `hidden_size`.
         flags: an object with the fields `NORM_FIELDS`.
-        embedding: of the text, see `mean_text_embedding_norm`, before any token is added.
+        embedding: the text embedding before any token is added, see `mean_text_embedding_norm`.
         sees_tokens: the caller will set a gain that depends on the first visual tokens, by `fit_to_tokens`.
 
     Raises:
-        ValueError: the arm needs the first visual tokens, and nobody will measure them.
+        ValueError: the arm needs the first visual tokens, which the caller will not measure.
     """
     for name in NORM_FIELDS:
         setattr(config, name, getattr(flags, name))
@@ -314,7 +319,7 @@ def record_norm(config: Any, flags: Any, embedding: nn.Module | torch.Tensor, se
     )
 
 
-def build_projector_norm(config: Any) -> ProjectorNorm | None:
+def build_projector_norm(config: "PretrainedConfig") -> ProjectorNorm | None:
     """The norm that ends the projector, or None.
 
     The gain starts where `mm_projector_norm_target` puts it; weights loaded afterwards overwrite it.
@@ -347,7 +352,7 @@ def build_projector_norm(config: Any) -> ProjectorNorm | None:
 
 
 @torch.no_grad()
-def fit_to_tokens(norm: ProjectorNorm, config: Any, tokens: torch.Tensor) -> None:
+def fit_to_tokens(norm: ProjectorNorm, config: "PretrainedConfig", tokens: torch.Tensor) -> None:
     """Sets the one factor so that `tokens` [N, D], as they reach the norm, leave it with the target norm on average.
 
     Every rank must call, with the same tokens. The factor is recorded in `config`.
@@ -364,8 +369,8 @@ def fit_to_tokens(norm: ProjectorNorm, config: Any, tokens: torch.Tensor) -> Non
     logger.info("the first visual tokens have norm %.6g, so the factor starts at %.6g", mean, norm.init_gain)
 
 
-def end_with_norm(projector: nn.Module, config: Any) -> nn.Module:
-    """`projector` with the norm that `config` asks for as its last element; `projector` itself where it asks for none.
+def end_with_norm(projector: nn.Module, config: "PretrainedConfig") -> nn.Module:
+    """`projector` with the norm of `config` as its last element; `projector` itself if `config` asks for none.
 
     A Sequential keeps its parameter names; a bare module becomes element 0.
     """
@@ -383,17 +388,17 @@ def projector_norm(projector: nn.Module) -> ProjectorNorm | None:
 
 
 def freeze_fixed_norm(projector: nn.Module) -> None:
-    """Takes a norm that is not learnable out of training, whatever was switched on for the whole projector."""
+    """Freezes a norm that is not learnable, even if the whole projector was set to be trained."""
     norm = projector_norm(projector)
     if norm is not None and not norm.learnable:
         norm.requires_grad_(False)
 
 
 def parse_init(init: str | float) -> tuple[str, float]:
-    """What `--mm_projector_norm_init` says: ("text_norm", multiple), ("default", 1) or ("norm", the norm itself).
+    """`--mm_projector_norm_init` parsed: ("text_norm", multiple), ("default", 1) or ("norm", the norm itself).
 
     Raises:
-        ValueError: neither one of the words, a positive number, nor a positive multiple such as `3x`.
+        ValueError: `init` is neither one of the words, nor a positive number, nor a positive multiple such as `3x`.
     """
     text = str(init)
     if text in ("text_norm", "default"):
@@ -416,7 +421,7 @@ def resolve_target_norm(init: str | float, embedding: nn.Module | torch.Tensor) 
 
     Args:
         init: see `parse_init`.
-        embedding: of the text, see `mean_text_embedding_norm`.
+        embedding: the text embedding, see `mean_text_embedding_norm`.
 
     Raises:
         ValueError: see `parse_init` and `mean_text_embedding_norm`.
@@ -436,8 +441,8 @@ def mean_text_embedding_norm(embedding: nn.Module | torch.Tensor, chunk_rows: in
     """Mean L2 norm over the non-zero text embeddings (paper eq. 11), measured in fp32 chunks.
 
     Args:
-        embedding: the LLM's `embed_tokens`, of which what it returns is measured (Gemma's multiplies by sqrt(D)), or a
-            matrix [rows, D]; any floating dtype. Under ZeRO-3 it is gathered first, so every rank must call.
+        embedding: the LLM's `embed_tokens`, whose output is measured (Gemma's multiplies by sqrt(D)), or a matrix
+            [rows, D]; any floating dtype. Under ZeRO-3 it is gathered first, so every rank must call.
         chunk_rows: rows converted to fp32 at a time, which bounds the extra memory for huge vocabularies.
 
     Raises:
