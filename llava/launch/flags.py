@@ -14,11 +14,8 @@ class Flags:
     given: tuple[tuple[str, ...], ...] = ()
 
     def value(self, name: str) -> str:
-        """The flag's value; empty where the flag is not given, or is given without a value."""
-        for words in self.given:
-            if name_of(words[0]) == name:
-                return " ".join(words[1:]) if "=" not in words[0] else words[0].split("=", 1)[1]
-        return ""
+        """The flag's value; `True` for a flag without a value, and empty for one that is not given."""
+        return self.values().get(name, "")
 
     def before(self, **values: str) -> "Flags":
         """These flags with `values` in front, each of which counts only where no flag of its name is given."""
@@ -36,8 +33,8 @@ class Flags:
         return [word for words in self.given for word in words]
 
     def values(self) -> dict[str, str]:
-        """The value of each flag by name; `True` for a flag without a value."""
-        return {name_of(words[0]): self.value(name_of(words[0])) or "True" for words in self.given}
+        """The value of each flag by name; `True` for a flag without a value, as the trainer's parser takes a switch."""
+        return {name_of(flag): flag.partition("=")[2] or " ".join(rest) or "True" for flag, *rest in self.given}
 
     def lines(self) -> list[str]:
         """One line per flag, as a shell reads it back."""

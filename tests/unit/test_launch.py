@@ -42,6 +42,7 @@ def test_the_last_value_of_a_flag_counts_and_each_stands_once():
     assert flags.words() == ["--full_decode", "--seed=3", "--max-steps", "4", "5"]
     assert (flags.value("seed"), flags.value("max_steps"), flags.value("nothing")) == ("3", "4 5", "")
     assert flags.values() == {"full_decode": "True", "seed": "3", "max_steps": "4 5"}
+    assert flags.with_value("full_decode", "False").words()[:2] == ["--full_decode", "False"]
 
 
 @pytest.mark.parametrize("words", [["--optim", ""], ["--optim="], ["--optim", "a", "--optim", ""]])
@@ -238,7 +239,7 @@ def test_precision_follows_the_devices_unless_it_is_chosen():
     assert (flags()["bf16"], flags()["tf32"], flags()["run_name"]) == ("True", "True", "b")
     assert (flags(**CPU)["tf32"], flags(**CPU, BF16="False")["bf16"]) == ("False", "False")
     assert flags("--bf16", "False", BF16="True")["bf16"] == "False"
-    assert flags("--fp16", "True")["bf16"] == "False"
+    assert flags("--fp16", "True")["bf16"] == flags("--fp16")["bf16"] == "False"
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
