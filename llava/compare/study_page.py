@@ -77,7 +77,7 @@ def context(study: Study) -> dict[str, Any]:
     """What both templates show."""
     return {
         "study": study,
-        "title": f"{len(study['arms'])} arms, {len(study['seeds'])} seeds: {study['plan']['preset']}",
+        "title": f"{len(study['arms'])} arms, {count_of(len(study['seeds']), 'seed')}: {study['plan']['preset']}",
         "claims": CLAIMS,
         "done": done(study),
         "conclusions": conclusions(study),
