@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     summary = "write a study's page again from its study.json"
     command = commands.add_parser("page", help=summary, description=summary)
     command.add_argument("study", type=Path, metavar="STUDY_JSON")
-    command.add_argument("--docs", action="store_true", help="write docs/study.md instead of a page beside study.json")
+    command.add_argument("--docs", action="store_true", help="write docs/study.md and docs/study.json instead")
     for name, summary in _CHECKS:
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("--output-dir", type=Path, required=True, help="folder with seed-<seed>/<arm>/<stage>")

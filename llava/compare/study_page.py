@@ -12,7 +12,7 @@ from llava.compare.report import render
 from llava.compare.report_figures import data_uri
 from llava.compare.report_tables import Rows
 from llava.compare.study_figures import figures
-from llava.compare.study_record import DOSED, Study
+from llava.compare.study_record import DOSED, Study, write_record
 from llava.launch.devices import count_of
 from llava.provenance import ROOT
 
@@ -56,8 +56,10 @@ def write_page(study: Study, folder: Path) -> list[Path]:
 
 
 def write_docs(study: Study) -> list[Path]:
-    """Writes `docs/study.md` and its figures."""
-    return write_markdown(study, ROOT / "docs/study.md", ROOT / "docs/figures", figures(study))
+    """Writes `docs/study.json`, `docs/study.md` and its figures."""
+    docs = ROOT / "docs"
+    written = write_markdown(study, docs / "study.md", docs / "figures", figures(study))
+    return [write_record(study, docs), *written]
 
 
 def write_markdown(study: Study, page: Path, folder: Path, drawn: Mapping[str, tuple[str, bytes]]) -> list[Path]:
@@ -69,7 +71,8 @@ def write_markdown(study: Study, page: Path, folder: Path, drawn: Mapping[str, t
         written.append(folder / FIGURE.format(name))
         written[-1].write_bytes(svg)
         shown.append({"title": title, "uri": written[-1].relative_to(page.parent).as_posix()})
-    page.write_text(render("study.md.jinja", **context(study), pictures=shown), encoding="utf-8")
+    text = render("study.md.jinja", **context(study), pictures=shown)
+    page.write_text(f"{text.rstrip()}\n", encoding="utf-8")
     return written
 
 
@@ -178,6 +181,7 @@ def done(study: Study) -> list[str]:
     samples = " and ".join(f"{count} samples in {stage}" for stage, count in study["samples"].items())
     models = ", ".join(Path(str(name)).name for name in study["model"].values())
     found = [
+        f"Command: {command(plan)}.",
         f"Arms: {', '.join(study['arms'])}. Seeds: {', '.join(map(str, study['seeds']))}. Each with the same data, "
         "order, initial weights and budget, as the runs recorded; runs that differ in more than the arm are refused.",
         f"Every run: {samples}, on {study['devices']} ({models}); {study['hours']:.2g} hours of training in all.",
@@ -189,6 +193,14 @@ def done(study: Study) -> list[str]:
     if plan["hours"] is not None:
         found.append(f"Steps and seeds were planned from a pilot for {plan['hours']:g} hours.")
     return found
+
+
+def command(plan: Mapping[str, Any]) -> str:
+    """The call that the study's plan came from; the arms stand beside it on the page."""
+    hours = f" --hours {plan['hours']:g}" if plan["hours"] is not None else ""
+    quick = " --quick" if plan["questions"] else ""
+    seeds = ",".join(map(str, plan["seeds"]))
+    return f"python -m llava.compare study --preset {plan['preset']}{hours} --seeds {seeds}{quick}"
 
 
 # --- what the intervals allow to say ----------------------------------------------------------------------------------
@@ -210,7 +222,10 @@ def headline(study: Study) -> str:
     for arm, found in study["results"].items():
         named[found[MEAN]["verdict"]].append(arm)
     parts = [f"{len(arms)} {verdict}" + (f" ({', '.join(arms)})" if arms else "") for verdict, arms in named.items()]
-    return f"Over all tasks, against {study['arms'][0]}: {', '.join(parts)}. Unchanged: no difference is shown."
+    text = f"Over all tasks, against {study['arms'][0]}: {', '.join(parts)}. Unchanged: no difference is shown."
+    if len(study["seeds"]) > 1:
+        return text
+    return f"{text} With one seed this is about these training runs on other questions, not about other training runs."
 
 
 def about_speed(study: Study) -> str:

@@ -4,12 +4,14 @@ import json
 
 import numpy as np
 import pytest
+from paths import ROOT
 
 from llava.compare.__main__ import main
 from llava.compare.plan import MEAN
 from llava.compare.study import ARMS
-from llava.compare.study_page import conclusions, limits, power, write_page
-from llava.compare.study_record import CONTRASTS, doses
+from llava.compare.study_figures import figures
+from llava.compare.study_page import conclusions, limits, power, write_markdown, write_page
+from llava.compare.study_record import CONTRASTS, doses, read_record
 from llava.eval.results import CONTROLS
 
 NAMES = ARMS.split(",")
@@ -89,6 +91,11 @@ def test_conclusions_are_those_of_the_intervals(study):
     assert text.count("improved on") == 0  # single tasks' intervals hold zero
 
 
+def test_one_seed_says_nothing_about_other_training_runs(study):
+    assert "other training runs" not in conclusions(study)[0]
+    assert conclusions(study | {"seeds": [42]})[0].endswith("not about other training runs.")
+
+
 def test_nothing_is_concluded_from_what_was_not_done(study):
     study |= {"contrasts": {}, "measured": {}, "training": study["training"] | {"reached": []}}
     text = "\n".join(conclusions(study))
@@ -126,3 +133,10 @@ def test_both_pages_and_every_figure_hold_every_arm_and_escape_names(study, tmp_
 def test_doses_are_the_multiples_of_the_text_norm_in_their_order():
     assert list(doses(NAMES).values()) == [0.25, 1.0, 4.0, 16.0]
     assert doses(["none", "gwc_layernorm@3.5", "gwc_layernorm@2x-fixed", "gwc_layernorm@default"]) == {}
+
+
+def test_the_page_in_docs_is_what_its_numbers_give(tmp_path):
+    found = read_record(ROOT / "docs/study.json")
+    page, *drawn = write_markdown(found, tmp_path / "study.md", tmp_path / "figures", figures(found))
+    assert page.read_text() == (ROOT / "docs/study.md").read_text()
+    assert all((ROOT / "docs/figures" / path.name).is_file() for path in drawn)
