@@ -12,7 +12,8 @@ from warm_python import warm_python
 pytestmark = pytest.mark.slow
 
 SHOW = "import os, sys; print(sys.argv[1:], os.getcwd(), os.environ['A'], input()); print('error', file=sys.stderr)"
-WAIT = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+WAIT = "import os, time; print(os.getpid(), flush=True)\nwhile True: time.sleep(0.1)"
+"""Short sleeps: a signal that arrives on the way into a sleep is handled only after it."""
 
 
 @pytest.mark.parametrize(
