@@ -399,7 +399,8 @@ if behaviour == "leaves":
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True,
     stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 print("ready", worker.pid, flush=True)
-time.sleep(60)
+while True:
+    time.sleep(0.1)
 '
 """
 

@@ -1,5 +1,6 @@
 """`python -m llava.compare study`: its parts in order, its plan, what a second call leaves out, and its page."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -22,7 +23,7 @@ ARMS = "none,gwc_layernorm"
 
 @pytest.fixture
 def study(tmp_path):
-    """A function that runs the study, or with `start` starts it; `seen()` returns and clears its calls."""
+    """A function that runs the study, or with `start` starts it; `seen()` returns its calls since the last one."""
     python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {study_stub.__file__} "$@"\n')
     python.chmod(0o755)
@@ -41,10 +42,12 @@ def study(tmp_path):
             return subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True, **options)
         return subprocess.run(words, capture_output=True, text=True, check=False, **options)
 
+    told = []
+
     def seen():
-        lines = calls.read_text().splitlines() if calls.exists() else []
-        calls.write_text("")
-        return lines
+        new = calls.read_text().splitlines()[len(told) :] if calls.exists() else []
+        told.extend(new)
+        return new
 
     run.out, run.seen = out, seen
     return run
@@ -103,7 +106,8 @@ def test_killed_while_training_it_goes_on_where_it_was(study, sent):
     process.send_signal(sent)
     process.wait(timeout=60)
     for survivor in psutil.wait_procs(family, timeout=0)[1]:
-        survivor.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            survivor.kill()
     early = study("--quick", "--so-far")
     assert early.returncode == 0, early.stdout + early.stderr
     assert json.loads((study.out / "study.json").read_text())["seeds"] == [7]

@@ -26,8 +26,8 @@ def main(words: list[str]) -> None:
     with open(os.environ["CALLS"], "a") as calls:
         calls.write(line + "\n")
     if line.endswith(os.environ.get("HANGS") or "\n"):
-        time.sleep(60)
-        sys.exit(1)
+        while True:
+            time.sleep(0.1)
     if line.startswith("train"):
         train(flags_of(words))
     elif line.startswith("answer"):
