@@ -11,7 +11,7 @@ from functools import partial
 import psutil
 import pytest
 from paths import ROOT
-from shell import only
+from shell import kill, new_lines, only
 from warm_python import warm_python
 
 from llava.compare.__main__ import main
@@ -77,12 +77,7 @@ def compare(tmp_path):
         options = {"stdout": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": listens}
         return subprocess.Popen(words, cwd=ROOT, env=variables, **options)
 
-    def seen():
-        lines = calls.read_text().splitlines() if calls.exists() else []
-        calls.write_text("")
-        return lines
-
-    return run, seen
+    return run, new_lines(calls)
 
 
 @pytest.mark.slow
@@ -138,8 +133,7 @@ def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
     if sent is signal.SIGKILL:  # the training outlived the script and still writes into the folder
         locked = run("--arms", "none,layernorm", LOCK_SECONDS=1)
         assert locked.returncode == 2 and "in use" in locked.stderr and not seen()
-        for survivor in psutil.wait_procs(family, timeout=0)[1]:
-            survivor.kill()
+        kill(family)
     done = run("--arms", "none,layernorm", LOCK_SECONDS=5)
     assert done.returncode == 0, done.stdout + done.stderr
     trained = [line for line in seen() if line.startswith("train")]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from paths import ROOT
-from shell import bash, only
+from shell import bash, new_lines, only
 
 from llava.compare import lanes
 from llava.compare.lanes import Step, StepError, run_lanes
@@ -78,12 +78,7 @@ def start(tmp_path):
         listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         return subprocess.Popen(words, start_new_session=True, preexec_fn=listens, stderr=subprocess.PIPE, **options)
 
-    def seen():
-        lines = calls.read_text().splitlines() if calls.exists() else []
-        calls.write_text("")
-        return lines
-
-    run.calls, run.out = seen, out
+    run.calls, run.out = new_lines(calls), out
     return run
 
 

@@ -1,6 +1,5 @@
 """`python -m llava.compare study`: its parts in order, its plan, what a second call leaves out, and its page."""
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import psutil
 import pytest
 import study_stub
 from paths import ROOT
-from shell import only
+from shell import kill, new_lines, only
 from warm_python import warm_python
 
 from llava.compare.__main__ import main
@@ -42,14 +41,7 @@ def study(tmp_path):
             return subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True, **options)
         return subprocess.run(words, capture_output=True, text=True, check=False, **options)
 
-    told = []
-
-    def seen():
-        new = calls.read_text().splitlines()[len(told) :] if calls.exists() else []
-        told.extend(new)
-        return new
-
-    run.out, run.seen = out, seen
+    run.out, run.seen = out, new_lines(calls)
     return run
 
 
@@ -105,9 +97,7 @@ def test_killed_while_training_it_goes_on_where_it_was(study, sent):
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(sent)
     process.wait(timeout=60)
-    for survivor in psutil.wait_procs(family, timeout=0)[1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            survivor.kill()
+    kill(family)
     early = study("--quick", "--so-far")
     assert early.returncode == 0, early.stdout + early.stderr
     assert json.loads((study.out / "study.json").read_text())["seeds"] == [7]

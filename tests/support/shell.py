@@ -1,10 +1,13 @@
-"""Scripts in an environment of which the test says every variable."""
+"""Scripts in an environment of which the test says every variable, what they call and how they are killed."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 from paths import ROOT
 
 
@@ -21,3 +24,22 @@ def bash(*command: str, cwd: Path = ROOT, path: str = os.environ["PATH"], **env:
     """Runs a script with only the given variables."""
     variables = only(**env) | {"PATH": path}
     return subprocess.run(["bash", *command], cwd=cwd, env=variables, capture_output=True, text=True, timeout=60)
+
+
+def new_lines(path: Path) -> Callable[[], list[str]]:
+    """A function that returns what a file has gained since the last call; the file need not exist yet."""
+    seen = []
+
+    def lines() -> list[str]:
+        new = path.read_text().splitlines()[len(seen) :] if path.exists() else []
+        seen.extend(new)
+        return new
+
+    return lines
+
+
+def kill(family: list[psutil.Process]) -> None:
+    """Kills those of the processes that still run."""
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
