@@ -237,17 +237,15 @@ def parse_pinpoints(value: Pinpoints, crop_side: int) -> tuple[Size, ...]:
 
 def _crop_pairs(text: str) -> list[Size]:
     """Columns and rows of `(1x1),(1x2)` or `(1x1),...,(6x6)`."""
-    pairs = []
-    for word in re.sub(r"\s", "", text).strip("[]").split(","):
-        found = re.fullmatch(r"\((\d+)x(\d+)\)", word)
-        if found is None and word != "...":
-            raise ValueError(word)
-        pairs.append(found and (int(found[1]), int(found[2])))
-    if None not in pairs:
-        return pairs
-    if len(pairs) != 3 or pairs[0] is None or pairs[2] is None:
+    words = re.sub(r"\s", "", text).strip("[]").split(",")
+    spans = len(words) == 3 and words[1] == "..."
+    found = [re.fullmatch(r"\((\d+)x(\d+)\)", word) for word in (words[::2] if spans else words)]
+    pairs = [(int(pair[1]), int(pair[2])) for pair in found if pair]
+    if len(pairs) < len(found):
         raise ValueError(text)
-    (first_column, first_row), _, (last_column, last_row) = pairs
+    if not spans:
+        return pairs
+    (first_column, first_row), (last_column, last_row) = pairs
     return [(c, r) for c in range(first_column, last_column + 1) for r in range(first_row, last_row + 1)]
 
 

@@ -135,7 +135,7 @@ class Assistant(NamedTuple):
                 chunks.append([])
             else:
                 chunks[-1].append(token)
-        return DEFAULT_IMAGE_TOKEN.join(self.tokenizer.decode(chunk) for chunk in chunks)
+        return DEFAULT_IMAGE_TOKEN.join(str(self.tokenizer.decode(chunk)) for chunk in chunks)
 
     @torch.no_grad()  # not inference mode: a model in training needs what it keeps from here in its next step
     def answer(
@@ -158,12 +158,10 @@ class Assistant(NamedTuple):
         prompts = [self.prompt_ids(turns, own) for turns, own in zip(conversations, shown, strict=True)]
         input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in prompts], batch_first=True)
-        images = [
-            pixels
-            for own in shown
-            if own
-            for pixels in process_prompt_images(own, self.image_processor, self.model.config)
-        ]
+        images = []
+        if self.image_processor is not None:
+            for own in filter(None, shown):
+                images += process_prompt_images(own, self.image_processor, self.model.config)
         input_ids = input_ids.to(self.model.device)
         pad = self.tokenizer.pad_token_id
         output = self.model.generate(

@@ -43,7 +43,7 @@ def command_parser(
     description: str | None,
     summaries: Mapping[str, str],
     command: str | None,
-    parents: Sequence[argparse.ArgumentParser] = (),
+    parents: Sequence[Parser] = (),
 ) -> Parser:
     """The parser of a package whose commands are its modules.
 
@@ -125,8 +125,9 @@ def device_name(text: str) -> str:
     import torch  # takes seconds
 
     names = ["cpu"]
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator().type
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        kind = accelerator.type
         names += [kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
     if text not in names:
         raise argparse.ArgumentTypeError(f"this machine has no device {text!r}; expected one of {', '.join(names)}")

@@ -147,6 +147,7 @@ class Conversation:
             header = self._frame("system", "system", first=True, last=False).header
             return "<|begin_of_text|>" + header + self.system + self.sep
         if style is SeparatorStyle.TAGGED:
+            assert self.tags is not None
             before, after = self.tags.system if self.tags.system and self.system else ("", "")
             return self.tags.start + (before + self.system + after if before else "")
         if style in (SeparatorStyle.CHATML, SeparatorStyle.QWEN):
@@ -160,7 +161,7 @@ class Conversation:
             case SeparatorStyle.SINGLE:
                 return Frame(role + ":", " ", self.sep)
             case SeparatorStyle.TWO:
-                return Frame(role + ":", " ", self.sep2 if speaker == "assistant" else self.sep)
+                return Frame(role + ":", " ", self._answer_end() if speaker == "assistant" else self.sep)
             case SeparatorStyle.MPT:
                 return Frame(role, "", self.sep)
             case SeparatorStyle.CHATML | SeparatorStyle.QWEN:
@@ -176,9 +177,14 @@ class Conversation:
             case _:
                 return Frame("", "", self.sep)
 
+    def _answer_end(self) -> str:
+        if self.sep2 is None:
+            raise ValueError(f"a template of style {self.sep_style.name} needs sep2, what ends an answer; found None")
+        return self.sep2
+
     def _llama_2_frame(self, speaker: str, first: bool) -> Frame:
         if speaker == "assistant":
-            return Frame("", " ", " " + self.sep2)
+            return Frame("", " ", " " + self._answer_end())
         if not first:
             return Frame(self.sep + "[INST] ", "", " [/INST]")
         system = f"<<SYS>>\n{self.system}\n<</SYS>>\n\n" if self.system else ""
@@ -186,6 +192,7 @@ class Conversation:
 
     def _tagged_frame(self, speaker: str, first: bool, last: bool) -> Frame:
         tags = self.tags
+        assert tags is not None
         if speaker == "user":
             header, end = tags.user
             opens = first and self.system and tags.system is None

@@ -8,7 +8,7 @@ S' being the longest sample's length after images are expanded.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -34,7 +34,11 @@ class Layout(NamedTuple):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Layout":
         """The same with its tensors on `device`."""
-        return Layout(*(x.to(device, non_blocking=non_blocking) if isinstance(x, torch.Tensor) else x for x in self))
+        fields: dict[str, Any] = self._asdict()
+        for name, x in fields.items():
+            if isinstance(x, torch.Tensor):
+                fields[name] = x.to(device, non_blocking=non_blocking)
+        return Layout(**fields)
 
 
 def lay_out(

@@ -9,12 +9,13 @@ import shutil
 import stat
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import Metaspace
 from transformers import (
     AutoTokenizer,
     BaseImageProcessor,
@@ -54,7 +55,7 @@ def expand2square(pil_img: Image.Image, background_color: tuple[int, ...] | int)
     side = max(width, height)
     square = Image.new(pil_img.mode, (side, side), background_color)
     if pil_img.mode == "P":
-        square.putpalette(pil_img.getpalette())
+        square.putpalette(pil_img.getpalette() or [])
     square.paste(pil_img, ((side - width) // 2, (side - height) // 2))
     return square
 
@@ -83,7 +84,7 @@ def process_images(
     if not images:
         raise ValueError("process_images: expected at least one picture, found none")
     if is_anyres(mode):
-        grids = getattr(model_cfg, "image_grid_pinpoints", None)
+        grids = getattr(model_cfg, "image_grid_pinpoints", "")
         pixels = [process_anyres_image(image, image_processor, grids) for image in images]
     else:
         pixels = [_pixels(to_rgb(image), image_processor, pad=mode == "pad") for image in images]
@@ -251,7 +252,7 @@ def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts a space before every text, as SentencePiece does."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     pre_tokenizer = getattr(backend, "pre_tokenizer", None)
-    return type(pre_tokenizer).__name__ == "Metaspace" and pre_tokenizer.prepend_scheme != "never"
+    return isinstance(pre_tokenizer, Metaspace) and pre_tokenizer.prepend_scheme != "never"
 
 
 ADDED_BY_EXPORT = "added_by_export"
@@ -269,7 +270,8 @@ def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
         code = {}
     if "AutoConfig" in code and "AutoTokenizer" not in code:
         kwargs.setdefault("config", PretrainedConfig())  # else transformers asks to trust code that it does not need
-    tokenizer = _without_added(restore_merge_order(AutoTokenizer.from_pretrained(path, **kwargs)))
+    loaded = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path, **kwargs))
+    tokenizer = _without_added(restore_merge_order(loaded))
     if _sentencepiece_file(tokenizer):
         tokenizer.init_kwargs["legacy"] = False  # is saved; without it transformers 4 falls back to its old behaviour
     return tokenizer

@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -35,14 +35,14 @@ class Progress:
         desc: str,
         unit: str = "",
         *,
-        total: int | None = None,
-        done: int = 0,
+        total: float | None = None,
+        done: float = 0,
         hidden: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.items = of if isinstance(of, Iterable) else None
         if total is None:
-            total = len(of) if isinstance(of, Collection) else of
+            total = of if isinstance(of, float | int) else len(cast(Sized, of))
         self.desc, self.unit, self.total, self.done, self.before = desc, unit, total, done, done
         self.clock, self.noted, self.said = clock, "", False
         self.started = clock()
@@ -62,6 +62,7 @@ class Progress:
 
     def __iter__(self) -> Iterator[Any]:
         try:
+            assert self.items is not None  # else there is only a number of them
             for item in self.items:
                 yield item
                 self.update()

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from llava.analysis.commands import ALL, PACKAGE, SUMMARIES
 from llava.analysis.models import named_model
-from llava.commands import command_parser, run_program
+from llava.commands import Parser, command_parser, run_program
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
     """The command-line parser; only `command` gets its own flags besides the shared ones."""
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = Parser(add_help=False)
     shared.add_argument(
         "--model",
         dest="models",

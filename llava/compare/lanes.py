@@ -92,7 +92,7 @@ class Lane:
     name: str
     steps: list[Step]
     place: Mapping[str, str] = field(default_factory=dict)
-    running: Step | None = None
+    running: Step = field(init=False, repr=False, compare=False)  # from the first step's start on
     process: subprocess.Popen | None = None
     since: float = 0.0
 

@@ -33,16 +33,17 @@ def samples_to_reach(
     drawn = first_reached(accuracy, samples, (rng.binomial(questions, chosen) / questions).mean(axis=1))
     ends = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], method="nearest")
     values = (*first_reached(accuracy, samples, shares.mean(axis=0)[None]), *ends)
-    return tuple(float(value) if np.isfinite(value) else None for value in values)
+    whole, low, high = (float(value) if np.isfinite(value) else None for value in values)
+    return whole, low, high
 
 
 def first_reached(accuracy: float, samples: Sequence[float], curves: np.ndarray) -> np.ndarray:
     """The samples [B] at which each curve [B, K] over `samples` [K] first has `accuracy`; infinity if it never has."""
-    samples, rows = np.asarray(samples, dtype=float), np.arange(len(curves))
+    seen, rows = np.asarray(samples, dtype=float), np.arange(len(curves))
     above = curves >= accuracy
     at = above.argmax(axis=1)
     before = np.maximum(at - 1, 0)
     low, high = curves[rows, before], curves[rows, at]
     part = np.where(at > 0, (accuracy - low) / np.where(high > low, high - low, 1), 0)
-    found = samples[before] + part * (samples[at] - samples[before])
+    found = seen[before] + part * (seen[at] - seen[before])
     return np.where(above.any(axis=1), found, np.inf)

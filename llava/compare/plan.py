@@ -163,8 +163,8 @@ def smallest_differences(
     single = {task: _variances(right[task], questions[task], seeds) for task in right}
     of_runs = 2 * SEED_DEVIATION**2 / seeds
     found = {task: _smallest(*single[task], of_runs, arms * tasks) for task in right}
-    whole = [sum(pair[i] for pair in single.values()) / tasks**2 for i in (0, 1)]
-    return found | {MEAN: _smallest(*whole, of_runs, arms)}
+    varies, drawn = (sum(pair[i] for pair in single.values()) / tasks**2 for i in (0, 1))
+    return found | {MEAN: _smallest(varies, drawn, of_runs, arms)}
 
 
 def _variances(right: float, questions: int, seeds: int) -> tuple[float, float]:

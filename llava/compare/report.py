@@ -93,7 +93,8 @@ def render(template: str, **context: Any) -> str:
         lstrip_blocks=True,
         finalize=None if html else markdown_text,
     )
-    environment.globals |= {"column_names": column_names, "shown": shown, "script_hash": script_hash}
+    helpers: dict[str, Any] = {"column_names": column_names, "shown": shown, "script_hash": script_hash}
+    environment.globals.update(helpers)
     return environment.get_template(template).render(**context)
 
 

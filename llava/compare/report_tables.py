@@ -339,9 +339,9 @@ def caveats(stats: Statistics, runs: Sequence[Run]) -> list[str]:
 def headline_table(stats: Statistics, llm: str | None) -> dict[str, Any]:
     """Columns and rows in the layout of the paper's Table 4; a cell has score, difference and verdict."""
     columns = [*stats.tasks, MEAN]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for arm in stats.arms:
-        cells = []
+        cells: list[dict[str, Any]] = []
         for task in columns:
             found = stats.results.get(arm, {}).get(task)
             cells.append({"score": float(np.mean(stats.scores[arm][task])), "found": found})

@@ -98,7 +98,7 @@ def _watch(process: subprocess.Popen, folder: Path) -> int:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             line = last_step(folder)
-            if line == before or (not terminal and time.monotonic() - shown < _BETWEEN_LINES):
+            if line is None or line == before or (not terminal and time.monotonic() - shown < _BETWEEN_LINES):
                 continue
             before, shown = line, time.monotonic()
             text = f"  step {line['step']:4d}  loss {line['loss']:.3f}  {line['samples_per_second']:.1f} samples/s"

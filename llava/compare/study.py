@@ -18,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -123,6 +123,7 @@ class Study(Comparison):
 
     def lane(self, run: Run, threads: Mapping[str, str]) -> list[Step]:
         """The steps of one run."""
+        assert self.plan is not None
         steps: list[Step] = [StudyStage.of(self, run, stage, stage, threads) for stage in STAGES]
         if self.measures_start and run.seed == self.seeds[0]:
             untrained = {**threads, "MAX_STEPS": "1", "LEARNING_RATE": "0"}
@@ -192,6 +193,7 @@ class Study(Comparison):
 
     def page(self) -> None:
         """Writes study.json, and the page from it."""
+        assert self.plan is not None
         found = record(self.runs, self.plan, self.folder, not self.demo)
         print(f"written: {write_record(found, self.folder)}")
         for path in write_page(found, self.folder):
@@ -264,7 +266,7 @@ PILOT_STEPS = 20  # of a recipe that counts epochs
 class StudyStage(StageStep):
     """A training stage that refuses to start if other runs could not be compared with it; notes how long it took."""
 
-    study: Study | None = None
+    study: Study = field(kw_only=True)
     began: float = 0.0
 
     @classmethod

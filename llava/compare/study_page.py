@@ -232,7 +232,8 @@ def about_speed(study: Study) -> str:
     """Arms whose interval of samples to an accuracy does not overlap the baseline's; `not reached` is infinity."""
 
     def ends(one: Mapping[str, Any]) -> tuple[float, float]:
-        return tuple(float("inf") if one[end] is None else one[end] for end in ("low", "high"))
+        low, high = (float("inf") if one[end] is None else one[end] for end in ("low", "high"))
+        return low, high
 
     parts = []
     for accuracy in dict.fromkeys(one["accuracy"] for one in study["training"]["reached"]):

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -192,7 +192,7 @@ def learning(runs: Sequence[Run]) -> dict[str, Any]:
     questions = int(points[runs[0]][shared[0]]["eval/questions"])
     tasks = answers_of(runs[0], CONTROLS[0]).tasks
     asked = sum(len(task.samples) for task in tasks.values())
-    chance = sum(task.chance * len(task.samples) for task in tasks.values()) / asked / 100
+    chance = sum(cast(float, task.chance) * len(task.samples) for task in tasks.values()) / asked / 100
     last = float(np.mean([curve[-1] for curve in curves[runs[0].arm]]))
     reached = []
     for level in LEVELS if last > chance else ():

@@ -30,7 +30,7 @@ def data_place(task: Task, data_dir: Path | None) -> Path | None:
     Raises:
         ValueError: it should be local, and is not there.
     """
-    for folder in [data_dir] * (data_dir is not None) + [OWN_DATA] * task.own:
+    for folder in ([] if data_dir is None else [data_dir]) + ([OWN_DATA] if task.own else []):
         if (folder / task.dataset / "README.md").is_file():
             return folder.resolve()
     if task.own:

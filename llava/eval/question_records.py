@@ -58,6 +58,7 @@ class QuestionRecords(Sequence[Question]):
     def __len__(self) -> int:
         return len(self.places)
 
+    # pyrefly: ignore[bad-override]  # one question, never a slice
     def __getitem__(self, index: int) -> Question:
         place = self.places[index]
         position = self.records.position(place)

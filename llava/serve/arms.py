@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -111,7 +112,7 @@ def ask_all(
         talks[number] = Talk([*asked, {"from": "gpt", "value": text}])
         yield list(talks)
         look = look_of(arm.assistant, arm.probe, asked, picture, text)
-        heatmap = None if look.heatmap is None else shown_heatmap(picture, look)
+        heatmap = None if look.heatmap is None else shown_heatmap(picture, look.heatmap)
         talks[number] = replace(talks[number], heatmap=heatmap, norms=norm_bars(look))
         yield list(talks)
 
@@ -156,12 +157,12 @@ def growing_answer(
         yield answer.result()[0]
 
 
-def shown_heatmap(picture: Image.Image, look: Look) -> Image.Image:
-    """The heatmap over the picture, as large as a page shows it; its brightest place got the most attention."""
+def shown_heatmap(picture: Image.Image, heatmap: np.ndarray) -> Image.Image:
+    """A heatmap [rows, columns] over its picture, as large as a page shows it; brightest is what got most attention."""
     side = max(picture.size)
     factor = min(max(side, SMALL), LARGE) / side
     size = [max(1, round(length * factor)) for length in picture.size]
-    return overlaid(picture.resize(size), look.heatmap, look.heatmap.max())
+    return overlaid(picture.resize(size), heatmap, heatmap.max())
 
 
 def norm_bars(look: Look) -> str:

@@ -203,12 +203,12 @@ def test_a_look_agrees_with_the_attention_command(pair):
     [((2000, 500), (768, 192)), ((500, 400), (500, 400)), ((64, 32), (384, 192)), ((3000, 1), (768, 1))],
 )
 def test_a_heatmap_is_drawn_as_large_as_it_is_shown(size, drawn):
-    assert arms.shown_heatmap(Image.new("RGB", size), look.Look(np.ones((2, 2)), 1.0, 1.0)).size == drawn
+    assert arms.shown_heatmap(Image.new("RGB", size), np.ones((2, 2))).size == drawn
 
 
 def test_a_place_that_was_seen_more_is_brighter():
     shares = np.array([[0.1, 0.2], [0.3, 0.4]])
-    drawn = arms.shown_heatmap(Image.new("RGB", (400, 400), "white"), look.Look(shares, 1.0, 1.0))
+    drawn = arms.shown_heatmap(Image.new("RGB", (400, 400), "white"), shares)
     corners = [sum(drawn.getpixel(at)) for at in ((0, 0), (399, 0), (0, 399), (399, 399))]
     assert corners == sorted(corners) and len(set(corners)) == 4
 
