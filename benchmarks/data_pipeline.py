@@ -45,11 +45,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.repeats, args.seconds = 2, 0.5
-    tokenizer = args.tokenizer or inputs.npm_tokenizer("qwen2_5")
-    if not Path(tokenizer).is_dir():
-        sys.exit(f"error: no Qwen2.5 tokenizer: {tokenizer}; give the folder of one with --tokenizer")
+    tokenizer = inputs.qwen_tokenizer(args.tokenizer)
     with tempfile.TemporaryDirectory() as folder:
-        rows, versions = measure(args, str(tokenizer), Path(folder))
+        rows, versions = measure(args, tokenizer, Path(folder))
     path = write_result(
         "data_pipeline", rows, upstream=versions, records=args.records, seconds=args.seconds, repeats=args.repeats
     )

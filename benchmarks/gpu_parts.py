@@ -146,7 +146,7 @@ def import_error(module: str) -> str:
 def need(*packages: str) -> None:
     """Raises NotRun if one of the packages cannot be found."""
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise NotRun(f"{', '.join(missing)} is not installed")
+        raise NotRun(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed")
 
 
 def tests(setting: Setting) -> None:

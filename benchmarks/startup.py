@@ -43,17 +43,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only 779k records")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    tokenizer = args.tokenizer or inputs.npm_tokenizer("qwen2_5")
-    if not Path(tokenizer).is_dir():
-        sys.exit(f"error: no Qwen2.5 tokenizer: {tokenizer}; give the folder of one with --tokenizer")
+    tokenizer = inputs.qwen_tokenizer(args.tokenizer)
     if args.one:
         source, workers, repeating = args.one
-        print(json.dumps(started(Path(source), str(tokenizer), int(workers), int(repeating))))
+        print(json.dumps(started(Path(source), tokenizer, int(workers), int(repeating))))
         return
     if args.quick:
         args.records = [779_289]
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
-        rows = [row for count in args.records for row in measured(Path(folder), count, str(tokenizer), args)]
+        rows = [row for count in args.records for row in measured(Path(folder), count, tokenizer, args)]
     path = write_result("startup", rows, distinct_records=args.distinct, batches_before_memory=_BATCHES)
     print(f"written to {path}")
 
