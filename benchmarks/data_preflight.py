@@ -28,6 +28,7 @@ from PIL import Image
 
 from benchmarks import inputs
 from benchmarks.common import write_result
+from llava.commands import whole
 
 _SHARD = 3_118  # rows: 250 shards hold 779,289
 _PICTURES = 500  # different pictures, which repeat
@@ -35,9 +36,9 @@ _PICTURES = 500  # different pictures, which repeat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=int, default=100_000)
-    parser.add_argument("--rows", type=int, default=779_289, help="rows of the Parquet index")
-    parser.add_argument("--distinct", type=int, default=2000, help="number of different conversations, which repeat")
+    parser.add_argument("--records", type=whole(1), default=100_000)
+    parser.add_argument("--rows", type=whole(1), default=779_289, help="rows of the Parquet index")
+    parser.add_argument("--distinct", type=whole(1), default=2000, help="different conversations, which repeat")
     parser.add_argument("--work", type=Path, help="folder for the inputs (3 GB); default: temporary")
     parser.add_argument("--quick", action="store_true", help="changes nothing: the full sizes take a minute or two")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.common import run_json, spread, write_result
+from llava.commands import whole
 from llava.model.loss import chunked_loss, liger_loss, plain_loss
 
 
@@ -27,11 +28,11 @@ VARIANTS = {"all_rows": None, "supervised_rows": plain_loss, "chunked": chunked_
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 128_256, 152_064])
-    parser.add_argument("--tokens", type=int, default=4096, help="positions in the micro-batch")
+    parser.add_argument("--vocabularies", type=whole(1), nargs="+", default=[32_000, 128_256, 152_064])
+    parser.add_argument("--tokens", type=whole(1), default=4096, help="positions in the micro-batch")
     parser.add_argument("--supervised", type=float, default=0.1, help="share of positions that are targets")
-    parser.add_argument("--hidden", type=int, default=512, help="hidden size; real models have 3072 to 3584")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--hidden", type=whole(1), default=512, help="hidden size; real models have 3072 to 3584")
+    parser.add_argument("--repeats", type=whole(1), default=3)
     parser.add_argument("--frozen-head", action="store_true", help="stage 1: no gradient of the head's weight")
     parser.add_argument("--dtype", default=None, help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")

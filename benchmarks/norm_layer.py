@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.common import alternate, spread, write_result
+from llava.commands import whole
 from llava.model import LlavaLlamaConfig, LlavaLlamaForCausalLM
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.model.multimodal_projector.norm import NORM_TYPES, projector_norm
@@ -26,8 +27,8 @@ NORMS = [name for name, norm in NORM_TYPES.items() if norm]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", choices=SHAPES, default="llama-3.2-3b" if torch.cuda.is_available() else "demo")
-    parser.add_argument("--samples", type=int, default=16, help="images in the micro-batch")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--samples", type=whole(1), default=16, help="images in the micro-batch")
+    parser.add_argument("--repeats", type=whole(1), default=10)
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
     parser.add_argument("--quick", action="store_true", help="few repeats of few images")
     args = parser.parse_args()

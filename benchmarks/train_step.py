@@ -26,6 +26,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from benchmarks.common import alternate, spread, write_result
 from benchmarks.shapes import PRESETS, STAGES, build_llava
+from llava.commands import whole
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.launch.recipe import resolved_run
@@ -72,10 +73,12 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     parser.add_argument("--preset", choices=PRESETS, default="llama-3.2-3b" if gpu else "tiny")
     parser.add_argument("--stages", type=int, nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--micro-batch-tokens", type=int, nargs="+", help="sizes; those that do not fit are left out")
-    parser.add_argument("--micro-batches", type=int, default=4, help="different micro-batches, used in turn")
-    parser.add_argument("--steps", type=int, default=8 if gpu else 4, help="steps of every arm in every round")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds")
+    parser.add_argument(
+        "--micro-batch-tokens", type=whole(1), nargs="+", help="sizes; those that do not fit are skipped"
+    )
+    parser.add_argument("--micro-batches", type=whole(1), default=4, help="different micro-batches, used in turn")
+    parser.add_argument("--steps", type=whole(1), default=8 if gpu else 4, help="steps of every arm in every round")
+    parser.add_argument("--repeats", type=whole(1), default=3, help="rounds")
     parser.add_argument(
         "--arms", nargs="+", help="default: all that run here; on a CPU without `compiled`, which compiles for a minute"
     )

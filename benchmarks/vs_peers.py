@@ -35,7 +35,8 @@ from typing import Any
 import torch
 
 from benchmarks import shapes, vs_upstream
-from benchmarks.common import ROOT, emptied, ratio, write_result
+from benchmarks.common import ROOT, check_warmup, emptied, ratio, write_result
+from llava.commands import whole
 from llava.data.preprocess import preprocess
 from llava.export.hf import export
 from llava.mm_utils import load_tokenizer, save_tokenizer
@@ -205,10 +206,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--size", choices=("tiny", "demo"), default="tiny", help="size of the decoder: 4 or 30 layers")
     parser.add_argument("--search", action="store_true", help="every setting of the peers, not only the first two")
-    parser.add_argument("--steps", type=int, default=16, help="steps of stage 2; stage 1 takes twice as many")
-    parser.add_argument("--warmup-steps", type=int, default=3, help="first steps, left out of the time")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="PyTorch's threads, for all")
+    parser.add_argument("--steps", type=whole(1), default=16, help="steps of stage 2; stage 1 takes twice as many")
+    parser.add_argument("--warmup-steps", type=whole(1), default=3, help="first steps, left out of the time")
+    parser.add_argument("--repeats", type=whole(1), default=3)
+    parser.add_argument("--threads", type=whole(1), default=2, help="PyTorch's threads, for all")
     parser.add_argument(
         "--work",
         type=Path,
@@ -221,10 +222,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.steps, args.repeats = 6, 1
-    if not 1 <= args.warmup_steps < args.steps:
-        parser.error(
-            f"--steps {args.steps}: expected more than --warmup-steps ({args.warmup_steps}), which is at least 1"
-        )
+    check_warmup(parser, args)
     return args
 
 

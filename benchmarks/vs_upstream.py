@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from benchmarks.common import ROOT, emptied, ratio, run_json, spread, write_result
+from benchmarks.common import ROOT, check_warmup, emptied, ratio, run_json, spread, write_result
+from llava.commands import whole
 from llava.mm_utils import load_tokenizer
 
 TOKENIZER = ROOT / "tests/golden/train/inputs/llama"
@@ -83,18 +84,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument(
         "--steps",
-        type=int,
+        type=whole(1),
         default=24,
         help="steps of stage 2; stage 1, with its short steps, takes three times as many",
     )
-    parser.add_argument("--warmup-steps", type=int, default=3, help="first steps, left out of the time")
-    parser.add_argument("--batch", type=int, help="samples per device; default: as upstream's scripts, 32 and 16")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="PyTorch's threads on the CPU, for both")
+    parser.add_argument("--warmup-steps", type=whole(1), default=3, help="first steps, left out of the time")
+    parser.add_argument("--batch", type=whole(1), help="samples per device; default: as upstream's scripts, 32 and 16")
+    parser.add_argument("--repeats", type=whole(1), default=3)
+    parser.add_argument("--threads", type=whole(1), default=2, help="PyTorch's threads on the CPU, for both")
     for name, default in (("hidden", 256), ("intermediate", 688), ("layers", 4), ("heads", 4), ("vocabulary", 2048)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{name} of the language model")
+        parser.add_argument(f"--{name}", type=whole(1), default=default, help=f"{name} of the language model")
     for name, default in (("vision-hidden", 48), ("vision-layers", 3), ("image-size", 56)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{name} of the CLIP tower (patch size 14)")
+        parser.add_argument(f"--{name}", type=whole(1), default=default, help=f"{name} of the CLIP tower (patch 14)")
     parser.add_argument("--bf16", action="store_true", help="both train in bf16, on a GPU")
     parser.add_argument(
         "--work",
@@ -108,6 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.steps, args.repeats = 7, 1
+    check_warmup(parser, args)
     return args
 
 

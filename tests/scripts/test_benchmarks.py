@@ -11,7 +11,7 @@ import tiny_models
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from benchmarks import common, data_pipeline, data_preflight, inputs, scaling, shapes, startup, vs_peers
+from benchmarks import common, data_pipeline, data_preflight, inputs, scaling, shapes, startup, vs_peers, vs_upstream
 from benchmarks.peers import recording
 from benchmarks.upstream import data_arm
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -205,10 +205,11 @@ def test_an_environment_that_cannot_be_made_is_not_taken_for_one(tmp_path, monke
             vs_peers.ensure_environment(vs_peers.PEERS[0])
 
 
-def test_steps_that_are_all_left_out_of_the_time_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["vs_peers", "--steps", "3"])
+@pytest.mark.parametrize("benchmark", [vs_peers, vs_upstream])
+def test_steps_that_are_all_left_out_of_the_time_are_refused(monkeypatch, capsys, benchmark):
+    monkeypatch.setattr(sys, "argv", [benchmark.__name__, "--steps", "3"])
     with pytest.raises(SystemExit, match="2"):
-        vs_peers.main()
+        benchmark.main()
     assert "--steps 3: expected more than --warmup-steps (3)" in capsys.readouterr().err
 
 
