@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from llava.commands import Parser
 from llava.provenance import WORK
 from playground.options import PICTURES, add_options, settings_from
 from playground.store import PlaygroundError
@@ -27,10 +28,10 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
     Of `OTHERS` only `command` gets its flags, since they need an import of its module.
     """
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = Parser(add_help=False)
     shared.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder that holds every output")
     shared.add_argument("--force", action="store_true", help="make the output again, even if it is complete")
-    top = argparse.ArgumentParser(prog="python -m playground", description=__doc__)
+    top = Parser(prog="python -m playground", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     style = argparse.ArgumentDefaultsHelpFormatter
     for name in INPUTS:

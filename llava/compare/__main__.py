@@ -4,13 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from llava.commands import program_name
+from llava.commands import Parser, program_name
 from llava.compare import run as whole
-from llava.compare import study, study_page
+from llava.compare import study, study_page, study_record
 from llava.compare.report import write_report
 from llava.compare.runs import STAGES, Run, check_present, check_results, check_runs
 from llava.compare.stage import StepError, train_stage
-from llava.compare.study_record import read_record
 from llava.provenance import IS_CHECKOUT, NEEDS_CHECKOUT
 
 _CHECKS = (
@@ -21,7 +20,7 @@ _CHECKS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog=program_name("llava.compare"), description=__doc__)
+    top = Parser(prog=program_name("llava.compare"), description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     summary = "train, score and measure every arm, and write one page with a verdict"
     whole.add_arguments(commands.add_parser("run", help=summary, description=f"{summary}. See docs/compare.md."))
@@ -29,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     study.add_arguments(commands.add_parser("study", help=summary, description=f"{summary}. See docs/compare.md."))
     summary = "write a study's page again from its study.json"
     command = commands.add_parser("page", help=summary, description=summary)
-    command.add_argument("study", type=Path, metavar="STUDY_JSON")
+    command.add_argument("study", type=Path, metavar="STUDY_JSON", help="the file, or its folder")
     command.add_argument("--docs", action="store_true", help="write docs/study.md and docs/study.json instead")
     for name, summary in _CHECKS:
         command = commands.add_parser(name, help=summary, description=summary)
@@ -37,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--arms", type=lambda text: text.split(","), required=True, help="joined by commas, none first"
         )
-        command.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",") if s], required=True)
+        command.add_argument("--seeds", type=listed, required=True, help="joined by commas")
         if name == "check":
             command.add_argument(
                 "--stage", choices=STAGES, required=True, help="the runs that have finished this stage are compared"
@@ -49,6 +48,18 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("log", type=Path)
     command.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="variables of the stage's script")
     return top
+
+
+def listed(text: str) -> list[int]:
+    """Seeds joined by commas.
+
+    Raises:
+        argparse.ArgumentTypeError: one of them is no number.
+    """
+    try:
+        return [int(seed) for seed in text.removesuffix(",").split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected seeds joined by commas, as in 42,43; found {text!r}") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,8 +74,9 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "study":
             study.run(args)
         elif args.command == "page":
-            found = read_record(args.study)
-            for path in study_page.write_docs(found) if args.docs else study_page.write_page(found, args.study.parent):
+            file = args.study / study_record.FILE if args.study.is_dir() else args.study
+            found = study_record.read_record(file)
+            for path in study_page.write_docs(found) if args.docs else study_page.write_page(found, file.parent):
                 print(f"written: {path}")
         elif args.command == "stage":
             train_stage(args.stage, args.folder, args.log, dict(pair.split("=", 1) for pair in args.settings))

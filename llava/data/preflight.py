@@ -12,7 +12,7 @@ import sys
 import time
 
 from llava.anyres import CropRules, Picture, is_anyres, parse_pinpoints
-from llava.commands import whole
+from llava.commands import Parser, whole
 from llava.conversation import get_template
 from llava.data.images import ImageStore
 from llava.data.mixture import source_lines
@@ -36,7 +36,7 @@ _SHOWN = 10
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m llava.data.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data_path", required=True, help="records, as the trainer takes them")

@@ -21,6 +21,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from llava.commands import Parser
 from llava.data.checks import starts_from
 from llava.data.preflight import add_flags, show
 from llava.data.row_groups import rewrite_shards
@@ -79,7 +80,7 @@ SOURCES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m llava.data.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", choices=[*SOURCES, "folder"])

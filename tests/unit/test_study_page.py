@@ -116,7 +116,7 @@ def test_power_and_limits_say_what_the_study_could_not_show(study):
 @pytest.mark.slow
 def test_both_pages_and_every_figure_hold_every_arm_and_escape_names(study, tmp_path):
     (tmp_path / "study.json").write_text(json.dumps(study))
-    assert main(["page", str(tmp_path / "study.json")]) == 0
+    assert main(["page", str(tmp_path)]) == 0
     html = (tmp_path / "study.html").read_text()
     assert "<b>small" not in html and "http" not in html.replace("http-equiv", "") and "improved" in html
     figures = sorted(path.stem for path in (tmp_path / "figures").glob("*.svg"))
