@@ -336,6 +336,10 @@ def power(study: Study) -> list[str]:
     return found
 
 
+UNLIKE = 3.0
+"""Ratio of standard deviations over seeds from which an arm's runs are said to vary otherwise than the others'."""
+
+
 def limits(study: Study) -> list[str]:
     """What the verdicts do not cover."""
     seeds = len(study["seeds"])
@@ -345,6 +349,8 @@ def limits(study: Study) -> list[str]:
         "Training runs of all arms are taken to vary alike, and the tasks as fixed.",
         "Measurements inside the models are of the first seed and have no intervals over seeds.",
     ]
+    if seeds >= 3:
+        found += unlike(study["results"])
     if missing := len(study["plan"]["seeds"]) - seeds:
         found.insert(
             0, f"{count_of(missing, 'seed')} of {seeds + missing} not trained yet: this is how it stands so far."
@@ -353,4 +359,19 @@ def limits(study: Study) -> list[str]:
         found.insert(0, f"{seeds} seed{'s' if seeds > 1 else ''}: how much training runs vary is hardly known.")
     if study["plan"]["questions"]:
         found.insert(0, f"Only {study['plan']['questions']} questions were asked: a trial of the whole, not a result.")
+    return found
+
+
+def unlike(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A sentence for each arm whose seeds differ more than `UNLIKE` times as much as those of the other arms."""
+    varies = {arm: float(np.var(found[MEAN]["by_seed"], ddof=1)) for arm, found in results.items()}
+    found = []
+    for arm, own in varies.items():
+        others = [one for name, one in varies.items() if name != arm]
+        if others and own > UNLIKE**2 * np.mean(others):
+            found.append(
+                f"The seeds of {arm} differ far more than those of the other arms: standard deviations of "
+                f"{np.sqrt(own):.1f} and {np.sqrt(np.mean(others)):.1f} points. All arms share one estimate of how "
+                "training runs vary, so this widens every interval."
+            )
     return found

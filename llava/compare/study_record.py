@@ -230,10 +230,10 @@ def controls(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def measured(folder: Path) -> dict[str, Rows]:
-    """The rows of what `llava.analysis` measured, by command."""
+    """The rows of what `llava.analysis` measured, by table; those with a row per layer are too long for a page."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
-        if isinstance(content, dict) and content.get("rows"):
+        if isinstance(content, dict) and content.get("rows") and "layer" not in content["rows"][0]:
             found[path.stem] = content["rows"]
     return found

@@ -11,7 +11,7 @@ from llava.compare.plan import MEAN
 from llava.compare.study import ARMS
 from llava.compare.study_figures import figures
 from llava.compare.study_page import conclusions, limits, power, write_markdown, write_page
-from llava.compare.study_record import CONTRASTS, doses, read_record
+from llava.compare.study_record import CONTRASTS, doses, measured, read_record
 from llava.eval.results import CONTROLS
 
 NAMES = ARMS.split(",")
@@ -111,6 +111,24 @@ def test_power_and_limits_say_what_the_study_could_not_show(study):
     assert "Only 48 questions" in limits(study)[0]
     study["plan"] |= {"questions": 0, "seeds": [42, 43, 44, 45]}
     assert limits(study)[0] == "1 seed of 4 not trained yet: this is how it stands so far."
+
+
+def test_an_arm_whose_seeds_differ_far_more_than_the_others_is_named(study):
+    study["seeds"] = [1, 2, 3]
+    for arm, found in study["results"].items():
+        found[MEAN]["by_seed"] = [0, 2, 4] if arm != "clip" else [0, 5, 10]
+    assert "differ far more" not in " ".join(limits(study))
+    study["results"]["clip"][MEAN]["by_seed"] = [0, 10, 20]
+    assert (
+        "The seeds of clip differ far more than those of the other arms: standard deviations of 10.0 and 2.0"
+        in (limits(study)[-1])
+    )
+
+
+def test_tables_with_a_row_per_layer_stay_out_of_the_record(tmp_path):
+    (tmp_path / "rates.json").write_text(json.dumps({"rows": [{"model": "none", "cosine": 0.9}]}))
+    (tmp_path / "rates-layers.json").write_text(json.dumps({"rows": [{"model": "none", "layer": 0, "cosine": 0.9}]}))
+    assert measured(tmp_path) == {"rates": [{"model": "none", "cosine": 0.9}]}
 
 
 @pytest.mark.slow
