@@ -45,7 +45,7 @@ if [ -n "${LLAVA_PYTHON:-}" ]; then
 fi
 
 # C++ ops that DeepSpeed builds on first use go into .venv: in the home folder two environments would overwrite each
-# other's, and a build that was killed would leave a lock there on which every later run waits.
+# other's. llava/launch/builds.py has what happens when a build is killed.
 [ -n "${LLAVA_PYTHON:-}" ] || export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}"
 
 # Makes or updates .venv; the caller's own environment is taken as it is and only told where the package lies.

@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from llava.launch.builds import release_left
 from llava.launch.passed_on import write_env_file
 from llava.train.failures import (
     FOLDER,
@@ -148,7 +150,12 @@ def supervise(
     with tempfile.TemporaryDirectory(prefix="llava-run-") as folder:  # which nobody else can read
         if by_ssh:
             environment = {**environment, **write_env_file(environment, Path(folder), **{RUN_DIR: folder})}
-        return Supervisor(output_dir, Path(folder), alone).run(command, environment)
+        release_left()
+        began = time.time()
+        try:
+            return Supervisor(output_dir, Path(folder), alone).run(command, environment)
+        finally:
+            release_left(began)
 
 
 def descendants(pid: int) -> set[int]:

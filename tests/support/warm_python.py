@@ -28,6 +28,8 @@ from pathlib import Path
 
 from paths import ROOT
 
+from llava.launch.builds import release_left
+
 PROGRAM = """#!{python} -IS
 import json, os, signal, socket, sys
 job = {{"words": sys.argv, "environment": dict(os.environ), "folder": os.getcwd()}}
@@ -76,6 +78,7 @@ def load_ops() -> None:
     import cpuinfo
     from deepspeed.accelerator import get_accelerator
 
+    release_left()  # of an interrupted run of the tests, whose server was killed
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
         get_accelerator().create_op_builder(name).load()
