@@ -29,6 +29,12 @@ def parser() -> argparse.ArgumentParser:
     summary = "write a study's page again from its study.json"
     command = commands.add_parser("page", help=summary, description=summary)
     command.add_argument("study", type=Path, metavar="STUDY_JSON", help="the file, or its folder")
+    command.add_argument(
+        "--measured",
+        type=Path,
+        metavar="STUDY_JSON",
+        help="the same of a study that trained the first seed again: take what it measured inside the models",
+    )
     command.add_argument("--docs", action="store_true", help="write docs/study.md and docs/study.json instead")
     for name, summary in _CHECKS:
         command = commands.add_parser(name, help=summary, description=summary)
@@ -74,10 +80,7 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "study":
             study.run(args)
         elif args.command == "page":
-            file = args.study / study_record.FILE if args.study.is_dir() else args.study
-            found = study_record.read_record(file)
-            for path in study_page.write_docs(found) if args.docs else study_page.write_page(found, file.parent):
-                print(f"written: {path}")
+            _page(args)
         elif args.command == "stage":
             train_stage(args.stage, args.folder, args.log, dict(pair.split("=", 1) for pair in args.settings))
         else:
@@ -89,6 +92,15 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return 130
     return 0
+
+
+def _page(args: argparse.Namespace) -> None:
+    found = study_record.read_record(args.study)
+    if args.measured:
+        found = study_record.with_measurements(found, study_record.read_record(args.measured))
+    folder = args.study if args.study.is_dir() else args.study.parent
+    for path in study_page.write_docs(found) if args.docs else study_page.write_page(found, folder):
+        print(f"written: {path}")
 
 
 def _check(args: argparse.Namespace) -> None:

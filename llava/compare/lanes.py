@@ -86,6 +86,45 @@ class StageStep(Step):
 
 
 @dataclass
+class Measurement(Step):
+    """Measurements of `llava.analysis`; what they measured is noted in a file beside the log.
+
+    Attributes:
+        models: folders of the models by their names.
+    """
+
+    models: Mapping[str, Path] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.is_done = self.is_measured
+
+    @classmethod
+    def of(cls, title: str, name: str, output: Path, models: Mapping[str, Path]) -> "Measurement":
+        """The measurement of this name, whose results go to `output`."""
+        command = ["bash", "scripts/analyze.sh", *words_of(models)]
+        settings = {"COMMANDS": name, "OUTPUT_DIR": str(output)}
+        return cls(title, command, output / f"{name}.log", settings, models=models)
+
+    @property
+    def mark(self) -> Path:
+        return self.log.with_suffix(".done")
+
+    def is_measured(self) -> bool:
+        """Whether these models were measured after they had been trained."""
+        if not self.mark.is_file() or self.mark.read_text() != " ".join(words_of(self.models)):
+            return False
+        return self.mark.stat().st_mtime > max((folder / DONE).stat().st_mtime for folder in self.models.values())
+
+    def succeeded(self) -> None:
+        self.mark.write_text(" ".join(words_of(self.models)))
+
+
+def words_of(models: Mapping[str, Path]) -> list[str]:
+    """Models as `scripts/analyze.sh` takes them."""
+    return [f"{name}={folder}" for name, folder in models.items()]
+
+
+@dataclass
 class Lane:
     """A lane at work: the steps to come, the running one with its process, when it began, and the lane's place."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llava.compare.arms import parse_arm, parse_arms, parse_seeds
+from llava.compare.lanes import Measurement
 from llava.compare.paper import ARMS
 from llava.compare.runs import Run
 from llava.compare.stage import STAGES, StepError, interpreter, locked, train_stage
@@ -111,18 +112,19 @@ class Comparison:
         checkpoint, output = run.folder("finetune").resolve(), run.folder("eval").resolve()
         self.call("bash", "scripts/evaluate.sh", checkpoint, *tasks, "--output-dir", output, *flags)
 
-    def analyze(self, command: str, stage: str = STAGES[-1], place: str = "analysis") -> None:
-        """Runs one measurement of the first seed's models of a stage, unless its result is newer than these models."""
-        folders = [self.run(self.seeds[0], arm).folder(stage).resolve() for arm in self.arms]
-        models = [f"{arm}={folder}" for arm, folder in zip(self.arms, folders, strict=True)]
-        done = self.folder / place / f"{command}.done"
-        newest = max((folder / DONE).stat().st_mtime for folder in folders)
-        if done.is_file() and done.stat().st_mtime > newest and done.read_text() == " ".join(models):
-            print(f"{done.with_suffix('')} is complete, skipped")
+    def measurement(self, command: str, stage: str, place: str) -> Measurement:
+        """One measurement of the first seed's models of a stage."""
+        models = {arm: self.run(self.seeds[0], arm).folder(stage).resolve() for arm in self.arms}
+        return Measurement.of(f"{command}, {stage}", command, (self.folder / place).resolve(), models)
+
+    def analyze(self, command: str) -> None:
+        """Runs one measurement of the first seed's finished models, unless its result is newer than these models."""
+        wanted = self.measurement(command, STAGES[-1], "analysis")
+        if wanted.is_done():
+            print(f"{wanted.mark.with_suffix('')} is complete, skipped")
             return
-        output = str(done.parent.resolve())
-        self.call("bash", "scripts/analyze.sh", *models, COMMANDS=command, OUTPUT_DIR=output)
-        done.write_text(" ".join(models))
+        self.call(*wanted.command, **wanted.settings)
+        wanted.succeeded()
 
     def train_upstream(self) -> None:
         """Trains the baseline with upstream LLaVA, on models and data of its own, since it cannot load the presets'."""

@@ -3,10 +3,10 @@
     inputs     the playground's language model, pictures and tower
     plan       with `--hours`: a short pilot of the baseline decides steps and seeds (`llava.compare.plan`)
     runs       stage 1, stage 2, answers and controls | the same for the next arm and seed
-    measured   `llava.analysis` after each stage, on the first seed's models
+    measured   `llava.analysis` before training | after stage 1 | after stage 2, on the first seed's models
     page       study.json, study.html, study.md (`llava.compare.study_record`, `study_page`)
 
-`|` stands for side by side: one run per GPU for the demo, on a CPU as many as cores and memory allow. Steps and
+`|` stands for side by side: one process per GPU for the demo, on a CPU as many as cores and memory allow. Steps and
 checks are those of a comparison (`llava.compare.run`). Every step keeps what it finished.
 """
 
@@ -42,7 +42,7 @@ from llava.compare.run import DEMO, Comparison
 from llava.compare.runs import Run, check_present, check_results, check_runs
 from llava.compare.stage import STAGES, interpreter, locked
 from llava.compare.study_page import write_page
-from llava.compare.study_record import answers_of, record, write_record
+from llava.compare.study_record import ANALYSIS, answers_of, record, write_record
 from llava.eval.results import CONTROLS, RESULTS_FILE
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.recipe import resolved_run
@@ -148,6 +148,12 @@ class Study(Comparison):
         names = seen if len(seen) >= count and all(seen) else [str(number) for number in range(count)]
         return [{"CUDA_VISIBLE_DEVICES": name, "NUM_GPUS": "1"} for name in names[:count]]
 
+    def threads(self, at_once: int) -> dict[str, str]:
+        """The variable that shares the cores among this many processes of the demo; none on GPUs."""
+        if not self.demo or resolve_devices(os.environ).on_gpu or os.environ.get("OMP_NUM_THREADS"):
+            return {}
+        return {"OMP_NUM_THREADS": str(max(1, available_cores() // at_once))}
+
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -164,10 +170,7 @@ class Study(Comparison):
             (self.folder / ASKED).parent.mkdir(exist_ok=True)
             (self.folder / ASKED).write_text(json.dumps(records[: self.asked_in_training]), encoding="utf-8")
         places = self.places()
-        threads = {}
-        if self.demo and not resolve_devices(os.environ).on_gpu and not os.environ.get("OMP_NUM_THREADS"):
-            threads = {"OMP_NUM_THREADS": str(max(1, available_cores() // max(self.beside, len(places))))}
-        lanes = {run.name: self.lane(run, threads) for run in self.runs}
+        lanes = {run.name: self.lane(run, self.threads(max(self.beside, len(places)))) for run in self.runs}
         run_lanes(lanes, len(places), [self.lock], places)
         self.check_all()
 
@@ -186,10 +189,17 @@ class Study(Comparison):
             for run in self.runs:
                 self.step(f"benchmarks, {run.name}", self.evaluate, run.seed, run.arm)
             check_results(self.runs)
+        self.step("measurements, first seed", self.measure_all)
+        self.step("page", self.page)
+
+    def measure_all(self) -> None:
+        """What `MEASURED` names, of the first seed's models."""
+        places, lanes = self.places(), {}
         for part, commands in MEASURED.items():
             for command in os.environ.get("ANALYSIS", commands).split():
-                self.step(f"{command}, {part}", self.analyze, command, part, f"analysis-{part}")
-        self.step("page", self.page)
+                wanted = self.measurement(command, part, f"{ANALYSIS}{part}")
+                lanes[wanted.title] = [replace(wanted, settings={**wanted.settings, **self.threads(len(places))})]
+        run_lanes(lanes, len(places), [self.lock], places)
 
     def page(self) -> None:
         """Writes study.json, and the page from it."""
@@ -366,8 +376,7 @@ def run(args: argparse.Namespace) -> None:
     if args.so_far:
         so_far(Study(recipe, arms, seeds or [], "", folder, False, data=data, plan=kept))
         return
-    for part in MEASURED:
-        (folder / f"analysis-{part}").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with locked(folder) as lock:
         study = Study(recipe, arms, seeds or parse_seeds("1"), "", folder, False, lock, data=data, quick=args.quick)

@@ -12,7 +12,7 @@ from llava.compare.report import render
 from llava.compare.report_figures import data_uri
 from llava.compare.report_tables import Rows
 from llava.compare.study_figures import figures
-from llava.compare.study_record import DOSED, Study, write_record
+from llava.compare.study_record import DOSED, Study, in_digits, write_record
 from llava.launch.devices import count_of
 from llava.provenance import ROOT
 
@@ -21,6 +21,13 @@ LEVEL_ARMS = ("scale-fixed", "scale", "clip")  # they set the norm's level and n
 FIGURE = "study-{}.svg"
 # Parts of a run, in their order.
 WHEN = {"start": "before training", "pretrain": "after stage 1", "finetune": "after stage 2"}
+ACROSS = {
+    "interface-norms": ("norms of", ("mean",)),
+    "update-rates": ("tokens", ("cosine mean", "update mean")),
+    "theory-model": ("assumption", ("median layer",)),
+    "interventions": ("intervention", ("KL (nats)", "cos of keys", "cos of values")),
+}
+"""Long tables: the column whose values become columns, and the values that fill them, each in a table of its own."""
 CLAIMS: Rows = [
     {
         "who": "The paper (arXiv 2512.08374)",
@@ -103,9 +110,7 @@ def tables(study: Study) -> dict[str, Rows]:
         "With the picture taken away": controls(study),
         "Norms and gradients while training, first seed": logged(study),
     }
-    for part in (part for part in WHEN if part in study["measured"]):
-        commands = study["measured"][part]
-        found |= {f"{command}, {WHEN[part]}": rounded(rows) for command, rows in commands.items()}
+    found |= measurements(study)
     return {title: rows for title, rows in found.items() if rows}
 
 
@@ -160,18 +165,31 @@ def logged(study: Study) -> Rows:
         points = [{"arm": arm, "when": when} for when in WHEN.values()]
         for name, values in found.items():
             for point, value in zip(points, values, strict=True):
-                point[name] = significant(value)
+                point[name] = in_digits(value, 3)
         rows += points
     return rows
 
 
-def rounded(rows: Rows) -> Rows:
-    return [{name: significant(value) for name, value in row.items()} for row in rows]
+def measurements(study: Study) -> dict[str, Rows]:
+    """What was measured inside the models: an arm's rows follow each other, before training and after each stage."""
+    found: dict[str, Rows] = {}
+    for part, when in WHEN.items():
+        for name, rows in study["measured"].get(part, {}).items():
+            column, values = ACROSS.get(name, (None, ()))
+            titled = {f"{name}, {value}": spread(rows, column, value) for value in values} if column else {name: rows}
+            for title, lines in titled.items():
+                own = [{name: in_digits(value, 3) for name, value in line.items()} for line in lines]
+                found.setdefault(title, []).extend({"model": line["model"], "when": when} | line for line in own)
+    place = {arm: index for index, arm in enumerate(study["arms"])}
+    return {title: sorted(rows, key=lambda row: place.get(row["model"], len(place))) for title, rows in found.items()}
 
 
-def significant(value: Any) -> Any:
-    """A float rounded to three significant digits; anything else as it is."""
-    return float(f"{value:.3g}") if isinstance(value, float) else value
+def spread(rows: Rows, column: str, value: str) -> Rows:
+    """A row for each model, with `value` in columns that are called by what `column` holds."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault(row["model"], {"model": row["model"]})[row[column]] = row[value]
+    return list(found.values())
 
 
 def done(study: Study) -> list[str]:
@@ -190,6 +208,13 @@ def done(study: Study) -> list[str]:
         f"{len(training['samples'])} times.",
         f"Trained at commit {study['trained_at']}, written at {study['commit']}, {study['created']}.",
     ]
+    if "measured_in" in study:
+        again = study["measured_in"]
+        apart = f"differ from those above by at most {again['apart']:.1f} points" if again["apart"] else "are the same"
+        found.append(
+            f"Measured inside models of seed {study['seeds'][0]} that were trained again, at commit "
+            f"{again['trained_at']}; their scores on every task {apart}."
+        )
     if plan["hours"] is not None:
         found.append(f"Steps and seeds were planned from a pilot for {plan['hours']:g} hours.")
     return found
@@ -212,7 +237,8 @@ def conclusions(study: Study) -> list[str]:
     found += [about_arms("A level without a norm layer", LEVEL_ARMS, study)]
     rest = [arm for arm in study["results"] if arm not in (*PAPER_ARMS, *LEVEL_ARMS, *study["dose"])]
     found += [about_arms("Other norms", rest, study)]
-    found += [about_dose(study), about_pairs(study), about_speed(study), about_pictures(study), about_rescaling(study)]
+    found += [about_dose(study), about_pairs(study), about_speed(study), about_pictures(study)]
+    found += [about_turning(study), about_rescaling(study)]
     return [text for text in found if text]
 
 
@@ -298,6 +324,23 @@ def about_pictures(study: Study) -> str:
     others = [arm for arm in study["arms"] if arm not in sees]
     text = f"With a blank picture {len(sees)} of {len(study['arms'])} arms answer worse"
     return text + (f"; not shown for {', '.join(others)}." if others else ".")
+
+
+def about_turning(study: Study) -> str:
+    """How large a layer's update is beside the state that it turns, for visual tokens and for the text after them."""
+    rows = study["measured"].get("finetune", {}).get("update-rates", [])
+    by_arm = {row["model"]: row for row in spread(rows, "tokens", "update mean")}
+    parts = [
+        f"{arm} {by_arm[arm]['visual']:.2f} ({by_arm[arm]['text after']:.2f})"
+        for arm in study["arms"]
+        if {"visual", "text after"} <= by_arm.get(arm, {}).keys()
+    ]
+    if not parts:
+        return ""
+    return (
+        "After stage 2 a layer adds to a visual token, relative to its norm (to text after the picture), on average: "
+        f"{', '.join(parts)}. First seed, without intervals."
+    )
 
 
 def about_rescaling(study: Study) -> str:

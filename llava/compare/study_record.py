@@ -38,8 +38,27 @@ CONTRASTS = (
 )
 """Arms that are also compared with each other, the first minus the second, where both were trained."""
 DOSED = "gwc_layernorm"
-MEASURED = "analysis-"
+ANALYSIS = "analysis-"
 """Beginning of the names of the folders in which `llava.analysis` wrote."""
+KEPT = {
+    "interface-norms": ("model", "norms of", "mean", "p5", "p95"),
+    "update-rates": ("model", "tokens", "cosine mean", "update mean"),
+    "layer-norms": ("model", "tokens", "input mean", "end mean"),
+    "layer-norms-sinks": (),  # those of update-rates
+    "attention": ("model", "visual share of attention", "share if uniform", "entropy / ln V", "most seen token"),
+    "gradients": ("model", "gradient at", "none", "layernorm", "gwc_layernorm"),
+    "theory-model": ("model", "assumption", "median layer", "10 % of layers below", "90 % below"),
+    "interventions": (
+        "model",
+        "intervention",
+        "KL (nats)",
+        "answer changes (%)",
+        "visual attention",
+        "cos of keys",
+        "cos of values",
+    ),
+}
+"""The columns of tables that a study keeps; of other tables it keeps all."""
 LOGGED = {
     "visual norm": "norm/llm_input",
     "text norm": "norm/text_embeddings",
@@ -95,27 +114,29 @@ def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> S
         "controls": controls(runs),
         "logged": {run.arm: logged(run) for run in runs if run.seed == stats.seeds[0]},
         "measured": {
-            place.name.removeprefix(MEASURED): measured(place) for place in sorted(folder.glob(f"{MEASURED}*"))
+            place.name.removeprefix(ANALYSIS): measured(place) for place in sorted(folder.glob(f"{ANALYSIS}*"))
         },
         "hours": sum(sum(seconds_of_steps(run, stage)) for run in runs for stage in STAGES) / 3600,
     }
 
 
 def write_record(found: Study, folder: Path) -> Path:
-    """Writes `study.json` at once, so that a reader never sees half of it; returns its path."""
+    """Writes `study.json`, a line for each part, at once, so that a reader never sees half of it; returns its path."""
     path = folder / FILE
     partial = path.with_name(f"{FILE}.tmp")
-    partial.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    lines = (f"{json.dumps(name)}: {json.dumps(part, ensure_ascii=False)}" for name, part in found.items())
+    partial.write_text("{{\n{}\n}}\n".format(",\n".join(lines)), encoding="utf-8")
     partial.replace(path)
     return path
 
 
 def read_record(path: Path) -> Study:
-    """The content of a `study.json`.
+    """The content of a `study.json`, given the file or its folder.
 
     Raises:
         ValueError: no such file, or not one of this format.
     """
+    path = path / FILE if path.is_dir() else path
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -230,10 +251,43 @@ def controls(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def measured(folder: Path) -> dict[str, Rows]:
-    """The rows of what `llava.analysis` measured, by table; those with a row per layer are too long for a page."""
+    """The rows of what `llava.analysis` measured in the arms, by table, in four digits.
+
+    Tables with a row per layer are left out, as are columns that `KEPT` does not name: the analysis' files have them.
+    """
     found = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
-        if isinstance(content, dict) and content.get("rows") and "layer" not in content["rows"][0]:
-            found[path.stem] = content["rows"]
+        rows = content.get("rows") if isinstance(content, dict) else None
+        if not rows or "model" not in rows[0] or "layer" in rows[0]:
+            continue
+        if kept := KEPT.get(path.stem, rows[0]):
+            found[path.stem] = [{name: in_digits(row[name], 4) for name in kept} for row in rows]
     return found
+
+
+def in_digits(value: Any, digits: int) -> Any:
+    """A float rounded to this many significant digits; anything else as it is."""
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def with_measurements(study: Study, other: Study) -> Study:
+    """`study` with what was measured inside another study's models, which trained the first seed again.
+
+    Raises:
+        ValueError: the other study has another model, first seed or budget, other arms, or other questions.
+    """
+    for name in ("model", "arms", "tasks", "samples"):
+        if study[name] != other[name]:
+            raise ValueError(f"--measured: expected a study of the same {name}, {study[name]}; found {other[name]}")
+    if study["seeds"][0] != other["seeds"][0]:
+        raise ValueError(f"--measured: expected a study from seed {study['seeds'][0]} on; found {other['seeds'][0]}")
+    again = {
+        "trained_at": other["trained_at"],
+        "apart": max(
+            abs(found[task][0] - other["scores"][arm][task][0])
+            for arm, found in study["scores"].items()
+            for task in found
+        ),
+    }
+    return {**study, "measured": other["measured"], "measured_in": again}

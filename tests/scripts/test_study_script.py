@@ -16,6 +16,7 @@ from warm_python import warm_python
 
 from llava.compare.__main__ import main
 from llava.compare.stage import STAGES
+from llava.compare.study import MEASURED
 
 ARMS = "none,gwc_layernorm"
 
@@ -60,8 +61,9 @@ def test_quick_goes_through_every_part_and_a_second_call_trains_and_measures_not
     )
     assert sum(line.startswith("answer") for line in calls[4:]) == 4
     measured = [line for line in calls if line.startswith("measure")]
-    assert measured[0] == "measure interface-norms analysis-start"
-    assert measured[-1] == "measure theory analysis-finetune"
+    assert sorted(measured) == sorted(
+        f"measure {command} analysis-{part}" for part, commands in MEASURED.items() for command in commands.split()
+    )
     plan = json.loads((study.out / "plan.json").read_text())
     assert plan["seeds"] == [42, 43] and plan["pilot"]["questions"] == {"binding": 100, "color": 100, "count": 100}
     assert f"    mean         {plan['smallest']['mean']:.1f}\n" in done.stdout

@@ -118,16 +118,25 @@ def answer(flags: dict[str, str]) -> None:
         (folder / "results.json").write_text(json.dumps(content))
 
 
+LONG = {
+    "interface-norms": ({"norms of": ("encoder tokens", "text embedding matrix")}, ("mean", "p5", "p95")),
+    "update-rates": ({"tokens": ("visual", "text after")}, ("cosine mean", "update mean")),
+    "layer-norms": ({"tokens": ("visual", "text after")}, ("input mean", "end mean")),
+    "gradients": ({"gradient at": ("LLM input", "vision features")}, ("none", "layernorm", "gwc_layernorm")),
+    "attention": ({}, ("visual share of attention", "share if uniform", "entropy / ln V", "most seen token")),
+    "interventions": (
+        {"intervention": ("untouched", "alpha 0.1", "alpha 10", "text norm", "blank picture")},
+        ("KL (nats)", "answer changes (%)", "visual attention", "cos of keys", "cos of values"),
+    ),
+}
+"""Columns of the measurements' tables: the one that has a row for each of its values, and those of numbers."""
+
+
 def measure(words: list[str], flags: dict[str, str]) -> None:
     models = [word.split("=")[0] for word in words if "=/" in word]
-    rows = [{"model": model, "angle": 0.5} for model in models]
-    if flags["commands"] == "interventions":
-        names = ("untouched", "alpha 0.1", "alpha 10", "text norm", "blank picture")
-        values = {"KL (nats)": 0.25, "cos of keys": 0.9, "cos of values": None}
-        rows = [{"model": model, "intervention": name} | values for model in models for name in names]
-    if flags["commands"] == "gradients":
-        shares = {"none": 1.0, "layernorm": 0.1, "gwc_layernorm": 1.0}
-        rows = [{"model": m, "gradient at": at} | shares for m in models for at in ("LLM input", "vision features")]
+    by, numbers = LONG.get(flags["commands"], ({}, ("angle",)))
+    ((column, values),) = by.items() or [("model", (None,))]
+    rows = [{column: v, "model": model} | dict.fromkeys(numbers, 0.25) for model in models for v in values]
     Path(flags["output-dir"], f"{flags['commands']}.json").write_text(json.dumps({"rows": rows}))
 
 

@@ -1,5 +1,6 @@
 """The study's page says what the intervals allow and nothing else, for as many arms as there are."""
 
+import copy
 import json
 
 import numpy as np
@@ -10,8 +11,8 @@ from llava.compare.__main__ import main
 from llava.compare.plan import MEAN
 from llava.compare.study import ARMS
 from llava.compare.study_figures import figures
-from llava.compare.study_page import conclusions, limits, power, write_markdown, write_page
-from llava.compare.study_record import CONTRASTS, doses, measured, read_record
+from llava.compare.study_page import conclusions, done, limits, measurements, power, write_markdown, write_page
+from llava.compare.study_record import CONTRASTS, doses, measured, read_record, with_measurements
 from llava.eval.results import CONTROLS
 
 NAMES = ARMS.split(",")
@@ -51,6 +52,10 @@ def study():
         for arm in NAMES
         for name in ("untouched", "alpha 0.01", "alpha 10", "text norm", "blank picture")
     ]
+    rates = [
+        {"model": "none", "tokens": tokens, "cosine mean": 0.9, "update mean": rate}
+        for tokens, rate in (("visual", 0.04), ("text after", 0.9))
+    ]
     gradients = [{"model": a, "gradient at": "x", "none": 1.0, "layernorm": 0.1, "gwc_layernorm": 1.0} for a in NAMES]
     return {
         "format": 1,
@@ -74,7 +79,10 @@ def study():
         | {"curves": {arm: np.linspace(0.2, 0.8, 9).reshape(3, 3).tolist() for arm in NAMES}},
         "controls": controls,
         "logged": {arm: {"visual norm": [3.0, None, 300.0], "text norm": [3.0, 3.0, 3.0]} for arm in NAMES},
-        "measured": {"start": {"update-rates": rows[:2]}, "finetune": {"interventions": rows, "gradients": gradients}},
+        "measured": {
+            "start": {"update-rates": rates},
+            "finetune": {"update-rates": rates, "interventions": rows, "gradients": gradients},
+        },
         "hours": 3.0,
     }
 
@@ -88,6 +96,7 @@ def test_conclusions_are_those_of_the_intervals(study):
     assert "better than 16x (+5.0, +1.0 to +9.0)" in text and "not shown to differ from 0.25x" in text
     assert "50 % right is reached by rmsnorm with fewer samples and by clip with more" in text
     assert f"not shown for {NAMES[-1]}" in text
+    assert "on average: none 0.04 (0.90). First seed" in text and "none 0.500 nats (blank picture 0.500)" in text
     assert text.count("improved on") == 0  # single tasks' intervals hold zero
 
 
@@ -125,10 +134,50 @@ def test_an_arm_whose_seeds_differ_far_more_than_the_others_is_named(study):
     )
 
 
-def test_tables_with_a_row_per_layer_stay_out_of_the_record(tmp_path):
-    (tmp_path / "rates.json").write_text(json.dumps({"rows": [{"model": "none", "cosine": 0.9}]}))
-    (tmp_path / "rates-layers.json").write_text(json.dumps({"rows": [{"model": "none", "layer": 0, "cosine": 0.9}]}))
-    assert measured(tmp_path) == {"rates": [{"model": "none", "cosine": 0.9}]}
+def test_the_record_keeps_tables_of_arms_without_a_row_per_layer_and_of_long_ones_some_columns(tmp_path):
+    tables = {
+        "sinks": {"model": "none", "share": 0.123456, "position": 12345},
+        "update-rates": {"model": "none", "tokens": "text", "cosine mean": 0.9, "update mean": 1.0, "count": 7},
+        "update-rates-layers": {"model": "none", "layer": 0, "cosine": 0.9},
+        "theory": {"statement": "a lemma, whatever the models"},
+    }
+    for name, row in tables.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": [row]}))
+    assert measured(tmp_path) == {
+        "sinks": [{"model": "none", "share": 0.1235, "position": 12345}],
+        "update-rates": [{"model": "none", "tokens": "text", "cosine mean": 0.9, "update mean": 1.0}],
+    }
+
+
+def test_a_measurement_has_one_table_in_which_an_arm_s_rows_follow_each_other(study):
+    before, after = (
+        [{"model": arm, "tokens": t, "cosine mean": c, "update mean": 0.1} for arm in ("none", "clip") for t in "ab"]
+        for c in (0.5, 0.98765)
+    )
+    study["measured"] = {"finetune": {"update-rates": after}, "start": {"update-rates": before}}
+    found = measurements(study)
+    assert list(found) == ["update-rates, cosine mean", "update-rates, update mean"]
+    assert found["update-rates, cosine mean"] == [
+        {"model": arm, "when": when, "a": value, "b": value}
+        for arm in ("none", "clip")
+        for when, value in (("before training", 0.5), ("after stage 2", 0.988))
+    ]
+
+
+def test_measurements_of_the_first_seed_trained_again_are_taken_over_and_named(study, tmp_path, capsys):
+    again = copy.deepcopy(study) | {"seeds": [42], "trained_at": "decade"}
+    again["scores"]["clip"]["color"] = [study["scores"]["clip"]["color"][0] - 1.5]
+    found = with_measurements(study | {"measured": {}}, again)
+    assert found["measured"] == again["measured"] and found["scores"] == study["scores"]
+    again_at = "seed 42 that were trained again, at commit decade; their scores on every task"
+    assert f"{again_at} differ from those above by at most 1.5 points." in " ".join(done(found))
+    same = with_measurements(study, study | {"trained_at": "decade"})
+    assert f"{again_at} are the same." in " ".join(done(same)) and again_at not in " ".join(done(study))
+    for folder, one in ((tmp_path, study), (tmp_path / "again", again | {"seeds": [43]})):
+        folder.mkdir(exist_ok=True)
+        (folder / "study.json").write_text(json.dumps(one))
+    assert main(["page", str(tmp_path), "--measured", str(tmp_path / "again")]) == 2
+    assert "--measured: expected a study from seed 42 on; found 43" in capsys.readouterr().err
 
 
 @pytest.mark.slow
