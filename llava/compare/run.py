@@ -18,7 +18,7 @@ from llava.compare.arms import parse_arm, parse_arms, parse_seeds
 from llava.compare.lanes import Measurement
 from llava.compare.paper import ARMS
 from llava.compare.runs import Run
-from llava.compare.stage import STAGES, StepError, interpreter, locked, train_stage
+from llava.compare.stage import STAGES, StepError, end, interpreter, locked, train_stage
 from llava.provenance import DONE, ROOT
 
 DEMO = "demo"
@@ -65,15 +65,19 @@ class Comparison:
         self.times.append((title, time.monotonic() - start))
 
     def call(self, *command: object, **settings: str) -> None:
-        """Runs a program from the repository's root.
+        """Runs a program from the repository's root; when this process is to stop, the program may save first.
 
         Raises:
             StepError: it failed.
         """
         words = [str(word) for word in command]
-        done = subprocess.run(words, cwd=ROOT, env=os.environ | settings, pass_fds=[self.lock], check=False)
-        if done.returncode:
-            raise StepError(f"status {done.returncode}: {shlex.join(words)}")
+        process = subprocess.Popen(words, cwd=ROOT, env=os.environ | settings, pass_fds=[self.lock])
+        try:
+            process.wait()
+        finally:
+            end([process])
+        if process.returncode:
+            raise StepError(f"status {process.returncode}: {shlex.join(words)}")
 
     def python(self, module: str, *words: object, **settings: str) -> None:
         """Runs a module by the caller's own interpreter, or else by this one."""

@@ -33,7 +33,11 @@ case "$*" in
   *llava.eval.evaluate*) echo "evaluate ${3#$OUT/}" >>"$CALLS" ;;
   *llava.analysis*)
     words=$(grep -oP -- '--commands \K\S+' <<<"$*")
-    echo "analyze $words $(grep -o '=/' <<<"$*" | wc -l)" >>"$CALLS" ;;
+    echo "analyze $words $(grep -o '=/' <<<"$*" | wc -l)" >>"$CALLS"
+    [ "analyze $words" != "$HANGS" ] || {
+      trap 'echo saved >>"$CALLS"; exit 143' TERM
+      while :; do sleep 0.1; done
+    } ;;
   *"llava.compare present"*) ;;
   *llava.compare*) echo "$3 ${*: -1}" >>"$CALLS"; [ "$3" != "$FAILING" ] || exit 2 ;;
   *playground*) echo "prepare $3" >>"$CALLS" ;;
@@ -138,6 +142,19 @@ def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
     assert done.returncode == 0, done.stdout + done.stderr
     trained = [line for line in seen() if line.startswith("train")]
     assert trained == [f"train layernorm text_norm 42 seed-42/layernorm/{stage}" for stage in ("pretrain", "finetune")]
+
+
+def test_terminated_while_measuring_it_lets_the_measurement_save(compare):
+    run, seen = compare
+    process = run("--arms", "none,layernorm", start=True, HANGS="analyze theory")
+    lines = []
+    for _ in range(900):
+        time.sleep(0.1)
+        lines += seen()
+        if "analyze theory 2" in lines:
+            break
+    process.terminate()
+    assert process.wait(timeout=60) == 143 and seen() == ["saved"]
 
 
 @pytest.mark.parametrize(
