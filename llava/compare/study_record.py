@@ -261,8 +261,9 @@ def measured(folder: Path) -> dict[str, Rows]:
         rows = content.get("rows") if isinstance(content, dict) else None
         if not rows or "model" not in rows[0] or "layer" in rows[0]:
             continue
-        if kept := KEPT.get(path.stem, rows[0]):
-            found[path.stem] = [{name: in_digits(row[name], 4) for name in kept} for row in rows]
+        kept = KEPT.get(path.stem)
+        if kept != ():
+            found[path.stem] = [{name: in_digits(row[name], 4) for name in kept or row} for row in rows]
     return found
 
 

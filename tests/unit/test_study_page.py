@@ -143,7 +143,9 @@ def test_the_record_keeps_tables_of_arms_without_a_row_per_layer_and_of_long_one
     }
     for name, row in tables.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": [row]}))
+    (tmp_path / "norm-params.json").write_text(json.dumps({"rows": [{"model": "a", "step": 1}, {"model": "paper"}]}))
     assert measured(tmp_path) == {
+        "norm-params": [{"model": "a", "step": 1}, {"model": "paper"}],
         "sinks": [{"model": "none", "share": 0.1235, "position": 12345}],
         "update-rates": [{"model": "none", "tokens": "text", "cosine mean": 0.9, "update mean": 1.0}],
     }
