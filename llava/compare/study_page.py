@@ -12,7 +12,7 @@ from llava.compare.report import render
 from llava.compare.report_figures import data_uri
 from llava.compare.report_tables import Rows
 from llava.compare.study_figures import figures
-from llava.compare.study_record import DOSED, Study, in_digits, write_record
+from llava.compare.study_record import DOSED, KEPT, Study, in_digits, write_record
 from llava.launch.devices import count_of
 from llava.provenance import ROOT
 
@@ -21,13 +21,8 @@ LEVEL_ARMS = ("scale-fixed", "scale", "clip")  # they set the norm's level and n
 FIGURE = "study-{}.svg"
 # Parts of a run, in their order.
 WHEN = {"start": "before training", "pretrain": "after stage 1", "finetune": "after stage 2"}
-ACROSS = {
-    "interface-norms": ("norms of", ("mean",)),
-    "update-rates": ("tokens", ("cosine mean", "update mean")),
-    "theory-model": ("assumption", ("median layer",)),
-    "interventions": ("intervention", ("KL (nats)", "cos of keys", "cos of values")),
-}
-"""Long tables: the column whose values become columns, and the values that fill them, each in a table of its own."""
+ACROSS = ("interface-norms", "update-rates", "theory-model", "interventions")
+"""Long tables, of a row for each value of their second column (`KEPT`): here these values are columns."""
 CLAIMS: Rows = [
     {
         "who": "The paper (arXiv 2512.08374)",
@@ -175,8 +170,10 @@ def measurements(study: Study) -> dict[str, Rows]:
     found: dict[str, Rows] = {}
     for part, when in WHEN.items():
         for name, rows in study["measured"].get(part, {}).items():
-            column, values = ACROSS.get(name, (None, ()))
-            titled = {f"{name}, {value}": spread(rows, column, value) for value in values} if column else {name: rows}
+            titled = {name: rows}
+            if name in ACROSS:
+                _, column, *values = KEPT[name]
+                titled = {f"{name}, {value}": spread(rows, column, value) for value in values}
             for title, lines in titled.items():
                 own = [{name: in_digits(value, 3) for name, value in line.items()} for line in lines]
                 found.setdefault(title, []).extend({"model": line["model"], "when": when} | line for line in own)

@@ -41,22 +41,14 @@ DOSED = "gwc_layernorm"
 ANALYSIS = "analysis-"
 """Beginning of the names of the folders in which `llava.analysis` wrote."""
 KEPT = {
-    "interface-norms": ("model", "norms of", "mean", "p5", "p95"),
+    "interface-norms": ("model", "norms of", "mean"),
     "update-rates": ("model", "tokens", "cosine mean", "update mean"),
-    "layer-norms": ("model", "tokens", "input mean", "end mean"),
-    "layer-norms-sinks": (),  # those of update-rates
+    "theory-model": ("model", "assumption", "median layer"),
+    "interventions": ("model", "intervention", "KL (nats)", "cos of keys", "cos of values"),
     "attention": ("model", "visual share of attention", "share if uniform", "entropy / ln V", "most seen token"),
     "gradients": ("model", "gradient at", "none", "layernorm", "gwc_layernorm"),
-    "theory-model": ("model", "assumption", "median layer", "10 % of layers below", "90 % below"),
-    "interventions": (
-        "model",
-        "intervention",
-        "KL (nats)",
-        "answer changes (%)",
-        "visual attention",
-        "cos of keys",
-        "cos of values",
-    ),
+    "layer-norms": ("model", "tokens", "input mean", "end mean"),
+    "layer-norms-sinks": (),  # those of update-rates
 }
 """The columns of tables that a study keeps; of other tables it keeps all."""
 LOGGED = {
@@ -124,7 +116,8 @@ def write_record(found: Study, folder: Path) -> Path:
     """Writes `study.json`, a line for each part, at once, so that a reader never sees half of it; returns its path."""
     path = folder / FILE
     partial = path.with_name(f"{FILE}.tmp")
-    lines = (f"{json.dumps(name)}: {json.dumps(part, ensure_ascii=False)}" for name, part in found.items())
+    dense = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+    lines = (f"{dense(name)}: {dense(part)}" for name, part in found.items())
     partial.write_text("{{\n{}\n}}\n".format(",\n".join(lines)), encoding="utf-8")
     partial.replace(path)
     return path
@@ -286,7 +279,7 @@ def with_measurements(study: Study, other: Study) -> Study:
     again = {
         "trained_at": other["trained_at"],
         "apart": max(
-            abs(found[task][0] - other["scores"][arm][task][0])
+            round(abs(found[task][0] - other["scores"][arm][task][0]), 6)
             for arm, found in study["scores"].items()
             for task in found
         ),
