@@ -335,8 +335,8 @@ def about_turning(study: Study) -> str:
     if not parts:
         return ""
     return (
-        "After stage 2 a layer adds to a visual token, relative to its norm (to text after the picture), on average: "
-        f"{', '.join(parts)}. First seed, without intervals."
+        "After stage 2, a layer's update over the token's norm, mean of all layers, for visual tokens (for text after "
+        f"the picture): {', '.join(parts)}. First seed, without intervals."
     )
 
 
