@@ -96,7 +96,7 @@ def test_conclusions_are_those_of_the_intervals(study):
     assert "better than 16x (+5.0, +1.0 to +9.0)" in text and "not shown to differ from 0.25x" in text
     assert "50 % right is reached by rmsnorm with fewer samples and by clip with more" in text
     assert f"not shown for {NAMES[-1]}" in text
-    assert "(for text after the picture): none 0.04 (0.90). First seed" in text and "none 0.500 nats (blank picture 0.500)" in text
+    assert "picture): none 0.04 (0.90). First seed" in text and "none 0.500 nats (blank picture 0.500)" in text
     assert text.count("improved on") == 0  # single tasks' intervals hold zero
 
 
