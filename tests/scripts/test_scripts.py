@@ -640,7 +640,8 @@ def setup(tmp_path):
 
     def run(**env: object) -> subprocess.CompletedProcess:
         path = f"{tmp_path}:{os.environ['PATH']}"
-        return bash("scripts/setup.sh", cwd=tree, path=path, CALLS=calls, **env)
+        # PYTHON is empty, as if unset: while coverage is measured, only() names the tests' own interpreter.
+        return bash("scripts/setup.sh", cwd=tree, path=path, PYTHON="", CALLS=calls, **env)
 
     run.tree = tree
     run.calls = lambda: calls.read_text().splitlines() if calls.exists() else []
