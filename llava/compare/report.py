@@ -71,8 +71,8 @@ def named(found: Mapping[str, Difference]) -> dict[str, Difference]:
 
 
 def shown(value: Any) -> str:
-    """A table's value as text."""
-    return "" if value is None else str(value)
+    """A table's value as text; -0.0, which rounding may leave, is 0.0."""
+    return "" if value is None else str(value + 0.0 if isinstance(value, float) else value)
 
 
 def markdown_text(value: object) -> str:

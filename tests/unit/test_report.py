@@ -92,6 +92,11 @@ def test_page_needs_no_network_and_escapes_what_comes_from_data(report):
     assert markdown_text("a|b\n<i>*") == "a\\|b \\<i\\>\\*"
 
 
+def test_a_difference_that_rounds_to_nothing_has_no_sign():
+    assert [markdown_text(round(value, 1)) for value in (-4.6e-16, -0.06, 0.0)] == ["0.0", "-0.1", "0.0"]
+    assert [markdown_text(value) for value in (None, True, 3)] == ["", "True", "3"]
+
+
 def test_score_that_its_samples_do_not_give_is_refused(tmp_path, capsys):
     runs = [write_run(tmp_path, 1, arm, 0.5) for arm in ("none", "layernorm")]
     path = runs[1].folder("eval") / "results.json"
