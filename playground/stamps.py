@@ -2,7 +2,6 @@
 
 import random
 import subprocess
-import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -100,13 +99,11 @@ def _started(command: list[str], **options: Any) -> subprocess.Popen:
 def unpacked(package: Path) -> Iterator[Path]:
     """Yield a temporary folder with the package's pictures and captions; its thousands of sounds stay packed."""
     with tempfile.TemporaryDirectory(dir=package.parent) as folder:
-        with _started(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as process:
-            try:
-                with tarfile.open(fileobj=process.stdout, mode="r|") as content:
-                    content.extractall(folder, (item for item in content if item.name.endswith(USED)), filter="data")
-            except tarfile.TarError:
-                process.kill()
-        if process.returncode != 0:
+        wanted = [f"*{ending}" for ending in USED]
+        with _started(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as content:
+            with _started(["tar", "-x", "-C", folder, "--wildcards", *wanted], stdin=content.stdout) as tar:
+                content.stdout.close()  # if tar ends early, dpkg-deb must notice
+        if content.returncode or tar.returncode:
             raise PlaygroundError(f"{package}: cannot be unpacked; it may be damaged. Delete it and run this again.")
         yield Path(folder)
 

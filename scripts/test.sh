@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The checks of scripts/lint.sh, then the tests. FAST=1 leaves out slow tests; arguments go to pytest: bash scripts/test.sh -k norm
 #   WORKERS=2    processes that share the test files (default: 2); 0 runs all in one, which --pdb needs
-#   COVERAGE=1   also measures which branches of llava/ run, in all processes; takes half as long again
+#   COVERAGE=1   also measures which branches of llava/ run, in all processes; takes twice as long
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from playground.scene_drawing import CHOICES, COLORS, POSITIONS, SHAPES
 from playground.store import MANIFEST, PlaygroundError, build
 
 SMALL = scenes.Settings(num_train=30, num_crowded=30, num_heldout=24, num_text=12, seed=3)
+needs_dpkg = pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="needs dpkg-deb, Debian's packages")
 TINY_TOWER = tower.Settings(layers=2, width=32, heads=2, steps=3, batch_size=16)
 
 
@@ -567,9 +569,23 @@ def test_a_package_that_apt_does_not_know_asks_for_apt_get_update(
     assert commands == ["download", "update", "download"]
 
 
+@needs_dpkg
+def test_of_a_package_pictures_and_captions_are_unpacked_and_its_sounds_stay(package: Path, tmp_path: Path) -> None:
+    inside = sorted(path.relative_to(package) for path in package.rglob("*") if path.suffix in stamps.USED)
+    assert inside
+    (package / stamps.STAMPS_IN_PACKAGE / "cow.ogg").write_bytes(b"moo")
+    (package / "DEBIAN").mkdir()
+    control = {"Package": stamps.PACKAGE, "Version": "1", "Architecture": "all"}
+    control |= {"Maintainer": "Nobody <nobody@example.org>", "Description": "stamps"}
+    (package / "DEBIAN/control").write_text("".join(f"{name}: {value}\n" for name, value in control.items()))
+    subprocess.run(["dpkg-deb", "--build", package, tmp_path / "small.deb"], check=True, stdout=subprocess.DEVNULL)
+    with stamps.unpacked(tmp_path / "small.deb") as folder:
+        assert sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file()) == inside
+    assert not folder.exists()
+
+
+@needs_dpkg
 def test_a_damaged_package_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    if not shutil.which("dpkg-deb"):
-        pytest.skip("needs dpkg-deb")
     damaged = tmp_path / "cache" / f"{stamps.PACKAGE}_1_all.deb"
     damaged.parent.mkdir()
     damaged.write_bytes(b"half a package")
