@@ -75,6 +75,11 @@ def test_only_intervals_without_zero_are_bold(report):
     assert page.count('<strong class="improved">') == 3 and page.count('<strong class="worse">') == 3
 
 
+def test_of_several_seeds_it_says_that_p_does_not_decide(report):
+    text = (report[0] / "report.md").read_text()
+    assert "2 seeds: how much training runs vary" in text and "p leaves aside how training runs vary" in text
+
+
 def test_cost_counts_each_step_once(report):
     row = read_csv(report[0], "cost")[0]
     assert float(row["device hours"]) == pytest.approx(5 * 8 / 4 / 3600, abs=5e-4)
@@ -111,7 +116,8 @@ def test_one_seed_says_what_its_interval_leaves_out_and_other_models_get_no_pape
     for arm in ("none", "layernorm"):
         write_run(tmp_path, 1, arm, 0.5)
     compare(tmp_path, ("none", "layernorm"), "1")
-    assert "One seed" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "One seed" in page and "p leaves aside" not in page
     assert {row["paper"] for row in read_csv(tmp_path, "results")} == {""}
 
 
