@@ -88,7 +88,7 @@ def test_quick_goes_through_every_part_and_a_second_call_trains_and_measures_not
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_killed_while_training_it_goes_on_where_it_was(study, sent):
     flags = ("--quick", "--arms", ARMS, "--seeds", "7,8")
-    process = study(*flags, start=True, HANGS="train 8 none finetune")
+    process = study(*flags, start=True, ANALYSIS="theory", HANGS="train 8 none finetune")
     lines = []
     for _ in range(1200):
         time.sleep(0.1)
@@ -104,7 +104,7 @@ def test_killed_while_training_it_goes_on_where_it_was(study, sent):
     assert early.returncode == 0, early.stdout + early.stderr
     assert json.loads((study.out / "study.json").read_text())["seeds"] == [7]
     assert "1 seed of 2 not trained yet" in (study.out / "study.html").read_text()
-    done = study(*flags, LOCK_SECONDS=20)
+    done = study(*flags, ANALYSIS="theory", LOCK_SECONDS=20)
     assert done.returncode == 0, done.stdout + done.stderr
     again = [line for line in study.seen() if line.startswith("train")]
     assert "train 8 none finetune" in again and "train 8 none pretrain" not in again
