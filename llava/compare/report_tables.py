@@ -333,8 +333,8 @@ def caveats(stats: Statistics, runs: Sequence[Run]) -> list[str]:
         said.append(f"{len(stats.seeds)} seeds: how much training runs vary is only roughly known.")
     if len(stats.seeds) > 1:
         said.append(
-            "p leaves aside how training runs vary, so it may be small where a difference is not shown: verdicts are those "
-            "of the intervals."
+            "p leaves aside how training runs vary, so it may be small where no difference is shown: "
+            "verdicts are those of the intervals."
         )
     if limit := runs[0].results.settings.get("limit"):
         said.append(f"Only the first {limit} samples of every benchmark were asked: these are not real scores.")
