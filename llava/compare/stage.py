@@ -158,16 +158,19 @@ def locked(folder: Path) -> Iterator[int]:
     Raises:
         ValueError: another call, or a training that it left, still holds it.
     """
+    patience = float(os.environ.get("LOCK_SECONDS", "60"))
+    busy = f"{folder} is in use by another call or by a training that it left"
     with (folder / ".lock").open("w") as file:
-        end = time.monotonic() + float(os.environ.get("LOCK_SECONDS", "60"))
+        end = None
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > end:
-                    raise ValueError(
-                        f"{folder} is in use by another call or by a training that it left; wait for its end"
-                    ) from None
+                if end is None:
+                    end = time.monotonic() + patience
+                    print(f"{busy}: waiting up to {patience:g} s for its end", file=sys.stderr, flush=True)
+                elif time.monotonic() > end:
+                    raise ValueError(f"{busy}; wait for its end") from None
                 time.sleep(0.2)
         yield file.fileno()
