@@ -10,7 +10,7 @@ import sys
 import traceback
 from types import TracebackType
 
-import llava.model  # noqa: F401  registers the model types
+import llava.model.language_model.families  # noqa: F401  registers the model types
 from llava.eval.collect import FAILED_AT
 
 

@@ -1,8 +1,15 @@
-"""The models: LLaVA on the decoders of `llava.model.language_model.families`."""
+"""The models: LLaVA on the decoders of `llava.model.language_model.families`.
 
-from llava.model.language_model.llava_llama import LlavaLlamaConfig, LlavaLlamaForCausalLM
-from llava.model.language_model.llava_mistral import LlavaMistralConfig, LlavaMistralForCausalLM
-from llava.model.language_model.llava_qwen import LlavaQwenConfig, LlavaQwenForCausalLM
+The classes are imported, and registered with Transformers, when one is asked for: what needs only a projector norm's
+names does not wait for Transformers' models.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llava.model.language_model.llava_llama import LlavaLlamaConfig, LlavaLlamaForCausalLM
+    from llava.model.language_model.llava_mistral import LlavaMistralConfig, LlavaMistralForCausalLM
+    from llava.model.language_model.llava_qwen import LlavaQwenConfig, LlavaQwenForCausalLM
 
 __all__ = [
     "LlavaLlamaConfig",
@@ -12,3 +19,11 @@ __all__ = [
     "LlavaQwenConfig",
     "LlavaQwenForCausalLM",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from llava.model.language_model import llava_llama, llava_mistral, llava_qwen
+
+    return next(getattr(module, name) for module in (llava_llama, llava_mistral, llava_qwen) if hasattr(module, name))
