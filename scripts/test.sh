@@ -12,6 +12,8 @@ ensure_environment
 
 # No test needs the model hub; without it they behave the same on every machine.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# The tests start hundreds of Pythons. Told to keep no byte code, each would compile the same files again.
+unset PYTHONDONTWRITEBYTECODE
 
 bash scripts/lint.sh
 selection=()
