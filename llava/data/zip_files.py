@@ -120,6 +120,8 @@ def _write_list(path: Path, target: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             files = {info.filename: info for info in archive.infolist() if not info.is_dir()}  # the last of a name
+        if "" in files:
+            raise ValueError("a member has no name")
         rows = [
             (_name_hash(name), info.header_offset, info.compress_size, info.file_size, info.CRC, info.compress_type)
             for name, info in files.items()

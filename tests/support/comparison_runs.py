@@ -47,7 +47,7 @@ def write_run(root: Path, seed: int, arm: str, right: float, **options) -> Run:
                 "mm_mlp_adapter": f"{seed} {arm if stage == 'finetune' else ''}",
             },
             "code": {"digest": "d", "commit": "c0ffee"},
-            "versions": {"torch": "2.13.0"},
+            "versions": {"torch": "0.1.0"},  # which nobody has installed
             "devices": {"ranks": 1, "kind": "cpu"},
         }
         provenance = {"started": "2026-01-01T00:00:00+00:00", "command": "train", "folder": "/"}
@@ -76,7 +76,7 @@ def write_scores(run: Run, right: float, answer: str, tasks: dict[str, int]) -> 
         made[task] = TaskResult("accuracy", 100 * float(hit.mean()), samples, CHANCE.get(task), 1.0, "data")
     fingerprint = revision(str(run.folder("finetune")))
     settings = {"conv_template": "chatml", "limit": None, "num_gpus": 0}
-    versions = {"torch": "2.13.0"}
+    versions = {"torch": "0.1.0"}
     results = Results(str(run.folder("finetune")), fingerprint, "evaluate", versions, settings, "2026-01-01", made)
     write_results(results, run.folder("eval"))
 

@@ -43,7 +43,7 @@ def test_runs_that_differ_in_arm_and_seed_alone_are_accepted(runs):
         ("initial_weights.mm_language_model", "y", "x"),
         ("initial_weights.mm_mlp_adapter", "z", "1 "),
         ("code.digest", "e", "d"),
-        ("versions.torch", "2.14.0", "2.13.0"),
+        ("versions.torch", "0.2.0", "0.1.0"),
         ("devices.kind", "H200", "cpu"),
     ],
 )
@@ -131,7 +131,7 @@ def test_seeds_that_are_no_numbers_are_refused_in_one_line(capsys):
 def test_changed_code_or_packages_are_refused_before_more_is_trained_and_another_commit_is_not(runs, capsys):
     assert command(runs, "present") == 2
     message = capsys.readouterr().err
-    assert "code.digest: 'd' (none, seed 1)" in message and "versions.torch: '2.13.0' (none, seed 1)" in message
+    assert "code.digest: 'd' (none, seed 1)" in message and "versions.torch: '0.1.0' (none, seed 1)" in message
     for run in runs:
         for stage in ("pretrain", "finetune"):
             change(run, stage, "code", {"digest": code_digest(), "commit": "an older one"})

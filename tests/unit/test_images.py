@@ -242,10 +242,7 @@ def test_a_broken_zip_file_is_named(tmp_path):
         archive.writestr("x", b"")
     data = bytearray((tmp_path / "c.zip").read_bytes())
     listed = data.index(b"PK\x01\x02")
-    data[listed + 28], data[listed + 30] = (
-        0,
-        1,
-    )  # the name's only byte counts as an extra field: a member without a name
+    data[listed + 28], data[listed + 30] = 0, 1  # the name's only byte counts as an extra field: there is no name
     (tmp_path / "c.zip").write_bytes(data)
     with pytest.raises(ValueError, match="c.zip: neither"):
         ImageStore(tmp_path / "c.zip")
