@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -182,6 +182,8 @@ class DataArguments:
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
     """The Hugging Face Trainer's flags and LLaVA's additions."""
+
+    _VALID_DICT_FIELDS = sorted({*transformers.TrainingArguments._VALID_DICT_FIELDS, "activation_checkpointing_kwargs"})
 
     # pyrefly: ignore[bad-assignment]  # None until `__post_init__`, where the library names a folder
     output_dir: str = field(
@@ -402,6 +404,13 @@ class TrainingArguments(transformers.TrainingArguments):
             "from the first). --gradient_checkpointing True or False, as LLaVA's scripts pass it, means the same.",
             "nargs": "?",
             "const": "True",
+        },
+    )
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = field(  # releases of the library before 5.23 lack it
+        default=None,
+        metadata={
+            "help": "How activations are recomputed, as JSON: use_reentrant and the other arguments of PyTorch's "
+            "checkpoint; every_n_layers recomputes every n-th layer only; offload keeps what is saved in host memory."
         },
     )
     gradient_checkpointing: bool | None = field(  # older releases of the library have False here, as if it were given

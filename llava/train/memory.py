@@ -262,8 +262,7 @@ def set_up_checkpointing(
             "--max_tokens_per_micro_batch or --per_device_train_batch_size, or use deepspeed_configs/zero3.json, "
             "zero3_offload.json or more GPUs"
         )
-    # Releases of the library before 5.23 know only the older name, here and below.
-    options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs
+    options = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs
     checkpoint_layers(model, plan, options)
     args.activation_checkpointing = args.gradient_checkpointing = False  # the Trainer would switch on every layer
     return plan
@@ -308,6 +307,7 @@ def checkpoint_layers(model: LlavaMetaForCausalLM, plan: CheckpointPlan, options
         return
     options = dict(options or {})
     ours = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    # Releases of the library before 5.23 know only the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options or None, **ours)
     decoder = model.get_model()

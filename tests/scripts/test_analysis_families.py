@@ -9,6 +9,7 @@ import pytest
 import saved_models
 import torch
 import transformers
+from packaging.version import Version
 from PIL import Image
 from saved_models import SAVED
 from vision_language_models import IMAGE, ids_for, pixels
@@ -98,7 +99,7 @@ def alone(name, model, folder, pictures) -> dict[str, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(interface_norms, "draw", lambda *args: None)
-    monkeypatch.setattr(transformers.GotOcr2Processor, "num_image_tokens", 4)
+    monkeypatch.setattr(transformers.GotOcr2Processor, "num_image_tokens", 4, raising=False)
 
 
 @pytest.mark.slow
@@ -107,6 +108,8 @@ def test_a_saved_familys_tables_equal_an_independent_run_and_do_not_depend_on_th
     saved = SAVED[name]
     if missing := [package for package in saved.needs if not usable(package)]:
         pytest.skip(f"needs {', '.join(missing)}")
+    if name in ("vipllava", "gemma4", "got_ocr2") and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("needs a newer transformers, whose own class or processor fails here")
     saved_models.write(saved, tmp_path / "model")
     rows = run("interface-norms", tmp_path / "model", tmp_path / "3", pictures, "--batch-size", "3")
     alike = run("interface-norms", tmp_path / "model", tmp_path / "1", pictures, "--batch-size", "1")

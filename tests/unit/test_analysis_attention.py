@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 import vision_language_models as models
+from packaging.version import Version
 from PIL import Image
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -118,6 +119,8 @@ def strong(text) -> Probe:
 @pytest.mark.parametrize("name", LLMS)
 @torch.no_grad()
 def test_what_a_language_models_attention_has_of_its_own_is_watched_too(name):
+    if name == "soft cap" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("this transformers leaves the soft cap out where attention is not eager, and is refused")
     probe = strong(LLMS[name]())
     found = {}
     seen = attention_watch.run(probe, probe.batch, see=lambda index, one: found.update({index: one.weights.clone()}))

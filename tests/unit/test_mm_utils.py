@@ -5,6 +5,7 @@ import shutil
 from types import SimpleNamespace
 
 import numpy as np
+import PIL
 import pytest
 import torch
 from paths import GOLDEN
@@ -60,6 +61,7 @@ def levels(pixels, processor):
 # --- pixels -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(int(PIL.__version__.split(".")[0]) < 13, reason="Pillow before 13 resizes to other pixels")
 @pytest.mark.parametrize("key", LEVELS.files)
 def test_pixels_equal_those_of_upstreams_dataset(key):
     name, mode, file = key.split("/")
