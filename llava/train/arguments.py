@@ -1,5 +1,7 @@
 """Every flag of `llava/train/train.py`; names and meanings are LLaVA's where LLaVA has the flag."""
 
+import contextlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -182,8 +184,6 @@ class DataArguments:
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
     """The Hugging Face Trainer's flags and LLaVA's additions."""
-
-    _VALID_DICT_FIELDS = sorted({*transformers.TrainingArguments._VALID_DICT_FIELDS, "activation_checkpointing_kwargs"})
 
     # pyrefly: ignore[bad-assignment]  # None until `__post_init__`, where the library names a folder
     output_dir: str = field(
@@ -463,6 +463,8 @@ class TrainingArguments(transformers.TrainingArguments):
         # pyrefly: ignore[bad-assignment]
         self.use_liger_kernel = liger_choice(self.use_liger_kernel)
         self.gradient_checkpointing = None  # the library sets it from the newer name
+        for flag in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+            setattr(self, flag, json_object(flag, getattr(self, flag)))
         if self.metric_for_best_model and self.greater_is_better is None:  # the library only knows names ending in loss
             self.greater_is_better = not self.metric_for_best_model.removeprefix("eval").lstrip("_/").startswith("loss")
         if self.metric_for_best_model:
@@ -488,6 +490,20 @@ def checkpointing_choice(value: bool | int | str | None, older: bool | int | str
             f"--activation_checkpointing: expected auto, True, False or a number of decoder layers; found {value!r}"
         )
     return int(text) or False
+
+
+def json_object(flag: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """The value of `--<flag>`, read where it is still text.
+
+    Raises:
+        ValueError: the text is no JSON object.
+    """
+    if not isinstance(value, str):
+        return value
+    with contextlib.suppress(json.JSONDecodeError):
+        if isinstance(found := json.loads(value), dict):
+            return found
+    raise ValueError(f"--{flag}: expected a JSON object such as '{{\"use_reentrant\": true}}', found {value!r}")
 
 
 def liger_choice(value: bool | str) -> bool | str:

@@ -309,6 +309,15 @@ def test_unclear_checkpointing_flags_are_refused(tmp_path, newer, older, message
         training_arguments(tmp_path, activation_checkpointing=newer, gradient_checkpointing=older)
 
 
+@pytest.mark.parametrize("flag", ["activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"])
+def test_options_of_checkpointing_are_a_json_object(tmp_path, flag):
+    args = training_arguments(tmp_path, **{flag: '{"use_reentrant": true}'})
+    assert getattr(args, flag) == {"use_reentrant": True}
+    for text in ("oops", "[1]", '{"use_reentrant": true'):
+        with pytest.raises(ValueError, match=f"--{flag}: expected a JSON object .* found {re.escape(repr(text))}"):
+            training_arguments(tmp_path, **{flag: text})
+
+
 SHAPES = {
     "llama-3.2-3b": (
         LlavaLlamaForCausalLM,

@@ -44,6 +44,7 @@ def test_runs_that_differ_in_arm_and_seed_alone_are_accepted(runs):
         ("initial_weights.mm_mlp_adapter", "z", "1 "),
         ("code.digest", "e", "d"),
         ("versions.torch", "0.2.0", "0.1.0"),
+        ("versions.python", "3.10.13", "(absent)"),
         ("devices.kind", "H200", "cpu"),
     ],
 )
