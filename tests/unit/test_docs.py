@@ -1,15 +1,14 @@
 """The pages are true: links lead somewhere, commands and flags exist, quoted messages are what the code prints."""
 
-import ast
 import json
 import re
 import shlex
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
+from messages import is_printed
 from paths import ROOT
 
 from llava.launch.settings import NAMES
@@ -223,38 +222,6 @@ def test_a_command_that_is_wrong_is_seen(helps):
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
-
-ANY = "\0"  # in a template, what the program fills in
-
-
-@cache
-def templates() -> list[str]:
-    """Every line of text that the code may print, with `ANY` where it fills something in."""
-    found = set()
-    for path in (ROOT / "llava").rglob("*.py"):
-        inside = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                inside |= set(map(id, node.values))
-                found.add("".join(v.value if isinstance(v, ast.Constant) else ANY for v in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-                found.add(re.sub(r"%[-+.\d]*[sdrfg]", ANY, node.value))
-    for path in (ROOT / "scripts").rglob("*.sh"):
-        for text in re.findall(r'"((?:[^"\\]|\\.)*)"', path.read_text()):
-            found.add(re.sub(r"\$\{[^}]*\}|\$\([^)]*\)|\$[\w*@]+", ANY, text))
-    return [line.strip() for text in found for line in text.split("\n") if len(line.replace(ANY, "").strip()) >= 20]
-
-
-def is_printed(message: str) -> bool:
-    """Whether a line of the code makes up most of the message."""
-    for line in templates():
-        pieces = line.split(ANY)
-        if sum(map(len, pieces)) < len(message) / 3 or not all(piece in message for piece in pieces):
-            continue
-        if re.search(".*?".join(map(re.escape, pieces)), message):
-            return True
-    return False
-
 
 ROWS = re.findall(r"^\| (`.*?) \| ", PAGES["docs/troubleshooting.md"], re.MULTILINE)
 QUOTED = [text for row in ROWS for text in re.findall(r"^`([^`]{20,})`$", row)]
