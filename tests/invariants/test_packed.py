@@ -81,7 +81,10 @@ def test_half_precision_on_a_cpu_is_computed_in_fp32():
 @pytest.mark.parametrize("lengths", [[1], [2, 1, 40], [70] * 3, [130, 71, 3], [300, 299], [1100]], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_every_backend_equals_float64_at_every_length(backend, lengths, dtype, tolerance):
-    """Outputs and gradients [1, heads, T, C] against each sample's softmax(q k / sqrt(C)) v, relative to their norm."""
+    """Outputs and gradients [1, heads, T, C] against each sample's softmax(q k / sqrt(C)) v, relative to their norm.
+
+    A query's gradient is zero where it sees one key; what rounding leaves there is relative to the output's gradient.
+    """
     torch.manual_seed(0)
     total = sum(lengths)
     shapes = {"query": (1, 6, total, 8), "key": (1, 2, total, 8), "value": (1, 2, total, 8)}
@@ -105,7 +108,7 @@ def test_every_backend_equals_float64_at_every_length(backend, lengths, dtype, t
     for output in (expected, found):
         (output * weights).sum().backward()
     for ours, theirs in zip((found, *(x.grad for x in inputs)), (expected, *(x.grad for x in exact)), strict=True):
-        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm() + 1e-6 * weights.norm()
 
 
 def test_a_model_in_training_still_evaluates_padded_batches_and_generates(model):
