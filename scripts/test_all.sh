@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Runs every part of the tests, each in the environment that it needs, and prints one table. Exits with 1 if a part failed.
+#   bash scripts/test_all.sh                    all of them, about two hours on two cores
+#   bash scripts/test_all.sh chaos browser      only some of: suite numeric chaos browser trackers serving peers
+# suite is scripts/test.sh. numeric repeats what compares numbers on the instructions of older CPUs. chaos breaks real runs.
+# browser and trackers get an environment with an older Pillow, .venv-pillow12, because Gradio and trackio need one.
+# serving asks a quickstart's checkpoints through vLLM; peers trains a few steps with each tool of benchmarks/vs_peers.py.
+#   OUTPUT_DIR=outputs/test_all                 folder of each part's log
+#   PYTHON=python3                              interpreter for new environments; LLAVA_PYTHON works as in all scripts
+set -euo pipefail
+# shellcheck source=scripts/help.sh
+source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
+# shellcheck source=scripts/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+readonly PARTS="suite numeric chaos browser trackers serving peers"
+# Attention kernels, packed rows, the norm, the loss head, precisions, and upstream's recorded numbers.
+readonly NUMERIC=(tests/unit/test_norm.py tests/unit/test_model.py tests/invariants/test_packed.py tests/invariants/test_kernels.py
+  tests/invariants/test_precisions.py tests/invariants/test_masters.py tests/upstream/test_upstream_model.py)
+parts=()
+for part in "$@"; do
+  [[ " $PARTS " == *" $part "* ]] || die "$part is not one of: $PARTS"
+done
+: "${OUTPUT_DIR:=outputs/test_all}"
+export EXTRAS="${EXTRAS:-train,playground,dev,eval,analysis,docs}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+ensure_environment
+mkdir -p "$OUTPUT_DIR"
+
+# Bash does not stop at a command that fails in a function whose status is asked for, so `&&` joins all commands below.
+on_instructions() { # PyTorch's name of them, oneDNN's
+  ATEN_CPU_CAPABILITY=$1 ONEDNN_MAX_CPU_ISA=$2 OMP_NUM_THREADS=1 \
+    "$PYTHON_BIN" -m pytest -n 2 --dist loadfile "${NUMERIC[@]}"
+}
+
+# pytest in an environment with the Pillow that Gradio and trackio need, made once for each state of the requirements.
+with_older_pillow() { # tests
+  local python=.venv-pillow12/bin/python stamp
+  stamp=$(cat pyproject.toml constraints.txt | sha256sum)
+  if [ "$(cat .venv-pillow12/stamp 2>/dev/null)" != "$stamp" ]; then
+    "${PYTHON:-python3}" -m venv --clear .venv-pillow12 &&
+      "$python" -m pip install -q "$(grep '^torch==' constraints.txt)" &&
+      "$python" -m pip install -q -c <(grep -v '^pillow==' constraints.txt) \
+        -e ".[train,playground,dev,web,trackio,wandb]" playwright &&
+      echo "$stamp" >.venv-pillow12/stamp || return
+  fi
+  "$python" -m pytest "$@"
+}
+
+run() { # part
+  case $1 in
+    suite) bash scripts/test.sh ;;
+    numeric) on_instructions avx2 AVX2 && on_instructions default SSE41 ;;
+    chaos) bash tests/chaos/run.sh ;;
+    browser) with_older_pillow tests/browser ;;
+    trackers) with_older_pillow tests/invariants/test_trackers.py ;;
+    serving)
+      { [ -d outputs/quickstart/none/finetune ] || bash scripts/quickstart.sh; } &&
+        bash tests/serving/run.sh --questions 40 --output-dir "$OUTPUT_DIR/serving"
+      ;;
+    peers) "$PYTHON_BIN" -m benchmarks.vs_peers --quick --output-dir "$OUTPUT_DIR/peers" ;;
+  esac
+}
+
+# What a log says of its tests, for the table: pytest's last line, or that of the table of faults.
+figures() { grep -E '^=* ?[0-9]+ (passed|failed|faults)' "$1" | tail -n 2 | tr -d '=' | xargs || true; }
+
+[ $# -gt 0 ] || read -ra parts <<<"$PARTS"
+status=0 table=""
+for part in "$@" "${parts[@]}"; do
+  log="$OUTPUT_DIR/$part.log" start=$SECONDS result=passed
+  printf 'running %s, log in %s\n' "$part" "$log"
+  run "$part" >"$log" 2>&1 </dev/null || { result=FAILED && status=1; }
+  table+=$(printf '%-10s %-8s %6s  %s' "$part" "$result" "$((SECONDS - start)) s" "$(figures "$log")")$'\n'
+done
+printf '%s' "$table" | tee "$OUTPUT_DIR/table.txt"
+exit "$status"
