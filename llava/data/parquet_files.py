@@ -6,7 +6,7 @@ Columns: `conversations` (list of structs with `from` and `value`) or chat messa
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from hashlib import sha256
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -41,7 +41,9 @@ def read_rows(path: Path) -> Iterator[Element]:
             unread = dict.fromkeys(_unread(file.schema_arrow), "a column of another type")
             start = 0
             for group in range(file.num_row_groups):
-                yield from _group_rows(file, group, columns, image, start, unread)
+                rows = yield from _group_rows(file, group, columns, image, start, unread)
+                if rows != file.metadata.row_group(group).num_rows:
+                    raise ValueError(lost_rows(path, group, rows, file))
                 start += file.metadata.row_group(group).num_rows
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"--data_path {path}: cannot be read as Parquet ({error})") from error
@@ -87,6 +89,15 @@ def unread_columns(path: Path) -> tuple[list[str], int]:
     """The columns of a shard that nothing reads, also those within `conversations`, and the number of its rows."""
     with pq.ParquetFile(path) as file:
         return _unread(file.schema_arrow), file.metadata.num_rows
+
+
+def lost_rows(path: Path | str, group: int, rows: int, file: pq.ParquetFile) -> str:
+    """The message for a row group that has fewer rows than the footer says: a damaged page was passed over."""
+    expected = file.metadata.row_group(group).num_rows
+    return (
+        f"--data_path {path}: row group {group} has {rows} rows, but the footer says {expected}; the file is damaged: "
+        "fetch or write it again"
+    )
 
 
 def with_row_images(record: Record, shard: str, row: int) -> Record:
@@ -218,10 +229,13 @@ def _has_field(struct: pa.StructType, name: str, is_right: Callable[[pa.DataType
 
 def _group_rows(
     file: pq.ParquetFile, group: int, columns: list[str], image: str | None, start: int, unread: dict[str, str]
-) -> Iterator[Element]:
+) -> Generator[Element, None, int]:
+    """Yields the records of a row group, and returns how many rows were read."""
     name = _image_column(file.schema_arrow, "")
     names_leaf = _path_leaf(file, name) if name and image else name
     held = _with_bytes(file, group, name, image) if name and image else None
+    if held is not None and len(held) != file.metadata.row_group(group).num_rows:
+        return len(held)
     wanted = columns + ([names_leaf] if names_leaf else [])
     turns = [column for column in columns if column in _turn_columns(file.schema_arrow)]
     done = 0
@@ -237,6 +251,7 @@ def _group_rows(
                 record["image"] = images
             yield _element(record, start + row if with_bytes else None, unread)
         done += len(batch)
+    return done
 
 
 def _element(record: Record, row: int | None, unread: dict[str, str]) -> Element:

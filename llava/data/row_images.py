@@ -15,11 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llava.data.checks import RowImage
-from llava.data.parquet_files import image_leaf
+from llava.data.parquet_files import image_leaf, lost_rows
 
 _IMAGES = 8  # rows whose image bytes are held at a time
 _BUFFER = 1 << 20
 _OPEN_SHARDS = 8
+
+
+class LostRows(ValueError):
+    """A row group has fewer rows than its footer says, so that a row may have come in the place of another."""
 
 
 class RowReader:
@@ -46,11 +50,14 @@ class RowReader:
 
         Raises:
             OSError: the shard cannot be read, or the row holds no bytes.
+            LostRows: rows are missing in its row group.
         """
         try:
             value = self._find(image)
-        except (pa.ArrowException, IndexError, StopIteration, KeyError, TypeError) as error:
-            self._group = None
+        except Exception as error:  # pyarrow raises whatever damaged bytes lead it to
+            self._forget(image.shard)
+            if isinstance(error, (OSError, LostRows)):
+                raise
             raise OSError(str(error) or "the shard has changed") from error
         if value is None:
             raise OSError("the row holds no bytes")
@@ -65,8 +72,17 @@ class RowReader:
             self._group, self._held, self._first = (image.shard, group), None, starts[group]
         while self._held is None or image.row - self._first >= len(self._held):
             self._first += 0 if self._held is None else len(self._held)
-            self._held = next(self._batches).column(0)
+            batch = next(self._batches, None)
+            if batch is None:
+                raise LostRows(lost_rows(image.shard, group, self._first - starts[group], file))
+            self._held = batch.column(0)
         return _bytes_of(self._held[image.row - self._first].as_py(), image.number)
+
+    def _forget(self, path: str) -> None:
+        """Closes a shard: after an error its reader goes on behind the damage, as if the rows there were the next."""
+        self._group, self._held, self._batches = None, None, iter(())
+        if path in self._shards:
+            self._shards.pop(path)[0].close()
 
     def _shard(self, path: str) -> tuple[pq.ParquetFile, str, list[int]]:
         if path not in self._shards:

@@ -16,10 +16,13 @@ import pytest
 from data_files import encoded, noise
 from PIL import Image
 
+from llava.conversation import get_template
 from llava.data import images, row_images
 from llava.data.checks import RowImage
 from llava.data.images import ImageError, ImageStore
-from llava.data.row_images import RowReader
+from llava.data.preflight_manifest import Rules, preflight
+from llava.data.records import load_records
+from llava.data.row_images import LostRows, RowReader
 from llava.data.zip_files import ZipMembers
 from llava.mm_utils import to_rgb
 
@@ -294,6 +297,41 @@ def test_a_shard_that_vanishes_or_breaks_is_named(tmp_path, everywhere):
     assert kind_of(store, RowImage(str(path), 39)) is None  # after an error the reader goes on
     assert kind_of(store, RowImage(str(path), 400)) == "image_unreadable"
     assert kind_of(store, RowImage(str(tmp_path / "gone.parquet"), 0)) in ("image_missing", "image_unreadable")
+
+
+@pytest.mark.parametrize("compression", ["snappy", "gzip", "none"])
+def test_no_row_gets_another_rows_picture_after_a_damaged_page(tmp_path, compression):
+    rows = [bytes([i]) * 300 + random.Random(i).randbytes(50) for i in range(40)]
+    path = tmp_path / "rows.parquet"
+    pages = {"data_page_size": 300 * 8, "write_batch_size": 8, "use_dictionary": False}
+    pq.write_table(pa.table({"image": pa.array(rows)}), path, compression=compression, **pages)
+    whole, refused = path.read_bytes(), set()
+    for start in range(4, len(whole) - 700, len(whole) // 60):
+        path.write_bytes(whole[:start] + bytes(byte ^ 0xA5 for byte in whole[start : start + 8]) + whole[start + 8 :])
+        reader = RowReader()
+        for index in range(40):
+            try:
+                found = reader.read(RowImage(str(path), index))
+            except (OSError, LostRows):
+                refused.add(index)
+            else:
+                assert found == rows[index] or found not in rows
+    assert len(refused) > 20
+
+
+def test_a_row_group_that_has_lost_a_page_is_refused_as_a_file(tmp_path):
+    turns = pa.array([[{"from": "human", "value": f"<image>{i}"}, {"from": "gpt", "value": "x"}] for i in range(20)])
+    columns = {"image": pa.array([encoded(noise(seed=i)) for i in range(20)]), "conversations": turns}
+    pages = {"data_page_size": 900, "write_batch_size": 4, "use_dictionary": False}
+    for names in (["image", "conversations"], ["conversations", "image"]):
+        path = tmp_path / f"{names[0]}.parquet"
+        pq.write_table(pa.table(columns).select(names), path, compression="none", **pages)
+        data = bytearray(path.read_bytes())
+        assert data[4:6] == b"\x15\0"
+        data[5] = 2 * 7  # a kind of page that no reader knows, so that it is passed over
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{path}: row group 0 has \d+ rows, but the footer says 20"):
+            preflight(load_records(str(path)), ImageStore(None), Rules(get_template("chatml"), "assistant"), False)
 
 
 def test_a_pickle_in_an_adapter_file_is_refused_and_not_executed(tmp_path):
