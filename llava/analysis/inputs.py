@@ -25,7 +25,7 @@ from llava.data.checks import IMAGE_KEYS, TURN_KEYS, starts_from
 from llava.data.hub_files import is_hub_name
 from llava.data.images import ImageError, ImageStore
 from llava.data.mixture import MIXTURES
-from llava.data.records import load_records, record_images, record_name
+from llava.data.records import data_files, load_records, record_images, record_name
 from llava.mm_utils import to_rgb
 
 PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/heldout.json")
@@ -163,13 +163,15 @@ def _source(path: Path, args: argparse.Namespace) -> Source:
         return _records(path, args.image_folder or path.parent / "images")
     if path.suffix in MIXTURES or is_hub_name(str(path)):
         return _records(path, args.image_folder)
-    shards = [path] if path.suffix == ".parquet" and path.is_file() else sorted(path.rglob("*.parquet"))
-    if shards:
+    if path.suffix == ".parquet" and path.is_file() or next(path.rglob("*.parquet"), None):
         try:
+            shards = data_files(str(path))
             has_turns = not set(TURN_KEYS).isdisjoint(pq.read_schema(shards[0]).names)
             return _records(path, args.image_folder) if has_turns else _benchmark(shards)
         except pa.ArrowException as error:
             raise ValueError(f"--data {path}: cannot be read as Parquet ({error})") from error
+        except (ValueError, FileNotFoundError) as error:
+            raise ValueError(_in_our_words(error)) from error
     if path.is_dir():
         pictures = sorted(file for file in path.rglob("*") if file.suffix.lower() in PICTURES)
         if pictures:

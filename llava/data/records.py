@@ -6,6 +6,8 @@ and workers share one copy, and parses a record when it is needed. Cost: reading
 nothing grows with the number of records.
 """
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from glob import glob
 from hashlib import sha256
@@ -34,6 +36,9 @@ _FORMAT = 6  # of the Arrow file; to be raised when the checks find more, since 
 _SCHEMA = pa.schema([("record", pa.binary()), ("row", pa.int64()), ("kind", pa.string()), ("problem", pa.string())])
 _ROWS, _CHARACTERS = 1024, 1 << 26  # most rows, and about most characters, of a piece of the Arrow file
 _SUFFIXES = (".json", ".jsonl", ".parquet")
+_LIKE_DATA = re.compile(r"\.(jsonl?|ndjson|parquet|arrow|csv|tsv)(\.(gz|bz2|xz|zst|lz4|br|zip))?$", re.IGNORECASE)
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
+"""Files of a folder that describe its data for the `datasets` library, and hold no records."""
 _WORTH_PROCESSES = 4  # files
 
 
@@ -48,7 +53,7 @@ def load_records(
 
     Args:
         data_path: `.json` and `.jsonl` (a list, or one record per line) or `.parquet` files: one, several separated by
-            commas, a pattern, or a folder of Parquet shards; `hf:` and a data set that the `datasets` library reads; or
+            commas, a pattern, or a folder of either; `hf:` and a data set that the `datasets` library reads; or
             a mixture of these, a `.yaml` file.
         cache_dir: where converted files are kept; by default `.llava_cache` beside each file.
         check: refuse malformed records, and return those of an epoch; False keeps malformed records, with their
@@ -96,11 +101,11 @@ def data_files(data_path: str, cache_dir: str | None = None) -> list[Path]:
             files += hub_shards(name, cache_dir)
             continue
         matches = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))
-        found = [file for match in matches for file in (_shards(match) if match.is_dir() else [match])]
+        found = [file for match in matches for file in (folder_files(match) if match.is_dir() else [match])]
         if not found:
             raise FileNotFoundError(
                 f"--data_path {name}: no such file{starts_from(name)}; expected {', '.join(_SUFFIXES)}, or a folder of "
-                "*.parquet"
+                "such files"
             )
         if wrong := next((file for file in found if file.suffix not in _SUFFIXES or not file.is_file()), None):
             raise ValueError(f"--data_path {wrong}: expected a file that ends in {', '.join(_SUFFIXES)}")
@@ -145,8 +150,44 @@ def _table(data_path: str, cache_dir: str | None, show_progress: bool) -> Record
     return RecordTable(sources, list(paths), content, cache_folders(sources[0], cache_dir))
 
 
-def _shards(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*.parquet") if not file.name.startswith("."))
+def folder_files(folder: Path) -> list[Path]:
+    """The records' files below a folder, by path: all Parquet, or all JSON; hidden files and folders do not count.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: there is also data that would not be read; the message names it.
+    """
+    below = [file for file in _files_below(folder) if file.name not in _DESCRIPTIONS]
+    files = [file for file in below if file.suffix in _SUFFIXES]
+    if other := next((file for file in below if file not in files and _LIKE_DATA.search(file.name)), None):
+        raise ValueError(
+            f"--data_path {folder}: {other} would not be read; unpack or convert it to one of {', '.join(_SUFFIXES)}, "
+            "or name the files to read in place of the folder (what the datasets library saved: hf:FOLDER)"
+        )
+    if not files:
+        example = f"; it has {below[0].relative_to(folder)}" if below else ""
+        raise FileNotFoundError(
+            f"--data_path {folder}: the folder has no file that ends in {', '.join(_SUFFIXES)}{example}"
+        )
+    rows = [file for file in files if file.suffix == ".parquet"]
+    if rows and len(rows) < len(files):
+        text = next(file for file in files if file.suffix != ".parquet")
+        raise ValueError(
+            f"--data_path {folder}: the folder has {len(rows)} Parquet files ({rows[0]}) and {len(files) - len(rows)} "
+            f"of JSON ({text}), which may be the same records twice; name what to read, as in "
+            f"--data_path '{folder}/**/*.parquet,{folder}/**/*.json*'"
+        )
+    return files
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """The files below a folder, by path, without hidden ones; links are followed unless they lead back up."""
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        here = Path(parent).resolve()
+        folders[:] = [n for n in folders if n[0] != "." and not here.is_relative_to(Path(parent, n).resolve())]
+        found += [Path(parent, name) for name in names if name[0] != "."]
+    return sorted(found)
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------

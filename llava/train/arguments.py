@@ -98,7 +98,7 @@ class DataArguments:
         default=None,
         metadata={
             "help": "Records in LLaVA's form or chat messages: a .json, .jsonl or .parquet file, several separated by "
-            "commas, a pattern, or a folder of Parquet shards; hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT], which the "
+            "commas, a pattern, or a folder of either kind; hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT], which the "
             "datasets library reads; or a .yaml that mixes such data sets (docs/data.md)."
         },
     )

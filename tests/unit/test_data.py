@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -151,6 +153,56 @@ def test_a_relative_path_that_is_missing_is_reported_with_where_it_starts(tmp_pa
         ImageStore("b")
     with pytest.raises(FileNotFoundError, match="b.json: no such file;"):
         load_records(str(tmp_path / "b.json"))
+
+
+def write_folder(folder, names):
+    """A file of one record for each name; the record's id is the name."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        record = {"id": name, "conversations": turns("?")}
+        if name.endswith(".parquet"):
+            pq.write_table(pa.Table.from_pylist([record]), folder / name)
+        else:
+            (folder / name).write_text(json.dumps([record] if name.endswith(".json") else record) + "\n")
+
+
+@pytest.mark.parametrize("kinds", [(".json", ".jsonl"), (".parquet", ".parquet")])
+def test_a_folder_stands_for_every_file_below_it_sorted_by_path(tmp_path, kinds):
+    names = [f"b{kinds[0]}", f"a/2{kinds[1]}", f"a/1{kinds[0]}", f"c/d/e{kinds[1]}"]
+    write_folder(tmp_path / "data", [*names, f".hidden{kinds[0]}", f".hidden/x{kinds[0]}", "dataset_info.json"])
+    write_folder(tmp_path / "else", [f"z{kinds[0]}"])
+    (tmp_path / "data/c/linked").symlink_to(tmp_path / "else")
+    (tmp_path / "data/c/up").symlink_to(tmp_path / "data")
+    (tmp_path / "data/images").mkdir()
+    (tmp_path / "data/images/a.png").write_bytes(b"")
+    found = [record["id"] for record in load_records(str(tmp_path / "data"))]
+    assert found == sorted(names)[:3] + [f"c/d/e{kinds[1]}", f"z{kinds[0]}"]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.parquet", "b.json", "c.jsonl"], "1 Parquet files .*a.parquet. and 2 of JSON .*b.json., which may"),
+        (["a.parquet", "b.jsonl.gz"], "b.jsonl.gz would not be read"),
+        (["a.json", "b.JSON"], "b.JSON would not be read"),
+        (["data.arrow", "state.json"], "data.arrow would not be read.*hf:FOLDER"),
+        (["a.csv"], "a.csv would not be read"),
+        (["c/a.png"], "the folder has no file that ends in .json, .jsonl, .parquet; it has c/a.png"),
+        (["dataset_info.json"], "the folder has no file that ends in .json, .jsonl, .parquet$"),
+    ],
+)
+def test_a_folder_with_data_that_would_not_be_read_is_refused_by_name(tmp_path, names, message):
+    write_folder(tmp_path, names)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"--data_path {tmp_path}: .*{message}"):
+        load_records(str(tmp_path))
+
+
+def test_the_pattern_that_the_refusal_of_a_folder_names_reads_it_all(tmp_path):
+    write_folder(tmp_path, ["a.parquet", "b/c.json", "b/d.jsonl"])
+    with pytest.raises(ValueError, match="--data_path '.*'") as refusal:
+        load_records(str(tmp_path))
+    pattern = str(refusal.value).split("'")[1]
+    assert [record["id"] for record in load_records(pattern)] == ["a.parquet", "b/c.json", "b/d.jsonl"]
 
 
 def test_sample_has_tokens_labels_and_pixels(tiny, tokenizer):
