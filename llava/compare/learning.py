@@ -2,7 +2,8 @@
 
 The trainer asks held-out questions every so many steps (`--eval_generate`) and logs the share of right answers. An
 arm's curve is the mean over its seeds, with straight lines between the points; it reaches an accuracy where it first
-gets there. The interval draws seeds with replacement, and the right answers at each point from a binomial.
+gets there. The interval draws seeds with replacement, and the right answers at each point from a binomial of as many
+questions as one seed was asked: all seeds were asked the same ones, so their answers are not further evidence.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ def samples_to_reach(
     rng = np.random.default_rng(seed)
     shares = np.asarray(shares)
     chosen = shares[rng.integers(len(shares), size=(RESAMPLES, len(shares)))]  # [B, S, K]
-    drawn = first_reached(accuracy, samples, (rng.binomial(questions, chosen) / questions).mean(axis=1))
+    drawn = first_reached(accuracy, samples, rng.binomial(questions, chosen.mean(axis=1)) / questions)
     ends = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], method="nearest")
     values = (*first_reached(accuracy, samples, shares.mean(axis=0)[None]), *ends)
     whole, low, high = (float(value) if np.isfinite(value) else None for value in values)

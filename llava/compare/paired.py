@@ -13,10 +13,13 @@ term is left out.
 To each set of questions one that is won and one that is lost by the full score is added (Bonett and Price, 2012).
 Without them four questions won and none lost of 400 would be an interval above zero, while a sign test gives p = 0.125.
 
-`compare_arms` is for a study of many arms. Its intervals are wider, so that all of them together leave out a true value
-in one study of twenty at most (Bonferroni): those of the mean of all benchmarks are corrected for the arms, those of
-single benchmarks for arms times benchmarks. Three seeds say little about how training runs vary, so there v* is drawn
-from the deviations of every arm's seeds from that arm's mean: runs of all arms are taken to vary alike.
+`compare_arms` is for a study of many arms. Its intervals are wider (Bonferroni), in two families: those of the mean of
+all benchmarks are corrected for the arms, those of single benchmarks for arms times benchmarks. Each family leaves out
+a true value in one study of twenty at most, both together in one of ten. Three seeds say little about how training runs
+vary, so there v* is drawn from the deviations of every arm's seeds from that arm's mean: runs of all arms are taken to
+vary alike.
+
+`score_intervals` is about scores themselves. It draws questions in the same way, and seeds from Student's t.
 """
 
 import math
@@ -119,6 +122,34 @@ def compare_arms(
     }
 
 
+def score_intervals(
+    scores: Mapping[str, np.ndarray], resamples: int = RESAMPLES
+) -> dict[str, tuple[float, float, float]]:
+    """Every arm's mean score and the bounds of its 95 % interval, in percent, over other questions and other seeds.
+
+    The answers of several seeds to one question are not independent: questions are drawn with all their answers. How
+    training runs vary is estimated from the seeds of all arms, each about its arm's mean; these A (S - 1) degrees of
+    freedom are few, hence Student's t.
+
+    Args:
+        scores: for every arm, scores [S, N] from 0 to 1.
+    """
+    rng = np.random.default_rng(0)
+    deviations = np.concatenate([of_arm.mean(axis=1) - of_arm.mean() for of_arm in scores.values()])
+    freedom = len(deviations) - len(scores)
+    of_seeds = np.zeros(resamples)
+    if freedom:
+        num_seeds = len(deviations) / len(scores)
+        error = math.sqrt((deviations**2).sum() / freedom / num_seeds)
+        of_seeds = error * rng.standard_t(freedom, size=resamples)
+    found = {}
+    for arm, of_arm in scores.items():
+        drawn = resampled_mean(of_arm.mean(axis=0), rng, resamples, added=(1.0, 0.0)) + of_seeds
+        low, high = np.clip(np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]), 0, 1)
+        found[arm] = (100 * float(of_arm.mean()), 100 * float(low), 100 * float(high))
+    return found
+
+
 def confidence_of(verdicts: int) -> float:
     """The confidence that each of this many intervals needs so that all together have `CONFIDENCE` (Bonferroni)."""
     return 1 - (1 - CONFIDENCE) / verdicts
@@ -129,12 +160,14 @@ def members_of(d: np.ndarray, kinds: np.ndarray | None) -> list[np.ndarray]:
     return [d] if kinds is None else [d[:, kinds == kind] for kind in np.unique(kinds)]
 
 
-def resampled_mean(values: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:
+def resampled_mean(
+    values: np.ndarray, rng: np.random.Generator, resamples: int, added: tuple[float, float] = (1.0, -1.0)
+) -> np.ndarray:
     """Means [B] of N + 2 values drawn with replacement from `values` [N] and the two added ones.
 
     Drawing how often each distinct value occurs is the same as drawing the values, and much faster.
     """
-    distinct, counts = np.unique(np.append(values, (1.0, -1.0)), return_counts=True)
+    distinct, counts = np.unique(np.append(values, added), return_counts=True)
     total = int(counts.sum())
     return rng.multinomial(total, counts / total, size=resamples) @ distinct / total
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llava.compare.paired import MEAN
-from llava.compare.study_record import Study
+from llava.compare.study_record import Study, has_intervals
 from llava.presentation import COLOURS, STYLE, import_pyplot
 
 if TYPE_CHECKING:
@@ -94,8 +94,10 @@ def _controls(study: Study, pyplot: ModuleType) -> "Figure | None":
     for index, (control, found) in enumerate(study["controls"].items()):
         rows = [row + (index - (len(study["controls"]) - 1) / 2) * width for row in range(len(arms))]
         scores = [found[arm]["score"] for arm in arms]
-        error = [[found[arm]["score"] - found[arm]["low"] for arm in arms]]
-        error += [[found[arm]["high"] - found[arm]["score"] for arm in arms]]
+        error = None
+        if has_intervals(study):
+            error = [[found[arm]["score"] - found[arm]["low"] for arm in arms]]
+            error += [[found[arm]["high"] - found[arm]["score"] for arm in arms]]
         axes.barh(rows, scores, width, xerr=error, color=COLOURS[index], label=control, error_kw={"linewidth": 0.8})
     axes.set_yticks(range(len(arms)), arms)
     axes.set(ylim=(len(arms) - 0.5, -0.5), xlabel="% of answers right, all seeds")

@@ -12,7 +12,7 @@ from llava.compare.report import render
 from llava.compare.report_figures import data_uri
 from llava.compare.report_tables import Rows
 from llava.compare.study_figures import figures
-from llava.compare.study_record import DOSED, KEPT, Study, in_digits, write_record
+from llava.compare.study_record import DOSED, KEPT, Study, has_intervals, in_digits, write_record
 from llava.launch.devices import count_of
 from llava.provenance import ROOT
 
@@ -142,13 +142,10 @@ def reached(study: Study) -> Rows:
 
 
 def controls(study: Study) -> Rows:
-    """Percent of right answers under each control, with the 95 % interval."""
+    """Percent of right answers under each control, with the 95 % interval where the record has it."""
+    shown = "{score:.1f} ({low:.1f} to {high:.1f})" if has_intervals(study) else "{score:.1f}"
     return [
-        {"arm": arm}
-        | {
-            control: "{score:.1f} ({low:.1f} to {high:.1f})".format(**found[arm])
-            for control, found in study["controls"].items()
-        }
+        {"arm": arm} | {control: shown.format(**found[arm]) for control, found in study["controls"].items()}
         for arm in study["arms"]
     ]
 
@@ -317,6 +314,9 @@ def about_pairs(study: Study) -> str:
 def about_pictures(study: Study) -> str:
     """Which arms answer better with their picture than with a blank one, by intervals that do not overlap."""
     whole, blank = study["controls"]["untouched"], study["controls"]["blank"]
+    if not has_intervals(study):
+        points = [whole[arm]["score"] - blank[arm]["score"] for arm in study["arms"]]
+        return f"With a blank picture arms lose {min(points):.1f} to {max(points):.1f} points, without intervals."
     sees = [arm for arm in study["arms"] if whole[arm]["low"] > blank[arm]["high"]]
     others = [arm for arm in study["arms"] if arm not in sees]
     text = f"With a blank picture {len(sees)} of {len(study['arms'])} arms answer worse"
@@ -384,8 +384,13 @@ def limits(study: Study) -> list[str]:
     """What the verdicts do not cover."""
     seeds = len(study["seeds"])
     found = [
-        f"Intervals together cover at 95 % (Bonferroni): over all tasks for {count_of(len(study['results']), 'arm')}, "
-        f"on single tasks for arms times {len(study['tasks'])} tasks. Arms against each other are a family apart.",
+        "Intervals of a family together cover at 95 % (Bonferroni), and each family spends its own 5 %: over all tasks "
+        f"({count_of(len(study['results']), 'arm')}), on single tasks (arms times {len(study['tasks'])}), and both of "
+        "arms against each other. All four together may leave out a true value in one study of five.",
+        "With the picture taken away each interval covers at 95 %, over other questions and other seeds; it is not "
+        "corrected for the number of arms."
+        if has_intervals(study)
+        else "With the picture taken away there are no intervals: answers by question and seed were not kept.",
         "Training runs of all arms are taken to vary alike, and the tasks as fixed.",
         "Measurements inside the models are of the first seed and have no intervals over seeds.",
     ]

@@ -12,16 +12,15 @@ import numpy as np
 
 from llava.compare.arms import parse_arm
 from llava.compare.learning import LEVELS, samples_to_reach
-from llava.compare.paired import MEAN, Difference, compare_arms, confidence_of
+from llava.compare.paired import MEAN, Difference, compare_arms, confidence_of, score_intervals
 from llava.compare.plan import POWER, Plan
 from llava.compare.report_tables import Rows, Statistics, batch_of, seconds_of_steps
 from llava.compare.runs import STAGES, Run
 from llava.eval.results import CONTROLS, Results, TaskResult, read_results
-from llava.intervals import share_interval
 from llava.provenance import git_commit
 
 FILE = "study.json"
-FORMAT = 1
+FORMAT = 2
 Study = Mapping[str, Any]
 """The content of `study.json`."""
 CONTRASTS = (
@@ -230,17 +229,28 @@ def logged(run: Run) -> dict[str, list[float | None]]:
 
 
 def controls(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, float]]]:
-    """Share of right answers of every arm under every control, all seeds and tasks together, with its 95 % interval."""
+    """Percent of right answers of every arm under every control, all tasks together, with `score_intervals`."""
+    arms, seeds = dict.fromkeys(run.arm for run in runs), dict.fromkeys(run.seed for run in runs)
+    by_run = {(run.arm, run.seed): run for run in runs}
     found: dict[str, dict[str, dict[str, float]]] = {}
     for control in CONTROLS:
-        for arm in dict.fromkeys(run.arm for run in runs):
-            tasks = [task for run in runs if run.arm == arm for task in answers_of(run, control).tasks.values()]
-            samples = [sample for task in tasks for sample in task.samples]
-            right = sum(sample.score for sample in samples)
-            low, high = share_interval(round(right), len(samples))
-            score = 100 * right / len(samples)
-            found.setdefault(control, {})[arm] = {"score": score, "low": 100 * low, "high": 100 * high}
+        scores = {arm: np.array([_scores(by_run[arm, seed], control) for seed in seeds]) for arm in arms}
+        found[control] = {
+            arm: dict(zip(("score", "low", "high"), values, strict=True))
+            for arm, values in score_intervals(scores).items()
+        }
     return found
+
+
+def _scores(run: Run, control: str) -> list[float]:
+    """The scores of a run's answers under a control, in the order of tasks and ids."""
+    tasks = answers_of(run, control).tasks
+    return [score for task in sorted(tasks) for _, score in sorted((one.id, one.score) for one in tasks[task].samples)]
+
+
+def has_intervals(study: Study) -> bool:
+    """Whether the scores with the picture taken away have intervals: docs/study.json lost the answers they need."""
+    return all("low" in one for found in study["controls"].values() for one in found.values())
 
 
 def measured(folder: Path) -> dict[str, Rows]:

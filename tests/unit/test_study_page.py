@@ -11,7 +11,16 @@ from llava.compare.__main__ import main
 from llava.compare.plan import MEAN
 from llava.compare.study import ARMS
 from llava.compare.study_figures import figures
-from llava.compare.study_page import conclusions, done, limits, measurements, power, write_markdown, write_page
+from llava.compare.study_page import (
+    conclusions,
+    done,
+    limits,
+    measurements,
+    power,
+    tables,
+    write_markdown,
+    write_page,
+)
 from llava.compare.study_record import CONTRASTS, doses, measured, read_record, with_measurements
 from llava.eval.results import CONTROLS
 
@@ -58,7 +67,7 @@ def study():
     ]
     gradients = [{"model": a, "gradient at": "x", "none": 1.0, "layernorm": 0.1, "gwc_layernorm": 1.0} for a in NAMES]
     return {
-        "format": 1,
+        "format": 2,
         "created": "2026-11-22",
         "commit": "c0ffee",
         "trained_at": "c0ffee",
@@ -98,6 +107,20 @@ def test_conclusions_are_those_of_the_intervals(study):
     assert f"not shown for {NAMES[-1]}" in text
     assert "picture): none 0.04 (0.90). First seed" in text and "none 0.500 nats (blank picture 0.500)" in text
     assert text.count("improved on") == 0  # single tasks' intervals hold zero
+
+
+def test_controls_without_intervals_are_shown_and_called_so(study):
+    assert "95 %, over other questions and other seeds" in " ".join(limits(study))
+    for found in study["controls"].values():
+        for arm in found:
+            found[arm] = {"score": found[arm]["score"]}
+    assert tables(study)["With the picture taken away"][0]["blank"] == "25.0"
+    assert "arms lose 2.0 to 35.0 points, without intervals" in " ".join(conclusions(study))
+    assert "picture taken away there are no intervals" in " ".join(limits(study))
+
+
+def test_every_family_of_intervals_is_said_to_spend_5_percent(study):
+    assert "each family spends its own 5 %" in " ".join(limits(study))
 
 
 def test_one_seed_says_nothing_about_other_training_runs(study):

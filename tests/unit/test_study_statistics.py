@@ -1,12 +1,14 @@
 """What a study may say: simulated studies of equal, better and blanked arms, the plan, samples to an accuracy."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from llava.compare import study_record
 from llava.compare.learning import first_reached, samples_to_reach
-from llava.compare.paired import IMPROVED, UNCHANGED, WORSE, compare_arms
+from llava.compare.paired import IMPROVED, UNCHANGED, WORSE, compare_arms, score_intervals
 from llava.compare.plan import (
     FEWEST_STEPS,
     POWER,
@@ -19,6 +21,8 @@ from llava.compare.plan import (
     read_plan,
     smallest_differences,
 )
+from llava.eval.results import Answered, Results, TaskResult
+from llava.intervals import share_interval
 
 TASKS, QUESTIONS = 4, 72
 PILOT = Pilot(60.0, {"pretrain": 0.5, "finetune": 1.0}, {"a": 0.5, "b": 0.8}, {"a": 72, "b": 72})
@@ -97,6 +101,47 @@ def test_more_seeds_questions_and_fewer_arms_show_smaller_differences():
     assert alone["a"] == alone["mean"]
 
 
+@pytest.mark.parametrize(("arms", "seeds", "deviation"), [(4, 3, 0.0), (4, 3, 0.06), (12, 3, 0.06), (2, 2, 0.06)])
+def test_intervals_of_scores_hold_the_truth_in_95_percent_of_studies(arms, seeds, deviation):
+    rng = np.random.default_rng(6)
+    inside = []
+    for _ in range(600 // arms):
+        hard = rng.beta(0.7, 0.7, size=144)  # mean 0.5; the answers of several seeds to a question are much alike
+        luck = rng.normal(0, deviation, size=(arms, seeds, 1))
+        scores = (rng.random((arms, seeds, 144)) < np.clip(hard + luck, 0, 1)).astype(float)
+        found = score_intervals(dict(enumerate(scores)), resamples=1000)
+        inside += [low <= 50 <= high for _, low, high in found.values()]
+    assert 0.92 < np.mean(inside) < 0.999
+
+
+def test_the_same_answers_from_more_seeds_are_no_more_evidence():
+    answers = np.repeat([1.0, 0.0], 40)[None]
+    (alone,), (thrice,) = (score_intervals({0: np.tile(answers, (n, 1))}).values() for n in (1, 3))
+    assert thrice == pytest.approx(alone, abs=0.01) and alone[0] == 50
+    assert alone[1:] == pytest.approx([100 * end for end in share_interval(40, 80)], abs=1)
+
+
+@dataclass(frozen=True)
+class AnsweredRun:
+    """A run whose answers are the same under every control: to the given ids right, to the others wrong."""
+
+    arm: str
+    seed: int
+    right: str
+
+    def tasks(self):
+        samples = [Answered(name, float(name in self.right), "", "") for name in sorted("abcd", reverse=self.seed == 2)]
+        return Results("", "", "", {}, {}, "", {"t": TaskResult("accuracy", 0, samples, None, 0)})
+
+
+def test_controls_pair_the_seeds_answers_by_question(monkeypatch):
+    monkeypatch.setattr(study_record, "answers_of", lambda run, control: run.tasks())
+    runs = [AnsweredRun(arm, seed, "ab") for seed in (1, 2) for arm in ("none", "clip")]
+    (_, low, high) = score_intervals({"none": np.array([[1.0, 1, 0, 0]])})["none"]
+    for found in study_record.controls(runs).values():
+        assert found["none"] == pytest.approx({"score": 50, "low": low, "high": high})
+
+
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
@@ -149,3 +194,9 @@ def test_samples_to_reach_an_accuracy_have_an_interval_that_holds_what_is_true()
         assert low <= needed <= high
     assert inside >= 17
     assert samples_to_reach(0.99, samples, np.tile(truth, (3, 1)), 96) == (None, None, None)
+
+
+def test_more_seeds_with_the_same_answers_do_not_narrow_the_samples_to_reach():
+    curve = np.linspace(0.25, 0.85, 5)
+    alone, thrice = (samples_to_reach(0.6, [0, 100, 200, 300, 400], np.tile(curve, (n, 1)), 64) for n in (1, 3))
+    assert thrice == pytest.approx(alone, abs=10)
