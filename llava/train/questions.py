@@ -1,8 +1,8 @@
 """Held-out questions that the model answers at every evaluation: its score, and a table of its answers.
 
 The questions are the first human turns of records whose answer is short; the model answers by greedy decoding. An
-answer is right if it is the record's, apart from case, punctuation and white space. Every rank asks all questions, so
-that under ZeRO-3 all ranks generate in step.
+answer is right if it is the record's, apart from case, sentence punctuation and white space (`llava.scoring`). Every
+rank asks all questions, so that under ZeRO-3 all ranks generate in step.
 
 Logged keys: `eval/accuracy`, `eval/accuracy_low` and `eval/accuracy_high` (Wilson's 95 % interval), `eval/questions`;
 the table is `eval/answers` (in TensorBoard the pictures are beside it, as `eval/pictures`).
@@ -10,7 +10,6 @@ the table is `eval/answers` (in TensorBoard the pictures are beside it, as `eval
 
 import logging
 import math
-import string
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from llava.data.records import Record, record_images
 from llava.intervals import share_interval
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.progress import progress
+from llava.scoring import normalized, same_answer
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,7 @@ class Answer(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        return normalized(self.said) == normalized(self.expected)
-
-
-def normalized(text: str) -> str:
-    """An answer in the form in which it is compared: lower case, no punctuation, single spaces."""
-    return " ".join(text.lower().translate(str.maketrans("", "", string.punctuation)).split())
+        return same_answer(self.said, self.expected)
 
 
 def can_be_asked(record: Record) -> bool:

@@ -12,7 +12,7 @@ from training import LORA, build, flags
 from llava.asking import load_assistant
 from llava.intervals import share_interval
 from llava.train import train as train_module
-from llava.train.questions import COLUMNS, Answer, accuracy, can_be_asked, normalized, show_answers
+from llava.train.questions import COLUMNS, Answer, accuracy, can_be_asked, show_answers
 from llava.train.telemetry import LOG_FILE
 
 PICTURE = Image.new("RGB", (20, 16), "red")
@@ -28,8 +28,7 @@ def record(answer: str, question: str = "<image>\nIs it warm?", **fields) -> dic
     return {"id": "a", "image": "a.png", "conversations": turns} | fields
 
 
-def test_case_punctuation_and_white_space_decide_nothing():
-    assert normalized(" The  Left-hand, one!\n") == "the lefthand one"
+def test_an_answer_is_right_by_its_words():
     assert [answer.is_right for answer in ANSWERS] == [True, True, False]
 
 
