@@ -48,8 +48,12 @@ fi
 # other's. llava/launch/builds.py has what happens when a build is killed.
 [ -n "${LLAVA_PYTHON:-}" ] || export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$ROOT/.venv/torch_extensions}"
 
-# Makes or updates .venv; the caller's own environment is taken as it is and only told where the package lies.
+# Makes or updates .venv; the caller's own environment is taken as it is and only told where the package lies. A misspelt
+# variable is refused before anything is installed.
 ensure_environment() {
+  local python
+  python=$(plain_python) || exit
+  "$python" -m llava.launch.variable_check "$(basename "$0" .sh)" || exit
   bash scripts/setup.sh
   if [ -n "${LLAVA_PYTHON:-}" ]; then export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"; fi
 }

@@ -24,8 +24,9 @@ from llava.launch.help import help_text
 from llava.launch.inputs import check_master
 from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import Plan, as_json, command_text, resolve, show
-from llava.launch.settings import Refusal, is_on, misspelt
+from llava.launch.settings import Refusal, is_on
 from llava.launch.supervise import INTERRUPTED, supervise
+from llava.launch.variable_check import check_variables
 from llava.provenance import CODE, IS_CHECKOUT, ROOT, RUN_FILE
 
 LAUNCH_CHECK = "llava/train/launch_check.py"  # in the repository, as the scripts name the trainer
@@ -36,17 +37,15 @@ def main(words: list[str], environment: Mapping[str, str]) -> int:
     if not words or {"-h", "--help"} & set(words):
         print(help_text(environment, words))
         return 0
-    for name, meant in misspelt(environment).items():
-        print(
-            f"note: {name} is set, but these scripts have no such variable; did you mean {meant}?",
-            file=sys.stderr,
-        )
+    warnings = check_variables(environment.get("STAGE") or "pretrain", environment)
     plan = resolve(environment, program(words[0]), words[1:], available_cores())
     unknown = check_sources(plan)
-    if environment.get("DRY_RUN") == "json":
-        print(as_json(plan))
+    as_data = environment.get("DRY_RUN") == "json"
+    print(as_json(plan) if as_data else show(plan), flush=True)
+    for line in warnings:  # after the table, which is long
+        print(f"\n{line}\n", file=sys.stderr, flush=True)
+    if as_data:
         return 0
-    print(show(plan), flush=True)
     if is_on(environment.get("DRY_RUN", "")):
         dry_run(plan, environment, unknown)
         return 0

@@ -1,6 +1,6 @@
-"""The variables that the training scripts read from the environment: meanings, numbers, and likely misspellings."""
+"""The variables that the training scripts read from the environment: meanings, numbers, and the nearest name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 # Meaning of every variable, in groups. Defaults are the scripts', or stand here where the launcher finds them.
 VARIABLES: dict[str, dict[str, str]] = {
@@ -121,18 +121,12 @@ def one_of(name: str, value: str, allowed: Iterable[str]) -> str:
     return value
 
 
-def misspelt(environment: Mapping[str, str]) -> dict[str, str]:
-    """Unknown variables whose names are so near to one of ours that it must be meant, each with the name of ours."""
-    unknown = (name for name in environment if name.isupper() and name not in NAMES)
-    return {name: nearest for name in unknown if (nearest := nearest_name(name, NAMES))}
-
-
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` must mean, or None; the variables of other programs must never look like ours.
 
     A name is near if only a `_` or a final `s` differs, or if one letter is added, missing, different, or swapped with
     its neighbour; names of twelve letters or more may differ in two letters. Names of fewer than six letters are near
-    too many others, and never match.
+    too many others: only the order of their letters may differ.
     """
 
     def squashed(text: str) -> str:
@@ -140,9 +134,11 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 
     best: tuple[int, str] | None = None
     for candidate in known:
-        if len(candidate) < 6 or abs(len(name) - len(candidate)) > 2:
+        if abs(len(name) - len(candidate)) > 2:
             continue
         distance = 0 if squashed(name) == squashed(candidate) else edit_distance(name, candidate)
+        if len(candidate) < 6 and distance and sorted(name) != sorted(candidate):
+            continue
         if distance <= (1 if len(candidate) < 12 else 2) and (best is None or distance < best[0]):
             best = (distance, candidate)
     return best[1] if best else None
