@@ -56,7 +56,6 @@ LAYOUTS = (
     Layout("zero2", 2, 0.0, 0.0, 2.0),
     Layout("zero3", 3, 2.0, 2.0, 2.0),
     Layout("zero3_hpz", 3, 2.0, 0.0, 2.0),  # backward gathers inside the node
-    Layout("zeropp", 3, 1.0, 0.0, 0.5),  # weights in 8 bits, gradients in 4
 )
 NETWORKS = {"8 x 400 Gb/s per node": 400e9, "100 Gb/s per node": 12.5e9}  # bytes per second
 
@@ -197,8 +196,8 @@ optimizer states by the tree's estimate, the table that a run prints before its 
 and the loss head, without and with recomputation of every layer, on PyTorch's kernels: Liger's keep less. DeepSpeed's
 estimator (`estimate_zero{2,3}_model_states_mem_needs`) knows neither frozen weights nor activations: in stage 1 it
 counts optimizer states that do not exist. In stage 2 the two differ by what ZeRO-3 gathers at a time: DeepSpeed's
-estimator counts the largest layer, ours up to 10^9 weights (`stage3_max_live_parameters`). `zero3_hpz.json` and
-`zeropp.json` need the 16-bit weights, split over 8 GPUs, on top of ZeRO-3's rows.
+estimator counts the largest layer, ours up to 10^9 weights (`stage3_max_live_parameters`). `zero3_hpz.json` needs the
+16-bit weights, split over 8 GPUs, on top of ZeRO-3's rows.
 """
 THROUGHPUT = """
 ## Throughput
@@ -211,8 +210,7 @@ GPUs. Assumptions:
 - Communication and arithmetic overlap fully; inside a node communication costs nothing; a node's network cards work
   together.
 - ZeRO-3 gathers all weights forward and again backward, frozen ones too, and reduces the trained ones' gradients, in
-  every micro-batch. `zero3_hpz` gathers backward inside the node; `zeropp` sends weights in 8 bits and gradients in
-  4.
+  every micro-batch. `zero3_hpz` gathers backward inside the node.
 - A collective takes {hop:g} microseconds per GPU in the ring; ZeRO-3 has three per layer and micro-batch, because a
   layer is gathered as one.
 - Reading data keeps up."""
@@ -223,8 +221,7 @@ BREAKS = """
    do, and the scripts refuse it. Stage 2 ends at 128 GPUs, stage 1 at 256. More GPUs need a larger batch, and so
    another learning rate.
 2. **Work per GPU.** Long before that, a GPU has one or two samples per step, and ZeRO-3 moves all weights for them. On
-   a slow network this hurts from the second node on: use `zero2.json` where the weights fit, else `zero3_hpz.json` or
-   `zeropp.json`.
+   a slow network this hurts from the second node on: use `zero2.json` where the weights fit, else `zero3_hpz.json`.
 3. **Uneven samples.** One micro-batch of one sample per GPU takes as long as the longest of them;
    `--length_group_window` helps ([data.md](data.md#even-work-for-all-ranks)).
 4. **Latency.** A ring over hundreds of GPUs costs milliseconds per collective, whatever it carries.

@@ -32,6 +32,7 @@ from llava.train.heldout import check_eval_flags, eval_data_arguments, named_as_
 from llava.train.liger import check_liger
 from llava.train.lora import check_lora_flags
 from llava.train.optim import tunable_parts
+from llava.train.zero import check_zero
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ def check_flags(model_args: ModelArguments, data_args: DataArguments, training_a
     check_overwriting(model_args, training_args)
     check_reporting(training_args.report_to)
     check_kernels(training_args)
+    check_zero(training_args)
     for flag in ("length_group_window", "max_tokens_per_micro_batch"):
         value = getattr(training_args, flag)
         if value is not None and value < 1:

@@ -15,6 +15,22 @@ from llava.train.arguments import TrainingArguments
 logger = logging.getLogger(__name__)
 
 
+# Options of ZeRO++ whose kernels take every number that they are given for fp16.
+_READ_AS_FP16 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+def check_zero(args: TrainingArguments) -> None:
+    """The part of `check_flags` about the file that `--deepspeed` names."""
+    if not args.deepspeed or args.fp16:
+        return
+    zero = args.hf_deepspeed_config.config.get("zero_optimization", {})
+    if options := [name for name in _READ_AS_FP16 if zero.get(name)]:
+        raise ValueError(
+            f"--deepspeed {args.deepspeed}: {', '.join(options)}: DeepSpeed's kernels read them as fp16, and the "
+            f"run computes in {'bf16' if args.bf16 else 'fp32'}; take it out of the file, or pass --fp16 True"
+        )
+
+
 def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:
     """Marks the modules that ZeRO-3 gathers as one, and fills in bucket sizes that the configuration leaves at `auto`.
 

@@ -23,7 +23,7 @@ from llava.train.arguments import TrainingArguments
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
 from llava.train.memory import CheckpointPlan, MemoryEstimate, checkpoint_layers, estimate_memory, plan_checkpointing
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
-from llava.train.zero import fit_zero, gathered_units
+from llava.train.zero import check_zero, fit_zero, gathered_units
 
 V = 4  # visual tokens per image: 16 px in patches of 8
 # Weight elements of the tiny models, by hand: width 32, 4 heads of 8, 2 of them for keys; tower 24 wide.
@@ -225,6 +225,17 @@ def test_a_bucket_holds_a_layer_and_every_layer_is_gathered_at_once(tiny):
     fit_zero(trained(tiny, STAGE_1), stage_1)
     learnt = sum(p.numel() for p in model.get_model().mm_projector.parameters())
     assert stage_1.hf_deepspeed_config.config["zero_optimization"]["reduce_bucket_size"] == learnt
+
+
+@pytest.mark.parametrize("option", ["weights", "nontrainable_weights", "gradients"])
+def test_zero_options_whose_kernels_read_fp16_are_refused_in_other_precisions(option):
+    name = f"zero_quantized_{option}"
+    for precision, flags in {"bf16": {}, "fp32": {"bf16": False}}.items():
+        refused = zero_arguments(3, 2, config={"zero_optimization": {"stage": 3, name: True}}, **flags)
+        with pytest.raises(ValueError, match=f"--deepspeed zero.json: {name}: .* computes in {precision}; "):
+            check_zero(refused)
+    check_zero(zero_arguments(3, 2, config={"zero_optimization": {"stage": 3, name: False}}))
+    check_zero(zero_arguments(3, 2, config={"zero_optimization": {name: True}}, bf16=False, fp16=True))
 
 
 def test_a_trained_layer_whose_input_may_need_no_gradient_is_gathered_module_by_module(tiny):
