@@ -4,10 +4,12 @@ Shapes: B conversations, S longest prompt.
 """
 
 import argparse
+import http.client
 import io
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -286,18 +288,28 @@ def is_captioner(template: Conversation) -> bool:
     return template.sep_style is SeparatorStyle.PLAIN
 
 
-def load_picture(source: str, called: str | None = None) -> Image.Image:
-    """The picture at a path or an http(s) address, checked as training checks its pictures.
+def load_picture(source: str) -> Image.Image:
+    """The picture at the path or http(s) address that the caller of a command names as `--image-file`.
+
+    Raises:
+        ValueError: see `read_picture`; nothing can be downloaded.
+    """
+    called = f"--image-file {source}"
+    remote = source.startswith(("http://", "https://"))
+    return read_picture(_download(source, called) if remote else source, called)
+
+
+def read_picture(file: str | Path | io.BytesIO, called: str) -> Image.Image:
+    """The picture in a file or its bytes, checked as training checks its pictures; nothing is ever downloaded.
 
     Args:
-        called: what messages call it; by default `--image-file` with the source.
+        called: what messages call it.
 
     Raises:
         ValueError: there is nothing, or it is not a picture; the message names it.
     """
-    called = called or f"--image-file {source}"
     try:
-        with picture_header(_download(source) if source.startswith(("http://", "https://")) else source) as image:
+        with picture_header(file) as image:
             image.load()
             return image
     except FileNotFoundError:
@@ -305,11 +317,18 @@ def load_picture(source: str, called: str | None = None) -> Image.Image:
     except UnidentifiedImageError:
         raise ValueError(f"{called}: not a picture in a format that Pillow reads") from None
     except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
-        raise ValueError(f"{called}: cannot be read ({str(error) or type(error).__name__:.300})") from error
+        raise _unreadable(called, error) from error
 
 
-def _download(address: str) -> io.BytesIO:
-    # Some servers refuse the library's own name.
-    request = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (llava)"})
-    with urllib.request.urlopen(request, timeout=30) as response:
-        return io.BytesIO(response.read(LARGEST_FILE))  # a longer one is a picture that is cut off
+def _download(address: str, called: str) -> io.BytesIO:
+    try:
+        # Some servers refuse the library's own name.
+        request = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (llava)"})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return io.BytesIO(response.read(LARGEST_FILE))  # a longer one is a picture that is cut off
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise _unreadable(called, error) from error
+
+
+def _unreadable(called: str, error: Exception) -> ValueError:
+    return ValueError(f"{called}: cannot be read ({str(error) or type(error).__name__:.300})")

@@ -203,7 +203,7 @@ class ImageStore:
 
 
 @contextmanager
-def picture_header(source: str | BytesIO) -> Iterator[Image.Image]:
+def picture_header(source: str | Path | BytesIO) -> Iterator[Image.Image]:
     """A picture that is not decoded yet; only `_FORMATS` are tried, and Pillow's limit of pixels is enforced.
 
     Raises:

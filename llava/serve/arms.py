@@ -15,12 +15,13 @@ import torch
 from PIL import Image
 
 from llava.analysis.attention_figures import overlaid
-from llava.asking import Assistant, load_picture
+from llava.asking import Assistant, read_picture
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.mm_utils import to_rgb
 from llava.presentation import TEXT_COLOUR, VISUAL_COLOUR
 from llava.serve.cli import AnswerStreamer, with_question
 from llava.serve.look import Look, look_of, probe_of
+from llava.serve.uploads import uploaded_file
 
 LONGEST_QUESTION = 10_000  # characters; more than any context holds would only keep the tokenizer busy
 SMALL, LARGE = 384, 768  # limits of a heatmap's longer side in pixels; between them it has the picture's size
@@ -73,19 +74,20 @@ def checked_question(question: str | None) -> str:
     return question
 
 
-def checked_picture(path: str | None, most_bytes: int) -> Image.Image:
-    """The picture of an uploaded file, in RGB, checked as those of training are; of animated ones the first frame.
+def checked_picture(path: str | None, folder: str | Path, most_bytes: int) -> Image.Image:
+    """The picture of a file uploaded to `folder`, in RGB, checked as those of training are; of animated ones the first
+    frame.
 
     Raises:
-        ValueError: there is no file, or it is too large or no picture; the message names the file, not its folder.
+        ValueError: there is no such file, or it is too large or no picture; the message names no folder.
     """
     if not path:
         raise ValueError("Please choose a picture first.")
-    file = Path(path)
-    if file.is_file() and file.stat().st_size > most_bytes:
+    file = uploaded_file(path, folder)
+    if file.stat().st_size > most_bytes:
         raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes; at most {most_bytes:,} are taken.")
     try:
-        return to_rgb(load_picture(path, file.name))
+        return to_rgb(read_picture(file, file.name))
     except ValueError as error:
         raise ValueError(f"{str(error).replace(f'{file.parent}/', '')}.") from error
 

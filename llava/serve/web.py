@@ -26,6 +26,7 @@ from llava.presentation import import_pyplot
 from llava.provenance import checkpoint_name
 from llava.serve.arms import Arm, Talk, ask_all, checked_picture, checked_question
 from llava.serve.cli import load_chat_assistant
+from llava.serve.uploads import may_be_given, refuse_other_files
 
 MOST_ARMS, EXAMPLES = 2, 6
 WAITING = 20  # questions in the queue; further ones are refused
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="llava-web-") as folder:
         gradio = import_gradio(folder)
         arms = load_arms(args)
-        page = build_page(gradio, arms, args)
+        page = build_page(gradio, arms, folder, args)
         try:
             page.launch(
                 server_name=args.host,
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
                 max_file_size=int(args.max_upload * MEGABYTE),
                 prevent_thread_lock=True,
                 state_session_capacity=100,
-                app_kwargs={"middleware": policy_middleware()},
+                app_kwargs={"middleware": guarding_middleware(folder)},
                 ssr_mode=False,
                 footer_links=[],
                 quiet=True,
@@ -138,11 +139,12 @@ def load_arms(args: argparse.Namespace) -> list[Arm]:
     return [Arm(name, assistant) for name, assistant in zip(names, loaded, strict=True)]
 
 
-def policy_middleware() -> list[Any]:
-    """Sends `POLICY` with every answer of the server."""
+def guarding_middleware(folder: str) -> list[Any]:
+    """Sends `POLICY` with every answer of the server, and gives no file but those in `folder`."""
     from starlette.middleware import Middleware
+    from starlette.responses import PlainTextResponse
 
-    class Policy:
+    class Guard:
         def __init__(self, app: Any):
             self.app = app
 
@@ -152,9 +154,11 @@ def policy_middleware() -> list[Any]:
                     message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
                 await send(message)
 
-            await self.app(scope, receive, send_with if scope["type"] == "http" else send)
+            refused = scope["type"] == "http" and not may_be_given(scope["path"], folder)
+            app = PlainTextResponse("There is no such file here.", 403) if refused else self.app
+            await app(scope, receive, send_with if scope["type"] == "http" else send)
 
-    return [Middleware(Policy)]
+    return [Middleware(Guard)]
 
 
 def examples() -> list[list[str]]:
@@ -178,12 +182,13 @@ class Page:
     """What the page's buttons do; every function returns values for `outputs`.
 
     Args:
+        folder: where uploaded pictures are; others are not opened.
         most_bytes: largest size of an uploaded picture.
         same: the value that leaves an output on the page as it is.
     """
 
-    def __init__(self, arms: Sequence[Arm], most_bytes: int, same: object = None):
-        self.arms, self.most_bytes, self.same = arms, most_bytes, same
+    def __init__(self, arms: Sequence[Arm], folder: str | Path, most_bytes: int, same: object = None):
+        self.arms, self.folder, self.most_bytes, self.same = arms, folder, most_bytes, same
 
     def shown(self, talks: Sequence[Talk], said: str = "") -> list[object]:
         """Values of state, sentence, and each arm's chat, heatmap and norms."""
@@ -203,7 +208,7 @@ class Page:
         if not path:
             return [self.same, state, self.same, *parts]
         try:
-            checked_picture(path, self.most_bytes)
+            checked_picture(path, self.folder, self.most_bytes)
         except REFUSALS as error:
             return [None, state, refusal(str(error)), *parts]
         return [self.same, state, said, *parts]
@@ -223,7 +228,8 @@ class Page:
         sampling = {"temperature": temperature} if temperature > 0 else {}
         shown: list[object] = []
         try:
-            picture, question = checked_picture(path, self.most_bytes), checked_question(question)
+            picture = checked_picture(path, self.folder, self.most_bytes)
+            question = checked_question(question)
             options = {"do_sample": temperature > 0, "max_new_tokens": int(max_new_tokens), **sampling}
             for now in ask_all(self.arms, talks, picture, question, **options):
                 # A picture that is sent again is written again, perhaps while the browser reads it.
@@ -238,9 +244,9 @@ class Page:
             yield self.shown([Talk(talk.turns) for talk in talks], "This failed here; the terminal says why.")
 
 
-def build_page(gradio: ModuleType, arms: Sequence[Arm], args: argparse.Namespace) -> Any:
-    """The page as Gradio's blocks, with its events."""
-    does = Page(arms, int(args.max_upload * MEGABYTE), gradio.skip())
+def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argparse.Namespace) -> Any:
+    """The page as Gradio's blocks, with its events; uploads are in `folder`."""
+    does = Page(arms, folder, int(args.max_upload * MEGABYTE), gradio.skip())
     title = " and ".join(arm.name for arm in arms)
     with gradio.Blocks(title=f"LLaVA: {title}", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gradio.Markdown("# Ask about a picture")
@@ -286,6 +292,7 @@ def build_page(gradio: ModuleType, arms: Sequence[Arm], args: argparse.Namespace
         for on in (reset.click, *(chat.clear for chat in chats)):
             on(does.reset, None, outputs, cancels=events, **hidden)
         picture.change(does.new_picture, [picture], [picture, *outputs], cancels=events, **hidden)
+    refuse_other_files(gradio, page, folder)
     return page.queue(max_size=WAITING)
 
 

@@ -4,13 +4,17 @@ Needs Gradio (`llava[web]`), Playwright (`pip install playwright`; it drives the
 SCREENSHOTS=FOLDER keeps pictures of the page.
 """
 
+import itertools
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -164,3 +168,127 @@ def test_files_of_the_machine_are_not_served(address):
 def test_every_answer_of_the_server_names_itself_as_the_only_source(address):
     with urllib.request.urlopen(address, timeout=30) as response:
         assert response.headers["content-security-policy"].startswith("default-src 'self';")
+
+
+# --- what is sent past the page ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def inner():
+    """The address of a server that only this machine reaches, and the requests that it got."""
+    requests = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(encoded(noise(size=(8, 8))))
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", requests
+        server.shutdown()
+
+
+def post(url: str, content: object) -> tuple[int, str]:
+    """Status and text of what the server says to a JSON body."""
+    request = urllib.request.Request(url, json.dumps(content).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def joined(address: str, event: int, data: list[object], session: str) -> str:
+    """The stream of an event's messages, as the page itself gets it."""
+    status, text = post(f"{address}gradio_api/queue/join", {"data": data, "fn_index": event, "session_hash": session})
+    assert status == 200, text
+    with urllib.request.urlopen(f"{address}gradio_api/queue/data?session_hash={session}", timeout=60) as stream:
+        return "".join(line.decode() for line in stream)
+
+
+def upload(address: str, content: bytes) -> str:
+    """Where the server has put an uploaded picture."""
+    head = b'--x\r\nContent-Disposition: form-data; name="files"; filename="up.png"\r\n\r\n'
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    request = urllib.request.Request(f"{address}gradio_api/upload", head + content + b"\r\n--x--\r\n", kind)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)[0]
+
+
+def events(address: str) -> list[tuple[int, str, list[str]]]:
+    """Number, name and kinds of inputs of every event of the page that runs code here."""
+    with urllib.request.urlopen(f"{address}config", timeout=60) as response:
+        config = json.load(response)
+    kinds = {component["id"]: component["type"] for component in config["components"]}
+    return [
+        (event["id"], event["api_name"], [kinds[number] for number in event["inputs"]])
+        for event in config["dependencies"]
+        if event["backend_fn"]
+    ]
+
+
+def told(stream: str) -> list[str]:
+    """The sentences that an event's messages show: Gradio's errors, and refusals in HTML."""
+    return re.findall(r'"error": ?"([^"]*)"', stream) + re.findall(r'role=\\"alert\\">([^<]*)<', stream)
+
+
+FILE = {"meta": {"_type": "gradio.FileData"}}
+FORMS = [{"is_stream": stream, **kind} for stream in (True, False) for kind in ({}, FILE)]
+SENTENCE = "The picture is not a file that was uploaded to this page, or it is gone; please choose it again."
+
+
+def test_no_event_opens_or_fetches_what_was_not_uploaded(address, inner, tmp_path):
+    server, requests = inner
+    (tmp_path / "own.png").write_bytes(encoded(noise(size=(8, 8))))
+    uploaded = Path(upload(address, encoded(noise(size=(8, 8)))))
+    beside = os.path.relpath(tmp_path / "own.png", uploaded.parent)
+    paths = [f"{server}/a.png", f"file://{tmp_path}/own.png", str(tmp_path / "own.png"), f"{uploaded.parent}/{beside}"]
+    paths += [server.replace("http", "HTTP") + "/b.png", "/etc/hostname", "/nowhere.png", str(uploaded.parent)]
+    count = itertools.count()
+    for event, _, kinds in events(address):
+        for place, path, form in itertools.product(range(len(kinds)), paths, FORMS):
+            if kinds[place] in ("image", "textbox"):
+                data = ["why?" if kind == "textbox" else 1 if kind == "slider" else None for kind in kinds]
+                data[place] = {"path": path, **form}
+                stream = joined(address, event, data, f"session{next(count)}")
+                assert told(stream)[-1:] == [SENTENCE], (event, kinds, data, stream)
+    assert next(count) >= 4 * len(paths) * len(FORMS) and requests == []
+
+
+@pytest.mark.parametrize("way", ["call", "run", "api"])
+def test_no_direct_call_opens_or_fetches_what_was_not_uploaded(address, inner, way):
+    server, requests = inner
+    picture = {"path": f"{server}/a.png", "is_stream": True}
+    names = [name for _, name, kinds in events(address) if "image" in kinds]
+    assert len(names) == 3
+    for name in names:
+        body = {"data": [picture] if name == "new_picture" else [picture, "why?", None, 0, 8], "session_hash": way}
+        _, text = post(f"{address}gradio_api/{way}/{name}", body)
+        if way == "call":  # gives a number by which the answer is fetched
+            with urllib.request.urlopen(f"{address}gradio_api/call/{name}/{json.loads(text)['event_id']}") as stream:
+                text = stream.read().decode()
+        assert SENTENCE in text
+    assert requests == []
+
+
+@pytest.mark.parametrize("way", ["file=", "file/", "proxy="])
+def test_the_page_passes_no_address_on(address, inner, way):
+    server, requests = inner
+    for url in (f"{server}/a.png", "http://192.0.2.1/a.png"):  # the second is reserved: nobody has it
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{address}gradio_api/{way}{url}", timeout=5)
+        assert refused.value.code in (400, 403, 404)
+    assert requests == []
+
+
+def test_what_was_uploaded_is_opened(address, tiny, trained):
+    path = upload(address, (tiny / "data/images/red.png").read_bytes())
+    ask = next(event for event, _, kinds in events(address) if "image" in kinds and "textbox" in kinds)
+    stream = joined(address, ask, [{"path": path}, QUESTIONS[0] + POPE_SUFFIX, None, 0, 8], "uploaded")
+    assert "times the norm of text tokens" in stream and told(stream) == []

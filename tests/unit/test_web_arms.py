@@ -1,9 +1,13 @@
 """What the web page shows, without the page: checked uploads, growing answers, where the model looked, bars."""
 
+import itertools
 import json
+import os
+import re
 import socket
 import sys
 import threading
+import urllib.request
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from llava.analysis.probe import VISUAL
 from llava.asking import load_assistant
 from llava.serve import arms, look, web
 from llava.serve.arms import Arm, Talk, ask_all, bar_width, checked_picture, checked_question, growing_answer
+from llava.serve.uploads import REFUSAL, may_be_given, named_files, uploaded_file
 
 ASK = QUESTIONS[0] + POPE_SUFFIX
 RED = Image.new("RGB", (20, 16), COLOURS["red"])
@@ -61,29 +66,76 @@ def test_a_question_is_taken_without_the_space_around_it():
         ("cut.png", encoded(noise(size=(64, 64)))[:900], "cut.png: cannot be read"),
         ("eps.jpg", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "eps.jpg: not a picture"),
         ("large.png", encoded(noise(size=(64, 64))) + bytes(20_000), "bytes; at most 20,000 are taken."),
-        ("none.png", None, "none.png: no such file."),
     ],
 )
 def test_an_upload_that_is_not_a_picture_is_refused_by_its_name_alone(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError) as raised:
-        checked_picture(str(tmp_path / name), 20_000)
+        checked_picture(str(tmp_path / name), tmp_path, 20_000)
     assert message in str(raised.value) and str(tmp_path) not in str(raised.value)
+
+
+@pytest.fixture
+def uploads(tmp_path):
+    """An upload folder with `a.png`, reached over a link, beside a folder with another picture."""
+    for name in ("uploads/a.png", "uploads-of-others/own.png"):
+        (tmp_path / name).parent.mkdir()
+        RED.save(tmp_path / name)
+    (tmp_path / "linked").symlink_to(tmp_path / "uploads")
+    (tmp_path / "uploads/out.png").symlink_to(tmp_path / "uploads-of-others/own.png")
+    os.mkfifo(tmp_path / "uploads/pipe.png")
+    return tmp_path / "linked"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["http://127.0.0.1/a.png", "HTTP://127.0.0.1/a.png", "//127.0.0.1/a.png", "file://{folder}/a.png", "", "a\0.png"]
+    + ["/etc/hostname", "/nowhere.png", "a.png", "{folder}", "{folder}/none.png", "{folder}/pipe.png", "a" * 5000]
+    + ["{folder}/../uploads-of-others/own.png", "{folder}/../../{name}", "{folder}/out.png", None, 0],
+)
+def test_only_a_file_below_the_upload_folder_is_opened(uploads, path, monkeypatch):
+    monkeypatch.setattr(urllib.request, "urlopen", None)
+    path = path.format(folder=uploads, name=uploads.parent.name) if isinstance(path, str) else path
+    with pytest.raises(ValueError) as refused:
+        uploaded_file(path, uploads)
+    assert str(refused.value) == REFUSAL
+    if path:
+        with pytest.raises(ValueError, match=re.escape(REFUSAL)):
+            checked_picture(path, uploads, 1 << 20)
+
+
+def test_an_uploaded_file_is_opened_over_a_link_to_the_folder(uploads):
+    for folder, path in itertools.product((uploads, uploads.resolve()), (uploads, uploads.resolve())):
+        assert uploaded_file(f"{path}/a.png", folder) == uploads.resolve() / "a.png"
+        assert checked_picture(f"{path}/a.png", folder, 1 << 20).size == RED.size
+
+
+def test_files_are_seen_wherever_in_an_event_they_are_named():
+    picture = {"path": "a", "is_stream": True}
+    data = [picture, "path", None, 3, {"value": {"path": "b", "more": [{"path": {"path": "c"}}]}}, {"path": None}]
+    assert list(named_files(data)) == ["a", "b", {"path": "c"}, "c"]
+
+
+def test_a_request_gets_no_file_but_an_uploaded_one(uploads):
+    for start in ("/gradio_api/file=", "/gradio_api/file/"):
+        assert may_be_given(f"{start}{uploads}/a.png", uploads)
+        for other in ("http://127.0.0.1/a.png", "/etc/hostname", f"{uploads}/out.png", "", f"x\n{uploads}/a.png"):
+            assert not may_be_given(start + other, uploads)
+    assert may_be_given("/assets/index.js", uploads) and may_be_given("/gradio_api/queue/join", uploads)
 
 
 def test_an_upload_of_too_many_pixels_is_refused(tmp_path, monkeypatch):
     RED.save(tmp_path / "bomb.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 200)
     with pytest.raises(ValueError, match=r"bomb\.png: cannot be read \(Image size"):
-        checked_picture(str(tmp_path / "bomb.png"), 1 << 20)
+        checked_picture(str(tmp_path / "bomb.png"), tmp_path, 1 << 20)
 
 
 def test_an_upload_is_seen_as_in_training(tmp_path):
     frames = [Image.new("P", (8, 6), colour) for colour in (1, 2)]
     frames[0].putpalette([0, 0, 0, 220, 30, 30, 1, 1, 1])
     frames[0].save(tmp_path / "two.gif", save_all=True, append_images=frames[1:])
-    found = checked_picture(str(tmp_path / "two.gif"), 1 << 20)
+    found = checked_picture(str(tmp_path / "two.gif"), tmp_path, 1 << 20)
     assert found.mode == "RGB" and found.size == (8, 6) and found.getpixel((0, 0)) == (220, 30, 30)
 
 
@@ -233,8 +285,8 @@ def red(tmp_path):
     return str(tmp_path / "red.png")
 
 
-def test_asking_shows_the_answers_of_both_arms_and_keeps_them(pair, red):
-    page = web.Page(pair, 1 << 20, same="same")
+def test_asking_shows_the_answers_of_both_arms_and_keeps_them(pair, red, tmp_path):
+    page = web.Page(pair, tmp_path, 1 << 20, same="same")
     steps = list(page.ask(red, ASK, page.start(), 0, 8))
     last = [[step[i] for step in steps if step[i] != "same"] for i in range(len(steps[0]))]
     talks, said, *shown = [values[-1] for values in last]
@@ -249,20 +301,22 @@ def test_asking_shows_the_answers_of_both_arms_and_keeps_them(pair, red):
         (None, "Why?", "Please choose a picture first."),
         ("red", "", "Please type a question."),
         ("red", "why? " * 200, "more than the 512 of"),
-        ("/nowhere.png", "Why?", "nowhere.png: no such file."),
+        ("/nowhere.png", "Why?", REFUSAL),
     ],
 )
-def test_what_cannot_be_asked_is_reported_on_the_page_and_the_conversation_stays(pair, red, picture, question, said):
-    page = web.Page(pair, 1 << 20)
+def test_what_cannot_be_asked_is_reported_on_the_page_and_the_conversation_stays(
+    pair, red, tmp_path, picture, question, said
+):
+    page = web.Page(pair, tmp_path, 1 << 20)
     before = [Talk(turns("<image>\nIs <b>?", "No"))] * 2
     *_, (talks, sentence, *_) = page.ask(red if picture == "red" else picture, question, before, 0, 8)
     assert [talk.turns for talk in talks] == [before[0].turns] * 2
     assert said in sentence and 'role="alert"' in sentence
 
 
-def test_a_bug_is_reported_on_the_page_and_shown_in_the_terminal(pair, red, monkeypatch, capsys):
+def test_a_bug_is_reported_on_the_page_and_shown_in_the_terminal(pair, red, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(web, "ask_all", lambda *_, **__: 1 / 0)
-    page = web.Page(pair, 1 << 20)
+    page = web.Page(pair, tmp_path, 1 << 20)
     *_, (talks, said, *_) = page.ask(red, ASK, page.start(), 0, 8)
     assert "the terminal says why" in said and "ZeroDivisionError" in capsys.readouterr().err
     assert not talks[0].turns
@@ -271,12 +325,12 @@ def test_a_bug_is_reported_on_the_page_and_shown_in_the_terminal(pair, red, monk
 def test_a_name_with_markup_stays_text(pair, tmp_path):
     path = tmp_path / "<img src=x>.png"
     path.write_bytes(b"no")
-    picture, _, said, *_ = web.Page(pair, 9).new_picture(str(path))
+    picture, _, said, *_ = web.Page(pair, tmp_path, 9).new_picture(str(path))
     assert picture is None and "&lt;img src=x&gt;.png: not a picture" in said and "<img" not in said
 
 
-def test_another_picture_starts_anew_and_a_stopped_question_is_forgotten(pair, red):
-    page = web.Page(pair, 1 << 20)
+def test_another_picture_starts_anew_and_a_stopped_question_is_forgotten(pair, red, tmp_path):
+    page = web.Page(pair, tmp_path, 1 << 20)
     talks = [Talk(turns("<image>\nWhy?", "So"), growing=("And?", "Beca"))] * 2
     assert page.stop(talks)[0] == [Talk(turns("<image>\nWhy?", "So"))] * 2 and "stopped" in page.stop(talks)[1]
     page.same = "same"
