@@ -76,6 +76,8 @@ FAMILIES = {
     # The vision model ends in a pixel shuffle with an MLP of its own, or in pooling.
     "llama4": Family(features="input:vision_model.vision_adapter"),
     "gemma4": Family(features="input:model.vision_tower.pooler", tokens="~padding_positions"),
+    # The vision model ends in a merger with an MLP of its own, and a single linear layer follows.
+    "hyperclovax_vision_v2": Family(features="input:model.vision_model.merger"),
     "perception_lm": Family(one_by_one=True),
     "got_ocr2": _GOT,
     "paligemma": Family(prompt="{picture}{prompt}"),
@@ -102,6 +104,7 @@ FAMILIES = {
 _CROSS = "its LLM looks at the picture by cross-attention, so no visual token enters it"
 _QFORMER = "a Q-Former stands between its encoder and its projector"
 _NO_PROJECTOR = "it has no projector whose output enters an LLM as visual tokens"
+_STREAMS = "the layers of its LLM carry several states per token, so a token has no single norm or direction"
 REFUSED = {
     "mllama": _CROSS,
     "blip": _CROSS,
@@ -111,7 +114,10 @@ REFUSED = {
     "instructblip": _QFORMER,
     "instructblipvideo": _QFORMER,
     "florence2": "it is an encoder-decoder",
-    "gemma3n": "its layers carry four states per token",
+    "gemma3n": _STREAMS,
+    "glm5_next": _STREAMS,
+    "qwen4_exp": _STREAMS,
+    "gemma4_unified": "it has no vision encoder: patches of pixels pass through one linear layer into its projector",
     "chameleon": _NO_PROJECTOR,
     "emu3": _NO_PROJECTOR,
     "fuyu": _NO_PROJECTOR,
@@ -119,6 +125,8 @@ REFUSED = {
     "phi4_multimodal": "transformers gives it no class that takes pictures by one common interface",
 }
 """Families that cannot be measured, by model_type, with the reason."""
+REFUSED_LLMS = dict.fromkeys(("deepseek_v4", "gemma3n_text", "glm5_next_text", "hy_v4", "qwen4_exp_text"), _STREAMS)
+"""LLMs that no vision-language model around them can be measured with, by the model_type of `text_config`."""
 
 
 class Features(NamedTuple):
@@ -127,7 +135,7 @@ class Features(NamedTuple):
     Attributes:
         side: of `module`, "input" or "output".
         tokens: see `Family.tokens`.
-        width: E; a row that is several times as wide holds that many neighbouring patches.
+        width: E.
     """
 
     side: str
@@ -136,7 +144,7 @@ class Features(NamedTuple):
     width: int | None = None
 
     def of(self, args: tuple, kwargs: dict[str, Any], output: Any) -> torch.Tensor:
-        """The encoder's tokens [N, E] in one call of `module`, without padding.
+        """What passes in one call of `module`, without padding: [N, E], or wider rows where patches are joined.
 
         Raises:
             ValueError: the module takes the tokens of two encoders.
@@ -152,8 +160,12 @@ class Features(NamedTuple):
         mask = kwargs.get(self.tokens.lstrip("~")) if self.tokens else None
         if mask is not None:
             found = found[(~mask.bool() if self.tokens.startswith("~") else mask.bool()).flatten()]
-        whole = self.width and found.shape[-1] % self.width == 0
-        return found.reshape(-1, self.width) if whole else found
+        return found
+
+    def may_join_patches(self, rows: torch.Tensor) -> bool:
+        """Whether rows [N, width] are wide enough to hold several patches each, if they are a module's input."""
+        is_input = self.side == "input" and self.width is not None
+        return is_input and rows.shape[-1] > self.width and rows.shape[-1] % self.width == 0
 
 
 class Parts(NamedTuple):
@@ -185,10 +197,11 @@ def refuse(fields: dict[str, Any], path: str) -> None:
     Args:
         fields: of config.json.
     """
-    model_type = fields.get("model_type", "")
+    model_type, text = fields.get("model_type", ""), fields.get("text_config") or {}
     reason = REFUSED.get(model_type)
-    parts = (fields, fields.get("text_config") or {})
-    if reason is None and any(part.get("is_encoder_decoder") for part in parts):
+    if reason is None and text.get("model_type") in REFUSED_LLMS:
+        model_type, reason = f"{model_type} with {text['model_type']}", REFUSED_LLMS[text["model_type"]]
+    if reason is None and any(part.get("is_encoder_decoder") for part in (fields, text)):
         reason = "it is an encoder-decoder"
     if reason:
         raise ValueError(f"--model {path}: {model_type} cannot be measured: {reason}")

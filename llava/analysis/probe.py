@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from llava.analysis.encoder_rows import EncoderRows
 from llava.analysis.families import Parts, output_rows
 from llava.analysis.inputs import PicturePrompt
 
@@ -117,6 +118,7 @@ class Probe:
         self.special_ids = torch.tensor(sorted(special_ids), dtype=torch.long)
         self.token_text = token_text
         self._pictures_enter = False  # whether a run has shown that visual positions hold what the projector gave
+        self._joins_patches: bool | None = None  # whether the encoder's tokens pass side by side; None before a run
         self.attention_checked = False  # see `attention_watch.run`
         self.one_by_one = one_by_one
 
@@ -179,6 +181,8 @@ class Probe:
         if edit is None and not self._pictures_enter and bool((groups == VISUAL).any()):
             self._check_visual_positions(seen, groups, rows)
             self._pictures_enter = True
+        if seen["features"]:
+            self._check_features(seen["features"][0])
         return Observation(
             groups,
             seen["states"],
@@ -204,6 +208,7 @@ class Probe:
         seen: dict[str, list[Any]] = defaultdict(list)
         parts = self.parts
         handles = []
+        encoder = EncoderRows(parts.features.width) if parts.features and parts.features.width else None
 
         def enter(index: int) -> Callable:
             def hook(_: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -233,7 +238,7 @@ class Probe:
 
         def features(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if _first(args, kwargs).is_floating_point():
-                seen["features"].append(parts.features.of(args, kwargs, output))
+                seen["features"].append(self._tokens(parts.features.of(args, kwargs, output), encoder))
 
         for index, layer in enumerate(parts.layers):
             handles.append(layer.register_forward_pre_hook(enter(index), with_kwargs=True))
@@ -241,11 +246,31 @@ class Probe:
         if parts.projector is not None:
             handles.append(parts.projector.register_forward_hook(project, with_kwargs=True))
             handles.append(parts.features.module.register_forward_hook(features, with_kwargs=True))
+        undecided = encoder is not None and self._joins_patches is None
         try:
-            yield seen
+            with encoder.watched() if undecided else contextlib.nullcontext():
+                yield seen
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _tokens(self, rows: torch.Tensor, encoder: EncoderRows | None) -> torch.Tensor:
+        """Rows that passed at `parts.features`, as the encoder's tokens [N, E] where they are several side by side."""
+        if encoder is None or not self.parts.features.may_join_patches(rows):
+            self._joins_patches = False
+            return rows
+        if self._joins_patches is None:
+            self._joins_patches = encoder.hold(rows)
+        return rows.reshape(-1, encoder.width) if self._joins_patches else rows
+
+    def _check_features(self, rows: torch.Tensor) -> None:
+        features = self.parts.features
+        if features.may_join_patches(rows):
+            raise ValueError(
+                f"{self.name}: {type(features.module).__name__} takes rows of {rows.shape[-1]} numbers, which are not "
+                f"tokens of {features.width} numbers of the vision encoder side by side; name the module whose output "
+                "is the encoder's tokens by --vision-path"
+            )
 
     def _check(self, seen: dict[str, list[Any]], groups: torch.Tensor) -> None:
         shape = tuple(seen["states"][0].shape[:2]) if seen["states"] else ()
@@ -253,6 +278,14 @@ class Probe:
             raise ValueError(
                 f"{self.name}: expected {len(self.parts.layers) + 1} hidden states of {tuple(groups.shape)} positions, "
                 f"found {len(seen['states'])} of {shape}; is --layers-path the list of decoder layers?"
+            )
+        between = tuple(seen["states"][0].shape[2:])
+        entering = seen["projector_output"][0].shape[-1:] if seen["projector_output"] else between[-1:]
+        if between != tuple(entering):
+            raise ValueError(
+                f"{self.name} ({self.model.config.model_type}): between its layers a token has "
+                f"{' x '.join(map(str, between))} numbers, and its projector gives {entering[0]}: an LLM with several "
+                "states per token cannot be measured; if it has not, name its projector by --projector-path"
             )
         visual = bool((groups == VISUAL).any())
         if visual and not (seen["projector_output"] and seen["features"]):

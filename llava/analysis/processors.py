@@ -115,6 +115,8 @@ def library_inputs(
         bos = processor.tokenizer.bos_token  # a template that writes it must not get a second one
         options = {"add_special_tokens": not (bos and texts[0].startswith(bos))}
         options |= {"padding": True, "padding_side": "right", "return_tensors": "pt"}
+        if "mm_token_type_ids" in processor.model_input_names:  # a few processors make them only when told to
+            options["return_mm_token_type_ids"] = True
         if pictures and len(pictures) < len(texts):
             raise ValueError("a batch needs a picture in every sample or in none")
         if pictures:

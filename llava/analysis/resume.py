@@ -24,7 +24,7 @@ from llava.progress import progress
 from llava.provenance import revision
 
 FOLDER = "measurements"
-_FORMAT = 4  # of the saved states; to be raised when a measured value changes its meaning
+_FORMAT = 5  # of the saved states; to be raised when a measured value changes its meaning
 _SAVE_SECONDS = 30
 _LOADING_FLAGS = ("model_base", "conv_mode", "chat_template", "dtype", "layers_path", "projector_path", "vision_path")
 

@@ -16,12 +16,13 @@ from vision_language_models import IMAGE, ids_for, pixels
 
 from llava.analysis import interface_norms
 from llava.analysis.__main__ import main
-from llava.analysis.families import REFUSED, family_of, find_parts
+from llava.analysis.families import REFUSED, REFUSED_LLMS, family_of, find_parts
 from llava.analysis.probe import Probe
 from llava.analysis.processors import load_processor
 
 PROMPT = "What is it?"
 KINDS = ("encoder tokens", "visual tokens after the projector", "visual tokens entering the LLM")
+NEWER = ("vipllava", "gemma4", "got_ocr2", "hyperclovax_vision_v2", "cosmos3_edge")
 NUMBERS = ("count", "mean", "std", "min", "max")
 
 
@@ -85,7 +86,7 @@ def alone(name, model, folder, pictures) -> dict[str, torch.Tensor]:
         for file in sorted(pictures.iterdir()):
             picture = Image.open(file)
             images = [picture] if family.page_lists else [[picture]]
-            inputs = processor(images=images, text=[text], return_tensors="pt")
+            inputs = processor(images=images, text=[text], return_tensors="pt", **saved.options)
             inputs.pop("labels", None)
             inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}  # Llama 4's are bf16
             states = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
@@ -108,7 +109,7 @@ def test_a_saved_familys_tables_equal_an_independent_run_and_do_not_depend_on_th
     saved = SAVED[name]
     if missing := [package for package in saved.needs if not usable(package)]:
         pytest.skip(f"needs {', '.join(missing)}")
-    if name in ("vipllava", "gemma4", "got_ocr2") and Version(transformers.__version__) < Version("5.23"):
+    if name in NEWER and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("needs a newer transformers, whose own class or processor fails here")
     saved_models.write(saved, tmp_path / "model")
     rows = run("interface-norms", tmp_path / "model", tmp_path / "3", pictures, "--batch-size", "3")
@@ -219,11 +220,18 @@ def test_a_family_whose_processor_needs_a_missing_package_is_refused_with_its_na
         assert "its processor needs torchvision; install it (the build that fits PyTorch" in error[-1]
 
 
-@pytest.mark.parametrize("model_type", [*REFUSED, "t5gemma2", "pix2struct"])
-def test_a_family_without_visual_tokens_is_refused_by_name(model_type, pictures, tmp_path, capsys):
-    fields = {"model_type": model_type, "is_encoder_decoder": model_type not in REFUSED}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    for command in ("interface-norms", "update-rates", "attention"):
+REFUSED_CONFIGS = {name: {"model_type": name} for name in REFUSED}
+REFUSED_CONFIGS |= {name: {"model_type": name, "is_encoder_decoder": True} for name in ("t5gemma2", "pix2struct")}
+REFUSED_CONFIGS |= {
+    f"llava with {name}": {"model_type": "llava", "text_config": {"model_type": name}} for name in REFUSED_LLMS
+}
+MEASURING = ("interface-norms", "layer-norms", "update-rates", "gradients", "attention", "interventions", "theory")
+
+
+@pytest.mark.parametrize("name", REFUSED_CONFIGS)
+def test_a_family_that_cannot_be_measured_is_refused_by_name_in_one_line(name, pictures, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(REFUSED_CONFIGS[name]))
+    for command in MEASURING:
         assert main([command, "--model", str(tmp_path), "--data", str(pictures), "--output-dir", str(tmp_path)]) == 2
         error = capsys.readouterr().err
-        assert f"{model_type} cannot be measured: " in error and error.count("\n") == 1
+        assert f"{name} cannot be measured: " in error and error.count("\n") == 1, command

@@ -42,6 +42,7 @@ class Saved:
         projector: a module's path, whose result is the visual tokens.
         extra: tokens that only have to be there.
         added: layers that get something added to their states on the way in (DeepStack), which are not compared.
+        options: of the processor, which a family needs to give all inputs.
         needs: packages without which the family cannot be loaded.
     """
 
@@ -55,6 +56,7 @@ class Saved:
     settings: dict[str, Any] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
     added: tuple[int, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     visual: str | None = None
 
@@ -236,6 +238,58 @@ def kimi_k25() -> torch.nn.Module:
     return config_of("Kimi_K25", text_config=text, vision_config=vision, **config)()
 
 
+def hyperclovax() -> torch.nn.Module:
+    """The merger in the vision model gives rows that are four times as wide as a patch, but are not four patches."""
+    vision = GRID_VISION | {"model_type": "qwen2_5_vl_vision", "out_hidden_size": 96, "window_size": 16}
+    vision["fullatt_block_indexes"] = [1]
+    return config_of(
+        "HyperCLOVAXVisionV2", text_config={"model_type": "hyperclovax"} | TEXT, vision_config=vision, **GRID_IDS
+    )()
+
+
+def cosmos3_edge() -> torch.nn.Module:
+    vision = {"num_patches": 16} | VISION
+    del vision["image_size"]
+    text = TEXT | MROPE | {"head_dim": 8}
+    config = {"vision_config": vision, "projector_hidden_size": 48, "vision_start_token_id": 302}
+    return config_of("Cosmos3Edge", text_config=text, **config, **GRID_IDS, vision_end_token_id=303)()
+
+
+def qwen4_exp() -> torch.nn.Module:
+    text = {k: v for k, v in TEXT.items() if k != "intermediate_size"} | {"head_dim": 8, "num_experts": 2}
+    text |= {"num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    text |= {f"linear_{what}_head_dim": 8 for what in ("key", "value")}
+    text |= {f"linear_num_{what}_heads": 2 for what in ("key", "value")}
+    text |= {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"], "hc_count": 2}
+    text |= {"hc_lowrank": 4, "rope_parameters": models.MROPE | {"partial_rotary_factor": 1.0}}
+    vision = GRID_VISION | {"num_position_embeddings": 16}
+    text |= {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16}
+    text |= {"indexer_compress_ratio": 4}
+    return config_of("Qwen4Exp", text_config=text, vision_config=vision, **GRID_IDS, vision_start_token_id=302)()
+
+
+def deepseek_v4() -> torch.nn.Module:
+    text = TEXT | {"num_key_value_heads": 1, "head_dim": 8, "q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2}
+    text |= {"n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "index_n_heads": 2}
+    text |= {"index_head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
+    text |= {"mlp_layer_types": ["moe"] * 3, "hc_mult": 2}
+    return models.llava(transformers.DeepseekV4Config(**text)).model
+
+
+def glm5_next() -> torch.nn.Module:
+    text = TEXT | {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8}
+    text |= {"qk_nope_head_dim": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    text |= {"linear_head_dim": 8, "linear_num_heads": 4, "index_topk": 16, "index_head_dim": 8, "index_n_heads": 2}
+    text |= {"index_kpool": 4, "hc_mult": 2, "mlp_layer_types": ["dense"] * 3, "indexer_types": ["full"] * 3}
+    text |= {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
+    vision = GRID_VISION | {"image_size": 16, "projection_intermediate_size": 48}
+    return config_of("Glm5Next", text_config=text, vision_config=vision, **GRID_IDS)()
+
+
+STREAMS = {"qwen4_exp": qwen4_exp, "glm5_next": glm5_next, "deepseek_v4": deepseek_v4}
+"""Models whose LLMs carry several states per token between their layers."""
+
+
 def masked(argument: str, padding: bool) -> Callable:
     """A module's first argument without padding, told by `argument`."""
     return lambda given, result: next(iter(given.values()))[given[argument].bool() != padding]
@@ -294,6 +348,26 @@ SAVED = {
         GLM_TOKENS,
     ),
     "qwen3_5": qwen(qwen3_5, "Qwen3VLProcessor"),
+    "hyperclovax_vision_v2": Saved(
+        hyperclovax,
+        "HyperCLOVAXVisionV2Processor",
+        QWEN,
+        ("model.vision_model", last),
+        "model.projector",
+        "<|image_pad|>",
+        QWEN_TOKENS,
+    ),
+    "cosmos3_edge": Saved(
+        cosmos3_edge,
+        "Cosmos3EdgeProcessor",
+        QWEN | {"image_processor_type": "Cosmos3EdgeImageProcessor"},
+        ("model.visual", last),
+        "model.projector",
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        QWEN_TOKENS,
+        extra=("<|vision_start|>", "<|vision_end|>"),
+        options={"return_mm_token_type_ids": True},
+    ),
     "ovis2": Saved(
         of(models.ovis2),
         "Ovis2Processor",

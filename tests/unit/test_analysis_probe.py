@@ -5,8 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 import vision_language_models as models
+from packaging.version import Version
 from PIL import Image
+from saved_models import STREAMS
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from vision_language_models import our_checkpoint
@@ -256,11 +259,59 @@ def test_vision_path_names_the_module_whose_result_is_the_encoders_tokens():
 
 
 @pytest.mark.parametrize("tokens", ["mask", "~mask"])
-def test_padding_is_not_a_token_of_the_encoder_and_rows_put_side_by_side_are_several(tokens):
+def test_padding_is_not_a_token_of_the_encoder(tokens):
     rows, mask = torch.arange(24.0).view(2, 2, 6), torch.tensor([[True, False], [True, True]])
     features = Features("input", nn.Identity(), tokens, width=3)
     found = features.of((rows,), {"mask": mask if tokens == "mask" else ~mask}, None)
-    assert torch.equal(found, rows[mask].reshape(-1, 3)) and len(found) == 6
+    assert torch.equal(found, rows[mask])
+    assert features.may_join_patches(rows) and not features.may_join_patches(rows[..., :3])
+    assert not features.may_join_patches(rows[..., :4])
+    assert not Features("output", nn.Identity(), width=3).may_join_patches(rows)  # the rows of a named module are whole
+
+
+class Joined(nn.Module):
+    """LLaVA's projector behind a layer that puts four tokens side by side, or mixes them to a row of the same width."""
+
+    def __init__(self, projector: nn.Module, mixes: bool):
+        super().__init__()
+        self.mixes, self.multi_modal_projector, self.mixer = mixes, projector, nn.Linear(96, 96)
+        projector.linear_1 = nn.Linear(96, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = tokens.reshape(len(tokens), -1, 96)
+        return self.multi_modal_projector(self.mixer(rows) if self.mixes else rows)
+
+
+@torch.no_grad()
+def test_wide_rows_are_cut_only_where_the_encoder_gave_the_pieces():
+    for mixes in (False, True):
+        case = models.llava()
+        case.model.model.multi_modal_projector = Joined(case.model.model.multi_modal_projector, mixes)
+        path = "model.multi_modal_projector.multi_modal_projector"
+        probe = Probe("x", case.model, find_parts(case.model, family_of("llava", projector=path)))
+        batch = probe.batch_from_inputs(**models.ids_for([4, 4]), pixel_values=case.inputs["pixel_values"])
+        if mixes:
+            with pytest.raises(ValueError, match=r"x: LlavaM\w+ takes rows of 96 numbers, .* not tokens of 24 numbers"):
+                probe.run(batch)
+            continue
+        for _ in range(2):  # the second time what the first has shown is taken for granted
+            assert torch.equal(probe.run(batch).vision_features, case.features)
+
+
+@pytest.mark.parametrize("text", STREAMS)
+@torch.no_grad()
+def test_several_states_per_token_are_refused_in_unknown_llms_too(text):
+    if Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("this transformers has no such model")
+    model = STREAMS[text]()
+    counts, pictures = ([4, 2], {"pixel_values": models.pixels(24, 96), "image_grid_thw": models.GRID})
+    if text == "deepseek_v4":
+        counts, pictures = [16, 16], {"pixel_values": models.pixels(2, 3, 16, 16)}
+    inputs = models.ids_for(counts) | pictures
+    inputs |= {"mm_token_type_ids": (inputs["input_ids"] == models.IMAGE).int()} if text != "deepseek_v4" else {}
+    probe = Probe("x", model, find_parts(model, Family()))
+    with pytest.raises(ValueError, match=r"x \(\w+\): between its layers a token has .* projector gives 32: an LLM"):
+        probe.run(probe.batch_from_inputs(**inputs))
 
 
 def test_a_second_encoder_is_refused_and_several_pictures_results_are_one():
