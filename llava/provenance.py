@@ -4,10 +4,13 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from llava.digests import fingerprint
 
 CODE = Path(__file__).resolve().parents[1]
 """The folder that holds the package: the repository, or where pip has installed it."""
@@ -21,9 +24,13 @@ RUN_FILE = "run.json"
 """Beside `train_log.jsonl`: what a run was made from. `llava.train.run_record` writes it."""
 RUN_FORMAT = 1
 DONE = "done"  # in the folder of a stage that a comparison or the quickstart has trained to its end
-WEIGHT_FILES = {".json", ".safetensors", ".bin", ".parquet"}
-_WHOLE, _STRIDE, _BLOCK = 64 << 20, 1 << 20, 4 << 10
-TRAINING = ("data", "model", "train")  # folders of the package
+_SNAPSHOT = re.compile(r"(models|datasets)--[^/]+/snapshots/[0-9a-f]{40}")
+_SHARED = ("llava/*.py", "llava/data/**/*.py", "llava/model/**/*.py")
+TRAINING = (*_SHARED, "llava/train/**/*.py")
+EVALUATION = (*_SHARED, "llava/eval/**/*.py")
+ANALYSIS = (*_SHARED, "llava/analysis/**/*.py")
+PLAYGROUND = (*ANALYSIS, *(f"playground/{name}.py" for name in ("answers", "controls", "records")))
+"""The source files that may decide trained weights, scores of benchmarks, measurements, and the playground's scores."""
 PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft", "numpy", "pillow", "liger-kernel")
 """The packages that training computes with."""
 
@@ -62,11 +69,10 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def code_digest() -> str:
-    """SHA-256 of the source files that training may run; unlike the commit it also tells uncommitted changes apart."""
+def code_digest(sources: Sequence[str] = TRAINING) -> str:
+    """SHA-256 of source files; unlike the commit it also tells uncommitted changes apart."""
     digest = hashlib.sha256()
-    files = [*(CODE / "llava").glob("*.py"), *(f for name in TRAINING for f in (CODE / "llava" / name).rglob("*.py"))]
-    for path in sorted(files):
+    for path in sorted(file for pattern in sources for file in CODE.glob(pattern)):
         digest.update(f"{path.relative_to(CODE)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -109,12 +115,17 @@ def checkpoint_name(path: str) -> str:
 
 
 def revision(path: str) -> str | None:
-    """The commit of a hub model in the local cache, or the fingerprint of a file or folder, else None."""
+    """The commit of a hub model in the local cache, or the fingerprint of a file or folder, else None.
+
+    That of a LoRA's folder also holds its base's.
+    """
     from huggingface_hub import try_to_load_from_cache
 
-    if Path(path).exists():
-        resolved = Path(path).resolve()
-        return resolved.name if resolved.parent.name == "snapshots" else fingerprint(Path(path))
+    place = Path(path)
+    if place.exists():
+        own = _cached_commit(place.resolve()) or fingerprint(place)
+        base = _lora_base(place)
+        return f"{own}-{revision(base)}" if base else own
     try:
         cached = try_to_load_from_cache(path, "config.json")
     except ValueError:  # not the form of a hub id
@@ -122,23 +133,18 @@ def revision(path: str) -> str | None:
     return Path(cached).parent.name if isinstance(cached, str) else None
 
 
-def fingerprint(path: Path) -> str:
-    """16 hexadecimal digits of a SHA-256 over names, sizes and contents of a file or of a folder's files.
+def _cached_commit(folder: Path) -> str | None:
+    """The commit that a snapshot's folder in the hub's cache is named after; None for any other folder."""
+    from huggingface_hub.constants import HF_HUB_CACHE
 
-    Weights, records and configs are read; other files count by name and size. Of a file over 64 MiB only 4 KiB of every
-    MiB are read, so that a 7B model takes a second and still every large tensor counts.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(f for f in path.iterdir() if f.is_file()) if path.is_dir() else [path]:
-        size = file.stat().st_size
-        digest.update(f"{file.name if path.is_dir() else ''}:{size};".encode())
-        if path.is_dir() and file.suffix not in WEIGHT_FILES:
-            continue
-        with open(file, "rb") as stream:
-            if size <= _WHOLE:
-                digest.update(stream.read())
-                continue
-            for offset in range(0, size, _STRIDE):
-                stream.seek(offset)
-                digest.update(stream.read(_BLOCK))
-    return digest.hexdigest()[:16]
+    cache = Path(HF_HUB_CACHE).resolve()
+    if not folder.is_relative_to(cache) or not _SNAPSHOT.fullmatch(folder.relative_to(cache).as_posix()):
+        return None
+    return folder.name
+
+
+def _lora_base(folder: Path) -> str | None:
+    try:
+        return json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

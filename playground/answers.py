@@ -15,7 +15,7 @@ from typing import Any
 from llava.commands import whole
 from llava.launch.devices import has_bf16_instructions
 from llava.progress import progress
-from llava.provenance import revision
+from llava.provenance import PLAYGROUND, code_digest, differences, revision
 from playground.store import PlaygroundError, write_json
 
 ANALYSIS = "analysis"  # folder of what llava.analysis writes
@@ -74,24 +74,36 @@ def answered(name: str, checkpoint: str, args: argparse.Namespace) -> list[str]:
 
 
 def what_is_asked(checkpoint: str, data: Path, max_new_tokens: int) -> dict[str, Any]:
-    """The facts that decide the answers: revision of the checkpoint, questions, and longest answer.
+    """The facts that decide the answers: checkpoint, questions and pictures by content, code, and longest answer.
 
     Raises:
         PlaygroundError: there is no checkpoint.
     """
+    from llava.data.images import ImageStore
+
     if not Path(checkpoint, "config.json").is_file():
         raise PlaygroundError(f"{checkpoint} holds no checkpoint; --arm wants the output folder of a finished training")
-    questions = hashlib.sha256((data / RECORDS).read_bytes()).hexdigest()
-    return {"checkpoint": revision(checkpoint), "questions": questions, "max_new_tokens": max_new_tokens}
+    pictures = ImageStore(data / "images", follow_links=True)
+    return {
+        "checkpoint": revision(checkpoint),
+        "questions": hashlib.sha256((data / RECORDS).read_bytes()).hexdigest(),
+        "pictures": pictures.content(record["image"] for record in held_out(data)),
+        "code": code_digest(PLAYGROUND),
+        "max_new_tokens": max_new_tokens,
+    }
 
 
 def recorded_answers(name: str, asked: dict[str, Any], folder: Path) -> list[str]:
-    """The answers in `folder` if they were given to exactly what is asked; else none."""
+    """The answers in `folder` if they were given to exactly what is asked; else none, and a line says what differs."""
+    file = answers_file(name, folder)
     try:
-        found = json.loads(answers_file(name, folder).read_text())
+        recorded = json.loads(file.read_text())
     except (OSError, ValueError):
         return []
-    return found["answers"] if found["asked"] == asked else []
+    if changed := differences(recorded["asked"], asked):
+        print(f"{file}: made with other {', '.join(changed)}; asked again")
+        return []
+    return recorded["answers"]
 
 
 def is_recorded(name: str, checkpoint: str, data: Path, folder: Path) -> bool:

@@ -15,8 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from llava.commands import whole
-from llava.eval.results import CONTROLS, LLAVA_COMMIT, Answered, Results, TaskResult, read_results, write_results
-from llava.provenance import PACKAGES, git_commit, version_of
+from llava.eval.results import (
+    CONTROLS,
+    LLAVA_CODE,
+    LLAVA_COMMIT,
+    Answered,
+    Results,
+    TaskResult,
+    read_results,
+    write_results,
+)
+from llava.provenance import PACKAGES, differences, git_commit, version_of
 from playground import answers
 from playground.records import IMAGE_TOKEN, is_right
 
@@ -60,7 +69,15 @@ def run(args: argparse.Namespace) -> None:
         name: records if name == UNTOUCHED else records[: args.control_questions or None] for name in args.controls
     }
     settings = {name: {"questions": len(part), "dtype": dtype} for name, part in parts.items()}
-    missing = [name for name in parts if not is_recorded(args.output_dir / name, asked, settings[name])]
+    data = f"{asked['questions']}-{asked['pictures']}"
+    versions = {package: version_of(package) for package in PACKAGES}
+    versions |= {LLAVA_CODE: asked["code"], LLAVA_COMMIT: git_commit()}
+    command = shlex.join(["python", "-m", "playground", *sys.argv[1:]])
+    results = {
+        name: Results(str(args.checkpoint), asked["checkpoint"], command, versions, settings[name], created="")
+        for name in parts
+    }
+    missing = [name for name in parts if not is_recorded(args.output_dir / name, results[name], data)]
     if not missing:
         print(f"{args.output_dir}: all answers are recorded already")
         return
@@ -70,22 +87,24 @@ def run(args: argparse.Namespace) -> None:
     for name in missing:
         start = time.monotonic()
         said = under_control(assistant, name, parts[name], args.data / "images", args.batch_size)
-        tasks = scored(parts[name], said, time.monotonic() - start, asked["questions"])
-        versions = {package: version_of(package) for package in PACKAGES} | {LLAVA_COMMIT: git_commit()}
-        command = shlex.join(["python", "-m", "playground", *sys.argv[1:]])
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        found = Results(str(args.checkpoint), asked["checkpoint"], command, versions, settings[name], now, tasks)
-        print(f"written: {write_results(found, args.output_dir / name)}")
+        results[name].tasks = scored(parts[name], said, time.monotonic() - start, data)
+        results[name].created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        print(f"written: {write_results(results[name], args.output_dir / name)}")
 
 
-def is_recorded(folder: Path, asked: dict[str, Any], settings: dict[str, Any]) -> bool:
-    """Whether `folder` has this checkpoint's answers to these questions."""
+def is_recorded(folder: Path, now: Results, data: str) -> bool:
+    """Whether `folder` has answers of what `now` describes to `data`; if it has others, a line says what differs."""
     try:
-        found = read_results(folder)
+        before = read_results(folder)
     except ValueError:
         return False
-    same = all(task.data == asked["questions"] for task in found.tasks.values())
-    return same and found.fingerprint == asked["checkpoint"] and found.settings == settings
+    changed = ["checkpoint"] * (before.fingerprint != now.fingerprint)
+    changed += ["questions or pictures"] * any(task.data != data for task in before.tasks.values())
+    changed += [*differences(before.settings, now.settings)]
+    changed += [name for name in differences(before.versions, now.versions) if name != LLAVA_COMMIT]
+    if changed:
+        print(f"{folder}: made with other {', '.join(changed)}; asked again")
+    return not changed
 
 
 def under_control(

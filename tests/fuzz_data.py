@@ -33,9 +33,9 @@ import torch
 from PIL import Image
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from llava import digests
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
-from llava.data import cache
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.images import ImageStore
@@ -61,7 +61,7 @@ def run(
     Raises:
         AssertionError: a case ended in a way that is not allowed.
     """
-    cache._CLOCK_STEP = 0.0
+    digests._CLOCK_STEP = 0.0
     warnings.simplefilter("ignore")  # Pillow's, about damaged pictures
     tokenizer = byte_tokenizer()
     end, done, outcomes = time.monotonic() + seconds, 0, Counter()

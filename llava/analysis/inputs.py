@@ -8,6 +8,7 @@ What `--data` may be, found by what is there:
 """
 
 import argparse
+import hashlib
 import io
 import random
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from llava.data.hub_files import is_hub_name
 from llava.data.images import ImageError, ImageStore
 from llava.data.mixture import MIXTURES
 from llava.data.records import data_files, load_records, record_images, record_name
+from llava.digests import bytes_digest, remembered_digest
 from llava.mm_utils import to_rgb
 
 PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/heldout.json")
@@ -63,10 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
 
 
 class Source(NamedTuple):
-    """One of the collections: how many pictures each of its samples has, and a function that reads sample `index`."""
+    """One of the collections.
+
+    Attributes:
+        pictures: how many pictures each of its samples has.
+        read: reads sample `index`.
+        content: a digest of all that decides these samples.
+    """
 
     pictures: Sequence[int]
     read: Callable[[int], PicturePrompt]
+    content: Callable[[Sequence[int]], str]
 
 
 class Samples(Sequence[PicturePrompt]):
@@ -82,6 +91,7 @@ class Samples(Sequence[PicturePrompt]):
     def __init__(self, sources: list[Source], chosen: list[int], key: str, unreadable: dict[str, str] | None = None):
         self.sources, self.chosen, self.key = sources, chosen, key
         self.unreadable = {} if unreadable is None else unreadable
+        self._content: str | None = None
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -95,12 +105,23 @@ class Samples(Sequence[PicturePrompt]):
     def __getitem__(self, index: int | slice) -> PicturePrompt | list[PicturePrompt]:
         if isinstance(index, slice):
             return [sample for i in range(*index.indices(len(self))) if (sample := self._readable(i)) is not None]
-        position = self.chosen[index]
+        source, position = self._place(self.chosen[index])
+        return source.read(position)
+
+    def _place(self, position: int) -> tuple[Source, int]:
         for source in self.sources:
             if position < len(source.pictures):
-                return source.read(position)
+                return source, position
             position -= len(source.pictures)
-        raise IndexError(index)
+        raise IndexError(position)
+
+    def content(self) -> str:
+        """A digest of the samples themselves: records, prompts and pictures by all their bytes."""
+        if self._content is None:
+            places = [self._place(position) for position in self.chosen]
+            parts = [source.content([place for of, place in places if of is source]) for source in self.sources]
+            self._content = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+        return self._content
 
     def _readable(self, index: int) -> PicturePrompt | None:
         try:
@@ -186,7 +207,10 @@ def _folder(pictures: list[Path], prompt: str) -> Source:
     def read(index: int) -> PicturePrompt:
         return PicturePrompt(pictures[index].name, open_picture(pictures[index], str(pictures[index])), prompt)
 
-    return Source([1] * len(pictures), read)
+    def content(indices: Sequence[int]) -> str:
+        return " ".join(f"{pictures[index].name} {bytes_digest(pictures[index])}" for index in indices)
+
+    return Source([1] * len(pictures), read, content)
 
 
 def _records(path: Path, folder: Path | None) -> Source:
@@ -209,7 +233,11 @@ def _records(path: Path, folder: Path | None) -> Source:
             raise Unreadable(f"--data {path}, {name}: {_in_our_words(error)}") from error
         return PicturePrompt(name, picture, *first_turns(record["conversations"]))
 
-    return Source(pictures, read)
+    def content(indices: Sequence[int]) -> str:
+        shown = store.content(record_images(records[index])[0] for index in indices)
+        return f"{records.key} {shown} {[*indices]}"
+
+    return Source(pictures, read, content)
 
 
 def _in_our_words(error: Exception) -> str:
@@ -244,7 +272,10 @@ def _benchmark(shards: list[Path]) -> Source:
         first = sum(table.metadata.row_group(before).num_rows for before in range(group))
         return row_sample(cached[number].slice(place, 1).to_pylist()[0], f"{shard}, row {first + place}")
 
-    return Source(pictures, read)
+    def content(indices: Sequence[int]) -> str:
+        return f"{[remembered_digest(shard) for shard in shards]} {[*indices]}"
+
+    return Source(pictures, read, content)
 
 
 def _row_pictures(table: pq.ParquetFile, shard: Path) -> list[int]:

@@ -1,7 +1,8 @@
 """Keeps what was measured, so that an interrupted command can continue, and a finished measurement is used again.
 
 The state of one measurement of one model is a file below `--output-dir`, saved every half a minute and when anything
-stops the command. Its name is made of the model, the data and every setting that decides a result.
+stops the command. Its name is made of every setting that decides a result. The file also holds the digests of the
+weights, the samples and the code; if one of them differs, everything is measured again.
 """
 
 import argparse
@@ -21,10 +22,9 @@ import numpy as np
 from llava.analysis.inputs import Samples
 from llava.analysis.models import NamedModel
 from llava.progress import progress
-from llava.provenance import revision
+from llava.provenance import ANALYSIS, code_digest, differences, revision
 
 FOLDER = "measurements"
-_FORMAT = 5  # of the saved states; to be raised when a measured value changes its meaning
 _SAVE_SECONDS = 30
 _LOADING_FLAGS = ("model_base", "conv_mode", "chat_template", "dtype", "layers_path", "projector_path", "vision_path")
 
@@ -62,28 +62,40 @@ class Rows(Generic[Kind]):
         self.rows, self.about = [self.kind(**row) for row in found["rows"]], found["about"]
 
 
+class StateFile(NamedTuple):
+    """Where a measurement's state is kept, and the digests of what is measured."""
+
+    path: Path
+    origin: dict[str, str | None]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="measure again what --output-dir already has")
 
 
 def state_file(
     command: str, named: NamedModel, samples: Samples, args: argparse.Namespace, flags: Sequence[str] = ()
-) -> Path:
+) -> StateFile:
     """Where the state of `command` for one model is kept; `flags` are those of the command that decide a result."""
     settings = {
-        "format": _FORMAT,
         "command": command,
-        "model": [named.path, revision(named.path)],
-        "data": [samples.key, [revision(part.strip()) for part in args.data.split(",")], len(samples), args.seed],
+        "model": named.path,
+        "data": [samples.key, len(samples), args.seed],
         "flags": {name: str(getattr(args, name)) for name in (*_LOADING_FLAGS, "image_token_id", *flags)},
     }
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    return args.output_dir / FOLDER / f"{command}-{digest}.json.gz"
+    origin = {
+        "weights": revision(named.path),
+        "--model-base": revision(args.model_base) if args.model_base else None,
+        "samples": samples.content(),
+        "code": code_digest(ANALYSIS),
+    }
+    return StateFile(args.output_dir / FOLDER / f"{command}-{digest}.json.gz", origin)
 
 
 def resumed(
     state: AnyState,
-    file: Path,
+    file: StateFile,
     items: Sequence[Item],
     start: Callable[[], Callable[[AnyState, Sequence[Item]], None]],
     args: argparse.Namespace,
@@ -92,7 +104,7 @@ def resumed(
     size: int = 1,
     unit: str = "sample",
 ) -> AnyState:
-    """The state after all of `items` are added, continuing from what `file` has.
+    """The state after all of `items` are added, continuing from what `file` has if it is of the same origin.
 
     Args:
         state: a new one, which takes over what is saved.
@@ -102,13 +114,13 @@ def resumed(
         unit: what messages call an item.
     """
     unreadable = vars(args).setdefault("unreadable", {})
-    if file.is_file() and not args.fresh:
+    if file.path.is_file() and not args.fresh:
         state = _restored(state, file, unreadable)
     if state.done == len(items):
-        print(f"{name}: {state.done} {unit}s are measured already ({file}; --fresh measures them again)")
+        print(f"{name}: {state.done} {unit}s are measured already ({file.path}; --fresh measures them again)")
         return state
     if state.done:
-        print(f"{name}: continues after {state.done} of {len(items)} {unit}s ({file})")
+        print(f"{name}: continues after {state.done} of {len(items)} {unit}s ({file.path})")
     add, saved_at, saved_done, whole = start(), time.monotonic(), state.done, pickle.dumps(state)
     with progress(len(items), f"{args.command}, {name}", f"{unit}s", done=state.done) as bar:
         try:
@@ -131,26 +143,30 @@ def resumed(
     return state
 
 
-def _restored(state: AnyState, file: Path, unreadable: dict[str, str]) -> AnyState:
+def _restored(state: AnyState, file: StateFile, unreadable: dict[str, str]) -> AnyState:
     new = pickle.dumps(state)
     try:
-        saved = json.loads(gzip.decompress(file.read_bytes()), object_hook=_decode)
+        saved = json.loads(gzip.decompress(file.path.read_bytes()), object_hook=_decode)
+        if changed := differences(saved["origin"], file.origin):
+            print(f"{file.path}: measured with other {', '.join(changed)}; everything is measured again")
+            return state
         state.restore(saved["found"])
         state.done = saved["done"]
         unreadable.update(saved["unreadable"])
         return state
     except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
-        print(f"{file} is damaged ({error}); everything is measured again")
+        print(f"{file.path} is damaged ({error}); everything is measured again")
         return pickle.loads(new)
 
 
-def _save(state: State, file: Path, unreadable: dict[str, str]) -> None:
+def _save(state: State, file: StateFile, unreadable: dict[str, str]) -> None:
     # An interruption leaves the old file or the new one, never a part.
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
-    content = {"done": state.done, "found": state.to_dict(), "unreadable": unreadable}
+    path = file.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    content = {"origin": file.origin, "done": state.done, "found": state.to_dict(), "unreadable": unreadable}
     unfinished.write_bytes(gzip.compress(json.dumps(content, default=_encode).encode(), 1))
-    os.replace(unfinished, file)
+    os.replace(unfinished, path)
 
 
 def _encode(value: Any) -> dict[str, Any]:

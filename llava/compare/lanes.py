@@ -14,7 +14,7 @@ import psutil
 
 from llava.compare.stage import StepError, end, is_finished, last_lines, last_step, start_logged, start_stage
 from llava.launch.devices import memory_quota
-from llava.provenance import DONE
+from llava.provenance import ANALYSIS, DONE, code_digest, revision
 
 POLL_SECONDS = 0.1
 SHOWN_LINES = 12  # of a failed step's log
@@ -110,13 +110,16 @@ class Measurement(Step):
         return self.log.with_suffix(".done")
 
     def is_measured(self) -> bool:
-        """Whether these models were measured after they had been trained."""
-        if not self.mark.is_file() or self.mark.read_text() != " ".join(words_of(self.models)):
-            return False
-        return self.mark.stat().st_mtime > max((folder / DONE).stat().st_mtime for folder in self.models.values())
+        """Whether these models were measured with their present weights, by the present code."""
+        return self.mark.is_file() and self.mark.read_text() == self.origin()
+
+    def origin(self) -> str:
+        """What decides the measurement."""
+        weights = [revision(str(folder)) or "" for folder in self.models.values()]
+        return "\n".join([*words_of(self.models), *weights, code_digest(ANALYSIS)])
 
     def succeeded(self) -> None:
-        self.mark.write_text(" ".join(words_of(self.models)))
+        self.mark.write_text(self.origin())
 
 
 def words_of(models: Mapping[str, Path]) -> list[str]:

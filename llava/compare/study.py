@@ -43,10 +43,10 @@ from llava.compare.runs import Run, check_present, check_results, check_runs
 from llava.compare.stage import STAGES, interpreter, locked
 from llava.compare.study_page import write_page
 from llava.compare.study_record import ANALYSIS, answers_of, record, write_record
-from llava.eval.results import CONTROLS, RESULTS_FILE
+from llava.eval.results import CONTROLS, LLAVA_CODE
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.recipe import resolved_run
-from llava.provenance import DONE, ROOT
+from llava.provenance import DONE, PLAYGROUND, ROOT, code_digest, revision
 
 ARMS = (
     "none,scale,scale-fixed,clip,rmsnorm,layernorm,layernorm@default,gwc_layernorm,gwc_rmsnorm,"
@@ -305,10 +305,15 @@ class StudyStage(StageStep):
 
 
 def is_answered(run: Run) -> bool:
-    """Whether the run has answers under every control that are newer than its training."""
-    trained, files = run.folder("finetune") / DONE, [run.folder("heldout") / c / RESULTS_FILE for c in CONTROLS]
-    there = trained.is_file() and all(file.is_file() for file in files)
-    return there and min(file.stat().st_mtime for file in files) >= trained.stat().st_mtime
+    """Whether the run has answers of its present weights under every control, by the present code."""
+    if not run.has_finished("finetune"):
+        return False
+    try:
+        answers = [answers_of(run, control) for control in CONTROLS]
+    except ValueError:
+        return False
+    now = (revision(str(run.folder("finetune"))), code_digest(PLAYGROUND))
+    return all((found.fingerprint, found.versions.get(LLAVA_CODE)) == now for found in answers)
 
 
 def pilot_of(run: Run) -> Pilot:

@@ -9,17 +9,14 @@ import json
 import logging
 import os
 import platform
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-logger = logging.getLogger(__name__)
+from llava.digests import settled_stamp, user_cache, writable_folder
 
-_BLOCK = 1 << 20
-_CLOCK_STEP = 2.0  # seconds; the coarsest time stamps that file systems keep
+logger = logging.getLogger(__name__)
 
 
 def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
@@ -30,8 +27,7 @@ def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
     """
     if chosen:
         return [Path(chosen)]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [source.absolute().parent / ".llava_cache", home / "llava" / "data"]
+    return [source.absolute().parent / ".llava_cache", user_cache("data")]
 
 
 def made_once(
@@ -55,7 +51,7 @@ def made_once(
     """
     if found := cached_file(name, folders, is_whole, since):
         return found
-    folder = _writable(folders)
+    folder = writable_folder(folders)
     target = folder / name
     with _Waiting(folder / f"{name}.lock"):
         if not _usable(target, is_whole, since):
@@ -83,16 +79,6 @@ def _usable(path: Path, is_whole: Callable[[Path], bool], since: float) -> bool:
     return False
 
 
-def _writable(folders: list[Path]) -> Path:
-    for folder in folders:
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return folder
-        logger.info("%s cannot be written", folder)
-    raise OSError(f"none of {', '.join(map(str, folders))} can be written; pass a folder that can as --data_cache_dir")
-
-
 class _Waiting:
     """A file lock that logs when it has to wait for another process."""
 
@@ -110,72 +96,7 @@ class _Waiting:
         self.lock.release()
 
 
-def file_stamp(path: Path) -> list[int]:
-    """What changes whenever a file's content does: inode, size, and the times of last write and last change."""
-    stat = path.stat()
-    return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-
-
-def is_settled(stamp: list[int], now: float) -> bool:
-    """Whether a file that changes after `now` (seconds since the epoch) is sure to get another stamp than this."""
-    return now - stamp[-1] / 1e9 > _CLOCK_STEP
-
-
 def stamped_name(source: Path) -> str:
-    """A name, from path and stamp, for a file made from a `source` that is too large to be read at every start.
-
-    Returns only when a later change would have another time stamp.
-    """
-    while (age := time.time() - file_stamp(source)[-1] / 1e9) <= _CLOCK_STEP:
-        time.sleep(min(_CLOCK_STEP, max(_CLOCK_STEP - age, 0.01)))
-    stamp = json.dumps([str(source.absolute()), *file_stamp(source)])
+    """A name, from path and stamp, for a file made from a `source` that is too large to be read at every start."""
+    stamp = json.dumps([str(source.absolute()), *settled_stamp(source)])
     return f"{source.name}.{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
-
-
-def known_hash(source: Path, folders: list[Path]) -> str | None:
-    """The hash that `content_hash` has stored for the file; None if the file's stamp has changed since."""
-    stamp = file_stamp(source)
-    for folder in folders:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            saved = json.loads((folder / _stamp_file(source)).read_text())
-            if saved["stamp"] == stamp:
-                return str(saved["sha256"])
-    return None
-
-
-def content_hash(source: Path, folders: list[Path], digest: Callable[[Path], str] | None = None) -> str:
-    """SHA-256 of a file, which is read again only if its stamp is not the one it had when it was last read.
-
-    The stamp holds the time of the last change, which programs cannot set: a copy that keeps size and modification time
-    still has another stamp. As in git, a stamp is not trusted if the file was written in the same step of the clock in
-    which it was read.
-
-    Args:
-        source: the file.
-        folders: from `cache_folders`; hash and stamp are kept there.
-        digest: computes the hash; by default that of all bytes.
-    """
-    if known := known_hash(source, folders):
-        return known
-    stamp, started = file_stamp(source), time.time()
-    found = (digest or bytes_digest)(source)
-    if is_settled(stamp, started) and file_stamp(source) == stamp:
-        with suppress(OSError):  # the stored hash only saves time
-            folder, name = _writable(folders), _stamp_file(source)
-            temporary = folder / f"{name}.{platform.node()}.{os.getpid()}.tmp"
-            temporary.write_text(json.dumps({"stamp": stamp, "sha256": found}))
-            os.replace(temporary, folder / name)
-    return found
-
-
-def _stamp_file(source: Path) -> str:
-    return f"{source.name}.{hashlib.sha256(str(source.absolute()).encode()).hexdigest()[:8]}.stamp"
-
-
-def bytes_digest(source: Path) -> str:
-    """SHA-256 of all bytes of a file."""
-    digest = hashlib.sha256()
-    with source.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

@@ -4,21 +4,23 @@ Names in records are not trusted. A path may not lead out of the folder, be it b
 only picture formats that Pillow decodes by itself are tried; and a file that is too large for a picture is not read.
 """
 
+import functools
+import hashlib
 import os
 import stat
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
 
-from llava.data.cache import file_stamp
 from llava.data.checks import Image as Place
 from llava.data.checks import PlacedImage, Problem, RowImage, starts_from
 from llava.data.row_images import RowReader
 from llava.data.zip_files import ZipMembers
+from llava.digests import bytes_digest, file_stamp, remembered_digest
 
 LARGEST_FILE = 1 << 29
 """Bytes; more than any picture has within Pillow's limit of pixels."""
@@ -81,6 +83,28 @@ class ImageStore:
         """A text that identifies where pictures come from: a zip file by its content, a folder by its path."""
         own = f"zip {self.archive.content()}" if self.archive else f"folder {self._real_root} {self.follow_links}"
         return "; ".join([own, *(other and self.others[other].identity() or "own" for other in self._places)])
+
+    def content(self, images: Iterable[Place]) -> str:
+        """16 hexadecimal digits of a SHA-256 over names and bytes of pictures, wherever their folder is.
+
+        Of a zip file the members' checksums count, of a picture in a row its whole Parquet file.
+        """
+        digest, shard_digest = hashlib.sha256(), functools.cache(remembered_digest)
+        for image in dict.fromkeys(images):
+            digest.update(f"{self._content(image, shard_digest)};".encode())
+        return digest.hexdigest()[:16]
+
+    def _content(self, image: Place, shard_digest: Callable[[Path], str]) -> str:
+        if isinstance(image, PlacedImage):
+            return self.others[image.folder]._content(image.name, shard_digest)
+        if isinstance(image, RowImage):
+            return f"{image.row} {image.number} {shard_digest(Path(image.shard))}"
+        if self.archive:
+            return f"{image} {self.archive.content()}"
+        try:
+            return f"{image} {bytes_digest(Path(self._file(image)))}"
+        except ImageError as error:
+            return f"{image} {error.problem.kind}"
 
     def folders(self, images: Iterable[Place]) -> set[str]:
         """The folders of the images that are files of their own, below the image folder; absolute for other folders."""

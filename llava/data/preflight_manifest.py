@@ -22,13 +22,14 @@ import numpy as np
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation
-from llava.data.cache import cached_file, file_stamp, is_settled, made_once
+from llava.data.cache import cached_file, made_once
 from llava.data.checks import Problem, Record, record_images, unread_keys, unread_pictures
 from llava.data.images import ImageStore
 from llava.data.parallel import in_processes
 from llava.data.parquet_files import unread_columns
 from llava.data.table import RecordTable
 from llava.data.turns import LabelMasking, check_has_image, normalize_image_tokens, training_turns, turn_rules
+from llava.digests import file_stamp, is_settled
 from llava.progress import progress
 
 logger = logging.getLogger(__name__)

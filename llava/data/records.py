@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from llava.data.cache import bytes_digest, cache_folders, cached_file, content_hash, file_stamp, known_hash, made_once
+from llava.data.cache import cache_folders, cached_file, made_once
 from llava.data.checks import Record, record_images, record_name, starts_from
 from llava.data.hub_files import hub_shards, is_hub_name
 from llava.data.json_files import Element, read_elements
@@ -24,6 +24,7 @@ from llava.data.mixture import MIXTURES, Mixture, entry_name, mixed_table, read_
 from llava.data.parallel import in_processes
 from llava.data.parquet_files import parquet_digest, read_rows
 from llava.data.table import RecordTable, map_rows
+from llava.digests import bytes_digest, content_hash, file_stamp, known_hash
 from llava.progress import progress
 
 __all__ = ["Record", "RecordTable", "load_records", "record_images", "record_name"]

@@ -40,6 +40,7 @@ class ZipMembers:
         name = f"{stamped_name(path)}.members{_FORMAT}.npy"
         self._list = made_once(name, cache_folders(path, cache_dir), partial(_write_list, path), _is_whole)
         self._members: np.ndarray | None = None
+        self._content: str | None = None
         self._file: int | None = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -54,7 +55,9 @@ class ZipMembers:
 
     def content(self) -> str:
         """A hash of all members' names, sizes and checksums."""
-        return sha256(self.members.tobytes()).hexdigest()
+        if self._content is None:
+            self._content = sha256(self.members.tobytes()).hexdigest()
+        return self._content
 
     def size(self, name: str) -> int | None:
         """Bytes of a member once unpacked; None if there is no member of that name."""

@@ -30,7 +30,7 @@ from llava.commands import Parser, exit_status, whole
 from llava.eval.answer_file import kept, read_answers, recorded_count, write_record
 from llava.eval.question_records import Question, QuestionRecords
 from llava.progress import progress
-from llava.provenance import checkpoint_name, revision
+from llava.provenance import EVALUATION, checkpoint_name, code_digest, revision
 
 WINDOW = 8  # batches; questions are sorted by length within a window, and an interruption costs one window
 SHOWN_FAULTS = 10
@@ -157,8 +157,8 @@ def what_is_asked(questions: QuestionRecords, args: argparse.Namespace) -> dict[
     for flag, path in (("--model-path", args.model_path), ("--model-base", args.model_base)):
         asked[flag] = path and f"{checkpoint_name(path)}, content {revision(path)}"
     asked["--data"] = f"content {questions.records.key[:16]}"
-    images = questions.images
-    asked["--image-folder"] = images.identity() if images.archive else str(images.root.resolve())
+    asked["--image-folder"] = f"pictures {questions.pictures_content()}"
+    asked["code"] = code_digest(EVALUATION)[:16]
     return asked
 
 

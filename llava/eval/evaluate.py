@@ -1,7 +1,8 @@
 """Scores a checkpoint with stock lmms-eval and lm-eval: `bash scripts/evaluate.sh CKPT [--tasks a,b]`.
 
 Every task runs in a process of its own, so that a call that is stopped loses one task at most. Finished tasks lie in
-`results.json` (`llava.eval.results`) and are not run again while checkpoint, settings, data and versions are the same.
+`results.json` (`llava.eval.results`) and are not run again while checkpoint, settings, data, code and versions are the
+same.
 """
 
 import argparse
@@ -18,11 +19,11 @@ from llava.asking import choose_template, is_captioner
 from llava.commands import Parser, exit_status, whole
 from llava.eval.collect import EvaluationError
 from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
-from llava.eval.results import LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
+from llava.eval.results import LLAVA_CODE, LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import Task, choose
 from llava.model.builder import read_config
 from llava.presentation import format_table
-from llava.provenance import WORK, checkpoint_name, git_commit, revision, version_of
+from llava.provenance import EVALUATION, WORK, checkpoint_name, code_digest, git_commit, revision, version_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "lmms-eval", "lm-eval")
 IDENTITY = ("conv_template", "limit", "mmlu_fewshot")
@@ -101,6 +102,8 @@ def evaluate(args: argparse.Namespace) -> None:
 def run_missing(tasks: list[Task], places: dict[str, Path | None], args: argparse.Namespace, results: Results) -> None:
     """Runs the tasks that `results` lacks, writing it after each."""
     missing = [task for task in tasks if args.force or not is_finished(task, results, places)]
+    for task in [task for task in missing if not args.force and task.name in results.tasks]:
+        print(f"{task.name}: made from other data or pictures; evaluated again")
     for task in [task for task in tasks if task not in missing]:
         print(f"{task.name}: finished before, {results.tasks[task.name].score:.2f} (--force evaluates again)")
     if [task.name for task in missing if results.tasks.pop(task.name, None)]:
@@ -141,7 +144,7 @@ def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results
         checkpoint=args.checkpoint,
         fingerprint=found,
         command=shlex.join(["bash", "scripts/evaluate.sh", *args.argv]),
-        versions={name: version_of(name) for name in PACKAGES} | {LLAVA_COMMIT: git_commit()},
+        versions=versions(),
         settings=settings,
         created=now(),
     )
@@ -154,7 +157,7 @@ def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results
         results.tasks = before.tasks
         return results
     kept = path.with_name(f"results.{before.created.replace(':', '')}.json")
-    print(f"{path}: made with other {', '.join(changed)}; kept as {kept.name}, starting anew")
+    print(f"{path}: made with other {', '.join(changed)}; kept as {kept.name}, every task is evaluated again")
     path.rename(kept)
     return results
 
@@ -180,7 +183,14 @@ def differences(before: Results, now: Results) -> list[str]:
     """Names of the things that scores depend on and in which two calls differ."""
     changed = ["checkpoint"] * (before.fingerprint != now.fingerprint)
     changed += [name for name in IDENTITY if before.settings.get(name) != now.settings[name]]
-    return changed + [f"{name} version" for name in PACKAGES if before.versions.get(name) != now.versions[name]]
+    other = [name for name in now.versions if name != LLAVA_COMMIT and before.versions.get(name) != now.versions[name]]
+    return changed + [name if name == LLAVA_CODE else f"{name} version" for name in other]
+
+
+def versions() -> dict[str, str | None]:
+    """What the scores depend on besides checkpoint, settings and data, and this tree's commit."""
+    packages = {name: version_of(name) for name in PACKAGES}
+    return packages | {LLAVA_CODE: code_digest(EVALUATION), LLAVA_COMMIT: git_commit()}
 
 
 def is_finished(task: Task, results: Results, places: dict[str, Path | None]) -> bool:

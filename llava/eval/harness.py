@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llava.digests import fingerprint
 from llava.eval.collect import EvaluationError, collect, crash_problems
 from llava.eval.process import run_logged
 from llava.eval.results import TaskResult
 from llava.eval.tasks import OWN_DATA, OWN_TASKS, Task
-from llava.provenance import CODE, fingerprint
+from llava.provenance import CODE
 
 
 def require_harnesses(tasks: list[Task]) -> None:
@@ -46,11 +47,11 @@ def data_place(task: Task, data_dir: Path | None) -> Path | None:
 
 
 def data_fingerprint(task: Task, place: Path | None) -> str | None:
-    """A text that changes with the task's local data files; None where they come from the hub."""
+    """A text that changes with the task's local data files and its own definition; None for data from the hub."""
     if place is None:
         return None
-    folders = [place / task.dataset, *sorted(f for f in (place / task.dataset).rglob("*") if f.is_dir())]
-    return "-".join(fingerprint(folder) for folder in folders)
+    data = fingerprint(place / task.dataset, deep=True)
+    return f"{data}-{fingerprint(OWN_TASKS)}" if task.own else data
 
 
 def process_groups(

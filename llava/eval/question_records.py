@@ -5,16 +5,19 @@ one. A line of a question file has its words under `text` and its pictures, if i
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from llava.anyres import Size
 from llava.asking import Asked
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import TURN_KEYS, Record, record_images, record_problem
+from llava.data.checks import Image as Place
 from llava.data.images import ImageStore
 from llava.data.records import load_records
 from llava.data.table import RecordTable, name_of
+from llava.progress import progress
 
 
 class Question(NamedTuple):
@@ -78,6 +81,15 @@ class QuestionRecords(Sequence[Question]):
     def named(self, index: int) -> str:
         """How messages call a question."""
         return name_of(self.records, self.places[index])
+
+    def pictures_content(self) -> str:
+        """A digest of the questions' pictures, wherever their folder is."""
+        return self.images.content(self._pictures())
+
+    def _pictures(self) -> Iterator[Place]:
+        for place in progress(range(len(self)), "reading pictures of", "questions"):
+            with suppress(ValueError):  # no question, which is reported where questions are checked
+                yield from self[place].asked.pictures
 
     def picture_sizes(self, index: int, decode: bool = False) -> list[Size]:
         """Width and height of a question's pictures, by their headers, or by decoding them.

@@ -20,6 +20,8 @@ FORMAT = 1
 RESULTS_FILE = "results.json"
 LLAVA_COMMIT = "llava (git commit)"
 """This tree among the versions of `Results`."""
+LLAVA_CODE = "llava (code)"
+"""The digest of the sources that decide answers and scores, also among the versions."""
 CONTROLS = ("untouched", "blank", "shuffled", "text-only")
 """Folders with the results of a checkpoint asked as it is, and with the picture taken away in three ways."""
 
@@ -93,7 +95,7 @@ class Results:
         checkpoint: its folder or hub id.
         fingerprint: hash that changes with the checkpoint's weights and configuration.
         command: the command line of the newest call that wrote the file.
-        versions: of the packages that the scores depend on, and the tree's commit.
+        versions: of the packages that the scores depend on, the digest of this tree's code, and its commit.
         settings: template, limit, few-shot examples, batch size and devices of the newest call.
         created: time of the newest change, ISO 8601 in UTC.
     """

@@ -186,7 +186,7 @@ def test_answers_to_another_call_are_refused_by_name_and_overwritten_where_asked
         (LINES, ("--conv-mode", "v1"), None, "--conv-mode was None, is v1"),
         (LINES, (), trained("none"), "--model-path was "),
         (LINES, ("--num-chunks", "2"), None, "--num-chunks was 1, is 2"),
-        (LINES, ("--image-folder", str(images / "..")), None, f"--image-folder was {images}, is {images.parent};"),
+        (LINES, ("--image-folder", str(images / "..")), None, "--image-folder was pictures "),
     ):
         found = ask(records, *flags, **({"model": model} if model else {}))
         assert found.status == 2 and named in found.error and "--overwrite" in found.error
@@ -194,6 +194,20 @@ def test_answers_to_another_call_are_refused_by_name_and_overwritten_where_asked
     refused = ask(LINES, "--overwrite", model=images / "nothing")
     assert refused.status == 2 and refused.file.read_text() == before  # kept, since nothing could be asked
     assert [one["question_id"] for one in ask(LINES[1:], "--overwrite").lines] == ["q-green", "q-blue", "q-yellow"]
+
+
+@pytest.mark.slow
+def test_replaced_pictures_and_mended_code_are_refused_and_a_moved_folder_is_not(ask, images, tmp_path, monkeypatch):
+    moved = tmp_path / "moved"
+    shutil.copytree(images, moved)
+    ask(LINES)
+    assert "finished before" in ask(LINES, "--image-folder", str(moved)).out
+    Image.new("RGB", (20, 16), "grey").save(moved / "red.png")
+    found = ask(LINES, "--image-folder", str(moved))
+    assert found.status == 2 and "--image-folder was pictures " in found.error
+    monkeypatch.setattr(answer, "code_digest", lambda sources: "another")
+    found = ask(LINES)
+    assert found.status == 2 and "code was " in found.error and len(found.error.splitlines()) == 1
 
 
 def test_a_file_that_was_not_written_here_is_left_alone(ask, tmp_path):

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from PIL import Image
 
 from llava import asking
 from llava.eval.results import CONTROLS, read_results
@@ -23,7 +24,7 @@ def data(tiny, trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, trained, tmp_path, monkeypatch):
+def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, trained, tmp_path, monkeypatch, capsys):
     words = [
         "controls",
         "--checkpoint",
@@ -55,6 +56,11 @@ def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, train
     assert main(words) == 0  # all are recorded
     with pytest.raises(AssertionError, match="asked again"):
         main([*words, "--questions", "2"])
+    picture = data / "images/red.png"
+    Image.new("RGB", (20, 16), "grey").save(picture)
+    with pytest.raises(AssertionError, match="asked again"):
+        main(words)
+    assert "made with other questions or pictures; asked again" in capsys.readouterr().out
 
 
 def test_a_negative_count_of_questions_is_refused_not_cut_off_the_end(tmp_path, capsys):

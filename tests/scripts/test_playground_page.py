@@ -73,12 +73,18 @@ def test_scores_have_their_intervals_and_arms_their_paired_difference(arms, caps
 
 
 @pytest.mark.slow
-def test_answers_are_asked_once_until_checkpoint_or_questions_change(arms):
+def test_answers_are_asked_once_until_what_decides_them_changes(arms, capsys, monkeypatch):
     assert arms() == 0 and arms.asked == list(ARMS)
     assert arms() == 0 and arms.asked == []
     (arms.out / "none/finetune/config.json").write_text("{}")
     assert arms() == 0 and arms.asked == ["none"]
     (arms.data / "heldout.json").write_text((arms.data / "heldout.json").read_text() + "\n")
+    assert arms() == 0 and arms.asked == list(ARMS)
+    capsys.readouterr()
+    Image.new("RGB", (400, 300), "grey").save(arms.data / "images/3.png")
+    assert arms() == 0 and arms.asked == list(ARMS)
+    assert capsys.readouterr().out.count("made with other pictures; asked again") == 2
+    monkeypatch.setattr(answers, "code_digest", lambda sources: "another")
     assert arms() == 0 and arms.asked == list(ARMS)
 
 

@@ -12,8 +12,9 @@ import sys
 import time
 from pathlib import Path
 
-from llava.eval.results import CONTROLS
-from llava.provenance import RUN_FILE, fingerprint, software
+from llava.digests import fingerprint
+from llava.eval.results import CONTROLS, LLAVA_CODE
+from llava.provenance import PLAYGROUND, RUN_FILE, code_digest, software
 
 KINDS = ("color", "count", "binding")
 STEP = {"loss": 1.0, "samples_per_second": 8.0, "tokens_per_second": 80.0, "peak_memory_gib": 1.0}
@@ -112,7 +113,8 @@ def answer(flags: dict[str, str]) -> None:
             score = sum(sample["score"] for sample in samples)
             tasks[kind] = {"metric": "accuracy", "score": score, "samples": samples, "chance": 25.0, "seconds": 1.0}
         content = {"format": 1, "checkpoint": str(checkpoint), "fingerprint": fingerprint(checkpoint), "command": ""}
-        content |= {"versions": {}, "settings": {}, "created": "2026-01-01", "tasks": tasks}
+        content |= {"versions": {LLAVA_CODE: code_digest(PLAYGROUND)}, "settings": {}, "created": "2026-01-01"}
+        content["tasks"] = tasks
         folder = Path(flags["output-dir"]) / control
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(json.dumps(content))

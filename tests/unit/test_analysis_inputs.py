@@ -81,6 +81,21 @@ def records(folder, *images):
     return folder / "records.json"
 
 
+def test_samples_are_known_by_their_pictures_and_not_by_their_folder(tmp_path):
+    def content(name: str, colour: str) -> list[str]:
+        """Of records, of a folder of pictures, and of a benchmark's table."""
+        place = tmp_path / name
+        (place / "images").mkdir(parents=True, exist_ok=True)
+        (place / "images/a.png").write_bytes(png(colour))
+        pq.write_table(pa.table({"question": ["What?"], "image": [png(colour)]}), place / "test.parquet")
+        path = records(place, "a.png")
+        chosen_from = (path, place / "images", place / "test.parquet")
+        return [chosen("--data", data).content() for data in chosen_from]
+
+    first, moved, grey = content("one", "red"), content("two", "red"), content("one", "grey")
+    assert first == moved and all(a != b for a, b in zip(first, grey, strict=True))
+
+
 def test_pictures_of_records_may_be_in_a_zip_file(tmp_path):
     path = records(tmp_path, "images/red.png", "images/none.png")
     with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:

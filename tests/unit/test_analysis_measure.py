@@ -208,6 +208,10 @@ def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_reu
 
     monkeypatch.setattr(loading, "load", lambda *args: pytest.fail("measured again"))
     assert measured(checkpoint, data, tmp_path / "cut", *flags).to_dict() == continued.to_dict()
+    monkeypatch.setattr("llava.analysis.resume.code_digest", lambda sources: "another")
+    with pytest.raises(pytest.fail.Exception):
+        measured(checkpoint, data, tmp_path / "cut", *flags)
+    assert "measured with other code; everything is measured again" in capsys.readouterr().out
     for others in (("--seed", 1), ("--samples", 7), ("--conv-mode", "v1")):  # another setting is another measurement
         with pytest.raises(pytest.fail.Exception):
             measured(checkpoint, data, tmp_path / "cut", *flags, *others)

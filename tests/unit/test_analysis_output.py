@@ -89,16 +89,6 @@ def test_models_on_the_command_line(tmp_path):
         required_models([])
 
 
-def test_fingerprint_follows_the_weights(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"one")
-    (tmp_path / "notes.txt").write_text("a")
-    first = fingerprint(tmp_path)
-    (tmp_path / "notes.txt").write_text("b")
-    assert fingerprint(tmp_path) == first
-    (tmp_path / "model.safetensors").write_bytes(b"two")
-    assert fingerprint(tmp_path) != first
-
-
 def arguments(folder, **others):
     defaults = {"command": "demo", "argv": ["demo", "--seed", "3"], "output_dir": folder, "models": [], "seed": 3}
     return SimpleNamespace(**(defaults | {"data": None} | others))

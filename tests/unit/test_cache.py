@@ -20,8 +20,9 @@ from paths import ROOT
 
 import llava.data.json_files as json_files
 import llava.data.records as records_module
+from llava import digests
 from llava.constants import IMAGE_TOKEN_INDEX
-from llava.data import cache, lengths
+from llava.data import lengths
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import RecordTable, load_records
 
@@ -109,7 +110,7 @@ def test_a_second_start_converts_nothing_and_reads_nothing(tmp_path, monkeypatch
     old_clock()
     load_records(str(path))
     monkeypatch.setattr(records_module, "_convert", None)
-    monkeypatch.setattr(cache.hashlib, "sha256", only_hashes_names(cache.hashlib.sha256))
+    monkeypatch.setattr(digests.hashlib, "sha256", only_hashes_names(digests.hashlib.sha256))
     assert list(load_records(str(path))) == RECORDS
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from filelock import FileLock
+from PIL import Image
 
 from llava.eval import evaluate as evaluate_module
 from llava.eval import harness as harness_module
@@ -179,9 +180,17 @@ def test_a_finished_task_is_kept_and_a_failed_one_runs_again(harness, capsys):
     assert list(read_results(harness.output).tasks) == ["pope"]
 
 
-@pytest.mark.parametrize("change", ["checkpoint", "data", "limit", "force"])
-def test_a_finished_task_runs_again_when_anything_it_depends_on_changed(harness, change, capsys):
-    assert call(harness, "--tasks", "pope") == 0
+@pytest.mark.parametrize("change", ["checkpoint", "data", "pictures", "code", "limit", "force"])
+def test_a_finished_task_runs_again_when_anything_it_depends_on_changed(harness, change, capsys, monkeypatch):
+    picture = harness.hub / "lmms-lab-encoder/POPE/images/a.ppm"
+    picture.parent.mkdir()
+    Image.new("RGB", (8, 8), "red").save(picture)
+    assert call(harness, "--tasks", "pope") == call(harness, "--tasks", "pope") == 0
+    assert harness.ran == ["pope"] and "finished before" in capsys.readouterr().out
+    if change == "pictures":
+        Image.new("RGB", (8, 8), "grey").save(picture)
+    if change == "code":
+        monkeypatch.setattr(evaluate_module, "code_digest", lambda sources: "another")
     if change == "checkpoint":
         (harness.checkpoint / "config.json").write_text((harness.checkpoint / "config.json").read_text() + " ")
     if change == "data":
@@ -190,9 +199,10 @@ def test_a_finished_task_runs_again_when_anything_it_depends_on_changed(harness,
     assert call(harness, "--tasks", "pope", *extra, "--batch-size", "2") == 0
     assert harness.ran == ["pope", "pope"]
     kept = list(harness.output.glob("results.2*.json"))
-    assert bool(kept) == (change in ("checkpoint", "limit"))
-    if kept:
-        assert f"made with other {change}" in capsys.readouterr().out
+    assert bool(kept) == (change in ("checkpoint", "code", "limit"))
+    output = capsys.readouterr().out
+    assert ("made with other" in output) == bool(kept) and (not kept or change in output)
+    assert ("made from other data or pictures" in output) == (change in ("data", "pictures"))
 
 
 def test_missing_data_captioners_and_a_folder_in_use_are_refused_before_anything_runs(harness, capsys):

@@ -24,7 +24,7 @@ from training import build, flags, losses
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from llava.conversation import conv_templates, get_template
-from llava.data import cache, json_files, parquet_files
+from llava.data import json_files, parquet_files
 from llava.data import preflight as command
 from llava.data import preflight_manifest as manifest
 from llava.data.checks import LONGEST_RECORD, RowImage
@@ -298,7 +298,7 @@ def test_an_older_full_check_is_not_used_once_a_newer_one_found_other_pictures(t
 
 
 def test_a_folder_that_changes_during_the_check_is_checked_again(tmp_path, pictures, monkeypatch):
-    monkeypatch.setattr(cache, "_CLOCK_STEP", 60.0)
+    monkeypatch.setattr("llava.digests._CLOCK_STEP", 60.0)
     done = counted(monkeypatch)
     table = jsonl(tmp_path / "a.jsonl", [{"image": "a.png", "conversations": TURNS}])
     for _ in range(2):
@@ -631,7 +631,7 @@ def test_what_is_let_through_becomes_a_sample_under_every_template(tmp_path_fact
     store = ImageStore(folder / "images")
     masking = data.draw(st.sampled_from(["assistant", "upstream"]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "_CLOCK_STEP", 1e9)  # no stamps: the file is written again at once
+        patch.setattr("llava.digests._CLOCK_STEP", 1e9)  # no stamps: the file is written again at once
         table = jsonl(folder / "any.jsonl", some)
         found = manifest._checked(table, store, rules(version, masking, full_decode=True), False)
     if len(found.bad_records()) == table.total:

@@ -1,0 +1,130 @@
+"""What makes a kept result invalid: any byte of weights, data or pictures, and this tree's code."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from PIL import Image
+from safetensors.torch import save_file
+
+from llava import digests, provenance
+from llava.data.checks import PlacedImage
+from llava.data.images import ImageStore
+from llava.provenance import code_digest, fingerprint, revision
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch, files_count_as_old):
+    """A cache folder of the test's own, in which digests are kept at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/llava/digests"
+
+
+def weights(gain: float) -> dict[str, torch.Tensor]:
+    return {"embed": torch.zeros((17 << 20) + 100_000), "gain": torch.full((1000,), gain), "head": torch.zeros(1 << 20)}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder, gain: save_file(weights(gain), folder / "model.safetensors"),
+        lambda folder, gain: torch.save(weights(gain), folder / "pytorch_model.bin"),
+        lambda folder, gain: (folder / "chat_template.jinja").write_text(f"{gain}"),
+    ],
+    ids=["safetensors", "bin", "template"],
+)
+def test_a_norms_gain_in_a_file_of_72_mib_changes_the_fingerprint(tmp_path, write):
+    """A checkpoint with one small tensor between large ones, and one with a text file of unchanged length."""
+    found = []
+    for gain in (0.2, 3.2, 0.2):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        write(tmp_path / "model", gain)
+        found.append(fingerprint(tmp_path / "model"))
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_large_file_is_read_once_and_again_after_a_change_that_keeps_size_and_time(tmp_path, monkeypatch, cache):
+    file, read = tmp_path / "model.safetensors", []
+    with file.open("wb") as stream:
+        stream.truncate(digests._LARGE)
+    content_hash = digests.content_hash
+    monkeypatch.setattr(digests, "content_hash", lambda f, folders: content_hash(f, folders, counted))
+
+    def counted(source: Path) -> str:
+        read.append(source)
+        return digests.bytes_digest(source)
+
+    first, before = fingerprint(file), file.stat()
+    assert fingerprint(file) == first and len(read) == 1 and len(list(cache.iterdir())) == 1
+    with file.open("r+b") as stream:
+        stream.seek(12345)
+        stream.write(b"x")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert fingerprint(file) != first and len(read) == 2
+
+
+def test_only_a_snapshot_in_the_hubs_cache_goes_by_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    commit = "0123456789" * 4
+    ours = [tmp_path / "snapshots" / "model", tmp_path / f"models--a--b/snapshots/{commit}"]
+    for folder in (*ours, tmp_path / f"hub/models--a--b/snapshots/{commit}"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    assert revision(str(folder)) == commit
+    for folder in ours:
+        before = revision(str(folder))
+        (folder / "config.json").write_text("[]")
+        assert before != revision(str(folder)) == fingerprint(folder)
+
+
+def test_a_loras_revision_changes_with_its_base(tmp_path):
+    for name in ("base", "lora"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("a")
+    (tmp_path / "lora/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
+    before = revision(str(tmp_path / "lora"))
+    (tmp_path / "base/model.safetensors").write_text("b")
+    assert revision(str(tmp_path / "lora")) != before
+
+
+def test_subfolders_count_where_asked_and_a_link_to_a_folder_above_ends(tmp_path):
+    (tmp_path / "data/images").mkdir(parents=True)
+    (tmp_path / "data/images/loop").symlink_to(tmp_path / "data")
+    found = []
+    for text in ("a", "b"):
+        (tmp_path / "data/images/a.png").write_text(text)
+        (tmp_path / "data/.lock").write_text(text)  # hidden
+        found.append((fingerprint(tmp_path / "data"), fingerprint(tmp_path / "data", deep=True)))
+    assert found[0][0] == found[1][0] and found[0][1] != found[1][1]
+
+
+def test_pictures_are_known_by_their_bytes_and_not_by_their_folder(tmp_path):
+    def content(place: Path, colour: str) -> str:
+        for folder in ("own", "other"):
+            (place / folder).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (4, 4), colour).save(place / folder / "a.png")
+        other = str(place / "other")
+        return ImageStore(place / "own", others=[other]).content(["a.png", PlacedImage(other, "a.png"), "none.png"])
+
+    first = content(tmp_path / "one", "red")
+    assert content(tmp_path / "two", "red") == first != content(tmp_path / "one", "grey")
+
+
+def test_a_mended_line_changes_the_digests_of_what_it_decides_alone(tmp_path, monkeypatch):
+    for name in ("asking.py", "model/norm.py", "eval/score.py", "train/train.py", "analysis/probe.py", "serve/web.py"):
+        (tmp_path / "llava" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "llava" / name).write_text("x = 1\n")
+    monkeypatch.setattr(provenance, "CODE", tmp_path)
+    kinds = {name: getattr(provenance, name) for name in ("TRAINING", "EVALUATION", "ANALYSIS", "PLAYGROUND")}
+
+    def changed_by(name: str) -> set[str]:
+        before = {kind: code_digest(sources) for kind, sources in kinds.items()}
+        (tmp_path / "llava" / name).write_text("x = 2\n")
+        return {kind for kind, sources in kinds.items() if code_digest(sources) != before[kind]}
+
+    assert changed_by("asking.py") == changed_by("model/norm.py") == set(kinds)
+    assert changed_by("eval/score.py") == {"EVALUATION"} and changed_by("train/train.py") == {"TRAINING"}
+    assert changed_by("analysis/probe.py") == {"ANALYSIS", "PLAYGROUND"} and not changed_by("serve/web.py")
