@@ -26,6 +26,7 @@ from llava.data.images import LARGEST_FILE, picture_header
 from llava.data.preprocess import generation_ids
 from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_name_from_path, process_prompt_images
 from llava.model.builder import load_pretrained_model
+from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.progress import in_terminal
 
@@ -74,7 +75,6 @@ class Assistant(NamedTuple):
     model: LlavaMetaForCausalLM
     image_processor: BaseImageProcessor | None
     template: Conversation
-    max_tokens: int
 
     @property
     def end(self) -> str:
@@ -89,7 +89,7 @@ class Assistant(NamedTuple):
             pictures: the pictures of the turns; the length may depend on their sizes.
 
         Raises:
-            ValueError: malformed turns, or more tokens than the model was made for.
+            ValueError: malformed turns, or more tokens than the model's context.
         """
         ids = self._ids(turns)
         self._length(ids, [picture.size for picture in pictures])
@@ -110,9 +110,9 @@ class Assistant(NamedTuple):
     def _length(self, ids: torch.Tensor, sizes: Sequence[Size]) -> int:
         num_images = int((ids == IMAGE_TOKEN_INDEX).sum())
         length = expanded_length(len(ids), num_images, self._visual_tokens(sizes, num_images))
-        if length > self.max_tokens:
+        if length > (limit := context_length(self.model.config)):
             raise ValueError(
-                f"the conversation has {length} tokens with its pictures, more than the {self.max_tokens} of "
+                f"the conversation has {length} tokens with its pictures, more than the {limit} of "
                 f"{self.name}; start a new one"
             )
         return length
@@ -232,10 +232,9 @@ def load_assistant(
     if not in_terminal():  # a bar that redraws itself makes a log unreadable
         transformers.utils.logging.disable_progress_bar()
     name = get_model_name_from_path(model_path)
-    tokenizer, model, image_processor, context_len = load_pretrained_model(model_path, model_base, name, **options)
-    max_tokens = min(context_len, getattr(model.config, "tokenizer_model_max_length", None) or context_len)
+    tokenizer, model, image_processor, _ = load_pretrained_model(model_path, model_base, name, **options)
     template = choose_template(model.config, model_path, conv_mode)
-    return Assistant(model_path, tokenizer, model, image_processor, template, max_tokens)
+    return Assistant(model_path, tokenizer, model, image_processor, template)
 
 
 def chosen_assistant(args: argparse.Namespace) -> Assistant:

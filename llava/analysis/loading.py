@@ -246,12 +246,11 @@ def our_batch(
         pictures: one per placeholder in reading order.
     """
     device, rules = model.device, model.crop_rules()
-    longest = getattr(model.config, "tokenizer_model_max_length", None)
     widths = iter([rules.visual_tokens(rules.picture(picture.size)) for picture in pictures])
     expanded = []
     for ids in prompts:
         width = [next(widths) if token == IMAGE_TOKEN_INDEX else 1 for token in ids.tolist()]
-        expanded.append(ids.repeat_interleave(torch.tensor(width))[:longest])
+        expanded.append(ids.repeat_interleave(torch.tensor(width)))
     ids, mask = padded(prompts)
     inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "images": None}
     if pictures:

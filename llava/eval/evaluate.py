@@ -22,6 +22,7 @@ from llava.eval.harness import data_fingerprint, data_place, process_groups, req
 from llava.eval.results import LLAVA_CODE, LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import Task, choose
 from llava.model.builder import read_config
+from llava.model.context import context_length
 from llava.presentation import format_table
 from llava.provenance import EVALUATION, WORK, checkpoint_name, code_digest, git_commit, revision, version_of
 
@@ -163,7 +164,7 @@ def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the scores depend on, and those that only say how to run: batch size and GPUs.
+    """The settings that the scores depend on, the model's context, and those that only say how to run.
 
     Raises:
         ValueError: the template is not known, or has no questions.
@@ -176,6 +177,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         )
     name = args.conv_template or config.mm_conv_version
     chosen = {"conv_template": name, "limit": args.limit, "mmlu_fewshot": args.mmlu_fewshot}
+    chosen["context"] = context_length(config)
     return chosen | {"batch_size": args.batch_size, "num_gpus": args.num_gpus}
 
 

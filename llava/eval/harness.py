@@ -17,6 +17,9 @@ from llava.eval.results import TaskResult
 from llava.eval.tasks import OWN_DATA, OWN_TASKS, Task
 from llava.provenance import CODE
 
+TOO_LONG = "exceeds model's maximum length"
+"""What lm-eval warns of for every prompt from which it takes the beginning, as few-shot examples."""
+
 
 def require_harnesses(tasks: list[Task]) -> None:
     """Raises ValueError unless the harnesses of `tasks` are installed."""
@@ -86,6 +89,8 @@ def run_group(
     command = harness_command(tasks, folder, args, settings)
     status = run_logged(command, log, cwd=place or folder, env=environment(args, place), title=title)
     seconds = (time.monotonic() - start) / len(tasks)
+    if longer := log.read_text(errors="replace").count(TOO_LONG):
+        print(f"{title}: {longer} prompts are longer than the model's context, and lm-eval left out their beginning")
     for task in tasks:
         try:
             if status:
@@ -119,6 +124,7 @@ def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, s
     else:
         model = "hf"
         model_args |= {"dtype": "auto" if args.num_gpus else "float32"}
+        model_args |= {"max_length": str(settings["context"])}  # it knows no rope scaling
         extra = ["--num_fewshot", str(args.mmlu_fewshot)] if "mmlu" in [task.name for task in tasks] else []
     return [
         *(sys.executable, *launcher, "llava.eval.launch", harness, "--model", model),

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from llava.conversation import Conversation
 from llava.export.chat_template import chat_template
 from llava.export.gguf_file import library
+from llava.model.context import context_length
 from llava.model.language_model.families import family_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
 
@@ -71,7 +72,7 @@ def fields(
 
     def add(writer: "GGUFWriter") -> None:
         writer.add_vocab_size(config.vocab_size)
-        writer.add_context_length(config.max_position_embeddings)
+        writer.add_context_length(context_length(config))
         writer.add_embedding_length(config.hidden_size)
         writer.add_block_count(config.num_hidden_layers)
         writer.add_feed_forward_length(config.intermediate_size)

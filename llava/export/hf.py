@@ -34,6 +34,7 @@ from llava.export.folder import whole_folder
 from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration, LlavaNormModel
 from llava.mm_utils import ADDED_BY_EXPORT, encode_chunk, follow_umask, load_tokenizer, save_tokenizer
 from llava.model.builder import load_as_stored, read_config
+from llava.model.context import context_length
 from llava.model.hf_folder import CARRIED, ROWS, STOCK, WITH_NORM, hf_names
 from llava.model.language_model.families import family_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
@@ -98,6 +99,7 @@ def export(
         image_token = add_image_token(tokenizer)
         fields = config_fields(model, image_token, max(model.config.vocab_size, image_token + 1))
         tags = getattr(config, "mm_use_im_start_end", False)
+        tokenizer.model_max_length = context_length(model.config)
         write_tokenizer(tokenizer, folder, chat_template(template, tokenizer, tags))
         image_processor = load_image_processor(model_path, model.get_vision_tower())
         write_processor(image_processor, fields, folder, pad=getattr(config, "image_aspect_ratio", None) == "pad")

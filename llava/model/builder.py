@@ -8,6 +8,7 @@ import torch
 from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava.mm_utils import load_tokenizer
+from llava.model.context import context_length
 from llava.model.hf_folder import extra_rows, is_hf_folder, key_mapping, own_fields
 from llava.model.language_model.families import MODEL_CLASSES, family_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
@@ -174,7 +175,8 @@ def load_pretrained_model(
     if tower is not None:
         own = [p for p in (model_path, model_base) if p and has_image_processor(p)]
         image_processor = load_image_processor([*own, config.mm_vision_tower][0], tower)
-    context_len = getattr(config, "max_sequence_length", None) or getattr(config, "max_position_embeddings", 2048)
+    context_len = context_length(model.config)
+    tokenizer.model_max_length = context_len  # training leaves there the length at which it cuts
     return tokenizer, model, image_processor, context_len
 
 

@@ -17,6 +17,7 @@ from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.layout import Layout, lay_out, pad_layout, predicting_rows
 from llava.mm_utils import follow_umask, from_anywhere
 from llava.model.attention import packed_attention_arguments
+from llava.model.context import check_fits
 from llava.model.loss import LMHead, supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
 from llava.model.multimodal_encoder.vision_tower import VisionTower
@@ -285,7 +286,8 @@ class LlavaMetaForCausalLM(ModelBase):
             decoding further tokens.
 
         Raises:
-            ValueError: images and placeholders do not match; the message names the sample.
+            ValueError: images and placeholders do not match, or a prompt is longer than the model's context; the
+                message names the sample.
             NotImplementedError: `modalities` names a video.
         """
         refuse_video(modalities)
@@ -295,6 +297,8 @@ class LlavaMetaForCausalLM(ModelBase):
                 raise ValueError(
                     "images were given to a model without a vision tower (config.mm_vision_tower is unset)"
                 )
+            if tower is None and not self.cuts(labels):
+                check_fits(text_lengths(input_ids, attention_mask), self.config)
             return input_ids, position_ids, attention_mask, past_key_values, None, labels
 
         side = padding_side or getattr(self.config, "tokenizer_padding_side", None) or "right"
@@ -313,6 +317,13 @@ class LlavaMetaForCausalLM(ModelBase):
     def crop_rules(self) -> CropRules:
         """The rules that say how many crops and visual tokens a picture has."""
         return CropRules.of(self.config, self.get_model().vision_tower)
+
+    def cuts(self, labels: torch.Tensor | None) -> bool:
+        """Whether samples are cut to `config.tokenizer_model_max_length`: training cuts them, inference does not.
+
+        Harnesses compute likelihoods with labels in evaluation mode; a cut would take the labels away.
+        """
+        return self.training and labels is not None
 
     def lay_out(
         self,
@@ -333,9 +344,9 @@ class LlavaMetaForCausalLM(ModelBase):
             The layout, and the crops of its pictures [K, 3, H, W], or None without pictures.
 
         Raises:
-            ValueError: images and placeholders do not match; the message names the sample.
+            ValueError: see `prepare_inputs_labels_for_multimodal`.
         """
-        ids = input_ids.cpu()
+        ids, cuts = input_ids.cpu(), self.cuts(labels)
         mask = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
         labels = torch.full_like(ids, IGNORE_INDEX) if labels is None else labels.cpu()
         placeholders = ((ids == IMAGE_TOKEN_INDEX) & mask).sum(dim=1).tolist()
@@ -345,8 +356,10 @@ class LlavaMetaForCausalLM(ModelBase):
         else:
             pixels, pictures = match_images(images, placeholders), [Picture()] * sum(placeholders)
         visual_tokens = [rules.visual_tokens(picture) for picture in pictures]
-        max_length = getattr(self.config, "tokenizer_model_max_length", None)
+        max_length = getattr(self.config, "tokenizer_model_max_length", None) if cuts else None
         layout = lay_out(ids, mask, labels, visual_tokens, max_length, pictures)
+        if not cuts:
+            check_fits(layout.lengths, self.config)
         layout = pad_layout(layout, padding_side) if padding_side else layout
         return layout.to(input_ids.device), pixels
 
@@ -461,7 +474,7 @@ class LlavaMetaForCausalLM(ModelBase):
         nothing, see `without_holes`. The other arguments are those of the library's `generate`.
 
         Raises:
-            ValueError: there is no prompt; images and placeholders do not match.
+            ValueError: there is no prompt; images and placeholders do not match; a prompt is longer than the context.
             NotImplementedError: `modalities` names a video.
         """
         inputs = kwargs.pop("input_ids", None) if inputs is None else inputs
@@ -475,6 +488,7 @@ class LlavaMetaForCausalLM(ModelBase):
             kwargs = {name: value for name, value in kwargs.items() if name not in SAMPLING_OPTIONS}
         parent: Any = super()  # the library's mixin wants a type that has no name here
         if self.get_vision_tower() is None:
+            check_fits(text_lengths(inputs, attention_mask), self.config)
             return parent.generate(inputs, attention_mask=attention_mask, **kwargs)[:, inputs.shape[1] :]
         newline = self.get_model().image_newline
         with gathered([] if newline is None else newline):  # ZeRO-3 gathers in a module's forward, and this is none
@@ -482,6 +496,11 @@ class LlavaMetaForCausalLM(ModelBase):
                 inputs, None, attention_mask, None, None, images, modalities, image_sizes, padding_side="left"
             )
         return parent.generate(inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
+
+
+def text_lengths(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+    """Tokens of each row of `input_ids` [B, S]."""
+    return [input_ids.shape[1]] if attention_mask is None else attention_mask.sum(1).tolist()
 
 
 def without_holes(attention_mask: torch.Tensor) -> torch.Tensor:

@@ -172,6 +172,7 @@ class HeldOut:
         collator: the training's collator.
         args: the training arguments.
         max_tokens: most tokens of a micro-batch: what training computes at a time, and keeps for a backward pass.
+        context: tokens that the model takes.
 
     Raises:
         ValueError: `--metric_for_best_model` is not measured, or see `Questions`.
@@ -184,6 +185,7 @@ class HeldOut:
         collator: Callable[[list[Sample]], Batch],
         args: TrainingArguments,
         max_tokens: int,
+        context: int,
     ):
         self.dataset = dataset
         lengths = np.asarray(dataset.modality_lengths()).tolist()
@@ -193,7 +195,7 @@ class HeldOut:
         self.questions = None
         if args.eval_generate:
             show = args.process_index == 0
-            self.questions = Questions(dataset, args.eval_generate, args.per_device_eval_batch_size, show)
+            self.questions = Questions(dataset, args.eval_generate, args.per_device_eval_batch_size, context, show)
         keys = ["loss", *(f"loss{name}" for name in self.names), *["accuracy"] * (self.questions is not None)]
         if (metric := metric_key(args)) and metric not in keys:
             raise ValueError(f"--metric_for_best_model {metric} is not measured; expected one of {', '.join(keys)}")

@@ -63,24 +63,28 @@ class Questions:
         dataset: the held-out records.
         number: `--eval_generate`, the number of questions; if there are fewer, all are asked.
         batch_size: number of questions that are asked at a time.
+        context: tokens that the model takes.
         show_progress: whether to show a bar, as on one rank.
 
     Raises:
         ValueError: the template has no questions, or no record that fits has a short answer.
     """
 
-    def __init__(self, dataset: LazySupervisedDataset, number: int, batch_size: int, show_progress: bool = True):
+    def __init__(
+        self, dataset: LazySupervisedDataset, number: int, batch_size: int, context: int, show_progress: bool = True
+    ):
         if is_captioner(dataset.template):
             raise ValueError(
                 f"--eval_generate {number}: a captioner's template (--version plain) has no questions; leave it out"
             )
         self.dataset, self.batch_size, self.show_progress = dataset, batch_size, show_progress
-        fits = dataset.whole_lengths() <= dataset.model_max_length
+        longest = min(dataset.model_max_length, context)
+        fits = dataset.whole_lengths() <= longest
         usable = [i for i in range(len(dataset)) if fits[i] and can_be_asked(dataset.records[i])]
         if not usable:
             raise ValueError(
-                f"--eval_generate {number}: no held-out record of at most {dataset.model_max_length} tokens "
-                f"(--model_max_length) begins with a question and an answer of at most {MOST_WORDS} words; leave it "
+                f"--eval_generate {number}: no held-out record of at most {longest} tokens (--model_max_length, or "
+                f"what the model takes) begins with a question and an answer of at most {MOST_WORDS} words; leave it "
                 "out, or take other records"
             )
         if len(usable) < number:
@@ -96,10 +100,7 @@ class Questions:
     def ask(self, model: LlavaMetaForCausalLM, at_batch: Callable[[], bool] = lambda: False) -> list[Answer] | None:
         """The answers of a model in evaluation mode; None if `at_batch` stops it, as in `HeldOut.totals`."""
         dataset = self.dataset
-        assistant = Assistant(
-            "--eval_generate", dataset.tokenizer, model, dataset.image_processor, dataset.template,
-            dataset.model_max_length,
-        )  # fmt: skip
+        assistant = Assistant("--eval_generate", dataset.tokenizer, model, dataset.image_processor, dataset.template)
         options = {"do_sample": False, "use_cache": True, "max_new_tokens": self.max_new_tokens}
         options["synced_gpus"] = is_deepspeed_zero3_enabled()
         records = [dataset.records[i] for i in self.indices]

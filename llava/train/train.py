@@ -23,6 +23,7 @@ from llava.data.records import RecordTable
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
+from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import TOWER, has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -372,7 +373,7 @@ def build_trainer(
         sources = sources_of(eval_records, data_args.eval_data_path or "", data_args.data_cache_dir)
         images = image_store(eval_data_arguments(data_args), eval_records, EVAL_IMAGES)
         heldout = dataset.over(eval_records, images)
-        options["heldout"] = HeldOut(heldout, sources, collator, training_args, largest)
+        options["heldout"] = HeldOut(heldout, sources, collator, training_args, largest, context_length(model.config))
     return LLaVATrainer(
         model=model,
         args=training_args,

@@ -1,7 +1,7 @@
 """What lmms-eval and VLMEvalKit import and call; `test_evaluate.py` has stock lmms-eval scoring a checkpoint."""
 
 import copy
-import importlib
+import importlib.util
 import json
 import logging
 import warnings
@@ -11,6 +11,7 @@ import pytest
 import torch
 from data_files import COLOURS, POPE_SUFFIX, QUESTIONS, WARM
 from PIL import Image
+from tiny_models import byte_tokenizer, make
 from training import run
 from transformers.utils import logging as transformers_logging
 
@@ -219,3 +220,96 @@ def test_forward_scores_a_continuation_as_loglikelihood_does(loaded):
         torch.testing.assert_close(outputs["loss"], torch.nn.functional.cross_entropy(logits, ids[0, skip:]))
         losses[answer] = float(outputs["loss"])
     assert losses["Yes"] < 0.2 < losses["No"]
+
+
+# --- the stock harnesses on prompts that training would cut -----------------------------------------------------------
+
+harnesses = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("lmms_eval", "lm_eval")),
+    reason="the harnesses are not installed: EXTRAS=eval bash scripts/setup.sh",
+)
+CUT, CONTEXT = 60, 512
+TEXTS = ["Short?", "Which of these letters is it, and why not another of them?", "A question that is long." * 6]
+
+
+@pytest.fixture(scope="module")
+def cutting(tiny, tmp_path_factory):
+    """A checkpoint that was trained on samples cut to `CUT` tokens."""
+    folder = tmp_path_factory.mktemp("cutting")
+    model = make(tiny, "qwen")
+    model.config.tokenizer_model_max_length, model.config.mm_conv_version = CUT, "qwen_1_5"
+    model.save_pretrained(folder)
+    model.get_vision_tower().default_image_processor().save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = CUT  # as training leaves it
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def log_chances(model, ids: list[int], images=None) -> torch.Tensor:
+    """Log-probabilities [S, C] of what follows each of `ids`, from decoder and head alone."""
+    embeddings = model.get_model().embed_tokens(torch.tensor(ids).clamp(min=0))
+    if images is not None:
+        place = ids.index(IMAGE_TOKEN_INDEX)
+        embeddings = torch.cat([embeddings[:place], model.encode_images(images)[0], embeddings[place + 1 :]])
+    hidden_states = model.get_model()(inputs_embeds=embeddings[None], use_cache=False).last_hidden_state
+    return model.lm_head(hidden_states[0]).float().log_softmax(-1)
+
+
+def log_likelihood(model, ids: list[int], answer: list[int], images=None) -> torch.Tensor:
+    """Log-probabilities of the answer's tokens."""
+    chances = log_chances(model, ids + answer, images)[-len(answer) - 1 : -1]
+    return chances.gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def greedy(model, tokenizer, ids: list[int], images: torch.Tensor, steps: int) -> str:
+    """The likeliest tokens after a prompt, up to the end of an answer."""
+    said: list[int] = []
+    while len(said) < steps and tokenizer.eos_token_id not in said:
+        said.append(int(log_chances(model, ids + said, images)[-1].argmax()))
+    return tokenizer.decode(said, skip_special_tokens=True)
+
+
+@harnesses
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [1, 12])
+def test_stock_lm_eval_reads_likelihoods_where_the_answer_is(cutting, batch_size):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    harness = HFLM(pretrained=str(cutting), device="cpu", dtype="float32", batch_size=batch_size)
+    assert harness.max_length == CONTEXT and CUT < len(harness.tok_encode(TEXTS[-1])) < CONTEXT
+    asked = [(text, answer) for text in TEXTS for answer in (" A", " B", " because", " of it")]
+    found = harness.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in asked], disable_tqdm=True)
+    encoded = [[harness.tok_encode(text) for text in pair] for pair in asked]
+    expected = [log_likelihood(harness.model, *ids).sum().item() for ids in encoded]
+    assert [value for value, _ in found] == pytest.approx(expected, abs=1e-4)
+
+
+@harnesses
+@pytest.mark.slow
+def test_stock_lmms_eval_scores_and_asks_with_the_whole_prompt(cutting):
+    from lmms_eval.api.instance import Instance
+    from lmms_eval.models.simple.llava import Llava
+
+    harness = Llava(pretrained=str(cutting), device="cpu", device_map="auto", conv_template="qwen_1_5", batch_size=3)
+    assert harness.max_length == harness.tokenizer.model_max_length == CONTEXT
+    model, tokenizer, shown = harness.model, harness.tokenizer, [picture("red")]
+    harness.task_dict = {"task": {"test": dict.fromkeys(range(len(TEXTS)), shown)}}
+    place = ("task", "test")
+    meta = {"task": "task", "doc_id": 0, "repeats": 1}
+    pixels = process_images(shown, harness._image_processor, model.config).half()
+    prompts = [prompt(f"<image>\n{text}") for text in TEXTS]
+    ids = [tokenizer_image_token(text, tokenizer) for text in prompts]
+
+    scored = [(text, "Yes", lambda doc: doc, index, *place) for index, text in enumerate(TEXTS)]
+    found = harness.loglikelihood([Instance("loglikelihood", arguments, 0, meta) for arguments in scored])
+    answer = tokenizer("Yes<|im_end|>\n", add_special_tokens=False)["input_ids"]
+    expected = [-log_likelihood(model, context, answer, pixels).mean().item() for context in ids]
+    assert [loss for loss, _ in found] == pytest.approx(expected, abs=1e-4)
+
+    options = {"max_new_tokens": 3}
+    asked = [(text, dict(options), lambda doc: doc, index, *place) for index, text in enumerate(TEXTS)]
+    said = harness.generate_until([Instance("generate_until", arguments, 0, meta) for arguments in asked])
+    assert said == [greedy(model, tokenizer, context, pixels, 3) for context in ids]

@@ -226,7 +226,7 @@ def test_missing_data_captioners_and_a_folder_in_use_are_refused_before_anything
 
 
 def test_several_gpus_are_one_process_each_and_a_cpu_is_asked_for_by_name(tmp_path):
-    settings = {"conv_template": "qwen_1_5"}
+    settings = {"conv_template": "qwen_1_5", "context": 8192}
     on_eight = parser().parse_args(["org/model", "--num-gpus", "8", "--batch-size", "4", "--limit", "3"])
     command = harness_module.harness_command([POPE, TASKS["scenes"]], tmp_path, on_eight, settings)
     text = " ".join(command)
@@ -236,7 +236,7 @@ def test_several_gpus_are_one_process_each_and_a_cpu_is_asked_for_by_name(tmp_pa
     text = " ".join(harness_module.harness_command([TASKS["mmlu"]], tmp_path, on_cpu, settings))
     assert "accelerate" not in text and "dtype=float32" in text and text.endswith("--num_fewshot 5")
     text = " ".join(harness_module.harness_command([TASKS["hellaswag"]], tmp_path, on_cpu, settings))
-    assert "--num_fewshot" not in text and "--device cpu" in text
+    assert "--num_fewshot" not in text and "--device cpu" in text and ",max_length=8192 " in text
 
 
 def test_a_long_command_is_logged_and_its_progress_read(tmp_path):

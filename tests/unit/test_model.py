@@ -8,11 +8,12 @@ import torch
 from batches import BATCHES, IMG, pictures
 from tiny_models import SIZES, V, make
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from llava.constants import IGNORE_INDEX
 from llava.model import LlavaLlamaConfig
 from llava.model.builder import load_language_model, load_pretrained_model, read_config
+from llava.model.context import context_length
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.pictures import match_images
 from llava.train.arguments import ModelArguments
@@ -48,6 +49,7 @@ def test_splicing_equals_piece_by_piece(model, name, side, limit):
     counts = [s.count(IMG) for s in samples]
     images = pictures(sum(counts))
     model = copy.copy(model)
+    model.training = True  # inference cuts nothing
     model.config.tokenizer_padding_side, model.config.tokenizer_model_max_length = side, limit
     _, positions, new_mask, _, embeds, new_labels = model.prepare_inputs_labels_for_multimodal(
         ids, torch.zeros_like(ids), mask, None, labels, images
@@ -246,6 +248,62 @@ def test_generate_returns_new_tokens_only_and_ignores_padding(model):
     together = model.generate(batch, attention_mask=mask, images=list(pictures(2)), **options)
     for row, tokens in enumerate(alone):
         assert torch.equal(together[row, : tokens.shape[1]], tokens[0])
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_inference_cuts_nothing(model, labelled):
+    model.config.tokenizer_padding_side = "right"
+    ids, image = torch.tensor([[5, IMG, 6, 7, 8, 9, 10, 11]]), pictures(1)
+    found = []
+    for limit in (None, 6):
+        model.config.tokenizer_model_max_length = limit
+        outputs = model(ids, images=image, labels=ids.where(ids > 8, IGNORE_INDEX) if labelled else None)
+        assert outputs.logits.shape[1] == ids.shape[1] + V - 1
+        found.append(outputs.loss if labelled else model.generate(ids, images=image, max_new_tokens=4, pad_token_id=0))
+    model.config.tokenizer_model_max_length = None
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("has_tower", [True, False])
+@pytest.mark.parametrize("call", ["forward", "generate", "labelled"])
+def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths(tiny, has_tower, call):
+    model = make(tiny) if has_tower else load_language_model(str(tiny / "llama")).eval()
+    model.config.max_position_embeddings = 16
+    too_long, fits = torch.full((2, 17 - 3 * has_tower), 5), torch.full((1, 16), 5)
+    mask, images = torch.ones_like(too_long), pictures(1) if has_tower else None
+    mask[0, 3:] = 0
+    if has_tower:
+        too_long[1, 2] = IMG
+    options = {"labels": too_long} if call == "labelled" else {}
+    run = model.generate if call == "generate" else model
+    with pytest.raises(ValueError, match=r"sample 1 of the batch has 17 tokens .*the model takes 16 "):
+        run(input_ids=too_long, attention_mask=mask, images=images, **options)
+    run(input_ids=fits, **({"max_new_tokens": 3, "pad_token_id": 0} if call == "generate" else {}))
+
+
+LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 4096),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}}, 8192),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, 2048),
+        ({"rope_scaling": LLAMA_3 | {"factor": 8.0, "original_max_position_embeddings": 1024}}, 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": 8000}, 8000),
+    ],
+)
+def test_the_context_has_the_rope_scaling_that_its_config_leaves_out(fields, expected):
+    assert context_length(LlavaLlamaConfig(max_position_embeddings=2048, **fields)) == expected
+
+
+def test_one_rope_for_each_kind_of_layer_scales_no_context():
+    kinds = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    kinds |= {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    assert context_length(Gemma3TextConfig(max_position_embeddings=4096, rope_parameters=kinds)) == 4096
 
 
 def test_generate_equals_greedy_decoding_by_hand(model):
