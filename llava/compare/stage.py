@@ -1,7 +1,6 @@
 """One training stage as a step of longer work: skipped when finished, watched while it runs, ended with its caller."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from llava.locks import take
 from llava.provenance import DONE, ROOT
 
 LOG_FILE = "train_log.jsonl"
@@ -161,16 +161,5 @@ def locked(folder: Path) -> Iterator[int]:
     patience = float(os.environ.get("LOCK_SECONDS", "60"))
     busy = f"{folder} is in use by another call or by a training that it left"
     with (folder / ".lock").open("w") as file:
-        end = None
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if end is None:
-                    end = time.monotonic() + patience
-                    print(f"{busy}: waiting up to {patience:g} s for its end", file=sys.stderr, flush=True)
-                elif time.monotonic() > end:
-                    raise ValueError(f"{busy}; wait for its end") from None
-                time.sleep(0.2)
+        take(file.fileno(), busy, patience)
         yield file.fileno()

@@ -47,6 +47,7 @@ class Watchdog:
         self.folder = Path(output_dir, FOLDER) if output_dir else None
         self.rank, self.timeout = rank, timeout
         self.step, self.phase, self.since = 0, 0, time.monotonic()
+        self.reported = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -75,6 +76,7 @@ class Watchdog:
         except OSError:  # the error to be reported may be that this folder cannot be written
             self.folder = Path(tempfile.mkdtemp(prefix="llava-errors-"))
             self._write(self.folder, text, lost_peer, details)
+        self.reported = True
 
     def _write(self, folder: Path, text: str, lost_peer: bool, details: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)

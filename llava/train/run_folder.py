@@ -4,11 +4,14 @@
 is finished. So no model, log or checkpoint of another run is replaced without `--overwrite_output_dir True`.
 """
 
+import contextlib
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from llava.locks import FolderLock, InUse
 from llava.provenance import RUN_FILE, differences
 from llava.train.arguments import TrainingArguments
 from llava.train.batches import global_batch_size
@@ -45,6 +48,27 @@ class Start(NamedTuple):
     resumed: Identity | None = None
     finished: int | None = None  # the step after which this same run was finished
     replaces: bool = False  # whether what an earlier run wrote is removed
+
+
+@contextlib.contextmanager
+def held_folder(args: TrainingArguments) -> Iterator[None]:
+    """A context in which rank 0 holds the output folder, so that no other training writes there. Every rank must call.
+
+    Raises:
+        InUse: another training holds it; raised on every rank.
+    """
+    lock, refusal = FolderLock(Path(args.output_dir)), ""
+    if args.process_index == 0:
+        try:
+            lock.acquire()
+        except InUse as error:
+            refusal = str(error)
+    try:
+        if refusal := from_first(refusal):
+            raise InUse(refusal)
+        yield
+    finally:
+        lock.release()
 
 
 def choose_start(args: TrainingArguments, identity: Settings) -> Start:

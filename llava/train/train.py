@@ -20,6 +20,7 @@ from llava.anyres import Picture, is_anyres, parse_pinpoints
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import RecordTable
+from llava.locks import InUse
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
@@ -55,7 +56,7 @@ from llava.train.run_checks import (
     image_store,
     report_left_out,
 )
-from llava.train.run_folder import begin_run, choose_start
+from llava.train.run_folder import begin_run, choose_start, held_folder
 from llava.train.run_identity import run_identity
 from llava.train.run_record import write_run_record
 from llava.train.stop_signal import StoppedEarly, StopSignal
@@ -89,7 +90,8 @@ def main(attn_implementation: str | None = None) -> None:
             traceback.print_exception(type(error), error, error.__traceback__)
         else:
             rank = f"rank {watchdog.rank}: " if joined() else ""
-            print(f"{rank}error: {message} (traceback: {watchdog.folder})", file=sys.stderr)
+            report = f" (traceback: {watchdog.folder})" if watchdog.reported else ""
+            print(f"{rank}error: {message}{report}", file=sys.stderr)
         sys.stderr.flush()
         status = 1 if message is None else 2
         if joined():  # a normal exit could wait forever for other ranks
@@ -123,6 +125,8 @@ def train_parsed(
         run(model_args, data_args, training_args, watchdog, stop_signal)
     except StoppedEarly:
         logger.warning("%s before the first step: nothing is saved", signal.Signals(stop_signal.received).name)
+    except InUse:  # no report: the folder is another training's
+        raise
     except Exception as error:
         watchdog.report_exception(error)
         raise
@@ -153,6 +157,18 @@ def run(
         inputs += (*(data_args.data_path or "").split(","), model_args.pretrain_mm_mlp_adapter)
         inputs += (*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder)
         check_launch(inputs, training_args.output_dir, training_args.device)
+    with held_folder(training_args):
+        run_in_folder(model_args, data_args, training_args, watchdog, stop_signal)
+
+
+def run_in_folder(
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
+    watchdog: Watchdog,
+    stop_signal: StopSignal,
+) -> None:
+    """The part of `run` that needs the output folder for itself."""
     records, write_left_out = checked_records(model_args, data_args, training_args)
     eval_records, write_eval_left_out = checked_eval_records(model_args, data_args, training_args, records)
     tokenizer = training_tokenizer(model_args, training_args)

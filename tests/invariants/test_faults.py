@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from llava.data.parallel import in_processes
 from llava.data.records import load_records
 from llava.launch.recipe import resolved_run
+from llava.locks import FolderLock
 from llava.train import failures, run_checks, run_folder, stop_signal, trial
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
@@ -376,6 +377,24 @@ def test_other_settings_replace_nothing_unless_told_to(tiny, tmp_path, monkeypat
     train_module.train([*other, "--overwrite_output_dir", "True"])
     assert [line["step"] for line in log_lines(tmp_path)] == [1, 2] and (tmp_path / "notes.txt").exists()
     assert not (tmp_path / failures.FOLDER).exists()
+
+
+def test_a_folder_in_use_is_refused_before_anything_there_is_touched(tiny, tmp_path, monkeypatch, capsys):
+    for file in (f"{STAGING}/half", f"{failures.FOLDER}/0-rank0.txt", "checkpoint-2/half"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("of the training that runs")
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setenv("LOCK_SECONDS", "0")
+    for more in ({}, {"overwrite_output_dir": True}, {"learning_rate": 8e-3}):
+        monkeypatch.setattr(sys, "argv", ["train.py", *flags(tiny, tmp_path, 2, **more)])
+        with pytest.raises(SystemExit) as stopped:
+            train_module.main()
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert stopped.value.code == 2 and sorted(tmp_path.rglob("*")) == before
+        assert f"--output_dir {tmp_path}: another training writes there (process {os.getpid()} on" in line
+    lock.release()
 
 
 @pytest.mark.slow
