@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llava.compare.lanes import StageStep, Step, StepError, run_lanes, runs_at_once
-from llava.compare.stage import STAGES, interpreter, last_step, locked
+from llava.compare.stage import STAGES, WHOLE_RUNS, interpreter, last_step, locked, refuse_ignored
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.load import POLICY
 from llava.launch.recipe import resolved_run
@@ -57,6 +57,7 @@ class Quickstart:
         self.times = {"set-up of .venv": set_up_seconds} if set_up_seconds else {}
         self.on_gpu = resolve_devices(os.environ).on_gpu
         self.width = 1 if self.on_gpu else runs_at_once(len(self.arms), available_cores())
+        refuse_ignored(self.settings(arm, stage) for arm in self.arms for stage in STAGES)
         self.recipes = {(arm, stage): self.recipe(arm, stage) for arm in self.arms for stage in STAGES}
 
     # --- what a step is -----------------------------------------------------------------------------------------------
@@ -68,11 +69,12 @@ class Quickstart:
             "MODEL_PATH": self.root / smollm2.FOLDER,
             "VISION_TOWER": self.root / f"siglip-{self.data}",
             "DATA_PATH": data / f"{stage}.json",
-            "IMAGE_FOLDER": data / "images",
             "REPORT_TO": "none",
         }
         found = {name: os.environ.get(name) or str(value) for name, value in own.items()}
-        found |= {"PRESET": "demo", "DEMO_DATA": self.data, "NORM": arm}
+        found["IMAGE_FOLDER"] = os.environ.get("IMAGE_FOLDER", str(data / "images"))  # empty: the rows hold them
+        found |= {"PRESET": "demo", "DEMO_DATA": self.data, "NORM": arm, **WHOLE_RUNS}
+        found["OUTPUT_DIR"] = str(self.folder.resolve() / arm / stage)
         found["PRETRAIN_ADAPTER"] = str(self.folder.resolve() / arm / "pretrain/mm_projector.bin")
         return found | self.threads(self.width)
 
@@ -89,9 +91,7 @@ class Quickstart:
             ValueError: the script refuses them.
         """
         environment = {name: value for name, value in os.environ.items() if name.isupper()}
-        found = resolved_run(
-            stage, **environment | self.settings(arm, stage) | {"OUTPUT_DIR": str(self.folder / arm / stage)}
-        )
+        found = resolved_run(stage, **environment | self.settings(arm, stage))
         if not (steps := found["flags"]["max_steps"]).removeprefix("-").isdecimal():
             raise ValueError(f"MAX_STEPS={steps} is not a whole number")
         return found

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,16 @@ from llava.compare.arms import parse_arm, parse_arms, parse_seeds
 from llava.compare.lanes import Measurement
 from llava.compare.paper import ARMS
 from llava.compare.runs import Run
-from llava.compare.stage import STAGES, StepError, end, interpreter, locked, train_stage
+from llava.compare.stage import (
+    STAGES,
+    WHOLE_RUNS,
+    StepError,
+    end,
+    interpreter,
+    locked,
+    refuse_ignored,
+    train_stage,
+)
 from llava.provenance import DONE, ROOT
 
 DEMO = "demo"
@@ -88,14 +97,23 @@ class Comparison:
         self.python("llava.compare", command, "--output-dir", self.folder, *names, *words)
 
     def settings(self, stage: str, seed: int, arm: str) -> dict[str, str]:
-        """Variables of the stage's script."""
-        adapter = self.run(seed, arm).folder("pretrain").resolve() / "mm_projector.bin"
+        """Variables of the stage's script; all others are the caller's."""
+        run = self.run(seed, arm)
         own = {"PRESET": self.preset, "SEED": str(seed), "RUN_NAME": f"{arm}-seed-{seed}-{stage}"}
-        return own | parse_arm(arm).settings | {"PRETRAIN_ADAPTER": str(adapter)} | self.data_settings(stage)
+        own |= {"OUTPUT_DIR": str(run.folder(stage).resolve())}
+        own |= {"PRETRAIN_ADAPTER": str(run.folder("pretrain").resolve() / "mm_projector.bin")}
+        return own | WHOLE_RUNS | parse_arm(arm).settings | self.data_settings(stage)
 
     def data_settings(self, stage: str) -> dict[str, str]:
-        """Variables that name the training data, where it is not the preset's."""
-        return {"DATA_PATH": f"playground/data/mixed/{stage}.json"} if self.demo else {}
+        """Variables about the training data: the demo's are scenes and stamps mixed, unless the caller names others."""
+        if not self.demo:
+            return {}
+        own = {} if os.environ.get("DATA_PATH") else {"DATA_PATH": f"playground/data/mixed/{stage}.json"}
+        return own | {"DEMO_DATA": "scenes"}
+
+    def every_settings(self) -> Iterator[dict[str, str]]:
+        """The variables of every run."""
+        return (self.settings(stage, seed, arm) for seed in self.seeds for arm in self.arms for stage in STAGES)
 
     def train(self, stage: str, seed: int, arm: str) -> None:
         """Trains one stage of one run; refuses if finished runs could not be compared with it."""
@@ -147,7 +165,8 @@ class Comparison:
     def prepared(self) -> list[str]:
         """The playground's inputs that the preset needs, and the analysis if the caller gives no data for it."""
         if self.demo:
-            return ["smollm2", "scenes", "stamps", "tower", "mixed", "heldout"]
+            mixed = [] if os.environ.get("DATA_PATH") else ["mixed"]
+            return ["smollm2", "scenes", "stamps", "tower", *mixed, "heldout"]
         return [] if os.environ.get("DATA") else ["scenes"]
 
     def run_all(self) -> None:
@@ -196,13 +215,15 @@ def run(args: argparse.Namespace) -> None:
     arms, seeds = parse_arms(args.arms), parse_seeds(args.seeds)
     folder = args.output_dir or Path("outputs") / f"compare-{args.preset}"
     tasks = args.tasks or ("scenes,stamps" if args.preset == DEMO else "")
-    if args.preset == DEMO:
+    comparison = Comparison(args.preset, arms, seeds, tasks, folder, args.upstream)
+    refuse_ignored(comparison.every_settings())
+    if args.preset == DEMO and not os.environ.get("DATA_PATH"):
         # A quarter of the records are stamps: half as many steps again leave the scenes what the quickstart gives them.
         os.environ["MAX_STEPS"] = os.environ.get("MAX_STEPS") or "120"
-        os.environ["IMAGE_FOLDER"] = os.environ.get("IMAGE_FOLDER") or "playground/data"
+        os.environ.setdefault("IMAGE_FOLDER", "playground/data")
     os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
     os.environ.setdefault("REPORT_TO", "tensorboard")
     (folder / "analysis").mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with locked(folder) as lock:
-        Comparison(args.preset, arms, seeds, tasks, folder, args.upstream, lock).run_all()
+    with locked(folder) as comparison.lock:
+        comparison.run_all()

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,38 @@ class StepError(RuntimeError):
     """A step failed; the message says which, and names its log where it has one."""
 
 
+WHOLE_RUNS = {"DRY_RUN": "", "CHECK": ""}
+"""Variables of every run of a larger command: a stage that trains nothing would count as finished."""
+_DECIDED_BY = {
+    "PRESET": "--preset decides it",
+    "DEMO_DATA": "--preset, or the quickstart's --data, decides it",
+    "SEED": "--seeds decides it",
+    "NORM": "--arms decides it",
+    "NORM_INIT": "--arms decides it, as in layernorm@4x",
+    "NORM_LEARNABLE": "--arms decides it, as in layernorm-fixed",
+    "PRETRAIN_ADAPTER": "every stage 2 takes the adapter of its own stage 1",
+    "OUTPUT_DIR": "--output-dir, or the quickstart's OUTPUT_ROOT, decides it",
+    "RUN_NAME": "every run has a name of its own",
+    "DRY_RUN": "only a stage alone can be shown: bash scripts/pretrain.sh",
+    "CHECK": "only a stage alone can be checked: bash scripts/pretrain.sh",
+}
+
+
+def refuse_ignored(runs: Iterable[Mapping[str, str]]) -> None:
+    """Refuses variables of the recipe that the caller set to something else than some run will get.
+
+    Args:
+        runs: the variables that each run's script is called with, besides the caller's.
+
+    Raises:
+        ValueError: there is one; the message names it.
+    """
+    for settings in runs:
+        for name, reason in _DECIDED_BY.items():
+            if name in settings and os.environ.get(name, settings[name]) != settings[name]:
+                raise ValueError(f"{name}={os.environ[name]}: {reason}; leave the variable out")
+
+
 def interpreter() -> str:
     """Python for a step of its own: the caller's, or else the one that runs this."""
     return os.environ.get("LLAVA_PYTHON") or sys.executable
@@ -31,7 +63,7 @@ def interpreter() -> str:
 
 def is_finished(folder: Path) -> bool:
     """Whether the stage in `folder` ended, and its model is there."""
-    return (folder / DONE).is_file() and any(folder.glob("model*.safetensors"))
+    return (folder / DONE).is_file() and any(folder.glob("*model*.safetensors"))  # LORA=1: adapter_model.safetensors
 
 
 def train_stage(

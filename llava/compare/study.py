@@ -40,7 +40,7 @@ from llava.compare.plan import (
 from llava.compare.report_tables import seconds_of_steps
 from llava.compare.run import DEMO, Comparison
 from llava.compare.runs import Run, check_present, check_results, check_runs
-from llava.compare.stage import STAGES, interpreter, locked
+from llava.compare.stage import STAGES, interpreter, locked, refuse_ignored
 from llava.compare.study_page import write_page
 from llava.compare.study_record import ANALYSIS, answers_of, record, write_record
 from llava.eval.results import CONTROLS, LLAVA_CODE
@@ -216,7 +216,7 @@ class Study(Comparison):
         environment = {name: value for name, value in os.environ.items() if name.isupper()}
         found = {}
         for stage in STAGES:
-            settings = self.settings(stage, self.seeds[0], self.arms[0]) | {"OUTPUT_DIR": str(self.folder / "none")}
+            settings = self.settings(stage, self.seeds[0], self.arms[0])
             found[stage] = int(resolved_run(stage, **environment | settings)["flags"]["max_steps"])
         if self.quick:
             found = {stage: max(FEWEST_STEPS, int(count * QUICK_SHARE)) for stage, count in found.items()}
@@ -373,6 +373,7 @@ def run(args: argparse.Namespace) -> None:
     recipe, data = PRESETS.get(args.preset, (args.preset, PRESETS[DEMO][1]))
     name = f"study-{args.preset}{'-quick' if args.quick else ''}"
     folder = (args.output_dir or Path("outputs") / name).resolve()
+    refuse_ignored(Study(recipe, arms, seeds or parse_seeds("1"), "", folder, False, data=data).every_settings())
     os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
     os.environ.setdefault("REPORT_TO", "none")
     kept = going_on(folder, args, arms, seeds)

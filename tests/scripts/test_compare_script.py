@@ -7,6 +7,9 @@ import subprocess
 import sys
 import time
 from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,7 +19,11 @@ from warm_python import warm_python
 
 from llava.compare.__main__ import main
 from llava.compare.arms import Arm, parse_arm
-from llava.compare.run import add_arguments
+from llava.compare.run import DEMO, Comparison, add_arguments
+from llava.compare.stage import STAGES
+from llava.compare.study import Study
+from llava.launch.settings import NAMES
+from playground.quickstart import Quickstart
 
 # A stand-in for Python that writes down what it is asked and leaves the files of a training.
 PYTHON = r"""#!/usr/bin/env bash
@@ -183,6 +190,66 @@ def test_wrong_arguments_are_refused_by_name_before_anything_runs(tmp_path, caps
         status = error.code
     assert status == 2 and named in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+COMMANDS = {
+    "compare, demo": lambda folder: ["llava.compare", "run", "--preset", "demo", "--output-dir", folder],
+    "compare, recipe": lambda folder: ["llava.compare", "run", "--output-dir", folder],
+    "study": lambda folder: ["llava.compare", "study", "--output-dir", folder],
+    "quickstart": lambda folder: ["playground", "quickstart", "--output-dir", folder],
+}
+PLANNED = {"study": {"MAX_STEPS"}}
+VALUES = {"DRY_RUN": "1", "CHECK": "1"}
+
+
+def settings_of_runs(command: str, folder: Path) -> list[dict[str, str]]:
+    """The variables that each run's script is called with, besides the caller's."""
+    if command == "quickstart":
+        runs = Quickstart("scenes", ["none", "layernorm"], folder)
+        return [runs.settings(arm, stage) for arm in runs.arms for stage in STAGES]
+    arms, seeds, demo = ["none", "layernorm"], [42, 43], DEMO if command != "compare, recipe" else "llama-3.2-3b"
+    if command == "study":
+        return list(Study(demo, arms, seeds, "", folder, False, data="probes").every_settings())
+    return list(Comparison(demo, arms, seeds, "", folder, False).every_settings())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_variable_of_the_recipe_is_honoured_in_every_run_or_refused(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setattr(Quickstart, "recipe", lambda self, arm, stage: {})
+    monkeypatch.setattr("playground.quickstart.resolve_devices", lambda environment: SimpleNamespace(on_gpu=False))
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    refused = set()
+    for name in sorted(NAMES):
+        value = VALUES.get(name, "/own/value")
+        with monkeypatch.context() as own:
+            own.setenv(name, value)
+            try:
+                reached = {(os.environ | settings)[name] for settings in settings_of_runs(command, tmp_path)}
+            except ValueError as error:  # the quickstart refuses as soon as it is made
+                assert f"{name}={value}: " in str(error)
+                refused.add(name)
+                continue
+            if reached == {value} and name not in PLANNED.get(command, ()):
+                continue
+            module, *words = COMMANDS[command](str(tmp_path / "out"))
+            assert import_module(f"{module}.__main__").main(words) != 0
+            assert f"{name}={value}: " in capsys.readouterr().err
+            refused.add(name)
+    assert not (tmp_path / "out").exists()
+    assert {"PRESET", "NORM", "OUTPUT_DIR", "DRY_RUN"} <= refused
+    assert not refused & {"DATA_PATH", "IMAGE_FOLDER", "MODEL_PATH", "LEARNING_RATE", "EVAL_DATA_PATH", "LORA"}
+
+
+def test_the_caller_s_data_take_the_place_of_the_demo_s_mixture(tmp_path, monkeypatch):
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    comparison = Comparison(DEMO, ["none", "layernorm"], [42], "", tmp_path, False)
+    paths = [settings["DATA_PATH"] for settings in comparison.every_settings()]
+    assert paths == ["playground/data/mixed/pretrain.json", "playground/data/mixed/finetune.json"] * 2
+    assert "mixed" in comparison.prepared()
+    monkeypatch.setenv("DATA_PATH", "mine.yaml")
+    assert not any("DATA_PATH" in settings for settings in comparison.every_settings())
+    assert "mixed" not in comparison.prepared()
 
 
 def test_an_arm_is_a_norm_and_its_initial_norm():
