@@ -19,7 +19,7 @@ _SYSTEM, _TURN = "{system}", "{said}"  # stand for the texts of a system message
 
 # Words in capitals are replaced: first the pieces of Jinja, then strings by their literals.
 _CHAT = """\
-{%- set ns = namespace(text=PREAMBLE, user=FIRST_USER, said='') %}
+{%- set ns = namespace(text=PREAMBLE, user=FIRST_USER, said='', behind=false) %}
 {%- for message in messages %}
 SAID
   {%- if message['role'] == 'system' and loop.first %}
@@ -41,7 +41,7 @@ SAID
 WRITE"""
 
 _CAPTION = """\
-{%- set ns = namespace(text='', said='') %}
+{%- set ns = namespace(text='', said='', behind=false) %}
 {%- for message in messages %}
 SAID
   {%- if message['role'] == 'assistant' %}
@@ -60,25 +60,33 @@ _PIECES = {
   {%- if message['content'] is string %}
     {%- set ns.said = message['content'] %}
   {%- else %}
+    {%- set ns.behind = false %}
     {%- for content in message['content'] %}
-      {%- set part = '<image>' if content['type'] in ['image', 'image_url'] else content['text'] %}
-      {%- set ns.said = ns.said + ('' if loop.first else '\\n') + part %}
+      {%- if content['type'] in ['image', 'image_url'] %}
+        {%- set ns.said = ns.said + ('\\n' if ns.said and not ns.said.endswith('\\n') else '') + '<image>' %}
+        {%- set ns.behind = true %}
+      {%- elif content['text'] %}
+        {%- set gap = '\\n' if ns.behind and not content['text'].startswith('\\n') else '' %}
+        {%- set ns.said = ns.said + gap + content['text'] %}
+        {%- set ns.behind = false %}
+      {%- endif %}
     {%- endfor %}
   {%- endif %}""",
     "SYSTEM": """\
-{%- set ns.text = SYSTEM_PREAMBLE.replace('{system}', ns.said) %}
-    {%- set ns.user = SYSTEM_USER.replace('{system}', ns.said) %}""",
+{%- set ns.text = SYSTEM_PREAMBLE.replace('{system}', ns.said) if ns.said else EMPTY_PREAMBLE %}
+    {%- set ns.user = SYSTEM_USER.replace('{system}', ns.said) if ns.said else EMPTY_USER %}""",
     "REFUSE": "{{- raise_exception('this template has no place here for a message of role ' + message['role']) }}",
     "TEXT": "ns.said",
     "WRITE": """\
 {%- for text in ns.text.replace('<image>', IMAGE).split('<image>') %}
-  {{- (BOS if loop.first else '<image>') + ((FRONT if loop.first else BEHIND) if text else '') + text }}
+  {%- set space = '' if not text or MARKED else FRONT if loop.first else BEHIND %}
+  {{- (BOS if loop.first else '<image>') + space + text }}
 {%- endfor %}""",
 }
 
 
 def chat_template(template: Conversation, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> str:
-    """The Jinja text; pictures and texts of one message stand on lines of their own.
+    """The Jinja text; parts of a message are joined as `llava.data.messages` joins them.
 
     Args:
         template: one of `llava.conversation`; one without questions (`plain`) writes pictures and captions alone.
@@ -102,11 +110,12 @@ def chat_template(template: Conversation, tokenizer: PreTrainedTokenizerBase, mm
     # SentencePiece puts a space before every text that does not begin with a token of its own. Training encodes what
     # stands between pictures as texts of their own; here a BOS or a picture comes before the text.
     space = " " if adds_space(tokenizer) else ""
-    added = tuple(tokenizer.get_added_vocab())
-    strings["FRONT"] = space if strings["BOS"] and not strings["PREAMBLE"].startswith(added) else ""
+    added = sorted(set(tokenizer.get_added_vocab()) - {DEFAULT_IMAGE_TOKEN}) if space else []
+    marked = " or ".join(f"text.startswith({json.dumps(token)})" for token in added) or "false"
+    strings["FRONT"] = space if strings["BOS"] else ""
     strings["BEHIND"] = "" if DEFAULT_IM_END_TOKEN in strings["IMAGE"] else space
-    text = _filled(text, pieces)
-    return _filled(text, {name: json.dumps(value) for name, value in strings.items()})
+    values = {name: json.dumps(value) for name, value in strings.items()}
+    return _filled(_filled(text, pieces), values | {"MARKED": f"({marked})"})
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
@@ -114,7 +123,8 @@ def _filled(text: str, values: dict[str, str]) -> str:
 
 
 def _strings(template: Conversation) -> dict[str, str]:
-    """Strings around turns, by the words of `_CHAT`; `SYSTEM_` ones only if the template takes a system message."""
+    """Strings around turns, by the words of `_CHAT`; `SYSTEM_` and `EMPTY_` ones, for a system message with
+    and without words, only if the template takes one."""
     preamble, (user, answer, second, last) = _written(template, turns=4)
     open_answer = replace(template, messages=[[template.roles[0], _TURN], [template.roles[1], None]]).parts()
     strings = {
@@ -129,10 +139,12 @@ def _strings(template: Conversation) -> dict[str, str]:
         "OPEN": _joined(part for part in open_answer if part.speaker == "assistant"),
     }
     try:
-        preamble, (user, _) = _written(template.with_system(_SYSTEM), turns=2)
+        systems = {"SYSTEM": template.with_system(_SYSTEM), "EMPTY": template.with_system("")}
     except ValueError:
         return strings
-    return strings | {"SYSTEM_PREAMBLE": preamble, "SYSTEM_USER": user[0]}
+    for name, with_system in systems.items():
+        strings[f"{name}_PREAMBLE"], ((strings[f"{name}_USER"], _), _) = _written(with_system, turns=2)
+    return strings
 
 
 def _written(template: Conversation, turns: int) -> tuple[str, list[tuple[str, str]]]:

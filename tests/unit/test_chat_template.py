@@ -1,11 +1,14 @@
 """The chat template of an exported folder gives the ids of training and asking, for every conversation template."""
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from paths import GOLDEN
 from tiny_models import byte_tokenizer
 
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.conversation import SeparatorStyle, conv_templates
+from llava.data.messages import as_record
 from llava.data.preprocess import generation_ids, preprocess
 from llava.export.chat_template import chat_template
 from llava.export.hf import add_image_token
@@ -89,6 +92,46 @@ def test_whole_conversations_of_the_exported_template_are_what_training_learns(t
     turns = [*(SEVERAL if has_questions(name) else ONE), ("gpt", "Yes.")]
     expected = preprocess(conversation(turns), plain, template).input_ids.tolist()
     assert ids_of(messages(turns), extended) == expected
+
+
+TEXT = st.text("aB \n", max_size=4)
+PART = st.one_of(TEXT.map(lambda text: {"type": "text", "text": text}), st.just({"type": "image"}))
+PARTS = st.lists(PART, max_size=5)
+ANSWER = st.text("aB \n", max_size=4).map(lambda text: "A" + text)
+"""Its first character never joins the header's last ones to one token, where training begins a new one."""
+
+
+@st.composite
+def chats(draw):
+    """Messages whose questions are texts or parts, and whose last message is an answer."""
+    said = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        said.append({"role": "user", "content": draw(st.one_of(TEXT, PARTS))})
+        said.append({"role": "assistant", "content": draw(ANSWER)})
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", conv_templates)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(said=chats())
+def test_messages_are_written_as_the_records_that_training_makes_of_them(tokenizers, name, said):
+    plain, extended = tokenizers
+    template = conv_templates[name]
+    extended.chat_template = chat_template(template, extended)
+    if template.sep_style is SeparatorStyle.PLAIN:
+        said = [{"role": "user", "content": [{"type": "image"}, *said[-2]["content"]]}, said[-1]]
+        if isinstance(said[0]["content"][-1], str):
+            said[0]["content"] = [{"type": "image"}]
+    elif template.sep_style is SeparatorStyle.GEMMA:
+        said = [message for message in said if message["role"] != "system"]
+    record, problem = as_record({"messages": said})
+    assert problem is None
+    turns = record["conversations"]
+    expected = preprocess(turns, plain, template)
+    assert ids_of(said, extended) == expected.input_ids.tolist()
+    expected = generation_ids(turns[:-1], plain, template).tolist()
+    assert ids_of(said[:-1], extended, add_generation_prompt=True) == expected
 
 
 @pytest.mark.parametrize("name", ["v1", "v1_mmtag", "qwen_1_5", "plain"])
