@@ -1,6 +1,12 @@
-"""Whether an answer is the expected one: how two texts are compared."""
+"""Whether an answer is the expected one: how two texts are compared, and what is read from an answer.
+
+A question's kind says how its answer is scored. Answers of the kinds in `READERS` are scored by what is read from them,
+a word, a letter or a number; where nothing can be read, or two things that differ, the answer is wrong.
+"""
 
 import re
+from collections.abc import Callable
+from decimal import Decimal
 
 _TYPESET = {0x2212: "-", 0x2013: "-", 0x2010: "-", 0x2011: "-", 0x2014: " "}  # minus, en dash, hyphens; em dash
 _MARKS = re.escape("!\"'()*,.:;?[]_`{}~…“”‘’„«»¿¡。，！？：；、（）")
@@ -23,3 +29,76 @@ def same_answer(answer: str, expected: str) -> bool:
     """Whether two answers are equal by `normalized`; texts of punctuation alone are compared as they are."""
     same = normalized(answer) == normalized(expected)
     return same and (bool(normalized(expected)) or answer.split() == expected.split())
+
+
+def contains(answer: str, expected: str) -> bool:
+    """Whether the expected words stand in the answer, in their order and next to each other."""
+    return f" {normalized(expected)} " in f" {normalized(answer)} "
+
+
+def relaxed(answer: str, expected: str) -> bool:
+    """ChartQA's relaxed accuracy: a number may be up to 5 % of the expected one away, a text must be the same."""
+    found, wanted = _whole_number(answer), _whole_number(expected)
+    if found is None or wanted is None:
+        return same_answer(answer, expected)
+    return abs(found - wanted) <= TOLERANCE * abs(wanted)
+
+
+def yes_or_no(text: str) -> str | None:
+    """The text's first word if that is yes or no, else the one of the two that it has anywhere."""
+    words = normalized(text).split()
+    return _only(words[:1]) or _only(words)
+
+
+def _only(words: list[str]) -> str | None:
+    said = {"yes", "no"}.intersection(words)
+    return said.pop() if len(said) == 1 else None
+
+
+def letter(text: str) -> str | None:
+    """The letter of a choice: at the beginning, as in `B` or `(b) a cat`, after "answer is", or alone in brackets."""
+    if first := _FIRST_LETTER.match(text.strip()):
+        return first[1].upper()
+    found = set(_NAMED_LETTER.findall(text)) or set(_BRACKETED_LETTER.findall(text))
+    return found.pop() if len(found) == 1 else None
+
+
+def number(text: str) -> Decimal | None:
+    """The only number in the text; percent are hundredths. None where a token with digits is not plainly a number."""
+    found = {_value(match) for match in _NUMBER.finditer(text.translate(_TYPESET))}
+    return found.pop() if len(found) == 1 else None
+
+
+def _whole_number(text: str) -> Decimal | None:
+    match = _NUMBER.fullmatch(text.translate(_TYPESET).strip().removesuffix("."))
+    return _value(match) if match else None
+
+
+def _value(match: re.Match[str]) -> Decimal | None:
+    sign, digits, percent = match[1], match[2].rstrip(".,:"), match[3]
+    if not _DECIMAL.fullmatch(digits):
+        return None
+    return Decimal(sign + digits.replace(",", "")) / (100 if percent else 1)
+
+
+TOLERANCE = Decimal("0.05")
+_NUMBER = re.compile(r"(?<![\w.])([-+]?)[$€£¥]?(\.?\d[\w.,:/]*)(\s*%)?")
+_DECIMAL = re.compile(r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE]\d+)?")
+_FIRST_LETTER = re.compile(r"[^\w-]*([A-Za-z])(?:[^\w']*$|[).:,*]|\s*\n)")
+_NAMED_LETTER = re.compile(r"(?i:answer|option|choice)(?i:\s+is)?\s*:?\s*[^\w\s]*([A-Z])(?=[).:,*]|\W*$)")
+_BRACKETED_LETTER = re.compile(r"\(([A-Z])\)")
+READERS: dict[str, Callable[[str], object | None]] = {"yes_no": yes_or_no, "choice": letter, "numeric": number}
+COMPARED = {"exact": same_answer, "contains": contains, "relaxed": relaxed}
+KINDS = (*COMPARED, *READERS)
+
+
+def is_right(kind: str, answer: str, expected: str) -> bool:
+    """Whether an answer is right by the rule of its kind, one of `KINDS`; `can_expect` says what may be expected."""
+    if kind in COMPARED:
+        return COMPARED[kind](answer, expected)
+    return READERS[kind](answer) == READERS[kind](expected)
+
+
+def can_expect(kind: str, expected: str) -> bool:
+    """Whether a question of this kind can have this expected answer."""
+    return bool(expected.strip()) and (kind in COMPARED or READERS[kind](expected) is not None)

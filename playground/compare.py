@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from llava.compare.paired import Difference, compare_benchmarks
 from llava.compare.stage import LOG_FILE
 from llava.intervals import share_interval
+from llava.paired import Difference, compare_benchmarks
 from playground import answers, page
 from playground.records import is_right
 from playground.store import PlaygroundError, write_json

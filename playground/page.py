@@ -11,9 +11,9 @@ from typing import Any
 
 from PIL import Image
 
-from llava.compare.paired import UNCHANGED
 from llava.compare.report import render
 from llava.compare.report_figures import analysis_figures, colour_of, data_uri
+from llava.paired import UNCHANGED
 from llava.presentation import STYLE, import_pyplot
 from llava.provenance import git_commit
 from playground import answers

@@ -7,6 +7,8 @@
 #   --arms a,b                  from none, layernorm, gwc_layernorm (default: these), layernorm@default (initial gain 1),
 #                               gwc_layernorm@4x (four times the text norm at the start), ...
 #   --tasks a,b                 tasks of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps)
+#   --questions FILE            own questions with their answers, also asked in every run and scored (docs/evaluate.md)
+#   --question-images DIR       folder or zip file of their pictures (default: the repository's root)
 #   --output-dir DIR            default: outputs/compare-<preset>
 #   --upstream                  also trains the baseline by upstream LLaVA, and stops if losses differ (docs/compare.md)
 # Variables of scripts/pretrain.sh and finetune.sh apply to every run. EVALUATE_FLAGS="--limit 20" goes to evaluate.sh,

@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
             "--arms", type=lambda text: text.split(","), required=True, help="joined by commas, none first"
         )
         command.add_argument("--seeds", type=listed, required=True, help="joined by commas")
+        if name == "report":
+            command.add_argument("--questions", action="store_true", help="with the answers to the caller's questions")
         if name == "check":
             command.add_argument(
                 "--stage", choices=STAGES, required=True, help="the runs that have finished this stage are compared"
@@ -116,7 +118,9 @@ def _check(args: argparse.Namespace) -> None:
         for stage in STAGES:
             check_runs(runs, stage)
         check_results(runs)
-        for path in write_report(runs, args.output_dir):
+        if args.questions:
+            check_results(runs, lambda run: run.own_results)
+        for path in write_report(runs, args.output_dir, args.questions):
             print(f"written: {path}")
 
 

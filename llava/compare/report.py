@@ -15,7 +15,6 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from llava.compare import paper
-from llava.compare.paired import MEAN, Difference
 from llava.compare.report_figures import analysis_figures, colour_of, intervals, training_curves
 from llava.compare.report_tables import (
     TITLES,
@@ -27,13 +26,18 @@ from llava.compare.report_tables import (
     sentence,
 )
 from llava.compare.runs import Run
+from llava.paired import MEAN, Difference
 from llava.presentation import column_names
 from llava.provenance import git_commit
 
 
-def write_report(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Writes the page, its Markdown and its CSV files into `folder`; returns their paths."""
-    stats = Statistics(runs)
+def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> list[Path]:
+    """Writes the page, its Markdown and its CSV files into `folder`; returns their paths.
+
+    Args:
+        questions: whether the runs also answered the caller's own questions.
+    """
+    stats = Statistics(runs, lambda run: run.results.tasks | (run.own_results.tasks if questions else {}))
     model = runs[0].configuration("pretrain")["model.model_name_or_path"]
     llm = paper.language_model_of(model)
     context = {

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llava.compare.paired import Difference
 from llava.compare.runs import STAGES, Run
+from llava.paired import Difference
 from llava.presentation import COLOURS, STYLE, import_pyplot
 
 if TYPE_CHECKING:

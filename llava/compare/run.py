@@ -28,6 +28,7 @@ from llava.compare.stage import (
     refuse_ignored,
     train_stage,
 )
+from llava.eval.score import check_questions
 from llava.provenance import DONE, ROOT
 
 DEMO = "demo"
@@ -44,6 +45,7 @@ class Comparison:
     """What is compared, where, and by what.
 
     Attributes:
+        questions: the caller's own questions, asked in every run; their pictures lie below `pictures_of_questions`.
         lock: file descriptor that says the folder is in use; what is started inherits it.
         times: seconds of every step so far, with its title.
     """
@@ -55,6 +57,8 @@ class Comparison:
     folder: Path
     upstream: bool
     lock: int = -1
+    questions: Path | None = None
+    pictures_of_questions: Path | None = None
     times: list[tuple[str, float]] = field(default_factory=list)
 
     @property
@@ -134,6 +138,13 @@ class Comparison:
         checkpoint, output = run.folder("finetune").resolve(), run.folder("eval").resolve()
         self.call("bash", "scripts/evaluate.sh", checkpoint, *tasks, "--output-dir", output, *flags)
 
+    def ask(self, seed: int, arm: str) -> None:
+        """Asks one run the caller's own questions; answers are kept."""
+        run = self.run(seed, arm)
+        words = ["--model-path", run.folder("finetune").resolve(), "--data", self.questions]
+        words += ["--image-folder", self.pictures_of_questions] if self.pictures_of_questions else []
+        self.python("llava.eval.answer", *words, "--output", run.answers.resolve())
+
     def measurement(self, command: str, stage: str, place: str) -> Measurement:
         """One measurement of the first seed's models of a stage."""
         models = {arm: self.run(self.seeds[0], arm).folder(stage).resolve() for arm in self.arms}
@@ -180,9 +191,11 @@ class Comparison:
                 for number, stage in enumerate(STAGES, 1):
                     self.step(f"stage {number}, {arm}, seed {seed}", self.train, stage, seed, arm)
                 self.step(f"evaluation, {arm}, seed {seed}", self.evaluate, seed, arm)
+                if self.questions:
+                    self.step(f"questions, {arm}, seed {seed}", self.ask, seed, arm)
         for command in os.environ.get("ANALYSIS", _ANALYSIS).split():
             self.step(f"analysis, {command}", self.analyze, command)
-        self.step("report", self.check, "report")
+        self.step("report", self.check, "report", *(["--questions"] if self.questions else []))
         print("\n=== time of each step")
         for title, seconds in [*self.times, ("all", sum(seconds for _, seconds in self.times))]:
             print(f"{title:<44} {seconds:5.0f} s")
@@ -199,6 +212,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--seeds", default="1", help="how many (42, 43, ...), or which, as in 1,2 (default: 1)")
     parser.add_argument("--tasks", help="tasks of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps)")
+    parser.add_argument("--questions", type=Path, help="own questions with their answers, also asked in every run")
+    parser.add_argument("--question-images", type=Path, help="folder or zip file of their pictures (default: .)")
     parser.add_argument("--output-dir", type=Path, help="default: outputs/compare-<preset>")
     parser.add_argument(
         "--upstream", action="store_true", help="also train the baseline by upstream LLaVA, and stop if losses differ"
@@ -217,6 +232,10 @@ def run(args: argparse.Namespace) -> None:
     tasks = args.tasks or ("scenes,stamps" if args.preset == DEMO else "")
     comparison = Comparison(args.preset, arms, seeds, tasks, folder, args.upstream)
     refuse_ignored(comparison.every_settings())
+    if args.questions:
+        comparison.questions = args.questions.resolve()
+        comparison.pictures_of_questions = args.question_images and args.question_images.resolve()
+        check_questions(str(comparison.questions), comparison.pictures_of_questions)
     if args.preset == DEMO and not os.environ.get("DATA_PATH"):
         # A quarter of the records are stamps: half as many steps again leave the scenes what the quickstart gives them.
         os.environ["MAX_STEPS"] = os.environ.get("MAX_STEPS") or "120"

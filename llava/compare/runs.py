@@ -13,9 +13,13 @@ from typing import Any
 
 from llava.compare.arms import BASELINE, parse_arm
 from llava.compare.stage import LOG_FILE, STAGES
+from llava.eval.answer_file import recorded
 from llava.eval.results import LLAVA_COMMIT, Results, read_results
+from llava.eval.score import task_result
 from llava.provenance import DONE, RUN_FILE, differences, read_starts, revision, software
 
+QUESTIONS = "questions"
+"""The name of the caller's own questions in the table."""
 ABSENT = "(absent)"  # stands for the value of a field that a run does not have
 # Runs may differ in the fields whose names begin so, and in nothing else.
 ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")
@@ -74,6 +78,22 @@ class Run:
     @cached_property
     def results(self) -> Results:
         return read_results(self.folder("eval"))
+
+    @property
+    def answers(self) -> Path:
+        """The answers to the caller's own questions."""
+        return self.folder("questions") / "answers.jsonl"
+
+    @cached_property
+    def own_results(self) -> Results:
+        """The scores of `answers`, in the form of an evaluation's."""
+        record = recorded(self.answers)
+        if record is None:
+            raise ValueError(f"{self.answers}: no record of what was asked beside it; run the comparison again")
+        model = record["asked"].pop("--model-path")
+        tasks = {QUESTIONS: task_result(self.answers)}
+        fingerprint = model.rpartition("content ")[2]
+        return Results(str(self.folder("finetune")), fingerprint, "", {}, record["asked"], "", tasks)
 
     def evaluations(self, stage: str) -> list[dict[str, float]]:
         """The lines that the stage logged about its evaluations on held-out records."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llava.compare.paired import MEAN
 from llava.compare.study_record import Study, has_intervals
+from llava.paired import MEAN
 from llava.presentation import COLOURS, STYLE, import_pyplot
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from llava.compare.paired import IMPROVED, MEAN, UNCHANGED, WORSE
 from llava.compare.plan import POWER, points_in_words
 from llava.compare.report import render
 from llava.compare.report_figures import data_uri
@@ -14,6 +13,7 @@ from llava.compare.report_tables import Rows
 from llava.compare.study_figures import figures
 from llava.compare.study_record import DOSED, KEPT, Study, has_intervals, in_digits, write_record
 from llava.launch.devices import count_of
+from llava.paired import IMPROVED, MEAN, UNCHANGED, WORSE
 from llava.provenance import ROOT
 
 PAPER_ARMS = ("layernorm", "gwc_layernorm")

@@ -12,11 +12,11 @@ import numpy as np
 
 from llava.compare.arms import parse_arm
 from llava.compare.learning import LEVELS, samples_to_reach
-from llava.compare.paired import MEAN, Difference, compare_arms, confidence_of, score_intervals
 from llava.compare.plan import POWER, Plan
 from llava.compare.report_tables import Rows, Statistics, batch_of, seconds_of_steps
 from llava.compare.runs import STAGES, Run
 from llava.eval.results import CONTROLS, Results, TaskResult, read_results
+from llava.paired import MEAN, Difference, compare_arms, confidence_of, score_intervals
 from llava.provenance import git_commit
 
 FILE = "study.json"

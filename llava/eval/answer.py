@@ -135,16 +135,17 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def answer_line(question: Question, text: str, model_path: str) -> str:
-    """A line with the fields of LLaVA's answer files; `metadata` has the answer that the record expects."""
+    """A line with the fields of LLaVA's answer files; `metadata` has what the record says: expected answer, kind."""
     name = checkpoint_name(model_path)
     key = json.dumps([name, question.identifier, question.prompt, text])
+    known = {"expected": question.expected, "kind": question.kind}
     fields = {
         "question_id": question.identifier,
         "prompt": question.prompt,
         "text": text,
         "answer_id": hashlib.sha256(key.encode()).hexdigest()[:22],
         "model_id": name,
-        "metadata": {} if question.expected is None else {"expected": question.expected},
+        "metadata": {key: value for key, value in known.items() if value is not None},
     }
     return json.dumps(fields, ensure_ascii=False) + "\n"
 

@@ -4,9 +4,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from llava.eval.question_records import Question
 from llava.provenance import differences
+
+if TYPE_CHECKING:
+    from llava.eval.question_records import Question
 
 
 def _record_file(output: Path) -> Path:
@@ -21,6 +24,15 @@ def write_record(output: Path, asked: Mapping[str, object], count: int) -> None:
     os.replace(part, file)
 
 
+def recorded(output: Path) -> dict[str, Any] | None:
+    """What is recorded beside `output`: `asked`, by flag, and `count`; None where there is no usable record."""
+    try:
+        found = json.loads(_record_file(output).read_text(encoding="utf-8"))
+        return {"asked": dict(found["asked"]), "count": int(found["count"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def recorded_count(output: Path, asked: Mapping[str, object]) -> int:
     """How many answers the call that began `output` was to write.
 
@@ -28,19 +40,15 @@ def recorded_count(output: Path, asked: Mapping[str, object]) -> int:
         ValueError: there is no usable record of that call, or it asked something else; the message then
             names the flags with both values.
     """
-    record = _record_file(output)
-    try:
-        found = json.loads(record.read_text(encoding="utf-8"))
-        before, count = found["asked"], found["count"]
-    except (OSError, ValueError, KeyError, TypeError):
+    if (record := recorded(output)) is None:
         raise ValueError(
-            f"--output {output}: the file exists, but {record.name}, which says what was asked, is missing or "
-            "damaged; name another file, or ask again with --overwrite"
-        ) from None
-    if changed := differences(before, asked):
+            f"--output {output}: the file exists, but {_record_file(output).name}, which says what was asked, is "
+            "missing or damaged; name another file, or ask again with --overwrite"
+        )
+    if changed := differences(record["asked"], asked):
         pairs = "; ".join(f"{flag} was {was}, is {now}" for flag, (was, now) in changed.items())
         raise ValueError(f"--output {output} has answers to another call: {pairs}; ask again with --overwrite")
-    return count
+    return record["count"]
 
 
 def read_answers(output: Path) -> tuple[list[bytes], int]:
@@ -50,7 +58,7 @@ def read_answers(output: Path) -> tuple[list[bytes], int]:
     return lines, len(whole[0]) + len(whole[1])
 
 
-def kept(output: Path, questions: Sequence[Question], window: int) -> tuple[int, int]:
+def kept(output: Path, questions: "Sequence[Question]", window: int) -> tuple[int, int]:
     """How many answers `output` has in complete windows, and how many bytes these take.
 
     Raises:

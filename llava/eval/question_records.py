@@ -27,12 +27,14 @@ class Question(NamedTuple):
         identifier: `question_id` or `id` of the record, else its place.
         prompt: the last turn without its placeholders.
         expected: the answer that the record has for it, or None.
+        kind: the record's `kind`, which says how the answer is scored, or None.
     """
 
     identifier: object
     asked: Asked
     prompt: str
     expected: str | None
+    kind: object = None
 
 
 class QuestionRecords(Sequence[Question]):
@@ -123,5 +125,5 @@ def as_question(record: Record, place: int) -> Question:
     shown = sum(turn["value"].count(DEFAULT_IMAGE_TOKEN) for turn in turns[:end])
     identifier = next((record[key] for key in ("question_id", "id") if record.get(key) is not None), place)
     prompt = turns[end - 1]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
-    expected = turns[end]["value"] if len(turns) > end else None
-    return Question(identifier, Asked(turns[:end], record_images(record)[:shown]), prompt, expected)
+    expected = turns[end]["value"] if len(turns) > end else record.get("expected")
+    return Question(identifier, Asked(turns[:end], record_images(record)[:shown]), prompt, expected, record.get("kind"))

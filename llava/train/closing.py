@@ -7,22 +7,27 @@ from pathlib import Path
 
 from llava.mm_utils import from_anywhere
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
-from llava.train.arguments import ModelArguments
+from llava.provenance import WORK
+from llava.train.arguments import DataArguments, ModelArguments
 
 logger = logging.getLogger(__name__)
 
 
-def say_what_comes_next(model_args: ModelArguments, output_dir: str, adapter_only: bool, lora: bool) -> None:
+def say_what_comes_next(
+    model_args: ModelArguments, data_args: DataArguments, output_dir: str, adapter_only: bool, lora: bool
+) -> None:
     """Logs `closing_lines`, on the rank that logs."""
-    for line in closing_lines(model_args, output_dir, adapter_only, lora):
+    for line in closing_lines(model_args, data_args, output_dir, adapter_only, lora):
         logger.info(line)
 
 
-def closing_lines(model_args: ModelArguments, output_dir: str, adapter_only: bool, lora: bool) -> list[str]:
+def closing_lines(
+    model_args: ModelArguments, data_args: DataArguments, output_dir: str, adapter_only: bool, lora: bool
+) -> list[str]:
     """The lines that say where the model is and what comes next, with paths that are valid from anywhere.
 
     Args:
-        model_args: the run's flags.
+        model_args, data_args: the run's flags.
         output_dir: the final folder.
         adapter_only: only projector and norm were trained (stage 1).
         lora: the folder holds adapters, which need their base.
@@ -45,4 +50,20 @@ def closing_lines(model_args: ModelArguments, output_dir: str, adapter_only: boo
     if lora:
         merge = f"python -m llava.model.merge_lora --model-path {path} --save-model-path {path}-merged"
         return [f"the adapters are in {folder}; to talk to the model: {chat}", f"next, merged with its base: {merge}"]
-    return [f"the model is in {folder}; to talk to it: {chat}", f"next, its scores: bash scripts/evaluate.sh {path}"]
+    score = f"bash scripts/evaluate.sh {path}" if is_recipes(data_args.data_path) else score_command(path, data_args)
+    return [f"the model is in {folder}; to talk to it: {chat}", f"next, its scores: {score}"]
+
+
+def is_recipes(data_path: str | None) -> bool:
+    """Whether the training data are those that the recipes prepare, and not the user's own."""
+    prepared = WORK / "playground/data"
+    return all(Path(part.strip()).absolute().is_relative_to(prepared) for part in (data_path or "").split(","))
+
+
+def score_command(path: str, data_args: DataArguments) -> str:
+    """The command that asks the user's held-out questions and scores the answers."""
+    images = data_args.eval_image_folder or data_args.image_folder
+    words = ["--data", from_anywhere(data_args.eval_data_path or "QUESTIONS")]
+    words += ["--image-folder", from_anywhere(images or "IMAGES")]
+    asked = f"python -m llava.eval.answer --model-path {path} {shlex.join(words)} --output answers.jsonl"
+    return f"{asked} && python -m llava.eval.score answers.jsonl"

@@ -224,7 +224,7 @@ def run_in_folder(
     trainer.save_final()
     report_left_out(records, training_args.output_dir)
     report_left_out(eval_records, training_args.output_dir, EVAL_QUARANTINE)
-    say_what_comes_next(model_args, training_args.output_dir, trainer.adapter_only, has_lora(model))
+    say_what_comes_next(model_args, data_args, training_args.output_dir, trainer.adapter_only, has_lora(model))
 
 
 def leave_process_group() -> None:

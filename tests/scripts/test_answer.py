@@ -13,6 +13,7 @@ from saved_models import filled
 from llava.asking import Assistant
 from llava.eval import answer
 from llava.eval.question_records import QuestionRecords
+from llava.eval.score import read_scored
 from llava.model.builder import load_pretrained_model
 
 ASK = QUESTIONS[0] + POPE_SUFFIX
@@ -120,6 +121,21 @@ def test_a_line_has_the_fields_that_llavas_scripts_read(ask):
     assert (first["question_id"], first["prompt"], first["text"], first["metadata"]) == ("q-red", ASK, "Yes", {})
     assert second["question_id"] == "blue" and second["metadata"] == {"expected": "Maybe"}
     assert first["model_id"] == second["model_id"] and first["answer_id"] != second["answer_id"]
+
+
+def test_answers_are_scored_by_the_kind_and_the_answer_that_their_record_has(ask):
+    records = [
+        forms("red")["record"] | {"kind": "yes_no", "conversations": turns(f"<image>\n{ASK}", EXPECTED[0])},
+        line("red", question_id="beside", expected=EXPECTED[0].upper()),
+        line("blue", expected="never this"),
+    ]
+    found = ask(records)
+    assert [one["metadata"].get("kind") for one in found.lines] == ["yes_no", None, None]
+    assert [(one.metric, one.right) for one in read_scored(found.file)] == [
+        ("yes_no", True),
+        ("exact", True),
+        ("exact", False),
+    ]
 
 
 def test_the_last_question_is_asked_with_what_was_said_before(ask, asked, checkpoint):

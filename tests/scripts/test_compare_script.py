@@ -1,6 +1,7 @@
 """`python -m llava.compare run`: its steps in order, what a second call leaves out, what is refused."""
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -250,6 +251,43 @@ def test_the_caller_s_data_take_the_place_of_the_demo_s_mixture(tmp_path, monkey
     monkeypatch.setenv("DATA_PATH", "mine.yaml")
     assert not any("DATA_PATH" in settings for settings in comparison.every_settings())
     assert "mixed" not in comparison.prepared()
+
+
+def test_own_questions_are_asked_in_every_arm_after_its_evaluation(tmp_path, monkeypatch):
+    comparison = Comparison(DEMO, ["none", "layernorm"], [42], "", tmp_path, False, questions=Path("/mine.jsonl"))
+    steps, calls = [], []
+    monkeypatch.setattr(comparison, "step", lambda title, action, *words: steps.append((title, words)))
+    comparison.run_all()
+    titles = [title for title, _ in steps]
+    for arm in ("none", "layernorm"):
+        assert titles.index(f"questions, {arm}, seed 42") == titles.index(f"evaluation, {arm}, seed 42") + 1
+    assert steps[-1] == ("report", ("report", "--questions"))
+    monkeypatch.setattr(comparison, "python", lambda *words: calls.append([str(word) for word in words]))
+    comparison.ask(42, "none")
+    folder = tmp_path / "seed-42/none"
+    assert calls == [
+        ["llava.eval.answer", "--model-path", f"{folder}/finetune", "--data", "/mine.jsonl"]
+        + ["--output", f"{folder}/questions/answers.jsonl"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"question_id": 1, "text": "Is it?"}, "no expected answer"),
+        ({"question_id": 1, "text": "Is it?", "expected": "3", "kind": "yes_no"}, "'3' cannot be the expected answer"),
+        ({"question_id": 1, "text": "Is it?", "expected": "3", "kind": "color"}, "kind 'color' is not one of exact"),
+        ({"question_id": 1, "text": "Is it?", "expected": "3", "image": "no.png"}, "no.png"),
+        ({"question_id": 0, "text": "Is it?", "expected": "3"}, "the id 0 is that of"),
+    ],
+)
+def test_own_questions_that_cannot_be_scored_are_refused_before_anything_runs(tmp_path, capsys, record, message):
+    good = {"question_id": 0, "text": "Was it?", "expected": "yes"}
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (good, record)))
+    words = ["run", "--output-dir", str(tmp_path / "out"), "--questions", str(tmp_path / "mine.jsonl")]
+    assert main([*words, "--question-images", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "--questions" in error and message in error and not (tmp_path / "out").exists()
 
 
 def test_an_arm_is_a_norm_and_its_initial_norm():

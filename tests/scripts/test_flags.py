@@ -135,7 +135,8 @@ def test_finished_run_says_where_the_model_is_and_what_comes_next(tiny, tmp_path
     assert where.startswith(
         f"the model is in {tmp_path}/stage 2; to talk to it: python -m llava.serve.cli --model-path"
     )
-    assert following == f"next, its scores: bash scripts/evaluate.sh '{tmp_path}/stage 2'"
+    asked = shlex.split(following.split("its scores: ")[1])
+    assert asked[:5] == ["python", "-m", "llava.eval.answer", "--model-path", f"{tmp_path}/stage 2"]
 
 
 @pytest.mark.slow
@@ -149,9 +150,22 @@ def test_closing_lines_reach_the_console_of_the_real_command(tiny, tmp_path):
 def test_next_command_names_the_preset_or_merges_adapters(monkeypatch):
     monkeypatch.setenv("PRESET", "demo")
     model_args = ModelArguments(model_name_or_path="m", vision_tower="v", mm_projector_norm="none")
-    assert closing_lines(model_args, "/out", adapter_only=True, lora=False)[1].endswith(
+    assert closing_lines(model_args, DataArguments(), "/out", adapter_only=True, lora=False)[1].endswith(
         ": PRESET=demo NORM=none PRETRAIN_ADAPTER=/out/mm_projector.bin bash scripts/finetune.sh"
     )
-    assert closing_lines(model_args, "/out", adapter_only=False, lora=True)[1].endswith(
+    assert closing_lines(model_args, DataArguments(), "/out", adapter_only=False, lora=True)[1].endswith(
         ": python -m llava.model.merge_lora --model-path /out --save-model-path /out-merged"
     )
+
+
+def test_after_training_on_own_data_the_next_command_scores_own_questions():
+    def last_line(**fields):
+        model_args = ModelArguments(model_name_or_path="m")
+        return closing_lines(model_args, DataArguments(**fields), "/out", adapter_only=False, lora=False)[-1]
+
+    assert last_line(data_path="playground/data/scenes/finetune.json").endswith(": bash scripts/evaluate.sh /out")
+    own = last_line(data_path="mine.json", image_folder="/pictures", eval_data_path="held out.json")
+    assert "--data 'held out.json' --image-folder /pictures --output answers.jsonl" in own
+    assert own.endswith("&& python -m llava.eval.score answers.jsonl") and "evaluate.sh" not in own
+    assert "--data QUESTIONS --image-folder IMAGES" in last_line(data_path="mine.json")
+    assert "evaluate.sh" not in last_line(data_path="playground/data/scenes/finetune.json,mine.json")

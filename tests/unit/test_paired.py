@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from llava.compare.paired import (
+from llava.intervals import share_interval
+from llava.paired import (
     IMPROVED,
     UNCHANGED,
     WORSE,
@@ -15,7 +16,6 @@ from llava.compare.paired import (
     seed_part,
     sign_test,
 )
-from llava.intervals import share_interval
 
 RNG = np.random.default_rng(1)
 

@@ -4,6 +4,7 @@ import csv
 import html
 import json
 import re
+import shutil
 
 import pytest
 from comparison_runs import write_run
@@ -13,6 +14,7 @@ from llava.compare.__main__ import main
 from llava.compare.report import markdown_text
 from llava.compare.report_tables import Statistics
 from llava.eval.results import PAPER_COLUMNS
+from llava.provenance import revision
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"
 
@@ -64,6 +66,34 @@ def test_tables_say_what_the_samples_say(report):
     assert list(verdicts.values()) == ["baseline", "improved", "worse", "unchanged"]
     assert rows["layernorm", "POPE"]["paper delta"] == "0.74"
     assert rows["layernorm_default", "POPE"]["paper"] == ""
+
+
+def write_answers(run, right, data="content abc"):
+    """Answers to 80 questions of which the first `right` are right, with the record of what was asked."""
+    run.answers.parent.mkdir()
+    lines = [
+        {"question_id": i, "text": "red" if i < right else "blue", "metadata": {"expected": "Red."}} for i in range(80)
+    ]
+    run.answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = f"{run.arm}, content {revision(str(run.folder('finetune')))}"
+    asked = {"--model-path": model, "--data": data}
+    run.answers.with_name("answers.jsonl.run.json").write_text(json.dumps({"asked": asked, "count": 80}))
+
+
+def test_the_caller_s_own_questions_are_scored_in_every_arm(tmp_path, capsys):
+    runs = [write_run(tmp_path, 1, arm, 0.5) for arm in ("none", "layernorm")]
+    for run, right in zip(runs, (40, 70), strict=True):
+        write_answers(run, right)
+    words = ["report", "--output-dir", str(tmp_path), "--arms", "none,layernorm", "--seeds", "1"]
+    assert main([*words, "--questions"]) == 0
+    rows = {(row["benchmark"], row["arm"]): row for row in read_csv(tmp_path, "results")}
+    ours = rows["questions", "layernorm"]
+    assert (ours["score"], ours["delta"], ours["won"], ours["lost"]) == ("87.5", "37.5", "30", "0")
+    assert ours["verdict"] == "improved" and rows["questions", "none"]["score"] == "50.0"
+    shutil.rmtree(runs[1].answers.parent)
+    write_answers(runs[1], 70, data="content xyz")
+    assert main([*words, "--questions"]) == 2
+    assert "--data: 'content abc' (none, seed 1), 'content xyz' (layernorm, seed 1)" in capsys.readouterr().err
 
 
 def test_only_intervals_without_zero_are_bold(report):

@@ -1,8 +1,14 @@
-"""Which answers count as the expected one, against pairs judged by hand."""
+"""Which answers count as the expected one, against pairs judged by hand; the scores of files of answers, counted."""
+
+import json
+from decimal import Decimal
 
 import pytest
 
-from llava.scoring import normalized, same_answer
+from llava.eval.score import main, read_scored, score_rows
+from llava.intervals import share_interval
+from llava.paired import sign_test
+from llava.scoring import KINDS, can_expect, is_right, letter, normalized, number, same_answer, yes_or_no
 
 SAME = """
 yes | Yes.
@@ -64,3 +70,162 @@ def test_what_decides_a_value_is_kept(pair):
 def test_the_compared_form_is_in_small_letters_and_single_spaces():
     assert normalized(" The  Left-hand, one!\n") == "the lefthand one"
     assert normalized("...") == ""
+
+
+# --- what is read from an answer --------------------------------------------------------------------------------------
+
+READ = [
+    (number, "The answer is 42.", 42),
+    (number, "1,234.5", Decimal("1234.5")),
+    (number, "\N{MINUS SIGN}5 degrees", -5),
+    (number, "12.3 %", Decimal("0.123")),
+    (number, "$5", 5),
+    (number, "3 cats and 3 dogs", 3),
+    (number, "3 or 4", None),
+    (number, "10-20", None),
+    (number, "3/4", None),
+    (number, "1.5.2", None),
+    (number, "1,5", None),
+    (number, "10k", None),
+    (number, "many", None),
+    (letter, "B", "B"),
+    (letter, "(b) a cat", "B"),
+    (letter, "**B**", "B"),
+    (letter, "B\nbecause", "B"),
+    (letter, "The answer is (C).", "C"),
+    (letter, "I think (D) is right", "D"),
+    (letter, "A cat", None),
+    (letter, "The answer is A cat", None),
+    (letter, "(A) or (B)", "A"),
+    (letter, "either (A) or (B)", None),
+    (yes_or_no, "No, it is not.", "no"),
+    (yes_or_no, "I'd say yes.", "yes"),
+    (yes_or_no, "It is yes or no", None),
+    (yes_or_no, "Nothing", None),
+]
+
+
+@pytest.mark.parametrize(("read", "text", "found"), READ, ids=[f"{r.__name__}: {t!r}" for r, t, _ in READ])
+def test_what_is_read_from_an_answer_is_plain_or_nothing(read, text, found):
+    assert read(text) == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "expected", "right"),
+    [
+        ("exact", "Red.", "red", True),
+        ("exact", "the red one", "red", False),
+        ("contains", "The Red one.", "red", True),
+        ("contains", "10.5", "10", False),
+        ("contains", "coloured", "colour", False),
+        ("relaxed", "105", "100", True),
+        ("relaxed", "95.0", "100", True),
+        ("relaxed", "106", "100", False),
+        ("relaxed", "1.05", "1", True),
+        ("relaxed", "-100", "100", False),
+        ("relaxed", "0.01", "0", False),
+        ("relaxed", "52 %", "0.5", True),
+        ("relaxed", "Green", "green.", True),
+        ("relaxed", "about 100", "100", False),
+        ("yes_no", "Yes, there is.", "yes", True),
+        ("yes_no", "There is", "yes", False),
+        ("choice", "B) a cat", "B", True),
+        ("choice", "A cat", "A", False),
+        ("numeric", "There are 3.", "3", True),
+        ("numeric", "0.50", ".5", True),
+        ("numeric", "3 or 4", "3", False),
+    ],
+)
+def test_each_kind_of_question_has_its_rule(kind, answer, expected, right):
+    assert can_expect(kind, expected) and is_right(kind, answer, expected) is right
+
+
+def test_an_expected_answer_that_its_kind_cannot_read_is_none():
+    assert [kind for kind in KINDS if can_expect(kind, "perhaps")] == ["exact", "contains", "relaxed"]
+    assert not any(can_expect(kind, " ") for kind in KINDS)
+
+
+# --- files of answers -------------------------------------------------------------------------------------------------
+
+
+def line(identifier, text, expected, kind=None, **fields):
+    metadata = {"expected": expected} | ({"kind": kind} if kind else {})
+    return json.dumps({"question_id": identifier, "prompt": "?", "text": text, "metadata": metadata} | fields)
+
+
+ANSWERS = [
+    line(1, "Red.", "red"),
+    line(2, "blue", "red"),
+    line("a", "yes!", "Yes", "yes_no"),
+    line("b", "maybe", "no", "yes_no"),
+    line("c", "103", "100", "relaxed"),
+]
+
+
+def written(path, lines):
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_scores_of_a_file_are_those_counted_by_hand(tmp_path, capsys):
+    rows = {row["kind"]: row for row in score_rows(read_scored(written(tmp_path / "answers.jsonl", ANSWERS)))}
+    counted = {"exact": (1, 2, 0), "yes_no": (1, 2, 1), "relaxed": (1, 1, 0), "all": (3, 5, 1)}
+    assert {kind: (row["right"], row["questions"], row["unread"]) for kind, row in rows.items()} == counted
+    low, high = share_interval(3, 5)
+    assert rows["all"]["percent"] == "60.0" and rows["all"]["95 % interval"] == f"{100 * low:.1f} to {100 * high:.1f}"
+    assert main([str(tmp_path / "answers.jsonl")]) == 0 and "unread: answers that" in capsys.readouterr().out
+    exact = score_rows(read_scored(tmp_path / "answers.jsonl", "exact"))
+    assert {row["kind"]: row["right"] for row in exact} == {"exact": 1, "yes_no": 1, "relaxed": 0, "all": 2}
+
+
+def test_two_files_are_paired_by_question_with_won_and_lost(tmp_path, capsys):
+    first = [line(i, "red" if i < 20 else "blue", "red") for i in range(60)]
+    second = [line(i, "red" if 5 <= i < 50 else "blue", "red") for i in reversed(range(60))]
+    files = written(tmp_path / "a.jsonl", first), written(tmp_path / "b.jsonl", second)
+    assert main([*map(str, files)]) == 0
+    table = capsys.readouterr().out.split("points\n")[1].splitlines()
+    assert table[1].split()[:2] == ["exact", "+41.7"] and "improved" in table[1]  # 30 won and 5 lost of 60
+    cells = dict(zip(table[0].split()[-3:], table[1].split()[-3:], strict=True))
+    assert (cells["won"], cells["lost"]) == ("30", "5")
+    assert float(cells["p"]) == pytest.approx(sign_test(30, 5), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([*ANSWERS, ANSWERS[0]], "a.jsonl, line 6: question 1 was answered before"),
+        ([line(1, "red", None)], "a.jsonl, line 1: question 1: no expected answer"),
+        ([line("x", "3", "three", "numeric")], "line 1: question \"x\": 'three' cannot be the expected answer"),
+        ([line(1, "red", "red", "color")], "line 1: question 1: kind 'color' is not one of exact, contains"),
+        ([json.dumps({"question_id": 1, "metadata": {"expected": "a"}})], "line 1: no field 'text'"),
+        ([json.dumps(["a"])], "a.jsonl, line 1: "),
+        (["{"], "a.jsonl, line 1: "),
+        ([""], "a.jsonl, line 1: "),
+    ],
+)
+def test_a_record_that_cannot_be_scored_is_named(tmp_path, capsys, lines, message):
+    assert main([str(written(tmp_path / "a.jsonl", lines))]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_with_other_questions_are_refused_by_id(tmp_path, capsys):
+    first = written(tmp_path / "a.jsonl", ANSWERS)
+    for lines, message in (
+        (ANSWERS[1:], "b.jsonl: no answer to 1 questions of the other file, by id: 1"),
+        ([*ANSWERS, line("z", "a", "a")], 'a.jsonl: no answer to 1 questions of the other file, by id: "z"'),
+        ([line(1, "Red", "green"), *ANSWERS[1:]], "question 1: exact, 'red' is expected in"),
+    ):
+        assert main([str(first), str(written(tmp_path / "b.jsonl", lines))]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_missing_file_is_named_with_what_writes_it(tmp_path, capsys):
+    assert main([str(tmp_path / "no.jsonl")]) == 2
+    assert "no.jsonl: no such file; python -m llava.eval.answer writes it" in capsys.readouterr().err
+
+
+def test_answers_that_were_cut_off_are_not_scored(tmp_path, capsys):
+    file = written(tmp_path / "a.jsonl", ANSWERS)
+    (tmp_path / "a.jsonl.run.json").write_text(json.dumps({"asked": {}, "count": 9}))
+    assert main([str(file)]) == 2
+    assert "5 of 9 answers; python -m llava.eval.answer was stopped" in capsys.readouterr().err

@@ -8,7 +8,6 @@ import pytest
 
 from llava.compare import study_record
 from llava.compare.learning import first_reached, samples_to_reach
-from llava.compare.paired import IMPROVED, UNCHANGED, WORSE, compare_arms, score_intervals
 from llava.compare.plan import (
     FEWEST_STEPS,
     POWER,
@@ -23,6 +22,7 @@ from llava.compare.plan import (
 )
 from llava.eval.results import Answered, Results, TaskResult
 from llava.intervals import share_interval
+from llava.paired import IMPROVED, UNCHANGED, WORSE, compare_arms, score_intervals
 
 TASKS, QUESTIONS = 4, 72
 PILOT = Pilot(60.0, {"pretrain": 0.5, "finetune": 1.0}, {"a": 0.5, "b": 0.8}, {"a": 72, "b": 72})
