@@ -4,8 +4,8 @@ scripts/pretrain.sh and scripts/finetune.sh end here, with the recipe's flags an
 flag counts. Batch arithmetic, launcher and precision follow from the devices; configuration, command and inputs are
 printed before anything starts. Until training starts, nothing but Python 3.10 is needed.
 
-Exit status: 0, 2 for a refused setting, 85 where a signal ended the run after a save (start it again), 130 after a
-second Ctrl-C, or else the launcher's.
+Exit status: 0, 2 for a refused setting or an input that is missing (of a dry run too), 85 where a signal ended the run
+after a save (start it again), 130 after a second Ctrl-C, or else the launcher's.
 """
 
 import os
@@ -45,12 +45,11 @@ def main(words: list[str], environment: Mapping[str, str]) -> int:
     print(as_json(plan) if as_data else show(plan), flush=True)
     for line in warnings:  # after the table, which is long
         print(f"\n{line}\n", file=sys.stderr, flush=True)
-    if as_data:
-        return 0
-    if is_on(environment.get("DRY_RUN", "")):
+    if is_on(environment.get("DRY_RUN", "")) and not as_data:
         dry_run(plan, environment, unknown)
-        return 0
-    return start(plan, environment)
+    if plan.problems:
+        raise Refusal(f"{len(plan.problems)} input(s) are MISSING or WRONG, see the list above")
+    return 0 if is_on(environment.get("DRY_RUN", "")) else start(plan, environment)
 
 
 def dry_run(plan: Plan, environment: Mapping[str, str], unknown: list[str]) -> None:
@@ -65,10 +64,8 @@ def start(plan: Plan, environment: Mapping[str, str]) -> int:
     """Prepares the environment, writes the command into the output folder, trains, and returns the exit status.
 
     Raises:
-        Refusal: inputs are missing, or the output folder is in use or cannot be written.
+        Refusal: the output folder is in use or cannot be written.
     """
-    if plan.missing:
-        raise Refusal(f"{plan.missing} input(s) are MISSING, see the list above")
     first_node = node_rank(environment) in ("", "0")
     if plan.launch.launcher == "torchrun" and plan.devices.nodes > 1:
         check_master(environment["MASTER_ADDR"], node_rank(environment) == "0")

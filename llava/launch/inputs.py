@@ -1,32 +1,53 @@
-"""Whether a run's inputs are here, are on the model hub, or are missing, and then how to get them."""
+"""Whether a run's inputs are here, are on the model hub, are missing, or are something else, and what to do then."""
 
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from glob import glob
 from pathlib import Path
 
 from llava.launch.command import Launch, deepspeed_configs, node_rank
 from llava.launch.devices import Devices
 from llava.launch.flags import Flags
+from llava.launch.paths import (
+    MIXTURES,
+    adapter_fault,
+    deepspeed_fault,
+    hostfile_fault,
+    images_fault,
+    mixture_paths,
+    model_fault,
+    output_fault,
+    records_fault,
+)
 from llava.launch.settings import Refusal
 from llava.train.network import interfaces, unknown_interfaces
 
-FOUND, HUB, MISSING = "found", "hub", "MISSING"
+FOUND, HUB, MISSING, WRONG = "found", "hub", "MISSING", "WRONG"
 NOT_SET = "not set"
+PREPARED = "playground/data"  # what this tree's own commands prepare lies here
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input and its state, `found`, `hub` or `MISSING`; `hint` says what to do where it is missing."""
+    """One input and its state; `hint` says what to do where it is missing, and of a wrong one what it should be.
+
+    States: `found`, `hub`, `MISSING`, or `WRONG` for a path that exists and is something else.
+    """
 
     state: str
     what: str
     value: str
     hint: str = ""
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether the run cannot start with it."""
+        return self.state in (MISSING, WRONG)
 
     @property
     def is_relative(self) -> bool:
@@ -40,35 +61,58 @@ def check_inputs(environment: Mapping[str, str], flags: Flags, devices: Devices,
 
 
 def _check_paths(environment: Mapping[str, str], flags: Flags) -> Iterator[Input]:
-    prepared = environment.get("INPUT_HINT", "")  # how a preset's inputs are prepared, where one command does it
-    source = environment.get("DATA_SOURCE") or "see docs/data.md"
     caller = environment.get("CALLED_FROM", "")
+
+    def hint(path: str, otherwise: str, source: str = "") -> str:
+        """How a path of ours is prepared, or what to do about one that the user chose."""
+        prepared = environment.get("INPUT_HINT") or (source and f"{source}, or {otherwise}")
+        return prepared if prepared and Path(path).absolute().is_relative_to(Path(PREPARED).absolute()) else otherwise
+
+    source = environment.get("DATA_SOURCE", "")
     models = (("model", "model_name_or_path", "MODEL_PATH"), ("vision tower", "vision_tower", "VISION_TOWER"))
     for what, flag, name in models:
-        hint = prepared or f"set {name} to a model folder or a hub name"
-        yield from check_model(what, flags.value(flag), hint, caller)
+        path = flags.value(flag)
+        yield from check_model(what, path, hint(path, f"set {name} to a model folder or a hub name"), caller)
     for part in flags.value("data_path").split(","):
-        yield from _check_records("data", part, prepared or f"{source}, or set DATA_PATH", caller)
-    yield from check_file("images", flags.value("image_folder"), prepared or f"{source}, or set IMAGE_FOLDER", caller)
+        advice = hint(part, "set DATA_PATH to records that are there (docs/data.md)", source)
+        yield from _check_records("data", part.strip(), advice, caller)
+    path = flags.value("image_folder")
+    advice = hint(path, "set IMAGE_FOLDER to a folder or zip file that is there", source)
+    yield from check_file("images", path, advice, caller, images_fault)
     for part in flags.value("eval_data_path").split(","):
-        yield from _check_records("held-out data", part, "set EVAL_DATA_PATH to records that are there", caller)
-    hint = "set EVAL_IMAGE_FOLDER to a folder or zip file that is there"
-    yield from check_file("its images", flags.value("eval_image_folder"), hint, caller)
-    hint = "run scripts/pretrain.sh with the same PRESET and NORM first, or set PRETRAIN_ADAPTER"
-    yield from check_file("adapter", flags.value("pretrain_mm_mlp_adapter"), hint, caller)
-    hint = f"set DEEPSPEED_CONFIG to one of: {deepspeed_configs()}"
-    yield from check_file("deepspeed", flags.value("deepspeed"), hint, caller)
-    yield from check_file("hostfile", environment.get("HOSTFILE", ""), "write lines 'host slots=8'", caller)
+        yield from _check_records("held-out data", part.strip(), "set EVAL_DATA_PATH to records that are there", caller)
+    advice = "set EVAL_IMAGE_FOLDER to a folder or zip file that is there"
+    yield from check_file("its images", flags.value("eval_image_folder"), advice, caller, images_fault)
+    advice = "run scripts/pretrain.sh with the same PRESET and NORM first, or set PRETRAIN_ADAPTER"
+    fault = partial(adapter_fault, norm=flags.value("mm_projector_norm"))
+    yield from check_file("adapter", flags.value("pretrain_mm_mlp_adapter"), advice, caller, fault)
+    advice = f"set DEEPSPEED_CONFIG to one of: {deepspeed_configs()}"
+    yield from check_file("deepspeed", flags.value("deepspeed"), advice, caller, deepspeed_fault)
+    hosts = environment.get("HOSTFILE", "")
+    yield from check_file("hostfile", hosts, "write lines 'host slots=8'", caller, hostfile_fault)
+    if fault_of_output := output_fault(Path(flags.value("output_dir"))):
+        yield Input(WRONG, "output", flags.value("output_dir"), f"{fault_of_output}; set OUTPUT_DIR to another folder")
 
 
 def _check_records(what: str, part: str, hint: str, caller: str) -> Iterator[Input]:
     if part.startswith("hf:"):
         name = re.split(r"[:\[]", part.removeprefix("hf:"))[0]
-        yield from check_model(what, name, "expected hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT]", caller)
-    elif part and not Path(part).exists() and glob(part):
+        yield from check_model(what, name, "expected hf:OWNER/NAME[SPLIT] or hf:FOLDER[SPLIT]", caller, _no_fault)
+        return
+    if part and not Path(part).exists() and glob(part, recursive=True):
         yield Input(FOUND, what, part)
-    else:
-        yield from check_file(what, part, hint, caller)
+        return
+    yield from check_file(what, part, hint, caller, records_fault)
+    if part.endswith(MIXTURES) and Path(part).is_file():
+        for key, path in mixture_paths(Path(part)):
+            if key == "json_path":
+                yield from _check_records("  of it", path, f"correct json_path in {part}", caller)
+            else:
+                yield from check_file("  its images", path, f"correct image_folder in {part}", caller, images_fault)
+
+
+def _no_fault(path: Path) -> str:
+    return ""
 
 
 def _check_meeting(environment: Mapping[str, str], devices: Devices, launch: Launch) -> Iterator[Input]:
@@ -115,7 +159,9 @@ def _is_own(found: tuple[int, str]) -> bool:
     return True
 
 
-def check_file(what: str, path: str, hint: str, caller: str = "") -> Iterator[Input]:
+def check_file(
+    what: str, path: str, hint: str, caller: str = "", fault: Callable[[Path], str] = _no_fault
+) -> Iterator[Input]:
     """Yields the state of a file or folder; nothing where `path` is empty.
 
     Args:
@@ -123,20 +169,24 @@ def check_file(what: str, path: str, hint: str, caller: str = "") -> Iterator[In
         path: where the file or folder should be.
         hint: what to do where it is missing.
         caller: the folder that the script was called from.
+        fault: returns what is wrong with a path that exists, or an empty text.
     """
     if not path:
         return
     if Path(path).exists():
-        yield Input(FOUND, what, path)
+        wrong = fault(Path(path))
+        yield Input(WRONG if wrong else FOUND, what, path, wrong)
         return
     if caller and not Path(path).is_absolute() and Path(caller, path).exists():
         hint = f"give {Path(caller, path)}: relative paths start at {Path.cwd()}"
     yield Input(MISSING, what, path, hint)
 
 
-def check_model(what: str, name: str, hint: str, caller: str = "") -> Iterator[Input]:
+def check_model(
+    what: str, name: str, hint: str, caller: str = "", fault: Callable[[Path], str] = model_fault
+) -> Iterator[Input]:
     """As `check_file`; `owner/model` is a name on the model hub if neither it nor a folder `owner` is here."""
     if not Path(name).exists() and not Path(name.split("/")[0]).is_dir() and _HUB_NAME.fullmatch(name):
         yield Input(HUB, what, name)
     else:
-        yield from check_file(what, name, hint, caller)
+        yield from check_file(what, name, hint, caller, fault)

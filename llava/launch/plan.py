@@ -11,7 +11,7 @@ from llava.launch.batch import Batch, resolve_batch
 from llava.launch.command import Launch, resolve_launch
 from llava.launch.devices import Devices, has_bf16_instructions, resolve_devices
 from llava.launch.flags import Flags, parse_flags
-from llava.launch.inputs import MISSING, Input, check_inputs
+from llava.launch.inputs import Input, check_inputs
 from llava.launch.passed_on import other_nodes, word_for_hosts
 from llava.launch.settings import Refusal, is_on, one_of
 from llava.provenance import shipped
@@ -39,8 +39,9 @@ class Plan:
         return Path(self.flags.value("output_dir"))
 
     @property
-    def missing(self) -> int:
-        return sum(found.state == MISSING for found in self.inputs)
+    def problems(self) -> list[Input]:
+        """The inputs with which the run cannot start."""
+        return [each for each in self.inputs if each.is_problem]
 
     def command(self, entry: str = "") -> list[str]:
         """The whole command as words."""
@@ -160,7 +161,7 @@ def show(plan: Plan) -> str:
     lines += ["command", command_text(plan, indent="  "), "inputs"]
     for found in plan.inputs:
         lines.append(f"  {found.state:<8} {found.what:<14} {found.value}")
-        if found.state == MISSING:
+        if found.is_problem:
             lines.append(f"  {'':<8} {'':<14} -> {found.hint}")
     if any(found.is_relative for found in plan.inputs):
         lines.append(f"  relative paths start at {Path.cwd()}")
@@ -186,5 +187,6 @@ def as_json(plan: Plan) -> str:
         "command": plan.command(),
         "flags": plan.flags.values(),
         "inputs": [vars(found) for found in plan.inputs],
+        "problems": [f"{each.what} {each.value}: {each.state}, {each.hint}" for each in plan.problems],
     }
     return json.dumps(content, indent=1)

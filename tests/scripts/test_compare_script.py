@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from paths import ROOT
+from run_inputs import inputs_in
 from shell import kill, new_lines, only
 from warm_python import warm_python
 
@@ -36,7 +37,7 @@ case "$*" in
     done
     echo "train $words${2#$OUT/}" >>"$CALLS"
     [ "$words" != "$HANGS " ] || exec sleep 60
-    mkdir -p "$2" && touch "$2"/{model.safetensors,mm_projector.bin}
+    mkdir -p "$2" && touch "$2/model.safetensors" && echo PK >"$2/mm_projector.bin" # as files of tensors begin
     echo '{"model_type": "llava_llama"}' >"$2/config.json" ;;
   *llava.eval.evaluate*) echo "evaluate ${3#$OUT/}" >>"$CALLS" ;;
   *llava.analysis*)
@@ -60,18 +61,13 @@ def compare(tmp_path):
     python.write_text(PYTHON)
     python.chmod(0o755)
     data = tmp_path / "data.json"
-    data.touch()
     env = {
         "LLAVA_PYTHON": python,
         "CALLS": calls,
         "OUT": out,
-        "DATA_PATH": data,
-        "IMAGE_FOLDER": tmp_path,
         "DATA": data,
-    }
+    } | inputs_in(tmp_path)
     env |= {
-        "MODEL_PATH": tmp_path,
-        "VISION_TOWER": tmp_path,
         "NUM_GPUS": 1,
         "DEEPSPEED_CONFIG": "",
         "LAUNCHER": "python",

@@ -34,7 +34,8 @@ case "$*" in
     [ "$name" != "train $HANGS" ] || { trap 'note end; exit 85' TERM USR1; sleep 60 & wait; }
     [ "$name" != "train $FAILS" ] || { echo "no such flag" >&2; exit 3; }
     sleep "${TRAINS:-0.3}"
-    touch "$out"/{model.safetensors,mm_projector.bin}
+    touch "$out/model.safetensors"
+    echo PK >"$out/mm_projector.bin" # as files of tensors begin
     echo '{}' >"$out/config.json" ;;
   *playground*)
     shift 2
@@ -55,6 +56,7 @@ def start(tmp_path):
     python.chmod(0o755)
     for folder in ("smollm2-135m-instruct", "siglip-scenes", "scenes/images"):
         (root / folder).mkdir(parents=True)
+        (root / folder / "config.json").write_text("{}")
     for stage in ("pretrain", "finetune"):
         (root / f"scenes/{stage}.json").touch()
     env = {"LLAVA_PYTHON": python, "CALLS": calls, "OUT": out, "NUM_GPUS": 0, "WATCH_SECONDS": "0.1", "BF16": "False"}

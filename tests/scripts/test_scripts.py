@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from run_inputs import inputs_in
 from shell import bash, only
 
 from llava.launch.recipe import resolved_run
@@ -240,8 +241,8 @@ def test_an_empty_image_folder_is_honoured_by_every_preset(preset):
 
 
 @pytest.mark.slow
-def test_dry_run_shows_configuration_command_and_inputs_and_asks_the_trainers_parser():
-    env = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": sys.executable}
+def test_dry_run_shows_configuration_command_and_inputs_and_asks_the_trainers_parser(tmp_path):
+    env = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": sys.executable} | inputs_in(tmp_path)
     shown = bash("scripts/pretrain.sh", "--max_steps", "3", "--mm_projector_norm", "rmsnorm", **env)
     assert shown.returncode == 0, shown.stderr
     configuration, rest = shown.stdout.split("command\n")
@@ -260,7 +261,7 @@ def test_dry_run_without_an_environment_says_what_it_did_not_check(tmp_path):
     for part in ("scripts", "llava", "deepspeed_configs"):
         (tmp_path / part).symlink_to(ROOT / part)
     shown = bash(str(tmp_path / "scripts/pretrain.sh"), "--max_grad_norm", "1", cwd=tmp_path, DRY_RUN=1, NUM_GPUS=1)
-    assert shown.returncode == 0, shown.stderr
+    assert shown.returncode == 2 and "MISSING" in shown.stderr, shown.stderr
     assert "not checked: the flags' values, and whether its libraries have --max_grad_norm\n" in shown.stderr
 
 
@@ -345,7 +346,8 @@ def test_slurm_job_starts_one_torchrun_per_node(stage, nodes, global_batch, tool
         "SLURM_GPUS_ON_NODE": 8,
         "SLURM_CPUS_PER_TASK": 32,
         "LLAVA_PYTHON": "bash",
-    }
+        "PRETRAIN_ADAPTER": "",
+    } | inputs_in(tmp_path)
     copy = tmp_path / "slurm_script"  # SLURM runs a copy from its own folder
     shutil.copy(ROOT / f"scripts/slurm/{stage}.sbatch", copy)
     run = bash(str(copy), "--max_grad_norm", "0.5", path=path, **slurm)
@@ -405,7 +407,7 @@ def start(tmp_path):
     python = tmp_path / "python"
     python.write_text(STAND_IN_TRAINER)
     python.chmod(0o755)
-    inputs = dict.fromkeys(("MODEL_PATH", "VISION_TOWER", "DATA_PATH", "IMAGE_FOLDER"), tmp_path)
+    inputs = inputs_in(tmp_path)
     output = tmp_path / "out"
     env = {"PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": python, "OUTPUT_DIR": output, "ERRORS": output / "errors"}
     env |= inputs | {"REAL_PYTHON": sys.executable}
@@ -508,10 +510,8 @@ def test_real_run_refuses_missing_inputs_with_the_same_list_and_makes_nothing(tm
 def test_real_run_starts_what_it_shows_and_records_it(tmp_path, tool_path):
     path = tool_path("mypython", f'printf "%s\\n" "$@" >"{tmp_path}/started"')
     env = {"PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": "mypython", "OUTPUT_DIR": tmp_path / "out put"}
-    env |= {"DATA_PATH": tmp_path / "it's $HOME"}
-    env["DATA_PATH"].mkdir()
-    for name in ("MODEL_PATH", "VISION_TOWER", "IMAGE_FOLDER"):
-        env[name] = tmp_path
+    env |= inputs_in(tmp_path) | {"DATA_PATH": tmp_path / "it's $HOME.json"}
+    env["DATA_PATH"].touch()
     shown = json.loads(bash("scripts/pretrain.sh", path=path, DRY_RUN="json", **env).stdout)["command"]
     assert not (tmp_path / "started").exists() and not (tmp_path / "out put").exists()
     run = bash("scripts/pretrain.sh", path=path, **env)
@@ -528,7 +528,7 @@ def test_a_folder_keeps_its_command_unless_the_trainer_takes_another(tmp_path, t
     out = tmp_path / "out"
     path = tool_path("mypython", f'[ -e "{tmp_path}/refuses" ] && exit 2; date +%N >"{out}/run.json"')
     env = {"PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": "mypython", "OUTPUT_DIR": out}
-    env |= dict.fromkeys(("DATA_PATH", "MODEL_PATH", "VISION_TOWER", "IMAGE_FOLDER"), tmp_path)
+    env |= inputs_in(tmp_path)
     assert bash("scripts/pretrain.sh", path=path, **env).returncode == 0
     first = (out / "command.sh").stat().st_mtime_ns, (out / "command.sh").read_text()
     (tmp_path / "refuses").touch()

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from paths import ROOT
+from run_inputs import inputs_in
 from shell import bash
 from slurm import TRAINER, slurm_tools, stand_in
 
@@ -19,7 +20,7 @@ def job(tmp_path):
     state = ROOT / f".slurm-{number}"
     slurm = {"SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "node-[7-8]", "SLURM_JOB_NUM_NODES": 2}
     slurm |= {"SLURM_SUBMIT_DIR": ROOT, "SLURM_GPUS_ON_NODE": 8, "LLAVA_PYTHON": python, "MASTER_ADDR": "127.0.0.1"}
-    slurm |= dict.fromkeys(("MODEL_PATH", "VISION_TOWER", "DATA_PATH", "IMAGE_FOLDER"), tmp_path)
+    slurm |= inputs_in(tmp_path)
 
     def run(*behaviours: str, **variables: object):
         ready = tmp_path / "ready"

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import study_stub
 from paths import ROOT
+from run_inputs import inputs_in
 from shell import kill, new_lines, only
 from warm_python import warm_python
 
@@ -28,9 +29,8 @@ def study(tmp_path):
     python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {study_stub.__file__} "$@"\n')
     python.chmod(0o755)
     data = tmp_path / "data.json"
-    data.touch()
     env = {"LLAVA_PYTHON": python, "CALLS": calls, "RIGHT": json.dumps({"none": 0.4, "gwc_layernorm": 0.8})}
-    env |= {"DATA_PATH": data, "IMAGE_FOLDER": tmp_path, "MODEL_PATH": tmp_path, "VISION_TOWER": tmp_path, "DATA": data}
+    env |= inputs_in(tmp_path) | {"DATA": data}
     env |= {"EVAL_DATA_PATH": data, "EVAL_IMAGE_FOLDER": tmp_path, "NUM_GPUS": 0, "BF16": "False"}
     env = only(**env, HOME=tmp_path, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)
 

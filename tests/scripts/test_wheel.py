@@ -99,8 +99,8 @@ def test_an_analysis_and_an_export_of_a_checkpoint(installed, tiny, tmp_path):
 
 def test_a_recipe_runs_with_its_preset_and_deepspeed_configuration_inside(installed):
     done = installed("llava-recipe", "finetune", DRY_RUN="json", PRESET="qwen2.5-7b", NUM_GPUS=8, LORA=1)
-    assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
+    assert done.returncode == 2 and [each.split()[0] for each in plan["problems"]] == ["data", "adapter"], done.stderr
     assert plan["flags"]["lora_r"] == "128" and plan["preset"] == "qwen2.5-7b"
     config = installed.site / "llava/recipes/deepspeed_configs/zero3.json"
     assert plan["flags"]["deepspeed"] == str(config) and config.is_file()

@@ -63,7 +63,7 @@ def train(flags: dict[str, str]) -> None:
     stage, arm = folder.name, arm_of(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("mm_projector.bin", "model.safetensors"):
-        (folder / name).write_text(f"{seed} {arm} {stage}")
+        (folder / name).write_text(f"PK {seed} {arm} {stage}")  # as files of tensors begin
     norm = flags["mm_projector_norm"]
     model = {"model_name_or_path": flags["model_name_or_path"], "vision_tower": flags["vision_tower"]}
     model |= {"mm_projector_norm": norm, "mm_projector_norm_init": flags.get("mm_projector_norm_init", "text_norm")}

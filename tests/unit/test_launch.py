@@ -251,7 +251,7 @@ def test_hub_names_are_told_from_local_paths_and_missing_files_say_what_to_do(tm
     words += ["--pretrain_mm_mlp_adapter", "llava/no-such-folder", "--deepspeed", "deepspeed_configs/zero3.json"]
     devices = Devices(1, 1, True)
     launch = resolve_launch({"LAUNCHER": "torchrun"}, devices, "", "name", "python", 1)
-    found = check_inputs({"DATA_SOURCE": "fetch it"}, parse_flags(words), devices, launch)
+    found = check_inputs({}, parse_flags(words), devices, launch)
     expected = [
         ("hub", "model"),
         ("MISSING", "vision tower"),
@@ -265,7 +265,7 @@ def test_hub_names_are_told_from_local_paths_and_missing_files_say_what_to_do(tm
     assert [(f.state, f.what) for f in found] == [*expected, ("MISSING", "adapter"), ("found", "deepspeed")]
     hints = {f.what: f.hint for f in found if f.state == "MISSING"}
     assert "VISION_TOWER" in hints["vision tower"] and "hf:OWNER/NAME[SPLIT]" in hints["data"]
-    assert "fetch it, or set DATA_PATH" in [f.hint for f in found]
+    assert "set DATA_PATH to records that are there (docs/data.md)" in [f.hint for f in found]
     assert "scripts/pretrain.sh" in hints["adapter"] and "PRETRAIN_ADAPTER" in hints["adapter"]
 
 

@@ -7,6 +7,7 @@ import stat
 import subprocess
 
 import pytest
+from run_inputs import inputs_in
 from shell import bash
 
 from llava.launch.passed_on import ENV_FILE, env_file_text, other_nodes, own_lines, passed_on, word_for_hosts
@@ -130,7 +131,7 @@ def test_the_file_is_for_the_user_alone_and_gone_at_the_end(tmp_path):
     python.write_text(f'#!/bin/sh\nstat -c %a "$DS_ENV_FILE" >{tmp_path}/mode\ncp "$DS_ENV_FILE" {tmp_path}/copy\n')
     python.chmod(0o755)
     (tmp_path / "hosts").write_text("node-1 slots=8\nnode-2 slots=8\n")
-    env = dict.fromkeys(("MODEL_PATH", "VISION_TOWER", "DATA_PATH", "IMAGE_FOLDER"), tmp_path)
+    env = inputs_in(tmp_path)
     env |= {
         "HOSTFILE": tmp_path / "hosts",
         "LLAVA_PYTHON": python,
