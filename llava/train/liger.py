@@ -29,7 +29,7 @@ def set_up_liger(model: LlavaMetaForCausalLM, args: Any) -> None:
     if args.use_liger_kernel == "auto":
         reason = "--compile_layers True fuses the layers' kernels" if args.compile_layers else _obstacle(model)
         args.use_liger_kernel = reason is None
-        if reason:
+        if reason and torch.cuda.is_available():  # on a CPU nobody expects them
             logger.info("the decoder runs on PyTorch's kernels, not on Liger's: %s", reason)
     if args.use_liger_kernel:
         apply_liger(model)

@@ -20,7 +20,6 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora, load_adapters, load_non_lora, lora_state_dict, read_non_lora, save_non_lora
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
-from llava.progress import in_terminal
 from llava.train.arguments import TrainingArguments
 from llava.train.batches import SampleOrder, global_batch_size, sample_order, step_loader, whole_steps
 from llava.train.checkpoint import (
@@ -106,7 +105,7 @@ class LLaVATrainer(Trainer):
         self.source_losses = SourceLosses(self.train_dataset.records, self.model.lm_head, self.args.device)
         self.add_callback(TelemetryCallback(self.probe))
         self.add_callback(JsonlCallback())
-        if not in_terminal() and self.pop_callback(ProgressCallback):
+        if self.pop_callback(ProgressCallback):  # it prints every step's figures as a dict over several lines
             self.add_callback(TrainingProgress(global_batch_size(args), lambda: self.throughput.paused_seconds))
 
     def _get_train_sampler(self, train_dataset=None) -> SampleOrder:

@@ -255,7 +255,8 @@ def set_up_checkpointing(
     estimate = estimate_memory(model, args, tokens, crops_per_token)
     budget = _smallest_over_ranks(memory_budget(args.device, estimate.parameters), args.device)
     plan = plan_checkpointing(args.activation_checkpointing, estimate, budget)
-    logger.info("%s", memory_table(estimate, plan, budget, tokens))
+    shown = memory_table if args.device.type == "cuda" else memory_line
+    logger.info("%s", shown(estimate, plan, budget, tokens))
     if args.activation_checkpointing == "auto" and estimate.total(plan) > budget:
         logger.warning(
             "even with every layer recomputed the estimate exceeds what is free; if memory runs out, lower "
@@ -290,15 +291,28 @@ def memory_table(estimate: MemoryEstimate, plan: CheckpointPlan, budget: float, 
         ("total with working space", *(estimate.total(p) for p in plans)),
     ]
     lines = [f"  {name:<26}" + "".join(f"{value / 2**30:>12.2f}" for value in values) for name, *values in rows]
-    decided = f"{plan.decoder_layers} of {estimate.num_layers} decoder layers"
     return "\n".join(
         [
             f"memory estimate per device in GiB, micro-batches of up to {tokens} tokens; {budget / 2**30:.2f} usable",
             f"  {'':<26}{'none':>12}{'all':>12}{'this run':>12}   layers recomputed",
             *lines,
-            f"  activation checkpointing: {decided}" + (", and the tower's" if plan.tower else ""),
+            f"  {_decided(estimate, plan)}",
         ]
     )
+
+
+def memory_line(estimate: MemoryEstimate, plan: CheckpointPlan, budget: float, tokens: int) -> str:
+    """The estimate as decided in a line, for a CPU, whose memory seldom decides anything."""
+    total, usable = estimate.total(plan) / 2**30, budget / 2**30
+    return (
+        f"memory estimate: {total:.2f} of {usable:.2f} GiB usable, micro-batches of up to {tokens} tokens; "
+        f"{_decided(estimate, plan)}"
+    )
+
+
+def _decided(estimate: MemoryEstimate, plan: CheckpointPlan) -> str:
+    tower = ", and the tower's" if plan.tower else ""
+    return f"activation checkpointing: {plan.decoder_layers} of {estimate.num_layers} decoder layers{tower}"
 
 
 def checkpoint_layers(model: LlavaMetaForCausalLM, plan: CheckpointPlan, options: dict[str, Any] | None) -> None:

@@ -1,9 +1,9 @@
-"""Training's progress without a terminal: plain lines in place of a bar and of every step's figures.
+"""Training's progress: a bar with a line per logged step in a terminal, elsewhere a plain line from time to time.
 
-The figures of every step are in `train_log.jsonl`.
+All figures of every step are in `train_log.jsonl`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from transformers import TrainerCallback
 
@@ -12,7 +12,7 @@ from llava.train.telemetry import logged_names
 
 
 class TrainingProgress(TrainerCallback):
-    """Prints from time to time how far the run is, and the result of every evaluation.
+    """Shows how far the run is, the main figures of logged steps in a terminal, and the result of every evaluation.
 
     Args:
         step_size: samples of a step over all ranks.
@@ -43,6 +43,8 @@ class TrainingProgress(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         logs = logs or {}
         self.loss = logs.get("loss", self.loss)
+        if "loss" in logs and self.progress.bar is not None:
+            self.progress.say(f"step {state.global_step}: {main_figures(logs)}")
         if "eval_loss" in logs:
             found = {name: value for name, value in logged_names(logs).items() if name.startswith("eval/")}
             line = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
@@ -50,3 +52,12 @@ class TrainingProgress(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.progress.close()
+
+
+def main_figures(logs: Mapping[str, float]) -> str:
+    """Loss, learning rate, the norm of visual tokens over that of text tokens, and samples per second, in a line."""
+    figures = {"loss": logs.get("loss"), "learning rate": logs.get("learning_rate")}
+    if "norm/llm_input" in logs and logs.get("norm/text_embeddings"):
+        figures["visual over text norm"] = logs["norm/llm_input"] / logs["norm/text_embeddings"]
+    figures["samples/s"] = logs.get("samples_per_second")
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if value is not None)
