@@ -29,7 +29,8 @@ from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import TableRow, write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Batch, Observation, Probe
 from llava.analysis.resume import Rows, resumed, state_file
-from llava.analysis.visual_grid import picture_map
+from llava.analysis.seen_area import WHOLE, Area
+from llava.analysis.visual_grid import NoMap, Place, picture_map
 
 NEEDS = Needs()
 
@@ -43,6 +44,8 @@ class Picture(NamedTuple):
     Attributes:
         maps: per method, the picture's attention over its places [rows, columns], summing to 1; empty where the
             places of its tokens are not known.
+        no_map: why there are none; empty where there are.
+        area: of the picture, which the maps cover.
         share: per layer, the visual tokens' share of the attention; NaN where a layer has none.
         entropy: per layer, of the distribution over the visual tokens, divided by ln of how many of them the query may
             look at, so that 1 is uniform; NaN where it may look at none.
@@ -54,6 +57,8 @@ class Picture(NamedTuple):
     """
 
     maps: dict[str, np.ndarray]
+    no_map: str
+    area: Area
     share: np.ndarray
     entropy: np.ndarray
     top: np.ndarray
@@ -90,15 +95,47 @@ def run(args: argparse.Namespace) -> None:
         without = [layer for layer, share in enumerate(found["share per layer"]["mean"]) if math.isnan(share)]
         if without:
             print(f"{name}: no attention, so no values, in layers {', '.join(map(str, without))}")
-    gridded = {name: pictures for name, pictures in results.items() if all(one.maps for one in pictures)}
-    if len(gridded) < len(results):
-        print(
-            f"no heatmap, as the places of the visual tokens are unknown: {', '.join(results.keys() - gridded.keys())}"
-        )
-    for method in METHODS if gridded else ():
-        maps = {name: [one.maps[method] for one in pictures] for name, pictures in gridded.items()}
-        draw_heatmaps(args, samples[:SHOWN], maps, method)
+    draw_maps(args, samples, results)
     draw_profiles(args, profiles)
+
+
+def draw_maps(args: argparse.Namespace, samples: inputs.Samples, results: dict[str, list[Picture]]) -> None:
+    """Draws the first pictures that have a map of every model that gives any, and prints what has none."""
+    for name, pictures in results.items():
+        for line in map_notes(name, pictures):
+            print(line)
+    gridded = {name: pictures for name, pictures in results.items() if any(one.maps for one in pictures)}
+    columns = mapped_by_all(gridded)[:SHOWN]
+    if gridded and not columns:
+        print(f"no heat maps: no picture has one of every model ({', '.join(gridded)})")
+    readable = [index for index in range(len(samples)) if str(index) not in samples.unreadable]
+    shown = [samples[readable[column]] for column in columns]
+    for method in METHODS if shown else ():
+        maps = {
+            name: [(pictures[column].maps[method], pictures[column].area) for column in columns]
+            for name, pictures in gridded.items()
+        }
+        draw_heatmaps(args, shown, maps, method)
+
+
+def mapped_by_all(results: dict[str, list[Picture]]) -> list[int]:
+    """The pictures of which every model has a map; none where there are no models."""
+    return [index for index, row in enumerate(zip(*results.values(), strict=True)) if all(one.maps for one in row)]
+
+
+def map_notes(name: str, pictures: list[Picture]) -> list[str]:
+    """What maps and profiles over rows leave out, or bring to a common form, in sentences."""
+    notes, without = [], Counter(one.no_map for one in pictures if one.no_map)
+    if without:
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in without.most_common())
+        rest = len(pictures) - without.total()
+        notes.append(f"{name}: no map of {without.total()} of {len(pictures)} pictures: {reasons}")
+        if rest:
+            notes[-1] += f". Heat maps, `upper half` and shares per row are of the other {rest}"
+    rows = {len(one.maps["mean"]) for one in pictures if one.maps}
+    if len(rows) > 1:
+        notes.append(f"{name}: its pictures have {min(rows)} to {max(rows)} rows of tokens; profiles have {max(rows)}")
+    return notes
 
 
 def measure_attention(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> list[Picture]:
@@ -142,7 +179,12 @@ def attention_of(
         raise ValueError(f"--layers {layers}: {probe.name} has no attention in layers {without}")
     if not state.mean.any():
         raise ValueError(f"{called} look at the picture")
-    return state.result(picture_map(probe.model, batch, groups), sink_mask(seen)[0]), seen
+    try:
+        place, no_map = picture_map(probe.model, batch, groups), ""
+    except NoMap as error:
+        place, no_map = None, str(error)
+    area = batch.areas[0] if batch.areas else WHOLE
+    return state.result(place, no_map, area, sink_mask(seen)[0]), seen
 
 
 class _Look(NamedTuple):
@@ -175,13 +217,15 @@ class _Reducer:
         step = (weights.mean(dim=0) + torch.eye(weights.shape[-1], dtype=torch.float64)) / 2
         self.rollout = step if self.rollout is None else step @ self.rollout
 
-    def result(self, place: Callable[[torch.Tensor], torch.Tensor] | None, sinks: torch.Tensor) -> Picture:
+    def result(self, place: Place | None, no_map: str, area: Area, sinks: torch.Tensor) -> Picture:
         rolled = self.rollout[self.asking][:, self.visual].mean(dim=0)
         maps = {"mean": self.mean / self.mean.sum(), "rollout": rolled / rolled.sum()}
         sinks = sinks[self.visual]
         looks = [self.seen.get(index) for index in range(self.count)]
         return Picture(
             {method: place(one).numpy() for method, one in maps.items()} if place else {},
+            no_map,
+            area,
             *per_layer([look and look.weights[:, look.visible] for look in looks]),
             *per_layer([look and look.weights[:, look.visible & ~sinks] for look in looks])[:2],
             sinks.nonzero().flatten().tolist(),
@@ -259,6 +303,7 @@ def table_row(name: str, pictures: list[Picture]) -> TableRow:
     return {
         "model": name,
         "samples": len(pictures),
+        "with a map": len(maps),
         **_mean_and_median("visual share of attention", [one.share for one in pictures]),
         **_mean_and_median("visual share without sinks", [one.share_without_sinks for one in pictures]),
         "share if uniform": float(np.nanmean([one.uniform for one in pictures])),
@@ -280,6 +325,12 @@ def _mean_and_median(name: str, values: list[np.ndarray]) -> dict[str, float]:
 def row_profile(heatmap: np.ndarray) -> np.ndarray:
     """Share of the picture's attention per row of tokens, from the top."""
     return heatmap.sum(axis=1)
+
+
+def with_rows(profile: np.ndarray, rows: int) -> np.ndarray:
+    """A profile over the picture's height in another number of rows, each row's share spread evenly over its height."""
+    bounds = np.linspace(0, 1, len(profile) + 1)
+    return np.diff(np.interp(np.linspace(0, 1, rows + 1), bounds, np.cumsum([0, *profile])))
 
 
 def without_most_seen(heatmap: np.ndarray) -> np.ndarray:
@@ -311,9 +362,9 @@ def curves(pictures: list[Picture]) -> dict[str, Any]:
     ):
         result[name] = _moments(values)
     maps = [one.maps for one in pictures if one.maps]
-    if len({one["mean"].shape for one in maps}) == 1:  # pictures of different sizes have no common rows
-        for method in METHODS:
-            result[f"share per row, {method}"] = _moments([row_profile(one[method]) for one in maps])
+    rows = max((len(one["mean"]) for one in maps), default=0)
+    for method in METHODS if maps else ():
+        result[f"share per row, {method}"] = _moments([with_rows(row_profile(one[method]), rows) for one in maps])
     return result
 
 

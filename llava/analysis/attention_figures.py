@@ -10,18 +10,22 @@ from PIL import Image
 
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.output import figure
+from llava.analysis.seen_area import WHOLE, Area
 from llava.presentation import COLOURS, import_pyplot
 
 COLOUR_MAP, OPACITY = "inferno", 0.65
 
 
 def draw_heatmaps(
-    args: argparse.Namespace, samples: Sequence[PicturePrompt], results: dict[str, list[np.ndarray]], method: str
+    args: argparse.Namespace,
+    samples: Sequence[PicturePrompt],
+    results: dict[str, list[tuple[np.ndarray, Area]]],
+    method: str,
 ) -> None:
     """One column per sample: the picture, then a row per model in the given order; one colour scale per column.
 
     Args:
-        results: per model the attention over each picture's tokens [rows, columns].
+        results: per model the attention over each picture's tokens [rows, columns], and the area that they cover.
         method: `mean` or `rollout`.
     """
     import_pyplot()
@@ -36,10 +40,11 @@ def draw_heatmaps(
             picture = samples[column].image
             axes[0, column].imshow(picture.convert("RGB"))
             axes[0, column].set_title(_wrapped(samples[column].prompt), fontsize=9)
-            top = max(maps[column].max() for maps in results.values())
+            top = max(maps[column][0].max() for maps in results.values())
             for row, (model, maps) in enumerate(results.items(), 1):
                 axis = axes[row, column]
-                axis.imshow(overlaid(picture, maps[column], top))
+                shares, area = maps[column]
+                axis.imshow(overlaid(picture, shares, top, area))
                 axis.set_ylabel(model if column == 0 else "")
             for axis in axes[:, column]:
                 axis.set(xticks=[], yticks=[])
@@ -49,19 +54,23 @@ def draw_heatmaps(
         bar.set_label("share of the picture's attention")
 
 
-def overlaid(picture: Image.Image, shares: np.ndarray, most: float) -> Image.Image:
-    """The picture in grey under its heatmap, in RGB and its own size.
+def overlaid(picture: Image.Image, shares: np.ndarray, most: float, area: Area = WHOLE) -> Image.Image:
+    """The picture in grey under its heatmap, in RGB and its own size; what the encoder does not see stays grey.
 
     Args:
         shares: each place's share of the attention [rows, columns].
         most: the share that gets the brightest colour.
+        area: of the picture, which the heatmap covers; margins are cut off.
     """
     import_pyplot()
     from matplotlib import colormaps
 
     colours = colormaps[COLOUR_MAP](shares / most)[:, :, :3]
-    heat = Image.fromarray(np.uint8(255 * colours)).resize(picture.size, Image.Resampling.NEAREST)
     grey = picture.convert("L").point(lambda value: (value + 200) * 255 / 500).convert("RGB")  # neither black nor white
+    left, top, right, bottom = (round(part * side) for part, side in zip(area, picture.size * 2, strict=True))
+    size = max(1, right - left), max(1, bottom - top)
+    heat = grey.copy()
+    heat.paste(Image.fromarray(np.uint8(255 * colours)).resize(size, Image.Resampling.NEAREST), (left, top))
     return Image.blend(grey, heat, OPACITY)
 
 

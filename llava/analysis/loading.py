@@ -25,6 +25,7 @@ from llava.analysis.inputs import PicturePrompt
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import Batch, Probe
 from llava.analysis.processors import library_inputs, load_processor, own_inputs
+from llava.analysis.seen_area import WHOLE, seen_area
 from llava.analysis.weights import WeightFiles
 from llava.asking import choose_template, is_captioner
 from llava.commands import DTYPES, add_device_argument
@@ -258,7 +259,9 @@ def our_batch(
         inputs["images"] = pixels.to(device) if torch.is_tensor(pixels) else [crops.to(device) for crops in pixels]
         inputs |= {"image_sizes": [picture.size for picture in pictures]} if rules.is_anyres else {}
     spliced, spliced_mask = padded(expanded)
-    return Batch(inputs, spliced.to(device), spliced_mask.to(device))
+    pads = rules.aspect_ratio == "pad"
+    areas = [WHOLE if rules.is_anyres else seen_area(image_processor, picture.size, pads) for picture in pictures]
+    return Batch(inputs, spliced.to(device), spliced_mask.to(device), areas)
 
 
 def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput
 from llava.analysis.encoder_rows import EncoderRows
 from llava.analysis.families import Parts, output_rows
 from llava.analysis.inputs import PicturePrompt
+from llava.analysis.seen_area import Area
 
 # What a position of the LLM's input holds.
 PADDING, VISUAL, TEXT_BEFORE, TEXT_AFTER, SPECIAL = range(5)
@@ -40,11 +41,13 @@ class Batch:
         inputs: keyword arguments of the model's forward.
         input_ids: [B, S] as the LLM sees them, with the image token's id at every visual position.
         mask: [B, S] bool, False at padding.
+        areas: of each picture, the area that the encoder sees; empty where the caller made the inputs.
     """
 
     inputs: dict[str, Any]
     input_ids: torch.Tensor
     mask: torch.Tensor
+    areas: Sequence[Area] = ()
 
 
 @dataclass

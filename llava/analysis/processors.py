@@ -15,6 +15,7 @@ from transformers.utils import cached_file, is_torchvision_available, logging
 from llava.analysis.families import Family
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.probe import Batch
+from llava.analysis.seen_area import seen_area
 
 PACKAGES = ("torchvision", "num2words", "timm", "sentencepiece")
 """Packages that processors of some families need besides transformers' own requirements."""
@@ -125,7 +126,8 @@ def library_inputs(
         make = processor if pictures or not family.prompt else processor.tokenizer
         inputs = make(text=texts, **options)
         inputs = {k: _placed(v, device, dtype) for k, v in inputs.items() if k != "labels"}
-        return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool())
+        areas = [seen_area(processor.image_processor, picture.size) for picture in pictures]
+        return Batch(inputs, inputs["input_ids"], inputs["attention_mask"].bool(), areas)
 
     return prepare
 

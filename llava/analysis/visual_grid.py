@@ -4,31 +4,56 @@ Shapes: S sequence, V visual tokens, R x C the places of the finest ones.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from llava.analysis.probe import VISUAL, Batch
 from llava.anyres import CropRules, Picture, black_margins
 
+_PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "hyperclovax_vision_v2")
+_PATCHES += ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "kimi_k25", "cosmos3_edge")
+_PIXELS = ("llava", "llava_next", "llava_onevision", "vipllava", "paligemma", "gemma3", "got_ocr2", "deepseek_vl")
+_PIXELS += ("ovis2", "internvl", "aya_vision", "cohere2_vision", "idefics3", "smolvlm", "llama4", "fast_vlm")
+SHAPE_INPUTS = dict.fromkeys(_PATCHES, "image_grid_thw") | dict.fromkeys((*_PIXELS, "perception_lm"), "pixel_values")
+SHAPE_INPUTS |= {"mistral3": "image_sizes", "lfm2_vl": "spatial_shapes", "minicpmv4_6": "target_sizes"}
+SHAPE_INPUTS |= {"gemma4": "image_position_ids"}
+"""The model input that says how large the picture is, by model_type, for the families whose visual tokens are places of
+the picture, row by row. A family that is not here has no map."""
+LATENTS = {"idefics2", "aria"}
+"""Families whose visual tokens are a resampler's latents: each has looked at the whole picture."""
 
-def picture_map(model: Any, batch: Batch, groups: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """A function from the shares [V] of a picture's tokens to a map [R, C] over it; None if their places are unknown.
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+"""Gets the shares [V] of a picture's tokens and returns a map [R, C] of them."""
+
+
+class NoMap(ValueError):
+    """A picture's visual tokens have no known places in it; the message says why."""
+
+
+def picture_map(model: Any, batch: Batch, groups: torch.Tensor) -> Place:
+    """Where the visual tokens of a picture lie in the area of it that the encoder sees.
 
     Args:
         batch: of one sample.
         groups: [1, S], see `Probe.groups`.
+
+    Raises:
+        NoMap: the places of the tokens are not known.
     """
-    rules = model.crop_rules() if hasattr(model, "crop_rules") else None
-    if rules is not None and (rules.is_anyres or rules.has_newline):
-        picture = rules.picture(batch.inputs["image_sizes"][0]) if rules.is_anyres else Picture()
-        return partial(drawn_in_place, picture=picture, rules=rules)
-    grid = visual_grid(model, batch, groups)
-    return None if grid is None else lambda shares: shares.reshape(grid)
+    count = int((groups[0] == VISUAL).sum())
+    if not hasattr(model, "crop_rules"):
+        grid = visual_grid(model.config.model_type, batch.inputs, count)
+        return lambda shares: shares.reshape(grid)
+    rules = model.crop_rules()
+    picture = rules.picture(batch.inputs["image_sizes"][0]) if rules.is_anyres else Picture()
+    if rules.tokens_per_crop != rules.patches_per_side**2 or rules.visual_tokens(picture) != count:
+        raise NoMap(f"{count} visual tokens are not the patches of {rules.patches_per_side} rows and columns")
+    return partial(drawn_in_place, picture=picture, rules=rules)
 
 
 def drawn_in_place(shares: torch.Tensor, picture: Picture, rules: CropRules) -> torch.Tensor:
@@ -59,24 +84,38 @@ def _parts(shares: torch.Tensor, picture: Picture, rules: CropRules) -> torch.Te
     return shares.reshape(rows, columns)[top : rows - top, left : columns - left]
 
 
-def visual_grid(model: PreTrainedModel, batch: Batch, groups: torch.Tensor) -> tuple[int, int] | None:
-    """Rows and columns of the visual tokens of one sample, in raster order; None where they form no single grid.
-
-    From the patch grid that the processor wrote (the Qwen-VL and GLM families), else a square where the tokens are one
-    unbroken run of a square number. Tiles and line ends (LLaVA-NeXT, SmolVLM) form none.
+def visual_grid(model_type: str, inputs: Mapping[str, Any], count: int) -> tuple[int, int]:
+    """Rows and columns of one picture's visual tokens, from the shape that the processor gave the picture.
 
     Args:
-        batch, groups: see `picture_map`.
+        inputs: of the model, for one sample.
+        count: of its visual tokens.
+
+    Raises:
+        NoMap: the tokens form no single grid that is known.
     """
-    where = (groups[0] == VISUAL).nonzero().flatten()
-    count = len(where)
-    if not count or int(where[-1] - where[0]) + 1 != count:
-        return None
-    patches = batch.inputs.get("image_grid_thw")
-    if patches is not None:
-        merge = getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", 1)
-        frames, rows, columns = patches.tolist()[0]
-        rows, columns = rows // merge, columns // merge
-        return (rows, columns) if len(patches) == frames == 1 and rows * columns == count else None
-    side = math.isqrt(count)
-    return (side, side) if side * side == count else None
+    if not count:
+        raise NoMap("there are no visual tokens")
+    if model_type in LATENTS:
+        raise NoMap(f"the visual tokens of {model_type} are latents of a resampler, not places in a picture")
+    if model_type not in SHAPE_INPUTS:
+        raise NoMap(f"it is not known here where the visual tokens of {model_type} lie in a picture")
+    # LLaVA around Pixtral pads the pictures of a batch, and says their own sizes.
+    name = "image_sizes" if model_type == "llava" and "image_sizes" in inputs else SHAPE_INPUTS[model_type]
+    shapes = _shapes(name, inputs[name])
+    if len(shapes) > 1:
+        raise NoMap(f"{model_type} cuts them into tiles")
+    rows, columns = shapes[0]
+    for side in range(math.isqrt(rows * columns // count), 0, -1):  # of a token, in patches or pixels
+        if (rows // side) * (columns // side) == count:
+            return rows // side, columns // side
+    raise NoMap(f"{count} visual tokens do not fill the {rows} x {columns} of {name}")
+
+
+def _shapes(name: str, value: torch.Tensor) -> list[tuple[int, int]]:
+    """Rows and columns of each picture, or of each tile or frame of one, that a model input tells."""
+    if name == "pixel_values":  # [..., channels, rows, columns]
+        return [(value.shape[-2], value.shape[-1])] * math.prod(value.shape[:-3])
+    if name == "image_position_ids":  # [pictures, patches, 2], x before y, -1 at padding
+        return [(1 + int(one[:, 1].max()), 1 + int(one[:, 0].max())) for one in value]
+    return [(rows, columns) for *frames, rows, columns in value.tolist() for _ in range(math.prod(frames))]

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from llava.analysis.attention_figures import overlaid
+from llava.analysis.seen_area import WHOLE, Area
 from llava.asking import Assistant, read_picture
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.mm_utils import to_rgb
@@ -114,7 +115,7 @@ def ask_all(
         talks[number] = Talk([*asked, {"from": "gpt", "value": text}])
         yield list(talks)
         look = look_of(arm.assistant, arm.probe, asked, picture, text)
-        heatmap = None if look.heatmap is None else shown_heatmap(picture, look.heatmap)
+        heatmap = None if look.heatmap is None else shown_heatmap(picture, look.heatmap, look.area)
         talks[number] = replace(talks[number], heatmap=heatmap, norms=norm_bars(look))
         yield list(talks)
 
@@ -159,12 +160,12 @@ def growing_answer(
         yield answer.result()[0]
 
 
-def shown_heatmap(picture: Image.Image, heatmap: np.ndarray) -> Image.Image:
-    """A heatmap [rows, columns] over its picture, as large as a page shows it; brightest is what got most attention."""
+def shown_heatmap(picture: Image.Image, heatmap: np.ndarray, area: Area = WHOLE) -> Image.Image:
+    """A heatmap [rows, columns] over its area of the picture, as large as a page shows it; bright is much attention."""
     side = max(picture.size)
     factor = min(max(side, SMALL), LARGE) / side
     size = [max(1, round(length * factor)) for length in picture.size]
-    return overlaid(picture.resize(size), heatmap, heatmap.max())
+    return overlaid(picture.resize(size), heatmap, heatmap.max(), area)
 
 
 def norm_bars(look: Look) -> str:
@@ -178,7 +179,8 @@ def norm_bars(look: Look) -> str:
     ratio = look.visual_norm / look.text_norm if look.text_norm else math.nan
     sentence = f"Visual tokens enter the language model with {ratio:.3g} times the norm of text tokens."
     note = "Median L2 norms, bars on a logarithmic scale."
-    return f'<div class="norms">{bars}<p>{html.escape(sentence)} <small>{note}</small></p></div>'
+    note += f" No heatmap: {look.no_map}." if look.no_map else ""
+    return f'<div class="norms">{bars}<p>{html.escape(sentence)} <small>{html.escape(note)}</small></p></div>'
 
 
 def bar_width(norm: float) -> float:

@@ -14,6 +14,7 @@ from llava.analysis.families import Family, find_parts
 from llava.analysis.layer_statistics import TEXT_GROUPS
 from llava.analysis.loading import our_batch, special_ids
 from llava.analysis.probe import VISUAL, Probe
+from llava.analysis.seen_area import WHOLE, Area
 from llava.asking import Assistant
 from llava.constants import IMAGE_TOKEN_INDEX
 
@@ -24,12 +25,16 @@ class Look(NamedTuple):
     Attributes:
         heatmap: the answer's attention over the places of the picture [rows, columns], the mean over layers and
             heads, summing to 1; None where the places of the visual tokens are unknown.
+        no_map: why there is no heatmap; empty where there is one.
+        area: of the picture, which the heatmap covers.
         visual_norm, text_norm: medians over the tokens that enter the language model.
     """
 
     heatmap: np.ndarray | None
     visual_norm: float
     text_norm: float
+    no_map: str = ""
+    area: Area = WHOLE
 
 
 def probe_of(assistant: Assistant) -> Probe:
@@ -57,4 +62,5 @@ def look_of(assistant: Assistant, probe: Probe, turns: list[dict[str, str]], pic
     found, seen = attention_of(probe, batch, asking, f"{assistant.name}: no layer lets the answer")
     norms, groups = seen.hidden_states[0][0].float().norm(dim=-1).cpu(), seen.groups[0].cpu()
     is_text = torch.isin(groups, torch.tensor(TEXT_GROUPS, dtype=groups.dtype))
-    return Look(found.maps.get("mean"), norms[groups == VISUAL].median().item(), norms[is_text].median().item())
+    visual_norm, text_norm = norms[groups == VISUAL].median().item(), norms[is_text].median().item()
+    return Look(found.maps.get("mean"), visual_norm, text_norm, found.no_map, found.area)

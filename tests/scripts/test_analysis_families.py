@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import inspect
+import itertools
 import json
 
 import pytest
@@ -14,13 +15,16 @@ from PIL import Image
 from saved_models import SAVED
 from vision_language_models import IMAGE, ids_for, pixels
 
-from llava.analysis import interface_norms
+from llava.analysis import attention, interface_norms
 from llava.analysis.__main__ import main
 from llava.analysis.families import REFUSED, REFUSED_LLMS, family_of, find_parts
+from llava.analysis.inputs import PicturePrompt
 from llava.analysis.probe import Probe
-from llava.analysis.processors import load_processor
+from llava.analysis.processors import library_inputs, load_processor
+from llava.analysis.visual_grid import NoMap, picture_map
 
 PROMPT = "What is it?"
+PIXELS = "pixel_values"
 KINDS = ("encoder tokens", "visual tokens after the projector", "visual tokens entering the LLM")
 NEWER = ("vipllava", "gemma4", "got_ocr2", "hyperclovax_vision_v2", "cosmos3_edge")
 NUMBERS = ("count", "mean", "std", "min", "max")
@@ -100,6 +104,8 @@ def alone(name, model, folder, pictures) -> dict[str, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(interface_norms, "draw", lambda *args: None)
+    for name in ("draw_heatmaps", "draw_profiles"):
+        monkeypatch.setattr(attention, name, lambda *args: None)
     monkeypatch.setattr(transformers.GotOcr2Processor, "num_image_tokens", 4, raising=False)
 
 
@@ -124,6 +130,10 @@ def test_a_saved_familys_tables_equal_an_independent_run_and_do_not_depend_on_th
             norms = expected[kind]
             reference = [len(norms), *(float(v) for v in (norms.mean(), norms.std(correction=0), *norms.aminmax()))]
             assert numbers == pytest.approx(reference, rel=1e-4, abs=1e-6), kind
+    (row,) = run("attention", tmp_path / "model", tmp_path / "3", pictures)
+    assert row["samples"] == 3
+    if name in PLACES:
+        assert (row["with a map"] == 0) == isinstance(PLACES[name][1], str)
     run("layer-norms", tmp_path / "model", tmp_path / "3", pictures)
     layers = json.loads((tmp_path / "3/layer-norms-layers.json").read_text())["rows"]
     visual = {row["layer"]: row for row in layers if row["tokens"] == "visual"}
@@ -169,6 +179,119 @@ def test_a_family_that_needs_torchvision_is_right_from_tensors(name):
     for tokens, kind in ((seen.vision_features, KINDS[0]), (seen.projector_output, KINDS[1])):
         assert torch.allclose(tokens, torch.cat(found[kind]), atol=1e-6), kind
     assert torch.allclose(seen.hidden_states[0][seen.visual], first[batch.input_ids == IMAGE], atol=1e-6)
+
+
+# A picture's width and height, and the rows and columns of its visual tokens; no grid where the reason is given.
+PLACES = {
+    **dict.fromkeys(("llava", "vipllava", "llava with a list of layers"), ((64, 16), (4, 4))),  # of a centred crop
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "hyperclovax_vision_v2"), ((64, 16), (2, 8))),
+    **dict.fromkeys(("glm4v", "glm_ocr"), ((16, 64), (5, 1))),
+    **dict.fromkeys(("ovis2", "gemma3", "got_ocr2"), ((64, 16), (2, 2))),  # squeezed
+    **dict.fromkeys(("internvl", "aya_vision"), ((16, 16), (2, 2))),
+    **dict.fromkeys(("llava_next", "llava_onevision", "idefics3", "smolvlm"), ((64, 64), "cuts them into tiles")),
+    **dict.fromkeys(("idefics2", "aria"), ((64, 64), "are latents of a resampler")),
+    "cosmos3_edge": ((64, 16), (2, 8)),
+    "paligemma": ((16, 64), (4, 4)),
+    "deepseek_vl": ((64, 16), (4, 4)),  # padded
+    "gemma4": ((16, 64), (16, 4)),
+    "minicpmv4_6": ((64, 16), (1, 4)),
+}
+
+
+def cells_of(area, size, grid) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The pixels (left, top, right, bottom) of each cell of a grid over an area of a picture, by row and column."""
+    edges = [
+        [round(length * (start + (end - start) * step / count)) for step in range(count + 1)]
+        for length, start, end, count in zip(size, area[:2], area[2:], grid[::-1], strict=True)
+    ]
+    found = {}
+    for row, column in itertools.product(*map(range, grid)):
+        left, right = (max(0, min(size[0], x)) for x in edges[0][column : column + 2])
+        top, bottom = (max(0, min(size[1], y)) for y in edges[1][row : row + 2])
+        if left < right and top < bottom:  # the others are margins
+            found[row, column] = left, top, right, bottom
+    return found
+
+
+def assert_lit(place, changes: dict[tuple[int, int], torch.Tensor], grid) -> None:
+    """Each marked cell must be the brightest of the map of how much every token changed, for its usual change."""
+    usual = torch.stack(list(changes.values())).mean(dim=0)
+    for cell, change in changes.items():
+        heat = place(change / usual)
+        assert heat.shape == grid
+        assert divmod(int(heat.argmax()), grid[1]) == cell
+
+
+@pytest.mark.parametrize("name", [name for name, saved in SAVED.items() if not saved.needs])
+@torch.no_grad()
+def test_a_marked_place_of_the_picture_lights_its_cell(name, tmp_path):
+    if name in NEWER and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("needs a newer transformers, whose own class or processor fails here")
+    model, (size, grid) = saved_models.write(SAVED[name], tmp_path).eval(), PLACES[name]
+    family = family_of(model.config.model_type)
+    prepare = library_inputs(load_processor(str(tmp_path), model.config), model.device, model.dtype, family)
+    probe = Probe("m", model, find_parts(model, family), prepare)
+    plain = torch.rand(size[1], size[0], 3, generator=torch.Generator().manual_seed(0)) * 80 + 80
+
+    def entering(pixels):
+        batch = probe.prepare([PicturePrompt("x", Image.fromarray(pixels.byte().numpy()), PROMPT)])
+        seen = probe.run(batch)
+        return batch, seen.groups, seen.hidden_states[0][seen.visual]
+
+    batch, groups, before = entering(plain)
+    if isinstance(grid, str):
+        with pytest.raises(NoMap, match=f"{name}.*{grid}"):
+            picture_map(model, batch, groups)
+        return
+    changes = {}
+    for cell, (left, top, right, bottom) in cells_of(batch.areas[0], size, grid).items():
+        marked = plain.clone()
+        marked[top:bottom, left:right] = torch.tensor([255.0, 0, 0])
+        changes[cell] = (entering(marked)[2] - before).norm(dim=-1)
+    assert len(changes) >= 4
+    assert_lit(picture_map(model, batch, groups), changes, grid)
+
+
+# Of the processors that need torchvision: the picture's part of the inputs, and rows and columns of tokens.
+PLACED_TENSORS = {
+    "cohere2_vision": (_pixels(1, 3, 16, 16), (2, 2)),
+    "llama4": (_pixels(1, 3, 16, 16), (2, 2)),
+    "mistral3": (_pixels(1, 3, 16, 64) | {"image_sizes": torch.tensor([[16, 64]])}, (2, 8)),
+    "llava with Pixtral": (_pixels(1, 3, 16, 64) | {"image_sizes": torch.tensor([[16, 64]])}, (4, 16)),
+    "lfm2_vl": (
+        _pixels(1, 64, 48)
+        | {"spatial_shapes": torch.tensor([[16, 4]]), "pixel_attention_mask": torch.ones(1, 64, dtype=torch.int)},
+        (8, 2),
+    ),
+    "kimi_k25": (_pixels(64, 3, 4, 4) | {"image_grid_thw": torch.tensor([[1, 4, 16]])}, (2, 8)),
+}
+
+
+@pytest.mark.parametrize("name", PLACED_TENSORS)
+@torch.no_grad()
+def test_a_marked_place_of_the_inputs_lights_its_cell(name):
+    model, (given, grid) = saved_models.filled(SAVED[name].model()).eval(), PLACED_TENSORS[name]
+    probe = Probe("m", model, find_parts(model, family_of(model.config.model_type)))
+    count = grid[0] * grid[1]
+
+    def entering(pixels):
+        batch = probe.batch_from_inputs(**{k: v[:1] for k, v in ids_for([count]).items()}, **given | {PIXELS: pixels})
+        seen = probe.run(batch)
+        return batch, seen.groups, seen.hidden_states[0][seen.visual]
+
+    plain = given[PIXELS]
+    batch, groups, before = entering(plain)
+    is_picture, shapes = plain.shape[-2:] != (4, 4) and plain.ndim == 4, [given[k] for k in given if k != PIXELS]
+    rows, columns = plain.shape[-2:] if is_picture else shapes[0][0, -2:].tolist()
+    draws = torch.randn(8, *plain.shape, generator=torch.Generator().manual_seed(0))
+    changes = {}
+    for cell, (left, top, right, bottom) in cells_of((0, 0, 1, 1), (columns, rows), grid).items():
+        is_marked = torch.zeros(rows, columns, dtype=torch.bool)
+        is_marked[top:bottom, left:right] = True
+        if not is_picture:  # a list of patches
+            is_marked = is_marked.view(plain.shape[:-1] + (1,) if plain.ndim == 3 else (-1, 1, 1, 1))
+        changes[cell] = sum((entering(plain + noise * is_marked)[2] - before).norm(dim=-1) for noise in draws)
+    assert_lit(picture_map(model, batch, groups), changes, grid)
 
 
 @pytest.mark.slow

@@ -18,12 +18,14 @@ from transformers.masking_utils import eager_mask
 from llava import presentation
 from llava.analysis import attention, attention_watch, interventions, loading, theory_model
 from llava.analysis.__main__ import main, parser
+from llava.analysis.attention_figures import overlaid
 from llava.analysis.attention_watch import watched, watched_attention
 from llava.analysis.families import family_of, find_parts
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
-from llava.analysis.visual_grid import visual_grid
+from llava.analysis.seen_area import WHOLE, seen_area
+from llava.analysis.visual_grid import NoMap, visual_grid
 
 QUESTION = "Is there a warm colour?"
 
@@ -338,17 +340,152 @@ def test_a_map_without_its_most_seen_token_sums_to_one():
     assert attention.without_most_seen(np.full((2, 2), 0.25)) == pytest.approx(0.25)  # nothing stands out
 
 
+def _positions(rows: int, columns: int, padding: int) -> torch.Tensor:
+    places = [[column, row] for row in range(rows) for column in range(columns)]
+    return torch.tensor([places + [[-1, -1]] * padding])
+
+
+# Input of the model, visual tokens, and the rows and columns that they have; square numbers that are no squares.
+GRIDS = {
+    "gemma4, 16 x 4 tokens": ("gemma4", {"image_position_ids": _positions(32, 8, 24)}, 64, (16, 4)),
+    "lfm2_vl, 8 x 2 tokens": ("lfm2_vl", {"spatial_shapes": torch.tensor([[16, 4]])}, 16, (8, 2)),
+    "minicpmv4_6, 1 x 4 tokens": ("minicpmv4_6", {"target_sizes": torch.tensor([[4, 16]])}, 4, (1, 4)),
+    "mistral3, 2 x 8 tokens": ("mistral3", {"image_sizes": torch.tensor([[56, 224]])}, 16, (2, 8)),
+    "llava with Pixtral": (
+        "llava",
+        {"image_sizes": torch.tensor([[16, 64]]), "pixel_values": torch.ones(1, 3, 64, 64)},
+        16,
+        (2, 8),
+    ),
+    "qwen2_vl": ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 2, 8]])}, 4, (1, 4)),
+    "llava, 384 pixels and patches of 14": ("llava", {"pixel_values": torch.ones(1, 3, 384, 384)}, 729, (27, 27)),
+    "llava, twice as wide": ("llava", {"pixel_values": torch.ones(1, 3, 28, 56)}, 8, (2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_the_grid_comes_from_the_shapes_of_the_processor(name):
+    model_type, inputs, count, expected = GRIDS[name]
+    assert visual_grid(model_type, inputs, count) == expected
+
+
 @pytest.mark.parametrize(
-    "positions, patches, expected",
-    [([1, 2, 3, 4], None, (2, 2)), ([1, 2, 3, 4, 5, 6], [[1, 4, 6]], (2, 3)), ([1, 2, 3], None, None)]
-    + [([1, 2, 4, 5], None, None), ([], None, None), ([1, 2, 3, 4], [[1, 2, 4], [1, 2, 4]], None)],
+    "model_type, inputs, count, message",
+    [
+        ("idefics2", {}, 64, "the visual tokens of idefics2 are latents of a resampler"),
+        ("aria", {}, 256, "the visual tokens of aria are latents of a resampler"),
+        ("molmo2", {}, 16, "it is not known here where the visual tokens of molmo2 lie"),
+        ("internvl", {"pixel_values": torch.ones(4, 3, 16, 16)}, 16, "internvl cuts them into tiles"),
+        ("idefics3", {"pixel_values": torch.ones(1, 4, 3, 16, 16)}, 16, "idefics3 cuts them into tiles"),
+        ("lfm2_vl", {"spatial_shapes": torch.tensor([[4, 4], [4, 4]])}, 16, "lfm2_vl cuts them into tiles"),
+        ("qwen2_vl", {"image_grid_thw": torch.tensor([[4, 4, 4]])}, 16, "qwen2_vl cuts them into tiles"),
+        ("llava", {"pixel_values": torch.ones(1, 3, 16, 16)}, 17, "17 visual tokens do not fill the 16 x 16 of pixel"),
+        ("llava", {"pixel_values": torch.ones(1, 3, 16, 16)}, 0, "no visual tokens"),
+    ],
 )
-def test_the_grid_comes_from_the_processor_or_an_unbroken_square(positions, patches, expected):
-    groups = torch.full((1, 8), TEXT_AFTER)
-    groups[0, positions] = VISUAL
-    inputs = {} if patches is None else {"image_grid_thw": torch.tensor(patches)}
-    model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
-    assert visual_grid(model, SimpleNamespace(inputs=inputs), groups) == expected
+def test_tokens_without_known_places_have_no_map_but_a_reason(model_type, inputs, count, message):
+    with pytest.raises(NoMap, match=message):
+        visual_grid(model_type, inputs, count)
+
+
+def picture_with(rows: int, columns: int, top: float) -> attention.Picture:
+    """Attention whose share of the upper half is `top`, on a grid of so many rows; without rows no map."""
+    heat = np.repeat([[top], [1 - top]], rows // 2, axis=0).repeat(columns, axis=1) if rows else np.zeros((0, 0))
+    layer = np.array([0.5])
+    maps = {method: heat / heat.sum() for method in attention.METHODS} if rows else {}
+    return attention.Picture(maps, "" if rows else "x cuts them into tiles", WHOLE, *[layer] * 5, [], layer)
+
+
+def test_mixed_shapes_are_all_used_and_pictures_without_a_map_counted():
+    pictures = [picture_with(4, 2, 0.75), picture_with(8, 3, 0.25), picture_with(2, 5, 0.5), picture_with(0, 0, 0)]
+    row = attention.table_row("m", pictures)
+    assert (row["samples"], row["with a map"], row["upper half"]) == (4, 3, pytest.approx(0.5))
+    profile = attention.curves(pictures)["share per row, mean"]
+    expected = np.array([np.repeat([top, 1 - top], 4) / 4 for top in (0.75, 0.25, 0.5)])
+    assert profile["mean"] == pytest.approx(expected.mean(axis=0)) and profile["std"] == pytest.approx(
+        expected.std(axis=0)
+    )
+    first, second = attention.map_notes("m", pictures)
+    assert first == (
+        "m: no map of 1 of 4 pictures: x cuts them into tiles (1). "
+        "Heat maps, `upper half` and shares per row are of the other 3"
+    )
+    assert second == "m: its pictures have 2 to 8 rows of tokens; profiles have 8"
+    assert attention.map_notes("m", pictures[:1]) == []
+    assert attention.mapped_by_all({"m": pictures, "n": pictures[::-1]}) == [1, 2]
+    assert attention.mapped_by_all({}) == []
+
+
+CROPS = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+AREAS = {
+    "a crop of a wide picture": (transformers.CLIPImageProcessorPil(**CROPS), (64, 16), False, (0.375, 0, 0.625, 1)),
+    "a crop of a tall picture": (transformers.CLIPImageProcessorPil(**CROPS), (10, 40), False, (0, 0.375, 1, 0.625)),
+    "a crop smaller than what is scaled": (
+        transformers.CLIPImageProcessorPil(**CROPS | {"size": {"shortest_edge": 20}}),
+        (30, 30),
+        False,
+        (0.1, 0.1, 0.9, 0.9),
+    ),
+    "a crop of a square": (
+        transformers.CLIPImageProcessorPil(**CROPS | {"size": {"height": 32, "width": 16}}),
+        (64, 16),
+        False,
+        (0, 0.25, 1, 0.75),
+    ),
+    "no resizing": (
+        transformers.CLIPImageProcessorPil(**CROPS, do_resize=False),
+        (64, 8),
+        False,
+        (0.375, -0.5, 0.625, 1.5),
+    ),
+    "padded, and not cropped then": (transformers.CLIPImageProcessorPil(**CROPS), (64, 16), True, (0, -1.5, 1, 2.5)),
+    "squeezed": (transformers.SiglipImageProcessorPil(), (64, 16), False, (0, 0, 1, 1)),
+    "padded by the processor": (transformers.DeepseekVLImageProcessorPil(), (16, 64), False, (-1.5, 0, 2.5, 1)),
+}
+
+
+@pytest.mark.parametrize("name", AREAS)
+def test_the_area_of_the_grid_is_what_the_processor_takes_of_a_picture(name):
+    processor, size, pads, expected = AREAS[name]
+    assert seen_area(processor, size, pads) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("tower", ["clip", "siglip"])
+def test_the_area_of_our_checkpoints_is_where_their_pixels_come_from(tiny, tmp_path, tower):
+    path = models.our_checkpoint(tiny, tmp_path, tower=tower)
+    loaded = loading.load(NamedModel("tiny", path), parser("attention").parse_args(["attention", "--device", "cpu"]))
+    plain, size = np.full((16, 64, 3), 90, np.uint8), 64
+    marked = plain.copy()
+    marked[:8, 16:32] = 255
+    for mode in (None, "square", "pad"):
+        loaded.model.config.image_aspect_ratio = mode
+        batches = [loaded.prepare([PicturePrompt("x", Image.fromarray(one), QUESTION)]) for one in (plain, marked)]
+        before, after = (one.inputs["images"][0] for one in batches)
+        changed = F.interpolate((after - before).abs().sum(dim=0)[None, None], (size, size))[0, 0].numpy()
+        changed = changed > changed.max() / 2
+        left, top, right, bottom = batches[0].areas[0]
+        x, y = ((np.arange(size) + 0.5) / size * (end - start) + start for start, end in ((left, right), (top, bottom)))
+        expected = ((y >= 0) & (y < 0.5))[:, None] & ((x >= 0.25) & (x < 0.5))
+        assert (changed & expected).sum() > 0.6 * (changed | expected).sum(), mode
+
+
+def test_a_heatmap_covers_only_the_area_that_the_encoder_sees():
+    picture, heat = Image.new("RGB", (80, 20), "white"), np.array([[1.0, 0.0], [0.0, 0.0]])
+    plain = np.asarray(overlaid(picture, np.zeros((2, 2)), 1.0, (2.0, 2.0, 3.0, 3.0)))  # nothing but the grey picture
+    cropped = np.asarray(overlaid(picture, heat, 1.0, (0.375, 0, 0.625, 1)))
+    changed = (cropped != plain).any(axis=2)
+    assert changed[:, 30:50].all() and not changed[:, :30].any() and not changed[:, 50:].any()
+    bright = cropped.sum(axis=2) == cropped[:, 30:50].sum(axis=2).max()
+    assert bright[:10, 30:40].all() and bright.sum() == 100
+    padded = np.asarray(overlaid(picture, np.eye(4), 1.0, (0, -1.5, 1, 2.5)))  # of its rows two lie on the picture
+    bright = padded.sum(axis=2) == padded.sum(axis=2).max()
+    assert bright[:10, 20:40].all() and bright[10:, 40:60].all() and bright.sum() == 400
+
+
+def test_a_profile_in_other_rows_keeps_its_sum_and_its_place():
+    assert attention.with_rows(np.array([0.2, 0.8]), 4) == pytest.approx([0.1, 0.1, 0.4, 0.4])
+    assert attention.with_rows(np.array([0.3, 0.3, 0.4]), 2) == pytest.approx([0.45, 0.55])
+    assert attention.with_rows(np.array([0.3, 0.7]), 2) == pytest.approx([0.3, 0.7])
 
 
 @pytest.fixture(scope="module")
