@@ -44,7 +44,7 @@ class EncoderRows:
                 self._norms.append(self._norms_of(part).sort().values)
 
     def _norms_of(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.detach().reshape(-1, self.width).double().norm(dim=-1).cpu()
+        return rows.detach().reshape(-1, self.width).float().norm(dim=-1).cpu()
 
     def hold(self, rows: torch.Tensor) -> bool:
         """Whether one module gave every piece [E] of `rows` [N, k * E]."""

@@ -26,7 +26,6 @@ the picture, row by row. A family that is not here has no map."""
 LATENTS = {"idefics2", "aria"}
 """Families whose visual tokens are a resampler's latents: each has looked at the whole picture."""
 
-
 Place = Callable[[torch.Tensor], torch.Tensor]
 """Gets the shares [V] of a picture's tokens and returns a map [R, C] of them."""
 

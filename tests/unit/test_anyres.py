@@ -2,12 +2,14 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from paths import GOLDEN
 
-from llava.analysis.visual_grid import drawn_in_place
+from llava.analysis.probe import VISUAL
+from llava.analysis.visual_grid import NoMap, drawn_in_place, picture_map
 from llava.anyres import CropRules, Picture, best_grid, check_modes, parse_pinpoints
 from llava.model.pictures import line_up, match_crops, refuse_video
 
@@ -33,6 +35,17 @@ def numbered(crops: int) -> torch.Tensor:
     """Features [crops, V, 3] that say their crop, row and column."""
     crop, row, column = torch.meshgrid(torch.arange(crops), torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
     return torch.stack([crop, row, column], -1).flatten(1, 2).float()
+
+
+def test_a_class_token_has_no_place_in_a_map():
+    groups = torch.full((1, SIDE**2 + 1), VISUAL)
+    for tokens, count in ((SIDE**2 + 1, SIDE**2 + 1), (SIDE**2, SIDE**2 + 1), (SIDE**2, SIDE**2 - 1)):
+        model = SimpleNamespace(crop_rules=lambda tokens=tokens: CropRules(tokens, SIDE, 56))
+        with pytest.raises(NoMap, match=f"{count} visual tokens are not the patches of 4 rows and columns"):
+            picture_map(model, SimpleNamespace(inputs={}), groups[:, :count])
+    model = SimpleNamespace(crop_rules=lambda: CropRules(SIDE**2, SIDE, 56))
+    place = picture_map(model, SimpleNamespace(inputs={}), groups[:, : SIDE**2])
+    assert place(torch.eye(SIDE**2)[6]).argmax() == 6 and place(torch.ones(SIDE**2)).shape == (SIDE, SIDE)
 
 
 @pytest.mark.parametrize(("aspect_ratio", "merge_type"), MODES)

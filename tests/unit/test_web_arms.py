@@ -276,6 +276,25 @@ def test_bars_say_the_numbers_and_their_ratio():
     assert "<b>673</b>" in text and "<b>2.89</b>" in text and "233 times the norm of text tokens" in text
 
 
+def test_the_page_says_why_there_is_no_heatmap():
+    why = "5 visual tokens are not the patches of 2 rows and columns"
+    assert f"No heatmap: {why}." in arms.norm_bars(look.Look(None, 3.0, 3.0, why))
+    assert "No heatmap" not in arms.norm_bars(look.Look(np.ones((2, 2)), 3.0, 3.0))
+
+
+def test_the_heatmap_of_a_padded_picture_leaves_its_margins_out(pair):
+    assistant, wide = pair[1].assistant, Image.new("RGB", (400, 100), "white")
+    before, assistant.model.config.image_aspect_ratio = assistant.model.config.image_aspect_ratio, "pad"
+    try:
+        found = look.look_of(assistant, pair[1].probe, asked(), wide, "Yes")
+    finally:
+        assistant.model.config.image_aspect_ratio = before
+    assert found.area == (0, -1.5, 1, 2.5) and found.heatmap.shape == (2, 2)
+    drawn = arms.shown_heatmap(wide, np.array([[0.9, 0.0], [0.0, 0.1]]), found.area)
+    assert drawn.getpixel((10, 40)) != drawn.getpixel((10, 60))  # the rows meet in the middle of the picture
+    assert drawn.getpixel((10, 2)) == drawn.getpixel((10, 40))
+
+
 # --- what the buttons do ----------------------------------------------------------------------------------------------
 
 
