@@ -294,6 +294,7 @@ def test_a_model_of_transformers_is_measured_through_its_own_processor(tiny, dat
 @pytest.mark.parametrize("text, adds", [("<s>user: hi", False), ("user: hi", True)])
 def test_a_template_that_writes_the_first_token_gets_no_second_one(text, adds):
     class Processor:
+        model_input_names, image_processor = (), None
         tokenizer = SimpleNamespace(bos_token="<s>")
         apply_chat_template = staticmethod(lambda conversation, **options: text)
 
