@@ -37,9 +37,7 @@ def pieces(template: str, least: int) -> list[str]:
 def is_printed(message: str) -> bool:
     """Whether a line of the code makes up most of the message."""
     for fixed in (pieces(line, 20) for line in templates()):
-        if not fixed or sum(map(len, fixed)) < len(message) / 3 or not all(piece in message for piece in fixed):
-            continue
-        if re.search(".*?".join(map(re.escape, fixed)), message):
+        if sum(map(len, fixed)) >= len(message) / 3 and re.search(pattern(fixed, message), message):
             return True
     return False
 
@@ -47,7 +45,12 @@ def is_printed(message: str) -> bool:
 def is_template(quote: str) -> bool:
     """Whether a quote, with `...` for what is filled in, is a whole line of the code."""
     lines = (pieces(line, 8) for line in templates())
-    return any(fixed and re.fullmatch(".*?".join(map(re.escape, fixed)), quote.strip()) for fixed in lines)
+    return any(fixed and re.fullmatch(pattern(fixed, quote), quote.strip()) for fixed in lines)
+
+
+def pattern(fixed: list[str], text: str) -> str:
+    """A pattern of a template; one that matches nothing, at no cost, where `text` lacks any of the fixed pieces."""
+    return ".*?".join(map(re.escape, fixed)) if all(piece in text for piece in fixed) else "(?!)"
 
 
 def is_quoted(quote: str, output: str) -> bool:
