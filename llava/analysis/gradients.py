@@ -112,7 +112,10 @@ def require_ours(named: NamedModel) -> None:
     """Raises ValueError where a model is not one of our checkpoints, or has no vision tower."""
     fields = loading.config_fields(named.path)
     if not loading.is_ours(fields):
-        raise ValueError(f"--model {named.path}: gradients need one of our checkpoints (llava_llama, llava_qwen)")
+        raise ValueError(
+            f"--model {named.path}: gradients need one of our checkpoints (llava_llama, llava_qwen), found a "
+            f"{fields['model_type']}"
+        )
     if not fields.get("mm_vision_tower"):
         raise ValueError(f"--model {named.path}: gradients need a vision tower, and its config.json names none")
 
