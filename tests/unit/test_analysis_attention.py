@@ -416,6 +416,25 @@ def test_mixed_shapes_are_all_used_and_pictures_without_a_map_counted():
     assert attention.mapped_by_all({}) == []
 
 
+class Readable(list):
+    """Samples of which the second cannot be read."""
+
+    unreadable = {"1": "broken"}
+
+
+def test_a_heatmap_is_drawn_over_its_own_picture_after_unreadable_ones(monkeypatch, capsys):
+    drawn = []
+    monkeypatch.setattr(attention, "draw_heatmaps", lambda args, samples, maps, method: drawn.append((samples, maps)))
+    mapped, unmapped = picture_with(4, 2, 0.75), picture_with(0, 0, 0)
+    results = {"m": [unmapped, mapped, mapped], "n": [mapped, mapped, unmapped], "latents": [unmapped] * 3}
+    attention.draw_maps(None, Readable("abcd"), results)
+    assert len(drawn) == 2 and drawn[0][0] == ["c"] and drawn[0][1].keys() == {"m", "n"}
+    assert "latents: no map of 3 of 3 pictures: x cuts them into tiles (3)\n" in capsys.readouterr().out
+    results = {"m": [unmapped, mapped, unmapped], "n": [mapped, unmapped, unmapped]}
+    attention.draw_maps(None, Readable("abcd"), results)
+    assert len(drawn) == 2 and "no heat maps: no picture has one of every model (m, n)" in capsys.readouterr().out
+
+
 CROPS = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
 AREAS = {
     "a crop of a wide picture": (transformers.CLIPImageProcessorPil(**CROPS), (64, 16), False, (0.375, 0, 0.625, 1)),
