@@ -12,50 +12,32 @@ from itertools import groupby
 from transformers import PreTrainedTokenizerBase
 
 from llava.constants import DEFAULT_IM_END_TOKEN, DEFAULT_IM_START_TOKEN, DEFAULT_IMAGE_TOKEN
-from llava.conversation import Conversation, Part, SeparatorStyle
+from llava.conversation import PART_KINDS, Conversation, Frame, Part
 from llava.mm_utils import adds_space, leading_ids
 
 _SYSTEM, _TURN = "{system}", "{said}"  # stand for the texts of a system message and of a turn
 
-# Words in capitals are replaced: first the pieces of Jinja, then strings by their literals.
+# Words in capitals are replaced: first the pieces of Jinja, then strings by their literals. `write` knows what stands
+# before the text that it is given: the start, a picture, or other text.
 _CHAT = """\
-{%- set ns = namespace(text=PREAMBLE, user=FIRST_USER, said='', behind=false) %}
-{%- for message in messages %}
-SAID
-  {%- if message['role'] == 'system' and loop.first %}
-    SYSTEM
-  {%- elif message['role'] == 'user' %}
-    {%- set ns.text = ns.text + ns.user + TEXT + USER_END %}
-    {%- set ns.user = USER %}
-  {%- elif message['role'] == 'assistant' and loop.last and not add_generation_prompt %}
-    {%- set ns.text = ns.text + LAST_ANSWER + TEXT + LAST_END %}
-  {%- elif message['role'] == 'assistant' %}
-    {%- set ns.text = ns.text + ANSWER + TEXT + END %}
-  {%- else %}
-    REFUSE
-  {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-  {%- set ns.text = ns.text + OPEN %}
+{%- set ns = namespace(space=FRONT, user=FIRST_USER, said='', behind=false) %}
+{%- macro write(words) %}
+  {%- for text in words.replace('<image>', IMAGE).split('<image>') %}
+    {%- if not loop.first %}
+      {{- '<image>' }}
+      {%- set ns.space = BEHIND %}
+    {%- endif %}
+    {%- if text %}
+      {{- ('' if MARKED else ns.space) + text }}
+      {%- set ns.space = '' %}
+    {%- endif %}
+  {%- endfor %}
+{%- endmacro %}
+{{- BOS }}
+{%- if not messages or messages[0]['role'] != 'system' %}
+  {{- write(PREAMBLE) }}
 {%- endif %}
-WRITE"""
-
-_CAPTION = """\
-{%- set ns = namespace(text='', said='', behind=false) %}
 {%- for message in messages %}
-SAID
-  {%- if message['role'] == 'assistant' %}
-    {%- set ns.text = ns.text + ns.said + END %}
-  {%- elif message['role'] == 'user' %}
-    {%- set ns.text = ns.text + '<image>' * (ns.said.split('<image>') | length - 1) %}
-  {%- else %}
-    REFUSE
-  {%- endif %}
-{%- endfor %}
-WRITE"""
-
-_PIECES = {
-    "SAID": """\
   {%- set ns.said = '' %}
   {%- if message['content'] is string %}
     {%- set ns.said = message['content'] %}
@@ -71,39 +53,58 @@ _PIECES = {
         {%- set ns.behind = false %}
       {%- endif %}
     {%- endfor %}
-  {%- endif %}""",
+  {%- endif %}
+  {%- if message['role'] == 'system' and loop.first %}
+    SYSTEM
+  {%- elif message['role'] == 'user' %}
+    {{- write(ns.user + TEXT + USER_END) }}
+    {%- set ns.user = USER %}
+  {%- elif message['role'] == 'assistant' and loop.last and not add_generation_prompt %}
+    {{- write(LAST_HEADER) }}GENERATION{{- write(GAP + TEXT + END) }}ENDGENERATION{{- write(LAST_TAIL) }}
+  {%- elif message['role'] == 'assistant' %}
+    {{- write(HEADER) }}GENERATION{{- write(GAP + TEXT + END) }}ENDGENERATION{{- write(TAIL) }}
+  {%- else %}
+    REFUSE
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+  {{- write(OPEN) }}
+{%- endif %}"""
+
+_PIECES = {
     "SYSTEM": """\
-{%- set ns.text = SYSTEM_PREAMBLE.replace('{system}', ns.said) if ns.said else EMPTY_PREAMBLE %}
+{{- write(SYSTEM_PREAMBLE.replace('{system}', ns.said) if ns.said else EMPTY_PREAMBLE) }}
     {%- set ns.user = SYSTEM_USER.replace('{system}', ns.said) if ns.said else EMPTY_USER %}""",
     "REFUSE": "{{- raise_exception('this template has no place here for a message of role ' + message['role']) }}",
     "TEXT": "ns.said",
-    "WRITE": """\
-{%- for text in ns.text.replace('<image>', IMAGE).split('<image>') %}
-  {%- set space = '' if not text or MARKED else FRONT if loop.first else BEHIND %}
-  {{- (BOS if loop.first else '<image>') + space + text }}
-{%- endfor %}""",
+    "GENERATION": "{% generation %}",
+    "ENDGENERATION": "{% endgeneration %}",
 }
 
 
-def chat_template(template: Conversation, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> str:
+def chat_template(
+    template: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    mm_use_im_start_end: bool = False,
+    marks_answers: bool = True,
+) -> str:
     """The Jinja text; parts of a message are joined as `llava.data.messages` joins them.
 
     Args:
-        template: one of `llava.conversation`; one without questions (`plain`) writes pictures and captions alone.
+        template: one of `llava.conversation`, with questions.
         tokenizer: decides what is written before a text: a BOS, a space.
         mm_use_im_start_end: whether training put tags around pictures.
+        marks_answers: whether `{% generation %}`, which transformers alone knows, holds what training labels.
     """
-    pieces = dict(_PIECES)
-    if template.sep_style is SeparatorStyle.PLAIN:
-        text, strings = _CAPTION, {"PREAMBLE": "", "END": template.sep}
-    else:
-        text, strings = _CHAT, _strings(template)
-        if "SYSTEM_USER" not in strings:
-            pieces["SYSTEM"] = pieces["REFUSE"]
-        if _strips(template):
-            pieces["TEXT"] = "(ns.said | trim)"
+    pieces, strings = dict(_PIECES), _strings(template)
+    if "SYSTEM_USER" not in strings:
+        pieces["SYSTEM"] = pieces["REFUSE"]
+    if _strips(template):
+        pieces["TEXT"] = "(ns.said | trim)"
+    if not marks_answers:
+        pieces["GENERATION"] = pieces["ENDGENERATION"] = ""
     image = DEFAULT_IMAGE_TOKEN
-    if mm_use_im_start_end and template.sep_style is not SeparatorStyle.PLAIN:
+    if mm_use_im_start_end:
         image = DEFAULT_IM_START_TOKEN + image + DEFAULT_IM_END_TOKEN
     strings["IMAGE"] = f"<Image>{image}</Image>" if "mmtag" in template.version else image
     strings["BOS"] = tokenizer.bos_token if leading_ids(strings["PREAMBLE"], tokenizer) else ""
@@ -115,7 +116,7 @@ def chat_template(template: Conversation, tokenizer: PreTrainedTokenizerBase, mm
     strings["FRONT"] = space if strings["BOS"] else ""
     strings["BEHIND"] = "" if DEFAULT_IM_END_TOKEN in strings["IMAGE"] else space
     values = {name: json.dumps(value) for name, value in strings.items()}
-    return _filled(_filled(text, pieces), values | {"MARKED": f"({marked})"})
+    return _filled(_filled(_CHAT, pieces), values | {"MARKED": f"({marked})"})
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
@@ -123,19 +124,21 @@ def _filled(text: str, values: dict[str, str]) -> str:
 
 
 def _strings(template: Conversation) -> dict[str, str]:
-    """Strings around turns, by the words of `_CHAT`; `SYSTEM_` and `EMPTY_` ones, for a system message with
-    and without words, only if the template takes one."""
+    """Strings around turns, by the words of `_CHAT`; `SYSTEM_` and `EMPTY_` ones, for a system message with and
+    without words, only if the template takes one."""
     preamble, (user, answer, second, last) = _written(template, turns=4)
     open_answer = replace(template, messages=[[template.roles[0], _TURN], [template.roles[1], None]]).parts()
     strings = {
         "PREAMBLE": preamble,
-        "FIRST_USER": user[0],
-        "USER": second[0],
-        "USER_END": user[1],
-        "ANSWER": answer[0],
-        "END": answer[1],
-        "LAST_ANSWER": last[0],
-        "LAST_END": last[1],
+        "FIRST_USER": user.header + user.gap,
+        "USER": second.header + second.gap,
+        "USER_END": user.end + user.tail,
+        "HEADER": answer.header,
+        "LAST_HEADER": last.header,
+        "GAP": answer.gap,
+        "END": answer.end,
+        "TAIL": answer.tail,
+        "LAST_TAIL": last.tail,
         "OPEN": _joined(part for part in open_answer if part.speaker == "assistant"),
     }
     try:
@@ -143,18 +146,23 @@ def _strings(template: Conversation) -> dict[str, str]:
     except ValueError:
         return strings
     for name, with_system in systems.items():
-        strings[f"{name}_PREAMBLE"], ((strings[f"{name}_USER"], _), _) = _written(with_system, turns=2)
+        preamble, (user, _) = _written(with_system, turns=2)
+        strings |= {f"{name}_PREAMBLE": preamble, f"{name}_USER": user.header + user.gap}
     return strings
 
 
-def _written(template: Conversation, turns: int) -> tuple[str, list[tuple[str, str]]]:
+def _written(template: Conversation, turns: int) -> tuple[str, list[Frame]]:
     """What the template writes before a conversation, and around each of its turns."""
     messages = [[template.roles[index % 2], _TURN] for index in range(turns)]
     parts = replace(template, messages=messages).parts()
-    preamble, *said = [_joined(group) for _, group in groupby(parts, lambda part: part.speaker)]
-    if parts[0].speaker != "system":
-        preamble, said = "", [preamble, *said]
-    return preamble, [(before, after) for before, _, after in (text.partition(_TURN) for text in said)]
+    preamble, frames = "", []
+    for speaker, group in groupby(parts, lambda part: part.speaker):
+        texts = dict.fromkeys(PART_KINDS, "") | {part.kind: part.text for part in group}
+        if speaker == "system":
+            preamble = texts["header"]
+        else:
+            frames.append(Frame(texts["header"], texts["body"].removesuffix(_TURN), texts["end"], texts["tail"]))
+    return preamble, frames
 
 
 def _joined(parts: Iterable[Part]) -> str:

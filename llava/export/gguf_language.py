@@ -85,7 +85,7 @@ def fields(
         writer.add_value_length(_head_dim(config))
         _add_tokenizer(writer, tokenizer, config.vocab_size, template)
         tags = getattr(config, "mm_use_im_start_end", False)
-        writer.add_chat_template(chat_template(template, tokenizer, tags))
+        writer.add_chat_template(chat_template(template, tokenizer, tags, marks_answers=False))
 
     return add
 

@@ -23,8 +23,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from llava.anyres import is_anyres
-from llava.asking import answer_end, choose_template
+from llava.anyres import has_newline, is_anyres
+from llava.asking import answer_end, choose_template, is_captioner
 from llava.commands import DTYPES
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation, conv_templates
@@ -92,6 +92,11 @@ def export(
     """
     config = exportable_config(model_path)
     template = choose_template(config, model_path, conv_mode)
+    recorded = getattr(config, "mm_conv_version", None) or conv_mode
+    if is_captioner(template) or is_captioner(choose_template(config, model_path, recorded)):
+        raise ValueError(
+            f"--model-path {model_path}: of stage 1 (template plain), which answers no questions; export stage 2"
+        )
     config.mm_conv_version = conv_mode or config.mm_conv_version
     with whole_folder(output_dir, "hf", model_path) as folder:
         model = load_as_stored(model_path, config, dtype).eval()
@@ -140,6 +145,11 @@ def exportable_config(model_path: str) -> PretrainedConfig:
             f"--model-path {model_path}: image_aspect_ratio={aspect} (several crops for a picture) "
             "cannot be written in this format; use the checkpoint as it is, or train one with --image_aspect_ratio pad"
         )
+    if has_newline(merge := getattr(config, "mm_patch_merge_type", None)):
+        raise ValueError(
+            f"--model-path {model_path}: mm_patch_merge_type={merge} (image_newline after every picture) cannot be "
+            "written in this format; use the checkpoint as it is, or train one with --mm_patch_merge_type flat"
+        )
     return config
 
 
@@ -187,7 +197,8 @@ def config_fields(model: LlavaMetaForCausalLM, image_token: int, rows: int) -> d
     if stock_classes_suffice(config, tower, own):
         return fields
     classes = {"AutoConfig": LlavaNormConfig, "AutoModel": LlavaNormModel}
-    classes |= {"AutoModelForImageTextToText": LlavaNormForConditionalGeneration}
+    # Programs that ask for a causal LM alone, such as LLaMA-Factory, find the same class.
+    classes |= dict.fromkeys(("AutoModelForImageTextToText", "AutoModelForCausalLM"), LlavaNormForConditionalGeneration)
     return (
         fields
         | own

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModel, LlavaConfig, LlavaForConditionalGeneration, LlavaModel
+from transformers import AutoModel, GenerationMixin, LlavaConfig, LlavaForConditionalGeneration, LlavaModel
 
 from llava.model.multimodal_projector.norm import EPS, MIN_GAIN, NORM_TYPES, ProjectorNorm
 
@@ -54,6 +54,8 @@ class LlavaNormProjector(nn.Module):
 
     def __init__(self, config: LlavaNormConfig):
         super().__init__()
+        if not isinstance(config.vision_feature_layer, int):
+            raise ValueError(f"vision_feature_layer={config.vision_feature_layer}: expected one layer, not several")
         width = config.text_config.hidden_size
         widths = [config.vision_config.hidden_size] + [width] * config.projector_depth
         self.depth, self.num_register_tokens = config.projector_depth, config.num_register_tokens
@@ -128,8 +130,8 @@ class _Head(nn.Linear):
         return logits if self.scaling == 1.0 else logits / self.scaling
 
 
-class LlavaNormForConditionalGeneration(_InitialGain, LlavaForConditionalGeneration):
-    """`LlavaForConditionalGeneration` on `LlavaNormModel`."""
+class LlavaNormForConditionalGeneration(_InitialGain, LlavaForConditionalGeneration, GenerationMixin):
+    """`LlavaForConditionalGeneration` on `LlavaNormModel`; peft and others look for the mixin among its bases."""
 
     config: LlavaNormConfig
     config_class = LlavaNormConfig

@@ -15,9 +15,11 @@ from tiny_models import make
 from training import flags
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     CLIPVisionConfig,
+    GenerationMixin,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -186,9 +188,23 @@ def test_code_of_the_folder_needs_transformers_alone(normed):
     assert code.startswith("# SPDX-License-Identifier: Apache-2.0\n")
 
 
+def test_a_causal_lm_is_the_same_class_and_names_what_generates_among_its_bases(normed):
+    theirs = AutoModelForCausalLM.from_pretrained(normed[1], trust_remote_code=True).eval()
+    assert type(theirs).__name__ == "LlavaNormForConditionalGeneration" and GenerationMixin in type(theirs).__bases__
+    check_equal(load_language_model(str(normed[0])).eval(), theirs)
+
+
+def test_several_vision_layers_are_refused_by_the_folders_own_class(normed):
+    config = AutoConfig.from_pretrained(normed[1], trust_remote_code=True)
+    config.vision_feature_layer = [-2, -1]
+    with pytest.raises(ValueError, match=r"vision_feature_layer=\[-2, -1\]: expected one layer, not several"):
+        AutoModelForImageTextToText.from_config(config, trust_remote_code=True)
+
+
 LOADERS = {
     "config": AutoConfig.from_pretrained,
     "auto": AutoModelForImageTextToText.from_pretrained,
+    "causal": AutoModelForCausalLM.from_pretrained,
     "stock": LlavaForConditionalGeneration.from_pretrained,
     "pipeline": lambda folder: pipeline("image-text-to-text", model=str(folder)),
 }
@@ -418,10 +434,20 @@ def test_what_is_not_a_whole_checkpoint_is_refused_by_name(parts, tmp_path, caps
     assert not (tmp_path / "out").exists()
 
 
-def test_crops_are_refused(parts, tmp_path, capsys):
-    save(parts, tmp_path / "ours", tower="clip", aspect="anyres")
-    said = refusal(capsys, "hf", "--model-path", str(tmp_path / "ours"), "--output-dir", str(tmp_path / "out"))
-    assert "image_aspect_ratio=anyres" in said
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aspect": "anyres"}, "image_aspect_ratio=anyres"),
+        ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type=spatial_unpad (image_newline"),
+        ({"version": "plain"}, "of stage 1 (template plain)"),
+    ],
+)
+@pytest.mark.parametrize("template", [[], ["--conv-mode", "v1"]])
+def test_what_the_format_cannot_say_is_refused_by_name(parts, tmp_path, capsys, options, message, template):
+    save(parts, tmp_path / "ours", tower="clip", **options)
+    where = ["--model-path", str(tmp_path / "ours"), "--output-dir", str(tmp_path / "out")]
+    assert message in refusal(capsys, "hf", *where, *template)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_replaces_only_itself(normed, parts, tmp_path, capsys, monkeypatch):

@@ -158,6 +158,7 @@ def test_one_factor_for_all_tokens_becomes_part_of_the_last_linear_layer():
         ({"tower": "clip"}, "the vision tower is a clip_vision_model"),
         ({"mm_projector_type": "linear"}, "--mm_projector_type linear"),
         ({"image_aspect_ratio": "anyres", "image_grid_pinpoints": "[[16,32]]"}, "--image_aspect_ratio anyres"),
+        ({"mm_patch_merge_type": "spatial_unpad"}, "--mm_patch_merge_type spatial_unpad: image_newline"),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused_by_name(checkpoint, tmp_path, capsys, options, message):
