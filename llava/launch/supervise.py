@@ -20,6 +20,7 @@ from llava.launch.passed_on import write_env_file
 from llava.train.failures import (
     FOLDER,
     HOST,
+    RECEIVED,
     REQUEST,
     REQUEUE_EXIT_CODE,
     RUN_DIR,
@@ -94,12 +95,14 @@ class Supervisor:
             self._end(self.launcher.pid)
             return
         self.interrupted = self.interrupted or number == signal.SIGINT
+        name = signal.Signals(number).name
+        (self.run_dir / RECEIVED).write_text(name)
         again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
         if [file for file in self.run_dir.glob("*.pid") if _send(_process_id(file), signal.SIGUSR1)]:
-            _say(f"signal received: the ranks save after the current step and stop{again}")
+            _say(f"{name} received: the ranks save after the current step and stop{again}")
         else:  # nothing is trained yet
             (self.run_dir / REQUEST).write_text(UNSAVED)
-            _say(f"signal received before training: nothing to save, the run ends{again}")
+            _say(f"{name}: stopped before training, nothing is saved; rerun the same command to start{again}")
             _send_group(self.launcher.pid, signal.SIGTERM)
 
     def _end(self, launcher: int) -> None:

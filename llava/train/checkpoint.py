@@ -10,6 +10,7 @@ folder's `manifest.json` is written last and says that the run is finished, and 
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -37,6 +38,7 @@ STAGING = ".saving"
 MANIFEST = "manifest.json"
 _OWNER = re.compile(r"(?:zero_pp_rank|rng_state)_(\d+)")  # the rank that wrote a file; other files are rank 0's
 _WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # a full disk as Python, torch.save and safetensors report it
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class SaveError(RuntimeError):
@@ -71,10 +73,29 @@ def named_save_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except _WRITE_ERRORS as error:
-        raise SaveError(
-            f"{target} could not be written: {error} ({free_gib(target.parent):.2f} GiB are free there). "
-            f"{what_is_left(target.parent)}. Make room and start the same command again"
-        ) from error
+        raise SaveError(_not_written(target, target.parent, error)) from error
+
+
+@contextlib.contextmanager
+def named_full_disk(output_dir: Path) -> Iterator[None]:
+    """A context that turns a full disk, whatever is written, into a SaveError that says which checkpoint is left.
+
+    Raises:
+        SaveError: replaces the original error and quotes it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise SaveError(_not_written(Path(error.filename or output_dir), output_dir, error)) from error
+
+
+def _not_written(target: Path, output_dir: Path, error: Exception) -> str:
+    return (
+        f"{target} could not be written: {error} ({free_gib(target):.2f} GiB are free there). "
+        f"{what_is_left(output_dir)}. Make room and start the same command again"
+    )
 
 
 def what_is_left(output_dir: Path) -> str:
@@ -139,7 +160,7 @@ def replace_file(path: Path, text: str) -> None:
 def clear_staging(output_dir: str, is_main_process: bool) -> None:
     """Removes files that a killed run left half written."""
     folder = Path(output_dir, STAGING)
-    if is_main_process and folder.exists():
+    if is_main_process and folder.exists() and any(folder.iterdir()):
         logger.warning("%s: removing what an interrupted run left half written", folder)
         shutil.rmtree(folder)
 

@@ -357,7 +357,14 @@ class LLaVATrainer(Trainer):
         if self.args.should_save:
             limit = self.args.save_total_limit
             rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
+            with contextlib.suppress(OSError):
+                self.staging.rmdir()  # empty, or a file system that is slow to see it
         self.staging, self.saved_step = None, step
+
+    def _issue_warnings_after_load(self, load_result) -> None:
+        tied = self.model.all_tied_weights_keys or ()  # never saved: they are other weights of the checkpoint
+        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result)
 
     def save_final(self) -> None:
         """Writes the final folder below `.saving`, and then moves each file into place. Every rank must call."""

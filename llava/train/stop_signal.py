@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from llava.train.failures import HOST, REQUEST, REQUEUE_EXIT_CODE, RUN_DIR, SAVED, UNSAVED
+from llava.train.failures import HOST, RECEIVED, REQUEST, REQUEUE_EXIT_CODE, RUN_DIR, SAVED, UNSAVED
 from llava.train.ranks import joined
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class StopSignal(TrainerCallback):
     def __init__(self):
         self.received: int | None = None
         self.stopped = self.saved = self.training = False
+        self.step, self.steps = 0, 0
         self._since = 0.0
         self.process = os.getpid()
         self._run_dir = run_dir()
@@ -104,9 +105,7 @@ class StopSignal(TrainerCallback):
         if state.global_step >= state.max_steps or not self.agreed():
             return
         self.stopped = self.saved = True  # if saving fails, it raises, and nobody reads this
-        if state.is_world_process_zero:
-            name = signal.Signals(self.received).name if self.received else "a signal to another rank"
-            logger.warning("%s: saving after step %d and stopping", name, state.global_step)
+        self.step, self.steps = state.global_step, state.max_steps
         control.should_save = control.should_training_stop = True
 
     def agreed(self) -> bool:
@@ -128,6 +127,27 @@ class StopSignal(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self._take_sum()
+
+    def say_where(self, output_dir: str) -> None:
+        """On rank 0 of a run that a signal stopped, logs one line: after which step, and what is saved."""
+        if not self.stopped or int(os.environ.get("RANK", 0)) != 0:
+            return
+        if self.saved:
+            logger.warning(
+                "%s: stopped after step %d of %d, checkpoint %s; rerun the same command to resume",
+                self.name(), self.step, self.steps, Path(output_dir, f"checkpoint-{self.step}"),
+            )  # fmt: skip
+        else:
+            logger.warning(
+                "%s: stopped before the first step, nothing is saved; rerun the same command to start", self.name()
+            )
+
+    def name(self) -> str:
+        """The signal that the user or the cluster sent, which the launcher passes on as another one."""
+        passed_on = self._run_dir and self._run_dir / RECEIVED
+        if passed_on and passed_on.is_file():
+            return passed_on.read_text()
+        return signal.Signals(self.received).name if self.received else "a signal to another rank"
 
     def exit_code(self) -> int:
         """The exit status of a stopped run: the request for another start, or 0 if the launcher was told by a file.

@@ -40,6 +40,7 @@ from llava.model.loss import LMHead, LossTally
 from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm
 from llava.model.zero3 import gathered
 from llava.train.arguments import TrainingArguments
+from llava.train.checkpoint import replace_file
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
 
 logger = logging.getLogger(__name__)
@@ -294,15 +295,23 @@ class JsonlCallback(TrainerCallback):
             return
         path = Path(args.output_dir, LOG_FILE)
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = whole_lines(path) if path.exists() and state.global_step else []
         # Steps that an interrupted run logged after its last checkpoint are computed again.
-        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step and state.global_step]
-        path.write_text("".join(line + "\n" for line in kept))
+        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        replace_file(path, "".join(line + "\n" for line in kept))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:
             with Path(args.output_dir, LOG_FILE).open("a") as file:
                 file.write(json.dumps({"step": state.global_step, **logged_names(logs)}) + "\n")
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a log without a last one that was cut off, by a full disk or a kill, which is named."""
+    *lines, cut = path.read_text(errors="replace").split("\n")
+    if cut:
+        logger.warning("%s: dropping the last line, which was cut off after %d characters", path, len(cut))
+    return lines
 
 
 def logged_names(logs: dict[str, Any]) -> dict[str, Any]:

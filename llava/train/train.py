@@ -6,7 +6,6 @@ scripts/finetune.sh. `--help` documents every flag.
 
 import logging
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -30,6 +29,7 @@ from llava.model.lora import TOWER, has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import largest_micro_batch, log_micro_batches, most_crops
+from llava.train.checkpoint import named_full_disk
 from llava.train.closing import say_what_comes_next
 from llava.train.compilation import compile_layers
 from llava.train.failures import Watchdog, of_flag, refusal
@@ -123,8 +123,9 @@ def train_parsed(
     stop_signal = StopSignal().install()
     try:
         run(model_args, data_args, training_args, watchdog, stop_signal)
+        stop_signal.say_where(training_args.output_dir)
     except StoppedEarly:
-        logger.warning("%s before the first step: nothing is saved", signal.Signals(stop_signal.received).name)
+        stop_signal.say_where(training_args.output_dir)
     except InUse:  # no report: the folder is another training's
         raise
     except Exception as error:
@@ -157,7 +158,7 @@ def run(
         inputs += (*(data_args.data_path or "").split(","), model_args.pretrain_mm_mlp_adapter)
         inputs += (*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder)
         check_launch(inputs, training_args.output_dir, training_args.device)
-    with held_folder(training_args):
+    with held_folder(training_args), named_full_disk(Path(training_args.output_dir)):
         run_in_folder(model_args, data_args, training_args, watchdog, stop_signal)
 
 

@@ -33,7 +33,7 @@ from llava.train.nonfinite import NonFiniteError, poisoned
 from llava.train.resume import ResumeError, moved_step
 from llava.train.run_identity import ALLOWED
 from llava.train.stop_signal import REQUEUE_EXIT_CODE
-from llava.train.telemetry import LOG_FILE
+from llava.train.telemetry import LOG_FILE, JsonlCallback
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
@@ -131,6 +131,31 @@ def test_disk_full_in_a_save_keeps_the_previous_checkpoint_and_the_same_command_
     ours, theirs = weights(tmp_path / "run"), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert sorted(f.name for f in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-4"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_while_logging_names_the_checkpoint_and_the_cut_line_is_dropped(
+    tiny, tmp_path, whole, monkeypatch, caplog
+):
+    """In a log of ours, or in a tracker's, whose writers raise the same error."""
+    on_log = JsonlCallback.on_log
+
+    def cut_at_step_3(self, args, state, control, **kwargs):
+        if state.global_step < 3:
+            return on_log(self, args, state, control, **kwargs)
+        with Path(args.output_dir, LOG_FILE).open("a") as file:
+            file.write('{"step": 3, "lo')
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(JsonlCallback, "on_log", cut_at_step_3)
+    argv, left = flags(tiny, tmp_path, 2, **SAVING), tmp_path / "checkpoint-2"
+    with pytest.raises(SaveError, match=rf"{tmp_path} could not be written: .*No space left on device .*{left} is com"):
+        train_module.train(argv)
+    monkeypatch.undo()
+    train_module.train(argv)
+    assert f"{tmp_path / LOG_FILE}: dropping the last line, which was cut off after 15 characters" in caplog.text
+    assert [line["step"] for line in log_lines(tmp_path)] == [1, 2, 3, 4]
+    assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(tmp_path).items())
 
 
 def test_too_small_a_disk_is_refused_before_the_first_step(tiny, tmp_path, monkeypatch):
@@ -432,7 +457,7 @@ def test_overwriting_never_removes_what_the_run_starts_from(tiny, whole):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", stop_signal.SIGNALS)
 def test_signal_saves_after_the_step_and_the_same_command_ends_with_the_same_weights(
-    tiny, tmp_path, whole, monkeypatch, number
+    tiny, tmp_path, whole, monkeypatch, number, caplog
 ):
     before = signal.getsignal(number)
     at_step(monkeypatch, 3, lambda *_: [os.kill(os.getpid(), number) for _ in range(2)])  # as terminal and launcher do
@@ -441,8 +466,13 @@ def test_signal_saves_after_the_step_and_the_same_command_ends_with_the_same_wei
         train_module.train(argv)
     assert stopped.value.code == REQUEUE_EXIT_CODE and signal.getsignal(number) == before
     assert not checkpoint_faults(tmp_path / "checkpoint-3") and not (tmp_path / "model.safetensors").exists()
+    (line,) = [one.getMessage() for one in caplog.records if "stop" in one.getMessage()]
+    name, place = signal.Signals(number).name, tmp_path / "checkpoint-3"
+    assert line == f"{name}: stopped after step 3 of 4, checkpoint {place}; rerun the same command to resume"
     monkeypatch.undo()
+    caplog.clear()
     train_module.train(argv)
+    assert "removing what" not in caplog.text and "missing keys" not in caplog.text
     ours, theirs = weights(tmp_path), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -453,7 +483,9 @@ def test_signal_before_training_ends_at_once_and_saves_nothing(tiny, tmp_path, m
     with pytest.raises(SystemExit) as stopped:
         train_module.train(flags(tiny, tmp_path / "run", 2, **SAVING))
     assert stopped.value.code == REQUEUE_EXIT_CODE and not (tmp_path / "run").exists()
-    assert f"{signal.Signals(number).name} before the first step: nothing is saved" in caplog.text
+    assert caplog.text.count("stopped") == 1
+    expected = f"{signal.Signals(number).name}: stopped before the first step, nothing is saved; rerun the same command"
+    assert expected in caplog.text
 
 
 def test_second_ctrl_c_ends_at_once_and_workers_leave_it_to_their_rank(monkeypatch, capfd):

@@ -438,7 +438,7 @@ def test_a_signal_lets_the_ranks_save_and_asks_for_another_start(start, sent):
     _, stderr = process.communicate(timeout=20)
     os.kill(worker, signal.SIGKILL)
     assert process.returncode == 85, stderr
-    assert "signal received: the ranks save after the current step and stop" in stderr
+    assert f"{sent.name} received: the ranks save after the current step and stop" in stderr
     assert ("Ctrl-C again" in stderr) == (sent == signal.SIGINT)
     assert "was killed" not in stderr and "Traceback" not in stderr
 
