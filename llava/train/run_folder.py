@@ -27,7 +27,7 @@ from llava.train.checkpoint import (
 from llava.train.failures import clear_reports
 from llava.train.ranks import barrier, from_first
 from llava.train.resume import ResumeError, accepted_changes, check_identity
-from llava.train.run_identity import Settings
+from llava.train.run_identity import ALLOWED, Settings
 from llava.train.run_record import IDENTITY, Identity, write_identity
 from llava.train.telemetry import LOG_FILE
 
@@ -95,6 +95,8 @@ def choose_start(args: TrainingArguments, identity: Settings) -> Start:
     settings = start.resumed["settings"] if start.resumed else identity
     for name, (before, now) in differences(settings, identity).items():
         logger.warning("accepted change: %s: checkpoint %r, now %r", name, before, now)
+    if start.checkpoint and args.ignore_data_skip:
+        logger.warning("--ignore_data_skip True: %s", ALLOWED["ignore_data_skip"])
     if start.finished is None:
         is_main = args.process_index == 0
         clear_staging(args.output_dir, is_main)

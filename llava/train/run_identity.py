@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llava.conversation import get_template
 from llava.data.records import RecordTable
+from llava.digests import bytes_digest
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.norm import projector_norm
@@ -47,7 +48,7 @@ _IRRELEVANT = _PLACES | {
     "evaluation_strategy", "do_train", "do_eval", "do_predict", "skip_memory_metrics",
     "include_num_input_tokens_seen", "use_cache", "per_device_eval_batch_size", "batch_eval_metrics",
     "load_best_model_at_end", "torch_empty_cache_steps", "trial_save",
-    "ignore_data_skip", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint", "ddp_backend",
+    "enable_jit_checkpoint", "restore_callback_states_from_checkpoint", "ddp_backend",
     "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "debug", "use_cpu", "on_bad_record",
     "recheck_data",
 }
@@ -62,6 +63,7 @@ ALLOWED = {
     "model_name_or_path": "for a moved folder: what is frozen comes from there",
     "vision_tower": "for a moved folder: what is frozen comes from there",
     "pretrain_mm_mlp_adapter": "the checkpoint's own projector is loaded over it",
+    "ignore_data_skip": "the samples of the epoch that was begun are seen again, so that the weights become others",
     "max_grad_norm": "applies from here on",
     "attn_implementation": "changes rounding only",
     "padding_free": "changes rounding only",
@@ -93,8 +95,19 @@ def run_identity(
     if eval_records is not None and training_args.metric_for_best_model:
         settings["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
     settings["template"] = _digest(repr(get_template(model_args.version)))
-    settings["tokenizer"] = _digest(json.dumps(sorted(tokenizer.get_vocab().items())))
+    settings["tokenizer"] = tokenizer_digest(tokenizer)
     return settings
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of all that decides a text's ids: normaliser, splitting, merges, vocabulary and added tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str()) | {"truncation": None, "padding": None}  # these change with every call
+    else:  # a tokenizer without the fast library
+        file = getattr(tokenizer, "vocab_file", None)
+        state = [sorted(tokenizer.get_vocab().items()), file and bytes_digest(Path(file))]
+    return _digest(json.dumps([state, tokenizer.special_tokens_map], sort_keys=True, default=str))
 
 
 def default_settings() -> Settings:

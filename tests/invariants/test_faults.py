@@ -207,10 +207,17 @@ def test_what_would_fail_after_the_last_step_fails_before_the_first(tiny, tmp_pa
         ),
         ({"data_path": "DATA/pretrain.json"}, "data: checkpoint '24 records, SHA-256 .*, now '24 records, SHA-256"),
         ({"norm": "layernorm"}, "mm_projector_norm: checkpoint 'gwc_layernorm', now 'layernorm'"),
+        ({"model_name_or_path": "LOWER"}, "tokenizer: checkpoint '.*', now '.*'"),
+        ({"ignore_data_skip": True}, "ignore_data_skip: checkpoint False, now True"),
     ],
 )
-def test_other_settings_are_refused_with_both_sides(tiny, copy, change, sides):
-    change = {k: str(v).replace("DATA", str(tiny / "data")) for k, v in change.items()}
+def test_other_settings_are_refused_with_both_sides(tiny, copy, tmp_path, change, sides):
+    if change.get("model_name_or_path"):  # the same vocabulary, and a normaliser
+        shutil.copytree(tiny / "llama", tmp_path / "lower")
+        tokenizer = json.loads((tmp_path / "lower/tokenizer.json").read_text())
+        (tmp_path / "lower/tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": {"type": "Lowercase"}}))
+    places = {"DATA": str(tiny / "data"), "LOWER": str(tmp_path / "lower")}
+    change = {k: re.sub("DATA|LOWER", lambda found: places[found[0]], str(v)) for k, v in change.items()}
     with pytest.raises(ResumeError, match=f"(?s)checkpoint-4 was written by a run with other settings.*{sides}"):
         train_module.train(flags(tiny, copy, 2, **SAVING, **change))
     with pytest.raises(ResumeError, match="--resume_allow_changes: .* cannot change within a run"):
