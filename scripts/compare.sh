@@ -11,8 +11,9 @@
 #   --question-images DIR       folder or zip file of their pictures (default: the repository's root)
 #   --output-dir DIR            default: outputs/compare-<preset>
 #   --upstream                  also trains the baseline by upstream LLaVA, and stops if losses differ (docs/compare.md)
-# Variables of scripts/pretrain.sh and finetune.sh apply to every run. EVALUATE_FLAGS="--limit 20" goes to evaluate.sh,
-# ANALYSIS="update-rates attention" chooses commands of scripts/analyze.sh, which also takes DATA and SAMPLES.
+# Variables of scripts/pretrain.sh and finetune.sh apply to every run, or are refused by name.
+# EVALUATE_FLAGS="--limit 20" goes to evaluate.sh, ANALYSIS="update-rates attention" chooses commands of
+# scripts/analyze.sh, which also takes DATA and SAMPLES.
 # Finished steps are kept; after an interruption the same call goes on. See docs/compare.md.
 set -euo pipefail
 # shellcheck source=scripts/help.sh

@@ -330,7 +330,10 @@ def caveats(stats: Statistics, runs: Sequence[Run]) -> list[str]:
             "One seed: the intervals cover the choice of questions, not what another training run would have given."
         )
     elif len(stats.seeds) < 5:
-        said.append(f"{len(stats.seeds)} seeds: how much training runs vary is only roughly known.")
+        said.append(
+            f"{len(stats.seeds)} seeds: how much training runs vary is only roughly known, and where that decides, the "
+            "intervals are too narrow."
+        )
     if len(stats.seeds) > 1:
         said.append(
             "p leaves aside how training runs vary, so it may be small where no difference is shown: "
