@@ -22,9 +22,10 @@ from warm_python import warm_python
 from llava.compare.__main__ import main
 from llava.compare.arms import Arm, parse_arm
 from llava.compare.run import DEMO, Comparison, add_arguments
-from llava.compare.stage import STAGES
+from llava.compare.stage import STAGES, is_finished
 from llava.compare.study import Study
 from llava.launch.settings import NAMES
+from llava.provenance import DONE
 from playground.quickstart import Quickstart
 
 # A stand-in for Python that writes down what it is asked and leaves the files of a training.
@@ -247,6 +248,15 @@ def test_the_caller_s_data_take_the_place_of_the_demo_s_mixture(tmp_path, monkey
     monkeypatch.setenv("DATA_PATH", "mine.yaml")
     assert not any("DATA_PATH" in settings for settings in comparison.every_settings())
     assert "mixed" not in comparison.prepared()
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "model-1-of-2.safetensors", "adapter_model.safetensors"])
+def test_a_stage_is_finished_with_its_mark_and_its_weights_or_adapters(tmp_path, weights):
+    assert not is_finished(tmp_path)
+    (tmp_path / DONE).touch()
+    assert not is_finished(tmp_path)
+    (tmp_path / weights).touch()
+    assert is_finished(tmp_path)
 
 
 def test_own_questions_are_asked_in_every_arm_after_its_evaluation(tmp_path, monkeypatch):
