@@ -132,6 +132,15 @@ def without_filler(folder: Path) -> None:
     (folder / "filler").unlink()
 
 
+def stopped(name: str, step: int) -> tuple[str, ...]:
+    """What a run says that the signal ends after `step` steps."""
+    resume = f"{name}: stopped after step {step} of {STEPS}, checkpoint .../checkpoint-{step}; "
+    return (
+        f"{name} received: the ranks save after the current step and stop...",
+        f"{resume}rerun the same command to resume",
+    )
+
+
 BOTH = {"ranks": [0, 1]}
 # Of inject/sitecustomize.py: its error, and its place in a stack. Every other message is the code's.
 INJECTED, IN_STRIKE = "injected fault: this rank fails", "in strike"
@@ -141,7 +150,6 @@ ON_RANK_1 = (f"rank 1 on ..., process ..., ended without a message: {BY_HAND}", 
 LEFT = ("...: removing what an interrupted run left half written",)
 IN_SAVE = {"what": "kill_in_save", "step": 6}
 USR1, TERM, INT = ({"what": "signal", "signal": name, "step": 4} for name in ("SIGUSR1", "SIGTERM", "SIGINT"))
-SAVES = ("signal received: the ranks save after the current step and stop...",)
 DIFFERENCES = (
     "... was written by a run with other settings:",
     "learning_rate: checkpoint ..., now 0.1",
@@ -155,11 +163,11 @@ FAULTS = [
     Fault("kill -9 of all ranks in a step", KILLED, 2, kill_at(5, **BOTH)),
     Fault("kill -9 of one rank in the save", ON_RANK_1, 2, IN_SAVE, said=LEFT),
     Fault("kill -9 of all ranks in the save", KILLED, 2, IN_SAVE | BOTH, said=LEFT),
-    Fault("SIGUSR1, two ranks", SAVES, 2, USR1, resume_at=6, code=85),
-    Fault("SIGUSR1, one rank", ("SIGUSR1: saving after step 5 and stopping",), 1, USR1, resume_at=5, code=85),
-    Fault("Ctrl-C, two ranks", SAVES, 2, INT, resume_at=6, code=85),
-    Fault("Ctrl-C, one rank", SAVES, 1, INT, resume_at=5, code=85),
-    Fault("SIGTERM, one rank", SAVES, 1, TERM, resume_at=5, code=85),
+    Fault("SIGUSR1, two ranks", stopped("SIGUSR1", 6), 2, USR1, resume_at=6, code=85),
+    Fault("SIGUSR1, one rank", stopped("SIGUSR1", 5), 1, USR1, resume_at=5, code=85),
+    Fault("Ctrl-C, two ranks", stopped("SIGINT", 6), 2, INT, resume_at=6, code=85),
+    Fault("Ctrl-C, one rank", stopped("SIGINT", 5), 1, INT, resume_at=5, code=85),
+    Fault("SIGTERM, one rank", stopped("SIGTERM", 5), 1, TERM, resume_at=5, code=85),
     Fault(
         "checkpoint truncated",
         KILLED,
