@@ -1,16 +1,12 @@
-"""What the site adds to the files of docs/: pages from elsewhere in the repository, and references made from the code.
+"""What the site adds to the files of docs/: pages from elsewhere in the repository.
 
 Links are written as the code host follows them, from file to file. Here a link leads to the page that the file has on
 the site; a file that is no page, such as a module, gets one that shows it.
 """
 
-import html
 import json
-import os
 import posixpath
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +24,6 @@ PAGES = {
 }
 """Pages whose files stand outside docs/, where the code host expects them."""
 LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?!https?:|mailto:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]+)?\)")
-SCRIPTS = ("setup", "quickstart", "evaluate", "analyze", "compare", "test", "lint", "upstream_baseline")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -43,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with links that lead to pages of the site, and with its references filled in."""
+    """The page with links that lead to pages of the site."""
     here, titles = path_of(page.file.src_uri), dict(titled(config.nav))
 
     def moved(link: re.Match) -> str:
@@ -54,9 +49,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     if not here.startswith("docs/source/"):
         markdown = LINK.sub(moved, markdown)
-    for marker, text in (("flags", flags), ("variables", variables)):
-        if (place := f"<!-- {marker}: filled in when the site is built -->") in markdown:
-            markdown = markdown.replace(place, text())
     return markdown
 
 
@@ -96,54 +88,3 @@ def shown(path: str) -> str:
 
 def fenced(text: str, language: str) -> str:
     return f"````{language}\n{text.rstrip()}\n````\n"
-
-
-def flags() -> str:
-    """The trainer's flags in tables, one for each group, from the parser that reads them."""
-    sys.path.insert(0, str(ROOT))
-    import argparse
-
-    from llava.train.flags import FlagParser
-
-    lines = []
-    for group in FlagParser()._action_groups:
-        shown = [
-            action for action in group._group_actions if action.help != argparse.SUPPRESS and action.dest != "help"
-        ]
-        if not shown:
-            continue
-        title = group.title[0].upper() + group.title[1:]
-        lines += ["", f"## {title}", "", "| flag | values | default | meaning |", "|---|---|---|---|"]
-        for action in shown:
-            values = ", ".join(map(str, action.choices)) if action.choices else action.metavar or ""
-            default = "" if action.default in (None, "", [], argparse.SUPPRESS) else f"`{action.default}`"
-            meaning = cell(action.help.replace("%%", "%"))
-            lines.append(f"| {name_cell(action.option_strings[0])} | {cell(values)} | {default} | {meaning} |")
-    return "\n".join(lines)
-
-
-def variables() -> str:
-    """The variables of the training scripts in tables, and the --help of every other script."""
-    sys.path.insert(0, str(ROOT))
-    from llava.launch.settings import VARIABLES
-
-    lines = ["", "## scripts/pretrain.sh, scripts/finetune.sh"]
-    for group, meanings in VARIABLES.items():
-        lines += ["", f"### {group[0].upper()}{group[1:]}", "", "| variable | meaning |", "|---|---|"]
-        lines += [f"| {name_cell(name)} | {cell(meaning)} |" for name, meaning in meanings.items()]
-    for name in SCRIPTS:
-        script = f"scripts/{name}.sh"
-        command, python = ["bash", ROOT / script, "--help"], {"LLAVA_PYTHON": sys.executable}
-        told = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | python).stdout
-        lines += ["", f"## {script}", "", fenced(told, "text")]
-    return "\n".join(lines)
-
-
-def name_cell(name: str) -> str:
-    """A flag or variable for a table's cell, not broken over lines."""
-    return f'<code class="flag">{name}</code>'
-
-
-def cell(text: str) -> str:
-    """Text for a table's cell: one line, with special characters escaped."""
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")

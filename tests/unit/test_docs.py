@@ -2,9 +2,11 @@
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,22 @@ def test_every_file_of_this_tree_that_a_page_names_is_there(page):
     assert [path for path in named if "playground/data/" not in path and not (ROOT / path).exists()] == []
 
 
+# ---- references -----------------------------------------------------------------------------------------------------
+
+
+def pinned(package: str) -> bool:
+    """Whether the version here is that of constraints.txt, whose flags the pages list."""
+    return f"\n{package}=={version(package)} " in (ROOT / "constraints.txt").read_text().replace("\n", " \n")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pinned("transformers"), reason="another transformers than the pinned one has other flags")
+@pytest.mark.parametrize("name", ["flags.md", "variables.md"])
+def test_the_references_in_the_tree_are_what_the_code_says(name):
+    written = runpy.run_path(str(ROOT / "docs/references.py"))["page"](name)
+    assert PAGES[f"docs/{name}"] == written, "run: python docs/references.py"
+
+
 # ---- commands -------------------------------------------------------------------------------------------------------
 
 # What other people's programs take is theirs to check.
@@ -62,7 +80,7 @@ OUTSIDE = {
 }  # fmt: skip
 OUTSIDE_VARIABLES = {"CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "VLLM_PLUGINS", "WANDB_MODE"}
 OWN = ("llava", "playground", "benchmarks")
-WITHOUT_HELP = ("llava.eval.launch",)  # hands all words to a harness
+WITHOUT_HELP = ("llava.eval.launch",)  # hands all further words to a harness
 WITH_COMMANDS = ("llava.analysis", "llava.compare", "llava.export", "playground")
 # The parser behind a script's further flags.
 BEHIND = {

@@ -1,0 +1,80 @@
+"""Writes the references of docs/ from the code: `python docs/references.py`, after a flag, variable or script changed.
+
+Everything below the marker of a page is replaced.
+"""
+
+import argparse
+import html
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+MARKER = "<!-- what follows is written by: python docs/references.py -->\n"
+SCRIPTS = ("setup", "quickstart", "evaluate", "analyze", "compare", "test", "lint", "upstream_baseline")
+
+
+def flags() -> str:
+    """The trainer's flags in tables, one for each group, from the parser that reads them."""
+    from llava.train.flags import FlagParser
+
+    lines = []
+    for group in FlagParser()._action_groups:
+        shown = [
+            action for action in group._group_actions if action.help != argparse.SUPPRESS and action.dest != "help"
+        ]
+        if not shown:
+            continue
+        title = group.title[0].upper() + group.title[1:]
+        lines += ["", f"## {title}", "", "| flag | values | default | meaning |", "|---|---|---|---|"]
+        for action in shown:
+            values = ", ".join(map(str, action.choices)) if action.choices else action.metavar or ""
+            default = "" if action.default in (None, "", [], argparse.SUPPRESS) else f"`{action.default}`"
+            meaning = cell(action.help.replace("%%", "%"))
+            lines.append(f"| {name_cell(action.option_strings[0])} | {cell(values)} | {default} | {meaning} |")
+    return "\n".join(lines)
+
+
+def variables() -> str:
+    """The variables of the training scripts in tables, and the --help of every other script."""
+    from llava.launch.settings import VARIABLES
+
+    lines = ["", "## scripts/pretrain.sh, scripts/finetune.sh"]
+    for group, meanings in VARIABLES.items():
+        lines += ["", f"### {group[0].upper()}{group[1:]}", "", "| variable | meaning |", "|---|---|"]
+        lines += [f"| {name_cell(name)} | {cell(meaning)} |" for name, meaning in meanings.items()]
+    for name in SCRIPTS:
+        script = f"scripts/{name}.sh"
+        command, python = ["bash", ROOT / script, "--help"], {"LLAVA_PYTHON": sys.executable, "COLUMNS": "80"}
+        told = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | python).stdout
+        lines += ["", f"## {script}", "", f"```text\n{told.rstrip()}\n```"]
+    return "\n".join(lines)
+
+
+def name_cell(name: str) -> str:
+    """A flag or variable for a table's cell, not broken over lines."""
+    return f'<code class="flag">{name}</code>'
+
+
+def cell(text: str) -> str:
+    """Text for a table's cell: one line, with special characters escaped."""
+    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|").replace("*", "\\*")
+
+
+PAGES: dict[str, Callable[[], str]] = {"flags.md": flags, "variables.md": variables}
+
+
+def page(name: str) -> str:
+    """A page of docs/ as it should be: its own text up to the marker, then the reference."""
+    own, marker, _ = (DOCS / name).read_text().partition(MARKER)
+    assert marker, f"docs/{name} has no line {MARKER}"
+    return own + MARKER + PAGES[name]() + "\n"
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    for name in PAGES:
+        (DOCS / name).write_text(page(name))
