@@ -20,12 +20,11 @@ from filelock import FileLock, Timeout
 from llava.anyres import Size
 from llava.asking import (
     Assistant,
-    add_loading_arguments,
-    add_model_arguments,
     batch_answers,
     chosen_assistant,
     is_captioner,
 )
+from llava.asking_flags import add_loading_arguments, add_model_arguments
 from llava.commands import Parser, exit_status, whole
 from llava.eval.answer_file import kept, read_answers, recorded_count, write_record
 from llava.eval.question_records import Question, QuestionRecords

@@ -7,7 +7,8 @@ import argparse
 import sys
 from typing import Any
 
-from llava.asking import add_model_arguments, is_captioner, load_assistant, load_picture
+from llava.asking import is_captioner, load_assistant, load_picture
+from llava.asking_flags import add_model_arguments
 from llava.commands import Parser, exit_status, whole
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER
 

@@ -20,7 +20,7 @@ from llava.asking import Assistant, read_picture
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.mm_utils import to_rgb
 from llava.presentation import TEXT_COLOUR, VISUAL_COLOUR
-from llava.serve.cli import AnswerStreamer, with_question
+from llava.serve.conversation import AnswerStreamer, with_question
 from llava.serve.look import Look, look_of, probe_of
 from llava.serve.uploads import uploaded_file
 

@@ -23,7 +23,7 @@ from llava.conversation import conv_templates
 from llava.data.preprocess import preprocess
 from llava.eval import run_llava
 from llava.mm_utils import KeywordsStoppingCriteria
-from llava.serve import cli
+from llava.serve import cli, conversation
 from playground import answers
 
 ASK = QUESTIONS[0] + POPE_SUFFIX
@@ -244,7 +244,7 @@ def test_what_is_streamed_is_the_answer(talk, assistant):
 
 def test_text_appears_before_the_answer_is_complete_and_without_its_end(assistant, capsys):
     tokenizer = assistant.tokenizer
-    streamer = cli.AnswerStreamer(assistant._replace(template=conv_templates["llava_v0"]))
+    streamer = conversation.AnswerStreamer(assistant._replace(template=conv_templates["llava_v0"]))
     streamer.put(torch.zeros(1, 0, dtype=torch.long))
     for token in tokenizer("a red cat sits.").input_ids:
         streamer.put(torch.tensor([token]))
@@ -296,7 +296,7 @@ def test_the_first_line_and_help_say_every_command_and_an_unknown_one_is_named(t
 
 @pytest.mark.parametrize("after", [0, 3])
 def test_ctrl_c_ends_the_answer_and_not_the_chat(talk, monkeypatch, after):
-    put, tokens = cli.AnswerStreamer.put, []
+    put, tokens = conversation.AnswerStreamer.put, []
 
     def pressed(self, value):
         tokens.append(value)
@@ -304,8 +304,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(talk, monkeypatch, after):
             os.kill(os.getpid(), signal.SIGINT)
         put(self, value)
 
-    monkeypatch.setattr(cli.AnswerStreamer, "put", pressed)
-    monkeypatch.setattr(cli.AnswerStreamer, "on_finalized_text", shown_at_once)
+    monkeypatch.setattr(conversation.AnswerStreamer, "put", pressed)
+    monkeypatch.setattr(conversation.AnswerStreamer, "on_finalized_text", shown_at_once)
     result = talk(f"{LINE}\n{LINE}\n", "--debug")
     assert result.status == 0 and result.printed.count("ASSISTANT: ") == 2 and "Traceback" not in result.error
     *kept, last = shown_prompts(result.printed)
@@ -336,7 +336,7 @@ def test_ctrl_c_at_the_prompt_says_how_to_quit_and_quits_on_the_second(talk, mon
 
 
 def test_ctrl_c_while_the_model_is_loaded_is_one_word(talk, monkeypatch):
-    monkeypatch.setattr(cli, "chosen_assistant", lambda args: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(conversation, "chosen_assistant", lambda args: os.kill(os.getpid(), signal.SIGINT))
     result = talk("")
     assert (result.status, result.error) == (130, "interrupted\n")
 
@@ -348,7 +348,7 @@ def test_a_stage_1_checkpoint_cannot_chat(talk, captioner):
 
 def test_the_aspect_ratio_flag_changes_the_pixels(talk, monkeypatch):
     seen = []
-    monkeypatch.setattr("llava.serve.cli.chat", lambda assistant, *_: seen.append(assistant.model.config))
+    monkeypatch.setattr("llava.serve.conversation.chat", lambda assistant, *_: seen.append(assistant.model.config))
     talk("", "--image-aspect-ratio", "pad")
     talk("")
     assert [config.image_aspect_ratio for config in seen] == ["pad", "square"]

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,10 @@ def test_argument_that_a_script_does_not_know_is_refused_before_anything_is_done
     assert run.returncode == 2 and "--epochs" in run.stderr and "--help" in run.stderr
     assert len(run.stderr.splitlines()) == 1
     assert sorted(tree.rglob("*")) == before
+
+
+def test_the_chats_help_loads_no_library_that_takes_seconds():
+    code = "import sys; from llava.serve import cli; cli.parser().format_help(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not {"torch", "transformers", "numpy", "PIL"} & set(done.stdout.split())
