@@ -1,5 +1,7 @@
 """Starts a stock harness that knows our models: `python -m llava.eval.launch lmms_eval|lm_eval ARGUMENTS`.
 
+scripts/evaluate.sh calls it; `python -m llava.eval.launch lm_eval --help` lists a harness's own arguments.
+
 Our model types are registered with transformers' Auto classes, by which lm-eval loads models. When the harness
 raises, the samples that it was working on are read from the traceback's frames and named on stderr, since the harness
 itself does not name them.
@@ -10,12 +12,21 @@ import sys
 import traceback
 from types import TracebackType
 
-import llava.model.language_model.families  # noqa: F401  registers the model types
-from llava.eval.collect import FAILED_AT
+HARNESSES = ("lmms_eval", "lm_eval")
 
 
 def main() -> None:
-    """Runs the harness that the first argument names, with the remaining arguments."""
+    """Runs the harness that the first argument names, with the remaining arguments; status 2 if it names none."""
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print((__doc__ or "").rstrip())
+        return
+    if not set(sys.argv[1:2]) & set(HARNESSES):
+        found = sys.argv[1] if sys.argv[1:] else "nothing"
+        print(f"error: llava.eval.launch {found}: expected one of {', '.join(HARNESSES)}; see --help", file=sys.stderr)
+        sys.exit(2)
+    import llava.model.language_model.families  # noqa: F401  registers the model types; takes seconds
+    from llava.eval.collect import FAILED_AT
+
     harness = sys.argv[1]
     sys.argv = sys.argv[1:]
     try:

@@ -143,15 +143,23 @@ def considerate(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
 def exit_status() -> int:
     """Runs `main` on the command line and returns the exit status; a refusal is printed in one line."""
     try:
+        status = answered()
+        sys.stdout.flush()  # here, or Python does it at its end, where nothing can be caught
+        return status
+    except BrokenPipeError:  # as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def answered() -> int:
+    """The exit status of `main`, or that of a refusal, a failed set-up or Ctrl-C."""
+    try:
         return main(sys.argv[1:], os.environ)
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     except subprocess.CalledProcessError as error:  # scripts/setup.sh, which has said why
         return error.returncode
-    except BrokenPipeError:  # as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("interrupted: nothing was started", file=sys.stderr)
         return INTERRUPTED

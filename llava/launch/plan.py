@@ -3,8 +3,10 @@
 import json
 import shlex
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from llava.launch.batch import Batch, resolve_batch
@@ -67,6 +69,9 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
         raise Refusal("OUTPUT_DIR is empty; expected the folder where everything goes")
     if flags.value("deepspeed"):
         flags = flags.with_value("deepspeed", shipped(flags.value("deepspeed")))
+    python = environment.get("PYTHON_BIN") or ".venv/bin/python"
+    if flags.value("report_to") == "auto":
+        flags = flags.with_value("report_to", tracker(python))
     devices = resolve_devices(environment)
     global_batch, size = environment.get("GLOBAL_BATCH", ""), flags.value("per_device_train_batch_size")
     batch = resolve_batch(devices, global_batch, size, flags.value("gradient_accumulation_steps"))
@@ -79,12 +84,17 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
     tf32 = str(devices.on_gpu)
     added = (str(batch.accumulation), environment.get("BF16") or bf16, environment.get("TF32") or tf32, run_name)
     flags = flags.before(**dict(zip(ADDED, added, strict=True)))
-    python = environment.get("PYTHON_BIN") or ".venv/bin/python"
     launch = resolve_launch(environment, devices, flags.value("deepspeed"), run_name, python, cores)
     inputs = check_inputs(environment, flags, devices, launch)
     stage, preset = environment.get("STAGE", ""), environment.get("PRESET", "")
     others = other_nodes({**environment, **launch.environment}, launch.by_ssh) if devices.nodes > 1 else []
     return Plan(stage, preset, entry, python, devices, batch, launch, flags, tuple(inputs), tuple(others))
+
+
+def tracker(python: str) -> str:
+    """What `--report_to auto` means: tensorboard, or none where this very interpreter trains and does not have it."""
+    lacks_it = not any(map(find_spec, ("tensorboard", "tensorboardX")))
+    return "none" if Path(python) == Path(sys.executable) and lacks_it else "tensorboard"
 
 
 def configuration(plan: Plan) -> list[tuple[str, str]]:
@@ -121,6 +131,7 @@ def configuration(plan: Plan) -> list[tuple[str, str]]:
         ("launcher", plan.launch.launcher),
         ("deepspeed", value("deepspeed") or "none"),
         ("layers' kernels", kernels(plan)),
+        ("reports to", value("report_to")),
         ("output", value("output_dir")),
     ]
     return [(name, text) for name, text in rows if text]

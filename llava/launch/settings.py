@@ -72,7 +72,7 @@ VARIABLES: dict[str, dict[str, str]] = {
     "output": {
         "OUTPUT_DIR": "where everything goes; a run that was cut off goes on from its newest checkpoint there",
         "RUN_NAME": "name in the logs (default: that of OUTPUT_DIR)",
-        "REPORT_TO": "tensorboard, wandb, none, ...",
+        "REPORT_TO": "tensorboard, wandb, none, ...; auto: tensorboard, unless your own environment lacks it",
         "SAVE_STRATEGY": "when checkpoints are written: steps, epoch or no",
         "SAVE_STEPS": "steps between two checkpoints",
         "SAVE_TOTAL_LIMIT": "how many checkpoints are kept",

@@ -73,6 +73,13 @@ def own_kernel(folder):
     return folder / "jupyter"
 
 
+def test_an_empty_address_of_the_repository_is_named_where_it_is_needed(tmp_path, monkeypatch):
+    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="^CLONE is empty: set it in the first cell"):
+        exec("\n".join(cells[:2]), {})
+
+
 def test_the_notebook_is_kept_without_outputs():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)

@@ -304,6 +304,11 @@ def test_wrong_variable_is_refused_with_what_is_expected(variables, said):
     assert all(text in run.stderr for text in said), run.stderr
 
 
+def test_a_dry_run_whose_reader_leaves_says_nothing_about_the_pipe():
+    run = bash("-c", "bash scripts/pretrain.sh | head -1", DRY_RUN=1, NUM_GPUS=1, LLAVA_PYTHON="false")
+    assert run.stdout == "configuration\n" and "pipe" not in run.stderr.lower(), run.stderr
+
+
 def test_words_after_the_script_that_are_not_flags_are_refused():
     run = bash("scripts/pretrain.sh", "MAX_STEPS=3", DRY_RUN=1, NUM_GPUS=8)
     assert run.returncode == 2 and "MAX_STEPS=3" in run.stderr and "before the command" in run.stderr

@@ -9,6 +9,7 @@ from PIL import Image
 
 from llava.eval import evaluate as evaluate_module
 from llava.eval import harness as harness_module
+from llava.eval import launch
 from llava.eval import results as results_module
 from llava.eval.collect import FAILED_AT, EvaluationError, collect, crash_problems
 from llava.eval.evaluate import main, parser
@@ -244,3 +245,18 @@ def test_a_long_command_is_logged_and_its_progress_read(tmp_path):
     code = "import sys; print('Model Responding:  12%|# | 108/900 [00:10<01:13, 9.9it/s]'); sys.exit(3)"
     assert run_logged(["python3", "-c", code], log, tmp_path, {"PATH": "/usr/bin:/bin"}, "pope") == 3
     assert progress(log) == "Model Responding 12% 108/900 [00:10<01:13, 9.9it/s]"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [(["--help"], None, "Starts a stock harness"), ([], 2, "nothing: expected"), (["nope"], 2, "nope: expected")],
+)
+def test_the_harness_starter_tells_what_it_takes(monkeypatch, capsys, words, status, said):
+    monkeypatch.setattr("sys.argv", ["launch", *words])
+    if status is None:
+        launch.main()
+    else:
+        with pytest.raises(SystemExit) as refused:
+            launch.main()
+        assert refused.value.code == status
+    assert said in "".join(capsys.readouterr())

@@ -3,6 +3,7 @@
 import re
 import signal
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -239,6 +240,22 @@ def test_precision_follows_the_devices_unless_it_is_chosen():
     assert (flags(**CPU)["tf32"], flags(**CPU, BF16="False")["bf16"]) == ("False", "False")
     assert flags("--bf16", "False", BF16="True")["bf16"] == "False"
     assert flags("--fp16", "True")["bf16"] == flags("--fp16")["bf16"] == "False"
+
+
+@pytest.mark.parametrize(
+    ("python", "has", "expected"),
+    [
+        (sys.executable, False, "none"),
+        (sys.executable, True, "tensorboard"),
+        (".venv/bin/python", False, "tensorboard"),
+    ],
+)
+def test_reports_go_to_tensorboard_unless_the_callers_environment_lacks_it(monkeypatch, python, has, expected):
+    monkeypatch.setattr("llava.launch.plan.find_spec", lambda name: has or None)
+    words = ["--per_device_train_batch_size", "auto", "--output_dir", "out", "--report_to"]
+    environment = {"GLOBAL_BATCH": "8", "NUM_GPUS": "1", "PYTHON_BIN": python}
+    assert resolve(environment, "e", [*words, "auto"]).flags.value("report_to") == expected
+    assert resolve(environment, "e", [*words, "wandb"]).flags.value("report_to") == "wandb"
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
