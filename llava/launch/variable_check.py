@@ -28,26 +28,9 @@ OWN: dict[str, set[str]] = {
         "TOLERANCE", "UPSTREAM_VENV", "VISION_TOWER",
     },
     "test": {"COVERAGE", "FAST", "FIX", "WORKERS"},
+    "test_all": {"OUTPUT_DIR"},
     "lint": {"FIX"},
 }  # fmt: skip
-# Variables of training that a script sets itself, and what to give instead.
-SET_BY: dict[str, dict[str, str]] = {
-    "quickstart": {
-        "NORM": "ARMS",
-        "OUTPUT_DIR": "OUTPUT_ROOT",
-        "DEMO_DATA": "--data",
-        "PRESET": "bash scripts/compare.sh --preset",
-        "PRETRAIN_ADAPTER": "bash scripts/finetune.sh",
-    },
-    "compare": {
-        "NORM": "--arms",
-        "OUTPUT_DIR": "--output-dir",
-        "PRESET": "--preset",
-        "SEED": "--seeds",
-        "PRETRAIN_ADAPTER": "bash scripts/finetune.sh",
-    },
-}
-
 # What other trainers and their scripts call ours. No shell exports them for other reasons.
 OTHER_NAMES = {
     "LR": "LEARNING_RATE", "BASE_LR": "LEARNING_RATE", "MAX_LR": "LEARNING_RATE", "LEARN_RATE": "LEARNING_RATE",
@@ -106,20 +89,19 @@ def check_variables(script: str, environment: Mapping[str, str]) -> list[str]:
 
 def meant_by(script: str, name: str) -> str:
     """What `script` reads instead of the variable `name`; empty where the variable is read, or is another program's."""
-    reads, plain, instead = read_by(script), name.upper(), SET_BY.get(script, {})
-    if name in reads or name in instead:
-        return instead.get(name, "")
+    reads, plain = read_by(script), name.upper()
+    if name in reads:
+        return ""
     if name not in NAMES and (flag := f"--{plain.lower().replace('_', '-')}") in header_flags(script):
         return flag
     right = OTHER_NAMES.get(plain) or GENERIC.get(plain) or trainer_names().get(plain, "")
     if right.startswith("--") and trains(script):
         return f"bash scripts/pretrain.sh {right}" if script in OWN else right
-    if right in reads or right in instead:
-        return instead.get(right, right)
+    if right in reads:
+        return right
     if plain in _FOREIGN or name in NAMES.union(*OWN.values()):  # the latter are of a script that calls this one
         return ""
-    right = nearest_name(plain, (reads | instead.keys()) - {"PYTHON"}) or ""
-    return instead.get(right, right)
+    return nearest_name(plain, reads - {"PYTHON"}) or ""
 
 
 def trains(script: str) -> bool:
@@ -129,9 +111,8 @@ def trains(script: str) -> bool:
 
 @cache
 def read_by(script: str) -> frozenset[str]:
-    """The variables that a script reads."""
-    own = _EVERYWHERE | OWN.get(script, set()) | (NAMES if trains(script) else set())
-    return frozenset(own - SET_BY.get(script, {}).keys())
+    """The variables that a script reads; what a comparison decides itself, llava.compare.stage refuses by name."""
+    return frozenset(_EVERYWHERE | OWN.get(script, set()) | (NAMES if trains(script) else set()))
 
 
 @cache

@@ -8,7 +8,7 @@ from paths import ROOT
 from shell import bash
 
 from llava.launch.settings import NAMES, Refusal
-from llava.launch.variable_check import GENERIC, OTHER_NAMES, OWN, SET_BY, check_variables, meant_by, read_by
+from llava.launch.variable_check import GENERIC, OTHER_NAMES, OWN, check_variables, meant_by, read_by
 
 SCRIPTS = ["pretrain", "finetune", *OWN]
 # What login shells, containers, schedulers, launchers and build systems export.
@@ -55,12 +55,10 @@ FOREIGN = frozenset(_FOREIGN.split())
         ("pretrain", "LEARING_RATES", "LEARNING_RATE"),
         ("pretrain", "GLOBAL_BACTH", "GLOBAL_BATCH"),
         ("slurm_script", "NORMS", "NORM"),  # sbatch runs a copy of this name
-        ("quickstart", "NORM", "ARMS"),
-        ("quickstart", "norms", "ARMS"),
+        ("quickstart", "norms", "NORM"),
         ("quickstart", "OUTPUT_DIRS", "OUTPUT_ROOT"),
         ("quickstart", "LR", "LEARNING_RATE"),
         ("quickstart", "WEIGHT_DECAY", "bash scripts/pretrain.sh --weight_decay"),
-        ("compare", "NORM", "--arms"),
         ("compare", "SEEDS", "--seeds"),
         ("compare", "BATCH_SIZE", "GLOBAL_BATCH"),
         ("evaluate", "TASKS", "--tasks"),
@@ -86,7 +84,7 @@ def test_no_variable_of_a_login_shell_a_scheduler_or_a_launcher_is_named(script)
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_scripts_own_variables_and_those_of_the_scripts_it_calls_are_never_named(script):
-    known = NAMES.union(*OWN.values()) - OTHER_NAMES.keys() - SET_BY.get(script, {}).keys()
+    known = NAMES.union(*OWN.values()) - OTHER_NAMES.keys()
     refused = {name: right for name in known if (right := meant_by(script, name)) and name not in GENERIC}
     assert refused == {}
 
