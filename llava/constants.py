@@ -11,3 +11,12 @@ DEFAULT_IMAGE_PATCH_TOKEN = "<im_patch>"
 DEFAULT_IM_START_TOKEN = "<im_start>"
 DEFAULT_IM_END_TOKEN = "<im_end>"
 IMAGE_PLACEHOLDER = "<image-placeholder>"
+
+CONTROLLER_HEART_BEAT_EXPIRATION = 30
+"""Seconds after which LLaVA's controller takes a silent worker for dead."""
+
+WORKER_HEART_BEAT_INTERVAL = 15
+"""Seconds between the signs of life of LLaVA's workers."""
+
+LOGDIR = "."
+"""Folder of the log files of LLaVA's controller, workers and page."""

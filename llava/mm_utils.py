@@ -3,6 +3,8 @@
 Shapes: B batch, S sequence, N images, H and W the image processor's output size.
 """
 
+import base64
+import io
 import json
 import os
 import shutil
@@ -32,6 +34,11 @@ from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def load_image_from_base64(image: str | bytes) -> Image.Image:
+    """The picture whose file is written in base64, in its own mode."""
+    return Image.open(io.BytesIO(base64.b64decode(image)))
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -274,6 +281,8 @@ def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     tokenizer = _without_added(restore_merge_order(loaded))
     if _sentencepiece_file(tokenizer):
         tokenizer.init_kwargs["legacy"] = False  # is saved; without it transformers 4 falls back to its old behaviour
+    # Transformers 4's name, by which LLaVA-NeXT's programs find a Qwen tokenizer's markers.
+    tokenizer.__dict__["additional_special_tokens_ids"] = tokenizer.extra_special_tokens_ids
     return tokenizer
 
 

@@ -19,13 +19,16 @@ from llava.data.records import load_records
 from llava.data.table import RecordTable, name_of
 from llava.progress import progress
 
+_SHOWN = f"{DEFAULT_IMAGE_TOKEN}\n"
+
 
 class Question(NamedTuple):
     """One record's question.
 
     Attributes:
         identifier: `question_id` or `id` of the record, else its place.
-        prompt: the last turn without its placeholders.
+        prompt: the last turn's words, after an `<image>` line for each picture shown up to it; of a question file the
+            words alone. LLaVA's programs write it so, and those that score answers look for it.
         expected: the answer that the record has for it, or None.
         kind: the record's `kind`, which says how the answer is scored, or None.
     """
@@ -78,7 +81,8 @@ class QuestionRecords(Sequence[Question]):
         record = as_conversation(self.records.record(position))
         if problem := record_problem(record):
             raise ValueError(problem.message)
-        return as_question(record, place)
+        question = as_question(record, place)
+        return question._replace(prompt=question.prompt.removeprefix(len(question.asked.pictures) * _SHOWN))
 
     def named(self, index: int) -> str:
         """How messages call a question."""
@@ -124,6 +128,6 @@ def as_question(record: Record, place: int) -> Question:
     end = asking[-1] + 1
     shown = sum(turn["value"].count(DEFAULT_IMAGE_TOKEN) for turn in turns[:end])
     identifier = next((record[key] for key in ("question_id", "id") if record.get(key) is not None), place)
-    prompt = turns[end - 1]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
+    prompt = shown * _SHOWN + turns[end - 1]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
     expected = turns[end]["value"] if len(turns) > end else record.get("expected")
     return Question(identifier, Asked(turns[:end], record_images(record)[:shown]), prompt, expected, record.get("kind"))

@@ -12,7 +12,7 @@ from saved_models import filled
 
 from llava.asking import Assistant
 from llava.eval import answer
-from llava.eval.question_records import QuestionRecords
+from llava.eval.question_records import QuestionRecords, as_question
 from llava.eval.score import read_scored
 from llava.model.builder import load_pretrained_model
 
@@ -318,3 +318,10 @@ def test_questions_of_a_file_are_not_kept_in_memory(tmp_path, images):
     questions = QuestionRecords(str(tmp_path / "q.jsonl"), str(images))
     assert len(questions) == 4 and questions[1] == questions[1] and questions[1] is not questions[1]
     assert questions.picture_sizes(0) == [(20, 16)]
+
+
+@pytest.mark.parametrize(("pictures", "prompt"), [(0, "Why?"), (1, "<image>\nWhy?"), (2, "<image>\n<image>\nWhy?")])
+def test_a_conversations_prompt_shows_its_pictures_as_upstreams_does(pictures, prompt):
+    images = {"image": [f"{number}.png" for number in range(pictures)]} if pictures else {}
+    turns = [{"from": "human", "value": "<image>\n" * pictures + "Why?"}]
+    assert as_question({"id": "x", "conversations": turns, **images}, 0).prompt == prompt

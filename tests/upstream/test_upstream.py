@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from paths import ROOT
+from upstream_package import unpacked_package
 from warm_python import warm_python
 
 INPUTS = ROOT / "tests/golden/train/inputs"
 VENV = ROOT / ".venv-upstream"
-PACKAGE = "llava-torch==1.2.2.post1"
 ARMS, STAGES = ["none", "layernorm", "gwc_layernorm"], ["pretrain", "finetune"]
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
@@ -44,12 +44,7 @@ def apply(tree: Path, *options: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     """The unpacked package as PyPI has it."""
-    folder = tmp_path_factory.mktemp("package")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "--timeout", "20"]
-    done = run([*pip, "install", "-q", "--no-deps", "--no-compile", "--target", folder / "tree", PACKAGE])
-    if done.returncode:
-        pytest.skip(f"{PACKAGE} cannot be had from PyPI here: {done.stderr.strip()[-300:]}")
-    return folder / "tree"
+    return unpacked_package(tmp_path_factory.mktemp("package") / "tree")
 
 
 @pytest.fixture(scope="module")

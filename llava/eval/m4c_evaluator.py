@@ -1,0 +1,135 @@
+"""TextVQA and ST-VQA scores under the names that LLaVA's programs import, from the metrics' published definitions.
+
+An answer is normalised as the VQA challenge does (https://visualqa.org/evaluation.html): lower case, no punctuation, no
+articles, numbers as digits, contractions with their apostrophes.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from llava.progress import progress
+
+ANNOTATORS = 10
+"""Human answers to each question of TextVQA and VQA v2."""
+
+LEAST_SIMILARITY = 0.5
+"""Below it ANLS counts an answer as wrong."""
+
+_ARTICLES = frozenset(("a", "an", "the"))
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_DIGITS = {"none": "0"} | {word: str(number) for number, word in enumerate(_NUMBERS)}
+_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+_MOST_PERIODS = 32  # the challenge's own program removes no more
+_CONTRACTIONS = """
+    'ow's'at ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't
+    he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've
+    mustn't needn't not've o'clock oughtn't shan't she'd've should've shouldn't shouldn't've somebody'd've
+    somebody'll somebody's someone'd someone'd've someone'll someone's something'd something'd've something'll
+    that's there'd there'd've there're there's they'd they'd've they'll they're they've 'twas wasn't we'd've we've
+    weren't what'll what're what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll
+    why're why's won't would've wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've
+"""
+
+
+def _missing_one_apostrophe(word: str) -> list[str]:
+    return [word[: mark.start()] + word[mark.end() :] for mark in re.finditer("'", word)]
+
+
+_WHOLE = {written: word for word in _CONTRACTIONS.split() for written in _missing_one_apostrophe(word)}
+_WHOLE["somebody'd"] = "somebodyd"  # the challenge's table has this pair the other way round
+
+
+class EvalAIAnswerProcessor:
+    """Normalises an answer."""
+
+    def __call__(self, item: str) -> str:
+        """The normalised answer, its words joined by single spaces."""
+        text = item.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
+        words = self.process_punctuation(re.sub(r"[\n\t]", " ", text).strip()).split()
+        words = [_DIGITS.get(word, word) for word in words]
+        return " ".join(_WHOLE.get(word, word) for word in words if word not in _ARTICLES)
+
+    def process_punctuation(self, text: str) -> str:
+        """`text` without periods, but those before a digit; other marks go if one touches a space, else part words."""
+        in_number = re.search(r"\d,+\d", text) is not None
+        cleared = text
+        for mark in _PUNCTUATION:
+            goes = in_number or f"{mark} " in text or f" {mark}" in text
+            cleared = cleared.replace(mark, "" if goes else " ")
+        return re.sub(r"\.(?!\d)", "", cleared, count=_MOST_PERIODS)
+
+
+Entry = Mapping[str, Any]
+"""`pred_answer`, the answer to score, and `gt_answers`, the right ones."""
+
+
+def _mean(score: Callable[[Entry], float], entries: Sequence[Entry]) -> float:
+    if not entries:
+        raise ValueError("expected at least one answer to score, found none")
+    return sum(map(score, progress(entries, "scoring", "answers"))) / len(entries)
+
+
+class TextVQAAccuracyEvaluator:
+    """The soft accuracy of TextVQA and VQA v2: an answer that three of nine annotators gave is right."""
+
+    def __init__(self) -> None:
+        self.answer_processor = EvalAIAnswerProcessor()
+
+    def eval_pred_list(self, pred_list: Sequence[Entry]) -> float:
+        """Mean score in [0, 1].
+
+        Raises:
+            ValueError: no answers, or an entry without ten right ones.
+        """
+        return _mean(self._score, pred_list)
+
+    def _score(self, entry: Entry) -> float:
+        # The mean over the ten ways to leave one annotator out; those who agree with the answer see one fewer.
+        right = Counter(map(self.answer_processor, entry["gt_answers"]))
+        if right.total() != ANNOTATORS:
+            raise ValueError(f"gt_answers: expected {ANNOTATORS} answers, found {right.total()}")
+        same = right[self.answer_processor(entry["pred_answer"])]
+        return (same * min(3, max(0, same - 1)) + (ANNOTATORS - same) * min(3, same)) / (3 * ANNOTATORS)
+
+
+class STVQAAccuracyEvaluator:
+    """The share of answers that equal a right one."""
+
+    def __init__(self) -> None:
+        self.answer_processor = EvalAIAnswerProcessor()
+
+    def eval_pred_list(self, pred_list: Sequence[Entry]) -> float:
+        """Mean score in [0, 1]; raises ValueError if there is no answer."""
+        return _mean(self._score, pred_list)
+
+    def _score(self, entry: Entry) -> float:
+        right = set(map(self.answer_processor, entry["gt_answers"]))
+        return float(self.answer_processor(entry["pred_answer"]) in right)
+
+
+class STVQAANLSEvaluator:
+    """ANLS: one minus the edit distance over the longer text's length, 0 below one half (arXiv 1905.13648)."""
+
+    def eval_pred_list(self, pred_list: Sequence[Entry]) -> float:
+        """Mean, over the answers, of the best similarity to a right one; raises ValueError if there is no answer."""
+        return _mean(self._score, pred_list)
+
+    def _score(self, entry: Entry) -> float:
+        return max(self.get_anls(entry["pred_answer"], right) for right in entry["gt_answers"])
+
+    def get_anls(self, s1: str, s2: str) -> float:
+        """The similarity of two texts in [0, 1]; case and outer space do not count."""
+        one, other = s1.lower().strip(), s2.lower().strip()
+        similarity = 1 - _edit_distance(one, other) / max(len(one), len(other), 1)
+        return similarity if similarity >= LEAST_SIMILARITY else 0.0
+
+
+def _edit_distance(one: str, other: str) -> int:
+    row = list(range(len(other) + 1))
+    for i, left in enumerate(one, 1):
+        before, row = row, [i]
+        for j, right in enumerate(other, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (left != right)))
+    return row[-1]

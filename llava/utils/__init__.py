@@ -1,0 +1,66 @@
+"""The names of LLaVA's `llava.utils` that its evaluation, serving and merging programs import."""
+
+import asyncio
+import json
+import logging
+import os
+import urllib.request
+from logging.handlers import TimedRotatingFileHandler
+from typing import Any
+
+from llava.constants import LOGDIR
+
+server_error_msg = "The server did not answer. Please try again, or reload the page."
+moderation_msg = "The moderation service flagged this message. Please write it differently."
+
+
+def disable_torch_init() -> None:
+    """Does nothing: `load_pretrained_model` fills no weights before it reads them, so there is no time to save."""
+
+
+def build_logger(logger_name: str, logger_filename: str) -> logging.Logger:
+    """The logger of that name; it writes to stderr and to a file in `LOGDIR`, a new one each day."""
+    logger = logging.getLogger(logger_name)
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        os.makedirs(LOGDIR, exist_ok=True)
+        file = TimedRotatingFileHandler(os.path.join(LOGDIR, logger_filename), when="D", utc=True, encoding="utf-8")
+        for handler in (logging.StreamHandler(), file):
+            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+            logger.addHandler(handler)
+        logger.propagate = False
+    return logger
+
+
+def rank0_print(*args: Any) -> None:
+    """Prints on the first rank only."""
+    from torch import distributed
+
+    if not distributed.is_initialized() or distributed.get_rank() == 0:
+        print(*args)
+
+
+def rank_print(*args: Any) -> None:
+    """Prints, and says which rank does, where there are several."""
+    from torch import distributed
+
+    print(*([f"rank {distributed.get_rank()}:"] if distributed.is_initialized() else []), *args)
+
+
+def violates_moderation(text: str) -> bool:
+    """Whether OpenAI's moderation service flags `text`, which is sent there.
+
+    Raises:
+        KeyError: `OPENAI_API_KEY` is not set.
+        OSError, ValueError: the service did not answer; an unchecked text does not count as harmless.
+    """
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    body = json.dumps({"input": text}).encode()
+    request = urllib.request.Request("https://api.openai.com/v1/moderations", body, headers)
+    with urllib.request.urlopen(request, timeout=5) as response:
+        return bool(json.load(response)["results"][0]["flagged"])
+
+
+def pretty_print_semaphore(semaphore: asyncio.Semaphore | None) -> str:
+    """How many more may pass a semaphore, for a log."""
+    return "None" if semaphore is None else f"Semaphore(value={semaphore._value}, locked={semaphore.locked()})"
