@@ -148,7 +148,7 @@ def test_wrong_flags_are_refused_by_name_before_anything_is_made(tmp_path, capsy
 
 
 def test_a_page_of_something_else_is_refused_by_name(tmp_path, capsys):
-    for name, content, said in (("none", None, "no such file"), ("text", "{", "not JSON"), ("other", "{}", "format 1")):
+    for name, content, said in (("none", None, "no such file"), ("text", "{", "not JSON"), ("other", "{}", "format 2")):
         file = Path(tmp_path, name)
         if content is not None:
             file.write_text(content)
