@@ -21,12 +21,13 @@ from llava.anyres import Picture, Size
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, SeparatorStyle, conv_templates, get_template
 from llava.data.checks import Image as Place
-from llava.data.images import LARGEST_FILE, picture_header
+from llava.data.images import LARGEST_FILE, decoded, picture_header
 from llava.data.preprocess import generation_ids
 from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_name_from_path, process_prompt_images
 from llava.model.builder import load_pretrained_model
 from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
+from llava.pixels import MAX_ASPECT_RATIO, upright
 from llava.progress import in_terminal
 
 
@@ -62,8 +63,17 @@ class Assistant(NamedTuple):
             ValueError: malformed turns, or more tokens than the model's context.
         """
         ids = self._ids(turns)
-        self._length(ids, [picture.size for picture in pictures])
+        self._length(ids, [self.upright(picture).size for picture in pictures])
         return ids
+
+    @property
+    def image_orientation(self) -> str:
+        """How the checkpoint was trained to see pictures: one of `llava.pixels.ORIENTATIONS`."""
+        return getattr(self.model.config, "image_orientation", "stored")
+
+    def upright(self, picture: Image.Image) -> Image.Image:
+        """The picture as the checkpoint was trained to see it."""
+        return upright(picture, self.image_orientation)
 
     def prompt_length(self, turns: list[dict[str, str]], sizes: Sequence[Size] = ()) -> int:
         """Length of the prompt that `prompt_ids` gives, once its pictures are visual tokens.
@@ -125,6 +135,7 @@ class Assistant(NamedTuple):
         """
         if pictures and self.image_processor is None:
             raise ValueError(f"{self.name} has no vision tower: it is a language model and cannot see pictures")
+        pictures = [self.upright(picture) for picture in pictures]
         counts = [int((self._ids(turns) == IMAGE_TOKEN_INDEX).sum()) for turns in conversations]
         shown = shared_out(pictures, counts)
         prompts = [self.prompt_ids(turns, own) for turns, own in zip(conversations, shown, strict=True)]
@@ -257,7 +268,7 @@ def is_captioner(template: Conversation) -> bool:
     return template.sep_style is SeparatorStyle.PLAIN
 
 
-def load_picture(source: str) -> Image.Image:
+def load_picture(source: str, max_aspect_ratio: float = MAX_ASPECT_RATIO) -> Image.Image:
     """The picture at the path or http(s) address that the caller of a command names as `--image-file`.
 
     Raises:
@@ -265,22 +276,22 @@ def load_picture(source: str) -> Image.Image:
     """
     called = f"--image-file {source}"
     remote = source.startswith(("http://", "https://"))
-    return read_picture(_download(source, called) if remote else source, called)
+    return read_picture(_download(source, called) if remote else source, called, max_aspect_ratio)
 
 
-def read_picture(file: str | Path | io.BytesIO, called: str) -> Image.Image:
+def read_picture(file: str | Path | io.BytesIO, called: str, max_aspect_ratio: float = MAX_ASPECT_RATIO) -> Image.Image:
     """The picture in a file or its bytes, checked as training checks its pictures; nothing is ever downloaded.
 
     Args:
         called: what messages call it.
+        max_aspect_ratio: see `llava.data.images.ImageStore`.
 
     Raises:
         ValueError: there is nothing, or it is not a picture; the message names it.
     """
     try:
-        with picture_header(file) as image:
-            image.load()
-            return image
+        with picture_header(file, max_aspect_ratio) as image:
+            return decoded(image)
     except FileNotFoundError:
         raise ValueError(f"{called}: no such file") from None
     except UnidentifiedImageError:

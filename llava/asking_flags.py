@@ -4,6 +4,7 @@ import argparse
 
 from llava.commands import DTYPES, add_device_argument
 from llava.conversation import conv_templates
+from llava.pixels import MAX_ASPECT_RATIO
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
@@ -19,6 +20,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) 
         choices=list(conv_templates),
         metavar="TEMPLATE",
         help="conversation template (default: the one that the checkpoint was trained with)",
+    )
+    parser.add_argument(
+        "--max-image-aspect-ratio",
+        "--max_image_aspect_ratio",  # as messages and the trainer write it
+        type=float,
+        default=MAX_ASPECT_RATIO,
+        help=f"longest side of a picture over its shortest, beyond which it is refused (default: {MAX_ASPECT_RATIO:g})",
     )
     add_device_argument(parser)
 

@@ -30,8 +30,10 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from llava.anyres import Pinpoints, best_grid, check_modes, fitted_size, is_anyres, parse_pinpoints
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+from llava.pixels import to_rgb, upright
 
 Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
+_LARGEST_SQUARE = 1 << 24  # pixels of a padded square that is held in memory
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
@@ -39,19 +41,6 @@ Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
 def load_image_from_base64(image: str | bytes) -> Image.Image:
     """The picture whose file is written in base64, in its own mode."""
     return Image.open(io.BytesIO(base64.b64decode(image)))
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """The picture in mode RGB, in its stored colours: palettes are looked up, transparency is left out as LLaVA does.
-
-    16-bit grey is scaled to 8 bits, where Pillow's own conversion clips nearly everything to white.
-    """
-    if image.mode.startswith("I"):
-        return image.convert("I").point(lambda value: value * (1 / 257) + 0.5).convert("L").convert("RGB")
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    # By way of RGBA, because Pillow warns where a palette's transparency is a table.
-    return image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
 
 
 def expand2square(pil_img: Image.Image, background_color: tuple[int, ...] | int) -> Image.Image:
@@ -77,7 +66,8 @@ def process_images(
         image_processor: the vision tower's.
         model_cfg: any object; its `image_aspect_ratio` is read if it has one, and for `anyres` `image_grid_pinpoints`.
             `pad` pads to a square with the processor's mean colour; None or `square` leaves the shape to the processor;
-            `anyres` gives each picture several crops, see `llava.anyres`.
+            `anyres` gives each picture several crops, see `llava.anyres`. `image_orientation` `exif` turns pictures
+            upright, see `llava.pixels`.
 
     Returns:
         [N, 3, H, W], or a list of [3, H, W] if the processor gives different sizes; with `anyres` [N, n, 3, H, W] for n
@@ -90,6 +80,7 @@ def process_images(
     check_modes(mode)
     if not images:
         raise ValueError("process_images: expected at least one picture, found none")
+    images = [upright(image, getattr(model_cfg, "image_orientation", "stored")) for image in images]
     if is_anyres(mode):
         grids = getattr(model_cfg, "image_grid_pinpoints", "")
         pixels = [process_anyres_image(image, image_processor, grids) for image in images]
@@ -119,12 +110,47 @@ def process_prompt_images(
 
 def _pixels(image: Image.Image, image_processor: Any, pad: bool) -> torch.Tensor:
     if pad:
-        image = expand2square(image, tuple(int(255 * mean) for mean in image_processor.image_mean))
+        image = _padded(image, image_processor)
     # The format is given, because the processor would take a picture of 1 or 3 rows for one with channels first.
     options = {"return_tensors": "pt", "input_data_format": "channels_last"}
     if type(image_processor) not in (SiglipImageProcessorPil, CLIPImageProcessorPil):
         return image_processor.preprocess(image, **options)["pixel_values"][0]
     return torch.from_numpy(_values(_levels(image, image_processor, options), image_processor))
+
+
+def _padded(image: Image.Image, image_processor: Any) -> Image.Image:
+    """The picture padded to a square; a large square only as the processor's first step resizes it."""
+    background = tuple(int(255 * mean) for mean in image_processor.image_mean)
+    if max(image.size) ** 2 <= _LARGEST_SQUARE:
+        return expand2square(image, background)
+    size = image_processor.size
+    known = type(image_processor) in (SiglipImageProcessorPil, CLIPImageProcessorPil) and image_processor.do_resize
+    width, height = size.width or size.shortest_edge, size.height or size.shortest_edge
+    if not (known and width and height):
+        raise ValueError(
+            f"a picture of {image.width:,} x {image.height:,} pixels, padded to a square, exceeds "
+            f"{_LARGEST_SQUARE:,} pixels; make it smaller, or take --image_aspect_ratio square"
+        )
+    return resized_square(image, background, (width, height), image_processor.resample)
+
+
+def resized_square(
+    image: Image.Image, background: tuple[int, ...], size: tuple[int, int], resample: int
+) -> Image.Image:
+    """`expand2square(image, background).resize(size, resample)` bit for bit, without the square in memory.
+
+    Pillow resizes along rows and then along columns, so that the rows can be padded and resized in bands.
+    """
+    side, width = max(image.size), size[0]
+    left, top = (side - image.width) // 2, (side - image.height) // 2
+    blank = Image.new("RGB", (side, 1), background).resize((width, 1), resample)
+    columns = blank.resize((width, side), Image.Resampling.NEAREST)
+    band = max(1, _LARGEST_SQUARE // side // 8)
+    for start in range(0, image.height, band):
+        rows = Image.new("RGB", (side, min(band, image.height - start)), background)
+        rows.paste(image.crop((0, start, image.width, start + rows.height)), (left, 0))
+        columns.paste(rows.resize((width, rows.height), resample), (0, top + start))
+    return columns.resize(size, resample)
 
 
 def _levels(image: Image.Image, image_processor: Any, options: dict[str, str]) -> np.ndarray:

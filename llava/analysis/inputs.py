@@ -24,11 +24,11 @@ from llava.commands import whole
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import IMAGE_KEYS, TURN_KEYS, starts_from
 from llava.data.hub_files import is_hub_name
-from llava.data.images import ImageError, ImageStore
+from llava.data.images import ImageError, ImageStore, decoded, picture_header
 from llava.data.mixture import MIXTURES
 from llava.data.records import data_files, load_records, record_images, record_name
 from llava.digests import bytes_digest, remembered_digest
-from llava.mm_utils import to_rgb
+from llava.pixels import ORIENTATIONS, to_rgb, upright
 
 PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/heldout.json")
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser, samples: int) -> None:
         help="folder or zip file of the pictures of LLaVA records (default: images/ beside them)",
     )
     parser.add_argument("--prompt", default=PROMPT, help="prompt for a folder of pictures")
+    parser.add_argument(
+        "--image-orientation",
+        choices=ORIENTATIONS,
+        default="stored",
+        help="exif turns pictures upright by their EXIF orientation; take it for a checkpoint trained with it",
+    )
 
 
 class Source(NamedTuple):
@@ -85,11 +91,19 @@ class Samples(Sequence[PicturePrompt]):
         sources: see `Source`.
         chosen: indices of samples, counted on from one source to the next.
         key: names the collection and the choice; part of the name of saved measurements.
+        orientation: how the pictures are shown, see `llava.pixels`.
         unreadable: is filled with the reason for each sample that a slice left out, by position.
     """
 
-    def __init__(self, sources: list[Source], chosen: list[int], key: str, unreadable: dict[str, str] | None = None):
-        self.sources, self.chosen, self.key = sources, chosen, key
+    def __init__(
+        self,
+        sources: list[Source],
+        chosen: list[int],
+        key: str,
+        unreadable: dict[str, str] | None = None,
+        orientation: str = "stored",
+    ):
+        self.sources, self.chosen, self.key, self.orientation = sources, chosen, key, orientation
         self.unreadable = {} if unreadable is None else unreadable
         self._content: str | None = None
 
@@ -106,7 +120,8 @@ class Samples(Sequence[PicturePrompt]):
         if isinstance(index, slice):
             return [sample for i in range(*index.indices(len(self))) if (sample := self._readable(i)) is not None]
         source, position = self._place(self.chosen[index])
-        return source.read(position)
+        sample = source.read(position)
+        return sample._replace(image=sample.image and upright(sample.image, self.orientation))
 
     def _place(self, position: int) -> tuple[Source, int]:
         for source in self.sources:
@@ -155,7 +170,9 @@ def choose(args: argparse.Namespace) -> Samples:
         )
     random.Random(args.seed).shuffle(usable)
     args.unreadable = getattr(args, "unreadable", {})
-    return Samples(sources, usable[: args.samples], f"{args.data}|{args.image_folder}|{args.prompt}", args.unreadable)
+    orientation = getattr(args, "image_orientation", "stored")
+    key = f"{args.data}|{args.image_folder}|{args.prompt}" + (f"|{orientation}" if orientation != "stored" else "")
+    return Samples(sources, usable[: args.samples], key, args.unreadable, orientation)
 
 
 def left_out(pictures: Sequence[int]) -> str:
@@ -327,8 +344,8 @@ def open_picture(source: Any, name: str) -> Image.Image:
     if source is None:
         raise Unreadable(f"--data {name}: no picture")
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            return to_rgb(image.copy())
+        with picture_header(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            return to_rgb(decoded(image))
     except Exception as error:  # decoders raise all kinds of errors
         where = starts_from(source) if isinstance(error, FileNotFoundError) else ""
         raise Unreadable(f"--data {name}: the picture cannot be read ({error}{where})") from error

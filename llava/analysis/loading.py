@@ -38,6 +38,7 @@ from llava.model.language_model.families import LLAVA_CLASSES
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import recorded_base
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+from llava.pixels import upright
 
 OUR_TYPES = tuple(LLAVA_CLASSES)
 
@@ -247,6 +248,7 @@ def our_batch(
         pictures: one per placeholder in reading order.
     """
     device, rules = model.device, model.crop_rules()
+    pictures = [upright(picture, getattr(model.config, "image_orientation", "stored")) for picture in pictures]
     widths = iter([rules.visual_tokens(rules.picture(picture.size)) for picture in pictures])
     expanded = []
     for ids in prompts:

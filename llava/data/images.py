@@ -21,6 +21,16 @@ from llava.data.checks import PlacedImage, Problem, RowImage, starts_from
 from llava.data.row_images import RowReader
 from llava.data.zip_files import ZipMembers
 from llava.digests import bytes_digest, file_stamp, remembered_digest
+from llava.pixels import (
+    MAX_ASPECT_RATIO,
+    check_header,
+    dark_levels,
+    exif_orientation,
+    has_wide_levels,
+    to_rgb,
+    upright,
+    upright_size,
+)
 
 LARGEST_FILE = 1 << 29
 """Bytes; more than any picture has within Pillow's limit of pixels."""
@@ -46,6 +56,8 @@ class ImageStore:
         follow_links: whether links below the folder may lead out of it.
         others: the folders or zip files of `PlacedImage`s; None stands for `image_folder`.
         setting: the flag or entry that gave `image_folder`, as messages name it.
+        orientation: `stored` or `exif`, see `llava.pixels`.
+        max_aspect_ratio: longer side over shorter side, beyond which a picture is refused.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -59,16 +71,26 @@ class ImageStore:
         follow_links: bool = False,
         others: Sequence[str | None] = (),
         setting: str = "--image_folder",
+        orientation: str = "stored",
+        max_aspect_ratio: float = MAX_ASPECT_RATIO,
     ):
         self.root, self.setting = Path(image_folder or ""), setting
         if not self.root.exists():
             raise FileNotFoundError(f"{setting} {self.root}: no such folder or zip file{starts_from(self.root)}")
         self.follow_links = follow_links
+        self.orientation, self.max_aspect_ratio = orientation, max_aspect_ratio
         self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
         self._real_root = os.path.realpath(self.root)
         self._rows = RowReader()
         self.others = {
-            other: ImageStore(other, cache_dir, follow_links, setting=_OF_AN_ENTRY)
+            other: ImageStore(
+                other,
+                cache_dir,
+                follow_links,
+                setting=_OF_AN_ENTRY,
+                orientation=orientation,
+                max_aspect_ratio=max_aspect_ratio,
+            )
             for other in others
             if other is not None
         }
@@ -80,9 +102,10 @@ class ImageStore:
         return self.archive is not None and all(other.is_archive for other in self.others.values())
 
     def identity(self) -> str:
-        """A text that identifies where pictures come from: a zip file by its content, a folder by its path."""
+        """A text that identifies the pictures and how they are read: a zip file by content, a folder by path."""
         own = f"zip {self.archive.content()}" if self.archive else f"folder {self._real_root} {self.follow_links}"
-        return "; ".join([own, *(other and self.others[other].identity() or "own" for other in self._places)])
+        read = f"{self.orientation} {self.max_aspect_ratio:g}"
+        return "; ".join([own, read, *(other and self.others[other].identity() or "own" for other in self._places)])
 
     def content(self, images: Iterable[Place]) -> str:
         """16 hexadecimal digits of a SHA-256 over names and bytes of pictures, wherever their folder is.
@@ -121,34 +144,41 @@ class ImageStore:
         return found
 
     def open(self, image: Place) -> Image.Image:
-        """The picture, decoded; of an animated one, the first frame.
+        """The picture, decoded, with levels of 8 bits; of an animated one, the first frame.
 
         Raises:
             ImageError: it is missing, lies outside the folder, or cannot be decoded; the message names it.
         """
         with self._header(image) as picture:
-            picture.load()
-            return picture
+            return decoded(picture, self.orientation)
 
     def size(self, image: Place) -> tuple[int, int]:
-        """Width and height of the picture, from its header alone.
+        """Width and height of the picture that `open` gives, from its header alone.
 
         Raises:
             ImageError: it is missing, lies outside the folder, or is no picture; the message names it.
         """
         with self._header(image) as picture:
-            return picture.size
+            return upright_size(picture, self.orientation)
 
     def check(self, image: Place, full_decode: bool = False) -> Problem | None:
-        """What is wrong with a picture, by its header or by decoding it; also reports that it has several frames."""
+        """What is wrong with a picture, by its header or by decoding it, or else the first warning about it."""
         try:
             with self._header(image) as picture:
-                if full_decode:
-                    picture.load()
-                if getattr(picture, "is_animated", False):
-                    return Problem("several_frames", f"image {self._name(image)}: only its first frame is used")
+                return self._warning(picture, self._name(image), full_decode)
         except ImageError as error:
             return error.problem
+
+    def _warning(self, picture: Image.Image, name: str, full_decode: bool) -> Problem | None:
+        if full_decode or has_wide_levels(picture):  # few have; only their levels show what becomes of them
+            decoded(picture, self.orientation)
+        late = picture.format == "PNG" and "exif" not in picture.info  # a search behind the pixels would decode them
+        if self.orientation == "stored" and not late and (number := exif_orientation(picture)) != 1:
+            return Problem("turned", f"image {name}: it is used as stored, not turned by its EXIF orientation {number}")
+        if fault := dark_levels(picture):
+            return Problem("dark", f"image {name}: {fault}")
+        if getattr(picture, "is_animated", False):
+            return Problem("several_frames", f"image {name}: only its first frame is used")
         return None
 
     @contextmanager
@@ -159,7 +189,7 @@ class ImageStore:
             return
         source = self._source(image)
         try:
-            with picture_header(source) as picture:
+            with picture_header(source, self.max_aspect_ratio) as picture:
                 yield picture
         except Exception as error:  # Pillow's decoders raise whatever damaged bytes lead them to
             raise self._unreadable(image, str(error) or type(error).__name__) from error
@@ -227,7 +257,7 @@ class ImageStore:
 
 
 @contextmanager
-def picture_header(source: str | Path | BytesIO) -> Iterator[Image.Image]:
+def picture_header(source: str | Path | BytesIO, max_aspect_ratio: float = MAX_ASPECT_RATIO) -> Iterator[Image.Image]:
     """A picture that is not decoded yet; only `_FORMATS` are tried, and Pillow's limit of pixels is enforced.
 
     Raises:
@@ -236,7 +266,18 @@ def picture_header(source: str | Path | BytesIO) -> Iterator[Image.Image]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         with Image.open(source, formats=_known_formats()) as picture:
+            check_header(picture, max_aspect_ratio)
             yield picture
+
+
+def decoded(picture: Image.Image, orientation: str = "stored") -> Image.Image:
+    """A picture of `picture_header`, decoded, turned as `orientation` says, with levels of at most 8 bits.
+
+    Raises:
+        Exception: see `picture_header`.
+    """
+    picture.load()
+    return upright(to_rgb(picture) if has_wide_levels(picture) else picture, orientation)
 
 
 _formats: tuple[str, ...] = ()

@@ -31,6 +31,7 @@ from llava.data.preflight_manifest import (
 )
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
 from llava.data.turns import LABEL_MASKINGS
+from llava.pixels import MAX_ASPECT_RATIO, ORIENTATIONS
 
 _SHOWN = 10
 
@@ -66,6 +67,15 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
     )
     parser.add_argument("--recheck", action="store_true", help="check again, whatever was found before")
     parser.add_argument("--follow_image_links", action="store_true", help="allow links out of the image folder")
+    parser.add_argument(
+        "--image_orientation", choices=ORIENTATIONS, default="stored", help="as in training (default stored)"
+    )
+    parser.add_argument(
+        "--max_image_aspect_ratio",
+        type=float,
+        default=MAX_ASPECT_RATIO,
+        help=f"as in training (default {MAX_ASPECT_RATIO:g})",
+    )
     parser.add_argument("--list", action="store_true", help="show every fault, not only the first of each kind")
     parser.add_argument("--model_name_or_path", help="count the samples that are too long for this model's tokenizer")
     parser.add_argument(
@@ -85,7 +95,14 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
 def show(args: argparse.Namespace) -> int:
     """Checks the data and prints what was found; returns 1 if there are faults, else 0."""
     table = load_records(args.data_path, args.data_cache_dir, check=False, show_progress=True, seed=args.seed)
-    images = ImageStore(args.image_folder, args.data_cache_dir, args.follow_image_links, table.image_folders)
+    images = ImageStore(
+        args.image_folder,
+        args.data_cache_dir,
+        args.follow_image_links,
+        table.image_folders,
+        orientation=args.image_orientation,
+        max_aspect_ratio=args.max_image_aspect_ratio,
+    )
     rules = Rules(get_template(args.version), args.label_masking, args.full_decode)
     started = time.time()
     manifest, path = preflight(table, images, rules, recheck=args.recheck)

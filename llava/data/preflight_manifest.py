@@ -48,10 +48,12 @@ WARNINGS = {
     "empty_answer": "an answer without text: only its end is learnt",
     "duplicate_id": "the id of an earlier record",
     "several_frames": "only the first frame is used",
+    "turned": "the picture lies on its side or mirrored, as LLaVA uses it; --image_orientation exif turns it upright",
+    "dark": "16-bit levels that use less than a sixteenth of their range: the picture comes out nearly black",
     "unread_picture": "text only, though a field that is not read looks like a picture",
 }
 _PICTURE_FAULTS = ("image_missing", "image_outside", "image_unreadable")
-_FORMAT = 3  # of the manifest; to be raised when the checks find more
+_FORMAT = 4  # of the manifest; to be raised when the checks find more
 _PIECE = 512  # records that a process checks at a time
 _WORTH_PROCESSES = 2048  # records
 _LISTED_WARNINGS = 1000

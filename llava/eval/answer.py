@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--chunk-idx {args.chunk_idx}: expected 0 to {args.num_chunks - 1} (--num-chunks)")
     if args.temperature < 0 or (args.top_p is not None and not (0 < args.top_p <= 1 and args.temperature)):
         raise ValueError("--temperature: expected 0 or more; --top-p: above 0 to 1, and with --temperature above 0")
-    questions = QuestionRecords(args.data, args.image_folder, (args.chunk_idx, args.num_chunks))
+    part = (args.chunk_idx, args.num_chunks)
+    questions = QuestionRecords(args.data, args.image_folder, part, args.max_image_aspect_ratio)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(args.output.with_name(f".{args.output.name}.lock"), timeout=0):
@@ -103,6 +104,9 @@ def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
         return
     sizes = usable(questions, args.on_bad_record)
     assistant = chosen_assistant(args)
+    if assistant.image_orientation != "stored":
+        questions.show_as(assistant.image_orientation)
+        sizes = {place: questions.picture_sizes(place) for place in sizes}
     if is_captioner(assistant.template):
         print(f"note: {args.model_path} is a captioner (template plain): it writes captions and ignores the questions")
     places = fitting(questions, sizes, assistant, args.on_bad_record)

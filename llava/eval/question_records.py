@@ -7,6 +7,7 @@ one. A line of a question file has its words under `text` and its pictures, if i
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from llava.anyres import Size
@@ -17,6 +18,7 @@ from llava.data.checks import Image as Place
 from llava.data.images import ImageStore
 from llava.data.records import load_records
 from llava.data.table import RecordTable, name_of
+from llava.pixels import MAX_ASPECT_RATIO
 from llava.progress import progress
 
 _SHOWN = f"{DEFAULT_IMAGE_TOKEN}\n"
@@ -46,19 +48,34 @@ class QuestionRecords(Sequence[Question]):
     Args:
         data: see `llava.data.records.load_records`.
         image_folder: pictures are looked up below it; a folder or zip file.
+        max_aspect_ratio: see `llava.data.images.ImageStore`.
         part: index, from 0, and number of the equal parts of the data, as LLaVA's `--chunk-idx` and `--num-chunks`.
 
     Raises:
         ValueError, OSError, ImportError: nothing readable there.
     """
 
-    def __init__(self, data: str, image_folder: str | None, part: tuple[int, int] = (0, 1)):
+    def __init__(
+        self,
+        data: str,
+        image_folder: str | None,
+        part: tuple[int, int] = (0, 1),
+        max_aspect_ratio: float = MAX_ASPECT_RATIO,
+    ):
         try:
             self.records: RecordTable = load_records(data, check=False, show_progress=True).epoch()
         except (ValueError, OSError) as error:
             raise ValueError(str(error).replace("--data_path", "--data")) from error
         others = self.records.image_folders
-        self.images = ImageStore(image_folder, follow_links=True, others=others, setting="--image-folder")
+        self._store = partial(
+            ImageStore,
+            image_folder,
+            follow_links=True,
+            others=others,
+            setting="--image-folder",
+            max_aspect_ratio=max_aspect_ratio,
+        )
+        self.images = self._store()
         size = -(-len(self.records) // part[1])
         start = min(part[0] * size, len(self.records))
         self.places = range(start, min(start + size, len(self.records)))
@@ -83,6 +100,10 @@ class QuestionRecords(Sequence[Question]):
             raise ValueError(problem.message)
         question = as_question(record, place)
         return question._replace(prompt=question.prompt.removeprefix(len(question.asked.pictures) * _SHOWN))
+
+    def show_as(self, orientation: str) -> None:
+        """From now on opens and measures the pictures as a checkpoint with this `image_orientation` sees them."""
+        self.images = self._store(orientation=orientation)
 
     def named(self, index: int) -> str:
         """How messages call a question."""

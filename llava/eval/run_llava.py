@@ -11,6 +11,7 @@ from llava.asking import is_captioner, load_assistant, load_picture
 from llava.asking_flags import add_model_arguments
 from llava.commands import Parser, exit_status, whole
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER
+from llava.pixels import MAX_ASPECT_RATIO
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +40,9 @@ def eval_model(args: Any) -> str:
         ValueError: a picture cannot be read, the checkpoint cannot answer, or `<image-placeholder>` is not there once
             for every picture.
     """
-    pictures = [load_picture(source.strip()) for source in args.image_file.split(args.sep)]
+    bound = getattr(args, "max_image_aspect_ratio", MAX_ASPECT_RATIO)  # LLaVA's function is called without it
+    sources = args.image_file.split(args.sep)
+    pictures = [load_picture(source.strip(), max_aspect_ratio=bound) for source in sources]
     question = place_images(args.query, len(pictures))
     assistant = load_assistant(args.model_path, args.model_base, args.conv_mode, device=getattr(args, "device", None))
     if is_captioner(assistant.template):

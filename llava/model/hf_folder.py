@@ -17,7 +17,9 @@ from llava.model.multimodal_projector.norm import ProjectorNorm
 
 STOCK, WITH_NORM = "llava", "llava_norm"
 """Model types: that of transformers, and that of the code that an exported folder brings along."""
-CARRIED = ("mm_", "image_aspect", "image_grid", "tokenizer_", "use_mm_proj", "tune_mm", "freeze_mm")
+CARRIED = (
+    "mm_", "image_aspect", "image_grid", "image_orientation", "tokenizer_", "use_mm_proj", "tune_mm", "freeze_mm",
+)  # fmt: skip
 """Prefixes of the fields of our config that an exported folder keeps, for the way back."""
 ROWS = "text_vocab_size"
 """Field of an exported folder's config: rows of the text embedding before `<image>` got one."""

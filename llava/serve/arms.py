@@ -18,7 +18,7 @@ from llava.analysis.attention_figures import overlaid
 from llava.analysis.seen_area import WHOLE, Area
 from llava.asking import Assistant, read_picture
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.mm_utils import to_rgb
+from llava.pixels import MAX_ASPECT_RATIO, to_rgb
 from llava.presentation import TEXT_COLOUR, VISUAL_COLOUR
 from llava.serve.conversation import AnswerStreamer, with_question
 from llava.serve.look import Look, look_of, probe_of
@@ -75,7 +75,9 @@ def checked_question(question: str | None) -> str:
     return question
 
 
-def checked_picture(path: str | None, folder: str | Path, most_bytes: int) -> Image.Image:
+def checked_picture(
+    path: str | None, folder: str | Path, most_bytes: int, max_aspect_ratio: float = MAX_ASPECT_RATIO
+) -> Image.Image:
     """The picture of a file uploaded to `folder`, in RGB, checked as those of training are; of animated ones the first
     frame.
 
@@ -88,7 +90,7 @@ def checked_picture(path: str | None, folder: str | Path, most_bytes: int) -> Im
     if file.stat().st_size > most_bytes:
         raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes; at most {most_bytes:,} are taken.")
     try:
-        return to_rgb(read_picture(file, file.name))
+        return to_rgb(read_picture(file, file.name, max_aspect_ratio))
     except ValueError as error:
         raise ValueError(f"{str(error).replace(f'{file.parent}/', '')}.") from error
 
@@ -115,7 +117,8 @@ def ask_all(
         talks[number] = Talk([*asked, {"from": "gpt", "value": text}])
         yield list(talks)
         look = look_of(arm.assistant, arm.probe, asked, picture, text)
-        heatmap = None if look.heatmap is None else shown_heatmap(picture, look.heatmap, look.area)
+        seen = arm.assistant.upright(picture)
+        heatmap = None if look.heatmap is None else shown_heatmap(seen, look.heatmap, look.area)
         talks[number] = replace(talks[number], heatmap=heatmap, norms=norm_bars(look))
         yield list(talks)
 

@@ -14,7 +14,7 @@ COMMANDS = "/image PATH another picture, /reset forget the conversation, /quit e
 
 def run(args: argparse.Namespace) -> None:
     """Loads picture and checkpoint, then chats."""
-    picture = load_picture(args.image_file)
+    picture = load_picture(args.image_file, args.max_image_aspect_ratio)
     chat(load_chat_assistant(args), picture, args)
 
 
@@ -44,7 +44,7 @@ def chat(assistant: Assistant, picture: Image.Image, args: argparse.Namespace) -
         if command == "/quit":
             break
         if command == "/image":
-            new = open_picture(argument.strip())
+            new = open_picture(argument.strip(), args.max_image_aspect_ratio)
             picture, turns = (picture, turns) if new is None else (new, [])
         elif command == "/reset":
             turns = []
@@ -61,10 +61,10 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def open_picture(path: str) -> Image.Image | None:
+def open_picture(path: str, max_aspect_ratio: float) -> Image.Image | None:
     """The picture that `/image` names; None, and a line that says why, if it cannot be opened."""
     try:
-        picture = load_picture(path)
+        picture = load_picture(path, max_aspect_ratio)
     except ValueError as error:
         say(f"error: /image {str(error).removeprefix('--image-file ')}; the picture stays")
         return None

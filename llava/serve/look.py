@@ -53,6 +53,7 @@ def look_of(assistant: Assistant, probe: Probe, turns: list[dict[str, str]], pic
     Raises:
         ValueError: the attention cannot be watched.
     """
+    picture = assistant.upright(picture)
     prompt = assistant.prompt_ids(turns, [picture])
     said = assistant.tokenizer(answer, add_special_tokens=False, return_tensors="pt")["input_ids"][0].long()
     batch = our_batch(assistant.model, [torch.cat([prompt, said])], [picture], assistant.image_processor)

@@ -184,11 +184,12 @@ class Page:
     Args:
         folder: where uploaded pictures are; others are not opened.
         most_bytes: largest size of an uploaded picture.
+        limits: further arguments of `checked_picture`.
         same: the value that leaves an output on the page as it is.
     """
 
-    def __init__(self, arms: Sequence[Arm], folder: str | Path, most_bytes: int, same: object = None):
-        self.arms, self.folder, self.most_bytes, self.same = arms, folder, most_bytes, same
+    def __init__(self, arms: Sequence[Arm], folder: str | Path, most_bytes: int, same: object = None, **limits: float):
+        self.arms, self.folder, self.most_bytes, self.same, self.limits = arms, folder, most_bytes, same, limits
 
     def shown(self, talks: Sequence[Talk], said: str = "") -> list[object]:
         """Values of state, sentence, and each arm's chat, heatmap and norms."""
@@ -208,7 +209,7 @@ class Page:
         if not path:
             return [self.same, state, self.same, *parts]
         try:
-            checked_picture(path, self.folder, self.most_bytes)
+            checked_picture(path, self.folder, self.most_bytes, **self.limits)
         except REFUSALS as error:
             return [None, state, refusal(str(error)), *parts]
         return [self.same, state, said, *parts]
@@ -228,7 +229,7 @@ class Page:
         sampling = {"temperature": temperature} if temperature > 0 else {}
         shown: list[object] = []
         try:
-            picture = checked_picture(path, self.folder, self.most_bytes)
+            picture = checked_picture(path, self.folder, self.most_bytes, **self.limits)
             question = checked_question(question)
             options = {"do_sample": temperature > 0, "max_new_tokens": int(max_new_tokens), **sampling}
             for now in ask_all(self.arms, talks, picture, question, **options):
@@ -246,7 +247,8 @@ class Page:
 
 def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argparse.Namespace) -> Any:
     """The page as Gradio's blocks, with its events; uploads are in `folder`."""
-    does = Page(arms, folder, int(args.max_upload * MEGABYTE), gradio.skip())
+    limits = {"max_aspect_ratio": args.max_image_aspect_ratio}
+    does = Page(arms, folder, int(args.max_upload * MEGABYTE), gradio.skip(), **limits)
     title = " and ".join(arm.name for arm in arms)
     with gradio.Blocks(title=f"LLaVA: {title}", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         gradio.Markdown("# Ask about a picture")

@@ -12,6 +12,7 @@ import transformers
 from llava.anyres import check_grids_given, check_modes
 from llava.model.loss import LossHead
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
+from llava.pixels import MAX_ASPECT_RATIO
 from llava.provenance import shipped
 
 
@@ -154,6 +155,17 @@ class DataArguments:
             "shrunk to about N crops' tokens (with spatial_unpad)."
         },
     )
+    image_orientation: Literal["stored", "exif"] = field(
+        default="stored",
+        metadata={
+            "help": "stored: pictures as their files store them, as LLaVA reads them; exif: turned upright by their "
+            "EXIF orientation, as phones mean them. Written to the checkpoint, which is asked in the same way."
+        },
+    )
+    max_image_aspect_ratio: float = field(
+        default=MAX_ASPECT_RATIO,
+        metadata={"help": "A picture whose longer side is more times its shorter side is a fault of its record."},
+    )
     image_grid_pinpoints: str | None = field(
         default=None,
         metadata={
@@ -179,6 +191,8 @@ class DataArguments:
     def __post_init__(self) -> None:
         check_modes(self.image_aspect_ratio)
         check_grids_given(self.image_aspect_ratio, self.image_grid_pinpoints)
+        if not self.max_image_aspect_ratio >= 1:
+            raise ValueError(f"--max_image_aspect_ratio {self.max_image_aspect_ratio:g}: expected at least 1")
 
 
 @dataclass

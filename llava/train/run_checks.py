@@ -1,5 +1,6 @@
 """Checks that fail before the first step instead of after an hour: flags, paths, and every record with its images."""
 
+import dataclasses
 import logging
 import shlex
 import time
@@ -127,7 +128,9 @@ def check_kernels(training_args: TrainingArguments) -> None:
 def image_store(data_args: DataArguments, records: RecordTable, setting: str = "--image_folder") -> ImageStore:
     """The store of the records' images, by the flags and a mixture's entries; messages call its folder `setting`."""
     cache_dir, follow_links = data_args.data_cache_dir, data_args.follow_image_links
-    return ImageStore(data_args.image_folder, cache_dir, follow_links, records.image_folders, setting)
+    orientation, max_aspect_ratio = data_args.image_orientation, data_args.max_image_aspect_ratio
+    others = records.image_folders
+    return ImageStore(data_args.image_folder, cache_dir, follow_links, others, setting, orientation, max_aspect_ratio)
 
 
 def checked_records(
@@ -211,6 +214,10 @@ def _preflight_command(model_args: ModelArguments, data_args: DataArguments, see
     options = {name: getattr(data_args, name) for name in ("data_path", "image_folder", "data_cache_dir")}
     options |= {"version": model_args.version, "label_masking": data_args.label_masking}
     options |= {} if seed == DEFAULT_SEED else {"seed": seed}
+    for field in dataclasses.fields(DataArguments):
+        if field.name in ("image_orientation", "max_image_aspect_ratio"):
+            value = getattr(data_args, field.name)
+            options |= {} if value == field.default else {field.name: value}
     words = [word for name, value in options.items() if value for word in (f"--{name}", str(value))]
     words += [f"--{name}" for name in ("full_decode", "follow_image_links") if getattr(data_args, name)]
     return shlex.join(["python", "-m", "llava.data.preflight", *words])

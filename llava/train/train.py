@@ -334,6 +334,7 @@ def build_model(
     for field in ("mm_projector_lr", "mm_vision_tower_lr"):
         setattr(model.config, field, getattr(training_args, field))
     model.config.image_aspect_ratio = data_args.image_aspect_ratio
+    model.config.image_orientation = data_args.image_orientation
     model.config.image_grid_pinpoints = None
     if is_anyres(data_args.image_aspect_ratio):
         model.config.image_grid_pinpoints = [

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from filelock import FileLock
 from PIL import Image
 from saved_models import filled
 
+from llava import asking
 from llava.asking import Assistant
 from llava.eval import answer
 from llava.eval.question_records import QuestionRecords, as_question
@@ -142,6 +144,23 @@ def test_the_last_question_is_asked_with_what_was_said_before(ask, asked, checkp
     said = turns(f"<image>\n{ASK}", "Yes", "Sure?", "Very")
     ask([{"image": "red.png", "conversations": [{"from": "system", "value": "Be short."}, *said]}])
     assert asked.calls == [[[{"from": "system", "value": "Be short."}, *said[:3]]]]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_turns_pictures_is_asked_about_them_upright(ask, checkpoint, tmp_path, monkeypatch):
+    model, pictures, exif = shutil.copytree(checkpoint, tmp_path / "turning"), tmp_path / "pictures", Image.Exif()
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"image_orientation": "exif"}))
+    pictures.mkdir()
+    exif[274] = 6
+    upright = noise(size=(20, 16))
+    upright.transpose(Image.Transpose.ROTATE_90).save(pictures / "turned.png", exif=exif)
+    seen, real = [], asking.process_prompt_images
+    monkeypatch.setattr(asking, "process_prompt_images", lambda own, *rest: seen.append(own[0]) or real(own, *rest))
+    for path in (model, checkpoint):
+        questions = [line("red", image="turned.png")]
+        assert ask(questions, "--image-folder", str(pictures), model=path, output=f"{Path(path).name}.jsonl").lines
+    assert seen[0].tobytes() == upright.tobytes() and seen[1].size == (16, 20)
 
 
 def test_rows_of_parquet_and_text_alone_are_asked(ask, tmp_path, images, checkpoint):

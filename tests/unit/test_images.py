@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_files import encoded, noise
-from PIL import Image
+from PIL import Image, ImageOps
 
+from llava.asking import load_picture
 from llava.conversation import get_template
 from llava.data import images, row_images
 from llava.data.checks import RowImage
@@ -218,7 +219,86 @@ def test_of_an_animation_the_first_frame_is_used_and_that_is_reported(folder, ki
     assert to_rgb(store.open(path.name)).getpixel((4, 4)) == (255, 0, 0)
 
 
-def test_unusual_modes_are_decoded_as_pillow_stores_them(folder):
+@pytest.mark.parametrize("size", [(1, 12_000), (12_000, 1), (101, 1)])
+def test_a_picture_too_long_for_its_width_is_refused_by_its_header(everywhere, tmp_path, size):
+    data = encoded(Image.new("L", size))
+    assert len(data) < 200
+    (tmp_path / "long.png").write_bytes(data)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("long.png", data)
+    pq.write_table(pa.table({"image": [data]}), tmp_path / "a.parquet")
+    row = RowImage(str(tmp_path / "a.parquet"), 0)
+    for root, place in ((tmp_path, "long.png"), (tmp_path / "a.zip", "long.png"), (None, row)):
+        problem = ImageStore(root).check(place)
+        assert problem.kind == "image_unreadable" and "--max_image_aspect_ratio" in problem.message
+        assert f"{size[0]:,} x {size[1]:,} pixels; a side may be 100 times the other" in problem.message
+        for read in (ImageStore(root).open, ImageStore(root).size):
+            with pytest.raises(ImageError, match="--max_image_aspect_ratio"):
+                read(place)
+        assert ImageStore(root, max_aspect_ratio=max(size)).open(place).size == size
+    with pytest.raises(ValueError, match="--image-file .*long.png.*a side may be 100 times"):
+        load_picture(str(tmp_path / "long.png"))
+    assert load_picture(str(tmp_path / "long.png"), max_aspect_ratio=12_000).size == size
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "MPO"])
+def test_exif_orientation_is_reported_or_applied_everywhere(tmp_path, kind):
+    store, turning = ImageStore(tmp_path), ImageStore(tmp_path, orientation="exif")
+    assert store.identity() != turning.identity()
+    for number in range(1, 9):
+        name, exif = f"{number}.{kind.lower()}", Image.Exif()
+        exif[274] = number
+        noise(size=(9, 7)).save(tmp_path / name, kind, exif=exif)
+        with Image.open(tmp_path / name) as stored:
+            expected = ImageOps.exif_transpose(stored)
+            stored.load()
+        assert np.array_equal(np.asarray(turning.open(name)), np.asarray(expected))
+        assert turning.size(name) == turning.open(name).size == expected.size
+        assert np.array_equal(np.asarray(store.open(name)), np.asarray(stored))
+        assert store.size(name) == store.open(name).size
+        assert kind_of(turning, name) is None
+        if number > 1 and kind != "TIFF":  # which Pillow turns itself
+            assert store.check(name).kind == "turned" and f"EXIF orientation {number}" in store.check(name).message
+        else:
+            assert kind_of(store, name) is None
+
+
+def test_a_picture_that_is_turned_and_cut_off_is_a_fault_when_decoded(tmp_path):
+    exif = Image.Exif()
+    exif[274] = 6
+    data = encoded(noise(size=(64, 64)), "JPEG", exif=exif)
+    (tmp_path / "a.jpg").write_bytes(data[: len(data) // 2])
+    assert kind_of(ImageStore(tmp_path), "a.jpg") == "turned"
+    assert kind_of(ImageStore(tmp_path), "a.jpg", full_decode=True) == "image_unreadable"
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "message"),
+    [
+        (np.full((4, 4), 1000.0, np.float32), "image_unreadable", "32-bit levels from 1000 to 1000; expected 0 to 1"),
+        (np.full((4, 4), 70_000, np.int32), "image_unreadable", "32-bit levels from 70000 to 70000; expected 0 to 255"),
+        (np.full((4, 4), 4000, np.uint16), "dark", "16-bit levels of at most 4,000 of 65,535"),
+        (np.full((4, 4), 0.5, np.float32), None, ""),
+        (np.zeros((4, 4), np.uint16), None, ""),
+    ],
+)
+def test_levels_that_would_come_out_black_or_white_are_named(tmp_path, image, kind, message):
+    Image.fromarray(image).save(tmp_path / "a.tif")
+    store = ImageStore(tmp_path)
+    assert kind_of(store, "a.tif") == kind
+    if kind:
+        assert message in store.check("a.tif").message and "a.tif" in store.check("a.tif").message
+    if kind == "image_unreadable":
+        with pytest.raises(ImageError, match=r"a\.tif.*32-bit levels"):
+            store.open("a.tif")
+
+
+def test_colours_that_cannot_become_rgb_are_named_by_the_header(tmp_path):
+    Image.new("LAB", (4, 4)).save(tmp_path / "a.tif")
+    assert "colours of mode LAB; convert it to RGB" in ImageStore(tmp_path).check("a.tif").message
+
+
+def test_unusual_modes_of_8_bits_are_decoded_as_pillow_stores_them(folder):
     palette = noise("L").convert("P")
     palette.info["transparency"] = bytes(range(256))
     sixteen = Image.fromarray(np.arange(63, dtype=np.uint16).reshape(7, 9) * 1000)
@@ -228,7 +308,7 @@ def test_unusual_modes_are_decoded_as_pillow_stores_them(folder):
         image.save(folder / "images" / name)
         with Image.open(folder / "images" / name) as expected:
             found = store.open(name)
-            assert found.mode == expected.mode and np.array_equal(
+            assert found.mode == ("RGB" if name == "sixteen.png" else expected.mode) and np.array_equal(
                 np.asarray(to_rgb(found)), np.asarray(to_rgb(expected))
             )
         assert kind_of(store, name, full_decode=True) is None

@@ -1,5 +1,6 @@
 """Pixels equal upstream's, or are right where upstream's are not; prompts become the ids that checkpoints know."""
 
+import io
 import json
 import shutil
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from llava import mm_utils
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.mm_utils import (
     KeywordsStoppingCriteria,
@@ -79,6 +81,37 @@ def test_several_pictures_of_a_prompt_are_padded_where_one_is_cut_into_crops():
     assert torch.equal(torch.cat(together), process_images(pictures, processor, config("pad")))
     batch = process_images(pictures, processor, config("anyres"))  # as upstream's function
     assert [crops.shape[0] for crops in batch] == [1 + 3, 1 + 2]
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("size", [(5, 900), (900, 5), (201, 700), (700, 202), (33, 32), (1, 70), (70, 1)])
+def test_a_large_square_is_never_in_memory_and_pixels_are_the_same(monkeypatch, processor, size):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+    expected = process_images([image], PROCESSORS[processor], config("pad"))
+    monkeypatch.setattr(mm_utils, "_LARGEST_SQUARE", 0)
+    monkeypatch.setattr(mm_utils, "expand2square", None)
+    made, real = [], Image.new
+    monkeypatch.setattr(Image, "new", lambda mode, size, *rest: made.append(size) or real(mode, size, *rest))
+    assert torch.equal(process_images([image], PROCESSORS[processor], config("pad")), expected)
+    assert max(width * height for width, height in made) <= 32 * max(size)
+
+
+def test_a_processor_of_another_kind_refuses_a_large_square_by_its_size(monkeypatch):
+    monkeypatch.setattr(mm_utils, "_LARGEST_SQUARE", 100)
+    processor = SimpleNamespace(image_mean=[0.5] * 3, size=SimpleNamespace(width=None, height=None, shortest_edge=32))
+    with pytest.raises(ValueError, match="a picture of 40 x 80 pixels, padded to a square, exceeds 100 pixels"):
+        process_images([picture("rgb_40x80")], processor, config("pad"))
+
+
+def test_a_checkpoint_that_turns_pictures_turns_those_of_other_programs():
+    exif = Image.Exif()
+    exif[274] = 8
+    picture("rgb_40x80").save(buffer := io.BytesIO(), "PNG", exif=exif)
+    turned = config("pad")
+    turned.image_orientation = "exif"
+    expected = process_images([picture("rgb_40x80").transpose(Image.Transpose.ROTATE_90)], PROCESSORS["clip"], turned)
+    assert torch.equal(process_images([Image.open(buffer)], PROCESSORS["clip"], turned), expected)
+    assert not torch.equal(process_images([Image.open(buffer)], PROCESSORS["clip"], config("pad")), expected)
 
 
 def test_sixteen_bit_grey_is_scaled_not_clipped():

@@ -356,6 +356,32 @@ def test_the_command_counts_the_lengths_that_training_has_with_crops(tmp_path, t
     assert f"are longer than 20 tokens and are cut; the longest has {longest}\n" in capsys.readouterr().out
 
 
+def test_turned_pictures_are_counted_or_trained_as_if_their_files_were_upright(tmp_path, tiny, capsys):
+    upright, turned = (write_shapes(tmp_path / name) for name in ("upright", "turned"))
+    exif = Image.Exif()
+    exif[274] = 6
+    files = sorted(Path(turned["image_folder"]).iterdir())
+    for file in files:
+        with Image.open(file) as picture:
+            picture.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
+    data = [word for name, value in turned.items() for word in (f"--{name}", str(value))]
+    assert command.main([*data, "--version", "chatml"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"warnings  10 turned\n  turned: .*--image_orientation exif turns it upright", out)
+    assert command.main([*data, "--version", "chatml", "--image_orientation", "exif"]) == 0
+    assert "warnings  none" in capsys.readouterr().out
+    options = {"version": "chatml", "image_orientation": "exif", **ANYRES}
+    (model, here), (_, there) = (
+        build(flags(tiny, tmp_path / "run", 2, **shapes, **options)) for shapes in (turned, upright)
+    )
+    assert model.config.image_orientation == "exif"
+    here, there = here.train_dataset, there.train_dataset
+    assert here.whole_lengths().tolist() == there.whole_lengths().tolist()
+    for index in range(len(here)):
+        found, expected = (list(data[index].get("images", [])) for data in (here, there))
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
 @pytest.mark.slow
 def test_training_refuses_or_leaves_out_records_with_faults_and_says_where_they_are(tiny, tmp_path, caplog):
     records = json.loads((tiny / "data/finetune.json").read_text())

@@ -1,0 +1,120 @@
+"""What a picture is before a processor sees it: the shape that it may have, which side is up, its colours."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from PIL import Image
+
+MAX_ASPECT_RATIO = 100.0
+"""Longer side over shorter side. A few bytes can name a picture of one pixel by millions, and resizing its shorter side
+to a tower's, or padding it to a square, would take all memory."""
+ORIENTATIONS = ("stored", "exif")
+"""`stored`: rows and columns as the file has them, as LLaVA reads them; `exif`: turned as its EXIF data say."""
+_ORIENTATION_TAG, _BITS_TAG, _PHOTOMETRIC_TAG = 274, 258, 262  # of EXIF and TIFF
+_UNCONVERTED_MODES = ("LAB", "La", "RGBa")
+_DARK = 1 << 12  # of 1 << 16 levels: below it a picture has 16 of 256 levels
+_Turn = Image.Transpose
+_TURNS = {
+    2: _Turn.FLIP_LEFT_RIGHT, 3: _Turn.ROTATE_180, 4: _Turn.FLIP_TOP_BOTTOM, 5: _Turn.TRANSPOSE,
+    6: _Turn.ROTATE_270, 7: _Turn.TRANSVERSE, 8: _Turn.ROTATE_90,
+}  # fmt: skip
+
+
+def check_header(image: Image.Image, max_aspect_ratio: float) -> None:
+    """Raises ValueError where a picture, not decoded yet, is too long for its width or cannot become RGB."""
+    short, long = sorted(image.size)
+    if long > max_aspect_ratio * short:
+        raise ValueError(
+            f"{image.width:,} x {image.height:,} pixels; a side may be {max_aspect_ratio:g} times the other: crop it, "
+            "or raise --max_image_aspect_ratio"
+        )
+    if image.mode in _UNCONVERTED_MODES:
+        raise ValueError(f"colours of mode {image.mode}; convert it to RGB")
+
+
+# --- orientation ------------------------------------------------------------------------------------------------------
+
+
+def exif_orientation(image: Image.Image) -> int:
+    """The orientation that a picture's EXIF data give: 1 where it is upright, or where they say nothing."""
+    if image.format == "TIFF":  # Pillow turns them itself
+        return 1
+    try:
+        found = image.getexif().get(_ORIENTATION_TAG)
+    except Exception:  # Pillow's decoders raise whatever damaged bytes lead them to; the pixels may still be whole
+        return 1
+    return found if found in _TURNS else 1
+
+
+def upright(image: Image.Image, orientation: str) -> Image.Image:
+    """The picture as `orientation` (of `ORIENTATIONS`) wants it; a second call changes nothing."""
+    number = exif_orientation(image) if orientation == "exif" else 1
+    if number == 1:
+        return image
+    turned = image.transpose(_TURNS[number])
+    turned.info = {name: value for name, value in image.info.items() if name == "transparency"}  # no EXIF data
+    return turned
+
+
+def upright_size(image: Image.Image, orientation: str) -> tuple[int, int]:
+    """Width and height of `upright(image, orientation)`."""
+    width, height = image.size
+    return (height, width) if orientation == "exif" and exif_orientation(image) > 4 else (width, height)
+
+
+# --- colours ----------------------------------------------------------------------------------------------------------
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The picture in mode RGB, in its stored colours: palettes are looked up, transparency is left out as LLaVA does.
+
+    Levels of more than 8 bits are scaled, where Pillow's own conversion clips nearly everything to white or to black.
+
+    Raises:
+        ValueError: the levels have a range that nothing names.
+    """
+    if has_wide_levels(image):
+        return _eight_bits(image).convert("RGB")
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    # By way of RGBA, because Pillow warns where a palette's transparency is a table.
+    return image.convert("RGBA" if "transparency" in image.info else "RGB").convert("RGB")
+
+
+def has_wide_levels(image: Image.Image) -> bool:
+    """Whether the levels have more than 8 bits: 16-bit grey, 32-bit integers, floats."""
+    return image.mode == "F" or image.mode.startswith("I")
+
+
+def dark_levels(image: Image.Image) -> str | None:
+    """What is odd about 16-bit levels that use so little of their range that they come out nearly black, or None."""
+    if not has_wide_levels(image) or _largest_level(image) != 65535:
+        return None
+    largest = int(np.asarray(image).max())
+    return f"16-bit levels of at most {largest:,} of 65,535: it comes out nearly black" if 0 < largest < _DARK else None
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    levels = np.asarray(image)
+    if largest := _largest_level(image):
+        if _tiff_tags(image).get(_PHOTOMETRIC_TAG) == 0:  # white is 0
+            levels = largest - levels
+        return Image.fromarray((levels * (255 / largest) + 0.5).astype(np.uint8))
+    low, high = levels.min(), levels.max()
+    if image.mode == "F" and low >= 0 and high <= 1:
+        return Image.fromarray((levels * 255 + 0.5).astype(np.uint8))
+    if low >= 0 and high <= 255:
+        return image.convert("L")
+    expected = "0 to 1 or 0 to 255" if image.mode == "F" else "0 to 255"
+    raise ValueError(f"32-bit levels from {low:g} to {high:g}; expected {expected}: convert it to 8 bits")
+
+
+def _largest_level(image: Image.Image) -> int | None:
+    """The level that means white; None for 32 bits, whose range no file names."""
+    if image.mode == "F" or image.mode == "I" and image.format == "TIFF":
+        return None
+    return 4095 if _tiff_tags(image).get(_BITS_TAG) == (12,) else 65535
+
+
+def _tiff_tags(image: Image.Image) -> Mapping[int, object]:
+    return getattr(image, "tag_v2", {})
