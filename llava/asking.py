@@ -19,7 +19,7 @@ from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokeniz
 
 from llava.anyres import Picture, Size
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
-from llava.conversation import Conversation, SeparatorStyle, conv_templates, get_template
+from llava.conversation import Conversation, SeparatorStyle, answer_end, conv_templates, get_template
 from llava.data.checks import Image as Place
 from llava.data.images import LARGEST_FILE, decoded, picture_header
 from llava.data.preprocess import generation_ids
@@ -253,14 +253,6 @@ def choose_template(config: PretrainedConfig, model_path: str, conv_mode: str | 
             f"name it by --conv-mode (LLaVA-1.5: v1). Templates: {', '.join(conv_templates)}"
         )
     return get_template(name)
-
-
-def answer_end(template: Conversation) -> str:
-    """The text that closes an answer."""
-    sample = template.copy()
-    sample.messages = [[sample.roles[0], "question"], [sample.roles[1], "answer"]]
-    ends = [part.text for part in sample.parts() if part.kind == "end"]
-    return ends[-1].strip(" ")
 
 
 def is_captioner(template: Conversation) -> bool:

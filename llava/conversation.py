@@ -385,6 +385,14 @@ conv_templates: dict[str, Conversation] = {
 default_conversation = conv_templates["vicuna_v1"]
 
 
+def answer_end(template: Conversation) -> str:
+    """The text that closes an answer."""
+    sample = template.copy()
+    sample.messages = [[sample.roles[0], "question"], [sample.roles[1], "answer"]]
+    ends = [part.text for part in sample.parts() if part.kind == "end"]
+    return ends[-1].strip(" ")
+
+
 def get_template(name: str) -> Conversation:
     """A fresh copy of the template called `name`.
 

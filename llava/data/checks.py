@@ -20,6 +20,10 @@ IMAGE_KEYS = ("image", "images")
 TURN_KEYS = ("conversations", "messages", "conversation")
 """Names under which a file may hold a record's turns; the table of records holds them under the first."""
 _READ = {"id", *TURN_KEYS, *IMAGE_KEYS}
+_MARKER = re.compile(
+    r"</?(?:img|Image|IMAGE)>|<image[_-](?:\d+|token|placeholder)>|<\|(?:image|image_pad|image_\d+|img|vision_start)\|>|\[IMG\]"
+    r"|data:image/\w+;base64,"
+)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PICTURE_KEY = re.compile(
     r"im(g|age)|(^|[^a-z])pics?\b|picture|photo|jpe?g|png|webp|pixel|video|frame|file_?(name|path)|^(path|url|media)",
@@ -126,7 +130,28 @@ def record_problem(record: object) -> Problem | None:
     images = record_images(record)
     if not isinstance(images, list) or not all(isinstance(name, Image) for name in images):
         return Problem("schema", f"{keys[0]!r}: expected a path or a list of paths, found {record[keys[0]]!r:.80}")
+    if fault := next(filter(None, map(_path_fault, images)), None):
+        return Problem("schema", f"{keys[0]!r}: {fault}")
     return placeholder_problem(record)
+
+
+def _path_fault(image: Image) -> str | None:
+    """What keeps a text from being a picture's path, or None."""
+    if not isinstance(image, str):
+        return None
+    if not image.strip():
+        return "an empty path; name the picture, or leave the field out of a record without one"
+    if image.startswith("data:"):
+        return f"{image:.40}... is the picture itself; write it to a file below --image_folder and name that"
+    if image.startswith(("http://", "https://")):
+        return f"{image:.80} is an address; pictures are not downloaded: fetch it to --image_folder and name its path"
+    return None
+
+
+def other_marker(text: str) -> str | None:
+    """A marker of other programs for a picture, which is only text here; the first in `text`, or None."""
+    found = _MARKER.search(text)
+    return found and found.group()
 
 
 def placeholder_problem(record: Record) -> Problem | None:
@@ -136,7 +161,10 @@ def placeholder_problem(record: Record) -> Problem | None:
     if count == len(images):
         return None
     advice = ""
-    if not images and (names := unread_pictures(record)):
+    markers = (marker for turn in record["conversations"] if (marker := other_marker(turn["value"])))
+    if count < len(images) and (marker := next(markers, None)):
+        advice = f"; {marker!r} is only text here: write {DEFAULT_IMAGE_TOKEN} in its place"
+    elif not images and (names := unread_pictures(record)):
         advice = f"; {_listed(names)} {'is' if len(names) == 1 else 'are'} not read: the picture belongs under 'image'"
     elif not images:
         advice = f" under 'image'; add the picture, or write {DEFAULT_IMAGE_TOKEN} otherwise where it is only a word"

@@ -162,23 +162,26 @@ class ImageStore:
             return upright_size(picture, self.orientation)
 
     def check(self, image: Place, full_decode: bool = False) -> Problem | None:
-        """What is wrong with a picture, by its header or by decoding it, or else the first warning about it."""
+        """What is wrong with a picture, by its header or by decoding it, or else the first warning about it.
+
+        Only the message of a fault names the picture.
+        """
         try:
             with self._header(image) as picture:
-                return self._warning(picture, self._name(image), full_decode)
+                return self._warning(picture, full_decode)
         except ImageError as error:
             return error.problem
 
-    def _warning(self, picture: Image.Image, name: str, full_decode: bool) -> Problem | None:
+    def _warning(self, picture: Image.Image, full_decode: bool) -> Problem | None:
         if full_decode or has_wide_levels(picture):  # few have; only their levels show what becomes of them
             decoded(picture, self.orientation)
         late = picture.format == "PNG" and "exif" not in picture.info  # a search behind the pixels would decode them
         if self.orientation == "stored" and not late and (number := exif_orientation(picture)) != 1:
-            return Problem("turned", f"image {name}: it is used as stored, not turned by its EXIF orientation {number}")
+            return Problem("turned", f"it is used as stored, not turned by its EXIF orientation {number}")
         if fault := dark_levels(picture):
-            return Problem("dark", f"image {name}: {fault}")
+            return Problem("dark", fault)
         if getattr(picture, "is_animated", False):
-            return Problem("several_frames", f"image {name}: only its first frame is used")
+            return Problem("several_frames", "only its first frame is used")
         return None
 
     @contextmanager
@@ -234,26 +237,27 @@ class ImageStore:
             raise self._unreadable(name, f"{status.st_size:,} bytes; expected 1 to {LARGEST_FILE:,}")
         return path
 
-    def _name(self, image: Place) -> str:
+    def name(self, image: Place) -> str:
+        """What messages call a picture."""
         return str(image) if not isinstance(image, str) else f"{os.path.join(self.root, image)!s:.500}"
 
     def _missing(self, image: str | RowImage) -> ImageError:
         example = f" (a member of the zip file is {self.archive.example()!r})" if self.archive else ""
         return ImageError(
             "image_missing",
-            f"image {self._name(image)} does not exist{'' if self.archive else starts_from(self.root)}; check "
+            f"image {self.name(image)} does not exist{'' if self.archive else starts_from(self.root)}; check "
             f"{self.setting} and the record{example}",
         )
 
     def _outside(self, name: str, found: str) -> ImageError:
         return ImageError(
             "image_outside",
-            f"image {self._name(name)} lies outside {self.setting} {self.root} (at {found:.500}); name a folder that "
+            f"image {self.name(name)} lies outside {self.setting} {self.root} (at {found:.500}); name a folder that "
             "holds all images, or, where links lead out of it, pass --follow_image_links True",
         )
 
     def _unreadable(self, image: str | RowImage, fault: str) -> ImageError:
-        return ImageError("image_unreadable", f"image {self._name(image)} cannot be decoded ({fault:.500})")
+        return ImageError("image_unreadable", f"image {self.name(image)} cannot be decoded ({fault:.500})")
 
 
 @contextmanager

@@ -201,8 +201,27 @@ def _read_jsonl(path: Path) -> Iterator[Element]:
             if len(line) == _LONGEST_ELEMENT:
                 raise ValueError(f"--data_path {path}, line {number}: more than {_LONGEST_ELEMENT:,} characters")
             if text:
+                if number == 1 and _goes_on(text, file):
+                    raise ValueError(
+                        f"--data_path {path}, line 1: a record over several lines; expected one per line, which "
+                        f"jq -c . {path.name} writes, or a JSON list of all"
+                    )
                 indent = len(line) - len(line.lstrip())
                 yield _line_element(parse, text, number, indent)
+
+
+def _goes_on(text: str, file: TextIO) -> bool:
+    """Whether a record begins with the line `text` and ends on a later one; `file` stays where it is."""
+    if not text.startswith("{") or text.endswith("}"):
+        return False
+    place = file.tell()
+    try:
+        json.JSONDecoder().raw_decode(text + "\n" + file.read(_PIECE))
+    except (ValueError, RecursionError):
+        return False
+    finally:
+        file.seek(place)
+    return True
 
 
 def _line_element(parse: Callable[[str], object], text: str, number: int, indent: int) -> Element:

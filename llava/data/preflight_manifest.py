@@ -10,10 +10,10 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -21,9 +21,9 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.conversation import Conversation
+from llava.conversation import Conversation, answer_end
 from llava.data.cache import cached_file, made_once
-from llava.data.checks import Problem, Record, record_images, unread_keys, unread_pictures
+from llava.data.checks import Record, other_marker, record_images, unread_keys, unread_pictures
 from llava.data.images import ImageStore
 from llava.data.parallel import in_processes
 from llava.data.parquet_files import unread_columns
@@ -50,6 +50,9 @@ WARNINGS = {
     "several_frames": "only the first frame is used",
     "turned": "the picture lies on its side or mirrored, as LLaVA uses it; --image_orientation exif turns it upright",
     "dark": "16-bit levels that use less than a sixteenth of their range: the picture comes out nearly black",
+    "image_in_answer": "the picture is shown within the answer, and is not learnt",
+    "end_marker": "what ends the template's answers stands within a text: answers may stop there",
+    "other_marker": "another program's marker of a picture, which is only text here",
     "unread_picture": "text only, though a field that is not read looks like a picture",
 }
 _PICTURE_FAULTS = ("image_missing", "image_outside", "image_unreadable")
@@ -72,9 +75,22 @@ class Rules:
     label_masking: LabelMasking
     full_decode: bool = False
 
+    @cached_property
+    def end(self) -> str:
+        """What ends an answer, without white space; empty where only that does."""
+        return answer_end(self.template).strip()
+
+
+class Finding(NamedTuple):
+    """A fault or a warning, and the picture that it is about."""
+
+    kind: str
+    message: str
+    picture: str = ""
+
 
 class Warned(TypedDict):
-    """The warnings of one kind: how many there are, and index and message of the first ones."""
+    """The warnings of one kind: how many there are, and index and message of the first ones; equal ones once."""
 
     count: int
     first: list[tuple[int, str]]
@@ -230,7 +246,8 @@ def unread_fields(manifest: Manifest) -> str:
 
 
 def _manifest_name(table: RecordTable, images: ImageStore, rules: Rules, full_decode: bool) -> str:
-    settings = [str(_FORMAT), images.identity(), turn_rules(rules.template, rules.label_masking), str(full_decode)]
+    order = turn_rules(rules.template, rules.label_masking)
+    settings = [str(_FORMAT), images.identity(), order, rules.end, str(full_decode)]
     settings += map(str, (*table.sources, *table.image_folders, images.setting))  # which the findings name
     # The key does not cover the bytes of images in rows.
     shards = [str(file_stamp(source)) for source in table.sources if source.suffix == ".parquet"]
@@ -251,20 +268,21 @@ def _write(table: RecordTable, images: ImageStore, rules: Rules, show_progress: 
 
 def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress: bool) -> Manifest:
     faults: dict[str, list[tuple[int, str]]] = {kind: [] for kind in FAULTS}
-    warnings: dict[str, Warned] = {kind: {"count": 0, "first": []} for kind in WARNINGS}
+    warnings: dict[str, dict[str, list]] = {kind: {} for kind in WARNINGS}  # by message: index, text, how many
+    counts: Counter[str] = Counter()
     ids = np.zeros(len(table), np.uint64)
     with_images = text_only = num_images = 0
     unread: Counter[str] = Counter()
     folders: set[str] = set()
     started = time.time()
 
-    def add(index: int, kind: str, text: str) -> None:
+    def add(index: int, kind: str, text: str, message: str) -> None:
         if kind in faults:
             faults[kind].append((index, text))
-        else:
-            warnings[kind]["count"] += 1
-            if len(warnings[kind]["first"]) < _LISTED_WARNINGS:
-                warnings[kind]["first"].append((index, text))
+            return
+        counts[kind] += 1
+        if message in warnings[kind] or len(warnings[kind]) < _LISTED_WARNINGS:
+            warnings[kind].setdefault(message, [index, text, 0])[2] += 1
 
     pieces = [range(start, min(start + _PIECE, len(table))) for start in range(0, len(table), _PIECE)]
     state = (table, images, rules)
@@ -282,7 +300,8 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
     for index, first in (map(table.position, pair) for pair in _repeated(ids)):
         source, place = table.source(first)
         where = "" if source == table.source(index)[0] else f" of {source}"
-        add(index, "duplicate_id", f"{table.named(index)}: the id of record {place}{where}")
+        text = f"{table.named(index)}: the id of record {place}{where}"
+        add(index, "duplicate_id", text, text)
     for source in table.sources:
         if source.suffix == ".parquet":
             columns, rows = unread_columns(source)
@@ -292,18 +311,23 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
         # A change during the check may not show in a stamp; without a stamp the next start checks again.
         found_stamps = images.folder_stamps(folders).items()
         stamps = {name: [] if stamp and not is_settled(stamp, started) else stamp for name, stamp in found_stamps}
-    counts = {"records": len(table), "with_images": with_images, "text_only": text_only}
+    totals = {"records": len(table), "with_images": with_images, "text_only": text_only, "images": num_images}
     return Manifest(
         table.key,
         images.identity(),
         rules.full_decode,
-        counts | {"images": num_images},
+        totals,
         {kind: found for kind, found in faults.items() if found},
-        {kind: found for kind, found in warnings.items() if found["count"]},
+        {kind: _warned(found.values(), counts[kind]) for kind, found in warnings.items() if found},
         dict(unread.most_common(_LISTED_KEYS)),
         stamps,
         time.time(),
     )
+
+
+def _warned(found: Iterable[list], count: int) -> Warned:
+    alike = ((index, text, f" (and {more - 1:,} like it)" if more > 1 else "") for index, text, more in found)
+    return {"count": count, "first": [(index, text + more) for index, text, more in alike]}
 
 
 def _repeated(ids: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -319,10 +343,10 @@ def _repeated(ids: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 class _Found(NamedTuple):
-    """The result for a piece: (index, kind, message) of each finding; hashes of the ids; counts; folders."""
+    """The result for a piece: index, kind, text and message of each finding; hashes of the ids; counts; folders."""
 
     piece: range
-    findings: list[tuple[int, str, str]]
+    findings: list[tuple[int, str, str, str]]
     ids: np.ndarray
     with_images: int
     text_only: int
@@ -333,7 +357,7 @@ class _Found(NamedTuple):
 
 def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> _Found:
     table, images, rules = state
-    findings: list[tuple[int, str, str]] = []
+    findings: list[tuple[int, str, str, str]] = []
     ids = np.zeros(len(piece), np.uint64)
     with_images = text_only = num_images = 0
     unread: Counter[str] = Counter()
@@ -342,7 +366,7 @@ def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> 
         if problem := table.problem(index):
             with suppress(ValueError, RecursionError, AttributeError):  # the text of some cannot be parsed
                 unread.update(unread_keys(json.loads(table.text(index))).keys())
-            findings.append((index, problem.kind, f"{table.named(index)}: {problem.message}"))
+            findings.append((index, problem.kind, f"{table.named(index)}: {problem.message}", problem.message))
             continue
         record = table.record(index)
         ids[place] = _id_hash(record.get("id"))
@@ -352,12 +376,13 @@ def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> 
         with_images += bool(names)
         text_only += not names
         num_images += len(names)
-        for problem in record_findings(record, images, rules):
-            findings.append((index, problem.kind, f"{table.named(index)}: {problem.message}"))
+        for found in record_findings(record, images, rules):
+            named = table.named(index) + (f", image {found.picture}" if found.picture else "")
+            findings.append((index, found.kind, f"{named}: {found.message}", found.message))
     return _Found(piece, findings, ids, with_images, text_only, num_images, unread, folders)
 
 
-def record_findings(record: Record, images: ImageStore, rules: Rules) -> Iterator[Problem]:
+def record_findings(record: Record, images: ImageStore, rules: Rules) -> Iterator[Finding]:
     """Faults and warnings of a well-formed record."""
     names = record_images(record)
     try:
@@ -366,18 +391,33 @@ def record_findings(record: Record, images: ImageStore, rules: Rules) -> Iterato
         if names:
             turns = normalize_image_tokens(turns, rules.template, rules.label_masking)
             if (written := sum(text.count(DEFAULT_IMAGE_TOKEN) for _, text in turns)) != len(names):
-                yield Problem("placeholders", f"{len(names)} images, but {written} places for them in the prompt")
+                yield Finding("placeholders", f"{len(names)} images, but {written} places for them in the prompt")
         elif unread := unread_pictures(record):
-            yield Problem("unread_picture", f"no picture under 'image'; {', '.join(map(repr, unread))} is not read")
+            yield Finding("unread_picture", f"no picture under 'image'; {', '.join(map(repr, unread))} is not read")
     except ValueError as error:
-        yield Problem("turns", str(error))
-    for number, turn in enumerate(record["conversations"]):
-        if turn["from"] == "gpt" and not turn["value"].strip():
-            yield Problem("empty_answer", f"turn {number}: the answer is empty")
-            break
+        yield Finding("turns", str(error))
+    yield from _text_warnings(record, rules)
     for name in names:
         if problem := images.check(name, rules.full_decode):
-            yield problem
+            is_fault = problem.kind in FAULTS  # whose message names the picture
+            yield Finding(*problem, "" if is_fault else images.name(name))
+
+
+def _text_warnings(record: Record, rules: Rules) -> Iterator[Finding]:
+    """What is odd about the texts: at most one finding of each kind."""
+    found: dict[str, str] = {}
+    for number, turn in enumerate(record["conversations"]):
+        text, is_answer = turn["value"], turn["from"] == "gpt"
+        if is_answer and not text.strip():
+            found.setdefault("empty_answer", f"turn {number}: the answer is empty")
+        if is_answer and DEFAULT_IMAGE_TOKEN in text:
+            found.setdefault("image_in_answer", f"turn {number}: {DEFAULT_IMAGE_TOKEN} in an answer")
+        if rules.end and rules.end in text:
+            found.setdefault("end_marker", f"turn {number}: {rules.end!r} in the text, which ends answers here")
+        if marker := other_marker(text):
+            advice = f"{marker!r} is only text here; write {DEFAULT_IMAGE_TOKEN} where a picture stands"
+            found.setdefault("other_marker", f"turn {number}: {advice}")
+    yield from map(Finding, found.keys(), found.values())
 
 
 def _id_hash(identifier: object) -> int:

@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from llava.anyres import has_newline, is_anyres
-from llava.asking import answer_end, choose_template, is_captioner
+from llava.asking import choose_template, is_captioner
 from llava.commands import DTYPES
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.conversation import Conversation, conv_templates
+from llava.conversation import Conversation, answer_end, conv_templates
 from llava.export import modeling_llava_norm
 from llava.export.chat_template import chat_template
 from llava.export.folder import whole_folder

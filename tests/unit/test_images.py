@@ -287,7 +287,7 @@ def test_levels_that_would_come_out_black_or_white_are_named(tmp_path, image, ki
     store = ImageStore(tmp_path)
     assert kind_of(store, "a.tif") == kind
     if kind:
-        assert message in store.check("a.tif").message and "a.tif" in store.check("a.tif").message
+        assert message in store.check("a.tif").message
     if kind == "image_unreadable":
         with pytest.raises(ImageError, match=r"a\.tif.*32-bit levels"):
             store.open("a.tif")

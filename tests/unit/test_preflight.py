@@ -93,6 +93,27 @@ CASES = {
     "no image": ({"image_path": "a.png", "conversations": TURNS}, "placeholders", "'image_path' is not read"),
     "no placeholder": ({"img": "a.png", "conversations": TEXT}, "unread_picture", "no picture under 'image'; 'img'"),
     "tag": ({"image": "a.png", "conversations": [HIDDEN, GPT]}, "placeholders", "1 images, but 2 places"),
+    "marker for a picture": (
+        {"image": "a.png", "conversations": [{"from": "human", "value": "<img>?"}, GPT]},
+        "placeholders", "0 <image> placeholders but 1 images; '<img>' is only text here: write <image> in its place",
+    ),
+    "marker alone": (
+        {"conversations": [{"from": "human", "value": "<|image_pad|>?"}, GPT]}, "other_marker",
+        "turn 0: '<.image_pad.>' is only text here; write <image> where a picture stands",
+    ),
+    "picture as text": (
+        {"conversations": [{"from": "human", "value": "data:image/png;base64,AAAA"}, GPT]}, "other_marker", "data",
+    ),
+    "empty path": ({"image": "", "conversations": TEXT}, "schema", "'image': an empty path; name the picture, or"),
+    "empty path in a list": ({"images": ["a.png", " "], "conversations": TURNS}, "schema", "'images': an empty path"),
+    "address": ({"image": "https://a.b/c.png", "conversations": TURNS}, "schema", "an address; pictures are not downl"),
+    "data": ({"image": "data:image/png;base64,AAAA", "conversations": TURNS}, "schema", "is the picture itself"),
+    "image in an answer": (
+        {"image": "a.png", "conversations": [TEXT[0], dict(GPT, value="<image>")]}, "image_in_answer", "turn 1",
+    ),
+    "end of an answer in it": (
+        {"conversations": [TEXT[0], {"from": "gpt", "value": "a<|im_end|>b"}]}, "end_marker", "turn 1: '<.im_end.>' in",
+    ),
     "empty": ({"image": "a.png", "conversations": [HUMAN, {"from": "gpt", "value": " \n"}]}, "empty_answer", "turn 1"),
 }  # fmt: skip
 
@@ -171,7 +192,7 @@ def test_the_template_decides_which_order_of_speakers_is_a_fault(tmp_path, pictu
         found, _ = preflight(table, pictures, rules(version, masking), show_progress=False)
         assert found.bad_records() == expected, version
     made = list((tmp_path / ".llava_cache").glob("*.preflight.json"))
-    assert len(made) == 4  # qwen_1_5 and llava_llama_3 have the same rules
+    assert len(made) == 5  # what ends an answer is part of the rules
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------
@@ -420,6 +441,29 @@ def test_training_says_that_a_check_is_remembered_and_checks_again_if_asked_to(t
         run_checks.checked_records(*parsed)
         assert len(done) == checks
     assert not run_identity._decides("recheck_data")
+
+
+def test_equal_warnings_are_counted_and_shown_once(tmp_path, pictures, capsys):
+    record = {"image": "a.png", "conversations": [HUMAN, {"from": "gpt", "value": ""}]}
+    later = {"image": "a.png", "conversations": [*TURNS, TEXT[0], {"from": "gpt", "value": " "}]}
+    jsonl(tmp_path / "a.jsonl", [record] * 700 + [later] + [record] * 2)
+    data = ["--data_path", str(tmp_path / "a.jsonl"), "--image_folder", str(pictures.root), "--version", "chatml"]
+    assert command.main(data) == 0
+    out = capsys.readouterr().out
+    assert "warnings  703 empty_answer\n" in out
+    assert "a.jsonl: record 0: turn 1: the answer is empty (and 701 like it)\n" in out
+    assert "a.jsonl: record 700: turn 3: the answer is empty\n" in out and out.count("the answer is empty") == 2
+
+
+@pytest.mark.parametrize("indent", [1, 4])
+def test_a_jsonl_of_records_over_several_lines_is_one_message(tmp_path, indent):
+    record = {"conversations": TEXT}
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(record, indent=indent) for _ in range(50)))
+    with pytest.raises(ValueError, match=r"a.jsonl, line 1: a record over several lines; .*jq -c \. a.jsonl writes"):
+        load_records(str(tmp_path / "a.jsonl"), check=False)
+    lines = [json.dumps(record)[:40], *[json.dumps(record)] * 3]  # a cut line is a fault of its own
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    assert len(load_records(str(tmp_path / "b.jsonl"), check=False).malformed()) == 1
 
 
 # --- Parquet ----------------------------------------------------------------------------------------------------------
