@@ -50,7 +50,7 @@ _IRRELEVANT = _PLACES | {
     "load_best_model_at_end", "torch_empty_cache_steps", "trial_save",
     "enable_jit_checkpoint", "restore_callback_states_from_checkpoint", "ddp_backend",
     "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "debug", "use_cpu", "on_bad_record",
-    "recheck_data",
+    "recheck_data", "max_image_aspect_ratio",
 }
 # fmt: on
 # The settings in which a continuation may differ, and why.
