@@ -195,6 +195,13 @@ class LlavaMetaForCausalLM(ModelBase):
     supports_gradient_checkpointing = True
     padding_free = False  # True runs training batches as one row without padding, by a backend of llava.model.attention
 
+    def get_adapter_state_dict(self, adapter_name: str | None = None, state_dict: dict | None = None) -> dict:
+        # To decide about the embedding PEFT would read the base's config as ours; no recipe adapts or resizes it.
+        from peft import get_peft_model_state_dict
+
+        name = adapter_name or self.active_adapters()[0]
+        return get_peft_model_state_dict(self, state_dict, name, save_embedding_layers=False)
+
     @classmethod
     # pyrefly: ignore[bad-override]  # the library's other arguments pass through
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs) -> Any:

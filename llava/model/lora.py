@@ -202,7 +202,7 @@ def load_non_lora(model: nn.Module, tensors: dict[str, torch.Tensor], source: st
     model.load_state_dict(tensors, strict=False)
 
 
-def load_adapters(model: nn.Module, folder_or_id: str) -> None:
+def load_adapters(model: LlavaMetaForCausalLM, folder_or_id: str) -> None:
     """Copies a LoRA folder's adapters into those of `model`, whose names must be the same.
 
     Raises:
@@ -211,7 +211,7 @@ def load_adapters(model: nn.Module, folder_or_id: str) -> None:
     peft = _peft()
     tensors = peft.load_peft_weights(folder_or_id, device="cpu")
     found = {name.removeprefix(_PREFIX) for name in tensors if is_adapter(name)}
-    expected = {name for name in peft.get_peft_model_state_dict(model) if is_adapter(name)}
+    expected = {name for name in model.get_adapter_state_dict() if is_adapter(name)}
     if found != expected:
         raise ValueError(
             f"{folder_or_id}: its adapters are not those of this model: {len(found - expected)} have no layer "

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import math
 import os
 import re
@@ -16,7 +17,7 @@ import pytest
 import torch
 from paths import ROOT
 from safetensors.torch import load_file
-from training import flags
+from training import LORA, flags
 from transformers import TrainerCallback
 
 from llava.data.parallel import in_processes
@@ -482,6 +483,21 @@ def test_signal_saves_after_the_step_and_the_same_command_ends_with_the_same_wei
     assert "removing what" not in caplog.text and "missing keys" not in caplog.text
     ours, theirs = weights(tmp_path), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [{"model": "llama_tied"}, LORA], ids=["tied", "LoRA"])
+def test_a_stopped_run_resumes_without_a_false_alarm(tiny, tmp_path, monkeypatch, caplog, kind):
+    argv, library = flags(tiny, tmp_path, 2, **SAVING | kind), logging.getLogger("transformers")
+    library.addHandler(caplog.handler)
+    at_step(monkeypatch, 3, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        train_module.train(argv)
+    monkeypatch.undo()
+    train_module.train(argv)
+    library.removeHandler(caplog.handler)
+    for alarm in ("missing keys", "to instantiate a model of type", "removing what"):
+        assert alarm not in caplog.text
 
 
 @pytest.mark.parametrize("number", stop_signal.SIGNALS)
