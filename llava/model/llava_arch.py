@@ -31,6 +31,7 @@ from llava.model.multimodal_projector.norm import (
     record_norm,
 )
 from llava.model.pictures import Images, Sizes, line_up, match_crops, match_images, refuse_video
+from llava.model.rotary import KeepsRotary
 from llava.model.zero3 import gathered
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class LlavaMetaConfig(ConfigBase):
         return fields
 
 
-class LlavaMetaModel(ModelBase):
+class LlavaMetaModel(KeepsRotary, ModelBase):
     """Mixin for the decoder: holds `vision_tower`, `mm_projector`, `image_newline` where the config asks for them."""
 
     vision_tower: VisionTower
@@ -185,7 +186,7 @@ def check_flags_against_config(model_args: VisionFlags, config: ConfigBase) -> N
         )
 
 
-class LlavaMetaForCausalLM(ModelBase):
+class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
     """Mixin for the causal LM: encodes images, splices them into the text, and computes the loss."""
 
     config_class: type[ConfigBase]

@@ -20,6 +20,7 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora, load_adapters, load_non_lora, lora_state_dict, read_non_lora, save_non_lora
 from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
+from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import TrainingArguments
 from llava.train.batches import SampleOrder, global_batch_size, sample_order, step_loader, whole_steps
 from llava.train.checkpoint import (
@@ -281,6 +282,8 @@ class LLaVATrainer(Trainer):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self.is_deepspeed_enabled:
+            rebuild_rotary(self.model)  # its engine may have cast all buffers
         if self.resumed is not None:
             self._restore_groups(self.resumed["step_size"])
         check_disk(self, max_steps)

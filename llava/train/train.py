@@ -27,6 +27,7 @@ from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import TOWER, has_lora
 from llava.model.multimodal_encoder.builder import load_image_processor
+from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import largest_micro_batch, log_micro_batches, most_crops
 from llava.train.checkpoint import named_full_disk
@@ -319,6 +320,8 @@ def build_model(
     decoder.mm_projector.to(trained_dtype)
     if decoder.image_newline is not None:
         decoder.image_newline.data = decoder.image_newline.data.to(trained_dtype)
+    if training_args.deepspeed:
+        rebuild_rotary(model)  # `zero.Init`, under which ZeRO-3 loads, makes them in the type of the weights
     add_lora_by_flags(model, training_args, trained_dtype)
     set_trainable(model, parts)
     set_up_liger(model, training_args)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from training import rotary_frequencies
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
 from llava.mm_utils import process_images
@@ -126,6 +127,16 @@ def test_every_parameter_that_is_listed_as_used_gets_a_gradient_and_no_other(sav
     tower(torch.randn(2, 3, SIDE, SIDE)).square().sum().backward()
     without = [name for name, p in tower.named_parameters() if (p.grad is None) != (id(p) in unused)]
     assert without == []
+
+
+def test_a_towers_cast_to_16_bits_leaves_rotary_frequencies_in_fp32(saved):
+    model_type, folder, _ = saved
+    tower = load(folder)
+    expected = rotary_frequencies(tower)
+    assert bool(expected) == (model_type == "dinov3_vit")
+    found = rotary_frequencies(tower.to(torch.bfloat16))
+    assert tower.dtype is torch.bfloat16
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_training_mode_changes_nothing(saved):

@@ -94,6 +94,11 @@ def greedy_tokens(model) -> list[int]:
     return model.eval().generate(ids, images=image, do_sample=False, max_new_tokens=12, min_new_tokens=12)[0].tolist()
 
 
+def rotary_frequencies(model) -> dict[str, torch.Tensor]:
+    """Copies of all buffers with rotary frequencies, of decoder and tower."""
+    return {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+
+
 def loaded(folder, dtype):
     """The model of a final folder in a type, with the attention of training: other kinds round differently."""
     options = {"device": "cpu", "torch_dtype": dtype, "attn_implementation": SEGMENTS}

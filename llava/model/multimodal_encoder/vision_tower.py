@@ -14,6 +14,7 @@ from torch import nn
 from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from llava.model.rotary import KeepsRotary
 from llava.model.zero3 import beside_another_model, is_partitioned
 
 # Fields of a backbone's config that list its layers; they fit only the full depth.
@@ -30,7 +31,7 @@ def _without_loading_report() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
 
 
-class VisionTower(nn.Module):
+class VisionTower(KeepsRotary, nn.Module):
     """Runs a vision encoder up to the selected layer and returns its tokens [N, V, E].
 
     The encoder is `vision_tower.vision_model`, so that parameters keep the names of LLaVA's checkpoints.

@@ -1,0 +1,61 @@
+"""Rotary frequencies in fp32, whatever type the weights have: bf16 rounds them by up to 0.4 %, 1 rad at position 1000.
+
+Loading keeps them, but a cast of the whole model rounds them, and `zero.Init` makes tensors in the type of the weights.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+Module = nn.Module if TYPE_CHECKING else object  # at run time mixins must not inherit from what they are mixed into
+
+
+class KeepsRotary(Module):
+    """Mixin for modules with rotary embeddings: `.half()`, `.to(dtype)` and their like leave frequencies in fp32."""
+
+    def _apply(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+        kept = [(module, frequencies(module)) for module in self.modules()]
+        applied = super()._apply(fn, *args, **kwargs)
+        for module, before in kept:
+            for name, after in frequencies(module).items():
+                if after.dtype.itemsize < before[name].dtype.itemsize:
+                    module._buffers[name] = before[name].to(after.device)
+        return applied
+
+
+def frequencies(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The module's own buffers with rotary frequencies: some models have one for each kind of layer."""
+    own = module._buffers.items()
+    return {name: buffer for name, buffer in own if name.endswith("inv_freq") and buffer is not None}
+
+
+def rebuild_rotary(model: nn.Module) -> None:
+    """Computes all rotary frequencies of `model` again, in fp32, by each model's own function.
+
+    Raises:
+        ValueError: a model has frequencies that its own function does not compute.
+    """
+    for owner, module in _rotary_modules(model, None):
+        for name, buffer in frequencies(module).items():
+            module._buffers[name] = torch.full_like(buffer, torch.nan, dtype=torch.float32)
+        if owner is not None:
+            owner._init_weights(module)
+        if lost := [name for name, buffer in frequencies(module).items() if buffer.isnan().any()]:
+            raise ValueError(
+                f"{type(owner).__name__}: rotary frequencies {', '.join(lost)} of {type(module).__name__} cannot be "
+                "computed again after DeepSpeed may have rounded them; train this model without --deepspeed"
+            )
+
+
+def _rotary_modules(
+    module: nn.Module, owner: PreTrainedModel | None
+) -> Iterator[tuple[PreTrainedModel | None, nn.Module]]:
+    """Every module with frequencies, and the innermost of the library's models that it belongs to."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    if frequencies(module):
+        yield owner, module
+    for child in module.children():
+        yield from _rotary_modules(child, owner)
