@@ -30,7 +30,7 @@ from llava.commands import whole
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.launch.recipe import resolved_run
-from llava.model.attention import SEGMENTS, VARLEN, has_varlen, packed_attention
+from llava.model.attention import SEGMENTS, VARLEN, packed_attention
 from llava.model.loss import has_liger
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.train.arguments import TrainingArguments
@@ -136,7 +136,7 @@ def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
     there = {
         SEGMENTS: True,
         "sdpa": True,
-        VARLEN: half and has_varlen() and torch.cuda.get_device_capability(device) >= (8, 0),
+        VARLEN: half and torch.cuda.get_device_capability(device) >= (8, 0),
         "flash_attention_2": half and is_flash_attn_2_available(),
         "flash_attention_3": half and is_flash_attn_3_available(),
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -25,6 +26,9 @@ VARLEN, SEGMENTS = "packed_varlen", "packed_segments"
 MASKED = ("sdpa", "eager", "flex_attention")
 FLASH = ("flash_attention_2", "flash_attention_3")
 PACKED_BACKENDS = (*FLASH, VARLEN, SEGMENTS, *MASKED)
+
+# PyTorch 2.11's kernel takes as many key and value heads as query heads.
+TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 # Arguments that decoders pass to attention and that do not change what a token sees, given the samples' boundaries.
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"} | {
@@ -73,9 +77,16 @@ def _fastest(device: torch.device, dtype: torch.dtype, compiled: bool) -> tuple[
     half = dtype in (torch.float16, torch.bfloat16)
     if half and (flash := installed_flash()):
         return flash, ""
-    if half and has_varlen() and torch.cuda.get_device_capability() >= (8, 0):
+    if half and torch.cuda.get_device_capability() >= (8, 0):
         return VARLEN, "EXTRAS=train,flash bash scripts/setup.sh installs FlashAttention, which may be faster"
-    return "sdpa", "with a mask over all pairs of tokens; --bf16 True allows kernels that skip it"
+    reason = f"needs an NVIDIA GPU from Ampere on{'' if half else ' and --bf16 True'}"
+    if compiled:
+        raise ValueError(
+            f"--compile_layers True: attention over packed samples {reason}; leave the flag out, or pass "
+            "--attn_implementation sdpa, whose mask covers all pairs of a batch's tokens"
+        )
+    logger.warning("attention over packed samples in one kernel %s; here each layer calls one per sample", reason)
+    return SEGMENTS, "slower the shorter the samples are"
 
 
 def installed_flash() -> str | None:
@@ -83,15 +94,6 @@ def installed_flash() -> str | None:
     if is_flash_attn_3_available():
         return "flash_attention_3"
     return "flash_attention_2" if is_flash_attn_2_available() else None
-
-
-def has_varlen() -> bool:
-    """Whether PyTorch's own variable-length attention is available, with the arguments of its later releases."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
 def packed_attention_arguments(layout: Layout, backend: str) -> dict[str, Any]:
@@ -198,10 +200,12 @@ def varlen_attention(
     _refuse_unknown(VARLEN, module, kwargs)
     if dropout:
         raise ValueError(f"{VARLEN} has no attention dropout; pass --attn_implementation {SEGMENTS}, or set it to 0")
-    from torch.nn.attention.varlen import varlen_attn
-
     # Under autocast the rotary positions, which are fp32, make queries and keys fp32; the kernel needs one half type.
     query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
+    if not TAKES_GROUPS:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        groups = {}
     output = varlen_attn(
         query,
         key,
@@ -212,7 +216,7 @@ def varlen_attention(
         max_length_q,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # keys before the query's own, after it
-        enable_gqa=query.shape[1] != key.shape[1],
+        **groups,
     )
     assert isinstance(output, torch.Tensor)  # a tuple only if more outputs are asked for
     return output[None], None

@@ -10,14 +10,17 @@ from batches import BACKENDS, IMG, batch, collated, loss_and_gradients, one_by_o
 from decoder_families import CASES, NAMES, write_families
 from host_sync import Waits
 from tiny_models import SIZES, make
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from training import LORA, fit, flags, load, logits, training_arguments
+from training import LORA, fit, flags, load, logits, rotary_frequencies, training_arguments
 from transformers import AutoModelForCausalLM
 
-from llava.model.attention import SEGMENTS, VARLEN, has_varlen, segments_attention, varlen_attention
+from llava.model import attention
+from llava.model.attention import SEGMENTS, VARLEN, packed_attention, segments_attention, varlen_attention
 from llava.model.builder import read_config
 from llava.model.language_model.families import FAMILIES, LLAVA_CLASSES, MODEL_CLASSES, family_of
+from llava.model.rotary import rebuild_rotary
 from llava.train.compilation import compile_layers
 from llava.train.flops import batch_work, flop_costs, required_flops
 from llava.train.memory import estimate_memory
@@ -148,6 +151,27 @@ ROPES = {
 }
 
 
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, lambda module: module.to("cpu", torch.float16)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cast_to_16_bits_leaves_rotary_frequencies_in_fp32(models, name, cast):
+    expected = rotary_frequencies(models[name])
+    for part in (lambda model: model, lambda model: model.get_model()):
+        model = copy.deepcopy(models[name])
+        assert {p.itemsize for p in cast(part(model)).parameters()} == {2}
+        found = rotary_frequencies(model)
+        assert found.keys() == expected.keys() and expected
+        assert all(found[n].dtype is torch.float32 and torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_rotary_frequencies_that_a_model_cannot_compute_again_are_refused_by_name(models):
+    model = copy.deepcopy(models["Qwen"])
+    rebuild_rotary(model)
+    assert rotary_frequencies(model).keys() == rotary_frequencies(models["Qwen"]).keys()
+    model.get_model().layers[0].register_buffer("local_inv_freq", torch.ones(3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="LlavaQwenModel: rotary frequencies local_inv_freq of Qwen2DecoderLayer "):
+        rebuild_rotary(model)
+
+
 @pytest.mark.parametrize("name", ROPES)
 def test_rotary_embeddings_of_every_kind_survive_plain_and_llava_configs(tmp_path, name):
     family = next(family for family in FAMILIES if family.name == name)
@@ -188,7 +212,7 @@ def test_a_sliding_window_reaches_inside_samples_only(monkeypatch, window):
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         return windowed(q, k, v, boundaries.diff().tolist(), before + 1)[0]
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
     boundaries = torch.tensor([0, 3, 12], dtype=torch.int32)
     options = {"cu_seq_lens_q": boundaries, "max_length_q": 9, "sliding_window": window}
     torch.testing.assert_close(varlen_attention(None, query, key, value, None, **options)[0], expected)
@@ -202,9 +226,8 @@ def test_the_varlen_kernel_gets_one_half_precision_and_arguments_that_it_has(mon
         given.update(locals())
         return query
 
-    assert has_varlen()
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    assert has_varlen()
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "TAKES_GROUPS", True)
     query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8).bfloat16()
     boundaries = torch.tensor([0, 3, 12], dtype=torch.int32)
     output, _ = varlen_attention(None, query, key, value, None, 0.5, cu_seq_lens_q=boundaries, max_length_q=9)
@@ -215,8 +238,37 @@ def test_the_varlen_kernel_gets_one_half_precision_and_arguments_that_it_has(mon
         8,
     )
     assert given["cu_seq_q"].dtype == torch.int32 and given["enable_gqa"] and given["scale"] == 0.5
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value, is_causal=False: query)
-    assert not has_varlen()
+
+
+def test_a_varlen_kernel_without_groups_gets_a_key_head_for_each_query_head(monkeypatch):
+    """PyTorch 2.11's has no `enable_gqa`; the result is that of attention in groups."""
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        assert query.shape == key.shape == value.shape
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return windowed(q, k, v, cu_seq_q.diff().tolist(), len(query))[0]
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "TAKES_GROUPS", False)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8)
+    boundaries = torch.tensor([0, 3, 12], dtype=torch.int32)
+    ours, _ = varlen_attention(None, query, key, value, None, cu_seq_lens_q=boundaries, max_length_q=9)
+    torch.testing.assert_close(ours, windowed(query, key, value, [3, 9], 12))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_cuda_packed_samples_never_get_a_mask_over_all_pairs(monkeypatch, caplog, dtype):
+    """As on a GPU before Ampere, without FlashAttention."""
+    monkeypatch.setattr(attention, "installed_flash", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    cuda = torch.device("cuda")
+    assert packed_attention(None, cuda, dtype) == SEGMENTS
+    assert "needs an NVIDIA GPU from Ampere on" in caplog.text and "calls one per sample" in caplog.text
+    with pytest.raises(ValueError, match="--compile_layers True: .* --attn_implementation sdpa, whose mask"):
+        packed_attention(None, cuda, dtype, compiled=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert packed_attention(None, cuda, dtype) == (SEGMENTS if dtype is torch.float32 else VARLEN)
 
 
 @pytest.mark.parametrize("backend", [SEGMENTS, VARLEN])

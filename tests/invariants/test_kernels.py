@@ -16,10 +16,10 @@ from batches import IMG, batch, loss_and_gradients
 from decoder_families import NAMES, write_families
 from paths import ROOT
 from tiny_models import STAGE_1, STAGE_2, trained
-from torch.nn.attention import varlen
 from training import flags
 from transformers import modeling_flash_attention_utils as flash
 
+from llava.model import attention
 from llava.model.attention import SEGMENTS, VARLEN, packed_attention
 from llava.model.language_model.families import FAMILIES
 from llava.train import liger
@@ -145,15 +145,15 @@ def kernel_calls(monkeypatch):
 
         return call
 
-    own = inspect.signature(varlen.varlen_attn)
+    own = inspect.signature(attention.varlen_attn)
 
     def varlen_attn(*args, **kwargs):
         given = own.bind(*args, **kwargs).arguments
         assert given["window_size"] == (-1, 0) and torch.equal(given["cu_seq_q"], given["cu_seq_k"])
-        assert given["enable_gqa"] and given["max_q"] == given["max_k"]
+        assert given.get("enable_gqa", True) and given["max_q"] == given["max_k"]
         return attend(*args[:4], given["max_q"], given["scale"])
 
-    monkeypatch.setattr(varlen, "varlen_attn", counted(varlen_attn))
+    monkeypatch.setattr(attention, "varlen_attn", counted(varlen_attn))
     stand_ins = {f.__name__: counted(f) for f in (flash_attention_2, flash_attention_3)}
     monkeypatch.setattr(flash, "_lazy_imports", lambda name, *args, **kwargs: (None, stand_ins[name], None, None, None))
     for name in ("_loaded_implementation", "_flash_varlen_fn", "_process_flash_kwargs_fn"):
