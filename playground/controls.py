@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
         start = time.monotonic()
         said = under_control(assistant, name, parts[name], args.data / "images", args.batch_size)
         results[name].tasks = scored(parts[name], said, time.monotonic() - start, data)
-        results[name].created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        results[name].created = datetime.now(UTC).isoformat(timespec="seconds")
         print(f"written: {write_results(results[name], args.output_dir / name)}")
 
 

@@ -33,9 +33,9 @@ require_one_of() { # NAME "allowed values"
 plain_python() {
   local candidate
   for candidate in "${PYTHON:-python3}" .venv/bin/python "${LLAVA_PYTHON:-python3}"; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then echo "$candidate" && return; fi
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$candidate" && return; fi
   done
-  die "${PYTHON:-python3} is not a Python of at least 3.10; set PYTHON to one"
+  die "${PYTHON:-python3} is not a Python of at least 3.11; set PYTHON to one"
 }
 
 # .venv of this repository, or the caller's own environment by LLAVA_PYTHON.

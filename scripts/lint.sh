@@ -28,13 +28,7 @@ hook() { xargs -0 "$PYTHON_BIN" -m "pre_commit_hooks.$1" "${@:2}"; }
 
 check_ruff() { if is_on "${FIX:-}"; then "$PYTHON_BIN" -m ruff check --fix .; else "$PYTHON_BIN" -m ruff check .; fi; }
 check_format() { if is_on "${FIX:-}"; then "$PYTHON_BIN" -m ruff format .; else "$PYTHON_BIN" -m ruff format --check .; fi; }
-check_types() { # the libraries' own annotations decide, so only with the pinned ones
-  if "$PYTHON_BIN" -c 'import sys; sys.exit(sys.version_info >= (3, 11))'; then
-    echo "types: not checked on Python 3.10, which has older libraries than constraints.txt names"
-  else
-    "$(program pyrefly)" check --python-interpreter-path "$PYTHON_BIN" # else it takes what PATH has
-  fi
-}
+check_types() { "$(program pyrefly)" check --python-interpreter-path "$PYTHON_BIN"; } # else it takes what PATH has
 check_shell() { sources '*.sh' '*.sbatch' .ci/run | xargs -0 "$(program shellcheck)" -x; }
 check_files() { # recorded numbers and figures are kept byte for byte, whatever their size
   local status=0 kept=(':!tests/golden' ':!docs/figures' ':!*.png')

@@ -72,9 +72,9 @@ step() {
 make_venv() {
   local python="${PYTHON:-python3}" version
   version=$(python_version "$python")
-  [ -n "$version" ] || fail "PYTHON=$python does not run; set PYTHON to a Python 3.10 or newer"
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    fail "PYTHON=$python is Python $version; 3.10 or newer is needed, set PYTHON to one"
+  [ -n "$version" ] || fail "PYTHON=$python does not run; set PYTHON to a Python 3.11 or newer"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "PYTHON=$python is Python $version; 3.11 or newer is needed, set PYTHON to one"
   step "virtual environment .venv (Python $version)" "$python" -m venv --clear .venv
 }
 

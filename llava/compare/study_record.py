@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, cast
@@ -82,7 +82,7 @@ def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> S
     others = len(stats.arms) - 1
     return {
         "format": FORMAT,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git_commit(),
         "trained_at": runs[0].starts(STAGES[-1])[0]["configuration"]["code"]["commit"],
         "plan": asdict(plan),

@@ -201,7 +201,7 @@ def is_finished(task: Task, results: Results, places: dict[str, Path | None]) ->
 
 
 def now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 if __name__ == "__main__":

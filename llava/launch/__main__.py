@@ -2,7 +2,7 @@
 
 scripts/pretrain.sh and scripts/finetune.sh end here, with the recipe's flags and then the caller's; the last value of a
 flag counts. Batch arithmetic, launcher and precision follow from the devices; configuration, command and inputs are
-printed before anything starts. Until training starts, nothing but Python 3.10 is needed.
+printed before anything starts. Until training starts, nothing but Python 3.11 is needed.
 
 Exit status: 0, 2 for a refused setting or an input that is missing (of a dry run too), 85 where a signal ended the run
 after a save (start it again), 130 after a second Ctrl-C, or else the launcher's.

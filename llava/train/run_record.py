@@ -64,5 +64,5 @@ def write_run_record(
 
 def provenance() -> dict[str, str]:
     """When, where and by which command this process runs."""
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"started": now, "command": shlex.join([sys.executable, *sys.argv]), "folder": os.getcwd()}

@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 from paths import ROOT
 from run_inputs import inputs_in
 from shell import bash, only
@@ -716,10 +719,20 @@ def test_setup_calls_at_the_same_time_install_once(setup):
     assert len(setup.calls()) == 3
 
 
+def test_the_lowest_versions_that_are_tested_are_the_floors_of_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = map(Requirement, project["dependencies"] + project["optional-dependencies"]["train"])
+    floors = {r.name: next(s.version for s in r.specifier if s.operator == ">=") for r in requirements}
+    lines = [line for line in (ROOT / "constraints-lowest.txt").read_text().splitlines() if not line.startswith("#")]
+    lowest = dict(line.split("==") for line in lines)
+    assert lowest.keys() == {"torch", "transformers", "deepspeed"}
+    assert all(Version(version) == Version(floors[name]) for name, version in lowest.items())
+
+
 def test_setup_refuses_an_old_python_and_names_the_variable(setup):
     run = setup(STAND_IN_VERSION="3.9.18")
     assert run.returncode != 0
-    assert "PYTHON" in run.stderr and "3.9.18" in run.stderr and "3.10" in run.stderr
+    assert "PYTHON" in run.stderr and "3.9.18" in run.stderr and "3.11" in run.stderr
     assert setup.calls() == []
 
 

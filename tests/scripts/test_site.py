@@ -17,7 +17,6 @@ pytestmark = [
     pytest.mark.skipif(
         bool(missing), reason=f"not installed: {', '.join(missing)} (EXTRAS=docs bash scripts/setup.sh)"
     ),
-    pytest.mark.skipif(sys.version_info < (3, 11), reason="MkDocs' plugins for Python 3.10 do not fit each other"),
     pytest.mark.slow,
 ]
 
