@@ -9,6 +9,7 @@ from activations import kept_by_one_layer
 from batches import BACKENDS, IMG, batch, collated, loss_and_gradients, one_by_one, pictures
 from decoder_families import CASES, NAMES, write_families
 from host_sync import Waits
+from rotary_product import no_rotary_product
 from tiny_models import SIZES, make
 from torch import nn
 from torch.nn import functional as F
@@ -309,6 +310,7 @@ def test_a_config_that_asks_for_what_is_not_computed_is_refused_by_name(field):
 # --- accounting -------------------------------------------------------------------------------------------------------
 
 
+@no_rotary_product
 @pytest.mark.parametrize("name", NAMES)
 def test_counted_operations_equal_pytorchs_counter(models, name):
     """Eager attention computes all pairs, so these are counted here as well, with and without a window."""

@@ -149,7 +149,9 @@ class Dinov2VisionTower(VisionTower):
     @property
     def mlp_width(self) -> int:
         mlp: Any = self.encoder_layers()[0].mlp
-        return (mlp.down_proj if self.gated_mlp else mlp.fc2).in_features
+        # transformers 5.17 calls the gated one's `weights_out`.
+        last = getattr(mlp, "down_proj", None) or getattr(mlp, "weights_out", None)
+        return (last if last is not None else mlp.fc2).in_features
 
 
 class Dinov2WithRegistersVisionTower(Dinov2VisionTower):

@@ -6,6 +6,7 @@ Shapes: N images, V visual tokens per image, P tokens inside the encoder, E visi
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,8 +150,11 @@ class VisionTower(KeepsRotary, nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Visual features [N, V, E] of `images` [N, 3, H, W], in the tower's dtype."""
         hidden_states, beside = self.embed(images.to(device=self.device, dtype=self.dtype))
+        # Most encoders' layers need the argument; DINOv2's of transformers 5.17 have none.
+        if "attention_mask" in inspect.signature(type(self.encoder_layers()[0]).forward).parameters:
+            beside["attention_mask"] = None
         for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask=None, **beside)
+            hidden_states = layer(hidden_states, **beside)
         patches = hidden_states[:, self.num_prefix_tokens :]
         if self.select_feature == "patch":
             return patches
