@@ -176,8 +176,9 @@ class Comparison:
     def prepared(self) -> list[str]:
         """The playground's inputs that the preset needs, and the analysis if the caller gives no data for it."""
         if self.demo:
-            mixed = [] if os.environ.get("DATA_PATH") else ["mixed"]
-            return ["smollm2", "scenes", "stamps", "tower", *mixed, "heldout"]
+            own_data = bool(os.environ.get("DATA_PATH"))
+            stamps = [] if own_data and "stamps" not in self.tasks.split(",") else ["stamps"]  # a download of 160 MB
+            return ["smollm2", "scenes", *stamps, "tower", *([] if own_data else ["mixed"]), "heldout"]
         return [] if os.environ.get("DATA") else ["scenes"]
 
     def run_all(self) -> None:
@@ -211,7 +212,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "layernorm@4x or layernorm@default (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--seeds", default="1", help="how many (42, 43, ...), or which, as in 1,2 (default: 1)")
-    parser.add_argument("--tasks", help="tasks of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps)")
+    parser.add_argument(
+        "--tasks",
+        help="tasks of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps, or scenes with DATA_PATH)",
+    )
     parser.add_argument("--questions", type=Path, help="own questions with their answers, also asked in every run")
     parser.add_argument("--question-images", type=Path, help="folder or zip file of their pictures (default: .)")
     parser.add_argument("--output-dir", type=Path, help="default: outputs/compare-<preset>")
@@ -229,7 +233,8 @@ def run(args: argparse.Namespace) -> None:
     """
     arms, seeds = parse_arms(args.arms), parse_seeds(args.seeds)
     folder = args.output_dir or Path("outputs") / f"compare-{args.preset}"
-    tasks = args.tasks or ("scenes,stamps" if args.preset == DEMO else "")
+    of_demo = "scenes" if os.environ.get("DATA_PATH") else "scenes,stamps"
+    tasks = args.tasks or (of_demo if args.preset == DEMO else "")
     comparison = Comparison(args.preset, arms, seeds, tasks, folder, args.upstream)
     refuse_ignored(comparison.every_settings())
     if args.questions:

@@ -247,7 +247,9 @@ def test_the_caller_s_data_take_the_place_of_the_demo_s_mixture(tmp_path, monkey
     assert "mixed" in comparison.prepared()
     monkeypatch.setenv("DATA_PATH", "mine.yaml")
     assert not any("DATA_PATH" in settings for settings in comparison.every_settings())
-    assert "mixed" not in comparison.prepared()
+    assert not {"mixed", "stamps"} & {*comparison.prepared()}
+    comparison.tasks = "scenes,stamps"
+    assert "stamps" in comparison.prepared()
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "model-1-of-2.safetensors", "adapter_model.safetensors"])
