@@ -317,12 +317,12 @@ def training_row(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def estimated_gib(log: str) -> float:
-    """The total, in GiB, of the last memory table that a run printed.
+    """The total, in GiB, of the last memory table that a run printed, or on a CPU of the line in its place.
 
     Raises:
-        Failed: the log has no such table.
+        Failed: the log has neither.
     """
-    found = re.findall(r"^\s*total with working space.*\s([\d.]+)\s*$", log, re.MULTILINE)
+    found = re.findall(r"total with working space(?: |.*\s)([\d.]+)(?= of |\s*$)", log, re.MULTILINE)
     if not found:
         raise Failed("the run printed no line 'total with working space', which holds the memory estimate")
     return float(found[-1])

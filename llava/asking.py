@@ -18,7 +18,7 @@ from PIL import Image, UnidentifiedImageError
 from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from llava.anyres import Picture, Size
-from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX, MAX_ASPECT_RATIO
 from llava.conversation import Conversation, SeparatorStyle, answer_end, conv_templates, get_template
 from llava.data.checks import Image as Place
 from llava.data.images import LARGEST_FILE, decoded, picture_header
@@ -27,7 +27,7 @@ from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_
 from llava.model.builder import load_pretrained_model
 from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.pixels import MAX_ASPECT_RATIO, upright
+from llava.pixels import upright
 from llava.progress import in_terminal
 
 

@@ -3,8 +3,8 @@
 import argparse
 
 from llava.commands import DTYPES, add_device_argument
+from llava.constants import MAX_ASPECT_RATIO
 from llava.conversation import conv_templates
-from llava.pixels import MAX_ASPECT_RATIO
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:

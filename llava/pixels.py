@@ -5,9 +5,6 @@ from collections.abc import Mapping
 import numpy as np
 from PIL import Image
 
-MAX_ASPECT_RATIO = 100.0
-"""Longer side over shorter side. A few bytes can name a picture of one pixel by millions, and resizing its shorter side
-to a tower's, or padding it to a square, would take all memory."""
 ORIENTATIONS = ("stored", "exif")
 """`stored`: rows and columns as the file has them, as LLaVA reads them; `exif`: turned as its EXIF data say."""
 _ORIENTATION_TAG, _BITS_TAG, _PHOTOMETRIC_TAG = 274, 258, 262  # of EXIF and TIFF

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from PIL import Image
 
+from llava.constants import MAX_ASPECT_RATIO
 from llava.data.checks import Image as Place
 from llava.data.checks import PlacedImage, Problem, RowImage, starts_from
 from llava.data.row_images import RowReader
 from llava.data.zip_files import ZipMembers
 from llava.digests import bytes_digest, file_stamp, remembered_digest
 from llava.pixels import (
-    MAX_ASPECT_RATIO,
     check_header,
     dark_levels,
     exif_orientation,

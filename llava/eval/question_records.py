@@ -12,13 +12,12 @@ from typing import NamedTuple
 
 from llava.anyres import Size
 from llava.asking import Asked
-from llava.constants import DEFAULT_IMAGE_TOKEN
+from llava.constants import DEFAULT_IMAGE_TOKEN, MAX_ASPECT_RATIO
 from llava.data.checks import TURN_KEYS, Record, record_images, record_problem
 from llava.data.checks import Image as Place
 from llava.data.images import ImageStore
 from llava.data.records import load_records
 from llava.data.table import RecordTable, name_of
-from llava.pixels import MAX_ASPECT_RATIO
 from llava.progress import progress
 
 _SHOWN = f"{DEFAULT_IMAGE_TOKEN}\n"

@@ -200,8 +200,7 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
         # To decide about the embedding PEFT would read the base's config as ours; no recipe adapts or resizes it.
         from peft import get_peft_model_state_dict
 
-        name = adapter_name or self.active_adapters()[0]
-        return get_peft_model_state_dict(self, state_dict, name, save_embedding_layers=False)
+        return get_peft_model_state_dict(self, state_dict, adapter_name or "default", save_embedding_layers=False)
 
     @classmethod
     # pyrefly: ignore[bad-override]  # the library's other arguments pass through

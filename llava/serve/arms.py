@@ -17,8 +17,8 @@ from PIL import Image
 from llava.analysis.attention_figures import overlaid
 from llava.analysis.seen_area import WHOLE, Area
 from llava.asking import Assistant, read_picture
-from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.pixels import MAX_ASPECT_RATIO, to_rgb
+from llava.constants import DEFAULT_IMAGE_TOKEN, MAX_ASPECT_RATIO
+from llava.pixels import to_rgb
 from llava.presentation import TEXT_COLOUR, VISUAL_COLOUR
 from llava.serve.conversation import AnswerStreamer, with_question
 from llava.serve.look import Look, look_of, probe_of

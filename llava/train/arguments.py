@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from llava.anyres import check_grids_given, check_modes
+from llava.constants import MAX_ASPECT_RATIO
 from llava.model.loss import LossHead
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
-from llava.pixels import MAX_ASPECT_RATIO
 from llava.provenance import shipped
 
 

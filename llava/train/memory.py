@@ -305,7 +305,8 @@ def memory_line(estimate: MemoryEstimate, plan: CheckpointPlan, budget: float, t
     """The estimate as decided in a line, for a CPU, whose memory seldom decides anything."""
     total, usable = estimate.total(plan) / 2**30, budget / 2**30
     return (
-        f"memory estimate: {total:.2f} of {usable:.2f} GiB usable, micro-batches of up to {tokens} tokens; "
+        f"memory estimate: total with working space {total:.2f} of {usable:.2f} GiB usable, micro-batches of up to "
+        f"{tokens} tokens; "
         f"{_decided(estimate, plan)}"
     )
 

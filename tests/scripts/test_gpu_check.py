@@ -17,7 +17,7 @@ from warm_python import warm_python
 from benchmarks import gpu_check, gpu_parts, shapes, train_step
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, Setting
 from llava.launch.supervise import descendants
-from llava.train.memory import CheckpointPlan, MemoryEstimate, memory_table
+from llava.train.memory import CheckpointPlan, MemoryEstimate, memory_line, memory_table
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NO_UPSTREAM = {"UPSTREAM_VENV": "/nowhere"}
@@ -162,6 +162,8 @@ def test_the_estimate_is_read_from_the_table_that_a_run_prints():
                               tower_layer_input=0)  # fmt: skip
     table = memory_table(estimate, CheckpointPlan(1), budget=2.0**34, tokens=100)
     assert gpu_parts.estimated_gib(f"12:00:00 llava: {table}\nmore") == estimate.total(CheckpointPlan(1)) / 2**30
+    line = memory_line(estimate, CheckpointPlan(1), budget=2.0**34, tokens=100)
+    assert gpu_parts.estimated_gib(f"12:00:00 llava: {line}\nmore") == estimate.total(CheckpointPlan(1)) / 2**30
     with pytest.raises(gpu_parts.Failed, match="total with working space"):
         gpu_parts.estimated_gib("nothing")
 

@@ -20,6 +20,8 @@ def lint(tmp_path):
     scripts.mkdir()
     for name in ("lint", "lib", "help", "setup"):
         shutil.copy(ROOT / f"scripts/{name}.sh", scripts)
+    (tmp_path / "llava").symlink_to(ROOT / "llava")
+    (tmp_path / ".gitignore").write_text("llava\n")
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
     subprocess.run(["git", "init", "-q", tmp_path], check=True)

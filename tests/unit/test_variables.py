@@ -56,7 +56,7 @@ FOREIGN = frozenset(_FOREIGN.split())
         ("pretrain", "GLOBAL_BACTH", "GLOBAL_BATCH"),
         ("slurm_script", "NORMS", "NORM"),  # sbatch runs a copy of this name
         ("quickstart", "norms", "NORM"),
-        ("quickstart", "OUTPUT_DIRS", "OUTPUT_ROOT"),
+        ("quickstart", "OUTPUT_ROOTS", "OUTPUT_ROOT"),
         ("quickstart", "LR", "LEARNING_RATE"),
         ("quickstart", "WEIGHT_DECAY", "bash scripts/pretrain.sh --weight_decay"),
         ("compare", "SEEDS", "--seeds"),
