@@ -148,8 +148,8 @@ class Throughput:
         self.costs = flop_costs(model)
         self.device = device
         self.peak = peak_tflops(device) if peak is None else peak
-        if self.peak is None:
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        if self.peak is None and device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
             logger.info("mfu is not logged: no datasheet figure is known for %s; --peak_tflops gives one", name)
         self.paused_seconds = 0.0
         self.reset()
