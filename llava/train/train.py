@@ -347,6 +347,13 @@ def build_model(
     model.crop_rules()  # raises now, before the data is read, if settings do not fit together
     model.config.tokenizer_padding_side = "right"
     model.config.tokenizer_model_max_length = training_args.model_max_length
+    if training_args.model_max_length > (context := context_length(model.config)):
+        logger.warning(
+            "--model_max_length %d is longer than the model's context of %d tokens (config.json): samples are trained "
+            "beyond it, and inference refuses such prompts",
+            training_args.model_max_length,
+            context,
+        )
     return model
 
 

@@ -309,6 +309,12 @@ def test_activation_checkpointing_changes_nothing(tiny, tmp_path, layers, use_re
         torch.testing.assert_close(checkpointed[name], plain[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(("longest", "told"), [(512, False), (513, True)])
+def test_samples_longer_than_the_context_are_warned_of(tiny, tmp_path, caplog, longest, told):
+    train_module.train(flags(tiny, tmp_path, 1, model_max_length=longest, max_steps=1))
+    assert ("--model_max_length 513 is longer than the model's context of 512 tokens" in caplog.text) is told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "decoder", "tower"),
