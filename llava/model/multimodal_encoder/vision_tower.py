@@ -6,6 +6,7 @@ Shapes: N images, V visual tokens per image, P tokens inside the encoder, E visi
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,12 @@ def _without_loading_report() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(level)
+
+
+@functools.cache
+def _without_mask(layer: type[nn.Module]) -> dict[str, None]:
+    """`attention_mask=None`, which most encoders' layers need, and which DINOv2's of transformers 5.17 do not take."""
+    return {"attention_mask": None} if "attention_mask" in inspect.signature(layer.forward).parameters else {}
 
 
 class VisionTower(KeepsRotary, nn.Module):
@@ -150,11 +157,8 @@ class VisionTower(KeepsRotary, nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Visual features [N, V, E] of `images` [N, 3, H, W], in the tower's dtype."""
         hidden_states, beside = self.embed(images.to(device=self.device, dtype=self.dtype))
-        # Most encoders' layers need the argument; DINOv2's of transformers 5.17 have none.
-        if "attention_mask" in inspect.signature(type(self.encoder_layers()[0]).forward).parameters:
-            beside["attention_mask"] = None
         for layer in self.layers:
-            hidden_states = layer(hidden_states, **beside)
+            hidden_states = layer(hidden_states, **beside, **_without_mask(type(layer)))
         patches = hidden_states[:, self.num_prefix_tokens :]
         if self.select_feature == "patch":
             return patches
