@@ -10,9 +10,13 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if instructions := os.environ.get("ATEN_CPU_CAPABILITY"):  # what the compiler's cache holds may be for other ones
+    own = f"torchinductor_{instructions}_{os.getuid()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), own))
 # A shell makes what it starts in the background ignore Ctrl-C, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
