@@ -96,7 +96,8 @@ def check_alone(*flags: str, **environment: str) -> subprocess.CompletedProcess:
     command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     words = [*command, str(ROOT / "llava/train/launch_check.py"), *flags]
-    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
+    # The first use of DeepSpeed's ops builds them.
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow
