@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every part of the tests, each in the environment that it needs, and prints one table. Exits with 1 if a part failed.
-#   bash scripts/test_all.sh                    all of them, about two hours on two cores
+#   bash scripts/test_all.sh                    all of them
 #   bash scripts/test_all.sh chaos browser      only some of: suite numeric chaos browser trackers serving peers
 # suite is scripts/test.sh. numeric repeats what compares numbers on the instructions of older CPUs. chaos breaks real runs.
 # browser and trackers get an environment with an older Pillow, .venv-pillow12, because Gradio and trackio need one.
