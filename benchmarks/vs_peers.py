@@ -295,7 +295,7 @@ def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
 def write_hf_model(model: Any, tower: Path, tokenizer: Path, stage: str, folder: Path) -> None:
     """Writes the model as the peers read it, with a chat template that marks the targets; `folder` must be new."""
     checkpoint = folder.with_name("checkpoint")
-    model.config.mm_conv_version = TEMPLATES[stage]
+    model.config.mm_conv_version = TEMPLATES["finetune"]  # stage 1's has no chat template to export; replaced below
     model.save_pretrained(checkpoint)
     save_tokenizer(load_tokenizer(str(tokenizer)), checkpoint)
     load_image_processor(str(tower), model.get_vision_tower()).save_pretrained(checkpoint)

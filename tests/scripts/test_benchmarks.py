@@ -120,13 +120,14 @@ def test_every_kind_of_work_of_the_data_benchmark_runs(tiny, tmp_path):
 # --- peers ------------------------------------------------------------------------------------------------------------
 
 
-def test_peers_are_given_our_model_with_the_template_that_marks_targets(tiny, tmp_path):
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_peers_are_given_our_model_with_the_template_that_marks_targets(tiny, tmp_path, stage):
     ours = tiny_models.make(tiny, tower="clip", norm="none")
-    vs_peers.write_hf_model(ours, tiny / "clip", tiny / "llama", "finetune", tmp_path / "hf")
+    vs_peers.write_hf_model(ours, tiny / "clip", tiny / "llama", stage, tmp_path / "hf")
     _, loading = LlavaForConditionalGeneration.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(loading.values())
     processor = AutoProcessor.from_pretrained(tmp_path / "hf")
-    assert processor.chat_template == vs_peers.CHAT_TEMPLATES["finetune"]
+    assert processor.chat_template == vs_peers.CHAT_TEMPLATES[stage]
     assert [file.name for file in tmp_path.iterdir()] == ["hf"]
 
 
