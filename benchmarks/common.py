@@ -27,7 +27,7 @@ _PACKAGES = (
 
 def environment() -> dict[str, Any]:
     """Machine, versions and commit, without names of hosts, users or folders."""
-    from llava.provenance import git_commit  # here, because upstream's interpreter has its own package `llava`
+    from llava.utils.versions import git_commit
 
     return {
         "machine": {

@@ -22,12 +22,12 @@ from torch.nn import functional as F
 
 from benchmarks.common import alternate, ratio, spread, write_result
 from benchmarks.shapes import PRESETS, build_llava
-from llava.commands import whole
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.model.attention import packed_attention
 from llava.train.masters import MasterWeights
 from llava.train.optim import PARTS, set_trainable
+from llava.utils.commands import whole
 
 FP32, AUTOCAST, MASTERS = "fp32", "bf16 autocast", "bf16 masters"
 DTYPES = {FP32: torch.float32, AUTOCAST: torch.float32, MASTERS: torch.bfloat16}

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import inputs
 from benchmarks.common import ROOT, alternate, ratio, run_json, spread, write_result
-from llava.commands import whole
+from llava.utils.commands import whole
 
 COMMIT = "df179663ae8b83207df100a1f7af24caec633ff9"
 REQUIREMENTS = Path(__file__).with_name("upstream") / "next_requirements.txt"

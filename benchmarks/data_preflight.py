@@ -28,7 +28,7 @@ from PIL import Image
 
 from benchmarks import inputs
 from benchmarks.common import write_result
-from llava.commands import whole
+from llava.utils.commands import whole
 
 _SHARD = 3_118  # rows: 250 shards hold 779,289
 _PICTURES = 500  # different pictures, which repeat

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.common import run_json, spread, write_result
-from llava.commands import whole
 from llava.model.loss import chunked_loss, liger_loss, plain_loss
+from llava.utils.commands import whole
 
 
 def all_rows_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig
 
 from benchmarks.common import alternate, spread, write_result
-from llava.commands import whole
 from llava.model import LlavaLlamaConfig, LlavaLlamaForCausalLM
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.model.multimodal_projector.norm import NORM_TYPES, projector_norm
+from llava.utils.commands import whole
 
 SHAPES = {
     # name: (D, intermediate, layers, heads, key/value heads, E, visual tokens, text tokens)

@@ -25,11 +25,11 @@ import torch
 from benchmarks.shapes import PRESETS, SO400M, STAGES
 from llava.launch.recipe import resolved_run
 from llava.model.language_model.families import LLAVA_CLASSES
-from llava.provenance import ROOT
 from llava.train.flops import Work, flop_costs, required_flops
 from llava.train.memory import CheckpointPlan, estimate_memory, plan_checkpointing
 from llava.train.optim import set_trainable
 from llava.train.zero import fit_zero
+from llava.utils.paths import ROOT
 
 NAMES = ("llama-3.2-3b", "qwen2.5-7b")
 SCRIPTS = {1: "pretrain", 2: "finetune"}

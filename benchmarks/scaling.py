@@ -33,9 +33,9 @@ import numpy as np
 
 from benchmarks import inputs
 from benchmarks.common import ROOT, alternate, ratio, spread, write_result
-from llava.commands import whole
 from llava.data.sampler import ModalityLengthGroupedSampler, RandomOrder, dealt_evenly
 from llava.launch.recipe import resolved_run
+from llava.utils.commands import whole
 
 VISUAL_TOKENS = 729
 MAX_LENGTH = 4096

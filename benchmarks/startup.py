@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks import inputs
 from benchmarks.common import run_json, write_result
-from llava.commands import whole
+from llava.utils.commands import whole
 
 _BATCHES = 4  # of 16 samples
 

@@ -26,7 +26,6 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from benchmarks.common import alternate, spread, write_result
 from benchmarks.shapes import PRESETS, STAGES, build_llava
-from llava.commands import whole
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.launch.recipe import resolved_run
@@ -39,6 +38,7 @@ from llava.train.flops import batch_work, flop_costs, peak_tflops, required_flop
 from llava.train.liger import apply_liger
 from llava.train.memory import estimate_memory, memory_budget, plan_checkpointing
 from llava.train.optim import set_trainable
+from llava.utils.commands import whole
 
 PLAIN, COMPILED, LIGER = "plain", "compiled", "liger"  # Liger last: it exchanges a function for the whole process
 LONGEST = 2048  # tokens of the longest sample

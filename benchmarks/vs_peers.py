@@ -36,7 +36,6 @@ import torch
 
 from benchmarks import shapes, vs_upstream
 from benchmarks.common import ROOT, check_warmup, emptied, ratio, write_result
-from llava.commands import whole
 from llava.data.preprocess import preprocess
 from llava.export.hf import export
 from llava.mm_utils import load_tokenizer, save_tokenizer
@@ -44,6 +43,7 @@ from llava.model.builder import load_language_model
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict
 from llava.train.arguments import ModelArguments
+from llava.utils.commands import whole
 
 PEERS_FOLDER = Path(__file__).with_name("peers")
 OURS = "this tree"

@@ -25,8 +25,8 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from benchmarks.common import ROOT, check_warmup, emptied, ratio, run_json, spread, write_result
-from llava.commands import whole
 from llava.mm_utils import load_tokenizer
+from llava.utils.commands import whole
 
 TOKENIZER = ROOT / "tests/golden/train/inputs/llama"
 WORDS = ("the", "a", "cat", "dog", "red", "house", "near", "tree", "on", "under", "with", "two", "small", "is", "what")

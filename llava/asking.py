@@ -27,8 +27,8 @@ from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_
 from llava.model.builder import load_pretrained_model
 from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.pixels import upright
-from llava.progress import in_terminal
+from llava.utils.pixels import upright
+from llava.utils.progress import in_terminal
 
 
 class Asked(NamedTuple):
@@ -68,7 +68,7 @@ class Assistant(NamedTuple):
 
     @property
     def image_orientation(self) -> str:
-        """How the checkpoint was trained to see pictures: one of `llava.pixels.ORIENTATIONS`."""
+        """How the checkpoint was trained to see pictures: one of `llava.utils.pixels.ORIENTATIONS`."""
         return getattr(self.model.config, "image_orientation", "stored")
 
     def upright(self, picture: Image.Image) -> Image.Image:

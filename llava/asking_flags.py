@@ -2,9 +2,9 @@
 
 import argparse
 
-from llava.commands import DTYPES, add_device_argument
 from llava.constants import MAX_ASPECT_RATIO
 from llava.conversation import conv_templates
+from llava.utils.commands import DTYPES, add_device_argument
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:

@@ -30,7 +30,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from llava.anyres import Pinpoints, best_grid, check_modes, fitted_size, is_anyres, parse_pinpoints
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
-from llava.pixels import to_rgb, upright
+from llava.utils.pixels import to_rgb, upright
 
 Count = TypeVar("Count", int, np.ndarray, torch.Tensor)
 _LARGEST_SQUARE = 1 << 24  # pixels of a padded square that is held in memory
@@ -67,7 +67,7 @@ def process_images(
         model_cfg: any object; its `image_aspect_ratio` is read if it has one, and for `anyres` `image_grid_pinpoints`.
             `pad` pads to a square with the processor's mean colour; None or `square` leaves the shape to the processor;
             `anyres` gives each picture several crops, see `llava.anyres`. `image_orientation` `exif` turns pictures
-            upright, see `llava.pixels`.
+            upright, see `llava.utils.pixels`.
 
     Returns:
         [N, 3, H, W], or a list of [3, H, W] if the processor gives different sizes; with `anyres` [N, n, 3, H, W] for n

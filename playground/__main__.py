@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from llava.commands import Parser
-from llava.provenance import WORK
+from llava.utils.commands import Parser
+from llava.utils.paths import WORK
 from playground.options import PICTURES, add_options, settings_from
 from playground.store import PlaygroundError
 

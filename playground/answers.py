@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llava.commands import whole
 from llava.launch.devices import has_bf16_instructions
-from llava.progress import progress
-from llava.provenance import PLAYGROUND, code_digest, differences, revision
+from llava.utils.commands import whole
+from llava.utils.digests import revision
+from llava.utils.progress import progress
+from llava.utils.provenance import differences
+from llava.utils.versions import PLAYGROUND, code_digest
 from playground.store import PlaygroundError, write_json
 
 ANALYSIS = "analysis"  # folder of what llava.analysis writes

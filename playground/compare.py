@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from llava.compare.stage import LOG_FILE
-from llava.intervals import share_interval
-from llava.paired import Difference, compare_benchmarks
+from llava.eval.paired import Difference, compare_benchmarks
+from llava.utils.intervals import share_interval
 from playground import answers, page
 from playground.records import is_right
 from playground.store import PlaygroundError, write_json

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from llava.commands import whole
 from llava.eval.results import (
     CONTROLS,
     LLAVA_CODE,
@@ -25,7 +24,9 @@ from llava.eval.results import (
     read_results,
     write_results,
 )
-from llava.provenance import PACKAGES, differences, git_commit, version_of
+from llava.utils.commands import whole
+from llava.utils.provenance import differences
+from llava.utils.versions import PACKAGES, git_commit, version_of
 from playground import answers
 from playground.records import IMAGE_TOKEN, is_right
 

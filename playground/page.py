@@ -13,9 +13,9 @@ from PIL import Image
 
 from llava.compare.report import render
 from llava.compare.report_figures import analysis_figures, colour_of, data_uri
-from llava.paired import UNCHANGED
-from llava.presentation import STYLE, import_pyplot
-from llava.provenance import git_commit
+from llava.eval.paired import UNCHANGED
+from llava.utils.presentation import STYLE, import_pyplot
+from llava.utils.versions import git_commit
 from playground import answers
 from playground.quickstart import TIMES
 from playground.store import shown_python

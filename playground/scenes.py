@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llava.progress import progress
+from llava.utils.progress import progress
 from playground.options import option
 from playground.records import STATEMENTS, image_record
 from playground.scene_drawing import CHOICES, Scene, draw_scene, render

@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from llava.progress import progress
+from llava.utils.progress import progress
 from playground.options import option
 from playground.records import STATEMENTS
 from playground.stamp_questions import (

@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from llava.provenance import ROOT
+from llava.utils.paths import ROOT
 
 MANIFEST = "manifest.json"
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import logsigmoid, normalize
 
-from llava.progress import progress
+from llava.utils.progress import progress
 
 if TYPE_CHECKING:
     from transformers import SiglipImageProcessorPil, SiglipModel

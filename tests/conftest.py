@@ -89,7 +89,7 @@ def tokenizer():
 @pytest.fixture
 def files_count_as_old(monkeypatch):
     """Files written in the test count as written long ago, so that their time stamps are trusted."""
-    monkeypatch.setattr("llava.digests._CLOCK_STEP", 0.0)
+    monkeypatch.setattr("llava.utils.digests._CLOCK_STEP", 0.0)
 
 
 @pytest.fixture(scope="session")

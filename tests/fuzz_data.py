@@ -33,7 +33,6 @@ import torch
 from PIL import Image
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from llava import digests
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.conversation import get_template
 from llava.data.collate import DataCollatorForSupervisedDataset
@@ -42,6 +41,7 @@ from llava.data.images import ImageStore
 from llava.data.preflight_manifest import Rules, preflight
 from llava.data.records import RecordTable, load_records
 from llava.mm_utils import process_images
+from llava.utils import digests
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))  # so that it also runs as a file
 from tiny_models import byte_tokenizer

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llava.analysis.commands import ALL, PACKAGE, SUMMARIES
 from llava.analysis.models import named_model
-from llava.commands import Parser, command_parser, run_program
+from llava.utils.commands import Parser, command_parser, run_program
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:

@@ -15,8 +15,8 @@ from typing import Any
 from llava.analysis import loading
 from llava.analysis.commands import ANY, COMMANDS, NORMED, OURS, PACKAGE, Needs
 from llava.analysis.models import NamedModel, named_model, required_models
-from llava.commands import INTERRUPTED, module_of, whole
 from llava.model.multimodal_projector.norm import NORM_TYPES
+from llava.utils.commands import INTERRUPTED, module_of, whole
 
 QUICKSTART = Path("outputs/quickstart")
 

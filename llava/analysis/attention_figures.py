@@ -11,7 +11,7 @@ from PIL import Image
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.output import figure
 from llava.analysis.seen_area import WHOLE, Area
-from llava.presentation import COLOURS, import_pyplot
+from llava.utils.presentation import COLOURS, import_pyplot
 
 COLOUR_MAP, OPACITY = "inferno", 0.65
 

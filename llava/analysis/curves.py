@@ -30,7 +30,7 @@ from llava.analysis.models import NamedModel, required_models
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
-from llava.presentation import COLOURS, SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
+from llava.utils.presentation import COLOURS, SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

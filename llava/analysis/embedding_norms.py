@@ -18,9 +18,9 @@ from llava.analysis.commands import Needs
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import TableRow, figure, with_paper, write_result
 from llava.analysis.weights import WeightFiles
-from llava.commands import whole
 from llava.mm_utils import load_tokenizer
-from llava.presentation import COLOURS
+from llava.utils.commands import whole
+from llava.utils.presentation import COLOURS
 
 NEEDS = Needs(flags=())
 

@@ -37,7 +37,7 @@ from llava.model.multimodal_projector.norm import (
     projector_norm,
 )
 from llava.model.pictures import line_up
-from llava.presentation import COLOURS
+from llava.utils.presentation import COLOURS
 
 NEEDS = Needs(OURS, flags=("data",))  # it measures one batch: the --samples of the other commands would be too many
 

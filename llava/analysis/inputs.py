@@ -20,15 +20,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
-from llava.commands import whole
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import IMAGE_KEYS, TURN_KEYS, starts_from
 from llava.data.hub_files import is_hub_name
 from llava.data.images import ImageError, ImageStore, decoded, picture_header
 from llava.data.mixture import MIXTURES
 from llava.data.records import data_files, load_records, record_images, record_name
-from llava.digests import bytes_digest, remembered_digest
-from llava.pixels import ORIENTATIONS, to_rgb, upright
+from llava.utils.commands import whole
+from llava.utils.digests import bytes_digest, remembered_digest
+from llava.utils.pixels import ORIENTATIONS, to_rgb, upright
 
 PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/heldout.json")
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -91,7 +91,7 @@ class Samples(Sequence[PicturePrompt]):
         sources: see `Source`.
         chosen: indices of samples, counted on from one source to the next.
         key: names the collection and the choice; part of the name of saved measurements.
-        orientation: how the pictures are shown, see `llava.pixels`.
+        orientation: how the pictures are shown, see `llava.utils.pixels`.
         unreadable: is filled with the reason for each sample that a slice left out, by position.
     """
 

@@ -25,7 +25,7 @@ from llava.analysis.probe import VISUAL
 from llava.analysis.resume import resumed, state_file
 from llava.analysis.statistics import Stream
 from llava.analysis.weights import WeightFiles
-from llava.presentation import SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
+from llava.utils.presentation import SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
 
 NEEDS = Needs()
 

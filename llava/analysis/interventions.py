@@ -27,7 +27,7 @@ from llava.analysis.probe import VISUAL, Batch, Edit, Probe
 from llava.analysis.resume import Rows, resumed, state_file
 from llava.analysis.statistics import Stream
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
-from llava.presentation import COLOURS
+from llava.utils.presentation import COLOURS
 
 NEEDS = Needs()
 

@@ -30,7 +30,7 @@ from llava.analysis import inputs, loading, resume
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import GROUPS, TEXT_AFTER, TEXT_BEFORE, VISUAL, Batch, Observation, Probe
 from llava.analysis.statistics import Stream
-from llava.commands import whole
+from llava.utils.commands import whole
 
 SINK_RATIO = 10.0
 STATE_METRICS, STEP_METRICS = ("norm", "drift"), ("cosine", "turn", "update")

@@ -28,7 +28,6 @@ from llava.analysis.processors import library_inputs, load_processor, own_inputs
 from llava.analysis.seen_area import WHOLE, seen_area
 from llava.analysis.weights import WeightFiles
 from llava.asking import choose_template, is_captioner
-from llava.commands import DTYPES, add_device_argument
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, get_template
 from llava.data.preprocess import generation_ids
@@ -38,7 +37,8 @@ from llava.model.language_model.families import LLAVA_CLASSES
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import recorded_base
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
-from llava.pixels import upright
+from llava.utils.commands import DTYPES, add_device_argument
+from llava.utils.pixels import upright
 
 OUR_TYPES = tuple(LLAVA_CLASSES)
 

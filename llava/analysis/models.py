@@ -3,7 +3,7 @@
 import argparse
 from typing import NamedTuple
 
-from llava.provenance import checkpoint_name
+from llava.utils.paths import checkpoint_name
 
 
 class NamedModel(NamedTuple):

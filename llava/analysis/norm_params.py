@@ -15,8 +15,8 @@ from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.weights import WeightFiles
 from llava.model.multimodal_projector.norm import NORM_TYPES
-from llava.presentation import COLOURS
-from llava.progress import progress
+from llava.utils.presentation import COLOURS
+from llava.utils.progress import progress
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llava.presentation import PAPER, STYLE, Row, column_names, format_table, import_pyplot
-from llava.provenance import git_commit, revision, version_of
+from llava.utils.digests import revision
+from llava.utils.presentation import PAPER, STYLE, Row, column_names, format_table, import_pyplot
+from llava.utils.versions import git_commit, version_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,8 +21,10 @@ import numpy as np
 
 from llava.analysis.inputs import Samples
 from llava.analysis.models import NamedModel
-from llava.progress import progress
-from llava.provenance import ANALYSIS, code_digest, differences, revision
+from llava.utils.digests import revision
+from llava.utils.progress import progress
+from llava.utils.provenance import differences
+from llava.utils.versions import ANALYSIS, code_digest
 
 FOLDER = "measurements"
 _SAVE_SECONDS = 30

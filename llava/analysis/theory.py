@@ -16,9 +16,9 @@ from llava.analysis.commands import Needs
 from llava.analysis.models import required_models
 from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.theory_checks import Check
-from llava.commands import whole
-from llava.presentation import COLOURS
-from llava.progress import progress
+from llava.utils.commands import whole
+from llava.utils.presentation import COLOURS
+from llava.utils.progress import progress
 
 NEEDS = Needs()
 

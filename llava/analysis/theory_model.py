@@ -24,7 +24,7 @@ from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
 from llava.analysis.probe import VISUAL as VISUAL_GROUP
 from llava.analysis.resume import resumed, state_file
 from llava.analysis.statistics import Stream
-from llava.presentation import TEXT_COLOUR, VISUAL_COLOUR
+from llava.utils.presentation import TEXT_COLOUR, VISUAL_COLOUR
 
 MODALITIES = {"visual": (VISUAL_GROUP,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
 QUANTITIES = ("norm", "C", "phi", "w")

@@ -4,13 +4,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from llava.commands import Parser, program_name
 from llava.compare import run as whole
 from llava.compare import study, study_page, study_record
 from llava.compare.report import write_report
 from llava.compare.runs import STAGES, Run, check_present, check_results, check_runs
 from llava.compare.stage import StepError, train_stage
-from llava.provenance import IS_CHECKOUT, NEEDS_CHECKOUT
+from llava.utils.commands import Parser, program_name
+from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT
 
 _CHECKS = (
     ("check", "refuse runs that differ in more than the arm"),

@@ -14,7 +14,9 @@ import psutil
 
 from llava.compare.stage import StepError, end, is_finished, last_lines, last_step, start_logged, start_stage
 from llava.launch.devices import memory_quota
-from llava.provenance import ANALYSIS, DONE, code_digest, revision
+from llava.utils.digests import revision
+from llava.utils.provenance import DONE
+from llava.utils.versions import ANALYSIS, code_digest
 
 POLL_SECONDS = 0.1
 SHOWN_LINES = 12  # of a failed step's log

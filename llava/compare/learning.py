@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llava.intervals import CONFIDENCE
+from llava.utils.intervals import CONFIDENCE
 
 LEVELS = (0.5, 0.8)
 """Accuracies for which samples are counted, as shares of the way from chance to the baseline's last accuracy."""

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
-from llava.paired import MEAN, confidence_of
+from llava.eval.paired import MEAN, confidence_of
 
 PLAN_FILE = "plan.json"
 POWER = 0.8

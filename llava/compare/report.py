@@ -26,9 +26,9 @@ from llava.compare.report_tables import (
     sentence,
 )
 from llava.compare.runs import Run
-from llava.paired import MEAN, Difference
-from llava.presentation import column_names
-from llava.provenance import git_commit
+from llava.eval.paired import MEAN, Difference
+from llava.utils.presentation import column_names
+from llava.utils.versions import git_commit
 
 
 def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> list[Path]:

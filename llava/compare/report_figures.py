@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llava.compare.runs import STAGES, Run
-from llava.paired import Difference
-from llava.presentation import COLOURS, STYLE, import_pyplot
+from llava.eval.paired import Difference
+from llava.utils.presentation import COLOURS, STYLE, import_pyplot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

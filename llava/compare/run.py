@@ -29,7 +29,8 @@ from llava.compare.stage import (
     train_stage,
 )
 from llava.eval.score import check_questions
-from llava.provenance import DONE, ROOT
+from llava.utils.paths import ROOT
+from llava.utils.provenance import DONE
 
 DEMO = "demo"
 _ANALYSIS = "interface-norms layer-norms update-rates norm-params attention"

@@ -16,7 +16,9 @@ from llava.compare.stage import LOG_FILE, STAGES
 from llava.eval.answer_file import recorded
 from llava.eval.results import LLAVA_COMMIT, Results, read_results
 from llava.eval.score import task_result
-from llava.provenance import DONE, RUN_FILE, differences, read_starts, revision, software
+from llava.utils.digests import revision
+from llava.utils.provenance import DONE, RUN_FILE, differences, read_starts
+from llava.utils.versions import software
 
 QUESTIONS = "questions"
 """The name of the caller's own questions in the table."""

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from llava.locks import take
-from llava.provenance import DONE, ROOT
+from llava.utils.locks import take
+from llava.utils.paths import ROOT
+from llava.utils.provenance import DONE
 
 LOG_FILE = "train_log.jsonl"
 STAGES = ("pretrain", "finetune")

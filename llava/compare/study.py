@@ -46,7 +46,10 @@ from llava.compare.study_record import ANALYSIS, answers_of, record, write_recor
 from llava.eval.results import CONTROLS, LLAVA_CODE
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.recipe import resolved_run
-from llava.provenance import DONE, PLAYGROUND, ROOT, code_digest, revision
+from llava.utils.digests import revision
+from llava.utils.paths import ROOT
+from llava.utils.provenance import DONE
+from llava.utils.versions import PLAYGROUND, code_digest
 
 ARMS = (
     "none,scale,scale-fixed,clip,rmsnorm,layernorm,layernorm@default,gwc_layernorm,gwc_rmsnorm,"

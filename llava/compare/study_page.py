@@ -12,9 +12,9 @@ from llava.compare.report_figures import data_uri
 from llava.compare.report_tables import Rows
 from llava.compare.study_figures import figures
 from llava.compare.study_record import DOSED, KEPT, Study, has_intervals, in_digits, write_record
+from llava.eval.paired import IMPROVED, MEAN, UNCHANGED, WORSE
 from llava.launch.devices import count_of
-from llava.paired import IMPROVED, MEAN, UNCHANGED, WORSE
-from llava.provenance import ROOT
+from llava.utils.paths import ROOT
 
 PAPER_ARMS = ("layernorm", "gwc_layernorm")
 LEVEL_ARMS = ("scale-fixed", "scale", "clip")  # they set the norm's level and normalise nothing

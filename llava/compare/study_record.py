@@ -15,9 +15,9 @@ from llava.compare.learning import LEVELS, samples_to_reach
 from llava.compare.plan import POWER, Plan
 from llava.compare.report_tables import Rows, Statistics, batch_of, seconds_of_steps
 from llava.compare.runs import STAGES, Run
+from llava.eval.paired import MEAN, Difference, compare_arms, confidence_of, score_intervals
 from llava.eval.results import CONTROLS, Results, TaskResult, read_results
-from llava.paired import MEAN, Difference, compare_arms, confidence_of, score_intervals
-from llava.provenance import git_commit
+from llava.utils.versions import git_commit
 
 FILE = "study.json"
 FORMAT = 2

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from llava.digests import settled_stamp, user_cache, writable_folder
+from llava.utils.digests import settled_stamp, user_cache, writable_folder
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from llava.data.checks import Image as Place
 from llava.data.checks import PlacedImage, Problem, RowImage, starts_from
 from llava.data.row_images import RowReader
 from llava.data.zip_files import ZipMembers
-from llava.digests import bytes_digest, file_stamp, remembered_digest
-from llava.pixels import (
+from llava.utils.digests import bytes_digest, file_stamp, remembered_digest
+from llava.utils.pixels import (
     check_header,
     dark_levels,
     exif_orientation,
@@ -56,7 +56,7 @@ class ImageStore:
         follow_links: whether links below the folder may lead out of it.
         others: the folders or zip files of `PlacedImage`s; None stands for `image_folder`.
         setting: the flag or entry that gave `image_folder`, as messages name it.
-        orientation: `stored` or `exif`, see `llava.pixels`.
+        orientation: `stored` or `exif`, see `llava.utils.pixels`.
         max_aspect_ratio: longer side over shorter side, beyond which a picture is refused.
 
     Raises:

@@ -33,7 +33,7 @@ from llava.data.cache import made_once
 from llava.data.parallel import in_processes
 from llava.data.records import Record, RecordTable
 from llava.mm_utils import expanded_length
-from llava.progress import progress
+from llava.utils.progress import progress
 
 Tokenize = Callable[[int], torch.Tensor]
 State = TypeVar("State")

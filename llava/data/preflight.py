@@ -12,7 +12,6 @@ import sys
 import time
 
 from llava.anyres import CropRules, Picture, is_anyres, parse_pinpoints
-from llava.commands import Parser, whole
 from llava.constants import MAX_ASPECT_RATIO
 from llava.conversation import get_template
 from llava.data.images import ImageStore
@@ -32,7 +31,8 @@ from llava.data.preflight_manifest import (
 )
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
 from llava.data.turns import LABEL_MASKINGS
-from llava.pixels import ORIENTATIONS
+from llava.utils.commands import Parser, whole
+from llava.utils.pixels import ORIENTATIONS
 
 _SHOWN = 10
 

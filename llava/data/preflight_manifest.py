@@ -29,8 +29,8 @@ from llava.data.parallel import in_processes
 from llava.data.parquet_files import unread_columns
 from llava.data.table import RecordTable
 from llava.data.turns import LabelMasking, check_has_image, normalize_image_tokens, training_turns, turn_rules
-from llava.digests import file_stamp, is_settled
-from llava.progress import progress
+from llava.utils.digests import file_stamp, is_settled
+from llava.utils.progress import progress
 
 logger = logging.getLogger(__name__)
 

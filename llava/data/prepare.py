@@ -21,10 +21,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from llava.commands import Parser
 from llava.data.checks import starts_from
 from llava.data.preflight import add_flags, show
 from llava.data.row_groups import rewrite_shards
+from llava.utils.commands import Parser
 
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.parquet")
 

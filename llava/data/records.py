@@ -24,8 +24,8 @@ from llava.data.mixture import MIXTURES, Mixture, entry_name, mixed_table, read_
 from llava.data.parallel import in_processes
 from llava.data.parquet_files import parquet_digest, read_rows
 from llava.data.table import RecordTable, map_rows
-from llava.digests import bytes_digest, content_hash, file_stamp, known_hash
-from llava.progress import progress
+from llava.utils.digests import bytes_digest, content_hash, file_stamp, known_hash
+from llava.utils.progress import progress
 
 __all__ = ["Record", "RecordTable", "load_records", "record_images", "record_name"]
 

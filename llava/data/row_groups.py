@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from llava.data.parquet_files import LARGE_GROUP, largest_image_group
 from llava.data.records import data_files
-from llava.progress import progress
+from llava.utils.progress import progress
 
 _GROUP = 1 << 21  # bytes of a group that is written; one row may be more
 _READ = 8  # rows that are read at a time

@@ -25,11 +25,13 @@ from llava.asking import (
     is_captioner,
 )
 from llava.asking_flags import add_loading_arguments, add_model_arguments
-from llava.commands import Parser, exit_status, whole
 from llava.eval.answer_file import kept, read_answers, recorded_count, write_record
 from llava.eval.question_records import Question, QuestionRecords
-from llava.progress import progress
-from llava.provenance import EVALUATION, checkpoint_name, code_digest, revision
+from llava.utils.commands import Parser, exit_status, whole
+from llava.utils.digests import revision
+from llava.utils.paths import checkpoint_name
+from llava.utils.progress import progress
+from llava.utils.versions import EVALUATION, code_digest
 
 WINDOW = 8  # batches; questions are sorted by length within a window, and an interruption costs one window
 SHOWN_FAULTS = 10

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llava.provenance import differences
+from llava.utils.provenance import differences
 
 if TYPE_CHECKING:
     from llava.eval.question_records import Question

@@ -16,15 +16,17 @@ import torch
 from filelock import FileLock, Timeout
 
 from llava.asking import choose_template, is_captioner
-from llava.commands import Parser, exit_status, whole
 from llava.eval.collect import EvaluationError
 from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
 from llava.eval.results import LLAVA_CODE, LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import Task, choose
 from llava.model.builder import read_config
 from llava.model.context import context_length
-from llava.presentation import format_table
-from llava.provenance import EVALUATION, WORK, checkpoint_name, code_digest, git_commit, revision, version_of
+from llava.utils.commands import Parser, exit_status, whole
+from llava.utils.digests import revision
+from llava.utils.paths import WORK, checkpoint_name
+from llava.utils.presentation import format_table
+from llava.utils.versions import EVALUATION, code_digest, git_commit, version_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "lmms-eval", "lm-eval")
 IDENTITY = ("conv_template", "limit", "mmlu_fewshot")

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llava.digests import fingerprint
 from llava.eval.collect import EvaluationError, collect, crash_problems
 from llava.eval.process import run_logged
 from llava.eval.results import TaskResult
 from llava.eval.tasks import OWN_DATA, OWN_TASKS, Task
-from llava.provenance import CODE
+from llava.utils.digests import fingerprint
+from llava.utils.paths import CODE
 
 TOO_LONG = "exceeds model's maximum length"
 """What lm-eval warns of for every prompt from which it takes the beginning, as few-shot examples."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llava.progress import progress
+from llava.utils.progress import progress
 
 ANNOTATORS = 10
 """Human answers to each question of TextVQA and VQA v2."""

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from llava.progress import EVERY, FIRST, in_terminal
+from llava.utils.progress import EVERY, FIRST, in_terminal
 
 BAR = re.compile(r"([\w ]+): +(\d+)%\|[^|]*\| *(\S+) \[([^\]]*)\]")
 EVERY_SECONDS = 1.0  # in a terminal

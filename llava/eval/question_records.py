@@ -18,7 +18,7 @@ from llava.data.checks import Image as Place
 from llava.data.images import ImageStore
 from llava.data.records import load_records
 from llava.data.table import RecordTable, name_of
-from llava.progress import progress
+from llava.utils.progress import progress
 
 _SHOWN = f"{DEFAULT_IMAGE_TOKEN}\n"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from llava.asking import is_captioner, load_assistant, load_picture
 from llava.asking_flags import add_model_arguments
-from llava.commands import Parser, exit_status, whole
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER, MAX_ASPECT_RATIO
+from llava.utils.commands import Parser, exit_status, whole
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,8 +2,8 @@
 
 Reads what `python -m llava.eval.answer` writes: a line for each question with `question_id`, `text` (the answer) and
 the expected answer, `expected`, under `metadata` or beside it. A question's `kind` says how it is scored
-(`llava.scoring`); without one it is scored as `exact`. `--metric` scores all in one way. With a second file, both are
-compared on the same questions: the second minus the first.
+(`llava.utils.scoring`); without one it is scored as `exact`. `--metric` scores all in one way. With a second file, both
+are compared on the same questions: the second minus the first.
 """
 
 import argparse
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llava.commands import Parser, exit_status
 from llava.eval.answer_file import recorded
+from llava.eval.paired import compare_benchmarks
 from llava.eval.results import Answered, TaskResult
-from llava.intervals import share_interval
-from llava.paired import compare_benchmarks
-from llava.presentation import format_table
-from llava.scoring import KINDS, READERS, can_expect, is_right
+from llava.utils.commands import Parser, exit_status
+from llava.utils.intervals import share_interval
+from llava.utils.presentation import format_table
+from llava.utils.scoring import KINDS, READERS, can_expect, is_right
 
 DEFAULT_KIND = "exact"
 SHOWN = 5  # question ids that a message lists

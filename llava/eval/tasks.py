@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llava.eval.results import PAPER_COLUMNS, Answered
-from llava.provenance import CODE, WORK
+from llava.utils.paths import CODE, WORK
 
 Record = Mapping[str, Any]
 OWN_TASKS = CODE / "playground/tasks"

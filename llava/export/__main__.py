@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 
-from llava.commands import command_parser, run_program
+from llava.utils.commands import command_parser, run_program
 
 PACKAGE = "llava.export"
 COMMANDS = {

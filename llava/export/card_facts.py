@@ -13,12 +13,12 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
 from llava.eval.results import RESULTS_FILE, Results, TaskResult, read_results
-from llava.intervals import share_interval
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, read_tensors
-from llava.provenance import RUN_FILE, read_starts
 from llava.train.checkpoint import finished_step
 from llava.train.run_identity import default_settings
 from llava.train.telemetry import LOG_FILE
+from llava.utils.intervals import share_interval
+from llava.utils.provenance import RUN_FILE, read_starts
 
 LANGUAGE_MODEL, VISION_TOWER, DATA, ADAPTER = (
     "model_name_or_path",

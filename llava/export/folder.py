@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from llava.provenance import revision
+from llava.utils.digests import revision
 
 EXPORT_FILE = "export.json"
 """Marks a folder whose export was completed; says what it was made of, and which files are the export's."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from llava.progress import progress
+from llava.utils.progress import progress
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

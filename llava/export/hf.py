@@ -25,7 +25,6 @@ from transformers import (
 
 from llava.anyres import has_newline, is_anyres
 from llava.asking import choose_template, is_captioner
-from llava.commands import DTYPES
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation, answer_end, conv_templates
 from llava.export import modeling_llava_norm
@@ -44,6 +43,7 @@ from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.builder import projector_depth
 from llava.model.multimodal_projector.norm import EPS, MIN_GAIN, NORM_TYPES, ProjectorNorm, ScaleGradient
+from llava.utils.commands import DTYPES
 
 logger = logging.getLogger(__name__)
 

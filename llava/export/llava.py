@@ -10,12 +10,12 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from llava.commands import DTYPES
 from llava.export.folder import whole_folder
 from llava.mm_utils import load_tokenizer, save_tokenizer
 from llava.model.builder import load_as_stored, read_config
 from llava.model.hf_folder import is_hf_folder
 from llava.model.multimodal_encoder.builder import load_image_processor
+from llava.utils.commands import DTYPES
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from llava.export.card import CARD_FILE
 from llava.export.folder import EXPORT_FILE
 from llava.model.lora import NON_LORA_FILE
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
-from llava.provenance import RUN_FILE
 from llava.train.checkpoint import MANIFEST, checkpoint_faults
 from llava.train.telemetry import LOG_FILE
+from llava.utils.provenance import RUN_FILE
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", ADAPTER_FILE, NON_LORA_FILE, "*.gguf")
 SENT = (

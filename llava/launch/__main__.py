@@ -27,8 +27,9 @@ from llava.launch.plan import Plan, as_json, command_text, resolve, show
 from llava.launch.settings import Refusal, is_on
 from llava.launch.supervise import INTERRUPTED, supervise
 from llava.launch.variable_check import check_variables
-from llava.locks import InUse, refuse_in_use
-from llava.provenance import CODE, IS_CHECKOUT, ROOT, RUN_FILE
+from llava.utils.locks import InUse, refuse_in_use
+from llava.utils.paths import CODE, IS_CHECKOUT, ROOT
+from llava.utils.provenance import RUN_FILE
 
 LAUNCH_CHECK = "llava/train/launch_check.py"  # in the repository, as the scripts name the trainer
 

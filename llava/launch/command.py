@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llava.launch.devices import Devices
 from llava.launch.settings import Refusal, one_of, whole_number
-from llava.provenance import CODE, ROOT
+from llava.utils.paths import CODE, ROOT
 
 LAUNCHERS = ("auto", "python", "deepspeed", "torchrun")
 MEETING_PORT = 29500  # torchrun's own default

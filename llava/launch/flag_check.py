@@ -11,7 +11,7 @@ from llava.anyres import check_grids_given, check_modes
 from llava.conversation import conv_templates
 from llava.launch.plan import ADDED, Plan
 from llava.launch.settings import Refusal, nearest_name
-from llava.provenance import CODE, ROOT
+from llava.utils.paths import CODE, ROOT
 
 _ARGUMENTS = CODE / "llava/train/arguments.py"
 _NORMS = CODE / "llava/model/multimodal_projector/norm.py"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llava.launch.flags import parse_flags
 from llava.launch.settings import NAMES, VARIABLES
-from llava.provenance import IS_CHECKOUT, ROOT
+from llava.utils.paths import IS_CHECKOUT, ROOT
 
 USAGE = """{usage}
 

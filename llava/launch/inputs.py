@@ -24,7 +24,7 @@ from llava.launch.paths import (
     records_fault,
 )
 from llava.launch.settings import Refusal
-from llava.train.network import interfaces, unknown_interfaces
+from llava.utils.network import interfaces, unknown_interfaces
 
 FOUND, HUB, MISSING, WRONG = "found", "hub", "MISSING", "WRONG"
 NOT_SET = "not set"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llava.launch.settings import Refusal
-from llava.train.failures import RUN_DIR
+from llava.utils.failures import RUN_DIR
 
 ENV_FILE = "DS_ENV_FILE"
 # fmt: off

@@ -16,7 +16,7 @@ from llava.launch.flags import Flags, parse_flags
 from llava.launch.inputs import Input, check_inputs
 from llava.launch.passed_on import other_nodes, word_for_hosts
 from llava.launch.settings import Refusal, is_on, one_of
-from llava.provenance import shipped
+from llava.utils.paths import shipped
 
 ADDED = ("gradient_accumulation_steps", "bf16", "tf32", "run_name")  # flags that follow from devices and folder
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from llava.provenance import IS_CHECKOUT, ROOT
+from llava.utils.paths import IS_CHECKOUT, ROOT
 
 STAGES = ("pretrain", "finetune")
 INTERPRETER = {"LLAVA_PYTHON": sys.executable, "PYTHON": sys.executable}

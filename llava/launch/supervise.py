@@ -17,7 +17,7 @@ from pathlib import Path
 
 from llava.launch.builds import release_left
 from llava.launch.passed_on import write_env_file
-from llava.train.failures import (
+from llava.utils.failures import (
     FOLDER,
     HOST,
     RECEIVED,

@@ -13,7 +13,7 @@ from functools import cache
 from llava.launch.flag_check import flags_of_scripts, own_flags
 from llava.launch.help import script_flags
 from llava.launch.settings import NAMES, Refusal, nearest_name
-from llava.provenance import ROOT
+from llava.utils.paths import ROOT
 
 _EVERYWHERE = {"EXTRAS", "LLAVA_PYTHON", "PYTHON"}
 # What the scripts read besides the variables of training.

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from llava.commands import DTYPES, Parser, exit_status
 from llava.mm_utils import get_model_name_from_path, save_tokenizer
 from llava.model.builder import load_pretrained_model
 from llava.model.lora import adapter_dtype, lora_config_file
+from llava.utils.commands import DTYPES, Parser, exit_status
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from llava.analysis.attention_figures import overlaid
 from llava.analysis.seen_area import WHOLE, Area
 from llava.asking import Assistant, read_picture
 from llava.constants import DEFAULT_IMAGE_TOKEN, MAX_ASPECT_RATIO
-from llava.pixels import to_rgb
-from llava.presentation import TEXT_COLOUR, VISUAL_COLOUR
 from llava.serve.conversation import AnswerStreamer, with_question
 from llava.serve.look import Look, look_of, probe_of
 from llava.serve.uploads import uploaded_file
+from llava.utils.pixels import to_rgb
+from llava.utils.presentation import TEXT_COLOUR, VISUAL_COLOUR
 
 LONGEST_QUESTION = 10_000  # characters; more than any context holds would only keep the tokenizer busy
 SMALL, LARGE = 384, 768  # limits of a heatmap's longer side in pixels; between them it has the picture's size

@@ -8,7 +8,7 @@ import argparse
 import sys
 
 from llava.asking_flags import add_loading_arguments, add_model_arguments
-from llava.commands import Parser, exit_status, whole
+from llava.utils.commands import Parser, exit_status, whole
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,13 +20,13 @@ from typing import Any
 
 from llava.analysis.inputs import PLAYGROUND
 from llava.asking_flags import add_loading_arguments, add_model_arguments
-from llava.commands import REFUSALS, Parser, exit_status, whole
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.presentation import import_pyplot
-from llava.provenance import checkpoint_name
 from llava.serve.arms import Arm, Talk, ask_all, checked_picture, checked_question
 from llava.serve.conversation import load_chat_assistant
 from llava.serve.uploads import may_be_given, refuse_other_files
+from llava.utils.commands import REFUSALS, Parser, exit_status, whole
+from llava.utils.paths import checkpoint_name
+from llava.utils.presentation import import_pyplot
 
 MOST_ARMS, EXAMPLES = 2, 6
 WAITING = 20  # questions in the queue; further ones are refused

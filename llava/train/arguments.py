@@ -13,7 +13,7 @@ from llava.anyres import check_grids_given, check_modes
 from llava.constants import MAX_ASPECT_RATIO
 from llava.model.loss import LossHead
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
-from llava.provenance import shipped
+from llava.utils.paths import shipped
 
 
 @dataclass

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from llava.mm_utils import from_anywhere
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
-from llava.provenance import WORK
 from llava.train.arguments import DataArguments, ModelArguments
+from llava.utils.paths import WORK
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from llava.anyres import check_modes
-from llava.commands import Parser, program_name
 from llava.model.multimodal_projector.norm import NORM_FIELDS, ProjectorNormArguments
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava.utils.commands import Parser, program_name
 
 REST = "other flags of the Hugging Face Trainer, as its documentation says"
 # The fields of TrainingArguments, the library's and ours; a name ending in * stands for all that begin with it.

@@ -29,10 +29,10 @@ from llava.data.checks import starts_from
 from llava.data.collate import Batch
 from llava.data.dataset import LazySupervisedDataset, Sample
 from llava.data.records import RecordTable, data_files
-from llava.progress import progress
 from llava.train.arguments import DataArguments, TrainingArguments
 from llava.train.batches import MicroBatches
 from llava.train.questions import Questions
+from llava.utils.progress import progress
 
 logger = logging.getLogger(__name__)
 

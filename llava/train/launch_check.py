@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llava.provenance import PACKAGES, git_commit, version_of
-from llava.train.network import NCCL, interface_fault, route_text
 from llava.train.ranks import barrier, from_all, from_first, joined
+from llava.utils.network import NCCL, interface_fault, route_text
+from llava.utils.versions import PACKAGES, git_commit, version_of
 
 logger = logging.getLogger(__name__)
 

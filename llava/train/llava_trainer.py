@@ -32,7 +32,6 @@ from llava.train.checkpoint import (
     save_adapter,
     trains_adapter_only,
 )
-from llava.train.failures import Watchdog
 from llava.train.heldout import HeldOut, evaluating
 from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
@@ -46,6 +45,7 @@ from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import JsonlCallback, NormProbe, SourceLosses, TelemetryCallback, Throughput, measures_step
 from llava.train.training_progress import TrainingProgress
 from llava.train.trial import check_disk, try_save
+from llava.utils.failures import Watchdog
 
 logger = logging.getLogger(__name__)
 

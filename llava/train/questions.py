@@ -1,8 +1,8 @@
 """Held-out questions that the model answers at every evaluation: its score, and a table of its answers.
 
 The questions are the first human turns of records whose answer is short; the model answers by greedy decoding. An
-answer is right if it is the record's, apart from case, sentence punctuation and white space (`llava.scoring`). Every
-rank asks all questions, so that under ZeRO-3 all ranks generate in step.
+answer is right if it is the record's, apart from case, sentence punctuation and white space (`llava.utils.scoring`).
+Every rank asks all questions, so that under ZeRO-3 all ranks generate in step.
 
 Logged keys: `eval/accuracy`, `eval/accuracy_low` and `eval/accuracy_high` (Wilson's 95 % interval), `eval/questions`;
 the table is `eval/answers` (in TensorBoard the pictures are beside it, as `eval/pictures`).
@@ -22,10 +22,10 @@ from llava.asking import Asked, Assistant, batch_answers, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import Record, record_images
-from llava.intervals import share_interval
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.progress import progress
-from llava.scoring import normalized, same_answer
+from llava.utils.intervals import share_interval
+from llava.utils.progress import progress
+from llava.utils.scoring import normalized, same_answer
 
 logger = logging.getLogger(__name__)
 

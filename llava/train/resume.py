@@ -12,10 +12,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from llava.provenance import differences
 from llava.train.ranks import barrier
 from llava.train.run_identity import ALLOWED, Settings, default_settings
 from llava.train.run_record import IDENTITY, Identity
+from llava.utils.provenance import differences
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llava.locks import FolderLock, InUse
-from llava.provenance import RUN_FILE, differences
 from llava.train.arguments import TrainingArguments
 from llava.train.batches import global_batch_size
 from llava.train.checkpoint import (
@@ -24,12 +22,14 @@ from llava.train.checkpoint import (
     find_checkpoint,
     finished_step,
 )
-from llava.train.failures import clear_reports
 from llava.train.ranks import barrier, from_first
 from llava.train.resume import ResumeError, accepted_changes, check_identity
 from llava.train.run_identity import ALLOWED, Settings
 from llava.train.run_record import IDENTITY, Identity, write_identity
 from llava.train.telemetry import LOG_FILE
+from llava.utils.failures import clear_reports
+from llava.utils.locks import FolderLock, InUse
+from llava.utils.provenance import RUN_FILE, differences
 
 if TYPE_CHECKING:
     from llava.train.llava_trainer import LLaVATrainer  # which imports this module

@@ -18,15 +18,15 @@ from transformers import PreTrainedTokenizerBase
 
 from llava.conversation import get_template
 from llava.data.records import RecordTable
-from llava.digests import bytes_digest
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.norm import projector_norm
 from llava.model.zero3 import gathered
-from llava.provenance import software
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import sample_order
 from llava.train.optim import part_of
+from llava.utils.digests import bytes_digest
+from llava.utils.versions import software
 
 if TYPE_CHECKING:
     from llava.train.llava_trainer import LLaVATrainer  # which imports this module

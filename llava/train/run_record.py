@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from llava.provenance import RUN_FILE, RUN_FORMAT, read_starts
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.checkpoint import replace_file
 from llava.train.run_identity import Settings, run_configuration
+from llava.utils.provenance import RUN_FILE, RUN_FORMAT, read_starts
 
 if TYPE_CHECKING:
     from llava.train.llava_trainer import LLaVATrainer  # which imports this module

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from llava.train.failures import HOST, RECEIVED, REQUEST, REQUEUE_EXIT_CODE, RUN_DIR, SAVED, UNSAVED
 from llava.train.ranks import joined
+from llava.utils.failures import HOST, RECEIVED, REQUEST, REQUEUE_EXIT_CODE, RUN_DIR, SAVED, UNSAVED
 
 logger = logging.getLogger(__name__)
 

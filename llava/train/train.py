@@ -19,7 +19,6 @@ from llava.anyres import Picture, is_anyres, parse_pinpoints
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import RecordTable
-from llava.locks import InUse
 from llava.mm_utils import load_tokenizer
 from llava.model.attention import packed_attention
 from llava.model.builder import load_language_model, read_config
@@ -33,7 +32,6 @@ from llava.train.batches import largest_micro_batch, log_micro_batches, most_cro
 from llava.train.checkpoint import named_full_disk
 from llava.train.closing import say_what_comes_next
 from llava.train.compilation import compile_layers
-from llava.train.failures import Watchdog, of_flag, refusal
 from llava.train.first_tokens import fit_norm_to_first_images
 from llava.train.flags import parse_flags
 from llava.train.heldout import HeldOut, eval_data_arguments, sources_of
@@ -43,7 +41,6 @@ from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import add_lora_by_flags, lora_modules, prepare_quantized, quantized_loading
 from llava.train.masters import keeps_masters
 from llava.train.memory import set_up_checkpointing
-from llava.train.network import interface_fault
 from llava.train.optim import LANGUAGE_MODEL, PARTS, VISION_TOWER, set_trainable, tunable_parts
 from llava.train.ranks import joined
 from llava.train.resume import use_universal_checkpoint
@@ -62,6 +59,9 @@ from llava.train.run_identity import run_identity
 from llava.train.run_record import write_run_record
 from llava.train.stop_signal import StoppedEarly, StopSignal
 from llava.train.zero import fit_zero
+from llava.utils.failures import Watchdog, of_flag, refusal
+from llava.utils.locks import InUse
+from llava.utils.network import interface_fault
 
 logger = logging.getLogger("llava.train.train")  # the same name where the module runs as a program
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from transformers import TrainerCallback
 
-from llava.progress import Progress
 from llava.train.telemetry import logged_names
+from llava.utils.progress import Progress
 
 
 class TrainingProgress(TrainerCallback):

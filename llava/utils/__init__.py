@@ -1,14 +1,14 @@
 """The names of LLaVA's `llava.utils` that its evaluation, serving and merging programs import."""
 
-import asyncio
 import json
 import logging
 import os
-import urllib.request
-from logging.handlers import TimedRotatingFileHandler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llava.constants import LOGDIR
+
+if TYPE_CHECKING:
+    from asyncio import Semaphore  # everything imports this module, and few ask for more than its submodules
 
 server_error_msg = "The server did not answer. Please try again, or reload the page."
 moderation_msg = "The moderation service flagged this message. Please write it differently."
@@ -20,6 +20,8 @@ def disable_torch_init() -> None:
 
 def build_logger(logger_name: str, logger_filename: str) -> logging.Logger:
     """The logger of that name; it writes to stderr and to a file in `LOGDIR`, a new one each day."""
+    from logging.handlers import TimedRotatingFileHandler
+
     logger = logging.getLogger(logger_name)
     logger.setLevel(logging.INFO)
     if not logger.handlers:
@@ -54,13 +56,15 @@ def violates_moderation(text: str) -> bool:
         KeyError: `OPENAI_API_KEY` is not set.
         OSError, ValueError: the service did not answer; an unchecked text does not count as harmless.
     """
+    from urllib import request as web
+
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     body = json.dumps({"input": text}).encode()
-    request = urllib.request.Request("https://api.openai.com/v1/moderations", body, headers)
-    with urllib.request.urlopen(request, timeout=5) as response:
+    request = web.Request("https://api.openai.com/v1/moderations", body, headers)
+    with web.urlopen(request, timeout=5) as response:
         return bool(json.load(response)["results"][0]["flagged"])
 
 
-def pretty_print_semaphore(semaphore: asyncio.Semaphore | None) -> str:
+def pretty_print_semaphore(semaphore: "Semaphore | None") -> str:
     """How many more may pass a semaphore, for a log."""
     return "None" if semaphore is None else f"Semaphore(value={semaphore._value}, locked={semaphore.locked()})"

@@ -12,7 +12,7 @@ from paths import ROOT
 from warm_python import warm_python
 
 from llava.train.launch_check import NodeFacts, check_launch, facts_table, judge
-from llava.train.network import GLOO, NCCL, chosen, interface_fault
+from llava.utils.network import GLOO, NCCL, chosen, interface_fault
 
 CONFIGS = sorted((ROOT / "deepspeed_configs").glob("*.json"))
 
@@ -127,7 +127,7 @@ def test_interfaces_are_chosen_as_gloo_and_nccl_choose_them(variable, value, fou
 
 
 def test_an_interface_that_this_host_lacks_is_named_with_those_it_has(monkeypatch):
-    monkeypatch.setattr("llava.train.network.interfaces", lambda: ["lo", "eth0"])
+    monkeypatch.setattr("llava.utils.network.interfaces", lambda: ["lo", "eth0"])
     assert interface_fault({}) == interface_fault({GLOO: "eth0", NCCL: "^lo"}) == ""
     assert f"{GLOO}=eth0,ib0: host " in interface_fault({GLOO: "eth0,ib0"})  # gloo ends where one of them is missing
     assert interface_fault({NCCL: "ib"}).endswith("has no such network interface; it has: lo eth0")

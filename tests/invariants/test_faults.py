@@ -23,18 +23,19 @@ from transformers import TrainerCallback
 from llava.data.parallel import in_processes
 from llava.data.records import load_records
 from llava.launch.recipe import resolved_run
-from llava.locks import FolderLock
-from llava.train import failures, run_checks, run_folder, stop_signal, trial
+from llava.train import run_checks, run_folder, stop_signal, trial
 from llava.train import train as train_module
 from llava.train.arguments import TrainingArguments
 from llava.train.checkpoint import MANIFEST, STAGING, SaveError, checkpoint_faults, find_checkpoint
-from llava.train.failures import PHASES, Watchdog
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.nonfinite import NonFiniteError, poisoned
 from llava.train.resume import ResumeError, moved_step
 from llava.train.run_identity import ALLOWED
 from llava.train.stop_signal import REQUEUE_EXIT_CODE
 from llava.train.telemetry import LOG_FILE, JsonlCallback
+from llava.utils import failures
+from llava.utils.failures import PHASES, Watchdog
+from llava.utils.locks import FolderLock
 
 SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 

@@ -16,9 +16,9 @@ from training import LORA, build, flags, losses, training_arguments
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.records import load_records
 from llava.train import train as train_module
-from llava.train.failures import REQUEUE_EXIT_CODE
 from llava.train.heldout import HeldOut, dealt, evaluating, parts_of, source_names, sources_of
 from llava.train.telemetry import LOG_FILE
+from llava.utils.failures import REQUEUE_EXIT_CODE
 
 EVALS = {"eval_strategy": "steps", "eval_steps": 1}
 

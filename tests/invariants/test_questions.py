@@ -10,10 +10,10 @@ from PIL import Image
 from training import LORA, build, flags
 
 from llava.asking import load_assistant
-from llava.intervals import share_interval
 from llava.train import train as train_module
 from llava.train.questions import COLUMNS, Answer, accuracy, can_be_asked, show_answers
 from llava.train.telemetry import LOG_FILE
+from llava.utils.intervals import share_interval
 
 PICTURE = Image.new("RGB", (20, 16), "red")
 ANSWERS = [

@@ -25,7 +25,7 @@ from llava.compare.run import DEMO, Comparison, add_arguments
 from llava.compare.stage import STAGES, is_finished
 from llava.compare.study import Study
 from llava.launch.settings import NAMES
-from llava.provenance import DONE
+from llava.utils.provenance import DONE
 from playground.quickstart import Quickstart
 
 # A stand-in for Python that writes down what it is asked and leaves the files of a training.

@@ -7,7 +7,7 @@ import re
 import pytest
 from PIL import Image
 
-from llava.intervals import share_interval
+from llava.utils.intervals import share_interval
 from playground import answers, page
 from playground.__main__ import main
 

@@ -11,7 +11,7 @@ import pytest
 from paths import ROOT
 from vision_language_models import our_checkpoint
 
-from llava.provenance import NEEDS_CHECKOUT
+from llava.utils.paths import NEEDS_CHECKOUT
 
 pytestmark = pytest.mark.slow
 

@@ -27,9 +27,9 @@ import torch
 from PIL import Image
 
 from llava.asking import Asked, Assistant, batch_answers, load_assistant
-from llava.commands import Parser, exit_status
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.mm_utils import process_prompt_images
+from llava.utils.commands import Parser, exit_status
 from playground.answers import held_out, longest_answer
 from playground.store import PlaygroundError
 

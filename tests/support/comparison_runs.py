@@ -7,8 +7,9 @@ import numpy as np
 
 from llava.compare.runs import STAGES, Run
 from llava.eval.results import Answered, Results, TaskResult, write_results
-from llava.provenance import DONE, RUN_FILE, revision
 from llava.train.run_identity import adapter_digest
+from llava.utils.digests import revision
+from llava.utils.provenance import DONE, RUN_FILE
 
 CHANCE = {"scenes": 25.0, "pope": 50.0}
 

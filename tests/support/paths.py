@@ -1,5 +1,5 @@
 """Where the tree and the recorded numbers lie."""
 
-from llava.provenance import ROOT
+from llava.utils.paths import ROOT
 
 GOLDEN = ROOT / "tests/golden"

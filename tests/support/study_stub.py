@@ -12,9 +12,10 @@ import sys
 import time
 from pathlib import Path
 
-from llava.digests import fingerprint
 from llava.eval.results import CONTROLS, LLAVA_CODE
-from llava.provenance import PLAYGROUND, RUN_FILE, code_digest, software
+from llava.utils.digests import fingerprint
+from llava.utils.provenance import RUN_FILE
+from llava.utils.versions import PLAYGROUND, code_digest, software
 
 KINDS = ("color", "count", "binding")
 STEP = {"loss": 1.0, "samples_per_second": 8.0, "tokens_per_second": 80.0, "peak_memory_gib": 1.0}

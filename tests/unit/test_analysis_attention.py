@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from llava import presentation
 from llava.analysis import attention, attention_watch, interventions, loading, theory_model
 from llava.analysis.__main__ import main, parser
 from llava.analysis.attention_figures import overlaid
@@ -26,6 +25,7 @@ from llava.analysis.models import NamedModel
 from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
 from llava.analysis.seen_area import WHOLE, seen_area
 from llava.analysis.visual_grid import NoMap, visual_grid
+from llava.utils import presentation
 
 QUESTION = "Is there a warm colour?"
 

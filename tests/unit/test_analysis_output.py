@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llava import commands
 from llava.analysis import __main__ as command_line
 from llava.analysis import embedding_norms, interventions, output
 from llava.analysis.curves import draw_gap
@@ -19,7 +18,8 @@ from llava.analysis.layer_statistics import Measurement
 from llava.analysis.models import NamedModel, named_model, required_models
 from llava.analysis.probe import TEXT_AFTER, VISUAL
 from llava.analysis.statistics import PERCENTILES, RELATIVE_ERROR, Stream
-from llava.provenance import fingerprint
+from llava.utils import commands
+from llava.utils.digests import fingerprint
 
 
 def stream_of(*batches) -> Stream:

@@ -20,11 +20,11 @@ from paths import ROOT
 
 import llava.data.json_files as json_files
 import llava.data.records as records_module
-from llava import digests
 from llava.constants import IMAGE_TOKEN_INDEX
 from llava.data import lengths
 from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import RecordTable, load_records
+from llava.utils import digests
 
 
 def record(index: int, text: str = "yes", image: object = None) -> dict:

@@ -13,9 +13,9 @@ from training import flags
 from llava.eval.results import Answered, Results, TaskResult, write_results
 from llava.export.__main__ import main
 from llava.export.card_facts import Stage, base_name, hub_id, read_facts, recorded_bases
-from llava.intervals import share_interval
-from llava.provenance import RUN_FILE
 from llava.train.train import train
+from llava.utils.intervals import share_interval
+from llava.utils.provenance import RUN_FILE
 
 
 @pytest.fixture(scope="module")

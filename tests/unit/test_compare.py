@@ -7,7 +7,8 @@ from comparison_runs import change, write_run, write_scores
 
 from llava.compare.__main__ import main
 from llava.compare.runs import arm_differences, check_results, check_runs
-from llava.provenance import DONE, RUN_FILE, code_digest, version_of
+from llava.utils.provenance import DONE, RUN_FILE
+from llava.utils.versions import code_digest, version_of
 
 ARMS = ("none", "layernorm", "layernorm_default")
 

@@ -10,10 +10,11 @@ from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save_file
 
-from llava import digests, provenance
 from llava.data.checks import PlacedImage
 from llava.data.images import ImageStore
-from llava.provenance import code_digest, fingerprint, revision
+from llava.utils import digests, versions
+from llava.utils.digests import fingerprint, revision
+from llava.utils.versions import code_digest
 
 
 @pytest.fixture(autouse=True)
@@ -117,8 +118,8 @@ def test_a_mended_line_changes_the_digests_of_what_it_decides_alone(tmp_path, mo
     for name in ("asking.py", "model/norm.py", "eval/score.py", "train/train.py", "analysis/probe.py", "serve/web.py"):
         (tmp_path / "llava" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "llava" / name).write_text("x = 1\n")
-    monkeypatch.setattr(provenance, "CODE", tmp_path)
-    kinds = {name: getattr(provenance, name) for name in ("TRAINING", "EVALUATION", "ANALYSIS", "PLAYGROUND")}
+    monkeypatch.setattr(versions, "CODE", tmp_path)
+    kinds = {name: getattr(versions, name) for name in ("TRAINING", "EVALUATION", "ANALYSIS", "PLAYGROUND")}
 
     def changed_by(name: str) -> set[str]:
         before = {kind: code_digest(sources) for kind, sources in kinds.items()}

@@ -11,7 +11,7 @@ import time
 import pytest
 from paths import ROOT
 
-from llava.locks import TRAINING_LOCK, FolderLock, InUse, refuse_in_use
+from llava.utils.locks import TRAINING_LOCK, FolderLock, InUse, refuse_in_use
 
 
 def test_the_second_holder_is_told_who_the_first_is_and_leaves_no_trace(tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_a_killed_holders_lock_is_free_although_a_worker_that_it_forked_lives_on
     code = """
         import os, sys, time
         from pathlib import Path
-        from llava.locks import FolderLock
+        from llava.utils.locks import FolderLock
         FolderLock(Path(sys.argv[1])).acquire()
         worker = os.fork()
         if worker:

@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from llava.intervals import share_interval
-from llava.paired import (
+from llava.eval.paired import (
     IMPROVED,
     UNCHANGED,
     WORSE,
@@ -16,6 +15,7 @@ from llava.paired import (
     seed_part,
     sign_test,
 )
+from llava.utils.intervals import share_interval
 
 RNG = np.random.default_rng(1)
 

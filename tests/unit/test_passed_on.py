@@ -12,8 +12,8 @@ from shell import bash
 
 from llava.launch.passed_on import ENV_FILE, env_file_text, other_nodes, own_lines, passed_on, word_for_hosts
 from llava.launch.settings import Refusal
-from llava.train.failures import HOST, RUN_DIR
 from llava.train.stop_signal import run_dir
+from llava.utils.failures import HOST, RUN_DIR
 
 HARD = "a b\"c'd$HOME `id` \\ %n%h 100%% %20 ;&|<>*?~#!{}()[]"
 

@@ -8,7 +8,7 @@ import pytest
 from data_files import encoded, noise
 from PIL import Image
 
-from llava.pixels import dark_levels, to_rgb, upright
+from llava.utils.pixels import dark_levels, to_rgb, upright
 
 
 def reopened(image: Image.Image, kind: str) -> Image.Image:

@@ -319,7 +319,7 @@ def test_an_older_full_check_is_not_used_once_a_newer_one_found_other_pictures(t
 
 
 def test_a_folder_that_changes_during_the_check_is_checked_again(tmp_path, pictures, monkeypatch):
-    monkeypatch.setattr("llava.digests._CLOCK_STEP", 60.0)
+    monkeypatch.setattr("llava.utils.digests._CLOCK_STEP", 60.0)
     done = counted(monkeypatch)
     table = jsonl(tmp_path / "a.jsonl", [{"image": "a.png", "conversations": TURNS}])
     for _ in range(2):
@@ -701,7 +701,7 @@ def test_what_is_let_through_becomes_a_sample_under_every_template(tmp_path_fact
     store = ImageStore(folder / "images")
     masking = data.draw(st.sampled_from(["assistant", "upstream"]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llava.digests._CLOCK_STEP", 1e9)  # no stamps: the file is written again at once
+        patch.setattr("llava.utils.digests._CLOCK_STEP", 1e9)  # no stamps: the file is written again at once
         table = jsonl(folder / "any.jsonl", some)
         found = manifest._checked(table, store, rules(version, masking, full_decode=True), False)
     if len(found.bad_records()) == table.total:

@@ -16,14 +16,14 @@ from paths import ROOT
 from training import build, flags
 from transformers import ProgressCallback
 
-from llava.progress import EVERY, FIRST, Progress, duration, progress
 from llava.train import training_progress
+from llava.utils.progress import EVERY, FIRST, Progress, duration, progress
 
 SOURCES = [
     path
     for folder in ("llava", "playground", "benchmarks")
     for path in (ROOT / folder).rglob("*.py")
-    if "playground/data" not in path.as_posix() and path != ROOT / "llava/progress.py"
+    if "playground/data" not in path.as_posix() and path != ROOT / "llava/utils/progress.py"
 ]
 
 
@@ -117,7 +117,7 @@ def test_durations(seconds, text):
 
 
 def test_in_a_terminal_it_is_a_bar():
-    code = "from llava.progress import progress\nfor _ in progress(range(3), 'reading', 'files'): pass"
+    code = "from llava.utils.progress import progress\nfor _ in progress(range(3), 'reading', 'files'): pass"
     shown = in_terminal(code)
     assert "\r" in shown and "3/3 files" in shown
 
@@ -174,7 +174,7 @@ def test_no_trainer_keeps_the_librarys_bar_which_prints_every_figure(tiny, tmp_p
 @pytest.mark.slow
 def test_a_runs_log_holds_no_carriage_return_and_says_how_far_it_is(tiny, tmp_path):
     """The first step of a real run, with its clock of progress advanced."""
-    code = "import llava.progress; llava.progress.FIRST = 0.0; from llava.train.train import main; main()"
+    code = "import llava.utils.progress; llava.utils.progress.FIRST = 0.0; from llava.train.train import main; main()"
     argv = flags(tiny, tmp_path / "run", 2, disable_tqdm=None, save_strategy="steps", save_steps=1)
     argv += ["--eval_data_path", str(tiny / "data/finetune.json"), "--eval_strategy", "steps", "--eval_steps", "1"]
     with (tmp_path / "log").open("w") as log:

@@ -14,7 +14,7 @@ from llava.compare.__main__ import main
 from llava.compare.report import markdown_text
 from llava.compare.report_tables import Statistics
 from llava.eval.results import PAPER_COLUMNS
-from llava.provenance import revision
+from llava.utils.digests import revision
 
 HOSTILE = "<script>document.title='hacked'</script>\"'|`*[x](javascript:1)\n<img src=x onerror=document.title='hacked'>"
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from training import flags
 
-from llava.provenance import RUN_FILE, read_starts
 from llava.train.resume import ResumeError, check_identity
 from llava.train.run_identity import default_settings, order_digest, weights_digests
 from llava.train.run_record import IDENTITY
 from llava.train.train import build_model, parse_arguments, train
+from llava.utils.provenance import RUN_FILE, read_starts
 
 
 def configuration(folder):

@@ -5,10 +5,10 @@ from decimal import Decimal
 
 import pytest
 
+from llava.eval.paired import sign_test
 from llava.eval.score import main, read_scored, score_rows
-from llava.intervals import share_interval
-from llava.paired import sign_test
-from llava.scoring import KINDS, can_expect, is_right, letter, normalized, number, same_answer, yes_or_no
+from llava.utils.intervals import share_interval
+from llava.utils.scoring import KINDS, can_expect, is_right, letter, normalized, number, same_answer, yes_or_no
 
 SAME = """
 yes | Yes.

@@ -20,9 +20,9 @@ from llava.compare.plan import (
     read_plan,
     smallest_differences,
 )
+from llava.eval.paired import IMPROVED, UNCHANGED, WORSE, compare_arms, score_intervals
 from llava.eval.results import Answered, Results, TaskResult
-from llava.intervals import share_interval
-from llava.paired import IMPROVED, UNCHANGED, WORSE, compare_arms, score_intervals
+from llava.utils.intervals import share_interval
 
 TASKS, QUESTIONS = 4, 72
 PILOT = Pilot(60.0, {"pretrain": 0.5, "finetune": 1.0}, {"a": 0.5, "b": 0.8}, {"a": 72, "b": 72})

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llava.intervals import CONFIDENCE
+from llava.utils.intervals import CONFIDENCE
 
 RESAMPLES = 10_000
 RESAMPLES_OF_ARMS = 40_000  # their intervals end further out

@@ -17,6 +17,8 @@ import time
 import traceback
 from pathlib import Path
 
+from llava.utils.paths import CODE
+
 FOLDER = "errors"
 HANG_EXIT_CODE = 86
 REQUEUE_EXIT_CODE = 85  # start the run again; neither a shell's own code nor one that a signal gives
@@ -27,7 +29,7 @@ REQUEST = "requeue"  # a file there that asks for another start of the run, and 
 SAVED, UNSAVED = "saved", "unsaved"
 # In the order in which ranks pass them, at the same number of finished steps.
 PHASES = ("starting", "evaluating", "saving", "reading data", "computing")
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = CODE / "llava"
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line \d+, in .*\n(?P<source>    .*\n)?', re.MULTILINE)
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\nOriginal (?P<traceback>.*)", re.DOTALL)
 # Messages of a rank whose peer is gone; at the same progress its report sorts after the peer's own error.

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ _BLOCK = 1 << 20
 _LARGE = 64 << 20  # bytes from which a digest is worth keeping
 _CLOCK_STEP = 2.0  # seconds; the coarsest time stamps that file systems keep
 _THREADS = 4  # hashing releases the interpreter
+_SNAPSHOT = re.compile(r"(models|datasets)--[^/]+/snapshots/[0-9a-f]{40}")
 
 
 def user_cache(kind: str) -> Path:
@@ -144,3 +146,42 @@ def writable_folder(folders: list[Path]) -> Path:
 
 def _stamp_file(source: Path) -> str:
     return f"{source.name}.{hashlib.sha256(str(source.absolute()).encode()).hexdigest()[:8]}.stamp"
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def revision(path: str) -> str | None:
+    """The commit of a hub model in the local cache, or the fingerprint of a file or folder, else None.
+
+    That of a LoRA's folder also holds its base's.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    place = Path(path)
+    if place.exists():
+        own = _cached_commit(place.resolve()) or fingerprint(place)
+        base = _lora_base(place)
+        return f"{own}-{revision(base)}" if base else own
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # not the form of a hub id
+        return None
+    return Path(cached).parent.name if isinstance(cached, str) else None
+
+
+def _cached_commit(folder: Path) -> str | None:
+    """The commit that a snapshot's folder in the hub's cache is named after; None for any other folder."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cache = Path(HF_HUB_CACHE).resolve()
+    if not folder.is_relative_to(cache) or not _SNAPSHOT.fullmatch(folder.relative_to(cache).as_posix()):
+        return None
+    return folder.name
+
+
+def _lora_base(folder: Path) -> str | None:
+    try:
+        return json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
