@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from llava.compare.stage import LOG_FILE
 from llava.eval.paired import Difference, compare_benchmarks
+from llava.experiment.stage import LOG_FILE
 from llava.utils.intervals import share_interval
 from playground import answers, page
 from playground.records import is_right

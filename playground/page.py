@@ -11,9 +11,9 @@ from typing import Any
 
 from PIL import Image
 
-from llava.compare.report import render
-from llava.compare.report_figures import analysis_figures, colour_of, data_uri
 from llava.eval.paired import UNCHANGED
+from llava.experiment.report import render
+from llava.experiment.report_figures import analysis_figures, colour_of, data_uri
 from llava.utils.presentation import STYLE, import_pyplot
 from llava.utils.versions import git_commit
 from playground import answers

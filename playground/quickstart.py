@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llava.compare.lanes import StageStep, Step, StepError, run_lanes, runs_at_once
-from llava.compare.stage import STAGES, WHOLE_RUNS, interpreter, last_step, locked, refuse_ignored
+from llava.experiment.lanes import StageStep, Step, StepError, run_lanes, runs_at_once
+from llava.experiment.stage import STAGES, WHOLE_RUNS, interpreter, last_step, locked, refuse_ignored
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.load import POLICY
 from llava.launch.recipe import resolved_run

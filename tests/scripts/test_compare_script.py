@@ -19,11 +19,11 @@ from run_inputs import inputs_in
 from shell import kill, new_lines, only
 from warm_python import warm_python
 
-from llava.compare.__main__ import main
-from llava.compare.arms import Arm, parse_arm
-from llava.compare.run import DEMO, Comparison, add_arguments
-from llava.compare.stage import STAGES, is_finished
-from llava.compare.study import Study
+from llava.experiment.arms import Arm, parse_arm
+from llava.experiment.commands import main
+from llava.experiment.run import DEMO, Comparison, add_arguments
+from llava.experiment.stage import STAGES, is_finished
+from llava.experiment.study import Study
 from llava.launch.settings import NAMES
 from llava.utils.provenance import DONE
 from playground.quickstart import Quickstart

@@ -14,8 +14,8 @@ import pytest
 from paths import ROOT
 from shell import bash, new_lines, only
 
-from llava.compare import lanes
-from llava.compare.lanes import Step, StepError, run_lanes
+from llava.experiment import lanes
+from llava.experiment.lanes import Step, StepError, run_lanes
 from llava.launch import devices
 from playground import quickstart
 

@@ -15,9 +15,9 @@ from run_inputs import inputs_in
 from shell import kill, new_lines, only
 from warm_python import warm_python
 
-from llava.compare.__main__ import main
-from llava.compare.stage import STAGES
-from llava.compare.study import MEASURED
+from llava.experiment.commands import main
+from llava.experiment.stage import STAGES
+from llava.experiment.study import MEASURED
 
 ARMS = "none,gwc_layernorm"
 

@@ -31,7 +31,7 @@ from llava.analysis.interface_norms import vocabulary_norms
 from llava.analysis.layer_statistics import ONLY_SINKS, TEXT_GROUPS, WITH_SINKS, Measurement
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, VISUAL, Observation, Probe
-from llava.compare import study_record
+from llava.experiment import study_record
 from llava.model.multimodal_encoder.towers import TOWERS
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from comparison_runs import change, write_run, write_scores
 
-from llava.compare.__main__ import main
-from llava.compare.runs import arm_differences, check_results, check_runs
+from llava.experiment.commands import main
+from llava.experiment.runs import arm_differences, check_results, check_runs
 from llava.utils.provenance import DONE, RUN_FILE
 from llava.utils.versions import code_digest, version_of
 

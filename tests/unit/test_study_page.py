@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from paths import ROOT
 
-from llava.compare.__main__ import main
-from llava.compare.plan import MEAN
-from llava.compare.study import ARMS
-from llava.compare.study_figures import figures
-from llava.compare.study_page import (
+from llava.eval.results import CONTROLS
+from llava.experiment.commands import main
+from llava.experiment.plan import MEAN
+from llava.experiment.study import ARMS
+from llava.experiment.study_figures import figures
+from llava.experiment.study_page import (
     conclusions,
     done,
     limits,
@@ -21,8 +22,7 @@ from llava.compare.study_page import (
     write_markdown,
     write_page,
 )
-from llava.compare.study_record import CONTRASTS, doses, measured, read_record, with_measurements
-from llava.eval.results import CONTROLS
+from llava.experiment.study_record import CONTRASTS, doses, measured, read_record, with_measurements
 
 NAMES = ARMS.split(",")
 

@@ -1,6 +1,6 @@
 """The runs of a comparison: what each recorded, and the refusal of those that differ in more than the arm.
 
-`llava.compare.run` trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetune,eval}`.
+`llava.experiment.run` trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetune,eval}`.
 """
 
 import hashlib
@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llava.compare.arms import BASELINE, parse_arm
-from llava.compare.stage import LOG_FILE, STAGES
 from llava.eval.answer_file import recorded
 from llava.eval.results import LLAVA_COMMIT, Results, read_results
 from llava.eval.score import task_result
+from llava.experiment.arms import BASELINE, parse_arm
+from llava.experiment.stage import LOG_FILE, STAGES
 from llava.utils.digests import revision
 from llava.utils.provenance import DONE, RUN_FILE, differences, read_starts
 from llava.utils.versions import software

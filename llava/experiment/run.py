@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llava.compare.arms import parse_arm, parse_arms, parse_seeds
-from llava.compare.lanes import Measurement
-from llava.compare.paper import ARMS
-from llava.compare.runs import Run
-from llava.compare.stage import (
+from llava.eval.score import check_questions
+from llava.experiment.arms import parse_arm, parse_arms, parse_seeds
+from llava.experiment.lanes import Measurement
+from llava.experiment.paper import ARMS
+from llava.experiment.runs import Run
+from llava.experiment.stage import (
     STAGES,
     WHOLE_RUNS,
     StepError,
@@ -28,7 +29,6 @@ from llava.compare.stage import (
     refuse_ignored,
     train_stage,
 )
-from llava.eval.score import check_questions
 from llava.utils.paths import ROOT
 from llava.utils.provenance import DONE
 

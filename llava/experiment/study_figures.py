@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llava.compare.study_record import Study, has_intervals
 from llava.eval.paired import MEAN
+from llava.experiment.study_record import Study, has_intervals
 from llava.utils.presentation import COLOURS, STYLE, import_pyplot
 
 if TYPE_CHECKING:

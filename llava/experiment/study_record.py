@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from llava.compare.arms import parse_arm
-from llava.compare.learning import LEVELS, samples_to_reach
-from llava.compare.plan import POWER, Plan
-from llava.compare.report_tables import Rows, Statistics, batch_of, seconds_of_steps
-from llava.compare.runs import STAGES, Run
 from llava.eval.paired import MEAN, Difference, compare_arms, confidence_of, score_intervals
 from llava.eval.results import CONTROLS, Results, TaskResult, read_results
+from llava.experiment.arms import parse_arm
+from llava.experiment.learning import LEVELS, samples_to_reach
+from llava.experiment.plan import POWER, Plan
+from llava.experiment.report_tables import Rows, Statistics, batch_of, seconds_of_steps
+from llava.experiment.runs import STAGES, Run
 from llava.utils.versions import git_commit
 
 FILE = "study.json"

@@ -1,13 +1,13 @@
 """The study: every arm, and the norm's dose, trained side by side with seeds and controls, and one page about it.
 
     inputs     the playground's language model, pictures and tower
-    plan       with `--hours`: a short pilot of the baseline decides steps and seeds (`llava.compare.plan`)
+    plan       with `--hours`: a short pilot of the baseline decides steps and seeds (`llava.experiment.plan`)
     runs       stage 1, stage 2, answers and controls | the same for the next arm and seed
     measured   `llava.analysis` before training | after stage 1 | after stage 2, on the first seed's models
-    page       study.json, study.html, study.md (`llava.compare.study_record`, `study_page`)
+    page       study.json, study.html, study.md (`llava.experiment.study_record`, `study_page`)
 
 `|` stands for side by side: one process per GPU for the demo, on a CPU as many as cores and memory allow. Steps and
-checks are those of a comparison (`llava.compare.run`). Every step keeps what it finished.
+checks are those of a comparison (`llava.experiment.run`). Every step keeps what it finished.
 """
 
 import argparse
@@ -22,9 +22,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from llava.compare.arms import parse_arms, parse_seeds
-from llava.compare.lanes import StageStep, Step, run_lanes, runs_at_once
-from llava.compare.plan import (
+from llava.eval.results import CONTROLS, LLAVA_CODE
+from llava.experiment.arms import parse_arms, parse_seeds
+from llava.experiment.lanes import StageStep, Step, run_lanes, runs_at_once
+from llava.experiment.plan import (
     FEWEST_SEEDS,
     FEWEST_STEPS,
     PLAN_FILE,
@@ -37,13 +38,12 @@ from llava.compare.plan import (
     read_plan,
     smallest_differences,
 )
-from llava.compare.report_tables import seconds_of_steps
-from llava.compare.run import DEMO, Comparison
-from llava.compare.runs import Run, check_present, check_results, check_runs
-from llava.compare.stage import STAGES, interpreter, locked, refuse_ignored
-from llava.compare.study_page import write_page
-from llava.compare.study_record import ANALYSIS, answers_of, record, write_record
-from llava.eval.results import CONTROLS, LLAVA_CODE
+from llava.experiment.report_tables import seconds_of_steps
+from llava.experiment.run import DEMO, Comparison
+from llava.experiment.runs import Run, check_present, check_results, check_runs
+from llava.experiment.stage import STAGES, interpreter, locked, refuse_ignored
+from llava.experiment.study_page import write_page
+from llava.experiment.study_record import ANALYSIS, answers_of, record, write_record
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.recipe import resolved_run
 from llava.utils.digests import revision

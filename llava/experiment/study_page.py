@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from llava.compare.plan import POWER, points_in_words
-from llava.compare.report import render
-from llava.compare.report_figures import data_uri
-from llava.compare.report_tables import Rows
-from llava.compare.study_figures import figures
-from llava.compare.study_record import DOSED, KEPT, Study, has_intervals, in_digits, write_record
 from llava.eval.paired import IMPROVED, MEAN, UNCHANGED, WORSE
+from llava.experiment.plan import POWER, points_in_words
+from llava.experiment.report import render
+from llava.experiment.report_figures import data_uri
+from llava.experiment.report_tables import Rows
+from llava.experiment.study_figures import figures
+from llava.experiment.study_record import DOSED, KEPT, Study, has_intervals, in_digits, write_record
 from llava.launch.devices import count_of
 from llava.utils.paths import ROOT
 

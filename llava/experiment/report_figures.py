@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llava.compare.runs import STAGES, Run
 from llava.eval.paired import Difference
+from llava.experiment.runs import STAGES, Run
 from llava.utils.presentation import COLOURS, STYLE, import_pyplot
 
 if TYPE_CHECKING:

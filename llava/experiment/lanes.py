@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from llava.compare.stage import StepError, end, is_finished, last_lines, last_step, start_logged, start_stage
+from llava.experiment.stage import StepError, end, is_finished, last_lines, last_step, start_logged, start_stage
 from llava.launch.devices import memory_quota
 from llava.utils.digests import revision
 from llava.utils.provenance import DONE

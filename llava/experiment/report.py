@@ -14,9 +14,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from llava.compare import paper
-from llava.compare.report_figures import analysis_figures, colour_of, intervals, training_curves
-from llava.compare.report_tables import (
+from llava.eval.paired import MEAN, Difference
+from llava.experiment import paper
+from llava.experiment.report_figures import analysis_figures, colour_of, intervals, training_curves
+from llava.experiment.report_tables import (
     TITLES,
     Statistics,
     analysis_tables,
@@ -25,8 +26,7 @@ from llava.compare.report_tables import (
     headline_table,
     sentence,
 )
-from llava.compare.runs import Run
-from llava.eval.paired import MEAN, Difference
+from llava.experiment.runs import Run
 from llava.utils.presentation import column_names
 from llava.utils.versions import git_commit
 
@@ -88,10 +88,10 @@ def markdown_text(value: object) -> str:
 
 
 def render(template: str, **context: Any) -> str:
-    """Renders a template of `llava/compare/templates`, with the escaping that its format, HTML or Markdown, needs."""
+    """Renders a template, with the escaping that its format, HTML or Markdown, needs."""
     html = template.endswith(".html.jinja")
     environment = Environment(
-        loader=PackageLoader("llava.compare"),
+        loader=PackageLoader("llava.experiment"),
         autoescape=html,
         trim_blocks=True,
         lstrip_blocks=True,

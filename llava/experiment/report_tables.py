@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from llava.compare import paper
-from llava.compare.runs import STAGES, Run, arm_differences
 from llava.eval.paired import MEAN, UNCHANGED, Difference, compare_benchmarks
 from llava.eval.results import LLAVA_COMMIT, PAPER_COLUMNS, TaskResult
 from llava.eval.tasks import TASKS, mean_of_groups
+from llava.experiment import paper
+from llava.experiment.runs import STAGES, Run, arm_differences
 
 TITLES = {task: title for title, task in PAPER_COLUMNS.items()}
 EXAMPLES = 6  # answers shown per benchmark and arm: won and lost
