@@ -1,0 +1,168 @@
+"""Starting, watching and ending a process with everything that it starts.
+
+    with log.open("w") as output:
+        process = start(command, os.environ | settings, output, keep_open=[lock])
+    code = wait(process, show_progress)
+
+- `start` gives the process a session of its own: Ctrl-C and SIGTERM reach it only through `end`.
+- `wait` returns its exit status; when this process is interrupted meanwhile, it ends the other one first.
+- `end` asks processes to save and stop and waits for them; a second interruption kills them with their descendants.
+- `exiting_on_sigterm` makes SIGTERM an exception, so that `wait` and `finally` see it.
+- `kill`, `send`, `send_group`, `descendants`, `is_running`: the parts, for a process known by its id.
+- `tail`, `last_lines`: what it printed last.
+
+Needs Python alone, since the launcher runs before packages are there: `/proc` is read in place of psutil.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from llava.utils.paths import ROOT
+
+
+def start(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    output: IO | None = None,
+    *,
+    cwd: Path = ROOT,
+    keep_open: Sequence[int] = (),
+) -> subprocess.Popen:
+    """Starts a command in a session of its own, without input.
+
+    Args:
+        output: gets what the command prints; None is the caller's output.
+        keep_open: file descriptors that the command inherits, such as a lock's.
+    """
+    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT if output else None}
+    return subprocess.Popen(command, cwd=cwd, env=env, pass_fds=keep_open, start_new_session=True, **streams)
+
+
+def wait(
+    process: subprocess.Popen,
+    watch: Callable[[], None] = lambda: None,
+    seconds: float = 1.0,
+    *,
+    number: int = signal.SIGTERM,
+    group: bool = False,
+) -> int:
+    """Waits for a process and returns its exit status; calls `watch` every so many `seconds` meanwhile.
+
+    On Ctrl-C, or any other exception, `end` ends the process first; it gets `number` and `group`.
+    """
+    try:
+        while True:
+            try:
+                return process.wait(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                watch()
+    finally:
+        end([process], number, group=group)
+
+
+def end(processes: Iterable[subprocess.Popen], number: int = signal.SIGTERM, *, group: bool = False) -> None:
+    """Asks processes to save and stop, and waits; a second interruption kills them and all that they started.
+
+    Args:
+        number: the signal that asks.
+        group: ask the whole process group, where the process does not pass signals on.
+    """
+    running = [process for process in processes if process.poll() is None]
+    if not running:
+        return
+    message = "stopping: waiting for the running steps to end; a second Ctrl-C ends them at once"
+    print(message, file=sys.stderr, flush=True)
+    try:
+        for process in running:
+            (send_group if group else send)(process.pid, number)
+        for process in running:
+            process.wait()
+    except BaseException:
+        for process in running:
+            if process.poll() is None:
+                kill(process.pid)
+                process.wait()
+
+
+def kill(pid: int, others: Iterable[int] = ()) -> None:
+    """Kills a process and its group first, so that they start and save nothing more; then descendants and `others`."""
+    rest = {*others, *descendants(pid)}
+    send_group(pid, signal.SIGKILL)
+    for other in rest:
+        send(other, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def exiting_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit with a shell's status for it, 143; on the main thread only."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def send(pid: int, number: int) -> bool:
+    """Sends a signal to a process; returns whether there is such a process. Id 0 stands for none."""
+    if pid <= 0:  # a whole group, for kill(2)
+        return False
+    try:
+        os.kill(pid, number)
+    except OSError:
+        return False
+    return True
+
+
+def send_group(pid: int, number: int) -> None:
+    """Sends a signal to the group that a process leads, or to the process alone where it leads none."""
+    try:
+        os.killpg(pid, number)
+    except OSError:
+        send(pid, number)
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes that `pid` started, and those that they started."""
+    children: dict[int, set[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it ended meanwhile
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, set()).add(int(stat.parent.name))
+    started: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        new = children.get(waiting.pop(), set()) - started
+        started |= new
+        waiting += new
+    return started
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and has not ended; a zombie, which has ended, does not count."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return not Path("/proc/self").exists() and send(pid, 0)
+
+
+def tail(file: Path, size: int = 65536) -> str:
+    """The last `size` bytes of a file that is still being written.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with file.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - size))
+        return stream.read().decode(errors="replace")
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """The last lines that a command printed; of a progress bar that was redrawn, its last state."""
+    lines = tail(log, 2**20).rstrip().split("\n")
+    return [next((state for state in reversed(line.split("\r")) if state.strip()), "") for line in lines][-count:]

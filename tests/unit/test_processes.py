@@ -1,0 +1,127 @@
+"""A process and all that it starts: started apart from the terminal, waited for, asked to stop, killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llava.utils.processes import (
+    descendants,
+    end,
+    exiting_on_sigterm,
+    is_running,
+    kill,
+    last_lines,
+    send,
+    start,
+    tail,
+    wait,
+)
+
+SAVES = "trap 'echo saved; exit 7' TERM; echo ready; while true; do sleep 0.05; done"
+STUBBORN = "trap '' TERM INT; setsid sleep 60 & echo $!; while true; do sleep 0.05; done"
+
+
+def shell(script: str, log: Path, **options: object) -> subprocess.Popen:
+    """A shell that has printed its first line."""
+    with log.open("w") as output:
+        process = start(["bash", "-c", script], os.environ, output, **options)
+    deadline = time.monotonic() + 20
+    while not log.read_text().endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
+
+
+def test_a_started_process_has_its_own_session_log_and_no_input(tmp_path):
+    lock = os.open(tmp_path, os.O_RDONLY)
+    script = f"read line || echo no input; ls -d /proc/self/fd/{lock} >&2; pwd; echo $NAME; exit 3"
+    with (tmp_path / "log").open("w") as output:
+        environment = os.environ | {"NAME": "value"}
+        process = start(["bash", "-c", script], environment, output, cwd=tmp_path, keep_open=[lock])
+    os.close(lock)
+    assert os.getpgid(process.pid) == process.pid
+    assert wait(process) == 3
+    assert (tmp_path / "log").read_text() == f"no input\n/proc/self/fd/{lock}\n{tmp_path}\nvalue\n"
+
+
+def test_who_waits_is_called_back_and_ends_the_process_when_interrupted(tmp_path, capsys):
+    process, calls = shell(SAVES, tmp_path / "log"), []
+
+    def watch() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        wait(process, watch, 0.01)
+    assert process.returncode == 7 and last_lines(tmp_path / "log", 1) == ["saved"]
+    assert "a second Ctrl-C ends them at once" in capsys.readouterr().err
+
+
+def test_a_process_that_has_ended_is_not_asked_again(capsys):
+    process = start([sys.executable, "-c", ""], os.environ)
+    assert wait(process) == 0
+    end([process])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_group_is_asked_where_the_leader_passes_nothing_on(tmp_path):
+    process = shell("sleep 60 & echo $!; wait", tmp_path / "log")
+    child = int(last_lines(tmp_path / "log", 1)[0])
+    end([process], group=True)
+    assert process.returncode == -signal.SIGTERM and gone(child)
+
+
+def test_a_second_interruption_kills_even_detached_descendants(tmp_path):
+    process = shell(STUBBORN, tmp_path / "log")
+    child = int(last_lines(tmp_path / "log", 1)[0])
+    assert child in descendants(os.getpid()) and is_running(child)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        end([process])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert process.returncode == -signal.SIGKILL and gone(child)
+
+
+def test_a_process_is_killed_with_others_that_it_did_not_start(tmp_path):
+    first, second = (shell(STUBBORN, tmp_path / name) for name in "ab")
+    kill(first.pid, [second.pid])
+    assert (first.wait(), second.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
+    kill(int(last_lines(tmp_path / "b", 1)[0]))
+
+
+def test_sigterm_becomes_an_exit_with_status_143_and_only_meanwhile():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as exit_, exiting_on_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    assert exit_.value.code == 143 and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_process_id_zero_and_zombies_do_not_run():
+    process = start(["true"], os.environ)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_running(process.pid) and send(process.pid, 0)
+    process.wait()
+    assert not send(process.pid, 0) and not send(0, 0)
+
+
+def test_a_redrawn_bar_counts_as_one_line_with_its_last_state(tmp_path):
+    (tmp_path / "log").write_text("first\n 10%\r 20%\r\nlast\r\n\n")
+    assert last_lines(tmp_path / "log", 3) == ["first", " 20%", "last"]
+    assert tail(tmp_path / "log", 4) == "t\r\n\n"
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends within a few seconds."""
+    deadline = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_running(pid)
