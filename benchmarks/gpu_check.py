@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.common import ROOT
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PARTS, Setting, run
 from benchmarks.run_all import GPU_TARGETS, number, tables
-from llava.launch.supervise import descendants
+from llava.utils.processes import descendants, kill, send
 
 SUMMARY = "summary.md"
 GRACE = 10.0  # seconds between asking a part to end and killing it
@@ -139,20 +139,13 @@ def end(process: subprocess.Popen) -> None:
         return
     try:
         deadline = time.monotonic() + GRACE
-        send(started, signal.SIGTERM)
+        for part in started:
+            send(part, signal.SIGTERM)
         while time.monotonic() < deadline and (process.poll() is None or descendants(process.pid)):
             time.sleep(0.1)
     finally:
-        send(started | descendants(process.pid), signal.SIGKILL)
+        kill(process.pid, started)
         process.wait()
-
-
-def send(processes: set[int], number: int) -> None:
-    for process in processes:
-        try:
-            os.kill(process, number)
-        except ProcessLookupError:
-            continue
 
 
 def read(output_dir: Path, name: str, cpu: bool) -> dict[str, Any] | None:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from llava.experiment.stage import StepError, end, is_finished, last_lines, last_step, start_logged, start_stage
+from llava.experiment.stage import StepError, is_finished, last_step, start_logged, start_stage
 from llava.launch.devices import memory_quota
 from llava.utils.digests import revision
+from llava.utils.processes import end, last_lines
 from llava.utils.provenance import DONE
 from llava.utils.versions import ANALYSIS, code_digest
 

@@ -23,13 +23,13 @@ from llava.experiment.stage import (
     STAGES,
     WHOLE_RUNS,
     StepError,
-    end,
     interpreter,
     locked,
     refuse_ignored,
     train_stage,
 )
 from llava.utils.paths import ROOT
+from llava.utils.processes import end
 from llava.utils.provenance import DONE
 
 DEMO = "demo"

@@ -10,10 +10,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
 from llava.utils.locks import take
-from llava.utils.paths import ROOT
+from llava.utils.processes import last_lines, start, tail, wait
 from llava.utils.provenance import DONE
 
 LOG_FILE = "train_log.jsonl"
@@ -84,13 +82,7 @@ def train_stage(
         print(f"{folder} is complete, skipped (remove it to train again)")
         return
     print(f"log: {log}", flush=True)
-    process = start_stage(stage, folder, log, settings, keep_open)
-    try:
-        code = _watch(process, folder)
-    except BaseException:
-        end([process])
-        raise
-    if code:
+    if code := _watch(start_stage(stage, folder, log, settings, keep_open), folder):
         raise StepError("\n".join([*last_lines(log, 30), f"{stage} failed with status {code}, see {log}"]))
     (folder / DONE).touch()
 
@@ -109,79 +101,38 @@ def start_logged(
     command: Sequence[str], log: Path, settings: Mapping[str, str], keep_open: Sequence[int] = ()
 ) -> subprocess.Popen:
     """Starts a command from the repository's root, in a session of its own: a signal reaches it once, from here."""
-    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
     with log.open("w") as output:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | dict(settings), stdout=output, pass_fds=list(keep_open), **options
-        )
-
-
-def last_lines(log: Path, count: int) -> list[str]:
-    """The last lines that a command printed; of a progress bar that was redrawn, its last state."""
-    lines = log.read_bytes().decode(errors="replace").rstrip().split("\n")
-    return [next((state for state in reversed(line.split("\r")) if state.strip()), "") for line in lines][-count:]
+        return start(command, os.environ | dict(settings), output, keep_open=keep_open)
 
 
 def _watch(process: subprocess.Popen, folder: Path) -> int:
     """Shows the newest optimizer step until the process ends; returns its exit status."""
     before, shown, terminal = last_step(folder), time.monotonic(), sys.stdout.isatty()
-    seconds = float(os.environ.get("WATCH_SECONDS", "3"))
-    while True:
-        try:
-            code = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            line = last_step(folder)
-            if line is None or line == before or (not terminal and time.monotonic() - shown < _BETWEEN_LINES):
-                continue
-            before, shown = line, time.monotonic()
-            text = f"  step {line['step']:4d}  loss {line['loss']:.3f}  {line['samples_per_second']:.1f} samples/s"
-            print(f"\r{text} " if terminal else text, end="" if terminal else "\n", flush=True)
-        else:
-            print(flush=True)
-            return code
+
+    def show() -> None:
+        nonlocal before, shown
+        line = last_step(folder)
+        if line is None or line == before or (not terminal and time.monotonic() - shown < _BETWEEN_LINES):
+            return
+        before, shown = line, time.monotonic()
+        text = f"  step {line['step']:4d}  loss {line['loss']:.3f}  {line['samples_per_second']:.1f} samples/s"
+        print(f"\r{text} " if terminal else text, end="" if terminal else "\n", flush=True)
+
+    code = wait(process, show, float(os.environ.get("WATCH_SECONDS", "3")))
+    print(flush=True)
+    return code
 
 
 def last_step(folder: Path) -> dict | None:
     """The newest line about an optimizer step, or None; a line that is still being written is left out."""
-    log = folder / LOG_FILE
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 65536))
-            lines = file.read().decode(errors="replace").splitlines()
+        lines = tail(folder / LOG_FILE).splitlines()
     except OSError:
         return None
     for line in reversed(lines):
         if re.search(r'"loss": .*"samples_per_second": .*}$', line):
             return json.loads(line)
     return None
-
-
-def end(processes: Sequence[subprocess.Popen]) -> None:
-    """Asks trainings to save and stop, and waits; a second interruption ends them at once."""
-    running = [process for process in processes if process.poll() is None]
-    if not running:
-        return
-    print(
-        "stopping: waiting for the running steps to end; a second Ctrl-C ends them at once", file=sys.stderr, flush=True
-    )
-    try:
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.wait()
-    except BaseException:
-        for process in running:
-            _kill(process)
-
-
-def _kill(process: subprocess.Popen) -> None:
-    # With all that it started: a launcher's ranks have a process group of their own.
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for one in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-    process.kill()
-    process.wait()
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from llava.utils.failures import (
     is_of_lost_peer,
     sorted_reports,
 )
+from llava.utils.processes import is_running, kill, send, send_group
 
 INTERRUPTED = 128 + signal.SIGINT
 REQUEUE_DIR = "LLAVA_REQUEUE_DIR"  # set by scripts/slurm/job.sh, which looks there for `saved` or `unsaved`
@@ -98,20 +99,17 @@ class Supervisor:
         name = signal.Signals(number).name
         (self.run_dir / RECEIVED).write_text(name)
         again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
-        if [file for file in self.run_dir.glob("*.pid") if _send(_process_id(file), signal.SIGUSR1)]:
+        if [file for file in self.run_dir.glob("*.pid") if send(_process_id(file), signal.SIGUSR1)]:
             _say(f"{name} received: the ranks save after the current step and stop{again}")
         else:  # nothing is trained yet
             (self.run_dir / REQUEST).write_text(UNSAVED)
             _say(f"{name}: stopped before training, nothing is saved; rerun the same command to start{again}")
-            _send_group(self.launcher.pid, signal.SIGTERM)
+            send_group(self.launcher.pid, signal.SIGTERM)
 
     def _end(self, launcher: int) -> None:
-        """Kills the launcher first, so that it starts and saves nothing more, and then whatever it had started."""
+        """Kills the launcher, the ranks of this node and whatever they started."""
         self.ended = True
-        ranks = {_process_id(file) for file in self.run_dir.glob("*.pid")} | descendants(launcher)
-        _send_group(launcher, signal.SIGKILL)
-        for rank in ranks:
-            _send(rank, signal.SIGKILL)
+        kill(launcher, [_process_id(file) for file in self.run_dir.glob("*.pid")])
         _say("ended at once: what came after the last checkpoint is lost")
 
     def _show_first_error(self, code: int) -> None:
@@ -161,29 +159,6 @@ def supervise(
             release_left(began)
 
 
-def descendants(pid: int) -> set[int]:
-    """All processes that `pid` started, and those that they started."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            continue  # it ended meanwhile
-    found, added = set(), {pid}
-    while added:
-        added = {child for child, parent in parents.items() if parent in added} - found
-        found |= added
-    return found
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and has not ended; a zombie, which has ended, does not count."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return not Path("/proc/self").exists() and _send(pid, 0)
-
-
 def _ask_again(word: str, folder: str | None) -> int:
     """The exit code that asks for another start; 0 where the job's script finds the word in `folder` instead."""
     if not folder:
@@ -209,21 +184,6 @@ def _process_id(file: Path) -> int:
         return int(file.read_text())
     except (OSError, ValueError):  # it is just being written or removed
         return 0
-
-
-def _send(pid: int, number: int) -> bool:
-    try:
-        os.kill(pid, number) if pid > 0 else None
-    except OSError:
-        return False
-    return pid > 0
-
-
-def _send_group(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except OSError:
-        _send(pid, number)
 
 
 def _say(text: str) -> None:

@@ -16,8 +16,8 @@ from warm_python import warm_python
 
 from benchmarks import gpu_check, gpu_parts, shapes, train_step
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, Setting
-from llava.launch.supervise import descendants
 from llava.train.memory import CheckpointPlan, MemoryEstimate, memory_line, memory_table
+from llava.utils.processes import descendants
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NO_UPSTREAM = {"UPSTREAM_VENV": "/nowhere"}

@@ -21,7 +21,7 @@ from shell import bash, only
 
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import NAMES
-from llava.launch.supervise import is_running
+from llava.utils.processes import is_running
 from playground.options import PICTURES
 
 SHELL_FILES = sorted(p for p in (ROOT / "scripts").rglob("*") if p.suffix in {".sh", ".sbatch"})
