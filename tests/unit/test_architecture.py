@@ -23,16 +23,17 @@ def room_of(path: str) -> str:
     return "/".join(parts[:2]) if parts[0] == "llava" else parts[0]
 
 
+@cache
 def imported_files(file: Path) -> set[str]:
-    """The files of this tree that a file imports, wherever in it."""
-    found = set()
+    """The files of this tree that a file imports, wherever in it: in functions and under TYPE_CHECKING too."""
+    names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
     paths = {
-        name.replace(".", "/") + ".py" for name in found if name.split(".")[0] in ("llava", "benchmarks", "playground")
+        name.replace(".", "/") + ".py" for name in names if name.split(".")[0] in ("llava", "benchmarks", "playground")
     }
     return {path for path in paths if (ROOT / path).is_file()}
 
@@ -57,6 +58,27 @@ def test_no_import_runs_back_up():
             if here != there and FLOORS[there] >= FLOORS[here]:
                 wrong.append(f"{source} -> {target}")
     assert wrong == []
+
+
+def in_circles(imports: dict[str, set[str]]) -> set[str]:
+    """The files on circles of imports, and between two circles: those left when both ends are taken off repeatedly."""
+    left = set(imports)
+    while True:
+        imported = {target for file in left for target in imports[file] & left}
+        inner = {file for file in left & imported if imports[file] & left}
+        if inner == left:
+            return left
+        left = inner
+
+
+def test_no_files_import_each_other_in_a_circle():
+    circles = in_circles({source: imported_files(ROOT / source) - {source} for source in SOURCES})
+    circles -= {f"llava/train/{n}.py" for n in ("llava_trainer", "resume", "run_identity", "run_record", "trial")}
+    assert circles == set()
+
+
+def test_a_circle_is_seen_and_what_leads_to_it_or_from_it_is_not():
+    assert in_circles({"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": {"e"}, "e": set()}) == {"b", "c"}
 
 
 def test_the_launcher_needs_python_alone():
