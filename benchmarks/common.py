@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from llava.utils.files import write_json
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 _PACKAGES = (
@@ -91,9 +93,8 @@ def write_result(name: str, rows: Sequence[Mapping[str, Any]], folder: Path | No
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     result = {"name": name, "environment": environment(), **meta, "rows": list(rows)}
-    written = path.with_suffix(".tmp")  # a run that is killed here leaves no half-written file
-    written.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return written.replace(path)
+    write_json(path, result)
+    return path
 
 
 def alternate(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 0) -> dict[str, list[float]]:

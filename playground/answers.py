@@ -15,10 +15,11 @@ from typing import Any
 from llava.launch.devices import has_bf16_instructions
 from llava.utils.commands import whole
 from llava.utils.digests import revision
+from llava.utils.files import write_json
 from llava.utils.progress import progress
 from llava.utils.provenance import differences
 from llava.utils.versions import PLAYGROUND, code_digest
-from playground.store import PlaygroundError, write_json
+from playground.store import PlaygroundError
 
 ANALYSIS = "analysis"  # folder of what llava.analysis writes
 UPDATE_RATES = "update-rates"

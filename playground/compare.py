@@ -14,10 +14,11 @@ import numpy as np
 
 from llava.eval.paired import Difference, compare_benchmarks
 from llava.experiment.stage import LOG_FILE
+from llava.utils.files import write_json
 from llava.utils.intervals import share_interval
 from playground import answers, page
 from playground.records import is_right
-from playground.store import PlaygroundError, write_json
+from playground.store import PlaygroundError
 
 LOSS_STEPS = 10  # last steps, whose mean loss is shown
 Log = list[dict[str, float]]

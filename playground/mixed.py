@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llava.utils.files import write_json
 from playground import scenes, stamps
-from playground.store import PlaygroundError, build, read_manifest, write_json
+from playground.store import PlaygroundError, build, read_manifest
 
 FOLDER = "mixed"
 SETS = (scenes.FOLDER, stamps.FOLDER)

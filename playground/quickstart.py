@@ -24,11 +24,12 @@ from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.load import POLICY
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import Refusal
+from llava.utils.files import write_json
 from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT
 from llava.utils.provenance import differences
 from playground import answers, smollm2
 from playground.options import PICTURES
-from playground.store import PlaygroundError, read_manifest, shown_python, write_json
+from playground.store import PlaygroundError, read_manifest, shown_python
 
 ROOT_OF_INPUTS = Path("playground/data")
 TIMES = "times.json"  # seconds of every step

@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llava.utils.files import write_json
 from llava.utils.progress import progress
 from playground.options import option
 from playground.records import STATEMENTS, image_record
 from playground.scene_drawing import CHOICES, Scene, draw_scene, render
 from playground.scene_questions import about_scene, ask, caption, quarter_statements, text_records
-from playground.store import PlaygroundError, build, write_json
+from playground.store import PlaygroundError, build
 
 FOLDER = "scenes"
 FORMAT = 4  # raise it when the same settings give other files

@@ -12,6 +12,7 @@ from typing import Any
 
 from PIL import Image
 
+from llava.utils.files import write_json
 from llava.utils.progress import progress
 from playground.options import option
 from playground.records import STATEMENTS
@@ -23,7 +24,7 @@ from playground.stamp_questions import (
     heldout_records,
     pretrain_records,
 )
-from playground.store import PlaygroundError, build, write_json
+from playground.store import PlaygroundError, build
 
 FOLDER = "stamps"
 FORMAT = 3  # raise it when the same settings give other files

@@ -1,7 +1,6 @@
 """Complete-or-absent output folders: built beside their place, described by a manifest, and moved there at the end."""
 
 import json
-import os
 import shutil
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from llava.utils.files import replace_folder, write_json
 from llava.utils.paths import ROOT
 
 MANIFEST = "manifest.json"
@@ -19,17 +19,6 @@ MANIFEST = "manifest.json"
 
 class PlaygroundError(RuntimeError):
     """Something the user can put right; the message says what and how."""
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write `content` atomically: a reader sees the old file or the new one, never half of it."""
-    partial = path.with_name(path.name + ".tmp")
-    with open(partial, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -91,19 +80,11 @@ def build(
         write_json(
             staging / MANIFEST,
             {"command": command, "settings": settings, "facts": facts, "files": inventory(staging)},
+            synced=True,
         )
-        _replace_folder(staging, output)
+        replace_folder(staging, output, output.with_name(output.name + ".old"))
         print(f"{command}: {output} prepared in {time.monotonic() - start:.0f} s")
     return output
-
-
-def _replace_folder(new: Path, place: Path) -> None:
-    old = place.with_name(place.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if place.exists():
-        place.rename(old)
-    new.rename(place)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

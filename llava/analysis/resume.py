@@ -9,7 +9,6 @@ import argparse
 import gzip
 import hashlib
 import json
-import os
 import pickle
 import time
 import zlib
@@ -22,6 +21,7 @@ import numpy as np
 from llava.analysis.inputs import Samples
 from llava.analysis.models import NamedModel
 from llava.utils.digests import revision
+from llava.utils.files import write_bytes
 from llava.utils.progress import progress
 from llava.utils.provenance import differences
 from llava.utils.versions import ANALYSIS, code_digest
@@ -162,13 +162,10 @@ def _restored(state: AnyState, file: StateFile, unreadable: dict[str, str]) -> A
 
 
 def _save(state: State, file: StateFile, unreadable: dict[str, str]) -> None:
-    # An interruption leaves the old file or the new one, never a part.
     path = file.path
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     content = {"origin": file.origin, "done": state.done, "found": state.to_dict(), "unreadable": unreadable}
-    unfinished.write_bytes(gzip.compress(json.dumps(content, default=_encode).encode(), 1))
-    os.replace(unfinished, path)
+    write_bytes(path, gzip.compress(json.dumps(content, default=_encode).encode(), 1), contended=True)
 
 
 def _encode(value: Any) -> dict[str, Any]:

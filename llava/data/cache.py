@@ -7,14 +7,13 @@ meet at a file lock: one makes the file, the others wait and open it; no process
 import hashlib
 import json
 import logging
-import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from llava.utils.digests import settled_stamp, user_cache, writable_folder
+from llava.utils.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +54,8 @@ def made_once(
     target = folder / name
     with _Waiting(folder / f"{name}.lock"):
         if not _usable(target, is_whole, since):
-            # The host's name and not a random one, so that the next process overwrites what a killed one leaves.
-            temporary = folder / f"{name}.{platform.node()}.tmp"
-            try:
-                make(temporary)
-                os.replace(temporary, target)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with replacing(target) as partial:
+                make(partial)
     return target
 
 

@@ -7,7 +7,6 @@ only read it. The manifest also keeps the stamps of the pictures' folders: if on
 
 import json
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -30,6 +29,7 @@ from llava.data.parquet_files import unread_columns
 from llava.data.table import RecordTable
 from llava.data.turns import LabelMasking, check_has_image, normalize_image_tokens, training_turns, turn_rules
 from llava.utils.digests import file_stamp, is_settled
+from llava.utils.files import replacing
 from llava.utils.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -221,13 +221,11 @@ def _without_faults(table: RecordTable, manifest: Manifest, on_bad_record: str, 
 def write_quarantine(table: RecordTable, manifest: Manifest, path: Path) -> None:
     """Writes every fault with its record's text, one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         for kind, found in manifest.faults.items():
             for index, message in found:
                 line = {"record": index, "kind": kind, "fault": message, "text": table.text(index)}
                 file.write(json.dumps(line) + "\n")
-    os.replace(temporary, path)
 
 
 def fault_kinds(manifest: Manifest) -> str:

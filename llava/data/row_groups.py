@@ -1,6 +1,5 @@
 """Rewrites Parquet shards so that a row group holds few images: to read one image means to read its whole row group."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from filelock import FileLock
 
 from llava.data.parquet_files import LARGE_GROUP, largest_image_group
 from llava.data.records import data_files
+from llava.utils.files import replacing
 from llava.utils.progress import progress
 
 _GROUP = 1 << 21  # bytes of a group that is written; one row may be more
@@ -33,10 +33,11 @@ def rewrite_shards(data_path: str) -> list[Path]:
         raise ValueError(f"--rewrite_shards: --data_path {data_path} has no Parquet file; leave the flag out")
     large = [shard for shard in shards if _can_be_split(shard)]
     for shard in progress(large, "rewriting shards", "shards"):
-        with FileLock(_beside(shard, ".lock")):  # another call may be rewriting the same shard
+        lock = shard.with_name(f".{shard.name}.rewriting.lock")  # no pattern for shards matches it
+        with FileLock(lock):  # another call may be rewriting the same shard
             if _can_be_split(shard):
                 _rewrite(shard)
-        _beside(shard, ".lock").unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
     return large
 
 
@@ -49,11 +50,6 @@ def _can_be_split(shard: Path) -> bool:
         raise ValueError(f"--rewrite_shards: {shard} cannot be read as Parquet ({error})") from error
 
 
-def _beside(shard: Path, ending: str) -> Path:
-    """A file beside the shard that no pattern for shards matches."""
-    return shard.with_name(f".{shard.name}.rewriting{ending}")
-
-
 def _rewrite(shard: Path) -> None:
     size, free = shard.stat().st_size, shutil.disk_usage(shard.parent).free
     if free < 1.1 * size:
@@ -61,20 +57,15 @@ def _rewrite(shard: Path) -> None:
             f"--rewrite_shards: {shard.parent} has {free >> 20} MiB free, and a copy of {shard.name} takes "
             f"{size >> 20}; make room"
         )
-    written = _beside(shard, "")
     try:
-        with pq.ParquetFile(shard) as old:
-            _write(old, written)
-            with pq.ParquetFile(written) as new:
-                _compare(old, new, shard)
-        with written.open("rb") as file:
-            os.fsync(file.fileno())
-        shutil.copymode(shard, written)
-        os.replace(written, shard)
+        with replacing(shard, synced=True) as written:
+            with pq.ParquetFile(shard) as old:
+                _write(old, written)
+                with pq.ParquetFile(written) as new:
+                    _compare(old, new, shard)
+            shutil.copymode(shard, written)
     except pa.ArrowException as error:
         raise ValueError(f"--rewrite_shards: {shard} cannot be rewritten ({error}); the shard is unchanged") from error
-    finally:
-        written.unlink(missing_ok=True)
 
 
 def _write(old: pq.ParquetFile, target: Path) -> None:

@@ -1,11 +1,11 @@
 """The file of answers and, beside it, a record of what was asked: how many answers are there, and whether they fit."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llava.utils.files import write_json
 from llava.utils.provenance import differences
 
 if TYPE_CHECKING:
@@ -18,10 +18,7 @@ def _record_file(output: Path) -> Path:
 
 def write_record(output: Path, asked: Mapping[str, object], count: int) -> None:
     """Writes beside `output`, in one step, what is asked and how many answers there will be."""
-    file = _record_file(output)
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps({"asked": asked, "count": count}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(part, file)
+    write_json(_record_file(output), {"asked": asked, "count": count})
 
 
 def recorded(output: Path) -> dict[str, Any] | None:

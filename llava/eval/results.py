@@ -10,11 +10,12 @@
 """
 
 import json
-import os
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from llava.utils.files import write_json
 
 FORMAT = 1
 RESULTS_FILE = "results.json"
@@ -113,9 +114,7 @@ def write_results(results: Results, folder: Path) -> Path:
     """Writes `results.json` into `folder` at once, so that a reader never sees half of it; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULTS_FILE
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps({"format": FORMAT, **asdict(results)}, indent=1, ensure_ascii=False) + "\n")
-    os.replace(partial, path)
+    write_json(path, {"format": FORMAT, **asdict(results)})
     return path
 
 

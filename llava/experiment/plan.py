@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from llava.eval.paired import MEAN, confidence_of
+from llava.utils.files import write_json
 
 PLAN_FILE = "plan.json"
 POWER = 0.8
@@ -82,9 +83,7 @@ class Plan:
 
     def write(self, folder: Path) -> None:
         """Keeps it in `folder`, where `read_plan` finds it."""
-        partial = folder / f"{PLAN_FILE}.tmp"
-        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        partial.replace(folder / PLAN_FILE)
+        write_json(folder / PLAN_FILE, asdict(self))
 
 
 def read_plan(folder: Path) -> Plan | None:

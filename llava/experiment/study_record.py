@@ -17,6 +17,7 @@ from llava.experiment.learning import LEVELS, samples_to_reach
 from llava.experiment.plan import POWER, Plan
 from llava.experiment.report_tables import Rows, Statistics, batch_of, seconds_of_steps
 from llava.experiment.runs import STAGES, Run
+from llava.utils.files import write_text
 from llava.utils.versions import git_commit
 
 FILE = "study.json"
@@ -114,11 +115,9 @@ def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> S
 def write_record(found: Study, folder: Path) -> Path:
     """Writes `study.json`, a line for each part, at once, so that a reader never sees half of it; returns its path."""
     path = folder / FILE
-    partial = path.with_name(f"{FILE}.tmp")
     dense = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
     lines = (f"{dense(name)}: {dense(part)}" for name, part in found.items())
-    partial.write_text("{{\n{}\n}}\n".format(",\n".join(lines)), encoding="utf-8")
-    partial.replace(path)
+    write_text(path, "{{\n{}\n}}\n".format(",\n".join(lines)))
     return path
 
 

@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from llava.export import card_facts
 from llava.export.card_facts import LORA, PROJECTOR, WHOLE, Facts, Stage, interval, norms_over_training
-from llava.train.checkpoint import replace_file
+from llava.utils.files import write_text
 
 CARD_FILE = "README.md"
 PAPER = "https://arxiv.org/abs/2512.08374"
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
     check_replaceable(path, args.overwrite)
     metadata, sources = card_metadata(facts, args)
     text = card_text(facts, metadata, args.repo and _id(args.repo))
-    replace_file(path, text)
+    write_text(path, text, synced=True)
     print(f"{path}: written")
     for line in sources:
         print(f"  {line}")

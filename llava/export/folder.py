@@ -10,6 +10,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from llava.utils.digests import revision
+from llava.utils.files import replace_folder
 
 EXPORT_FILE = "export.json"
 """Marks a folder whose export was completed; says what it was made of, and which files are the export's."""
@@ -46,9 +47,7 @@ def whole_folder(output_dir: Path, command: str, model_path: str) -> Iterator[Pa
                 for path in added:
                     if not (partial / path.name).exists():
                         (shutil.copytree if path.is_dir() else shutil.copy2)(path, partial / path.name)
-                if target.exists():
-                    target.rename(earlier)
-                partial.rename(target)
+                replace_folder(partial, target, earlier)
             except SafetensorError as error:
                 raise OSError(f"--output-dir {output_dir}: {error}") from error
             finally:

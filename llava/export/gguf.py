@@ -4,8 +4,6 @@ A part that its graph would compute in another way than training did is refused 
 """
 
 import argparse
-import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ from llava.asking import choose_template, is_captioner
 from llava.conversation import conv_templates
 from llava.export import gguf_file, gguf_language, gguf_vision
 from llava.model.builder import load_pretrained_model
+from llava.utils.files import replacing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,13 +53,10 @@ def run(args: argparse.Namespace) -> None:
         vision = gguf_vision.fields(model, image_processor), gguf_vision.tensors(model)
         language = gguf_language.fields(model, tokenizer, template), gguf_language.tensors(model)
         # Beside their places until both are complete: one file without the other is of no use.
-        with tempfile.TemporaryDirectory(dir=args.output_dir, prefix=".gguf-") as partial:
-            written = {part: Path(partial, file.name) for part, file in files.items()}
-            gguf_file.write(written["mmproj"], "clip", name, args.dtype, *vision)
+        with replacing(files["mmproj"]) as mmproj, replacing(files["model"]) as decoder:
+            gguf_file.write(mmproj, "clip", name, args.dtype, *vision)
             architecture = gguf_language.decoder_of(model).architecture
-            gguf_file.write(written["model"], architecture, name, args.dtype, *language)
-            for part, file in files.items():
-                os.replace(written[part], file)
+            gguf_file.write(decoder, architecture, name, args.dtype, *language)
     print(f"{files['model']}\n{files['mmproj']}\nhow to ask it: docs/gguf.md")
     for note in gguf_vision.notes(model, image_processor):
         print(f"note: {note}")

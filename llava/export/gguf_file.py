@@ -1,7 +1,6 @@
 """A GGUF file: fields, then tensors one after another, so that none but the one being written is in memory twice."""
 
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +41,7 @@ def write(
     add_fields: Callable[["GGUFWriter"], None],
     tensors: dict[str, torch.Tensor],
 ) -> None:
-    """Writes the file at once, so that a reader never sees half of it.
+    """Writes a GGUF file.
 
     Args:
         name: of the model.
@@ -54,8 +53,7 @@ def write(
         ValueError: a value is too large for `dtype`, or not finite.
     """
     gguf = library()
-    partial = path.with_name(path.name + ".tmp")
-    writer = gguf.GGUFWriter(partial, architecture)
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}"])
@@ -68,13 +66,10 @@ def write(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for key, tensor in progress(tensors.items(), f"writing {path.name}", "tensors"):
+        for key, tensor in progress(tensors.items(), f"writing {name}, {architecture}", "tensors"):
             writer.write_tensor_data(_array(key, tensor, _kind(tensor, dtype)))
-        writer.close()
-        os.replace(partial, path)
     finally:
         writer.close()
-        partial.unlink(missing_ok=True)
 
 
 def _kind(tensor: torch.Tensor, dtype: str) -> str:

@@ -31,6 +31,7 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict
 from llava.train.optim import ADAPTER, part_of
 from llava.train.ranks import barrier, from_all, from_first
+from llava.utils.files import replace_folder, sync, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -126,13 +127,9 @@ def commit(staged: Path, target: Path, rank: int = 0, world_size: int = 1) -> No
     files = {name: entry for part in from_all(own) for name, entry in part.items()}
     if rank == 0:
         with named_save_errors(target):
-            _write_synced(staged / MANIFEST, json.dumps({"files": files}, indent=1, sort_keys=True))
-            replaced = staged.with_name(f"replaced-{target.name}")
-            if target.exists():
-                target.rename(replaced)
-            staged.rename(target)
-            shutil.rmtree(replaced, ignore_errors=True)
-            _sync(target.parent)
+            write_json(staged / MANIFEST, {"files": files}, synced=True)
+            replace_folder(staged, target, staged.with_name(f"replaced-{target.name}"))
+            sync(target.parent)
         size = sum(entry["size"] for entry in files.values()) / 2**30
         logger.info("%s: %d files, %.2f GiB, named in %.1f s", target, len(files), size, time.perf_counter() - start)
     barrier()
@@ -145,16 +142,8 @@ def commit_final(staged: Path, target: Path, step: int) -> None:
         entries = {file.name: entry for file, entry in zip(files, pool.map(_measure, files), strict=True)}
     for file in files:
         os.replace(file, target / file.name)
-    replace_file(target / MANIFEST, json.dumps({"files": entries, "step": step}, indent=1, sort_keys=True))
+    write_json(target / MANIFEST, {"files": entries, "step": step}, synced=True)
     staged.rmdir()
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file so that the old content stays until the new content is complete and on the disk itself."""
-    partial = path.with_name(path.name + ".tmp")
-    _write_synced(partial, text)
-    os.replace(partial, path)
-    _sync(path.parent)
 
 
 def clear_staging(output_dir: str, is_main_process: bool) -> None:
@@ -178,7 +167,7 @@ def _owner(name: str) -> int:
 def _measure(file: Path) -> dict[str, Any]:
     """Size and checksum of a file, which afterwards is on the disk itself."""
     entry = {"size": file.stat().st_size, "sha256": file_hash(file)}
-    _sync(file)
+    sync(file)
     return entry
 
 
@@ -189,19 +178,6 @@ def file_hash(file: Path) -> str:
         while block := stream.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _write_synced(file: Path, text: str) -> None:
-    file.write_text(text)
-    _sync(file)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.checkpoint import replace_file
 from llava.train.run_identity import Settings, run_configuration
+from llava.utils.files import write_json, write_text
 from llava.utils.provenance import RUN_FILE, RUN_FORMAT, read_starts
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def write_identity(folder: Path, settings: Settings, step_size: int, num_samples
         num_samples: samples of an epoch.
     """
     content: Identity = {"settings": settings, "step_size": step_size, "num_samples": num_samples}
-    replace_file(folder / IDENTITY, json.dumps(content, indent=1, sort_keys=True))
+    write_json(folder / IDENTITY, content, synced=True)
 
 
 def write_run_record(
@@ -59,7 +59,8 @@ def write_run_record(
         starts = read_starts(path) if resumed and path.exists() else []
         starts.append({"configuration": configuration, "provenance": provenance()})
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps({"format": RUN_FORMAT, "starts": starts}, indent=1, default=str) + "\n")
+        text = json.dumps({"format": RUN_FORMAT, "starts": starts}, indent=1, default=str)
+        write_text(path, text + "\n", synced=True)
 
 
 def provenance() -> dict[str, str]:

@@ -40,8 +40,8 @@ from llava.model.loss import LMHead, LossTally
 from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm
 from llava.model.zero3 import gathered
 from llava.train.arguments import TrainingArguments
-from llava.train.checkpoint import replace_file
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
+from llava.utils.files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +298,7 @@ class JsonlCallback(TrainerCallback):
         lines = whole_lines(path) if path.exists() and state.global_step else []
         # Steps that an interrupted run logged after its last checkpoint are computed again.
         kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-        replace_file(path, "".join(line + "\n" for line in kept))
+        write_text(path, "".join(line + "\n" for line in kept), synced=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:

@@ -7,13 +7,14 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+
+from llava.utils.files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +124,7 @@ def content_hash(source: Path, folders: list[Path], digest: Callable[[Path], str
     if is_settled(stamp, started) and file_stamp(source) == stamp:
         with suppress(OSError):  # the stored hash only saves time
             folder, name = writable_folder(folders), _stamp_file(source)
-            temporary = folder / f"{name}.{platform.node()}.{os.getpid()}.tmp"
-            temporary.write_text(json.dumps({"stamp": stamp, "sha256": computed}))
-            os.replace(temporary, folder / name)
+            write_json(folder / name, {"stamp": stamp, "sha256": computed}, contended=True)
     return computed
 
 
