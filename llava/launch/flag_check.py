@@ -10,7 +10,8 @@ from pathlib import Path
 from llava.anyres import check_grids_given, check_modes
 from llava.conversation import conv_templates
 from llava.launch.plan import ADDED, Plan
-from llava.launch.settings import Refusal, nearest_name
+from llava.launch.settings import Refusal
+from llava.utils.names import nearest_name
 from llava.utils.paths import CODE, ROOT
 
 _ARGUMENTS = CODE / "llava/train/arguments.py"

@@ -1,4 +1,4 @@
-"""The variables that the training scripts read from the environment: meanings, numbers, and the nearest name."""
+"""The variables that the training scripts read from the environment: meanings and numbers."""
 
 from collections.abc import Iterable
 
@@ -119,39 +119,3 @@ def one_of(name: str, value: str, allowed: Iterable[str]) -> str:
     if value not in allowed:
         raise Refusal(f"{name}={value} is not one of: {' '.join(allowed)}")
     return value
-
-
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` must mean, or None; the variables of other programs must never look like ours.
-
-    A name is near if only a `_` or a final `s` differs, or if one letter is added, missing, different, or swapped with
-    its neighbour; names of twelve letters or more may differ in two letters. Names of fewer than six letters are near
-    too many others: only the order of their letters may differ.
-    """
-
-    def squashed(text: str) -> str:
-        return text.replace("_", "").upper().removesuffix("S")
-
-    best: tuple[int, str] | None = None
-    for candidate in known:
-        if abs(len(name) - len(candidate)) > 2:
-            continue
-        distance = 0 if squashed(name) == squashed(candidate) else edit_distance(name, candidate)
-        if len(candidate) < 6 and distance and sorted(name) != sorted(candidate):
-            continue
-        if distance <= (1 if len(candidate) < 12 else 2) and (best is None or distance < best[0]):
-            best = (distance, candidate)
-    return best[1] if best else None
-
-
-def edit_distance(a: str, b: str) -> int:
-    """How many letters must be inserted, deleted, replaced or swapped with their neighbour to turn `a` into `b`."""
-    before, last = [], list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        row = [i]
-        for j, y in enumerate(b, 1):
-            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (x != y)))
-            if i > 1 and j > 1 and x == b[j - 2] and y == a[i - 2]:
-                row[j] = min(row[j], before[j - 2] + 1)
-        before, last = last, row
-    return last[-1]

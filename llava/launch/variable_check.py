@@ -12,7 +12,8 @@ from functools import cache
 
 from llava.launch.flag_check import flags_of_scripts, own_flags
 from llava.launch.help import script_flags
-from llava.launch.settings import NAMES, Refusal, nearest_name
+from llava.launch.settings import NAMES, Refusal
+from llava.utils.names import nearest_name
 from llava.utils.paths import ROOT
 
 _EVERYWHERE = {"EXTRAS", "LLAVA_PYTHON", "PYTHON"}

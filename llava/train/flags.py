@@ -6,7 +6,6 @@ scripts calls `python -m llava.train.flags FLAGS`, which parses them and does no
 
 import argparse
 import dataclasses
-import difflib
 import sys
 from typing import Any
 
@@ -16,6 +15,7 @@ from llava.anyres import check_modes
 from llava.model.multimodal_projector.norm import NORM_FIELDS, ProjectorNormArguments
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.utils.commands import Parser, program_name
+from llava.utils.names import nearest_name
 
 REST = "other flags of the Hugging Face Trainer, as its documentation says"
 # The fields of TrainingArguments, the library's and ours; a name ending in * stands for all that begin with it.
@@ -143,8 +143,8 @@ class FlagParser(Parser, HfArgumentParser):
         flag = next((word for word in words if word.startswith("--")), words[0])
         name = flag.partition("=")[0]
         known = [action.option_strings[0] for action in self._actions if action.help != argparse.SUPPRESS]
-        close = difflib.get_close_matches(name.replace("-", "_").replace("__", "--", 1), known, n=1)
-        self.error(f"{name} is not a flag" + (f"; did you mean {close[0]}?" if close else ""))
+        meant = nearest_name(name, known)
+        self.error(f"{name} is not a flag" + (f"; did you mean {meant}?" if meant else ""))
 
 
 class _Formatter(argparse.HelpFormatter):

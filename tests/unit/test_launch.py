@@ -19,7 +19,7 @@ from llava.launch.flags import parse_flags
 from llava.launch.inputs import check_inputs, check_master
 from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import resolve
-from llava.launch.settings import Refusal, edit_distance
+from llava.launch.settings import Refusal
 from llava.launch.supervise import Supervisor
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.train import flags
@@ -313,11 +313,6 @@ def test_a_master_that_cannot_be_resolved_is_refused_and_one_that_is_elsewhere_i
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
-
-
-def test_edit_distance_counts_letters_and_swaps():
-    pairs = [("", "abc", 3), ("abc", "abc", 0), ("abc", "acb", 1), ("kitten", "sitting", 3), ("ab", "ba", 1)]
-    assert all(edit_distance(a, b) == edit_distance(b, a) == distance for a, b, distance in pairs)
 
 
 def test_tables_read_without_torch_are_those_that_training_uses():
