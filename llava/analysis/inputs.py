@@ -22,6 +22,7 @@ from PIL import Image
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import IMAGE_KEYS, TURN_KEYS, starts_from
+from llava.data.errors import DataError, named_by
 from llava.data.hub_files import is_hub_name
 from llava.data.images import ImageError, ImageStore, decoded, picture_header
 from llava.data.mixture import MIXTURES
@@ -160,7 +161,8 @@ def choose(args: argparse.Namespace) -> Samples:
         ValueError, OSError: nothing readable there, or no sample with one picture; says what `--data` may be.
     """
     args.data = args.data or default_data()
-    sources = [_source(Path(part.strip()), args) for part in args.data.split(",")]
+    with named_by("--data"):
+        sources = [_source(Path(part.strip()), args) for part in args.data.split(",")]
     pictures = [count for source in sources for count in source.pictures]
     usable = [index for index, count in enumerate(pictures) if count == 1]
     args.left_out = left_out(pictures)
@@ -207,17 +209,14 @@ def _source(path: Path, args: argparse.Namespace) -> Source:
             has_turns = not set(TURN_KEYS).isdisjoint(pq.read_schema(shards[0]).names)
             return _records(path, args.image_folder) if has_turns else _benchmark(shards)
         except pa.ArrowException as error:
-            raise ValueError(f"--data {path}: cannot be read as Parquet ({error})") from error
-        except (ValueError, FileNotFoundError) as error:
-            raise ValueError(_in_our_words(error)) from error
+            raise DataError(path, f"cannot be read as Parquet ({error})") from error
     if path.is_dir():
         pictures = sorted(file for file in path.rglob("*") if file.suffix.lower() in PICTURES)
         if pictures:
             return _folder(pictures, args.prompt)
-        raise ValueError(f"--data {path}: the folder holds neither pictures nor Parquet files")
-    raise ValueError(
-        f"--data {path}: expected a folder, .json, .jsonl, .parquet, .yaml; found none of that name{starts_from(path)}"
-    )
+        raise DataError(path, "the folder holds neither pictures nor Parquet files")
+    expected = "a folder, .json, .jsonl, .parquet, .yaml"
+    raise DataError(path, f"expected {expected}; found none of that name{starts_from(path)}")
 
 
 def _folder(pictures: list[Path], prompt: str) -> Source:
@@ -232,11 +231,8 @@ def _folder(pictures: list[Path], prompt: str) -> Source:
 
 def _records(path: Path, folder: Path | None) -> Source:
     """LLaVA's records; malformed rows of Parquet files are left out, malformed JSON records are refused."""
-    try:
-        records = load_records(str(path), check=path.suffix in (".json", ".jsonl", *MIXTURES))
-        store = ImageStore(folder, follow_links=True, others=records.image_folders)
-    except (ValueError, OSError, ImportError) as error:
-        raise ValueError(_in_our_words(error)) from error
+    records = load_records(str(path), check=path.suffix in (".json", ".jsonl", *MIXTURES))
+    store = ImageStore(folder, follow_links=True, others=records.image_folders, setting="--image-folder")
     # Missing placeholders do not matter here: the prompt is asked about its one picture anyway.
     malformed = {i for i in records.malformed().tolist() if records.problem(i).kind != "placeholders"}
     pictures = [MALFORMED if i in malformed else len(record_images(records[i])) for i in range(len(records))]
@@ -247,7 +243,7 @@ def _records(path: Path, folder: Path | None) -> Source:
         try:
             picture = to_rgb(store.open(record_images(record)[0]))
         except ImageError as error:
-            raise Unreadable(f"--data {path}, {name}: {_in_our_words(error)}") from error
+            raise Unreadable(f"--data {path}, {name}: {error}") from error
         return PicturePrompt(name, picture, *first_turns(record["conversations"]))
 
     def content(indices: Sequence[int]) -> str:
@@ -255,11 +251,6 @@ def _records(path: Path, folder: Path | None) -> Source:
         return f"{records.key} {shown} {[*indices]}"
 
     return Source(pictures, read, content)
-
-
-def _in_our_words(error: Exception) -> str:
-    """The message with this program's flags in place of the trainer's."""
-    return str(error).replace("--data_path", "--data").replace("--image_folder", "--image-folder")
 
 
 def first_turns(conversations: list[dict[str, str]]) -> tuple[str, str | None]:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from llava.data.cache import cache_folders, made_once
 from llava.data.checks import IMAGE_KEYS, starts_from
+from llava.data.errors import DataError
 
 if TYPE_CHECKING:
     import datasets  # which takes seconds, and may be missing
@@ -43,25 +44,22 @@ def hub_shards(name: str, cache_dir: str | None = None) -> list[Path]:
         cache_dir: where written shards are kept; by default the user's cache folder.
 
     Raises:
-        FileNotFoundError: there is no such data set, folder or split.
-        ValueError: the name is malformed, or the data set cannot be read.
-        ImportError: the library is not installed.
+        DataError: there is no such data set, folder or split, it cannot be read, the name is malformed, or the library
+            is not installed.
     """
     path, config, split = _parts(name)
     try:
         import datasets
     except ImportError:
-        raise ImportError(f"--data_path {name}: needs the datasets library; pip install 'datasets>=4'") from None
+        raise DataError(name, "needs the datasets library; pip install 'datasets>=4'") from None
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
         if any(Path(path, file).is_file() for file in ("state.json", "dataset_dict.json")):
             return _written(_saved(datasets, path, split), path, cache_dir)
         return _shards(datasets, path, config, split or "train", cache_dir)
-    except (FileNotFoundError, ConnectionError) as error:
-        raise FileNotFoundError(f"--data_path {name}: {_in_a_line(error)}") from error
     except (ValueError, OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"--data_path {name}: {_in_a_line(error)}") from error
+        raise DataError(name, _in_a_line(error)) from error
 
 
 def _parts(name: str) -> tuple[str, str | None, str | None]:
@@ -71,9 +69,9 @@ def _parts(name: str) -> tuple[str, str | None, str | None]:
     path = str(Path(path).expanduser()) if path else ""
     is_folder = bool(path) and Path(path).is_dir()
     if not is_folder and (path.startswith((".", "/")) or path.count("/") > 1):
-        raise FileNotFoundError(f"--data_path {name}: no such folder{starts_from(path)}")
+        raise DataError(name, f"no such folder{starts_from(path)}")
     if not is_folder and path.count("/") != 1:  # the library has readers of its own under names such as csv
-        raise ValueError(f"--data_path {name}: expected hf:OWNER/NAME[SPLIT], hf:OWNER/NAME:CONFIG[SPLIT] or a folder")
+        raise DataError(name, "expected hf:OWNER/NAME[SPLIT], hf:OWNER/NAME:CONFIG[SPLIT] or a folder")
     return str(Path(path).absolute()) if is_folder else path, config, split
 
 

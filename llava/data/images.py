@@ -19,6 +19,7 @@ from PIL import Image
 from llava.constants import MAX_ASPECT_RATIO
 from llava.data.checks import Image as Place
 from llava.data.checks import PlacedImage, Problem, RowImage, starts_from
+from llava.data.errors import DataError, named_by
 from llava.data.row_images import RowReader
 from llava.data.zip_files import ZipMembers
 from llava.utils.digests import bytes_digest, file_stamp, remembered_digest
@@ -60,8 +61,8 @@ class ImageStore:
         max_aspect_ratio: longer side over shorter side, beyond which a picture is refused.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError, OSError: see `ZipMembers`.
+        DataError: there is no such folder, or the zip file cannot be read.
+        OSError: see `ZipMembers`.
     """
 
     def __init__(
@@ -75,11 +76,12 @@ class ImageStore:
         max_aspect_ratio: float = MAX_ASPECT_RATIO,
     ):
         self.root, self.setting = Path(image_folder or ""), setting
-        if not self.root.exists():
-            raise FileNotFoundError(f"{setting} {self.root}: no such folder or zip file{starts_from(self.root)}")
+        with named_by(setting):
+            if not self.root.exists():
+                raise DataError(self.root, f"no such folder or zip file{starts_from(self.root)}")
+            self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
         self.follow_links = follow_links
         self.orientation, self.max_aspect_ratio = orientation, max_aspect_ratio
-        self.archive = ZipMembers(self.root, cache_dir) if self.root.is_file() else None
         self._real_root = os.path.realpath(self.root)
         self._rows = RowReader()
         self.others = {

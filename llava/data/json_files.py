@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from llava.data.checks import TURN_KEYS, Problem, json_object, record_problem, shown_text, text_problem
+from llava.data.errors import DataError
 from llava.data.messages import as_record
 
 _PIECE = 1 << 22  # characters of a .json file that are read at a time
@@ -56,12 +57,10 @@ def _open(path: Path) -> TextIO:
     with path.open("rb") as file:
         begin = file.read(4)
     if not begin:
-        raise ValueError(f"--data_path {path}: the file is empty")
+        raise DataError(path, "the file is empty")
     if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in begin:
-        raise ValueError(
-            f"--data_path {path}, line 1, column 1: UTF-16, or no text; expected UTF-8, which "
-            f"iconv -f UTF-16 -t UTF-8 {path.name} makes of UTF-16"
-        )
+        expected = f"expected UTF-8, which iconv -f UTF-16 -t UTF-8 {path.name} makes of UTF-16"
+        raise DataError(f"{path}, line 1, column 1", f"UTF-16, or no text; {expected}")
     return path.open(encoding="utf-8-sig", errors="surrogateescape")
 
 
@@ -106,9 +105,9 @@ class _Window:
             (self.line, self.column), self.text = self.place(position), self.text[position:] + piece
         return bool(piece)
 
-    def error(self, position: int, fault: str) -> ValueError:
+    def error(self, position: int, fault: str) -> DataError:
         line, column = self.place(position)
-        return ValueError(f"--data_path {self.path}, line {line}, column {column}: {fault}")
+        return DataError(f"{self.path}, line {line}, column {column}", fault)
 
 
 def read_json(path: Path) -> Iterator[tuple[object, str]]:
@@ -173,7 +172,7 @@ def _begin_of_list(window: _Window) -> int:
     if window.text.startswith("[", begin):
         return begin + 1
     if begin == len(window.text):
-        raise ValueError(f"--data_path {window.path}: holds no records")
+        raise DataError(window.path, "holds no records")
     window.text += window.file.read()
     try:
         found, end = json.JSONDecoder().raw_decode(window.text, begin)
@@ -199,13 +198,11 @@ def _read_jsonl(path: Path) -> Iterator[Element]:
             number += 1
             text = line.strip()
             if len(line) == _LONGEST_ELEMENT:
-                raise ValueError(f"--data_path {path}, line {number}: more than {_LONGEST_ELEMENT:,} characters")
+                raise DataError(f"{path}, line {number}", f"more than {_LONGEST_ELEMENT:,} characters")
             if text:
                 if number == 1 and _goes_on(text, file):
-                    raise ValueError(
-                        f"--data_path {path}, line 1: a record over several lines; expected one per line, which "
-                        f"jq -c . {path.name} writes, or a JSON list of all"
-                    )
+                    expected = f"expected one per line, which jq -c . {path.name} writes, or a JSON list of all"
+                    raise DataError(f"{path}, line 1", f"a record over several lines; {expected}")
                 indent = len(line) - len(line.lstrip())
                 yield _line_element(parse, text, number, indent)
 

@@ -27,6 +27,7 @@ import numpy as np
 import yaml
 
 from llava.data.checks import Image, PlacedImage, Record, image_keys, record_images, starts_from
+from llava.data.errors import DataError
 from llava.data.hub_files import is_hub_name
 from llava.data.table import RecordTable, SourceCounts
 
@@ -130,7 +131,7 @@ class MixedTable(RecordTable):
             if not len(records) or not share:
                 what = "has no record that can be used" if share else f"has no sample of an epoch of {total}"
                 named = entry_name(mixture.path, number, entry.name)
-                raise ValueError(f"{named} {what}; leave it out or change 'weight'")
+                raise DataError(named, f"{what}; leave it out or change 'weight'")
             passes, rest = divmod(share, len(records))
             some = np.random.default_rng([mixture.seed, number, 1]).permutation(len(records))[:rest]
             drawn += [records] * passes + [records[np.sort(some)]]
@@ -208,29 +209,28 @@ def read_mixture(path: Path, seed: int) -> Mixture:
         seed: seed of `random` sampling, and of what weights draw.
 
     Raises:
-        FileNotFoundError: a data set or an image folder is not there; the message names file and entry.
-        ValueError: the file is no mixture; the message names it, and the entry or the line.
+        DataError: an image folder does not exist, or the file is not a mixture; the message names the file, and the
+            entry or the line.
     """
     found = _parsed(path)
     if not isinstance(found, dict) or not isinstance(found.get("datasets"), list) or not found["datasets"]:
-        raise ValueError(f"--data_path {path}: expected a list of data sets under 'datasets', found {found!r:.80}")
+        raise DataError(path, f"expected a list of data sets under 'datasets', found {found!r:.80}")
     if unknown := [key for key in found if key not in ("datasets", "epoch_samples")]:
-        raise ValueError(f"--data_path {path}: unknown key {unknown[0]!r}; expected datasets, epoch_samples")
+        raise DataError(path, f"unknown key {unknown[0]!r}; expected datasets, epoch_samples")
     entries = tuple(_entry(path, number, entry) for number, entry in enumerate(found["datasets"]))
     for number, entry in enumerate(entries):
         if (first := [other.name for other in entries].index(entry.name)) != number:
-            raise ValueError(
-                f"{entry_name(path, number, entry.name)} has the name of entry {first}; give them names under 'name'"
-            )
+            problem = f"has the name of entry {first}; give them names under 'name'"
+            raise DataError(entry_name(path, number, entry.name), problem)
         if (entry.weight is None) != (entries[0].weight is None):
             without = number if entry.weight is None else 0
             named = entry_name(path, without, entries[without].name)
-            raise ValueError(f"{named} has no 'weight', but others have; give all a weight, or none")
+            raise DataError(named, "has no 'weight', but others have; give all a weight, or none")
     epoch_samples = found.get("epoch_samples")
     if epoch_samples is not None and (not _is_whole(epoch_samples) or epoch_samples < 1):
-        raise ValueError(f"--data_path {path}: 'epoch_samples' is {epoch_samples!r}; expected a number of 1 or more")
+        raise DataError(path, f"'epoch_samples' is {epoch_samples!r}; expected a number of 1 or more")
     if epoch_samples is not None and entries[0].weight is None:
-        raise ValueError(f"--data_path {path}: 'epoch_samples' needs a 'weight' in every entry")
+        raise DataError(path, "'epoch_samples' needs a 'weight' in every entry")
     return Mixture(path, entries, epoch_samples, seed)
 
 
@@ -238,35 +238,35 @@ def _parsed(path: Path) -> object:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
-        raise FileNotFoundError(f"--data_path {path}: no such file{starts_from(path)}") from None
+        raise DataError(path, f"no such file{starts_from(path)}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"--data_path {path}{where}: not valid YAML: {error.problem or error.context}") from None
+        raise DataError(f"{path}{where}", f"not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"--data_path {path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise DataError(path, f"not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _entry(path: Path, number: int, entry: object) -> Entry:
     if not isinstance(entry, dict):
-        raise ValueError(f"{entry_name(path, number)}: expected a mapping with 'json_path', found {entry!r:.80}")
-    named = f"{entry_name(path, number, entry.get('name') or entry.get('json_path'))}"
+        raise DataError(entry_name(path, number), f"expected a mapping with 'json_path', found {entry!r:.80}")
+    named = entry_name(path, number, entry.get("name") or entry.get("json_path"))
     if unknown := [key for key in entry if key not in _KEYS]:
-        raise ValueError(f"{named}: unknown key {unknown[0]!r}; expected {', '.join(_KEYS)}")
+        raise DataError(named, f"unknown key {unknown[0]!r}; expected {', '.join(_KEYS)}")
     for key in ("json_path", "image_folder", "name"):
         if (key == "json_path" or entry.get(key) is not None) and not (isinstance(entry.get(key), str) and entry[key]):
-            raise ValueError(f"{named}: {key!r} is {entry.get(key)!r:.80}; expected a text")
+            raise DataError(named, f"{key!r} is {entry.get(key)!r:.80}; expected a text")
     weight = entry.get("weight")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if weight is not None and not (is_number and 0 < weight < math.inf):
-        raise ValueError(f"{named}: 'weight' is {weight!r:.80}; expected a number above 0")
+        raise DataError(named, f"'weight' is {weight!r:.80}; expected a number above 0")
     folder = entry.get("image_folder")
     if folder is not None:
         folder = _place(path, folder)
         if not Path(folder).exists():
-            raise FileNotFoundError(f"{named}: image_folder {folder}: no such folder or zip file{starts_from(folder)}")
+            raise DataError(named, f"image_folder {folder}: no such folder or zip file{starts_from(folder)}")
     if entry["json_path"].endswith(MIXTURES):
-        raise ValueError(f"{named}: a mixture in a mixture; name its data sets here instead")
+        raise DataError(named, "a mixture in a mixture; name its data sets here instead")
     data_path = ",".join(_place(path, part.strip()) for part in entry["json_path"].split(","))
     name = entry.get("name") or re.sub(r"\[.*\]$", "", re.split(r"[/:]", entry["json_path"].rstrip("/"))[-1])
     name = name if entry.get("name") or is_hub_name(entry["json_path"]) else Path(name).stem
@@ -278,15 +278,13 @@ def _sampling(named: str, found: object) -> Sampling:
         return Sampling()
     match = _STRATEGY.fullmatch(found) if isinstance(found, str) else None
     if match is None:
-        raise ValueError(
-            f"{named}: 'sampling_strategy' is {found!r:.80}; expected all, first:N, end:N or random:N, N a number or a "
-            "percentage as in random:25%"
-        )
+        expected = "expected all, first:N, end:N or random:N, N a number or a percentage as in random:25%"
+        raise DataError(named, f"'sampling_strategy' is {found!r:.80}; {expected}")
     number, is_share = float(match[2]), bool(match[3])
     if is_share and not 0 < number <= 100:
-        raise ValueError(f"{named}: 'sampling_strategy' is {found!r}; expected a percentage above 0 and up to 100")
+        raise DataError(named, f"'sampling_strategy' is {found!r}; expected a percentage above 0 and up to 100")
     if not is_share and (number < 1 or number != int(number)):
-        raise ValueError(f"{named}: 'sampling_strategy' is {found!r}; expected a whole number of 1 or more")
+        raise DataError(named, f"'sampling_strategy' is {found!r}; expected a whole number of 1 or more")
     return Sampling(match[1], number, is_share)
 
 
@@ -307,7 +305,7 @@ def _is_whole(value: object) -> bool:
 
 def entry_name(path: Path, number: int, name: object = None) -> str:
     """The name of a mixture's entry in messages."""
-    return f"--data_path {path}: entry {number}" + (f" ({name!s:.100})" if name else "")
+    return f"{path}: entry {number}" + (f" ({name!s:.100})" if name else "")
 
 
 def mixed_table(mixture: Mixture, tables: list[RecordTable]) -> MixedTable:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from llava.data.checks import IMAGE_KEYS, TURN_KEYS, Record, RowImage, record_problem, shown_text, text_problem
+from llava.data.errors import DataError
 from llava.data.json_files import Element
 from llava.data.messages import as_record
 
@@ -43,10 +44,10 @@ def read_rows(path: Path) -> Iterator[Element]:
             for group in range(file.num_row_groups):
                 rows = yield from _group_rows(file, group, columns, image, start, unread)
                 if rows != file.metadata.row_group(group).num_rows:
-                    raise ValueError(lost_rows(path, group, rows, file))
+                    raise DataError(path, lost_rows(group, rows, file))
                 start += file.metadata.row_group(group).num_rows
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"--data_path {path}: cannot be read as Parquet ({error})") from error
+        raise DataError(path, f"cannot be read as Parquet ({error})") from error
 
 
 def parquet_digest(path: Path) -> str:
@@ -70,9 +71,10 @@ def parquet_digest(path: Path) -> str:
                         offsets = (column.dictionary_page_offset, column.data_page_offset)
                         raw.seek(min(offset for offset in offsets if offset is not None))
                         digest.update(raw.read(column.total_compressed_size))
+    except DataError:
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:
-        named = str(error).startswith("--data_path")
-        raise ValueError(str(error) if named else f"--data_path {path}: cannot be read as Parquet ({error})") from error
+        raise DataError(path, f"cannot be read as Parquet ({error})") from error
     return digest.hexdigest()
 
 
@@ -91,12 +93,12 @@ def unread_columns(path: Path) -> tuple[list[str], int]:
         return _unread(file.schema_arrow), file.metadata.num_rows
 
 
-def lost_rows(path: Path | str, group: int, rows: int, file: pq.ParquetFile) -> str:
-    """The message for a row group that has fewer rows than the footer says: a damaged page was passed over."""
+def lost_rows(group: int, rows: int, file: pq.ParquetFile) -> str:
+    """The problem of a row group that has fewer rows than the footer says: a damaged page was passed over."""
     expected = file.metadata.row_group(group).num_rows
     return (
-        f"--data_path {path}: row group {group} has {rows} rows, but the footer says {expected}; the file is damaged: "
-        "fetch or write it again"
+        f"row group {group} has {rows} rows, but the footer says {expected}; the file is damaged: fetch or write it "
+        "again"
     )
 
 
@@ -116,13 +118,14 @@ def _text_columns(schema: pa.Schema, path: Path) -> list[str]:
     turns = _turn_columns(schema)
     if not turns:
         columns = ", ".join(schema.names) or "none"
-        raise ValueError(f"--data_path {path}: no column 'conversations' or 'messages'; it has {columns}")
+        raise DataError(path, f"no column 'conversations' or 'messages'; it has {columns}")
     for name in turns:
         fields = _turn_fields(schema, name)
         if not any(_is_text(fields.get(role)) and _is_content(fields.get(text)) for role, text in _TURN_FIELDS):
-            raise ValueError(
-                f"--data_path {path}: column {name!r} is {schema.field(name).type}; expected a list of structs of the "
-                "texts 'from' and 'value', or 'role' and 'content'"
+            raise DataError(
+                path,
+                f"column {name!r} is {schema.field(name).type}; expected a list of structs of the texts 'from' and "
+                "'value', or 'role' and 'content'",
             )
     return turns + [f.name for f in schema if f.name not in (*turns, *IMAGE_KEYS) and _is_simple(f.type)]
 
@@ -196,16 +199,14 @@ def image_leaf(file: pq.ParquetFile, path: Path) -> str | None:
         return _leaf(file, name, ".bytes")
     if _is_text(single) or types.is_null(single):
         return None
-    raise ValueError(
-        f"--data_path {path}: column {name!r} is {kind}; expected a struct of 'bytes' and 'path', bytes, a path, or a "
-        "list of these"
-    )
+    expected = "a struct of 'bytes' and 'path', bytes, a path, or a list of these"
+    raise DataError(path, f"column {name!r} is {kind}; expected {expected}")
 
 
 def _image_column(schema: pa.Schema, path: Path | str) -> str | None:
     names = [name for name in IMAGE_KEYS if name in schema.names and not types.is_null(schema.field(name).type)]
     if len(names) > 1:
-        raise ValueError(f"--data_path {path}: columns 'image' and 'images'; keep the one that holds the images")
+        raise DataError(path, "columns 'image' and 'images'; keep the one that holds the images")
     return names[0] if names else None
 
 

@@ -14,6 +14,7 @@ import time
 from llava.anyres import CropRules, Picture, is_anyres, parse_pinpoints
 from llava.constants import MAX_ASPECT_RATIO
 from llava.conversation import get_template
+from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.mixture import source_lines
 from llava.data.parquet_files import LARGE_GROUP, largest_image_group
@@ -47,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     add_flags(parser, label_masking="assistant")
     args = parser.parse_args(argv)
     try:
-        return show(args)
+        with named_by("--data_path"):
+            return show(args)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

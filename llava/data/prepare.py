@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from llava.data.checks import starts_from
+from llava.data.errors import named_by
 from llava.data.preflight import add_flags, show
 from llava.data.row_groups import rewrite_shards
 from llava.utils.commands import Parser
@@ -98,7 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     add_flags(parser, label_masking="upstream")
     args = parser.parse_args(argv)
     try:
-        return prepare(args)
+        with named_by("--data_path"):
+            return prepare(args)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

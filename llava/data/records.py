@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from llava.data.cache import cache_folders, cached_file, made_once
 from llava.data.checks import Record, record_images, record_name, starts_from
+from llava.data.errors import DataError
 from llava.data.hub_files import hub_shards, is_hub_name
 from llava.data.json_files import Element, read_elements
 from llava.data.mixture import MIXTURES, Mixture, entry_name, mixed_table, read_mixture
@@ -63,10 +64,9 @@ def load_records(
         seed: seed of what a mixture draws.
 
     Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: a file cannot be read, or records are malformed; the message names file, record and fault.
+        DataError: a file does not exist or cannot be read, or records are malformed; the message names file, record and
+            fault.
         OSError: no cache folder can be written, or a damaged file ended the process that read it.
-        ImportError: the data set needs the `datasets` library, which is not installed.
     """
     if mixture := _mixture(data_path, seed):
         tables = [_of_entry(mixture, i, _table, cache_dir, show_progress) for i in range(len(mixture.entries))]
@@ -75,24 +75,22 @@ def load_records(
         table = _table(data_path, cache_dir, show_progress)
     if not check:
         return table
-    if len(found := table.malformed()):
-        problems = ((i, table.problem(i)) for i in found[:_SHOWN_PROBLEMS].tolist())
+    if len(malformed := table.malformed()):
+        problems = ((i, table.problem(i)) for i in malformed[:_SHOWN_PROBLEMS].tolist())
         shown = "\n  ".join(f"{table.named(i)}: {problem.message}" for i, problem in problems if problem)
-        raise ValueError(f"--data_path {data_path}: {len(found)} of {len(table)} records are malformed:\n  {shown}")
+        raise DataError(data_path, f"{len(malformed)} of {len(table)} records are malformed:\n  {shown}")
     return table.epoch()
 
 
 def data_files(data_path: str, cache_dir: str | None = None) -> list[Path]:
-    """The files that `--data_path` names, in order; those of a folder or pattern by name.
+    """The files that `data_path` names, in order; those of a folder or pattern by name.
 
     Args:
         data_path: see `load_records`.
         cache_dir: where a data set of the hub is kept if it must be written as Parquet first.
 
     Raises:
-        FileNotFoundError: a name has no file; the message says which.
-        ValueError: a file is of another kind.
-        ImportError: the `datasets` library is needed and not installed.
+        DataError: a name has no file, or a file is of another kind; the message says which.
     """
     if mixture := _mixture(data_path):
         return [file for i in range(len(mixture.entries)) for file in _of_entry(mixture, i, data_files, cache_dir)]
@@ -104,25 +102,23 @@ def data_files(data_path: str, cache_dir: str | None = None) -> list[Path]:
         matches = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))
         found = [file for match in matches for file in (folder_files(match) if match.is_dir() else [match])]
         if not found:
-            raise FileNotFoundError(
-                f"--data_path {name}: no such file{starts_from(name)}; expected {', '.join(_SUFFIXES)}, or a folder of "
-                "such files"
-            )
+            expected = f"expected {', '.join(_SUFFIXES)}, or a folder of such files"
+            raise DataError(name, f"no such file{starts_from(name)}; {expected}")
         if wrong := next((file for file in found if file.suffix not in _SUFFIXES or not file.is_file()), None):
-            raise ValueError(f"--data_path {wrong}: expected a file that ends in {', '.join(_SUFFIXES)}")
+            raise DataError(wrong, f"expected a file that ends in {', '.join(_SUFFIXES)}")
         files += found
     if not files:
-        raise FileNotFoundError("--data_path is empty: no such file")
+        raise DataError("''", "expected the name of a file or folder")
     return files
 
 
 def _mixture(data_path: str, seed: int = DEFAULT_SEED) -> Mixture | None:
-    """The mixture that `--data_path` names, or None if it names files."""
+    """The mixture that `data_path` names, or None if it names files."""
     parts = [part.strip() for part in data_path.split(",") if part.strip()]
     if not any(part.endswith(MIXTURES) for part in parts):
         return None
     if len(parts) > 1:
-        raise ValueError(f"--data_path {data_path}: a mixture stands alone; name the other files in it")
+        raise DataError(data_path, "a mixture stands alone; name the other files in it")
     return read_mixture(Path(parts[0]), seed)
 
 
@@ -130,10 +126,9 @@ def _of_entry(mixture: Mixture, number: int, read: Callable[..., Found], *option
     """Calls `read` on an entry's files; the message of an error names the mixture and the entry as well."""
     try:
         return read(mixture.entries[number].data_path, *options)
-    except (ValueError, OSError, ImportError) as error:
-        kind = next(kind for kind in (FileNotFoundError, ValueError, OSError, ImportError) if isinstance(error, kind))
-        named = entry_name(mixture.path, number, mixture.entries[number].name)
-        raise kind(f"{named}: {str(error).replace('--data_path', 'json_path')}") from error
+    except (DataError, OSError) as error:
+        problem = f"json_path {error}" if isinstance(error, DataError) else str(error)
+        raise DataError(entry_name(mixture.path, number, mixture.entries[number].name), problem) from error
 
 
 def _table(data_path: str, cache_dir: str | None, show_progress: bool) -> RecordTable:
@@ -155,28 +150,27 @@ def folder_files(folder: Path) -> list[Path]:
     """The records' files below a folder, by path: all Parquet, or all JSON; hidden files and folders do not count.
 
     Raises:
-        FileNotFoundError: there are none.
-        ValueError: there is also data that would not be read; the message names it.
+        DataError: there are none, or there is also data that would not be read; the message names it.
     """
     below = [file for file in _files_below(folder) if file.name not in _DESCRIPTIONS]
     files = [file for file in below if file.suffix in _SUFFIXES]
     if other := next((file for file in below if file not in files and _LIKE_DATA.search(file.name)), None):
-        raise ValueError(
-            f"--data_path {folder}: {other} would not be read; unpack or convert it to one of {', '.join(_SUFFIXES)}, "
-            "or name the files to read in place of the folder (what the datasets library saved: hf:FOLDER)"
+        raise DataError(
+            folder,
+            f"{other} would not be read; unpack or convert it to one of {', '.join(_SUFFIXES)}, or name the files to "
+            "read in place of the folder (what the datasets library saved: hf:FOLDER)",
         )
     if not files:
         example = f"; it has {below[0].relative_to(folder)}" if below else ""
-        raise FileNotFoundError(
-            f"--data_path {folder}: the folder has no file that ends in {', '.join(_SUFFIXES)}{example}"
-        )
+        raise DataError(folder, f"the folder has no file that ends in {', '.join(_SUFFIXES)}{example}")
     rows = [file for file in files if file.suffix == ".parquet"]
     if rows and len(rows) < len(files):
         text = next(file for file in files if file.suffix != ".parquet")
-        raise ValueError(
-            f"--data_path {folder}: the folder has {len(rows)} Parquet files ({rows[0]}) and {len(files) - len(rows)} "
-            f"of JSON ({text}), which may be the same records twice; name what to read, as in "
-            f"--data_path '{folder}/**/*.parquet,{folder}/**/*.json*'"
+        raise DataError(
+            folder,
+            f"the folder has {len(rows)} Parquet files ({rows[0]}) and {len(files) - len(rows)} of JSON ({text}), "
+            f"which may be the same records twice; name what to read, as in "
+            f"'{folder}/**/*.parquet,{folder}/**/*.json*'",
         )
     return files
 
@@ -210,7 +204,7 @@ def _converted(cache_dir: str | None, source: Path) -> tuple[Path, str]:
     def convert(target: Path) -> None:
         _convert(source, target)
         if file_stamp(source) != stamp:
-            raise ValueError(f"--data_path {source}: changed while it was read; start again when it is complete")
+            raise DataError(source, "changed while it was read; start again when it is complete")
 
     return made_once(_arrow_name(source, content), folders, convert, _is_whole), content
 
@@ -227,7 +221,7 @@ def _convert(source: Path, target: Path) -> None:
             writer.write_batch(_batch(piece))
             count += len(piece)
     if not count:
-        raise ValueError(f"--data_path {source}: holds no records")
+        raise DataError(source, "holds no records")
 
 
 def _pieces(elements: Iterator[Element]) -> Iterator[list[Element]]:

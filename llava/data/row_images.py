@@ -74,7 +74,7 @@ class RowReader:
             self._first += 0 if self._held is None else len(self._held)
             batch = next(self._batches, None)
             if batch is None:
-                raise LostRows(lost_rows(image.shard, group, self._first - starts[group], file))
+                raise LostRows(f"{image.shard}: {lost_rows(group, self._first - starts[group], file)}")
             self._held = batch.column(0)
         return _bytes_of(self._held[image.row - self._first].as_py(), image.number)
 

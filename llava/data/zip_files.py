@@ -16,6 +16,7 @@ from struct import Struct
 import numpy as np
 
 from llava.data.cache import cache_folders, made_once, stamped_name
+from llava.data.errors import DataError
 
 _FORMAT = 1  # of the kept arrays
 _FIELDS = ("name", "offset", "packed", "size", "crc", "method")
@@ -131,9 +132,9 @@ def _write_list(path: Path, target: Path) -> None:
         ]
         members = np.array(rows, np.uint64).T
     except Exception as error:  # zipfile raises whatever a damaged list leads it to
-        raise ValueError(f"--image_folder {path}: neither a folder nor a readable zip file ({error})") from error
+        raise DataError(path, f"neither a folder nor a readable zip file ({error})") from error
     if not files:
-        raise ValueError(f"--image_folder {path}: the zip file holds no files")
+        raise DataError(path, "the zip file holds no files")
     with target.open("wb") as file:
         np.save(file, np.ascontiguousarray(members[:, members[0].argsort()]))
 

@@ -15,6 +15,7 @@ from llava.asking import Asked
 from llava.constants import DEFAULT_IMAGE_TOKEN, MAX_ASPECT_RATIO
 from llava.data.checks import TURN_KEYS, Record, record_images, record_problem
 from llava.data.checks import Image as Place
+from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.records import load_records
 from llava.data.table import RecordTable, name_of
@@ -51,7 +52,7 @@ class QuestionRecords(Sequence[Question]):
         part: index, from 0, and number of the equal parts of the data, as LLaVA's `--chunk-idx` and `--num-chunks`.
 
     Raises:
-        ValueError, OSError, ImportError: nothing readable there.
+        DataError, OSError: nothing readable there.
     """
 
     def __init__(
@@ -61,10 +62,8 @@ class QuestionRecords(Sequence[Question]):
         part: tuple[int, int] = (0, 1),
         max_aspect_ratio: float = MAX_ASPECT_RATIO,
     ):
-        try:
+        with named_by("--data"):
             self.records: RecordTable = load_records(data, check=False, show_progress=True).epoch()
-        except (ValueError, OSError) as error:
-            raise ValueError(str(error).replace("--data_path", "--data")) from error
         others = self.records.image_folders
         self._store = partial(
             ImageStore,

@@ -91,19 +91,6 @@ def metric_key(args: TrainingArguments) -> str | None:
     return args.metric_for_best_model and re.sub("^eval[_/]", "", args.metric_for_best_model)
 
 
-@contextlib.contextmanager
-def named_as_eval_data() -> Iterator[None]:
-    """A context in which errors about `--data_path` or `--image_folder` name the held-out data's own flags instead."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        message = re.sub(r"^--(data_path|image_folder)", r"--eval_\1", str(error))
-        if message == str(error):
-            raise
-        kind = next((kind for kind in (FileNotFoundError, ImportError) if isinstance(error, kind)), ValueError)
-        raise kind(message) from error
-
-
 # --- which samples, and who computes them -----------------------------------------------------------------------------
 
 

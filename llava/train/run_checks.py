@@ -16,6 +16,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from llava.anyres import check_modes, has_newline
 from llava.conversation import get_template
 from llava.data.checks import starts_from
+from llava.data.errors import named_by
 from llava.data.images import ImageStore
 from llava.data.mixture import source_lines
 from llava.data.preflight_manifest import (
@@ -29,7 +30,7 @@ from llava.data.preflight_manifest import (
 )
 from llava.data.records import DEFAULT_SEED, RecordTable, load_records
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-from llava.train.heldout import check_eval_flags, eval_data_arguments, named_as_eval_data
+from llava.train.heldout import check_eval_flags, eval_data_arguments
 from llava.train.liger import check_liger
 from llava.train.lora import check_lora_flags
 from llava.train.optim import tunable_parts
@@ -137,28 +138,33 @@ def checked_records(
     model_args: ModelArguments,
     data_args: DataArguments,
     training_args: TrainingArguments,
+    data_from: str = "--data_path",
     images_from: str = "--image_folder",
 ) -> tuple[RecordTable, Callable[[Path], None]]:
     """The records that can be used, the same on every rank, and a function that writes those left out to a file.
 
     Args:
         model_args, data_args, training_args: the flags.
+        data_from: the flag that gave the records, as messages name it.
         images_from: the `setting` of `image_store`.
 
     Raises:
         ValueError: records have faults and are not to be skipped, or ranks read different data.
-        FileNotFoundError, OSError: see `load_records` and `preflight`.
+        OSError: see `load_records` and `preflight`.
     """
     is_first = training_args.process_index == 0
     seed = data_seed(training_args)
-    table = load_records(data_args.data_path or "", data_args.data_cache_dir, False, show_progress=is_first, seed=seed)
+    with named_by(data_from):
+        table = load_records(data_args.data_path or "", data_args.data_cache_dir, False, is_first, seed)
     rules = Rules(get_template(model_args.version), data_args.label_masking, data_args.full_decode)
     started = time.time()
     manifest, path = preflight(table, image_store(data_args, table, images_from), rules, recheck=data_args.recheck_data)
     if manifest.checked < started:
         logger.info("the data was checked at %s, which is remembered; --recheck_data True checks again", when(manifest))
-    records = usable_records(table, manifest, data_args.on_bad_record, _preflight_command(model_args, data_args, seed))
-    _refuse_different_records(records.key)
+    command = _preflight_command(model_args, data_args, seed)
+    with named_by(data_from):
+        records = usable_records(table, manifest, data_args.on_bad_record, command)
+    _refuse_different_records(records.key, data_from)
     for line in source_lines(records):
         logger.info("%s", line)
     for kind, found in manifest.warnings.items():
@@ -184,8 +190,8 @@ def checked_eval_records(
     """
     if not data_args.eval_data_path:
         return None, None
-    with named_as_eval_data():
-        found = checked_records(model_args, eval_data_arguments(data_args), training_args, EVAL_IMAGES)
+    arguments = eval_data_arguments(data_args)
+    found = checked_records(model_args, arguments, training_args, "--eval_data_path", EVAL_IMAGES)
     _warn_of_shared(found[0], records)
     return found
 
@@ -223,7 +229,7 @@ def _preflight_command(model_args: ModelArguments, data_args: DataArguments, see
     return shlex.join(["python", "-m", "llava.data.preflight", *words])
 
 
-def _refuse_different_records(key: str) -> None:
+def _refuse_different_records(key: str, flag: str) -> None:
     """Raises ValueError if ranks have different records: other nodes may read copies of the data with other faults."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
@@ -231,6 +237,6 @@ def _refuse_different_records(key: str) -> None:
     torch.distributed.all_gather_object(keys, key)
     if other := [rank for rank, found in enumerate(keys) if found != keys[0]]:
         raise ValueError(
-            f"--data_path: ranks {other} have other usable records than rank 0; data and images must be the same on "
+            f"{flag}: ranks {other} have other usable records than rank 0; data and images must be the same on "
             "every node (compare the manifests in .llava_cache)"
         )

@@ -1,6 +1,8 @@
 """Records, samples, batches and their order."""
 
+import contextlib
 import json
+import pickle
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +14,7 @@ from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data import json_files
 from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
+from llava.data.errors import DataError, named_by
 from llava.data.images import ImageStore
 from llava.data.records import load_records
 from llava.data.sampler import ModalityLengthGroupedSampler
@@ -104,7 +107,7 @@ def test_malformed_record_is_named(tmp_path, record, message):
 )
 def test_unreadable_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"(?s)--data_path .*{name}.*{message}"):
+    with pytest.raises(ValueError, match=f"(?s){name}.*{message}"):
         load_records(str(tmp_path / name))
 
 
@@ -147,11 +150,11 @@ def test_a_fault_in_the_middle_of_a_long_list_is_found_where_it_is_and_at_once(t
 
 def test_a_relative_path_that_is_missing_is_reported_with_where_it_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"--data_path b.json: no such file .from {tmp_path}."):
+    with pytest.raises(DataError, match=f"^b.json: no such file .from {tmp_path}."):
         load_records("b.json")
-    with pytest.raises(FileNotFoundError, match=f"--image_folder b: no such folder or zip file .from {tmp_path}."):
+    with pytest.raises(DataError, match=f"^--image_folder b: no such folder or zip file .from {tmp_path}."):
         ImageStore("b")
-    with pytest.raises(FileNotFoundError, match="b.json: no such file;"):
+    with pytest.raises(DataError, match="b.json: no such file;"):
         load_records(str(tmp_path / "b.json"))
 
 
@@ -193,16 +196,27 @@ def test_a_folder_stands_for_every_file_below_it_sorted_by_path(tmp_path, kinds)
 )
 def test_a_folder_with_data_that_would_not_be_read_is_refused_by_name(tmp_path, names, message):
     write_folder(tmp_path, names)
-    with pytest.raises((ValueError, FileNotFoundError), match=f"--data_path {tmp_path}: .*{message}"):
+    with pytest.raises(DataError, match=f"^{tmp_path}: .*{message}"):
         load_records(str(tmp_path))
 
 
 def test_the_pattern_that_the_refusal_of_a_folder_names_reads_it_all(tmp_path):
     write_folder(tmp_path, ["a.parquet", "b/c.json", "b/d.jsonl"])
-    with pytest.raises(ValueError, match="--data_path '.*'") as refusal:
+    with pytest.raises(ValueError, match="as in '.*'") as refusal:
         load_records(str(tmp_path))
     pattern = str(refusal.value).split("'")[1]
     assert [record["id"] for record in load_records(pattern)] == ["a.parquet", "b/c.json", "b/d.jsonl"]
+
+
+def test_a_data_errors_message_begins_with_the_innermost_flag_also_from_a_process(tmp_path):
+    for flags, beginning in (((), ""), (("--eval_data_path",), "--eval_data_path "), (("--data", "x"), "--data ")):
+        with pytest.raises(DataError) as error, contextlib.ExitStack() as stack:
+            for flag in reversed(flags):
+                stack.enter_context(named_by(flag))
+            load_records(str(tmp_path / "none.json"))
+        expected = f"{beginning}{tmp_path}/none.json: no such file; expected .json, "
+        assert str(error.value).startswith(expected)
+        assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
 def test_sample_has_tokens_labels_and_pixels(tiny, tokenizer):

@@ -1,0 +1,33 @@
+"""Data that cannot be read: the data rooms name the source, and each front end the flag that gave it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class DataError(ValueError):
+    """Data that cannot be read.
+
+    Args:
+        source: the file, folder or data set; with the line, or the entry of a mixture, where that is known.
+        problem: what was expected, what is there, and what to do.
+
+    Attributes:
+        flag: the flag that gave the source, as messages begin; empty until `named_by` sets it.
+    """
+
+    def __init__(self, source: object, problem: str):
+        super().__init__(source, problem)
+        self.source, self.problem, self.flag = source, problem, ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.flag, str(self.source)))) + f": {self.problem}"
+
+
+@contextmanager
+def named_by(flag: str) -> Iterator[None]:
+    """Messages of `DataError`s that leave this context begin with `flag`, unless an inner context has named another."""
+    try:
+        yield
+    except DataError as error:
+        error.flag = error.flag or flag
+        raise
