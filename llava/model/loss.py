@@ -6,16 +6,14 @@ Shapes: B batch, S sequence, D LLM hidden size, R supervised rows, C vocabulary.
 import math
 from functools import cache
 from importlib import metadata
-from typing import Literal
 
 import torch
 from packaging.version import Version
 from torch import nn
 from torch.nn import functional as F
 
-from llava.constants import IGNORE_INDEX
+from llava.constants import IGNORE_INDEX, LossHead
 
-LossHead = Literal["auto", "liger", "chunked", "plain"]
 LIGER_MINIMUM = "0.6.2"  # the first whose fused loss accumulates in fp32
 # Logits that exist at a time. Every chunk reads the weight twice and rewrites its gradient, so a GPU takes many rows at
 # a time (1046 at a vocabulary of 128k); on a CPU larger chunks gain nothing (benchmarks/loss_head.py).

@@ -5,36 +5,25 @@ scripts calls `python -m llava.train.flags FLAGS`, which parses them and does no
 """
 
 import argparse
+import copy
 import dataclasses
 import sys
+from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 from transformers import HfArgumentParser
 
 from llava.anyres import check_modes
+from llava.conversation import get_template
 from llava.model.multimodal_projector.norm import NORM_FIELDS, ProjectorNormArguments
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava.train.sections import FLAGS, SECTIONS, TRAINING_SECTIONS
 from llava.utils.commands import Parser, program_name
 from llava.utils.names import nearest_name
 
 REST = "other flags of the Hugging Face Trainer, as its documentation says"
-# The fields of TrainingArguments, the library's and ours; a name ending in * stands for all that begin with it.
-_TRAINING_GROUPS = {
-    "optimisation": (
-        "num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps learning_rate "
-        "mm_projector_lr mm_vision_tower_lr lr_scheduler_* warmup_* optim* weight_decay adam_* max_grad_norm loss_* "
-        "group_by_modality_length length_group_window model_max_length seed data_seed max_nonfinite_steps"
-    ),
-    "LoRA": "lora_* bits double_quant quant_type",
-    "speed and memory": (
-        "bf16 fp16 tf32 deepspeed padding_free max_tokens_per_micro_batch activation_checkpointing* use_liger_kernel "
-        "compile_layers use_cpu dataloader_* torch_empty_cache_steps hang_timeout ddp_timeout"
-    ),
-    "saving and resuming": "output_dir save_* resume_* trial_save overwrite_output_dir cache_dir",
-    "held-out data": "eval_* per_device_eval_batch_size load_best_model_at_end metric_for_best_model greater_is_better",
-    "logging": "logging_* log_* report_to run_name project trackio_* disable_tqdm telemetry_steps peak_tflops",
-}
-GROUPS = ("model", "norm", "data", *_TRAINING_GROUPS, REST)
+GROUPS = ("model", "norm", "data", *(section.title for section in TRAINING_SECTIONS), REST)
 
 # Flags that can have no value other than their default, by the reason.
 REFUSED = {
@@ -65,12 +54,9 @@ REFUSED = {
     "samples always come in the same order, so that a run can be continued": "dataloader_in_order",
     "worker processes are started in PyTorch's default way": "dataloader_multiprocessing_context",
 }
-# Flags that are accepted but not shown: those that LLaVA's scripts and launchers pass, and older names.
-_UNSEEN = (
-    "evaluation_strategy lazy_preprocess is_multimodal mm_use_im_start_end mm_use_im_patch_token "
-    "lora_weight_path remove_unused_columns do_train local_rank skip_memory_metrics "
-    "gradient_checkpointing gradient_checkpointing_kwargs"
-)
+# The library's flags that are accepted but not shown: those that LLaVA's launchers pass, and older names.
+_HIDDEN = {"do_train", "local_rank", "skip_memory_metrics", "gradient_checkpointing_kwargs"}
+_HIDDEN |= {name for name, field in FLAGS.items() if field.metadata["facts"]["hidden"]}
 _REASONS = {name: reason for reason, names in REFUSED.items() for name in names.split()}
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -85,13 +71,15 @@ def parse_flags(argv: list[str]) -> tuple[ModelArguments, DataArguments, Trainin
     return found
 
 
-def group_of(owner: type, name: str) -> str:
-    """The title of the group that a field of one of the three dataclasses is shown in."""
-    if owner is not TrainingArguments:
-        return "data" if owner is DataArguments else "norm" if name.startswith("mm_projector_norm") else "model"
-    for title, names in _TRAINING_GROUPS.items():
-        if any(name.startswith(word[:-1]) if word.endswith("*") else name == word for word in names.split()):
-            return title
+def group_of(name: str) -> str:
+    """The title of the group that a flag is shown in."""
+    if name in NORM_FIELDS:
+        return "norm"
+    for section in SECTIONS:
+        own = {field.name for field in dataclasses.fields(section)}
+        library = getattr(section, "library", "").split()
+        if name in own or (name not in FLAGS and any(fnmatchcase(name, pattern) for pattern in library)):
+            return section.title
     return REST
 
 
@@ -100,14 +88,13 @@ class FlagParser(Parser, HfArgumentParser):
 
     def __init__(self) -> None:
         self._titled: dict[str, Any] = {}
-        self._owner: type = ModelArguments
         super().__init__(
             (),
             prog=program_name("llava.train.train"),
             usage="%(prog)s --FLAG VALUE ...",
             description="Trains a LLaVA, stage 1 or stage 2. A switch --x alone means True; --x False, or --no_x where "
             "the default is True, means False. Hyphens stand for underscores.",
-            epilog=f"Accepted as well, with the values that LLaVA's scripts pass: {', '.join(_UNSEEN.split())}.",
+            epilog=f"Accepted as well, with the values that LLaVA's scripts pass: {', '.join(sorted(_HIDDEN))}.",
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
@@ -115,15 +102,17 @@ class FlagParser(Parser, HfArgumentParser):
             self._titled[title] = self.add_argument_group(title)
         owners = (ModelArguments, DataArguments, TrainingArguments)
         self.dataclass_types = list(owners)
-        for self._owner in owners:
-            self._add_dataclass_arguments(self._owner)
+        for owner in owners:
+            self._add_dataclass_arguments(owner)
 
     def _parse_dataclass_field(self, parser: Any, field: dataclasses.Field) -> None:
         before = len(self._actions)
-        HfArgumentParser._parse_dataclass_field(self._titled[group_of(self._owner, field.name)], field)
+        shown = copy.copy(field)
+        shown.metadata = MappingProxyType({k: v for k, v in field.metadata.items() if k != "facts"})  # argparse's
+        HfArgumentParser._parse_dataclass_field(self._titled[group_of(field.name)], shown)
         for action in self._actions[before:]:
             action.option_strings = action.option_strings[:1]  # the other spelling is accepted, but not shown
-            if field.name in _UNSEEN.split() or field.name in _REASONS or action.option_strings[0] != f"--{field.name}":
+            if field.name in _HIDDEN | _REASONS.keys() or action.option_strings[0] != f"--{field.name}":
                 action.help = argparse.SUPPRESS
             if action.choices is None:
                 kind: Any = action.type
@@ -143,7 +132,7 @@ class FlagParser(Parser, HfArgumentParser):
         flag = next((word for word in words if word.startswith("--")), words[0])
         name = flag.partition("=")[0]
         known = [action.option_strings[0] for action in self._actions if action.help != argparse.SUPPRESS]
-        meant = nearest_name(name, known)
+        meant = nearest_name(name.replace("-", "_").replace("__", "--", 1), known)
         self.error(f"{name} is not a flag" + (f"; did you mean {meant}?" if meant else ""))
 
 
@@ -161,6 +150,7 @@ def main() -> int:
     parser = FlagParser()
     found, _ = parser.parse_known_args(sys.argv[1:])
     try:
+        get_template(found.version)
         ProjectorNormArguments(**{name: getattr(found, name) for name in NORM_FIELDS})
         DataArguments(**{field.name: getattr(found, field.name) for field in dataclasses.fields(DataArguments)})
         check_modes(found.image_aspect_ratio, found.mm_patch_merge_type)

@@ -22,7 +22,13 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.norm import projector_norm
 from llava.model.zero3 import gathered
-from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava.train.arguments import (
+    DataArguments,
+    ModelArguments,
+    TrainingArguments,
+    changeable_flags,
+    decides_numbers,
+)
 from llava.train.batches import sample_order
 from llava.train.optim import part_of
 from llava.utils.digests import bytes_digest
@@ -37,41 +43,9 @@ Settings = dict[str, Setting]
 
 # Flags that say where a run writes and what it continues from.
 _PLACES = {"output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "local_rank", "hub_token"}
-# Flags that decide how a run works, never what it computes.
-_IRRELEVANT_PREFIXES = ("logging_", "log_", "save_", "eval_", "hub_", "push_to", "dataloader_", "resume_", "trackio_")
-# fmt: off
-_IRRELEVANT = _PLACES | {
-    "project", "report_to", "deepspeed_plugin", "disable_tqdm", "ddp_timeout",
-    "hang_timeout", "max_nonfinite_steps", "telemetry_steps", "peak_tflops", "cache_dir", "data_cache_dir",
-    "data_path", "image_folder", "activation_checkpointing", "activation_checkpointing_kwargs",
-    "gradient_checkpointing", "gradient_checkpointing_kwargs", "lazy_preprocess", "is_multimodal",
-    "evaluation_strategy", "do_train", "do_eval", "do_predict", "skip_memory_metrics",
-    "include_num_input_tokens_seen", "use_cache", "per_device_eval_batch_size", "batch_eval_metrics",
-    "load_best_model_at_end", "torch_empty_cache_steps", "trial_save",
-    "enable_jit_checkpoint", "restore_callback_states_from_checkpoint", "ddp_backend",
-    "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "debug", "use_cpu", "on_bad_record",
-    "recheck_data", "max_image_aspect_ratio",
-}
-# fmt: on
 # The settings in which a continuation may differ, and why.
-ALLOWED = {
-    "world_size": "samples stay in order; DeepSpeed's states are converted to a universal checkpoint",
-    "per_device_train_batch_size": "the position in the data is kept by samples",
-    "gradient_accumulation_steps": "the position in the data is kept by samples",
-    "max_steps": "the schedule's length changes from here on",
-    "num_train_epochs": "the schedule's length changes from here on",
-    "model_name_or_path": "for a moved folder: what is frozen comes from there",
-    "vision_tower": "for a moved folder: what is frozen comes from there",
-    "pretrain_mm_mlp_adapter": "the checkpoint's own projector is loaded over it",
-    "ignore_data_skip": "the samples of the epoch that was begun are seen again, so that the weights become others",
-    "max_grad_norm": "applies from here on",
-    "attn_implementation": "changes rounding only",
-    "padding_free": "changes rounding only",
-    "max_tokens_per_micro_batch": "changes rounding only",
-    "loss_head": "changes rounding only",
-    "use_liger_kernel": "changes rounding only",
-    "compile_layers": "changes rounding only",
-    "tf32": "changes rounding only",
+ALLOWED = changeable_flags() | {
+    "world_size": "samples stay in order; DeepSpeed's states are converted to a universal checkpoint"
 }
 
 
@@ -138,15 +112,8 @@ def run_configuration(
 
 def _settings(flags: dict[str, Any]) -> Settings:
     """The flags that can change the numbers, as JSON values."""
-    decisive = {k: v for k, v in flags.items() if _decides(k)}
+    decisive = {k: v for k, v in flags.items() if decides_numbers(k)}
     return {k: v if isinstance(v, bool | int | float | None) else str(v) for k, v in decisive.items()}
-
-
-def _decides(flag: str) -> bool:
-    """Whether a flag can change the numbers."""
-    if flag in _IRRELEVANT or flag.startswith(_IRRELEVANT_PREFIXES):
-        return flag == "dataloader_drop_last"
-    return True
 
 
 def _fields(args: Any) -> list[dataclasses.Field]:

@@ -33,7 +33,7 @@ from llava.data.images import ImageStore
 from llava.data.parallel import in_processes
 from llava.data.preflight_manifest import Rules, preflight, usable_records
 from llava.data.records import RecordTable, load_records
-from llava.train import run_checks, run_identity
+from llava.train import arguments, run_checks
 from llava.train import train as train_module
 
 pytestmark = pytest.mark.usefixtures("files_count_as_old")
@@ -440,7 +440,7 @@ def test_training_says_that_a_check_is_remembered_and_checks_again_if_asked_to(t
         parsed = train_module.parse_arguments(flags(tiny, tmp_path, 2, recheck_data=again, **options))
         run_checks.checked_records(*parsed)
         assert len(done) == checks
-    assert not run_identity._decides("recheck_data")
+    assert not arguments.decides_numbers("recheck_data")
 
 
 def test_equal_warnings_are_counted_and_shown_once(tmp_path, pictures, capsys):
