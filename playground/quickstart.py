@@ -20,8 +20,8 @@ from typing import Any
 
 from llava.experiment.lanes import StageStep, Step, StepError, run_lanes, runs_at_once
 from llava.experiment.stage import STAGES, WHOLE_RUNS, interpreter, last_step, locked, refuse_ignored
+from llava.launch.cpu import POLICY
 from llava.launch.devices import available_cores, count_of, resolve_devices
-from llava.launch.load import POLICY
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import Refusal
 from llava.utils.files import write_json

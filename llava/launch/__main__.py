@@ -16,15 +16,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from llava.launch.allocator import keeping_allocator
 from llava.launch.command import node_rank
+from llava.launch.cpu import idle_cores, keeping_allocator, wait_policy
 from llava.launch.devices import available_cores, own_cores, shared_memory_note
-from llava.launch.flag_check import check_by_trainer, check_sources
-from llava.launch.help import help_text
+from llava.launch.flags import check_by_trainer, parse_flags
 from llava.launch.inputs import check_master
-from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import Plan, as_json, command_text, resolve, show
-from llava.launch.settings import Refusal, is_on
+from llava.launch.settings import Refusal, help_text, is_on
 from llava.launch.supervise import INTERRUPTED, supervise
 from llava.launch.variable_check import check_variables
 from llava.utils.locks import InUse, refuse_in_use
@@ -37,28 +35,22 @@ LAUNCH_CHECK = "llava/train/launch_check.py"  # in the repository, as the script
 def main(words: list[str], environment: Mapping[str, str]) -> int:
     """Runs what the words and variables say; returns the exit status."""
     if not words or {"-h", "--help"} & set(words):
-        print(help_text(environment, words))
+        flags = parse_flags([word for word in words[1:] if word not in ("-h", "--help")])
+        print(help_text(environment, flags.values()))
         return 0
     warnings = check_variables(environment.get("STAGE") or "pretrain", environment)
     plan = resolve(environment, program(words[0]), words[1:], available_cores())
-    unknown = check_sources(plan)
-    as_data = environment.get("DRY_RUN") == "json"
+    as_data, is_dry = environment.get("DRY_RUN") == "json", is_on(environment.get("DRY_RUN", ""))
     print(as_json(plan) if as_data else show(plan), flush=True)
     for line in warnings:  # after the table, which is long
         print(f"\n{line}\n", file=sys.stderr, flush=True)
-    if is_on(environment.get("DRY_RUN", "")) and not as_data:
-        dry_run(plan, environment, unknown)
+    if is_dry and not as_data:
+        if not check_by_trainer(plan.flags, plan.python, environment):
+            print(f"note: the flags were not checked, since {plan.python} has no trainer yet", file=sys.stderr)
+        print("dry run: nothing was installed or started")
     if plan.problems:
         raise Refusal(f"{len(plan.problems)} input(s) are MISSING or WRONG, see the list above")
-    return 0 if is_on(environment.get("DRY_RUN", "")) else start(plan, environment)
-
-
-def dry_run(plan: Plan, environment: Mapping[str, str], unknown: list[str]) -> None:
-    """Has the trainer, where it is installed, check what only it knows about the flags."""
-    if not check_by_trainer(plan.python, plan.flags.words(), environment):
-        listed = f", and whether its libraries have {' '.join(f'--{name}' for name in unknown)}" if unknown else ""
-        print(f"note: {plan.python} has no trainer yet; not checked: the flags' values{listed}", file=sys.stderr)
-    print("dry run: nothing was installed or started")
+    return 0 if is_dry else start(plan, environment)
 
 
 def start(plan: Plan, environment: Mapping[str, str]) -> int:

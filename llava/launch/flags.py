@@ -1,10 +1,14 @@
 """The trainer's flags as the scripts and the caller give them: each name once, the last one given wins."""
 
+import re
 import shlex
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from llava.launch.settings import Refusal
+from llava.launch.settings import Refusal, script_flags
+from llava.utils.paths import CODE
 
 
 @dataclass(frozen=True)
@@ -68,3 +72,23 @@ def parse_flags(words: Sequence[str]) -> Flags:
 
 def _is_empty(words: list[str]) -> bool:
     return words[1:] == [""] or (len(words) == 1 and words[0].endswith("=") and words[0].count("=") == 1)
+
+
+def check_by_trainer(flags: Flags, python: str, environment: Mapping[str, str]) -> bool:
+    """Lets the trainer's own parser read the flags; False if its environment is not installed.
+
+    Raises:
+        Refusal: the parser rejects them; the message is the parser's, after the variable that gave the value.
+    """
+    if not Path(python).exists():
+        return False
+    quiet = {**environment, "PYTHONPATH": f"{CODE}:{environment.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [python, "-m", "llava.train.flags", *flags.words()]
+    done = subprocess.run(command, capture_output=True, text=True, env=quiet)
+    if done.returncode == 2:
+        message = done.stderr.strip().splitlines()[-1].removeprefix("error: ")
+        variables = {flag: name for name, flag in script_flags(environment.get("STAGE", "")).items()}
+        first = re.search(r"--(\w+)", message)
+        name = variables.get(first[1], "") if first else ""
+        raise Refusal(f"{name}={flags.value(first[1])}: {message}" if first and name else message)
+    return done.returncode == 0

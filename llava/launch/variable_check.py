@@ -10,9 +10,8 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 
-from llava.launch.flag_check import flags_of_scripts, own_flags
-from llava.launch.help import script_flags
-from llava.launch.settings import NAMES, Refusal
+from llava.launch.settings import NAMES, Refusal, script_flags
+from llava.train.sections import FLAGS
 from llava.utils.names import nearest_name
 from llava.utils.paths import ROOT
 
@@ -59,7 +58,9 @@ OTHER_NAMES = {
     "BASE_RUN_NAME": "RUN_NAME", "DS_CONFIG": "DEEPSPEED_CONFIG", "ATTENTION": "ATTN_IMPLEMENTATION",
     "NUM_GPUS_PER_NODE": "NUM_GPUS", "GPUS_PER_NODE": "NUM_GPUS", "ADDR": "MASTER_ADDR",
     "GRAD_CLIP": "--max_grad_norm", "MAX_GRAD_NORM": "--max_grad_norm", "LR_SCHEDULER": "--lr_scheduler_type",
-    "WARMUP_STEPS": "--warmup_steps", "FP16": "--fp16",
+    "WARMUP_STEPS": "--warmup_steps", "FP16": "--fp16", "WEIGHT_DECAY": "--weight_decay",
+    "LOGGING_STEPS": "--logging_steps", "GRADIENT_ACCUMULATION_STEPS": "--gradient_accumulation_steps",
+    "MM_PROJECTOR_NORM_EPS": "--mm_projector_norm_eps", "MM_PROJECTOR_NORM_MIN_GAIN": "--mm_projector_norm_min_gain",
 }  # fmt: skip
 # What a shell or a cluster may export for other programs: a warning, since no login shell may be refused.
 GENERIC = {
@@ -129,7 +130,7 @@ def header_flags(script: str) -> frozenset[str]:
 def trainer_names() -> dict[str, str]:
     """The trainer's flags in capitals, each with its variable, or with the flag itself where it has none."""
     of_flag = {flag: name for name, flag in script_flags("finetune").items()}
-    flags = {flag.upper(): of_flag.get(flag, f"--{flag}") for flag in own_flags() | flags_of_scripts()}
+    flags = {flag.upper(): of_flag.get(flag, f"--{flag}") for flag in FLAGS.keys() | of_flag.keys()}
     return {name: right for name, right in flags.items() if name not in _FOREIGN}
 
 

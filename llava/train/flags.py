@@ -132,7 +132,7 @@ class FlagParser(Parser, HfArgumentParser):
         flag = next((word for word in words if word.startswith("--")), words[0])
         name = flag.partition("=")[0]
         known = [action.option_strings[0] for action in self._actions if action.help != argparse.SUPPRESS]
-        meant = nearest_name(name.replace("-", "_").replace("__", "--", 1), known)
+        meant = nearest_name(name, known)
         self.error(f"{name} is not a flag" + (f"; did you mean {meant}?" if meant else ""))
 
 

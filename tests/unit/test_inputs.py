@@ -8,8 +8,7 @@ import pytest
 import torch
 from shell import bash
 
-from llava.launch.inputs import PREPARED
-from llava.launch.paths import mixture_paths
+from llava.launch.inputs import PREPARED, mixture_paths
 from llava.launch.plan import resolve
 from llava.launch.recipe import resolved_run
 

@@ -7,21 +7,17 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from llava.launch.__main__ import considerate, for_the_cpu
-from llava.launch.allocator import keeping_allocator
 from llava.launch.batch import resolve_batch
 from llava.launch.command import resolve_launch
+from llava.launch.cpu import idle_cores, keeping_allocator, wait_policy
 from llava.launch.devices import Devices, cpu_quota, resolve_devices, shared_memory_note
-from llava.launch.flag_check import arms, own_flags
 from llava.launch.flags import parse_flags
 from llava.launch.inputs import check_inputs, check_master
-from llava.launch.load import idle_cores, wait_policy
 from llava.launch.plan import resolve
 from llava.launch.settings import Refusal
 from llava.launch.supervise import Supervisor
-from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.train import flags
 
 CPU = {"NUM_GPUS": "0"}
@@ -312,18 +308,7 @@ def test_a_master_that_cannot_be_resolved_is_refused_and_one_that_is_elsewhere_i
     assert capsys.readouterr().err.startswith("note: MASTER_ADDR=192.0.2.77 is no address of ")
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
-def test_tables_read_without_torch_are_those_that_training_uses():
-    assert torch.__version__ and list(arms()) == list(NORM_TYPES)
-    from dataclasses import fields
-
-    from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
-
-    theirs = {field.name for owner in TrainingArguments.__mro__[1:-1] for field in fields(owner)}
-    ours = {field.name for owner in (ModelArguments, DataArguments, TrainingArguments) for field in fields(owner)}
-    assert ours - theirs <= own_flags() <= ours
+# --- the trainer's check ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -378,7 +363,7 @@ def test_a_cpu_run_beside_other_work_says_what_it_sets_and_a_gpu_run_does_not_lo
     ],
 )
 def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatch, capsys, installed, variables):
-    found = "llava.launch.allocator.find_library"
+    found = "llava.launch.cpu.find_library"
     monkeypatch.setattr(found, lambda name: f"lib{name}.so.4" if name in installed else None)
     monkeypatch.setattr("llava.launch.__main__.idle_cores", lambda cores: 99.0)
     words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]

@@ -9,6 +9,8 @@ from shell import bash
 
 from llava.launch.settings import NAMES, Refusal
 from llava.launch.variable_check import GENERIC, OTHER_NAMES, OWN, check_variables, meant_by, read_by
+from llava.model.multimodal_projector.norm import NORM_FIELDS
+from llava.train.sections import FLAGS
 
 SCRIPTS = ["pretrain", "finetune", *OWN]
 # What login shells, containers, schedulers, launchers and build systems export.
@@ -101,6 +103,11 @@ def test_every_other_name_leads_to_a_variable_or_a_flag_and_none_is_a_training_v
     assert {right for right in rights if not right.startswith("--")} <= NAMES
     assert not NAMES & (OTHER_NAMES | GENERIC).keys() and not OTHER_NAMES.keys() & GENERIC.keys()
     assert not FOREIGN & (OTHER_NAMES | GENERIC).keys()
+
+
+def test_a_variable_named_like_a_flag_of_this_tree_is_never_ignored():
+    names = {name.upper() for name in FLAGS.keys() | set(NORM_FIELDS)} - NAMES
+    assert {name for name in names if not meant_by("pretrain", name)} == {"VERSION", "CACHE_DIR"}  # other programs' too
 
 
 @pytest.mark.parametrize("script", OWN)
