@@ -5,6 +5,7 @@ with the norm; here is what depends on several flags, and what holds for the Hug
 """
 
 import contextlib
+import dataclasses
 import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -64,13 +65,28 @@ def changeable_flags() -> dict[str, str]:
     return {name: reason for name, reason in (facts | _CHANGEABLE).items() if reason}
 
 
+class Frozen:
+    """Takes no other value after `freeze`: from then on a flag is what the command line said."""
+
+    _frozen = False
+
+    def freeze(self) -> None:
+        """Called once the command line is parsed."""
+        self._frozen = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self._frozen:
+            raise dataclasses.FrozenInstanceError(f"--{name} is parsed; make a copy by dataclasses.replace")
+        super().__setattr__(name, value)
+
+
 @dataclass
-class ModelArguments(ModelFlags, ProjectorNormArguments):
+class ModelArguments(Frozen, ModelFlags, ProjectorNormArguments):
     """What is trained: language model, vision tower, projector, norm."""
 
 
 @dataclass
-class DataArguments(DataFlags):
+class DataArguments(Frozen, DataFlags):
     """What is read and how it becomes samples."""
 
     def __post_init__(self) -> None:

@@ -61,14 +61,24 @@ _REASONS = {name: reason for reason, names in REFUSED.items() for name in names.
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-def parse_flags(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
+def parse_flags(argv: list[str], **defaults: Any) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
     """The command line as three dataclasses; ends the process with one line if a flag is wrong.
+
+    The first two are frozen. The Hugging Face Trainer writes into the third.
+
+    Args:
+        argv: the flags.
+        defaults: values of flags that `argv` does not give.
 
     Raises:
         ValueError: flags contradict each other.
     """
-    found: Any = FlagParser().parse_args_into_dataclasses(argv, look_for_args_file=False)
-    return found
+    parser = FlagParser()
+    parser.set_defaults(**defaults)
+    parsed: Any = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    for arguments in parsed[:2]:
+        arguments.freeze()
+    return parsed
 
 
 def group_of(name: str) -> str:

@@ -78,13 +78,13 @@ def main(attn_implementation: str | None = None) -> None:
     """Trains as the process's flags say; ends it with one line and status 2 if the user can mend what is wrong."""
     argv = sys.argv[1:]
     try:
-        parsed = parse_arguments(argv)
+        parsed = parse_arguments(argv, attn_implementation)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {of_flag(error, argv)}", file=sys.stderr)
         sys.exit(2)
     watchdog = watchdog_of(parsed[2])
     try:
-        train_parsed(*parsed, watchdog, attn_implementation)
+        train_parsed(*parsed, watchdog)
     except Exception as error:
         message = refusal(error)
         if message is None:
@@ -107,8 +107,8 @@ def train(argv: list[str] | None = None, attn_implementation: str | None = None)
         argv: the flags; by default those of the process.
         attn_implementation: default of `--attn_implementation`.
     """
-    parsed = parse_arguments(sys.argv[1:] if argv is None else argv)
-    train_parsed(*parsed, watchdog_of(parsed[2]), attn_implementation)
+    parsed = parse_arguments(sys.argv[1:] if argv is None else argv, attn_implementation)
+    train_parsed(*parsed, watchdog_of(parsed[2]))
 
 
 def train_parsed(
@@ -116,10 +116,8 @@ def train_parsed(
     data_args: DataArguments,
     training_args: TrainingArguments,
     watchdog: Watchdog,
-    attn_implementation: str | None = None,
 ) -> None:
     """Trains, leaves a report of an error, and exits with `StopSignal.exit_code` if a signal ended the run."""
-    model_args.attn_implementation = model_args.attn_implementation or attn_implementation
     set_up_logging(training_args)
     stop_signal = StopSignal().install()
     try:
@@ -236,7 +234,9 @@ def leave_process_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
+def parse_arguments(
+    argv: list[str], attn_implementation: str | None = None
+) -> tuple[ModelArguments, DataArguments, TrainingArguments]:
     """The command line as three dataclasses; on a CPU-only rank of DeepSpeed the gloo backend is set up first.
 
     Raises:
@@ -248,7 +248,7 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, Tra
         from llava.train.cpu_distributed import use_gloo_backend
 
         use_gloo_backend()
-    return parse_flags(argv)
+    return parse_flags(argv, attn_implementation=attn_implementation)
 
 
 def set_up_logging(training_args: TrainingArguments) -> None:

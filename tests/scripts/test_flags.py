@@ -104,6 +104,17 @@ def test_spellings_of_llavas_scripts_and_of_the_library_are_taken():
     assert training.trial_save is False and training.activation_checkpointing is True
 
 
+def test_what_is_trained_and_on_what_data_cannot_change_after_parsing():
+    model_args, data_args, _ = parse_flags(REQUIRED, attn_implementation="eager")
+    assert model_args.attn_implementation == "eager"
+    chosen, _, _ = parse_flags([*REQUIRED, "--attn_implementation", "sdpa"], attn_implementation="eager")
+    assert chosen.attn_implementation == "sdpa"
+    for arguments, name in ((model_args, "vision_tower"), (data_args, "data_path")):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=f"--{name} is parsed"):
+            setattr(arguments, name, "other")
+        assert getattr(dataclasses.replace(arguments, **{name: "other"}), name) == "other"
+
+
 # --- what a run says --------------------------------------------------------------------------------------------------
 
 
