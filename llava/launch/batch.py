@@ -60,10 +60,10 @@ def _choices(devices: Devices, total: int, size: int) -> str:
     counts = _divisors(total // size) if total % size == 0 else "none"
     sizes = _divisors(total // devices.total) if total % devices.total == 0 else None
     return (
-        f"GLOBAL_BATCH={total} is no multiple of {micro} = {devices.settings} x PER_DEVICE_BATCH={size}.\n"
+        f"GLOBAL_BATCH={total} is not a multiple of {micro} = {devices.settings} x PER_DEVICE_BATCH={size}.\n"
         "Change one of them:\n"
         f"  NNODES x {devices.variable}   {counts}\n"
-        f"  PER_DEVICE_BATCH    {sizes or f'none, {total} is no multiple of {devices.total}'}\n"
+        f"  PER_DEVICE_BATCH    {sizes or f'none, {total} is not a multiple of {devices.total}'}\n"
         f"  GLOBAL_BATCH        a multiple of {micro}, such as {(total // micro + 1) * micro} (not the recipe's "
         "batch)"
     )

@@ -20,7 +20,7 @@ def release_left(began: float | None = None) -> None:
 
     Args:
         began: when this run began, in seconds since the epoch, once its ranks have ended: locks that were made since
-            then are theirs, and go as well.
+            then are theirs and are removed too.
     """
     left = locks()
     held = _open_files() if left else set()
@@ -48,10 +48,10 @@ def locks() -> list[Path]:
 
 def _open_files() -> set[Path]:
     """What the processes of this machine have open, as far as this user may see it."""
-    found = set()
+    files = set()
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # another user's, or it has ended
             for number in os.listdir(folder):
                 with contextlib.suppress(OSError):  # closed meanwhile
-                    found.add(Path(os.readlink(folder / number)))
-    return found
+                    files.add(Path(os.readlink(folder / number)))
+    return files

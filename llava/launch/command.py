@@ -27,7 +27,7 @@ class Launch:
     by_ssh: bool = False
 
     def command(self) -> list[str]:
-        """The words of a command that sets the variables as well."""
+        """The words of a command that also sets the variables."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         return [*(["env", *variables] if variables else []), *self.words]
 

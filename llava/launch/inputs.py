@@ -131,25 +131,26 @@ def check_master(address: str, first_node: bool) -> None:
         Refusal: this node cannot resolve the address.
     """
     try:
-        found = {(int(info[0]), str(info[4][0])) for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+        resolved = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise Refusal(
             f"MASTER_ADDR={address}: {socket.gethostname()} cannot resolve it ({error.strerror}); "
             "give a name that every node knows, or the first node's IP address"
         ) from None
-    if first_node and not any(map(_is_own, found)):
+    addresses = {(int(info[0]), str(info[4][0])) for info in resolved}
+    if first_node and not any(map(_is_own, addresses)):
         print(
-            f"note: MASTER_ADDR={address} is no address of {socket.gethostname()}, the first node (NODE_RANK=0); "
-            "unless something forwards it, the nodes will wait for each other in vain",
+            f"note: MASTER_ADDR={address} is not an address of {socket.gethostname()}, the first node (NODE_RANK=0); "
+            "unless something forwards it, the nodes will hang",
             file=sys.stderr,
             flush=True,
         )
 
 
-def _is_own(found: tuple[int, str]) -> bool:
-    with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+def _is_own(address: tuple[int, str]) -> bool:
+    with socket.socket(address[0], socket.SOCK_STREAM) as probe:
         try:
-            probe.bind((found[1], 0))
+            probe.bind((address[1], 0))
         except OSError:
             return False
     return True
@@ -194,7 +195,7 @@ def adapter_fault(path: Path, norm: str) -> str:
     with file.open("rb") as opened:
         head = opened.read(2)
     if head not in (b"PK", b"\x80\x02"):  # what torch.save writes: a zip file, and before PyTorch 1.6 a pickle
-        return f"expected the {ADAPTER_FILE} that stage 1 writes, found a file that holds no tensors"
+        return f"expected the {ADAPTER_FILE} that stage 1 writes, found a file without tensors"
     config = file.parent / "config.json"
     if not config.is_file():
         return ""

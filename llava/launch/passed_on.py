@@ -57,13 +57,13 @@ def own_lines(environment: Mapping[str, str]) -> list[str]:
     """
     name = environment.get(ENV_FILE) or ".deepspeed_env"
     files = dict.fromkeys(Path(folder, name) for folder in (Path.home(), Path.cwd()))  # once, if the name is absolute
-    found = [file for file in files if file.is_file()]
-    if environment.get(ENV_FILE) and not found:
-        raise Refusal(f"{ENV_FILE}={name} does not exist; give a file with lines NAME=value, or unset it")
-    lines = [(file, line) for file in found for line in file.read_text().splitlines()]
+    present = [file for file in files if file.is_file()]
+    if environment.get(ENV_FILE) and not present:
+        raise Refusal(f"{ENV_FILE}={name} does not exist; give a file with NAME=value lines, or unset it")
+    lines = [(file, line) for file in present for line in file.read_text().splitlines()]
     for file, line in lines:
         if line.strip() and not line.lstrip().startswith("#") and "=" not in line:
-            raise Refusal(f"{file}: {line!r} is no line NAME=value; DeepSpeed reads this file for the other nodes")
+            raise Refusal(f"{file}: {line!r} is not a NAME=value line; DeepSpeed reads this file for the other nodes")
     return [line for _, line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 

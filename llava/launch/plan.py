@@ -170,11 +170,11 @@ def show(plan: Plan) -> str:
     lines = ["configuration"]
     lines += [f"  {name:<20} {text}" for name, text in configuration(plan)]
     lines += ["command", command_text(plan, indent="  "), "inputs"]
-    for found in plan.inputs:
-        lines.append(f"  {found.state:<8} {found.what:<14} {found.value}")
-        if found.is_problem:
-            lines.append(f"  {'':<8} {'':<14} -> {found.hint}")
-    if any(found.is_relative for found in plan.inputs):
+    for each in plan.inputs:
+        lines.append(f"  {each.state:<8} {each.what:<14} {each.value}")
+        if each.is_problem:
+            lines.append(f"  {'':<8} {'':<14} -> {each.hint}")
+    if any(each.is_relative for each in plan.inputs):
         lines.append(f"  relative paths start at {Path.cwd()}")
     if plan.other_nodes:
         lines += ["other nodes", *(f"  {line}" for line in plan.other_nodes)]
@@ -197,7 +197,7 @@ def as_json(plan: Plan) -> str:
         "environment": plan.launch.environment,
         "command": plan.command(),
         "flags": plan.flags.values(),
-        "inputs": [vars(found) for found in plan.inputs],
+        "inputs": [vars(each) for each in plan.inputs],
         "problems": [f"{each.what} {each.value}: {each.state}, {each.hint}" for each in plan.problems],
     }
     return json.dumps(content, indent=1)

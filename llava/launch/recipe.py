@@ -45,8 +45,8 @@ def main() -> int:
         print("Runs a stage's recipe with this environment; llava-recipe STAGE --help explains the variables.")
         return 0
     if sys.argv[1:2] not in ([stage] for stage in STAGES):
-        found = sys.argv[1] if sys.argv[1:] else "nothing"
-        print(f"error: llava-recipe {found}: expected {' or '.join(STAGES)}; see --help", file=sys.stderr)
+        stage = sys.argv[1] if sys.argv[1:] else "nothing"
+        print(f"error: llava-recipe {stage}: expected {' or '.join(STAGES)}; see --help", file=sys.stderr)
         return 2
     stage, *flags = sys.argv[1:]
     os.execvpe("bash", ["bash", str(ROOT / f"scripts/{stage}.sh"), *flags], INTERPRETER | os.environ)

@@ -305,7 +305,7 @@ def test_a_master_that_cannot_be_resolved_is_refused_and_one_that_is_elsewhere_i
     check_master("192.0.2.77", first_node=False)
     assert not capsys.readouterr().err
     check_master("192.0.2.77", first_node=True)
-    assert capsys.readouterr().err.startswith("note: MASTER_ADDR=192.0.2.77 is no address of ")
+    assert capsys.readouterr().err.startswith("note: MASTER_ADDR=192.0.2.77 is not an address of ")
 
 
 # --- the trainer's check ----------------------------------------------------------------------------------------------

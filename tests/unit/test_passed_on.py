@@ -103,7 +103,7 @@ def test_the_users_own_file_wins_and_lines_on_which_deepspeed_ends_are_left_out_
     with pytest.raises(Refusal, match="^DS_ENV_FILE=/no/such does not exist"):
         own_lines({ENV_FILE: "/no/such"})
     (tmp_path / "named").write_text("NAMED\n")
-    with pytest.raises(Refusal, match="'NAMED' is no line NAME=value"):
+    with pytest.raises(Refusal, match="'NAMED' is not a NAME=value line"):
         own_lines({ENV_FILE: str(tmp_path / "named")})
 
 
