@@ -20,12 +20,7 @@ from llava.train.telemetry import LOG_FILE
 from llava.utils.intervals import share_interval
 from llava.utils.provenance import RUN_FILE, read_starts
 
-LANGUAGE_MODEL, VISION_TOWER, DATA, ADAPTER = (
-    "model_name_or_path",
-    "vision_tower",
-    "data_path",
-    "pretrain_mm_mlp_adapter",
-)
+LANGUAGE_MODEL, VISION_TOWER, DATA = "model_name_or_path", "vision_tower", "data_path"
 WHOLE, LORA, PROJECTOR = "whole", "lora", "projector"
 TOLERANCE = 0.05  # points by which a recorded score may differ from the mean of its questions
 _LOADER_ID = re.compile(r"hf:([^\[\]]+)\[")  # hf:OWNER/NAME[SPLIT]
@@ -115,16 +110,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The model's `config.json`.
 
     Raises:
-        ValueError: there is none, or it is not JSON.
+        ValueError: there is none, or it does not name a kind of model.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"--model-path {folder}: no config.json there; expected the folder of a model") from None
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{folder / 'config.json'}: cannot be read ({error})") from error
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ValueError(f"{folder / 'config.json'}: no model_type; expected the configuration of a model")
+        config["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--model-path {folder}: no config.json there with a model_type ({error!r})") from error
     return config
 
 
@@ -140,7 +132,7 @@ def read_stages(folder: Path, required: bool = False) -> list[Stage]:
     starts = read_starts(file)
     newest, started_in = starts[-1]["configuration"], Path(starts[-1]["provenance"]["folder"])
     stage = Stage(newest, started_in, len(starts), read_log(folder), finished_step(folder))
-    adapter = newest["model"].get(ADAPTER)
+    adapter = newest["model"].get("pretrain_mm_mlp_adapter")
     if not adapter:
         return [stage]
     path = started_in / adapter
@@ -152,10 +144,8 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     lines = []
     if (folder / LOG_FILE).is_file():
         for line in (folder / LOG_FILE).read_text(encoding="utf-8").splitlines():
-            try:
+            with contextlib.suppress(ValueError):
                 lines.append(json.loads(line))
-            except ValueError:
-                continue
     return lines
 
 

@@ -5,17 +5,44 @@ Without `--execute` it only says what would be sent and what not, and reaches no
 
 import argparse
 import glob
+import json
 import logging
+import re
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
-from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+from huggingface_hub import HfApi, ModelCard, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import disable_progress_bars, filter_repo_objects, validate_repo_id
+from safetensors import SafetensorError, safe_open
 
-from llava.export.push_files import check_folder, sort_out, tells_paths
+from llava.eval.results import RESULTS_FILE
+from llava.export.card import CARD_FILE
+from llava.export.folder import EXPORT_FILE
+from llava.model.lora import NON_LORA_FILE
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE
+from llava.train.checkpoint import MANIFEST, checkpoint_faults
+from llava.train.telemetry import LOG_FILE
+from llava.utils.provenance import RUN_FILE
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
+WEIGHTS = ["*.safetensors", "pytorch_model*.bin", "adapter_model.bin", ADAPTER_FILE, NON_LORA_FILE, "*.gguf"]
+SENT = [
+    *(*WEIGHTS, "*.safetensors.index.json", "pytorch_model*.bin.index.json"),
+    *("config.json", "generation_config.json", "adapter_config.json", "*processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.json*", "*.jinja"),
+    *("modeling_*.py", "configuration_*.py", "processing_*.py", "image_processing_*.py", "tokenization_*.py"),
+    *(CARD_FILE, "LICENSE*", "NOTICE*", RUN_FILE, LOG_FILE, RESULTS_FILE, EXPORT_FILE),
+]
+"""Names of the files that make a model: weights, configuration, tokenizer, code, card and records."""
+_FIGURE = re.compile(r"""(?:\]\(|src=["'])([^\s"')#?]+\.(?:png|jpe?g|svg|gif|webp))(?=[\s"')])""")
+_TOKEN = re.compile(
+    rb"\b(?:hf_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_-]{32,}|AKIA[A-Z0-9]{16}|gh[opsur]_[A-Za-z0-9]{30,}"
+    rb"|github_pat_[A-Za-z0-9_]{30,})\b"
+)
+_PASSWORD = re.compile(rb"""://[^\s/:@"'<>]+:[^\s/:@"'<>]+@""")  # of a user, in an address
+_PATH = re.compile(rb'"(?:/[\w.-]+){2,}')
+_MOST_TEXT = 16 << 20  # bytes; larger files are not searched for secrets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--execute", action="store_true", help="send it; without this nothing leaves the machine")
 
 
+def repo_id(text: str) -> str:
+    """The value of `--repo`.
+
+    Raises:
+        argparse.ArgumentTypeError: not OWNER/NAME.
+    """
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        text = ""
+    if text.count("/") != 1:
+        raise argparse.ArgumentTypeError("expected OWNER/NAME")
+    return text
+
+
 def run(args: argparse.Namespace) -> None:
     """Lists what is sent and what stays, and sends it with `--execute`.
 
@@ -34,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
         OSError: the hub cannot be reached, or refuses.
     """
     files, left_out = sort_out(args.model_path)
-    say_what(args, files, left_out)
+    print_plan(args, files, left_out)
     check_folder(args.model_path, files)
     if not args.execute:
         print("nothing was sent; the same command with --execute sends it")
@@ -42,28 +84,119 @@ def run(args: argparse.Namespace) -> None:
     print(send(args.model_path, files, args.repo, args.private, args.revision))
 
 
-def say_what(args: argparse.Namespace, files: list[str], left_out: dict[str, str]) -> None:
+def print_plan(args: argparse.Namespace, files: list[str], left_out: dict[str, str]) -> None:
     """Prints the files with their sizes, what is left out, and which files name folders of this machine."""
-    sizes = {name: (args.model_path / name).stat().st_size for name in files}
+    sizes = {name: (args.model_path / name).stat().st_size / 1e6 for name in files}
     where = f"{args.repo}, branch {args.revision}" if args.revision else args.repo
     print(f"{args.model_path} -> {where}{' (private, if it is made)' if args.private else ''}")
     for name, size in sizes.items():
-        print(f"  {size_text(size):>8}  {name}")
-    print(f"  {size_text(sum(sizes.values())):>8}  in {len(files)} files")
+        print(f"  {size:>10,.2f} MB  {name}")
+    print(f"  {sum(sizes.values()):>10,.2f} MB  in {len(files)} files")
     for name, reason in left_out.items():
         print(f"  left out: {name} ({reason})")
-    if telling := [name for name in files if tells_paths(args.model_path / name)]:
-        one = "names folders of the machine that wrote it, and is sent as it is"
-        several = "name folders of the machine that wrote them, and are sent as they are"
-        print(f"  note: {', '.join(telling)} {several if len(telling) > 1 else one}")
+    for name in files:
+        if name.endswith((".json", ".jsonl")) and _PATH.search(_text(args.model_path / name)):
+            print(f"  note: {name} names folders of the machine that wrote it, and is sent as it is")
 
 
-def size_text(size: float) -> str:
-    """A number of bytes as `12 MB`."""
-    unit = 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {_UNITS[unit]}"
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def sort_out(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The files to send, and what else is in the folder with the reason why it stays.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--model-path {folder}: no such folder")
+    figures = _figures(folder)
+    links = [path.name for path in folder.iterdir() if path.is_symlink()]
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    files = sorted({*filter_repo_objects(names, allow_patterns=SENT), *figures} - {*links})
+    left_out = {}
+    for path in sorted(folder.iterdir()):
+        if path.name in links:
+            left_out[path.name] = "a link"
+        elif path.is_dir():
+            shown = any(name.startswith(f"{path.name}/") for name in figures)
+            left_out[f"{path.name}/"] = "except what the card shows" if shown else "not part of a model"
+        elif path.name not in files:
+            left_out[path.name] = "not part of a model"
+    return files, left_out
+
+
+def _figures(folder: Path) -> list[str]:
+    """The pictures in and below `folder` that its card shows; one behind a link has its real place elsewhere."""
+    card, root = folder / CARD_FILE, folder.resolve()
+    if card.is_symlink() or not card.is_file():
+        return []
+    shown = map(PurePosixPath, _FIGURE.findall(card.read_text(encoding="utf-8", errors="replace")))
+    return [
+        str(path)
+        for path in shown
+        if (folder / path).is_file()
+        and (folder / path).resolve() == root / path
+        and not path.is_absolute()
+        and not any(part.startswith(".") for part in path.parts)
+    ]
+
+
+def _text(file: Path) -> bytes:
+    """A file's content; nothing of a large or binary file."""
+    content = b"" if file.stat().st_size > _MOST_TEXT else file.read_bytes()
+    return b"" if b"\0" in content[:8192] else content
+
+
+def check_folder(folder: Path, files: list[str]) -> None:
+    """Refuses a folder without weights or card, a half-written one, and one with a secret in it.
+
+    Raises:
+        ValueError: what is wrong, and what to do.
+    """
+    if RUN_FILE in files and not (folder / MANIFEST).is_file():
+        raise ValueError(f"{folder}: its training is not finished ({MANIFEST} is written last); continue it first")
+    if faults := weight_faults(folder, files):
+        raise ValueError(f"{folder} is not whole: {faults[0]}; write it again")
+    if not _weights(files):
+        raise ValueError(f"{folder}: no weights to send (expected {', '.join(WEIGHTS)}); a link is not followed")
+    for name in files:
+        text = _text(folder / name)
+        if token := _TOKEN.search(text):
+            start = token[0][:6].decode()
+            raise ValueError(f"{folder / name} holds what looks like an access token ({start}...); take it out")
+        if _PASSWORD.search(text):
+            raise ValueError(f"{folder / name} holds an address with a password (user:password@); take it out")
+    if CARD_FILE not in files:
+        raise ValueError(f"{folder} has no card; write one: python -m llava.export card --model-path {folder}")
+    try:
+        ModelCard((folder / CARD_FILE).read_text(encoding="utf-8"))
+    except Exception as error:  # YAML's own errors, and whatever the fields' classes raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder / CARD_FILE}: its metadata cannot be read ({reason})") from error
+
+
+def weight_faults(folder: Path, files: list[str]) -> list[str]:
+    """The weight files that are cut off, missing from an index, or different from the manifest."""
+    faults, indexed = [], set()
+    for name in _weights(files):
+        if not (folder / name).stat().st_size:
+            faults.append(f"{name} is empty")
+        elif name.endswith(".safetensors"):
+            try:
+                safe_open(folder / name, "pt")
+            except (SafetensorError, OSError) as error:
+                faults.append(f"{name} ({error})")
+    for name in filter_repo_objects(files, allow_patterns="*.index.json"):
+        indexed |= set(json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"].values())
+    faults += [f"{name}, which its index names, is missing" for name in sorted(indexed - set(files))]
+    if (folder / MANIFEST).is_file():
+        faults += [fault for fault in checkpoint_faults(folder) if _weights([fault.partition(":")[0]])]
+    return faults
+
+
+def _weights(names: list[str]) -> list[str]:
+    return list(filter_repo_objects(names, allow_patterns=WEIGHTS))
 
 
 # --- sending ----------------------------------------------------------------------------------------------------------
@@ -73,9 +206,8 @@ def send(folder: Path, files: list[str], repo: str, private: bool = False, revis
     """Sends the files that the hub lacks or has with other content; returns a line that says what was done.
 
     Raises:
-        PermissionError: there is no token, or it may not write there.
-        ValueError: the name belongs to a dataset or a space, or the repository is public and `private` is asked for.
-        ConnectionError: the hub cannot be reached, or failed.
+        ValueError: the repository is public and `private` was given.
+        OSError: the hub cannot be reached, or refuses; the same command sends what is missing.
     """
     if get_token() is None:
         raise PermissionError(
@@ -86,7 +218,12 @@ def send(folder: Path, files: list[str], repo: str, private: bool = False, revis
         logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.INFO)
     api = HfApi()
     try:
-        before = _prepare(api, repo, private, revision)
+        api.create_repo(repo, private=private or None, exist_ok=True)
+        if private and not api.model_info(repo).private:
+            raise ValueError(f"{repo} is public, and --private was given; change it on its page, or leave the flag out")
+        if revision:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        before = api.model_info(repo, revision=revision).sha
         done = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
@@ -107,22 +244,6 @@ def send(folder: Path, files: list[str], repo: str, private: bool = False, revis
     return f"sent: {done.commit_url}"
 
 
-def _prepare(api: HfApi, repo: str, private: bool, revision: str | None) -> str | None:
-    """Makes repository and branch if they are missing; returns the branch's commit."""
-    try:
-        found = api.model_info(repo)
-        if private and not found.private:
-            raise ValueError(f"{repo} is public, and --private was given; change it on its page, or leave the flag out")
-    except RepositoryNotFoundError:
-        for kind in ("dataset", "space"):
-            if api.repo_exists(repo, repo_type=kind):
-                raise ValueError(f"--repo {repo} is a {kind}; a model needs another name") from None
-        api.create_repo(repo, private=private or None)
-    if revision:
-        api.create_branch(repo, branch=revision, exist_ok=True)
-    return api.model_info(repo, revision=revision).sha
-
-
 def _refusal(error: HfHubHTTPError, repo: str) -> OSError:
     """The error to raise: what the hub answered, and what to do."""
     status = error.response.status_code
@@ -139,18 +260,3 @@ def _refusal(error: HfHubHTTPError, repo: str) -> OSError:
 def _one_line(error: BaseException) -> str:
     cause = error.__cause__ or error
     return " ".join(f"{type(cause).__name__}: {cause}".split())[:200]
-
-
-def repo_id(text: str) -> str:
-    """The value of `--repo`.
-
-    Raises:
-        argparse.ArgumentTypeError: not OWNER/NAME.
-    """
-    try:
-        validate_repo_id(text)
-    except HFValidationError:
-        text = ""
-    if text.count("/") != 1:
-        raise argparse.ArgumentTypeError("expected OWNER/NAME")
-    return text

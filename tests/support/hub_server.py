@@ -31,14 +31,12 @@ class Hub:
 
     Attributes:
         models: repositories by id.
-        others: ids of datasets and spaces, by kind.
         received: names of requests, and of every file whose content came.
         fails: a request's name whose connection is cut, or None.
     """
 
     def __init__(self) -> None:
         self.models: dict[str, Repository] = {}
-        self.others: dict[str, set[str]] = {"datasets": set(), "spaces": set()}
         self.objects: dict[str, bytes] = {}
         self.received: list[str] = []
         self.fails: str | None = None
@@ -64,8 +62,6 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "models" and name in self.hub.models:
             repository = self.hub.models[name]
             self._answer({"id": name, "sha": repository.sha(), "private": repository.private})
-        elif kind != "models" and name in self.hub.others.get(kind, ()):
-            self._answer({"id": name, "sha": "0" * 40})
         else:
             self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
 
@@ -100,8 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
         if asked["organization"] != OWNER:
             self._answer({"error": "You don't have the rights"}, 403)
             return
-        self.hub.models[name] = Repository(name, private=asked.get("visibility") == "private")
-        self._answer({"url": f"{self.hub.endpoint}/{name}", "name": name})
+        status = 409 if name in self.hub.models else 200
+        self.hub.models.setdefault(name, Repository(name, private=asked.get("visibility") == "private"))
+        self._answer({"url": f"{self.hub.endpoint}/{name}", "name": name}, status)
 
     def _branch(self, repository: Repository, branch: str, body: bytes) -> None:
         if branch in repository.branches:

@@ -100,6 +100,12 @@ def test_results_come_with_wilson_intervals_only_where_the_score_is_the_mean(wri
     assert "| 40.00 | not a mean over questions | 25.0 | 4 |" in write_card("--results", tmp_path)
 
 
+def test_the_hub_reads_the_scores_from_the_metadata(write_card, tmp_path):
+    write_results(results(75.0, [1, 1, 1, 0]), tmp_path)
+    (score,) = ModelCard(write_card("--results", tmp_path)).data.eval_results
+    assert (score.dataset_name, score.metric_type, score.metric_value) == ("scenes", "accuracy", 75.0)
+
+
 def test_names_from_files_cannot_break_out_of_the_page(write_card, tmp_path):
     write_results(results(75.0, [1, 1, 1, 0], "a | b`\n---\n<script>*x*"), tmp_path)
     text = write_card("--results", tmp_path)
@@ -127,7 +133,7 @@ def test_a_readme_that_the_command_did_not_write_or_that_was_edited_stays(write_
         (["--base-model", "/home/me/llm"], "expected a hub id, OWNER/NAME"),
         (["--run-dir", "nowhere"], "nowhere/run.json: no such file"),
         (["--results", "nowhere"], "no such file"),
-        (["--model-path", "nowhere"], "no config.json there"),
+        (["--model-path", "nowhere"], "no config.json there with a model_type"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(stages, capsys, arguments, message):
