@@ -125,15 +125,7 @@ GPU_TARGETS = (
 )  # fmt: skip
 
 
-TARGETS = (
-    Target("CPU, stage 2 on mixed lengths, samples/s over upstream", 5.0, True, "vs_upstream",
-           value_of("ratio", stage="finetune")),
-    Target("CPU, stage 1 captions, samples/s over upstream", 2.5, True, "vs_upstream",
-           value_of("ratio", stage="pretrain")),
-    Target("CPU, stage 2 on mixed lengths, samples/s over the best peer at its best settings", 2.5, True, "vs_peers",
-           least("ratio", lambda row: row["stage"] == 2 and row["ratio"] and row["tool"] != "this tree")),
-    Target("CPU, stage 1 captions, samples/s over the best peer at its best settings", 2.0, True, "vs_peers",
-           least("ratio", lambda row: row["stage"] == 1 and row["ratio"] and row["tool"] != "this tree")),
+REAL_SIZES = (
     Target("record to tensors, one worker, over LLaVA-NeXT's Qwen path: text", 5.0, True, "data_pipeline",
            value_of("over_upstream_median", kind="text", arm="this_tree")),
     Target("the same with a 1-megapixel JPEG", 1.3, True, "data_pipeline",
@@ -154,12 +146,30 @@ TARGETS = (
            least("fill", lambda row: row.get("rule") == "after" and row["ranks"] == 8)),
     Target("the same on 8, 32 and 64 ranks: slowest rank of a micro-batch over the mean", 1.05, False, "scaling",
            largest("slowest_over_mean", lambda row: row.get("rule") == "after")),
+)  # fmt: skip
+
+
+SMALL_MODELS = (
+    Target("CPU, stage 2 on mixed lengths, samples/s over upstream", 5.0, True, "vs_upstream",
+           value_of("ratio", stage="finetune")),
+    Target("CPU, stage 1 captions, samples/s over upstream", 2.5, True, "vs_upstream",
+           value_of("ratio", stage="pretrain")),
+    Target("CPU, stage 2 on mixed lengths, samples/s over the best peer at its best settings", 2.5, True, "vs_peers",
+           least("ratio", lambda row: row["stage"] == 2 and row["ratio"] and row["tool"] != "this tree")),
+    Target("CPU, stage 1 captions, samples/s over the best peer at its best settings", 2.0, True, "vs_peers",
+           least("ratio", lambda row: row["stage"] == 1 and row["ratio"] and row["tool"] != "this tree")),
     Target("CPU, the demo's stage 2 in bf16: share of its products' floor", 0.5, True, "cpu_step",
            value_of("share_of_floor", arm="bf16 masters")),
     Target("the same, samples/s over autocast with fp32 weights (the tree before masters)", 3.0, True, "cpu_step",
            value_of("over_autocast", arm="bf16 masters")),
-    *GPU_TARGETS,
 )  # fmt: skip
+
+
+TARGETS = {
+    "One GPU": GPU_TARGETS,
+    "CPU, at the sizes of real runs": REAL_SIZES,
+    "CPU, small models against other tools": SMALL_MODELS,
+}
 
 
 # --- page -------------------------------------------------------------------------------------------------------------
@@ -172,17 +182,14 @@ def page() -> str:
         "Written by `python benchmarks/run_all.py`; each section's figures come from the command and machine that it "
         "names. Compare figures of one section only: ratios were measured side by side, absolute figures depend on the "
         "machine.",
-        "",
-        "## Targets",
-        "",
-        "| what | target | measured | |",
-        "|---|---|---|---|",
-        *(target.line() for target in TARGETS),
     ]
+    for heading, targets in TARGETS.items():
+        lines += ["", f"## {heading}", "", "| what | target | measured | |", "|---|---|---|---|"]
+        lines += [target.line() for target in targets]
     notes = ROOT / "benchmarks/notes.md"
     if notes.is_file():
         lines += ["", notes.read_text(encoding="utf-8").strip()]
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(RESULTS.glob("*.json"), key=lambda path: (not path.name.startswith("gpu_"), path.name)):
         lines += ["", *section(json.loads(path.read_text(encoding="utf-8")))]
     return "\n".join(lines) + "\n"
 
