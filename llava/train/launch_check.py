@@ -2,8 +2,8 @@
 
 It runs before any model is loaded. Several ranks first try their connections over gloo, by which they later agree to
 stop. Training over several nodes then makes the table by itself; `CHECK=1 bash scripts/pretrain.sh` runs only the
-check, on any number of ranks. The ranks of a node answer together. What most nodes have counts as right; a node that
-differs is at fault.
+check, on any number of ranks. One report covers all ranks of a node. What most nodes have counts as right; a node that
+differs is at fault. `nccl-tests` measures how fast the links are.
 """
 
 import argparse
@@ -11,10 +11,7 @@ import logging
 import os
 import platform
 import secrets
-import shutil
-import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,11 +27,7 @@ from llava.utils.versions import PACKAGES, git_commit, version_of
 
 logger = logging.getLogger(__name__)
 
-_MAX_CLOCK_SECONDS = 2.0  # a larger difference confuses time stamps of files, and certificates
-_SLOW = 0.5  # share of the median link's speed; a slower node holds all others up
-_MIN_FREE_GIB = 1.0
 _CONNECT = timedelta(minutes=2)  # for hundreds of ranks, each of which connects to every other
-_MESSAGE = {"cuda": 2**28, "cpu": 2**22}  # bytes that a link carries in the measurement
 
 
 @dataclass
@@ -46,9 +39,6 @@ class NodeFacts:
     versions: dict[str, str]
     commit: str
     paths: dict[str, str]  # "found" or what is wrong
-    clock: float  # seconds, read after a common barrier
-    free_gib: float
-    gib_per_second: float = 0.0  # of the best link to a neighbouring node
     faults: list[str] = field(default_factory=list)
 
 
@@ -96,62 +86,12 @@ def check_paths(inputs: Sequence[str], output_dir: str) -> dict[str, str]:
     return seen
 
 
-def link_speed(first_ranks: Sequence[int], device: torch.device) -> float:
-    """GiB/s of this rank's best link to the node before or after its own; 0 if there is none. Every rank must call."""
-    rank, best = dist.get_rank(), 0.0
-    buffer = torch.zeros(_MESSAGE[device.type] // 4, device=device)
-    pairs = list(zip(first_ranks, first_ranks[1:], strict=False))
-    for parity in (0, 1):  # links that share no node are measured at the same time
-        barrier()
-        for pair in pairs[parity::2]:
-            if rank in pair:
-                best = max(best, _transfer(pair, buffer))
-    return best
-
-
-def _transfer(pair: tuple[int, int], buffer: torch.Tensor) -> float:
-    """GiB/s of one message there and one back, after one that opens the connection."""
-    seconds = 0.0
-    for _ in range(2):
-        start = time.perf_counter()
-        for source, target in (pair, pair[::-1]):
-            if dist.get_rank() == source:
-                dist.send(buffer, target)
-            else:
-                dist.recv(buffer, source)
-        if buffer.is_cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    return 2 * buffer.nbytes / seconds / 2**30
-
-
-def all_reduce_speed(device: torch.device) -> float:
-    """Bus bandwidth of an all-reduce over all ranks in GiB/s, 2 (n - 1) / n times message size over time."""
-    ranks, buffer = dist.get_world_size(), torch.zeros(_MESSAGE[device.type] // 4, device=device)
-    for _ in range(2):  # the first one opens the connections
-        barrier()
-        start = time.perf_counter()
-        dist.all_reduce(buffer)
-        if buffer.is_cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    return 2 * (ranks - 1) / ranks * buffer.nbytes / seconds / 2**30
-
-
-def gather_facts(inputs: Sequence[str], output_dir: str, device: torch.device) -> list[NodeFacts]:
+def gather_facts(inputs: Sequence[str], output_dir: str) -> list[NodeFacts]:
     """Every node's facts, in the order of their ranks. Every rank must call."""
-    names = from_all(node_name())
+    name, names = node_name(), from_all(node_name())
     paths = check_paths(inputs, output_dir)
-    barrier()
-    clock = time.time()
-    free = shutil.disk_usage(output_dir).free / 2**30
-    first_ranks = [names.index(name) for name in dict.fromkeys(names)]
-    speed = link_speed(first_ranks, device) if len(first_ranks) > 1 else 0.0
-    name = node_name()
-    facts = from_all(
-        NodeFacts(name, names.count(name), versions(), git_commit() or "unknown", paths, clock, free, speed)
-    )
-    return [facts[rank] for rank in first_ranks]
+    facts = from_all(NodeFacts(name, names.count(name), versions(), git_commit() or "unknown", paths))
+    return [facts[names.index(name)] for name in dict.fromkeys(names)]
 
 
 def judge(nodes: list[NodeFacts]) -> list[NodeFacts]:
@@ -160,7 +100,6 @@ def judge(nodes: list[NodeFacts]) -> list[NodeFacts]:
     def usual(values: Sequence) -> object:
         return Counter(values).most_common(1)[0][0]
 
-    clock, speed = statistics.median(n.clock for n in nodes), statistics.median(n.gib_per_second for n in nodes)
     for node in nodes:
         for name in nodes[0].versions:
             value, right = node.versions.get(name), usual([n.versions.get(name) for n in nodes])
@@ -171,24 +110,14 @@ def judge(nodes: list[NodeFacts]) -> list[NodeFacts]:
         if node.ranks != (right := usual([n.ranks for n in nodes])):
             node.faults.append(f"{node.ranks} ranks, others have {right}")
         node.faults += [f"{path}: {seen}" for path, seen in node.paths.items() if seen != "found"]
-        if abs(node.clock - clock) > _MAX_CLOCK_SECONDS:
-            node.faults.append(f"clock is {node.clock - clock:+.1f} s off")
-        if node.free_gib < _MIN_FREE_GIB:
-            node.faults.append(f"only {node.free_gib:.2f} GiB free for the output")
-        if node.gib_per_second < _SLOW * speed:
-            node.faults.append(f"link {node.gib_per_second:.2f} GiB/s, the median is {speed:.2f}")
     return nodes
 
 
 def facts_table(nodes: list[NodeFacts]) -> str:
     """The table: one line per node, and its faults below it."""
-    clock = statistics.median(n.clock for n in nodes)
-    lines = [f"{'node':<24} {'ranks':>5} {'commit':<20} {'clock/s':>8} {'free/GiB':>9} {'link GiB/s':>11}  verdict"]
+    lines = [f"{'node':<24} {'ranks':>5} {'commit':<20}  verdict"]
     for n in nodes:
-        lines.append(
-            f"{n.node:<24} {n.ranks:>5} {n.commit:<20} {n.clock - clock:>+8.2f} {n.free_gib:>9.1f} "
-            f"{n.gib_per_second:>11.2f}  {'AT FAULT' if n.faults else 'ok'}"
-        )
+        lines.append(f"{n.node:<24} {n.ranks:>5} {n.commit:<20}  {'AT FAULT' if n.faults else 'ok'}")
         lines += [f"    {fault}" for fault in n.faults]
     return "\n".join(lines)
 
@@ -234,13 +163,17 @@ def check_launch(inputs: Sequence[str | None], output_dir: str, device: torch.de
     Args:
         inputs: paths that every node should see; None and empty ones are left out.
         output_dir: the folder that the nodes must share.
-        device: this rank's device, whose links are measured.
+        device: this rank's device, on which all ranks meet in one all-reduce.
 
     Raises:
         RuntimeError: a node is at fault; raised on every rank, with the table.
     """
     try:
-        nodes = judge(gather_facts([name for name in inputs if name], output_dir, device))
+        nodes = judge(gather_facts([name for name in inputs if name], output_dir))
+        ranks = torch.ones((), device=device)
+        if joined():
+            dist.all_reduce(ranks)
+        met = int(ranks.item())  # waits for the others
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         chosen = f"{NCCL}={os.environ.get(NCCL, '')}" if device.type == "cuda" else route_text()
@@ -251,11 +184,7 @@ def check_launch(inputs: Sequence[str | None], output_dir: str, device: torch.de
     table = facts_table(nodes)
     if bad := [n.node for n in nodes if n.faults]:
         raise RuntimeError(f"launch check: {', '.join(bad)} at fault\n{table}")
-    logger.info("launch check: all-reduce over %d ranks %.2f GiB/s\n%s", *_over_all_ranks(device), table)
-
-
-def _over_all_ranks(device: torch.device) -> tuple[int, float]:
-    return (dist.get_world_size(), all_reduce_speed(device)) if dist.is_initialized() else (1, 0.0)
+    logger.info("launch check: all-reduce over %d ranks\n%s", met, table)
 
 
 def main() -> int:

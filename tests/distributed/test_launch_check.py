@@ -19,7 +19,7 @@ CONFIGS = sorted((ROOT / "deepspeed_configs").glob("*.json"))
 
 def node(number: int, **changes) -> NodeFacts:
     fields = {"node": f"{number}:host", "ranks": 8, "versions": {"torch": "2.13"}, "commit": "abc"}
-    fields |= {"paths": {"/data": "found"}, "clock": 100.0, "free_gib": 50.0, "gib_per_second": 10.0}
+    fields |= {"paths": {"/data": "found"}}
     return NodeFacts(**(fields | changes))
 
 
@@ -30,9 +30,6 @@ def node(number: int, **changes) -> NodeFacts:
         ({"commit": "abc-dirty"}, "commit abc-dirty, others have abc"),
         ({"ranks": 4}, "4 ranks, others have 8"),
         ({"paths": {"/data": "missing here"}}, "/data: missing here"),
-        ({"clock": 105.0}, "clock is +5.0 s off"),
-        ({"free_gib": 0.1}, "only 0.10 GiB free"),
-        ({"gib_per_second": 2.0}, "link 2.00 GiB/s, the median is 10.00"),
     ],
 )
 def test_the_node_that_differs_is_at_fault_and_no_other(change, said):
