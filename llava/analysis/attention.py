@@ -28,7 +28,7 @@ from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import TableRow, write_result
 from llava.analysis.probe import TEXT_AFTER, VISUAL, Batch, Observation, Probe
-from llava.analysis.resume import Rows, resumed, state_file
+from llava.analysis.resume import Rows, resumed
 from llava.analysis.seen_area import WHOLE, Area
 from llava.analysis.visual_grid import NoMap, Place, picture_map
 
@@ -145,8 +145,8 @@ def measure_attention(named: NamedModel, samples: inputs.Samples, args: argparse
         probe = loading.load_with_vision(named, args)
         return lambda state, some: state.rows.extend(look(probe, sample, args) for sample in some)
 
-    file = state_file("attention", named, samples, args, ("query", "layers", "heads"))
-    return resumed(Rows(Picture), file, samples, start, args, name=named.name).rows
+    flags = ("query", "layers", "heads")
+    return resumed(Rows(Picture), "attention", named, samples, start, args, flags=flags).rows
 
 
 def look(probe: Probe, sample: PicturePrompt, args: argparse.Namespace) -> Picture:

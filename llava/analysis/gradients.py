@@ -23,7 +23,7 @@ from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.probe import Batch, Probe
-from llava.analysis.resume import Rows, resumed, state_file
+from llava.analysis.resume import Rows, resumed
 from llava.asking import choose_template, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation
@@ -103,8 +103,7 @@ def measure_gradients(named: NamedModel, samples: inputs.Samples, args: argparse
 
         return add
 
-    file = state_file("gradients", named, samples, args)
-    state = resumed(Rows(Arm), file, ARMS, start, args, name=named.name, unit="arm")
+    state = resumed(Rows(Arm), "gradients", named, samples, start, args, items=ARMS, unit="arm")
     return {arm.name: arm for arm in state.rows}
 
 

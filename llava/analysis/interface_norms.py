@@ -9,7 +9,7 @@ sqrt(D), Granite, MiniCPM) sees other norms than those of its embedding matrix; 
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,11 +18,11 @@ from llava.analysis.commands import Needs
 from llava.analysis.embedding_norms import paper_of, read_embedding_norms
 from llava.analysis.encoders import MODEL_TYPES, load_encoder
 from llava.analysis.families import family_of
-from llava.analysis.layer_statistics import SCALE, TEXT_GROUPS, WITH_SINKS
+from llava.analysis.layer_statistics import SCALE, TEXT_GROUPS, WITH_SINKS, Measurement
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import TableRow, figure, with_paper, write_result
 from llava.analysis.probe import VISUAL
-from llava.analysis.resume import resumed, state_file
+from llava.analysis.resume import resumed
 from llava.analysis.statistics import Stream
 from llava.analysis.weights import WeightFiles
 from llava.utils.presentation import SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
@@ -146,30 +146,17 @@ def headline(one: Interface) -> str:
     )
 
 
-class EncoderNorms:
-    """Norms of an encoder's tokens over the samples (a `resume.State`)."""
-
-    def __init__(self) -> None:
-        self.done = 0
-        self.stream = Stream()
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.stream.to_dict()
-
-    def restore(self, found: dict[str, Any]) -> None:
-        self.stream = Stream.from_dict(found)
-
-
 def encoder_norms(model: NamedModel, args: argparse.Namespace) -> Stream:
     """Norms of an encoder's tokens over the samples."""
     samples = inputs.choose(args)
 
-    def start() -> Callable[[EncoderNorms, Sequence[inputs.PicturePrompt]], None]:
+    def start() -> Callable[[Measurement, Sequence[inputs.PicturePrompt]], None]:
         encode = load_encoder(model, args)
-        return lambda state, group: state.stream.add(encode(group).float().norm(dim=-1))
+        return lambda state, some: state.add(FEATURES, VISUAL, 0, False, encode(some).float().norm(dim=-1))
 
-    file = state_file("encoder", model, samples, args, ("vision_layer",))
-    return resumed(EncoderNorms(), file, samples, start, args, name=model.name, size=args.batch_size).stream
+    flags = ("vision_layer",)
+    measured = resumed(Measurement(), "encoder", model, samples, start, args, flags=flags, size=args.batch_size)
+    return measured.stream(FEATURES)
 
 
 def vocabulary_norms(path: str, module: str) -> np.ndarray:

@@ -24,7 +24,7 @@ from llava.analysis.layer_statistics import TEXT_GROUPS, embedding_scale, sink_m
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import figure, write_result
 from llava.analysis.probe import VISUAL, Batch, Edit, Probe
-from llava.analysis.resume import Rows, resumed, state_file
+from llava.analysis.resume import Rows, resumed
 from llava.analysis.statistics import Stream
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
 from llava.utils.presentation import COLOURS
@@ -144,8 +144,7 @@ def measure_interventions(named: NamedModel, samples: Samples, args: argparse.Na
 
         return add
 
-    file = state_file("interventions", named, samples, args, ("alphas",))
-    state = resumed(Rows(Outcome), file, samples, start, args, name=named.name)
+    state = resumed(Rows(Outcome), "interventions", named, samples, start, args, flags=("alphas",))
     outcomes: dict[str, list[Outcome]] = {}
     for outcome in state.rows:
         outcomes.setdefault(outcome.name, []).append(outcome)

@@ -19,7 +19,6 @@ Shapes: B samples, S sequence with visual tokens, D LLM hidden size, L decoder l
 
 import argparse
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,10 +60,15 @@ class Measurement:
     """
 
     def __init__(self) -> None:
-        self.streams: dict[tuple, Stream] = defaultdict(Stream)
+        self.streams: dict[tuple, Stream] = {}
         self.sinks: dict[tuple, dict[str, float]] = {}
         self.done = 0
+        self.kinds = [Stream]
         self.layers = 0
+
+    def add(self, what: str, group: int, layer: int, of_sinks: bool, values: Any) -> None:
+        """Adds values to one of the streams."""
+        self.streams.setdefault((what, group, layer, of_sinks), Stream()).add(values)
 
     def stream(
         self, what: str, groups: int | Sequence[int] = VISUAL, layer: int = 0, part: tuple[bool, ...] = WITHOUT_SINKS
@@ -79,18 +83,6 @@ class Measurement:
     def added_layers(self) -> list[int]:
         """The layers after which the model adds visual features."""
         return sorted({layer for what, _, layer, _ in self.streams if what.startswith(ADDED)})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, in a form that JSON can hold."""
-        streams = [[*key, stream.to_dict()] for key, stream in self.streams.items()]
-        sinks = [[*key, sink] for key, sink in self.sinks.items()]
-        return {"layers": self.layers, "streams": streams, "sinks": sinks}
-
-    def restore(self, found: dict[str, Any]) -> None:
-        self.layers = found["layers"]
-        for *key, stream in found["streams"]:
-            self.streams[tuple(key)] = Stream.from_dict(stream)
-        self.sinks = {tuple(key): sink for *key, sink in found["sinks"]}
 
 
 def measure_layers(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> Measurement:
@@ -111,8 +103,7 @@ def measure_layers(named: NamedModel, samples: inputs.Samples, args: argparse.Na
 
         return add
 
-    file = resume.state_file("layers", named, samples, args)
-    return resume.resumed(Measurement(), file, samples, start, args, name=named.name, size=args.batch_size)
+    return resume.resumed(Measurement(), "layers", named, samples, start, args, size=args.batch_size)
 
 
 # --- one batch --------------------------------------------------------------------------------------------------------
@@ -128,7 +119,7 @@ def observe(measurement: Measurement, seen: Observation, batch: Batch, probe: Pr
         raise ValueError(f"{probe.name}: no visual positions in a batch of {len(seen.groups)} samples")
     measurement.layers = len(seen.hidden_states) - 1
     for what, tensor in (("vision features", seen.vision_features), ("projector output", seen.projector_output)):
-        measurement.streams[(what, VISUAL, 0, False)].add(tensor.float().norm(dim=-1))
+        measurement.add(what, VISUAL, 0, False, tensor.float().norm(dim=-1))
     values, scales = token_values(seen), _array(embedding_scale(seen))
     groups = seen.groups.cpu().numpy()
     ratios = norm_ratios(values["norm"], groups)
@@ -138,14 +129,14 @@ def observe(measurement: Measurement, seen: Observation, batch: Batch, probe: Pr
             chosen = (groups == group) & (sinks == of_sinks)
             for what, layers in values.items():
                 for layer in range(len(layers)) if chosen.any() else ():
-                    measurement.streams[(what, group, layer, of_sinks)].add(layers[layer][chosen])
+                    measurement.add(what, group, layer, of_sinks, layers[layer][chosen])
             for layer, left in seen.left.items():
                 state = seen.hidden_states[layer + 1]
                 changed = chosen & (left != state).any(dim=-1).cpu().numpy()
                 for what, found in step_values(left, state).items() if changed.any() else ():
-                    measurement.streams[(ADDED + what, group, layer, of_sinks)].add(found[changed])
+                    measurement.add(ADDED + what, group, layer, of_sinks, found[changed])
             if group in TEXT_GROUPS and np.isfinite(scales[chosen]).any():
-                measurement.streams[(SCALE, group, 0, of_sinks)].add(scales[chosen & np.isfinite(scales)])
+                measurement.add(SCALE, group, 0, of_sinks, scales[chosen & np.isfinite(scales)])
     for sample, position in np.argwhere(sinks & (groups > 0)):
         where = int((groups[sample, :position] == VISUAL).sum()) if groups[sample, position] == VISUAL else position
         token = "" if groups[sample, position] == VISUAL else probe.token_text(int(batch.input_ids[sample, position]))

@@ -149,12 +149,6 @@ class Probe:
         for group in [[sample] for sample in samples] if self.one_by_one else [samples]:
             yield self.prepare(group)
 
-    def batch_from_inputs(self, **inputs: Any) -> Batch:
-        """A batch of inputs that are already what the model's forward takes."""
-        ids = inputs["input_ids"]
-        mask = inputs.get("attention_mask")
-        return Batch(inputs, ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool())
-
     def groups(self, batch: Batch) -> torch.Tensor:
         """What each position of `batch` holds [B, S]: without a picture all text stands before it."""
         visual = (batch.input_ids == self.parts.image_token_id) & batch.mask

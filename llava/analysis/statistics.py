@@ -103,31 +103,6 @@ class Stream:
         moments = {"count": self.count, "mean": self.mean, "std": self.std, "min": self.min, "max": self.max}
         return moments | {f"p{p}": self.percentile(p) for p in PERCENTILES}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, in a form that JSON can hold; `from_dict` continues from it."""
-        return {
-            "count": self.count,
-            "mean": self.mean,
-            "sum_squares": self.sum_squares,
-            "min": self.min if self.count else None,
-            "max": self.max if self.count else None,
-            "zeros": self._zeros,
-            "positive": sorted(self._positive.items()),
-            "negative": sorted(self._negative.items()),
-        }
-
-    @classmethod
-    def from_dict(cls, state: dict[str, Any]) -> "Stream":
-        """The stream that `to_dict` was called on."""
-        stream = cls()
-        if state["count"]:
-            stream.count, stream.mean, stream.sum_squares = state["count"], state["mean"], state["sum_squares"]
-            stream.min, stream.max = state["min"], state["max"]
-            stream._zeros = state["zeros"]
-            stream._positive = Counter(dict(state["positive"]))
-            stream._negative = Counter(dict(state["negative"]))
-        return stream
-
     def _add_moments(self, count: int, mean: float, sum_squares: float, low: float, high: float) -> None:
         total = self.count + count
         delta = mean - self.mean

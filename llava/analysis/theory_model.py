@@ -22,7 +22,7 @@ from llava.analysis.models import NamedModel
 from llava.analysis.output import TableRow, figure
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
 from llava.analysis.probe import VISUAL as VISUAL_GROUP
-from llava.analysis.resume import resumed, state_file
+from llava.analysis.resume import resumed
 from llava.analysis.statistics import Stream
 from llava.utils.presentation import TEXT_COLOUR, VISUAL_COLOUR
 
@@ -87,24 +87,6 @@ class LayerTally:
                 raise ValueError(f"a sample has no {name} tokens besides sinks; the theory is about pairs of both")
         return members
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, in a form that JSON can hold."""
-        return {
-            "streams": {name: _saved(streams) for name, streams in self.streams.items()},
-            "pairs": _saved(self.pairs),
-            "sinks": self.sinks,
-            "turns": {name: turns.tolist() for name, turns in self.turns.items()},
-        }
-
-    @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> "LayerTally":
-        """The tally that `to_dict` was called on."""
-        tally = cls()
-        tally.streams = {name: _restored(streams) for name, streams in found["streams"].items()}
-        tally.pairs, tally.sinks = _restored(found["pairs"]), found["sinks"]
-        tally.turns = {name: torch.tensor(turns, dtype=torch.float64) for name, turns in found["turns"].items()}
-        return tally
-
     def row(self) -> dict[str, float]:
         """The layer's numbers; angles in degrees."""
         row: dict[str, float] = {}
@@ -122,19 +104,12 @@ class LayerTally:
         return row | {name: stream.mean for name, stream in self.pairs.items()}
 
 
-def _saved(streams: dict[str, Stream]) -> dict[str, Any]:
-    return {name: stream.to_dict() for name, stream in streams.items()}
-
-
-def _restored(streams: dict[str, Any]) -> dict[str, Stream]:
-    return {name: Stream.from_dict(stream) for name, stream in streams.items()}
-
-
 class Tallies:
     """Every layer's tally, without sinks and with them (a `resume.State`)."""
 
     def __init__(self) -> None:
         self.done = 0
+        self.kinds = [LayerTally, Stream]
         self.parts: dict[str, list[LayerTally]] = {part: [] for part in PARTS}
 
     @torch.no_grad()
@@ -147,12 +122,6 @@ class Tallies:
             left_out = sinks if part == WITHOUT_SINKS else torch.zeros_like(sinks)
             for tally, (states, after) in zip(tallies, seen.steps(), strict=True):
                 tally.add(states[0], after[0], groups, left_out)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {part: [tally.to_dict() for tally in tallies] for part, tallies in self.parts.items()}
-
-    def restore(self, found: dict[str, Any]) -> None:
-        self.parts = {part: [LayerTally.from_dict(tally) for tally in tallies] for part, tallies in found.items()}
 
     def rows(self, model: str) -> list[dict[str, Any]]:
         """Two rows per layer: without attention sinks, and with them."""
@@ -170,8 +139,7 @@ def measure_assumptions(named: NamedModel, samples: Samples, args: argparse.Name
         probe = loading.load_with_vision(named, args)
         return lambda state, some: [state.add(probe, sample) for sample in some]
 
-    file = state_file("theory", named, samples, args)
-    return resumed(Tallies(), file, samples, start, args, name=named.name).rows(named.name)
+    return resumed(Tallies(), "theory", named, samples, start, args).rows(named.name)
 
 
 def summary(rows: list[dict[str, Any]]) -> list[TableRow]:

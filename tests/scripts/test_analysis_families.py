@@ -13,7 +13,7 @@ import transformers
 from packaging.version import Version
 from PIL import Image
 from saved_models import SAVED
-from vision_language_models import IMAGE, ids_for, pixels
+from vision_language_models import IMAGE, batch_of, ids_for, pixels
 
 from llava.analysis import attention, interface_norms
 from llava.analysis.__main__ import main
@@ -172,7 +172,7 @@ def test_a_family_that_needs_torchvision_is_right_from_tensors(name):
     counts, given = TENSORS[name]
     model = saved_models.filled(SAVED[name].model()).eval()
     probe = Probe("m", model, find_parts(model, family_of(model.config.model_type)))
-    batch = probe.batch_from_inputs(**ids_for(counts), **given)
+    batch = batch_of(**ids_for(counts), **given)
     seen = probe.run(batch)
     with watching(SAVED[name], model) as found:
         first = model(**batch.inputs, output_hidden_states=True, use_cache=False).hidden_states[0]
@@ -275,7 +275,7 @@ def test_a_marked_place_of_the_inputs_lights_its_cell(name):
     count = grid[0] * grid[1]
 
     def entering(pixels):
-        batch = probe.batch_from_inputs(**{k: v[:1] for k, v in ids_for([count]).items()}, **given | {PIXELS: pixels})
+        batch = batch_of(**{k: v[:1] for k, v in ids_for([count]).items()}, **given | {PIXELS: pixels})
         seen = probe.run(batch)
         return batch, seen.groups, seen.hidden_states[0][seen.visual]
 

@@ -10,6 +10,8 @@ import torch
 import transformers
 from tiny_models import make
 
+from llava.analysis.probe import Batch
+
 IMAGE = 300
 TEXT = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3} | {
     "num_attention_heads": 4,
@@ -37,6 +39,12 @@ class Case:
     projected: torch.Tensor
     inserted: torch.Tensor  # what the LLM finds at visual positions
     scale: float = 1.0  # of the text embeddings on their way into the LLM
+
+
+def batch_of(**inputs) -> Batch:
+    """A batch of inputs that are already what the model's forward takes."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    return Batch(inputs, ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool())
 
 
 def ids_for(counts: list[int]) -> dict:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llava.analysis import __main__ as command_line
-from llava.analysis import embedding_norms, interventions, output
+from llava.analysis import embedding_norms, interventions, output, resume
+from llava.analysis.attention import Picture
 from llava.analysis.curves import draw_gap
 from llava.analysis.embedding_norms import EmbeddingNorms
+from llava.analysis.gradients import Arm
+from llava.analysis.interventions import Outcome
 from llava.analysis.layer_statistics import Measurement
 from llava.analysis.models import NamedModel, named_model, required_models
 from llava.analysis.probe import TEXT_AFTER, VISUAL
@@ -56,17 +60,30 @@ def test_welford_keeps_the_spread_of_values_far_from_zero():
     assert stream_of(*np.split(values, 100)).std == pytest.approx(np.std(values), rel=1e-6)
 
 
-def test_merged_streams_equal_one_stream_and_survive_json():
+def test_merged_streams_equal_one_stream_and_survive_a_file(tmp_path):
     values = np.random.default_rng(1).normal(size=900) * 7
     one, two = stream_of(values[:400]), stream_of(values[400:])
     one.merge(two)
-    restored = Stream.from_dict(json.loads(json.dumps(one.to_dict())))
-    restored.merge(Stream.from_dict(json.loads(json.dumps(Stream().to_dict()))))
+    torch.save({"full": one, "empty": Stream()}, tmp_path / "streams.pt")
+    saved = resume.load(tmp_path / "streams.pt", [Stream])
+    restored = saved["full"]
+    restored.merge(saved["empty"])
     for stream in (one, restored):
         assert stream.summary() == pytest.approx(stream_of(values).summary(), rel=1e-12)
     edges = np.linspace(-30, 30, 13)
     assert np.abs(restored.histogram(edges) - np.histogram(values, edges)[0]).sum() <= 8  # those at an edge
     assert restored.histogram(edges).sum() == 900
+
+
+@pytest.mark.parametrize("kind", [Arm, Outcome, Picture])
+def test_rows_of_measurements_survive_a_file_and_nothing_else_is_loaded(tmp_path, kind):
+    state = resume.Rows(kind)
+    state.rows = [kind(*({"a": np.arange(3.0)} if index % 2 else None for index in range(len(kind._fields))))]
+    torch.save({"state": state}, tmp_path / "state.pt")
+    again = resume.load(tmp_path / "state.pt", [resume.Rows, kind])["state"]
+    assert str(again.rows) == str(state.rows) and isinstance(again.rows[0], kind)
+    with pytest.raises(pickle.UnpicklingError, match=kind.__name__):
+        resume.load(tmp_path / "state.pt", [resume.Rows])
 
 
 def test_a_stream_takes_tensors_and_refuses_nan():
@@ -206,8 +223,8 @@ def curves_of(angles):
     found = Measurement()
     found.layers = len(angles)
     for layer, (visual, text) in enumerate(angles):
-        found.streams["turn", VISUAL, layer, False].add([visual])
-        found.streams["turn", TEXT_AFTER, layer, False].add([text])
+        found.add("turn", VISUAL, layer, False, [visual])
+        found.add("turn", TEXT_AFTER, layer, False, [text])
     return found
 
 

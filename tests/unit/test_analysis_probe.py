@@ -48,7 +48,7 @@ def test_what_the_probe_sees_equals_the_model_run_part_by_part(family):
     case = family()
     model, ids = case.model, case.inputs["input_ids"]
     probe = Probe("x", model, find_parts(model, family_of(model.config.model_type)), special_ids=[5])
-    seen = probe.run(probe.batch_from_inputs(**case.inputs))
+    seen = probe.run(models.batch_of(**case.inputs))
 
     assert same_rows(seen.vision_features, case.features)
     assert torch.allclose(seen.projector_output, case.projected, atol=1e-6)
@@ -185,12 +185,12 @@ def test_a_wrong_image_token_and_a_wrong_list_of_layers_are_noticed():
     parts = find_parts(case.model, Family(), image_token_id=310)
     with pytest.raises(ValueError, match="no position of the input holds the image token 310"):
         probe = Probe("x", case.model, parts)
-        probe.run(probe.batch_from_inputs(**case.inputs))
+        probe.run(models.batch_of(**case.inputs))
     layers = "model.vision_tower.encoder.layers"
     parts = find_parts(case.model, Family(layers=layers))
     with pytest.raises(ValueError, match="is --layers-path the list of decoder layers"):
         probe = Probe("x", case.model, parts)
-        probe.run(probe.batch_from_inputs(**case.inputs))
+        probe.run(models.batch_of(**case.inputs))
 
 
 @torch.no_grad()
@@ -198,7 +198,7 @@ def test_visual_positions_must_hold_what_the_projector_gave():
     def run(case, **named):
         parts = find_parts(case.model, family_of(case.model.config.model_type, **named.pop("family", {})), **named)
         probe = Probe("x", case.model, parts)
-        return probe.run(probe.batch_from_inputs(**case.inputs))
+        return probe.run(models.batch_of(**case.inputs))
 
     case = models.llava()
     common = int(case.inputs["input_ids"][0, 0])  # a word that stands in the first prompt
@@ -228,7 +228,7 @@ def test_pictures_that_are_added_to_their_tokens_embedding_are_visual_tokens(siz
 
     case.model.model.language_model.register_forward_pre_hook(add, with_kwargs=True)
     probe = Probe("x", case.model, find_parts(case.model, Family()))
-    seen = probe.run(probe.batch_from_inputs(**case.inputs))
+    seen = probe.run(models.batch_of(**case.inputs))
     assert torch.allclose(seen.hidden_states[0][seen.visual], case.inserted + row, atol=1e-5)
 
 
@@ -250,9 +250,9 @@ def test_vision_path_names_the_module_whose_result_is_the_encoders_tokens():
     for named, part in (({"vision": "idle"}, "vision"), ({"projector": "idle"}, "projector")):
         probe = Probe("x", case.model, find_parts(case.model, family_of("llava", **named)))
         with pytest.raises(ValueError, match=f"its {part}.* never ran; name the one that does by --{part}-path"):
-            probe.run(probe.batch_from_inputs(**case.inputs))
+            probe.run(models.batch_of(**case.inputs))
     parts = find_parts(case.model, family_of("llava", vision="model.vision_tower.encoder.layers.0"))
-    seen = Probe("x", case.model, parts).run(probe.batch_from_inputs(**case.inputs))
+    seen = Probe("x", case.model, parts).run(models.batch_of(**case.inputs))
     states = case.model.model.vision_tower(case.inputs["pixel_values"], output_hidden_states=True).hidden_states
     assert torch.equal(seen.vision_features, states[1].flatten(0, 1))
     assert family_of("aria", vision="tower").tokens is None  # the projector's mask is not the tower's
@@ -289,7 +289,7 @@ def test_wide_rows_are_cut_only_where_the_encoder_gave_the_pieces():
         case.model.model.multi_modal_projector = Joined(case.model.model.multi_modal_projector, mixes)
         path = "model.multi_modal_projector.multi_modal_projector"
         probe = Probe("x", case.model, find_parts(case.model, family_of("llava", projector=path)))
-        batch = probe.batch_from_inputs(**models.ids_for([4, 4]), pixel_values=case.inputs["pixel_values"])
+        batch = models.batch_of(**models.ids_for([4, 4]), pixel_values=case.inputs["pixel_values"])
         if mixes:
             with pytest.raises(ValueError, match=r"x: LlavaM\w+ takes rows of 96 numbers, .* not tokens of 24 numbers"):
                 probe.run(batch)
@@ -311,7 +311,7 @@ def test_several_states_per_token_are_refused_in_unknown_llms_too(text):
     inputs |= {"mm_token_type_ids": (inputs["input_ids"] == models.IMAGE).int()} if text != "deepseek_v4" else {}
     probe = Probe("x", model, find_parts(model, Family()))
     with pytest.raises(ValueError, match=r"x \(\w+\): between its layers a token has .* projector gives 32: an LLM"):
-        probe.run(probe.batch_from_inputs(**inputs))
+        probe.run(models.batch_of(**inputs))
 
 
 def test_a_second_encoder_is_refused_and_several_pictures_results_are_one():
