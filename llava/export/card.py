@@ -93,11 +93,11 @@ def card_metadata(facts: Facts, args: argparse.Namespace) -> tuple[ModelCardData
     }
     fields, lines = {}, []
     for name, flag in _METADATA.items():
-        given = getattr(args, flag[2:].replace("-", "_"))
-        if value := given or recorded.get(name):
+        by_flag = getattr(args, flag[2:].replace("-", "_"))
+        if value := by_flag or recorded.get(name):
             fields[name] = value
             shown = value if isinstance(value, str) else ", ".join(value)
-            lines.append(f"{name}: {shown} ({f'given by {flag}' if given else 'recorded in run.json'})")
+            lines.append(f"{name}: {shown} ({f'given by {flag}' if by_flag else 'recorded in run.json'})")
         else:
             lines.append(f"{name}: left out, as nothing records it for certain; give it by {flag}")
     tags = ["llava", "vision-language", *([] if facts.arm == "none" else [facts.arm])]
@@ -115,9 +115,9 @@ def eval_results(facts: Facts) -> list[EvalResult]:
     return [
         EvalResult(
             task_type="image-text-to-text",
-            dataset_type=_one_line(name),
-            dataset_name=_one_line(name),
-            metric_type=_one_line(task.metric),
+            dataset_type=one_line(name),
+            dataset_name=one_line(name),
+            metric_type=one_line(task.metric),
             metric_value=task.score,
         )
         for name, task in (facts.results.tasks if facts.results else {}).items()
@@ -221,18 +221,19 @@ def _result_rows(facts: Facts) -> Rows:
 # --- Markdown ---------------------------------------------------------------------------------------------------------
 
 
-def _one_line(text: object) -> str:
+def one_line(text: object) -> str:
+    """`text` with single spaces for all white space."""
     return " ".join(str(text).split())
 
 
 def plain(text: object) -> str:
     """`text` as one line of Markdown that shows it as it is."""
-    return re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", html.escape(_one_line(text), quote=False))
+    return re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", html.escape(one_line(text), quote=False))
 
 
 def code(text: object) -> str:
     """`text` as one line of code, which may stand in a table."""
-    line = _one_line(text)
+    line = one_line(text)
     if not set(line) & set("`|"):
         return f"`{line}`"
     return f"<code>{re.sub('[`|*_~]', lambda mark: f'&#{ord(mark[0])};', html.escape(line, quote=False))}</code>"

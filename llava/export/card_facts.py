@@ -51,8 +51,6 @@ class Facts(NamedTuple):
     Attributes:
         name: of the model's folder.
         config: its `config.json`.
-        exported: the folder has transformers' layout, not LLaVA's.
-        remote_code: transformers loads it by code that lies in the folder.
         part: what there is of a model: WHOLE, LORA or PROJECTOR; the last two need the model they were trained on.
         gain: mean |gain| of the projector's norm in the weights; None where there is none.
         stages: its training runs that left a record, the first stage's first.
@@ -61,8 +59,6 @@ class Facts(NamedTuple):
 
     name: str
     config: dict[str, Any]
-    exported: bool
-    remote_code: bool
     part: str
     gain: float | None
     stages: list[Stage]
@@ -71,6 +67,16 @@ class Facts(NamedTuple):
     @property
     def arm(self) -> str:
         return self.config.get("mm_projector_norm") or "none"
+
+    @property
+    def exported(self) -> bool:
+        """Whether the folder has transformers' layout, not LLaVA's."""
+        return "text_config" in self.config
+
+    @property
+    def remote_code(self) -> bool:
+        """Whether transformers loads it by code in the folder."""
+        return "auto_map" in self.config
 
 
 def read_facts(folder: Path, run: Path | None = None, results: Path | None = None) -> Facts:
@@ -85,16 +91,14 @@ def read_facts(folder: Path, run: Path | None = None, results: Path | None = Non
     """
     config = read_config(folder)
     stages = read_stages(run or folder, required=run is not None)
-    found = results or (run or folder) / RESULTS_FILE
+    results_path = results or (run or folder) / RESULTS_FILE
     return Facts(
         name=folder.resolve().name,
         config=config,
-        exported="text_config" in config,
-        remote_code="auto_map" in config,
         part=part_of(folder),
         gain=norm_gain(folder) if (config.get("mm_projector_norm") or "none") != "none" else None,
         stages=stages,
-        results=read_results(found) if results or found.is_file() else None,
+        results=read_results(results_path) if results or results_path.is_file() else None,
     )
 
 
@@ -214,40 +218,42 @@ def recorded_bases(stages: list[Stage]) -> list[str]:
     """The hub ids of what the first stage started from, language model, then vision tower; empty if one has no id."""
     if not stages:
         return []
-    given, folder = stages[0].configuration["model"], stages[0].started_in
-    found = [hub_id(given[flag], folder) for flag in (LANGUAGE_MODEL, VISION_TOWER) if given.get(flag)]
-    return found if all(found) else []
+    settings, folder = stages[0].configuration["model"], stages[0].started_in
+    bases = [hub_id(settings[flag], folder) for flag in (LANGUAGE_MODEL, VISION_TOWER) if settings.get(flag)]
+    return bases if all(bases) else []
 
 
 def recorded_datasets(stages: list[Stage]) -> list[str]:
     """The data sets of all stages that were read from the hub."""
     paths = [str(stage.configuration["data"].get(DATA)) for stage in stages]
-    found = [hub_id(path, kind="dataset") for path in paths if path.startswith("hf:")]
-    return list(dict.fromkeys(filter(None, found)))
+    datasets = [hub_id(path, kind="dataset") for path in paths if path.startswith("hf:")]
+    return list(dict.fromkeys(filter(None, datasets)))
 
 
 def changed_flags(stage: Stage) -> dict[str, str]:
     """The flags that decide the weights and differ from their defaults, and the seed; of paths the last part."""
-    given = {name: value for part in ("model", "data", "training") for name, value in stage.configuration[part].items()}
+    settings = {
+        name: value for part in ("model", "data", "training") for name, value in stage.configuration[part].items()
+    }
     defaults = default_settings()
-    for implied in ("accelerator_config", "tf32", "warmup_steps" if given.get("warmup_ratio") else ""):
+    for implied in ("accelerator_config", "tf32", "warmup_steps" if settings.get("warmup_ratio") else ""):
         defaults.pop(implied, None)  # no flag of ours, or derived by the library from another flag
-    changed = {name for name, default in defaults.items() if name in given and str(given[name]) != str(default)}
-    changed |= {LANGUAGE_MODEL, "seed"} & given.keys()
-    return {name: base_name(value, stage.started_in) for name, value in given.items() if name in changed}
+    changed = {name for name, default in defaults.items() if name in settings and str(settings[name]) != str(default)}
+    changed |= {LANGUAGE_MODEL, "seed"} & settings.keys()
+    return {name: base_name(value, stage.started_in) for name, value in settings.items() if name in changed}
 
 
 def norms_over_training(stages: list[Stage]) -> list[tuple[str, dict[str, float]]]:
     """The norms of tokens and gain at the first measured step, and at the last of each stage, by the place's name."""
-    found = []
+    rows = []
     for number, stage in enumerate(stages):
         lines = [{k.removeprefix("norm/"): v for k, v in line.items() if k.startswith("norm/")} for line in stage.log]
         measured = [norms for norms in lines if norms]
         name = f"stage {number + 1}" if len(stages) > 1 else "training"
         if measured:
-            found += [(f"{name}, first step", measured[0])] if number == 0 else []
-            found += [(f"{name}, last step", measured[-1])]
-    return found
+            rows += [(f"{name}, first step", measured[0])] if number == 0 else []
+            rows += [(f"{name}, last step", measured[-1])]
+    return rows
 
 
 def interval(task: TaskResult) -> tuple[float, float] | None:

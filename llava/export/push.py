@@ -17,7 +17,7 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects, va
 from safetensors import SafetensorError, safe_open
 
 from llava.eval.results import RESULTS_FILE
-from llava.export.card import CARD_FILE
+from llava.export.card import CARD_FILE, one_line
 from llava.export.folder import EXPORT_FILE
 from llava.model.lora import NON_LORA_FILE
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
@@ -172,8 +172,7 @@ def check_folder(folder: Path, files: list[str]) -> None:
     try:
         ModelCard((folder / CARD_FILE).read_text(encoding="utf-8"))
     except Exception as error:  # YAML's own errors, and whatever the fields' classes raise
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{folder / CARD_FILE}: its metadata cannot be read ({reason})") from error
+        raise ValueError(f"{folder / CARD_FILE}: its metadata cannot be read ({one_line(error)})") from error
 
 
 def weight_faults(folder: Path, files: list[str]) -> list[str]:
@@ -237,7 +236,7 @@ def send(folder: Path, files: list[str], repo: str, private: bool = False, revis
         raise
     except Exception as error:  # transport errors of the hub's several clients, which share no class
         raise ConnectionError(
-            f"{repo}: sending stopped ({_one_line(error)}); the same command sends what is missing"
+            f"{repo}: sending stopped ({_cause(error)}); the same command sends what is missing"
         ) from error
     if done.oid == before:
         return f"{api.endpoint}/{repo} has these {len(files)} files already; nothing was sent"
@@ -254,9 +253,9 @@ def _refusal(error: HfHubHTTPError, repo: str) -> OSError:
     if status in (403, 404):
         owner = repo.partition("/")[0]
         return PermissionError(f"{repo}: the token may not write there ({status}); take one that may write for {owner}")
-    return ConnectionError(f"{repo}: the hub answered {status} ({_one_line(error)}); try the same command again")
+    return ConnectionError(f"{repo}: the hub answered {status} ({_cause(error)}); try the same command again")
 
 
-def _one_line(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
     cause = error.__cause__ or error
-    return " ".join(f"{type(cause).__name__}: {cause}".split())[:200]
+    return one_line(f"{type(cause).__name__}: {cause}")[:200]
