@@ -4,7 +4,6 @@ To the Trainer and DeepSpeed a rank's step is one batch, a list of micro-batches
 number of micro-batches may differ from step to step. `LLaVATrainer.training_step` runs them.
 """
 
-import copy
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -48,19 +47,6 @@ def sample_order(dataset: LazySupervisedDataset, args: TrainingArguments) -> Sam
 def global_batch_size(args: TrainingArguments) -> int:
     """Samples per optimizer step over all ranks."""
     return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-
-
-def whole_steps(args: TrainingArguments) -> TrainingArguments:
-    """A copy of `args` for the Trainer, to which a rank's step is one batch; DeepSpeed's config is set to the same."""
-    whole = copy.copy(args)
-    whole.per_device_train_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    whole.gradient_accumulation_steps = 1
-    if args.deepspeed:
-        config = args.hf_deepspeed_config.config
-        assert args.deepspeed_plugin is not None  # made with the configuration
-        config["gradient_accumulation_steps"] = args.deepspeed_plugin.gradient_accumulation_steps = 1
-        config["train_micro_batch_size_per_gpu"] = whole.per_device_train_batch_size
-    return whole
 
 
 def deals_by_length(args: TrainingArguments) -> bool:

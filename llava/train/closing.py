@@ -13,7 +13,7 @@ from llava.utils.paths import WORK
 logger = logging.getLogger(__name__)
 
 
-def say_what_comes_next(
+def print_next_steps(
     model_args: ModelArguments, data_args: DataArguments, output_dir: str, adapter_only: bool, lora: bool
 ) -> None:
     """Logs `closing_lines`, on the rank that logs."""

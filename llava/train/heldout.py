@@ -12,6 +12,7 @@ Logged keys: `eval/loss`; `eval/loss_text` and `eval/loss_image`; `eval/loss/<so
 import contextlib
 import dataclasses
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import TrainerState
 from transformers.trainer_utils import SchedulerType, seed_worker
 
 from llava.data.checks import starts_from
@@ -249,6 +251,30 @@ class HeldOut:
         named = zip(self.names, totals.tolist(), strict=True)
         parts = {f"eval_loss{name}": loss / count for name, (loss, count) in named if count}
         return {"eval_loss": (whole[0] / whole[1]).item()} | parts
+
+
+# --- the best checkpoint ----------------------------------------------------------------------------------------------
+
+
+def note_best(state: TrainerState, metrics: dict[str, float], args: TrainingArguments) -> None:
+    """Remembers the step if its `--metric_for_best_model` is the best so far."""
+    if (name := metric_key(args)) is None:
+        return
+    if f"eval_{name}" not in metrics:
+        raise ValueError(
+            f"--metric_for_best_model {name}: none of its held-out records has a target within --model_max_length"
+        )
+    value, sign = metrics[f"eval_{name}"], 1 if args.greater_is_better else -1
+    if sign * value > (-math.inf if state.best_metric is None else sign * state.best_metric):
+        state.best_metric, state.best_global_step = value, state.global_step
+
+
+def best_checkpoint(state: TrainerState, output_dir: str) -> Path | None:
+    """The checkpoint with the best `--metric_for_best_model` so far; None if there is none."""
+    return Path(output_dir, f"checkpoint-{state.best_global_step}") if state.best_global_step else None
+
+
+# --- the model in evaluation mode -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

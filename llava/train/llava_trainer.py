@@ -1,16 +1,27 @@
-"""The Hugging Face Trainer with LLaVA's optimizer groups, sampler, telemetry and checkpoint layout."""
+"""The Hugging Face Trainer with LLaVA's optimizer groups, steps of several micro-batches, and checkpoint layout.
+
+Everything that depends on the inside of the library's Trainer is in this file. It was read from transformers 5.17 and
+5.23; `tests/unit/test_trainer_library.py` names every method and order of calls that it relies on, and fails when a
+release changes one of them.
+"""
 
 import contextlib
+import copy
 import logging
+import math
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from safetensors.torch import load_file
 from torch import nn
-from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProgressCallback, Trainer
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerCallback
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from llava.data.collate import DataCollatorForSupervisedDataset
@@ -22,9 +33,10 @@ from llava.model.multimodal_projector.adapter import load_adapter
 from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import TrainingArguments
-from llava.train.batches import SampleOrder, global_batch_size, sample_order, step_loader, whole_steps
+from llava.train.batches import SampleOrder, global_batch_size, sample_order, step_loader
 from llava.train.checkpoint import (
     STAGING,
+    checkpoints,
     commit,
     commit_final,
     faults_on_any_rank,
@@ -32,22 +44,73 @@ from llava.train.checkpoint import (
     save_adapter,
     trains_adapter_only,
 )
-from llava.train.heldout import HeldOut, evaluating
+from llava.train.heldout import HeldOut, best_checkpoint, evaluating, note_best
 from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
-from llava.train.optim import optimizer_groups
+from llava.train.optim import optimizer_groups, restore_groups
 from llava.train.questions import accuracy, show_answers
 from llava.train.ranks import barrier
 from llava.train.resume import ResumeError, moved_step
 from llava.train.run_identity import Settings
 from llava.train.run_record import Identity, write_identity
 from llava.train.stop_signal import StopSignal
-from llava.train.telemetry import JsonlCallback, NormProbe, SourceLosses, TelemetryCallback, Throughput, measures_step
+from llava.train.telemetry import (
+    JsonlCallback,
+    NormProbe,
+    SourceLosses,
+    TelemetryCallback,
+    Throughput,
+    measures_step,
+    without_pauses,
+)
 from llava.train.training_progress import TrainingProgress
 from llava.train.trial import check_disk, try_save
 from llava.utils.failures import Watchdog
 
 logger = logging.getLogger(__name__)
+
+
+class Step(list[Any]):
+    """The micro-batches of a rank's optimizer step; a name gives that tensor of them all, which the library counts."""
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in batch for batch in self)
+
+    def __getitem__(self, key: Any) -> Any:
+        return torch.cat([b[key].flatten() for b in self]) if isinstance(key, str) else super().__getitem__(key)
+
+
+class AtTrainBegin(TrainerCallback):
+    """Calls a function once model, optimizer and checkpoint are ready."""
+
+    def __init__(self, function: Callable[[], None]):
+        self.function = function
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.function()
+
+
+def library_arguments(args: TrainingArguments) -> TrainingArguments:
+    """A copy of `args` for the library, to which a rank's step is one batch; DeepSpeed's config is set to the same."""
+    library = copy.copy(args)
+    step_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    vars(library).update(
+        per_device_train_batch_size=step_size,
+        gradient_accumulation_steps=1,
+        max_grad_norm=args.max_grad_norm if args.max_grad_norm > 0 else math.inf,  # `_clip_grad_norm` is always called
+        logging_nan_inf_filter=False,  # it would wait for every loss; see `training_step`
+        use_liger_kernel=False,  # the kernels are in the decoder already; the library goes by the model type
+        # `note_best`, `load_best` and `_save_checkpoint` do this: the library would look for checkpoints in `.saving`.
+        metric_for_best_model=None,
+        load_best_model_at_end=False,
+        save_total_limit=None,
+    )
+    if args.deepspeed:
+        config = args.hf_deepspeed_config.config
+        assert args.deepspeed_plugin is not None  # made with the configuration
+        config["gradient_accumulation_steps"] = args.deepspeed_plugin.gradient_accumulation_steps = 1
+        config["train_micro_batch_size_per_gpu"] = step_size
+    return library
 
 
 class LLaVATrainer(Trainer):
@@ -86,21 +149,21 @@ class LLaVATrainer(Trainer):
     ):
         self.flags, self.heldout = args, heldout
         eval_dataset: Any = None if heldout is None else heldout.dataset
-        super().__init__(args=whole_steps(args), eval_dataset=eval_dataset, **kwargs)
+        super().__init__(args=library_arguments(args), eval_dataset=eval_dataset, **kwargs)
         self.identity, self.resumed = identity or {}, resumed
         self.watchdog = watchdog or Watchdog(None, self.args.process_index)
         self.stop_signal = stop_signal or StopSignal()
         self.guard = NonFiniteGuard(self.train_dataset.records, self.args.max_nonfinite_steps)
+        # First, so that trackers do not begin a run that is refused.
+        self.callback_handler.callbacks.insert(0, AtTrainBegin(self.begin))
         self.add_callback(self.stop_signal)
         self.staging: Path | None = None
         self.saved_step = -1
-        self.args.logging_nan_inf_filter = False  # it would wait for every loss; see `training_step`
-        # Liger's kernels are in the decoder already; the library would look them up by the model type.
-        self.args.use_liger_kernel = False  # pyrefly: ignore[bad-assignment]  # the choice, no longer the flag's text
         self.image_processor = image_processor
         if self.args.loss_reduction == "micro_batch_mean":
             self.model_accepts_loss_kwargs = False  # makes the library average over micro-batches
         self.adapter_only = trains_adapter_only(self.model)
+        self.tied = set(self.model.all_tied_weights_keys or ())  # not saved: they are other weights of the checkpoint
         self.probe = NormProbe(self.model)
         self.throughput = Throughput(self.model, self.args.device, self.args.peak_tflops)
         self.source_losses = SourceLosses(self.train_dataset.records, self.model.lm_head, self.args.device)
@@ -109,11 +172,12 @@ class LLaVATrainer(Trainer):
         if self.pop_callback(ProgressCallback):  # it prints every step's figures as a dict over several lines
             self.add_callback(TrainingProgress(global_batch_size(args), lambda: self.throughput.paused_seconds))
 
-    def _get_train_sampler(self, train_dataset=None) -> SampleOrder:
-        return sample_order(self.train_dataset if train_dataset is None else train_dataset, self.args)
+    def sample_order(self) -> SampleOrder:
+        """The order of samples, of which every epoch takes a new one."""
+        return sample_order(self.train_dataset, self.flags)
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
-        return step_loader(self._get_train_sampler(), self.train_dataset, self.data_collator, self.flags)
+        return step_loader(self.sample_order(), self.train_dataset, self.data_collator, self.flags)
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         model = self.model if model is None else model
@@ -141,7 +205,7 @@ class LLaVATrainer(Trainer):
         """The next step in a list of one (empty at an epoch's end), and the number of its targets over all ranks."""
         self.watchdog.enter("reading data", self.state.global_step)
         start = time.perf_counter()
-        steps = [step for step in (next(epoch_iterator, None),) if step is not None]
+        steps = [Step(step) for step in (next(epoch_iterator, None),) if step is not None]
         micro_batches = steps[0] if steps else []
         num_items = self._get_num_items_in_batch(micro_batches, device)
         self.throughput.add(micro_batches, time.perf_counter() - start)
@@ -175,26 +239,14 @@ class LLaVATrainer(Trainer):
         moved: Any = send_to_device(inputs, self.args.device, non_blocking=True)
         return moved
 
-    # pyrefly: ignore[bad-override]  # what the library takes for a batch is a step here
-    def floating_point_ops(self, inputs: list[dict[str, Any]]) -> int:
-        return sum(super(LLaVATrainer, self).floating_point_ops(micro_batch) for micro_batch in inputs)
-
-    def _track_num_input_tokens(self, inputs: list[dict[str, Any]]) -> None:
-        for micro_batch in inputs:
-            super()._track_num_input_tokens(micro_batch)
-
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(*args, **kwargs)
-        if isinstance(loss, torch.Tensor) and torch.is_grad_enabled():
-            self.guard.add_loss(loss.detach())
-            loss = poisoned(loss)
-        return loss
+        loss: Any = super().compute_loss(*args, **kwargs)
+        self.guard.add_loss(loss.detach())
+        return poisoned(loss)
 
     def _clip_grad_norm(self, model):
-        return super()._clip_grad_norm(nn.ParameterList(updated_parameters(self.optimizer)))
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        grad_norm = super()._get_grad_norm(nn.ParameterList(updated_parameters(self.optimizer)), grad_norm)
+        """Clips the gradients that the optimizer sees, and drops them if they are not finite; returns their norm."""
+        grad_norm: Any = super()._clip_grad_norm(nn.ParameterList(updated_parameters(self.optimizer)))
         if self.args.fp16 or self.guard.is_applicable(grad_norm, self.state.global_step + 1):
             self.optimizer._is_overflow = False
         elif not self.is_deepspeed_enabled:
@@ -217,6 +269,8 @@ class LLaVATrainer(Trainer):
             if measures_step(self.args, self.state, self.state.global_step):
                 logs |= self.probe.metrics(self.accelerator)
             logs = {k: float(f"{v:.6g}") if k != "loss" and isinstance(v, float) else v for k, v in logs.items()}
+        if "train_runtime" in logs:
+            logs |= without_pauses(logs, self.throughput.paused_seconds)
         super().log(logs, start_time)
 
     # --- held-out data ---
@@ -248,94 +302,64 @@ class LLaVATrainer(Trainer):
         metrics["eval_seconds"] = round(time.perf_counter() - start, 3)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if self.control.should_save:  # only a saved step can be loaded again
+            note_best(self.state, metrics, self.flags)
         return metrics
 
-    def _determine_best_metric(self, metrics, trial) -> bool:
-        # Only a saved step can be loaded again; the library would also remember the steps in between.
-        return bool(metrics) and self.control.should_save and super()._determine_best_metric(metrics, trial)
-
-    def best_checkpoint(self) -> Path | None:
-        """The checkpoint with the best `--metric_for_best_model` so far; None if there is none."""
-        step = self.state.best_global_step
-        return Path(self.args.output_dir, f"checkpoint-{step}") if step else None
-
-    def _note_best(self, best: Path | None) -> None:
-        self.state.best_model_checkpoint = None if best is None else str(best)
-
-    def _finalize_training(self, trial, num_train_samples, start_time):
-        # In a run that stops early the library would load the best checkpoint too, and remove the one to resume from.
-        self._note_best(None if self.stop_signal.stopped else self.best_checkpoint())
-        return super()._finalize_training(trial, num_train_samples, start_time + self.throughput.paused_seconds)
-
-    def _load_best_model(self) -> None:
-        folder, metric = Path(self.state.best_model_checkpoint or ""), self.args.metric_for_best_model
-        if faults := faults_on_any_rank(folder, self.args.process_index, self.args.world_size):
-            raise ResumeError(f"--load_best_model_at_end True: {folder} is the best but is not whole: {faults[0]}")
-        logger.info("the final folder gets %s, with the best %s: %.6g", folder, metric, self.state.best_metric)
+    def load_best(self) -> None:
+        """Gives the model the best checkpoint's weights, by `--load_best_model_at_end`. Every rank must call."""
+        best = best_checkpoint(self.state, self.args.output_dir)
+        if best is None or not self.flags.load_best_model_at_end:
+            return
+        if faults := faults_on_any_rank(best, self.args.process_index, self.args.world_size):
+            raise ResumeError(f"--load_best_model_at_end True: {best} is the best but is not whole: {faults[0]}")
+        metric = self.flags.metric_for_best_model
+        logger.info("the final folder gets %s, with the best %s: %.6g", best, metric, self.state.best_metric)
         if self.is_deepspeed_enabled:
-            super()._load_best_model()
+            deepspeed_load_checkpoint(self.model_wrapped, str(best))
         else:
-            self._load_weights(folder, self.model)
+            self._load_weights(best, self.model)
         barrier()  # all have read it
+        if self.flags.save_total_limit == 1 and self.args.should_save:
+            for other in set(checkpoints(self.args.output_dir)) - {best}:
+                shutil.rmtree(other, ignore_errors=True)
 
     # --- checkpoints ---
 
-    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+    def begin(self) -> None:
+        """What has to wait for the engine and the loaded checkpoint: repairs, and the last checks before any step."""
         if self.is_deepspeed_enabled:
             rebuild_rotary(self.model)  # its engine may have cast all buffers
         if self.resumed is not None:
-            self._restore_groups(self.resumed["step_size"])
-        check_disk(self, max_steps)
-        if self.args.trial_save:
-            try_save(self)
-        return prepared
+            moved = global_batch_size(self.flags) != self.resumed["step_size"]
+            step = self.state.global_step if moved else None
+            restore_groups(self.optimizer, self.lr_scheduler, self.group_settings, step)
+        with self.throughput.paused():
+            check_disk(self.model, self.flags, self.state.max_steps)
+            if self.flags.trial_save:
+                try_save(self.model, self.flags, self.save_model, self.save_tensors)
 
     def _init_training_state(
         self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
     ):
+        """The number of finished epochs, and of steps of the next one; sets the step that the run starts from."""
         resume = resume_from_checkpoint
-        position = self._position(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
+        position = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
+        if self.resumed is not None:
+            best = best_checkpoint(self.state, self.args.output_dir)
+            if best and not best.is_dir():
+                raise ResumeError(
+                    f"{resume}: {best} had the best --metric_for_best_model so far and is missing; put it back, or "
+                    "start anew with --resume_from_checkpoint False"
+                )
+            self.state.best_model_checkpoint = None if best is None else str(best)
+            step = moved_step(self.state.global_step, self.resumed, global_batch_size(self.flags))
+            self.state.global_step, position = step, divmod(step, num_update_steps_per_epoch)
+            if step >= max_steps:  # the library would train one more step before it looks
+                logger.info("all %d steps are done; only the final folder is written", max_steps)
+                position = num_train_epochs, 0
         self.first_step = self.state.global_step
         return position
-
-    def _position(self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial):
-        """The number of finished epochs, and of batches of the next one; sets the step that the run starts from."""
-        position = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, resume, trial)
-        if self.resumed is None:
-            return position
-        best = self.best_checkpoint()
-        if best and not best.is_dir():
-            raise ResumeError(
-                f"{resume}: {best} had the best --metric_for_best_model so far and is missing; put it back, or start "
-                "anew with --resume_from_checkpoint False"
-            )
-        self._note_best(best)
-        self.state.global_step = moved_step(self.state.global_step, self.resumed, global_batch_size(self.args))
-        if self.state.global_step >= max_steps:  # the library would train one more step before it looks
-            logger.info("all %d steps are done; only the final folder is written", max_steps)
-            return num_train_epochs, 0
-        epochs, steps = divmod(self.state.global_step, num_update_steps_per_epoch)
-        return epochs, steps
-
-    def _restore_groups(self, step_size: int) -> None:
-        """Puts back every parameter group's own settings, and moves the schedule to the position in the data.
-
-        A universal checkpoint gives all groups the settings of the first one, and one shared counter of steps, which
-        each group would count up. If the number of samples per step has changed, the schedule moves.
-        """
-        fused = any(group.get("fused") for group in self.optimizer.param_groups)
-        for parameter, state in self.optimizer.state.items():
-            if torch.is_tensor(step := state.get("step")):  # fused kernels need it on the parameter's device
-                state["step"] = step.to(parameter.device if fused else step.device, copy=True)
-        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
-        if global_batch_size(self.args) != step_size:
-            schedule.last_epoch = self.state.global_step
-            shares = [share(schedule.last_epoch) for share in schedule.lr_lambdas]
-            schedule._last_lr = [rate * share for rate, share in zip(schedule.base_lrs, shares, strict=True)]
-        rates = schedule.get_last_lr()
-        for group, own, rate in zip(self.optimizer.param_groups, self.group_settings, rates, strict=True):
-            group.update(own | {"initial_lr": own["lr"], "lr": rate})
 
     def _get_output_dir(self, trial) -> str:
         return super()._get_output_dir(trial) if self.staging is None else str(self.staging)
@@ -351,23 +375,19 @@ class LLaVATrainer(Trainer):
         self.staging = Path(self.args.output_dir, STAGING)
         with named_save_errors(target):
             super()._save_checkpoint(model, trial)
-            self._note_best(self.best_checkpoint())  # the library looked for it below `.saving`
+            if best := best_checkpoint(self.state, self.args.output_dir):
+                self.state.best_model_checkpoint = str(best)  # the library looked for it below `.saving`
             if self.args.should_save:
                 self.state.save_to_json(str(self.staging / name / TRAINER_STATE_NAME))
-                step_size, samples = global_batch_size(self.args), len(self.train_dataset)
+                step_size, samples = global_batch_size(self.flags), len(self.train_dataset)
                 write_identity(self.staging / name, self.identity, step_size, samples)
         commit(self.staging / name, target, self.args.process_index, self.args.world_size)
         if self.args.should_save:
-            limit = self.args.save_total_limit
+            limit = self.flags.save_total_limit
             rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint, use_mtime=True)
             with contextlib.suppress(OSError):
                 self.staging.rmdir()  # empty, or a file system that is slow to see it
         self.staging, self.saved_step = None, step
-
-    def _issue_warnings_after_load(self, load_result) -> None:
-        tied = self.model.all_tied_weights_keys or ()  # never saved: they are other weights of the checkpoint
-        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result)
 
     def save_final(self) -> None:
         """Writes the final folder below `.saving`, and then moves each file into place. Every rank must call."""
@@ -378,29 +398,33 @@ class LLaVATrainer(Trainer):
             if self.args.should_save:
                 commit_final(staged, target, self.state.global_step)
                 staged.parent.rmdir()
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a self-contained folder or a LoRA folder; checkpoints of stage 1 hold only adapter and config."""
-        output_dir = output_dir or self.args.output_dir
+        output_dir, tensors = output_dir or self.args.output_dir, None
         if has_lora(self.model):
             save_non_lora(self.model, output_dir, is_main_process=self.args.should_save)
-            self._save(output_dir, lora_state_dict(self.model))  # the library saves only the adapters
-            return
-        if self.adapter_only:
-            save_adapter(self.model, output_dir, is_main_process=self.args.should_save)
-            if _internal_call:
-                return
-        super().save_model(output_dir, _internal_call)
+            tensors = lora_state_dict(self.model)
+        else:
+            if self.adapter_only:
+                save_adapter(self.model, output_dir, is_main_process=self.args.should_save)
+                if _internal_call:
+                    return
+            if self.is_deepspeed_enabled:  # ZeRO-1 and 2 give a tied weight as two tensors
+                whole = self.accelerator.get_state_dict(self.model_wrapped) or {}  # empty on other ranks under ZeRO-3
+                tensors = {name: tensor for name, tensor in whole.items() if name not in self.tied}
+        self.save_tensors(output_dir, tensors)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if state_dict is not None:  # ZeRO-1 and 2 give a tied weight as two tensors, and both would be written
-            state_dict = {n: t for n, t in state_dict.items() if n not in (self.model.all_tied_weights_keys or ())}
-        super()._save(output_dir, state_dict)
-        output_dir = output_dir or self.args.output_dir
+    def save_tensors(self, output_dir: str, tensors: dict[str, torch.Tensor] | None) -> None:
+        """Writes `tensors` (None: the model's own), config, tokenizer, image processor and flags, on rank 0."""
+        self._save(output_dir, tensors)
         if self.args.should_save:
             save_tokenizer(self.processing_class, output_dir)
             if self.image_processor is not None:
                 self.image_processor.save_pretrained(output_dir)
+            torch.save(self.flags, Path(output_dir, TRAINING_ARGS_NAME))  # the library wrote its own copy of them
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if not Path(resume_from_checkpoint, OPTIMIZER_NAME).is_file():  # the library would continue with a fresh one
@@ -419,4 +443,7 @@ class LLaVATrainer(Trainer):
             decoder = model.get_model()
             load_adapter(decoder.mm_projector, folder, model.config, decoder.image_newline)
         else:
-            super()._load_from_checkpoint(str(folder), model)
+            tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+            missing, unknown = model.load_state_dict(tensors, strict=False)
+            if different := sorted({*missing, *unknown} - self.tied):
+                raise ResumeError(f"{folder} has the weights of another model: {len(different)} names, {different[0]}")

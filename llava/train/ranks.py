@@ -34,3 +34,10 @@ def barrier() -> None:
     """Waits for all ranks."""
     if joined():
         dist.barrier()
+
+
+def leave_process_group() -> None:
+    """Waits for the rank that saves, then ends the group: over gloo, ranks that exit without that sometimes abort."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -10,8 +10,8 @@ import logging
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
+from llava.train.arguments import TrainingArguments
 from llava.train.ranks import barrier
 from llava.train.run_identity import ALLOWED, Settings, default_settings
 from llava.train.run_record import IDENTITY, Identity
@@ -88,18 +88,29 @@ def moved_step(step: int, saved: Identity, step_size: int) -> int:
     return epoch * steps + min(min(inside * saved["step_size"], samples) // step_size, steps)
 
 
-def use_universal_checkpoint(checkpoint: Path, deepspeed_config: dict[str, Any], is_main_process: bool) -> None:
+def use_universal_checkpoint(checkpoint: str | None, resumed: Identity | None, args: TrainingArguments) -> None:
     """Lets DeepSpeed load its states for another number of ranks. Every rank must call, before the engine is made.
 
     The converted states are kept beside the original ones, in `global_stepN_universal`, and take as much room again.
+
+    Raises:
+        ValueError: `--load_best_model_at_end`, for which DeepSpeed would need the best checkpoint's converted states.
     """
-    deepspeed_config["checkpoint"] = deepspeed_config.get("checkpoint", {}) | {"load_universal": True}
-    if is_main_process:
-        tag = (checkpoint / "latest").read_text().strip()
-        target = checkpoint / f"{tag}_universal"
+    if not args.deepspeed or not checkpoint or not resumed or resumed["settings"]["world_size"] == args.world_size:
+        return
+    if args.load_best_model_at_end:
+        raise ValueError(
+            "--load_best_model_at_end True: not in a DeepSpeed run that resumes on another number of ranks; "
+            "leave the flag out and take the best checkpoint's folder"
+        )
+    config, folder = args.hf_deepspeed_config.config, Path(checkpoint)
+    config["checkpoint"] = config.get("checkpoint", {}) | {"load_universal": True}
+    if args.process_index == 0:
+        tag = (folder / "latest").read_text().strip()
+        target = folder / f"{tag}_universal"
         if not target.exists():
-            _convert(checkpoint / tag, target)
-        (checkpoint / "latest_universal").write_text(target.name)
+            _convert(folder / tag, target)
+        (folder / "latest_universal").write_text(target.name)
     barrier()
 
 

@@ -9,7 +9,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from llava.train.arguments import TrainingArguments
 from llava.train.batches import global_batch_size
@@ -30,9 +30,6 @@ from llava.train.telemetry import LOG_FILE
 from llava.utils.failures import clear_reports
 from llava.utils.locks import FolderLock, InUse
 from llava.utils.provenance import RUN_FILE, differences
-
-if TYPE_CHECKING:
-    from llava.train.llava_trainer import LLaVATrainer  # which imports this module
 
 logger = logging.getLogger(__name__)
 
@@ -160,18 +157,18 @@ def _check_earlier(folder: Path, left: str, identity: Settings, accepted: set[st
     return check_identity(folder, identity, accepted, step_size)
 
 
-def begin_run(trainer: "LLaVATrainer", start: Start) -> None:
+def begin_run(args: TrainingArguments, start: Start, identity: Settings, num_samples: int) -> None:
     """Makes the output folder this run's own. Every rank must call, after all checks."""
     barrier()  # every rank has read what is there
-    if trainer.args.process_index != 0:
+    if args.process_index != 0:
         return
-    folder = Path(trainer.args.output_dir)
+    folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if start.replaces:
         logger.warning("--overwrite_output_dir True: removing %s from %s", earlier_run(folder) or "nothing", folder)
         remove_run(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
-    write_identity(folder, trainer.identity, global_batch_size(trainer.args), len(trainer.train_dataset))
+    write_identity(folder, identity, global_batch_size(args), num_samples)
 
 
 def remove_run(folder: Path) -> None:

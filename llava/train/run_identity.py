@@ -10,13 +10,14 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava.conversation import get_template
+from llava.data.dataset import LazySupervisedDataset
 from llava.data.records import RecordTable
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
@@ -33,9 +34,6 @@ from llava.train.batches import sample_order
 from llava.train.optim import part_of
 from llava.utils.digests import bytes_digest
 from llava.utils.versions import software
-
-if TYPE_CHECKING:
-    from llava.train.llava_trainer import LLaVATrainer  # which imports this module
 
 Setting = bool | int | float | str | None
 Settings = dict[str, Setting]
@@ -91,10 +89,14 @@ def default_settings() -> Settings:
 
 
 def run_configuration(
-    trainer: "LLaVATrainer", model_args: ModelArguments, data_args: DataArguments, training_args: TrainingArguments
+    model: LlavaMetaForCausalLM,
+    dataset: LazySupervisedDataset,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    training_args: TrainingArguments,
 ) -> dict[str, Any]:
     """Everything that decides the trained weights, as `run.json` holds it. Every rank must call."""
-    records = trainer.train_dataset.records
+    records = dataset.records
     assert isinstance(records, RecordTable)  # lists are for callers that record nothing
     mixture = {"mixture": records.source_counts()} if records.source_names else {}
     return {
@@ -103,8 +105,8 @@ def run_configuration(
         "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
         "deepspeed_config": _json_file(training_args.deepspeed),
         "adapter": adapter_digest(model_args.pretrain_mm_mlp_adapter),
-        "order": order_digest(sample_order(trainer.train_dataset, training_args)),
-        "initial_weights": weights_digests(trainer.model, training_args.process_index == 0),
+        "order": order_digest(sample_order(dataset, training_args)),
+        "initial_weights": weights_digests(model, training_args.process_index == 0),
         **software(),
         "devices": {"ranks": training_args.world_size, "kind": device_name(training_args.device)},
     }

@@ -11,15 +11,14 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
+from llava.data.dataset import LazySupervisedDataset
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.run_identity import Settings, run_configuration
 from llava.utils.files import write_json, write_text
 from llava.utils.provenance import RUN_FILE, RUN_FORMAT, read_starts
-
-if TYPE_CHECKING:
-    from llava.train.llava_trainer import LLaVATrainer  # which imports this module
 
 IDENTITY = "resume.json"
 
@@ -46,14 +45,15 @@ def write_identity(folder: Path, settings: Settings, step_size: int, num_samples
 
 
 def write_run_record(
-    trainer: "LLaVATrainer",
+    model: LlavaMetaForCausalLM,
+    dataset: LazySupervisedDataset,
     model_args: ModelArguments,
     data_args: DataArguments,
     training_args: TrainingArguments,
     resumed: bool,
 ) -> None:
     """Writes `run.json`, or adds a start to it if the run is `resumed`. Every rank must call; one writes."""
-    configuration = run_configuration(trainer, model_args, data_args, training_args)
+    configuration = run_configuration(model, dataset, model_args, data_args, training_args)
     if training_args.process_index == 0:
         path = Path(training_args.output_dir, RUN_FILE)
         starts = read_starts(path) if resumed and path.exists() else []

@@ -258,6 +258,14 @@ def samples_of_rows(layout: Layout) -> torch.Tensor:
     return torch.searchsorted(layout.cu_seqlens[1:], layout.predicting, right=True)
 
 
+def without_pauses(logs: dict[str, float], paused_seconds: float) -> dict[str, float]:
+    """The library's figures of a whole run, `train_runtime` and the rates, without the time that was not training."""
+    seconds = max(logs["train_runtime"] - paused_seconds, 1e-9)
+    rates = {name: value for name, value in logs.items() if name.startswith("train_") and name.endswith("_per_second")}
+    corrected = {name: round(value * logs["train_runtime"] / seconds, 3) for name, value in rates.items()}
+    return corrected | {"train_runtime": round(seconds, 4)}
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """The most memory so far, in GiB, that tensors took on a GPU, or that this process took on a CPU."""
     if device.type == "cuda":

@@ -9,9 +9,9 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -22,11 +22,9 @@ from llava.model.builder import load_language_model, read_config
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora
 from llava.model.zero3 import full_shape
-from llava.train.checkpoint import STAGING, SaveError, free_gib
+from llava.train.arguments import TrainingArguments
+from llava.train.checkpoint import STAGING, SaveError, free_gib, trains_adapter_only
 from llava.train.ranks import from_first
-
-if TYPE_CHECKING:
-    from llava.train.llava_trainer import LLaVATrainer  # which imports this module
 
 logger = logging.getLogger(__name__)
 
@@ -34,53 +32,45 @@ _FAILED = "the final folder could not be written and read in a trial before the 
 FULL_TRIAL = 2 * 2**30  # bytes of weights that are written and read in seconds
 
 
-def try_save(trainer: "LLaVATrainer") -> None:
+def try_save(
+    model: LlavaMetaForCausalLM,
+    args: TrainingArguments,
+    save_model: Callable[[str], None],
+    save_tensors: Callable[[str, dict[str, torch.Tensor]], None],
+) -> None:
     """Writes and reads the final folder once. Every rank must call, when the model is ready to train.
+
+    Args:
+        model: the model.
+        args: the training arguments.
+        save_model: writes the final folder.
+        save_tensors: writes it with these tensors in place of the weights.
 
     Raises:
         SaveError: the folder cannot be written, or does not read back as it was written.
     """
     start = time.perf_counter()
-    folder = Path(trainer.args.output_dir, STAGING, "trial")
-    full = model_bytes(trainer.model) <= FULL_TRIAL
+    folder = Path(args.output_dir, STAGING, "trial")
+    full = model_bytes(model) <= FULL_TRIAL
     fault = None
     try:
         with torch.random.fork_rng(devices=[]):
-            _write(trainer, folder, full)
-            if trainer.args.should_save and not has_lora(trainer.model):  # a LoRA folder cannot load without its base
-                fault = _read_back(folder, trainer.model, full)
+            if full:
+                save_model(str(folder))
+            elif args.should_save:
+                save_tensors(str(folder), {name: torch.zeros(1) for name in model.state_dict()})
+            if args.should_save and not has_lora(model):  # a LoRA folder cannot load without its base
+                fault = _read_back(folder, model, full)
     except Exception as error:  # it would fail after the last step as well
         raise SaveError(f"{_FAILED}: {type(error).__name__}: {error}") from error
     if fault:
         raise SaveError(f"{_FAILED}: {fault}")
-    if trainer.args.should_save:
+    if args.should_save:
         shutil.rmtree(folder.parent)
         logger.info(
             "trial of the final folder (%s): written and read in %.1f s",
             "whole" if full else "names and settings",
             time.perf_counter() - start,
-        )
-
-
-def _write(trainer: "LLaVATrainer", folder: Path, full: bool) -> None:
-    check_gathering(trainer)
-    if full:
-        trainer.save_model(str(folder))
-    elif trainer.args.should_save:
-        trainer._save(str(folder), {name: torch.zeros(1) for name in trainer.model.state_dict()})
-
-
-def check_gathering(trainer: "LLaVATrainer") -> None:
-    """Checks that under ZeRO-3 the weights are gathered for saving, without which the final folder would have none.
-
-    Raises:
-        ValueError: the DeepSpeed configuration does not gather them.
-    """
-    zero = trainer.args.hf_deepspeed_config.config.get("zero_optimization", {}) if trainer.args.deepspeed else {}
-    if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
-        raise ValueError(
-            f"--deepspeed {trainer.args.deepspeed}: stage3_gather_16bit_weights_on_model_save must be true under "
-            "ZeRO-3, or the final folder would hold no weights"
         )
 
 
@@ -129,42 +119,41 @@ def model_bytes(model: nn.Module) -> int:
     return sum(full_shape(p).numel() * p.element_size() for p in model.parameters())
 
 
-def checkpoint_bytes(trainer: "LLaVATrainer") -> int:
+def checkpoint_bytes(model: nn.Module, args: TrainingArguments) -> int:
     """About how many bytes a `checkpoint-N` takes: weights, and master weights and moments of what is trained."""
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     elements = sum(full_shape(p).numel() for p in trained)
     weights = sum(full_shape(p).numel() * p.element_size() for p in trained)
-    whole = weights if trainer.adapter_only or has_lora(trainer.model) else model_bytes(trainer.model)
-    per_element = 2 if "8bit" in str(trainer.args.optim) else 8
-    if not trainer.args.deepspeed:
+    whole = weights if trains_adapter_only(model) or has_lora(model) else model_bytes(model)
+    per_element = 2 if "8bit" in str(args.optim) else 8
+    if not args.deepspeed:
         return whole + per_element * elements
-    module = 0 if trainer.args.hf_deepspeed_config.is_zero3() else model_bytes(trainer.model)
+    module = 0 if args.hf_deepspeed_config.is_zero3() else model_bytes(model)
     return whole + module + (per_element + 4) * elements
 
 
-def needed_bytes(trainer: "LLaVATrainer", max_steps: int) -> int:
+def needed_bytes(model: nn.Module, args: TrainingArguments, max_steps: int) -> int:
     """The most bytes that the run's files take at any time: checkpoints, one more during a save, the final folder."""
-    args = trainer.args
     strategy: Any = args.save_strategy  # the library has made an enum of it
     every = args.save_steps if str(strategy.value) == "steps" else max_steps
     saves = 0 if str(strategy.value) == "no" else max(1, int(max_steps // max(1, every)))
     limit = max(args.save_total_limit or 0, 2 if args.metric_for_best_model else 0)  # the newest and the best
     kept = min(saves, limit + 1) if args.save_total_limit else saves
-    return kept * checkpoint_bytes(trainer) + model_bytes(trainer.model)
+    return kept * checkpoint_bytes(model, args) + model_bytes(model)
 
 
-def check_disk(trainer: "LLaVATrainer", max_steps: int) -> None:
+def check_disk(model: nn.Module, args: TrainingArguments, max_steps: int) -> None:
     """Raises SaveError if the output folder's disk is too small; the message says how much is needed.
 
     Every rank must call.
     """
-    output_dir = Path(trainer.args.output_dir)
-    needed, present = needed_bytes(trainer, max_steps) / 2**30, folder_gib(output_dir)
+    output_dir = Path(args.output_dir)
+    needed, present = needed_bytes(model, args, max_steps) / 2**30, folder_gib(output_dir)
     free = from_first(free_gib(output_dir))
     if needed > free + from_first(present):
         raise SaveError(
             f"--output_dir {output_dir}: the run will write about {needed:.2f} GiB "
-            f"({checkpoint_bytes(trainer) / 2**30:.2f} per checkpoint), and {free:.2f} are free; make room, lower "
+            f"({checkpoint_bytes(model, args) / 2**30:.2f} per checkpoint), and {free:.2f} are free; make room, lower "
             "--save_total_limit (one more is kept while a new one is written), or choose another disk"
         )
 

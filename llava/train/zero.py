@@ -21,10 +21,16 @@ _READ_AS_FP16 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights"
 
 def check_zero(args: TrainingArguments) -> None:
     """The part of `check_flags` about the file that `--deepspeed` names."""
-    if not args.deepspeed or args.fp16:
+    if not args.deepspeed:
         return
     zero = args.hf_deepspeed_config.config.get("zero_optimization", {})
-    if options := [name for name in _READ_AS_FP16 if zero.get(name)]:
+    if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
+        raise ValueError(
+            f"--deepspeed {args.deepspeed}: stage3_gather_16bit_weights_on_model_save must be true under ZeRO-3, or "
+            "the final folder would hold no weights"
+        )
+    options = [name for name in _READ_AS_FP16 if zero.get(name)]
+    if options and not args.fp16:
         raise ValueError(
             f"--deepspeed {args.deepspeed}: {', '.join(options)}: DeepSpeed's kernels read them as fp16, and the "
             f"run computes in {'bf16' if args.bf16 else 'fp32'}; take it out of the file, or pass --fp16 True"

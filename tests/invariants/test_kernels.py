@@ -23,6 +23,7 @@ from llava.model import attention
 from llava.model.attention import SEGMENTS, VARLEN, packed_attention
 from llava.model.language_model.families import FAMILIES
 from llava.train import liger
+from llava.train import building
 from llava.train import train as train_module
 from llava.train.compilation import _FORWARD_CHECKPOINTS, compile_layers
 
@@ -88,7 +89,7 @@ def test_compiled_layers_take_a_backend_that_is_compiled_once():
 
 def test_both_stages_train_compiled(tiny, tmp_path, monkeypatch):
     compiled = []
-    monkeypatch.setattr(train_module, "compile_layers", compiled.append)
+    monkeypatch.setattr(building, "compile_layers", compiled.append)
     train_module.train(flags(tiny, tmp_path, 1, compile_layers=True, max_steps=1))
     assert compiled[0].config._attn_implementation == "sdpa"
 

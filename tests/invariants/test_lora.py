@@ -19,6 +19,7 @@ from llava.constants import IMAGE_TOKEN_INDEX
 from llava.model import builder, merge_lora
 from llava.model.builder import load_pretrained_model
 from llava.model.lora import NON_LORA_FILE, apply_lora, recorded_base
+from llava.train import building
 from llava.train import train as train_module
 from llava.train.llava_trainer import LLaVATrainer
 from llava.train.lora import quantized_loading
@@ -67,7 +68,7 @@ class RecordedTrainer(LLaVATrainer):
     order: list[int]
     losses: list[float]
 
-    def _get_train_sampler(self, train_dataset=None):
+    def sample_order(self):
         return self.order
 
     def training_step(self, *args, **kwargs):
@@ -90,7 +91,7 @@ def upstream(request, tmp_path_factory):
     argv[argv.index("--output_dir") + 1] = str(root / "run")
     argv[argv.index("--pretrain_mm_mlp_adapter") + 1] = str(root / "mm_projector.bin")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "LLaVATrainer", RecordedTrainer)
+        patch.setattr(building, "LLaVATrainer", RecordedTrainer)
         model, trainer = build([*argv, "--label_masking", "upstream", "--disable_tqdm", "True"])
     assert {k for k in init if "lora_A" in k} == {k for k, _ in model.named_parameters() if "lora_A" in k}
     model.load_state_dict(init, strict=False)

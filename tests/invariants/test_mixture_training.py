@@ -74,7 +74,7 @@ def test_the_loss_of_a_data_set_is_that_of_its_samples_alone(tiny, tmp_path, mix
     options = {"data_path": mixture, "max_steps": 1, "per_device_train_batch_size": 2, "telemetry_steps": 0}
     options |= {"gradient_accumulation_steps": 4, "padding_free": padding_free}
     model, trainer = build(flags(tiny, tmp_path / "run", 2, **options))
-    dataset, samples = trainer.train_dataset, list(trainer._get_train_sampler())[:8]
+    dataset, samples = trainer.train_dataset, list(trainer.sample_order())[:8]
     expected = {}
     for number, name in enumerate(dataset.records.source_names):
         batch = trainer.data_collator([dataset[i] for i in samples if dataset.records.source_number(i) == number])

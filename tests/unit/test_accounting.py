@@ -233,11 +233,18 @@ def test_a_bucket_holds_a_layer_and_every_layer_is_gathered_at_once(tiny):
 def test_zero_options_whose_kernels_read_fp16_are_refused_in_other_precisions(option):
     name = f"zero_quantized_{option}"
     for precision, flags in {"bf16": {}, "fp32": {"bf16": False}}.items():
-        refused = zero_arguments(3, 2, config={"zero_optimization": {"stage": 3, name: True}}, **flags)
+        refused = zero_arguments(2, 2, config={"zero_optimization": {"stage": 2, name: True}}, **flags)
         with pytest.raises(ValueError, match=f"--deepspeed zero.json: {name}: .* computes in {precision}; "):
             check_zero(refused)
-    check_zero(zero_arguments(3, 2, config={"zero_optimization": {"stage": 3, name: False}}))
-    check_zero(zero_arguments(3, 2, config={"zero_optimization": {name: True}}, bf16=False, fp16=True))
+    check_zero(zero_arguments(2, 2, config={"zero_optimization": {"stage": 2, name: False}}))
+    check_zero(zero_arguments(2, 2, config={"zero_optimization": {name: True}}, bf16=False, fp16=True))
+
+
+def test_zero3_that_would_write_no_weights_is_refused():
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
+    with pytest.raises(ValueError, match="--deepspeed zero.json: stage3_gather_16bit_weights_on_model_save must be"):
+        check_zero(zero_arguments(3, 2, config={"zero_optimization": zero}))
+    check_zero(zero_arguments(3, 2, config={"zero_optimization": dict.fromkeys(zero, True) | {"stage": 3}}))
 
 
 def test_a_trained_layer_whose_input_may_need_no_gradient_is_gathered_module_by_module(tiny):
