@@ -49,14 +49,14 @@ def global_batch_size(args: TrainingArguments) -> int:
     return args.train_batch_size * args.world_size * args.gradient_accumulation_steps
 
 
-def deals_by_length(args: TrainingArguments) -> bool:
-    """Whether a step's samples are dealt to micro-batches of even length; a mean of their means needs LLaVA's."""
+def balanced_by_length(args: TrainingArguments) -> bool:
+    """Whether micro-batches are balanced by length; a mean of their means needs LLaVA's instead."""
     return args.padding_free and args.loss_reduction == "token_mean"
 
 
-def deal_of(dataset: LazySupervisedDataset, args: TrainingArguments) -> Callable[[list[int]], list[list[list[int]]]]:
-    """The function that deals a step's samples to the micro-batches of all ranks."""
-    if not deals_by_length(args):
+def assignment(dataset: LazySupervisedDataset, args: TrainingArguments) -> Callable[[list[int]], list[list[list[int]]]]:
+    """The function that assigns a step's samples to the micro-batches of all ranks."""
+    if not balanced_by_length(args):
         return partial(dealt_in_order, ranks=args.world_size, batch_size=args.train_batch_size)
     return partial(
         dealt_evenly,
@@ -71,11 +71,11 @@ def log_micro_batches(dataset: LazySupervisedDataset, args: TrainingArguments) -
     """Logs how full `--max_tokens_per_micro_batch` makes the micro-batches of the first epoch, if it is given."""
     if args.max_tokens_per_micro_batch is None:
         return
-    lengths, size, deal = np.abs(dataset.modality_lengths()), global_batch_size(args), deal_of(dataset, args)
+    lengths, size, assign = np.abs(dataset.modality_lengths()), global_batch_size(args), assignment(dataset, args)
     order = list(sample_order(dataset, args))
     starts = range(0, len(order), size)[:: -(-len(order) // _LOGGED_SAMPLES)]
     steps = [order[start : start + size] for start in starts]
-    counts = [len(deal(step)[0]) for step in steps]
+    counts = [len(assign(step)[0]) for step in steps]
     tokens = sum(int(lengths[step].sum()) for step in steps)
     logger.info(
         "--max_tokens_per_micro_batch %d: %.4g micro-batches per step and rank (%d to %d), %.0f %% full on average",
@@ -90,19 +90,19 @@ def log_micro_batches(dataset: LazySupervisedDataset, args: TrainingArguments) -
 def largest_micro_batch(dataset: LazySupervisedDataset, args: TrainingArguments) -> int:
     """An upper bound of a micro-batch's tokens, with padding: from the cap, the first epoch, or the maximum lengths.
 
-    Without a cap, only the steps with the most tokens and those with the longest samples are dealt out.
+    Without a cap, only the steps with the most tokens and those with the longest samples are examined.
     """
-    if not deals_by_length(args):
+    if not balanced_by_length(args):
         return args.train_batch_size * args.model_max_length
     lengths = np.abs(dataset.modality_lengths())
     if args.max_tokens_per_micro_batch is not None:
         return max(int(lengths.max()), min(args.max_tokens_per_micro_batch, int(lengths.sum())))
-    order, size, deal = list(sample_order(dataset, args)), global_batch_size(args), deal_of(dataset, args)
+    order, size, assign = list(sample_order(dataset, args)), global_batch_size(args), assignment(dataset, args)
     steps = [order[start : start + size] for start in range(0, len(order), size)]
     heaviest = sorted(steps, key=lambda step: lengths[step].sum())[-4:]
     longest = sorted(steps, key=lambda step: lengths[step].max())[-4:]
-    dealt = [batch for step in (*heaviest, *longest) for rank in deal(step) for batch in rank]
-    return max(int(lengths[[max(i, ~i) for i in batch]].sum()) for batch in dealt)
+    batches = [batch for step in (*heaviest, *longest) for rank in assign(step) for batch in rank]
+    return max(int(lengths[[max(i, ~i) for i in batch]].sum()) for batch in batches)
 
 
 def most_crops(dataset: LazySupervisedDataset) -> float | None:
@@ -149,13 +149,13 @@ def step_loader(
     workers = args.dataloader_num_workers
     if args.dataloader_drop_last and len(dataset) < global_batch_size(args):
         raise ValueError(
-            f"--dataloader_drop_last True leaves no step: one has {global_batch_size(args)} samples, the data has "
+            f"--dataloader_drop_last True leaves no step: a step has {global_batch_size(args)} samples, the data has "
             f"{len(dataset)}; leave the flag out"
         )
     sampler = StepSampler(
         order,
         global_batch_size(args),
-        deal_of(dataset, args),
+        assignment(dataset, args),
         rank=args.process_index,
         drop_last=args.dataloader_drop_last,
     )

@@ -4,8 +4,8 @@ The final folder of both stages holds the whole model, tokenizer and image proce
 `mm_projector.bin`. A `checkpoint-N` of stage 1 holds `mm_projector.bin` and `config.json` beside the optimizer's state,
 since nothing else changes.
 
-Both are written below `.saving` in the output folder. A checkpoint gets its name when every rank's files are on disk
-and listed in `manifest.json` with size and SHA-256; one that does not match its manifest is never loaded. The final
+Both are written below `.saving` in the output folder. A checkpoint is renamed into place once every rank's files
+are on disk and listed in `manifest.json` with size and SHA-256; it is never loaded if it does not match. The final
 folder's `manifest.json` is written last and says that the run is finished, and after how many steps.
 """
 
@@ -25,10 +25,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict
+from llava.model.lora import has_lora, load_adapters, load_non_lora, read_non_lora
+from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict, load_adapter
 from llava.train.optim import ADAPTER, part_of
 from llava.train.ranks import barrier, from_all, from_first
 from llava.utils.files import replace_folder, sync, write_json
@@ -59,6 +61,25 @@ def save_adapter(model: LlavaMetaForCausalLM, output_dir: str, is_main_process: 
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         torch.save(state_dict, os.path.join(output_dir, ADAPTER_FILE))
         model.config.save_pretrained(output_dir)
+
+
+def load_weights(folder: Path, model: LlavaMetaForCausalLM) -> None:
+    """Loads what a checkpoint holds: adapter of stage 1, LoRA, or the whole model; without DeepSpeed.
+
+    Raises:
+        ValueError: the names of the weights are not the model's.
+    """
+    if has_lora(model):
+        load_non_lora(model, read_non_lora(str(folder)), str(folder))
+        load_adapters(model, str(folder))
+    elif trains_adapter_only(model):
+        decoder = model.get_model()
+        load_adapter(decoder.mm_projector, folder, model.config, decoder.image_newline)
+    else:
+        tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+        missing, unknown = model.load_state_dict(tensors, strict=False)
+        if different := sorted({*missing, *unknown} - set(model.all_tied_weights_keys or ())):
+            raise ValueError(f"{folder} has the weights of another model: {len(different)} names, {different[0]}")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -95,7 +116,7 @@ def named_full_disk(output_dir: Path) -> Iterator[None]:
 def _not_written(target: Path, output_dir: Path, error: Exception) -> str:
     return (
         f"{target} could not be written: {error} ({free_gib(target):.2f} GiB are free there). "
-        f"{what_is_left(output_dir)}. Make room and start the same command again"
+        f"{what_is_left(output_dir)}. Make room and rerun the same command to resume"
     )
 
 
@@ -112,12 +133,12 @@ def free_gib(folder: Path) -> float:
 
 
 def commit(staged: Path, target: Path, rank: int = 0, world_size: int = 1) -> None:
-    """Gives a checkpoint that all ranks have written its manifest and its name. Every rank must call.
+    """Writes the manifest of a checkpoint that is complete, and renames it into place. Every rank must call.
 
     Each rank reads back what it wrote itself, so that the time does not grow with the number of ranks.
 
     Raises:
-        SaveError: the checkpoint cannot be read back, or named.
+        SaveError: the checkpoint cannot be read back or renamed.
     """
     start = time.perf_counter()
     barrier()  # all ranks' files exist
@@ -131,7 +152,7 @@ def commit(staged: Path, target: Path, rank: int = 0, world_size: int = 1) -> No
             replace_folder(staged, target, staged.with_name(f"replaced-{target.name}"))
             sync(target.parent)
         size = sum(entry["size"] for entry in files.values()) / 2**30
-        logger.info("%s: %d files, %.2f GiB, named in %.1f s", target, len(files), size, time.perf_counter() - start)
+        logger.info("%s: %d files, %.2f GiB, checked in %.1f s", target, len(files), size, time.perf_counter() - start)
     barrier()
 
 
@@ -189,11 +210,11 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def find_checkpoint(output_dir: str, requested: str | None, rank: int = 0, world_size: int = 1) -> str | None:
-    """The checkpoint to continue from, the same on every rank. Every rank must call.
+    """The checkpoint to resume from, the same on every rank. Every rank must call.
 
     Args:
         output_dir: where the newest complete `checkpoint-N` is searched for if nothing is requested, as in LLaVA.
-        requested: `--resume_from_checkpoint`: a folder, `True` (the newest, which must exist) or `False` (start anew).
+        requested: `--resume_from_checkpoint`: a folder, `True` (the newest, which must exist) or `False` (none).
         rank: this process's rank.
         world_size: number of ranks, which share the reading.
 
@@ -231,8 +252,8 @@ def checkpoint_faults(folder: Path, rank: int = 0, world_size: int = 1) -> list[
         return [f"no readable {MANIFEST}, which is written last"] if rank == 0 else []
     own = [name for i, name in enumerate(sorted(files)) if i % world_size == rank]
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda name: _file_fault(folder / name, files[name]), own)
-        return [f"{name}: {fault}" for name, fault in zip(own, found, strict=True) if fault]
+        faults = pool.map(lambda name: _file_fault(folder / name, files[name]), own)
+        return [f"{name}: {fault}" for name, fault in zip(own, faults, strict=True) if fault]
 
 
 def _file_fault(file: Path, expected: dict[str, Any]) -> str | None:

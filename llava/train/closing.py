@@ -1,4 +1,4 @@
-"""The last lines of a finished run: where the model is, and the command that comes next."""
+"""The last lines of a finished run: where the model is, and the next commands."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ def print_next_steps(
 def closing_lines(
     model_args: ModelArguments, data_args: DataArguments, output_dir: str, adapter_only: bool, lora: bool
 ) -> list[str]:
-    """The lines that say where the model is and what comes next, with paths that are valid from anywhere.
+    """The lines that name the model and the next steps, with paths that are valid from anywhere.
 
     Args:
         model_args, data_args: the run's flags.
@@ -65,5 +65,5 @@ def score_command(path: str, data_args: DataArguments) -> str:
     images = data_args.eval_image_folder or data_args.image_folder
     words = ["--data", from_anywhere(data_args.eval_data_path or "QUESTIONS")]
     words += ["--image-folder", from_anywhere(images or "IMAGES")]
-    asked = f"python -m llava.eval.answer --model-path {path} {shlex.join(words)} --output answers.jsonl"
-    return f"{asked} && python -m llava.eval.score answers.jsonl"
+    answer = f"python -m llava.eval.answer --model-path {path} {shlex.join(words)} --output answers.jsonl"
+    return f"{answer} && python -m llava.eval.score answers.jsonl"

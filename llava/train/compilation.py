@@ -23,7 +23,7 @@ _FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
 def compile_layers(model: LlavaMetaForCausalLM, backend: str = "inductor") -> None:
     """Replaces the forward pass of every decoder layer, and of every tower layer that runs, by a compiled one.
 
-    All layers of a kind share the compiled code. Layers that recompute their activations are compiled as well; the
+    All layers of a kind share the compiled code. Layers that recompute their activations are compiled too; the
     recomputation stays outside the compiled code, so that every variant of it works.
 
     Args:

@@ -54,16 +54,16 @@ class Part(NamedTuple):
 
 def check_eval_flags(data_args: DataArguments, training_args: TrainingArguments) -> None:
     """Raises ValueError or FileNotFoundError if a flag about held-out data is wrong; the message says what to do."""
-    asked = training_args.eval_strategy != "no" or training_args.eval_on_start
+    evaluates = training_args.eval_strategy != "no" or training_args.eval_on_start
     if not data_args.eval_data_path:
         flags = ("eval_steps", "eval_on_start", "eval_generate", "load_best_model_at_end", "metric_for_best_model")
-        given = [flag for flag in flags if getattr(training_args, flag)]
-        given += ["eval_strategy"] * (training_args.eval_strategy != "no")
-        given += ["eval_image_folder"] * bool(data_args.eval_image_folder)
-        if given:
-            raise ValueError(f"--{given[-1]} needs held-out records; name them with --eval_data_path")
+        passed = [flag for flag in flags if getattr(training_args, flag)]
+        passed += ["eval_strategy"] * (training_args.eval_strategy != "no")
+        passed += ["eval_image_folder"] * bool(data_args.eval_image_folder)
+        if passed:
+            raise ValueError(f"--{passed[-1]} needs held-out records; name them with --eval_data_path")
         return
-    if not asked:
+    if not evaluates:
         raise ValueError(
             f"--eval_data_path {data_args.eval_data_path}: nothing says when it is read; pass --eval_strategy steps "
             "--eval_steps N, --eval_strategy epoch, or --eval_on_start True"
@@ -106,8 +106,8 @@ def source_names(data_path: str, cache_dir: str | None) -> dict[Path, str]:
 
 def sources_of(records: RecordTable, data_path: str, cache_dir: str | None = None) -> list[str]:
     """The source of every record that is used: a mixture's own names, or those of the files."""
-    if found := records.source_names:
-        return [found[records.source_number(index)] for index in range(len(records))]
+    if own := records.source_names:
+        return [own[records.source_number(index)] for index in range(len(records))]
     names = source_names(data_path, cache_dir)
     return [names[records.source(records.position(index))[0]] for index in range(len(records))]
 
@@ -118,8 +118,8 @@ def parts_of(lengths: Sequence[int], sources: Sequence[str], max_samples: int, m
     Args:
         lengths: length of every sample, negative without a picture.
         sources: source of every sample.
-        max_samples, max_tokens: most samples and tokens of a micro-batch, padding included; only a sample alone in its
-            micro-batch may be longer.
+        max_samples, max_tokens: maximum samples and tokens per micro-batch, padding included; only a sample alone in
+            its micro-batch may be longer.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i] < 0, sources[i], -abs(lengths[i]), i))
     parts: list[Part] = []
@@ -135,7 +135,7 @@ def parts_of(lengths: Sequence[int], sources: Sequence[str], max_samples: int, m
     return parts
 
 
-def dealt(parts: Sequence[Part], ranks: int) -> list[list[Part]]:
+def assigned(parts: Sequence[Part], ranks: int) -> list[list[Part]]:
     """Every rank's micro-batches: the same number on all ranks, and in each place the same modality on all ranks.
 
     If there are too few for all ranks, the shortest sample is repeated without its targets, as the index `~index`.
@@ -160,7 +160,7 @@ class HeldOut:
         sources: the source of each record.
         collator: the training's collator.
         args: the training arguments.
-        max_tokens: most tokens of a micro-batch: what training computes at a time, and keeps for a backward pass.
+        max_tokens: maximum tokens per micro-batch, as in training, which also keeps them for a backward pass.
         context: tokens that the model takes.
 
     Raises:
@@ -188,7 +188,7 @@ class HeldOut:
         keys = ["loss", *(f"loss{name}" for name in self.names), *["accuracy"] * (self.questions is not None)]
         if (metric := metric_key(args)) and metric not in keys:
             raise ValueError(f"--metric_for_best_model {metric} is not measured; expected one of {', '.join(keys)}")
-        self.parts = dealt(parts, args.world_size)[args.process_index]
+        self.parts = assigned(parts, args.world_size)[args.process_index]
         workers = args.dataloader_num_workers
         self.loader = DataLoader(
             MicroBatches(dataset, collator),
@@ -209,7 +209,7 @@ class HeldOut:
         Args:
             model: the model in evaluation mode, as the training wraps it.
             prepare: brings a batch to its device.
-            at_batch: is called before every micro-batch and must answer alike on all ranks; True stops.
+            at_batch: is called before every micro-batch and must return the same on all ranks; True stops.
 
         Returns:
             The sums, or None if `at_batch` stopped the evaluation.

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from safetensors.torch import load_file
 from torch import nn
 from transformers import BaseImageProcessor, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
@@ -28,8 +27,7 @@ from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.dataset import LazySupervisedDataset
 from llava.mm_utils import save_tokenizer
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.lora import has_lora, load_adapters, load_non_lora, lora_state_dict, read_non_lora, save_non_lora
-from llava.model.multimodal_projector.adapter import load_adapter
+from llava.model.lora import has_lora, lora_state_dict, save_non_lora
 from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import TrainingArguments
@@ -40,6 +38,7 @@ from llava.train.checkpoint import (
     commit,
     commit_final,
     faults_on_any_rank,
+    load_weights,
     named_save_errors,
     save_adapter,
     trains_adapter_only,
@@ -58,7 +57,6 @@ from llava.train.telemetry import (
     JsonlCallback,
     NormProbe,
     SourceLosses,
-    TelemetryCallback,
     Throughput,
     measures_step,
     without_pauses,
@@ -167,7 +165,6 @@ class LLaVATrainer(Trainer):
         self.probe = NormProbe(self.model)
         self.throughput = Throughput(self.model, self.args.device, self.args.peak_tflops)
         self.source_losses = SourceLosses(self.train_dataset.records, self.model.lm_head, self.args.device)
-        self.add_callback(TelemetryCallback(self.probe))
         self.add_callback(JsonlCallback())
         if self.pop_callback(ProgressCallback):  # it prints every step's figures as a dict over several lines
             self.add_callback(TrainingProgress(global_batch_size(args), lambda: self.throughput.paused_seconds))
@@ -212,6 +209,7 @@ class LLaVATrainer(Trainer):
         samples = [batch.pop("indices").tolist() for batch in micro_batches]
         self.guard.start_step(samples)
         self.source_losses.start_step(samples, micro_batches)
+        self.probe.start_step(measures_step(self.args, self.state, self.state.global_step + 1))
         return steps, num_items
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
@@ -282,6 +280,7 @@ class LLaVATrainer(Trainer):
         if step == self.first_step > 0:  # --eval_on_start in a run that is continued
             return {}
         start = time.perf_counter()
+        self.probe.active = False  # only training is measured
 
         def at_batch() -> bool:
             self.watchdog.enter("evaluating", step)
@@ -292,7 +291,7 @@ class LLaVATrainer(Trainer):
             questions = heldout.questions if totals is not None else None
             answers = questions.ask(self.model, at_batch) if questions else []
             if totals is None or answers is None:
-                logger.warning("the evaluation after step %d is left out: a signal came", step)
+                logger.warning("skipped the evaluation after step %d: a signal arrived", step)
                 self.control.should_evaluate = False  # or the end of the epoch would ask again
                 return {}
             totals = self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu()
@@ -312,13 +311,13 @@ class LLaVATrainer(Trainer):
         if best is None or not self.flags.load_best_model_at_end:
             return
         if faults := faults_on_any_rank(best, self.args.process_index, self.args.world_size):
-            raise ResumeError(f"--load_best_model_at_end True: {best} is the best but is not whole: {faults[0]}")
+            raise ResumeError(f"--load_best_model_at_end True: {best}, the best, is incomplete: {faults[0]}")
         metric = self.flags.metric_for_best_model
         logger.info("the final folder gets %s, with the best %s: %.6g", best, metric, self.state.best_metric)
         if self.is_deepspeed_enabled:
             deepspeed_load_checkpoint(self.model_wrapped, str(best))
         else:
-            self._load_weights(best, self.model)
+            load_weights(best, self.model)
         barrier()  # all have read it
         if self.flags.save_total_limit == 1 and self.args.should_save:
             for other in set(checkpoints(self.args.output_dir)) - {best}:
@@ -350,7 +349,7 @@ class LLaVATrainer(Trainer):
             if best and not best.is_dir():
                 raise ResumeError(
                     f"{resume}: {best} had the best --metric_for_best_model so far and is missing; put it back, or "
-                    "start anew with --resume_from_checkpoint False"
+                    "start from scratch with --resume_from_checkpoint False"
                 )
             self.state.best_model_checkpoint = None if best is None else str(best)
             step = moved_step(self.state.global_step, self.resumed, global_batch_size(self.flags))
@@ -430,20 +429,6 @@ class LLaVATrainer(Trainer):
         if not Path(resume_from_checkpoint, OPTIMIZER_NAME).is_file():  # the library would continue with a fresh one
             raise ResumeError(
                 f"{resume_from_checkpoint} holds no optimizer state (--save_only_model True), so the run cannot "
-                "continue from it; start anew in another --output_dir or with --overwrite_output_dir True"
+                "resume from it; start from scratch in another --output_dir or with --overwrite_output_dir True"
             )
-        self._load_weights(Path(resume_from_checkpoint), self.model if model is None else model)
-
-    def _load_weights(self, folder: Path, model: LlavaMetaForCausalLM) -> None:
-        """Loads the weights of a checkpoint into `model`, without DeepSpeed."""
-        if has_lora(model):
-            load_non_lora(model, read_non_lora(str(folder)), str(folder))
-            load_adapters(model, str(folder))
-        elif self.adapter_only:
-            decoder = model.get_model()
-            load_adapter(decoder.mm_projector, folder, model.config, decoder.image_newline)
-        else:
-            tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-            missing, unknown = model.load_state_dict(tensors, strict=False)
-            if different := sorted({*missing, *unknown} - self.tied):
-                raise ResumeError(f"{folder} has the weights of another model: {len(different)} names, {different[0]}")
+        load_weights(Path(resume_from_checkpoint), self.model)

@@ -1,4 +1,4 @@
-"""Puts the LoRA flags into effect: their checks, the quantised base of QLoRA, and the adapters."""
+"""Applies the LoRA flags: their checks, the quantised base of QLoRA, and the adapters."""
 
 from dataclasses import fields
 from typing import Any
@@ -35,7 +35,7 @@ def check_lora_flags(model_args: ModelArguments, training_args: TrainingArgument
         if getattr(training_args, flag) < 1:
             raise ValueError(f"--{flag}: expected a positive number, found {getattr(training_args, flag)}")
     if not 0 <= training_args.lora_dropout < 1:
-        raise ValueError(f"--lora_dropout: expected a share from 0 to below 1, found {training_args.lora_dropout}")
+        raise ValueError(f"--lora_dropout: must be in [0, 1), found {training_args.lora_dropout}")
     if training_args.bits < 16:
         quantization_config(training_args.bits)  # raises now if bitsandbytes is missing
         if is_deepspeed_zero3_enabled():
@@ -47,7 +47,7 @@ def check_lora_flags(model_args: ModelArguments, training_args: TrainingArgument
         if training_args.bits < 16:
             raise ValueError(
                 f"--lora_use_dora True needs the norms of whole weights, which --bits {training_args.bits} does not "
-                "keep; leave one of them out"
+                "keep; leave out one of them"
             )
         if is_deepspeed_zero3_enabled():
             raise ValueError(

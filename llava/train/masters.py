@@ -2,7 +2,7 @@
 
 Autocast over fp32 weights would convert every weight to 16 bits, and its gradient back, in every micro-batch. Here the
 model's weights have 16 bits already, as under DeepSpeed: gradients are added up in fp32, the optimizer updates fp32
-masters, and each step rounds them once into the model.
+masters, and each step copies the rounded masters to the model.
 """
 
 from collections.abc import Iterable
@@ -43,8 +43,8 @@ class MasterWeights:
         return [self.masters.get(p, p) for p in parameters]
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes every step of the optimizer round the masters into the model, and its state dict hold the masters."""
-        optimizer.register_step_post_hook(self._round_into_model)
+        """Makes every optimizer step copy the rounded masters to the model, and its state dict hold the masters."""
+        optimizer.register_step_post_hook(self._copy_to_model)
         optimizer.register_state_dict_post_hook(self._save)
 
     def _take_gradient(self, parameter: nn.Parameter) -> None:
@@ -63,7 +63,7 @@ class MasterWeights:
         parameter.grad = None
 
     @torch.no_grad()
-    def _round_into_model(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _copy_to_model(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         for parameter, master in self.masters.items():
             parameter.copy_(master)
         optimizer.zero_grad(set_to_none=True)  # the library only clears the model's own gradients

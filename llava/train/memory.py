@@ -23,6 +23,7 @@ from llava.model.loss import LMHead, rows_at_a_time
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.zero3 import full_shape
 from llava.train.arguments import TrainingArguments
+from llava.train.ranks import from_all
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +254,7 @@ def set_up_checkpointing(
     Every rank must call: all ranks decide alike, since recomputing gathers weights under ZeRO-3.
     """
     estimate = estimate_memory(model, args, tokens, crops_per_token)
-    budget = _smallest_over_ranks(memory_budget(args.device, estimate.parameters), args.device)
+    budget = min(from_all(memory_budget(args.device, estimate.parameters)))
     plan = plan_checkpointing(args.activation_checkpointing, estimate, budget)
     shown = memory_table if args.device.type == "cuda" else memory_line
     logger.info("%s", shown(estimate, plan, budget, tokens))
@@ -267,14 +268,6 @@ def set_up_checkpointing(
     checkpoint_layers(model, plan, options)
     args.activation_checkpointing = args.gradient_checkpointing = False  # the Trainer would switch on every layer
     return plan
-
-
-def _smallest_over_ranks(value: float, device: torch.device) -> float:
-    if not torch.distributed.is_initialized():
-        return value
-    smallest = torch.tensor(value, dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(smallest, op=torch.distributed.ReduceOp.MIN)
-    return smallest.item()
 
 
 def memory_table(estimate: MemoryEstimate, plan: CheckpointPlan, budget: float, tokens: int) -> str:

@@ -1,7 +1,7 @@
-"""Steps whose loss or gradient is infinite or not a number are not applied, and the records at fault are named.
+"""Skips steps whose loss or gradient is infinite or not a number, and names the records at fault.
 
 A loss that is not finite makes its own gradient NaN, so that one number shows both: the global gradient norm, which all
-ranks share. DeepSpeed skips such a step by itself; elsewhere the gradients are dropped before the optimizer sees them.
+ranks share. DeepSpeed skips such a step itself; elsewhere the gradients are dropped before the optimizer sees them.
 Learning rate and optimizer state stay as they are; only the data moves on. Under fp16 the loss scaler does all this.
 """
 
@@ -20,7 +20,7 @@ _NAMED = 16  # records per micro-batch that a message names
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row could not be applied."""
+    """Too many steps in a row were skipped."""
 
 
 def poisoned(loss: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def finite_or(loss: torch.Tensor, substitute: torch.Tensor) -> torch.Tensor:
 
 
 class NonFiniteGuard:
-    """Counts the steps in a row that were not applied.
+    """Counts the steps in a row that were skipped.
 
     Args:
         records: the training's records, to name samples.
@@ -71,7 +71,7 @@ class NonFiniteGuard:
             return True
         self.in_a_row += 1
         self.total += 1
-        message = f"step {step} is not applied: gradient norm {float(grad_norm)}; {self._suspects()}"
+        message = f"skipped step {step}: gradient norm {float(grad_norm)}; {self._suspects()}"
         logger.warning("%s", message)
         if self.in_a_row >= self.limit:
             raise NonFiniteError(

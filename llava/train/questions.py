@@ -61,8 +61,8 @@ class Questions:
 
     Args:
         dataset: the held-out records.
-        number: `--eval_generate`, the number of questions; if there are fewer, all are asked.
-        batch_size: number of questions that are asked at a time.
+        number: `--eval_generate`, the number of questions; if there are fewer, all of them.
+        batch_size: questions per batch.
         context: tokens that the model takes.
         show_progress: whether to show a bar, as on one rank.
 

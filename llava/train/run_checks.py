@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -34,6 +33,7 @@ from llava.train.heldout import check_eval_flags, eval_data_arguments
 from llava.train.liger import check_liger
 from llava.train.lora import check_lora_flags
 from llava.train.optim import tunable_parts
+from llava.train.ranks import from_all
 from llava.train.zero import check_zero
 
 logger = logging.getLogger(__name__)
@@ -97,8 +97,8 @@ def check_overwriting(model_args: ModelArguments, training_args: TrainingArgumen
         value = getattr(model_args, flag)
         if training_args.overwrite_output_dir and value and Path(value).resolve().is_relative_to(folder):
             raise ValueError(
-                f"--overwrite_output_dir True would remove --{flag} {value}, which lies in --output_dir "
-                f"{training_args.output_dir}; take another --output_dir"
+                f"--overwrite_output_dir True would remove --{flag} {value}, which is in --output_dir "
+                f"{training_args.output_dir}; choose another --output_dir"
             )
 
 
@@ -167,8 +167,8 @@ def checked_records(
     _refuse_different_records(records.key, data_from)
     for line in source_lines(records):
         logger.info("%s", line)
-    for kind, found in manifest.warnings.items():
-        logger.info("%d records: %s (%s)", found["count"], WARNINGS[kind], path)
+    for kind, warning in manifest.warnings.items():
+        logger.info("%d records: %s (%s)", warning["count"], WARNINGS[kind], path)
     if manifest.unread:
         logger.info("fields that are not read, and in how many records: %s", unread_fields(manifest))
     return records, partial(write_quarantine, table, manifest)
@@ -191,9 +191,9 @@ def checked_eval_records(
     if not data_args.eval_data_path:
         return None, None
     arguments = eval_data_arguments(data_args)
-    found = checked_records(model_args, arguments, training_args, "--eval_data_path", EVAL_IMAGES)
-    _warn_of_shared(found[0], records)
-    return found
+    checked = checked_records(model_args, arguments, training_args, "--eval_data_path", EVAL_IMAGES)
+    _warn_of_shared(checked[0], records)
+    return checked
 
 
 def _warn_of_shared(eval_records: RecordTable, records: RecordTable) -> None:
@@ -202,8 +202,8 @@ def _warn_of_shared(eval_records: RecordTable, records: RecordTable) -> None:
     if total := sum(shared.values()):
         named = ", ".join(f"{count:,} of {file}" for file, count in shared.items() if count)
         logger.warning(
-            "--eval_data_path: %s of %s records are trained on as well (%s), so that their loss is not held out; "
-            "take others", f"{total:,}", f"{sum(map(len, own.values())):,}", named,
+            "--eval_data_path: %s of %s records are also training records (%s), so their loss is not held out; "
+            "choose others", f"{total:,}", f"{sum(map(len, own.values())):,}", named,
         )  # fmt: skip
 
 
@@ -231,11 +231,8 @@ def _preflight_command(model_args: ModelArguments, data_args: DataArguments, see
 
 def _refuse_different_records(key: str, flag: str) -> None:
     """Raises ValueError if ranks have different records: other nodes may read copies of the data with other faults."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    keys: list[str] = [""] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(keys, key)
-    if other := [rank for rank, found in enumerate(keys) if found != keys[0]]:
+    keys = from_all(key)
+    if other := [rank for rank, own in enumerate(keys) if own != keys[0]]:
         raise ValueError(
             f"{flag}: ranks {other} have other usable records than rank 0; data and images must be the same on "
             "every node (compare the manifests in .llava_cache)"

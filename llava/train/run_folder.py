@@ -1,4 +1,4 @@
-"""Decides how a run starts in its output folder: it continues, begins, finds the run finished, refuses, or replaces it.
+"""Decides how a run starts in its output folder: it resumes, begins, is finished, is refused, or replaces a run.
 
 `resume.json` in the folder says from the first step on which run it belongs to; `manifest.json` appears when that run
 is finished. So no model, log or checkpoint of another run is replaced without `--overwrite_output_dir True`.
@@ -33,7 +33,7 @@ from llava.utils.provenance import RUN_FILE, differences
 
 logger = logging.getLogger(__name__)
 
-ANEW = ("False", "false", False)  # values of --resume_from_checkpoint
+FROM_SCRATCH = ("False", "false", False)  # values of --resume_from_checkpoint
 _LENGTH = {"max_steps", "num_train_epochs"}  # settings that make a finished run unfinished
 MODEL = ("*.safetensors", "*.safetensors.index.json", "*.bin", "adapter_config.json")
 
@@ -76,10 +76,10 @@ def choose_start(args: TrainingArguments, identity: Settings) -> Start:
         FileNotFoundError: see `find_checkpoint`.
     """
     accepted = accepted_changes(args.resume_allow_changes)
-    if args.overwrite_output_dir and args.resume_from_checkpoint not in (None, *ANEW):
+    if args.overwrite_output_dir and args.resume_from_checkpoint not in (None, *FROM_SCRATCH):
         raise ResumeError(
-            f"--overwrite_output_dir True starts anew and --resume_from_checkpoint {args.resume_from_checkpoint} "
-            "continues; pass one of them"
+            f"--overwrite_output_dir True starts from scratch and --resume_from_checkpoint "
+            f"{args.resume_from_checkpoint} resumes; pass one of them"
         )
     try:
         start = _without_loss(args, identity, accepted)
@@ -106,11 +106,11 @@ def _without_loss(args: TrainingArguments, identity: Settings, accepted: set[str
     """A start that replaces only what this same run wrote; raises ResumeError if there is none."""
     folder, step_size = Path(args.output_dir), global_batch_size(args)
     step, left = from_first((finished_step(folder), earlier_run(folder)))
-    if args.resume_from_checkpoint in ANEW:
+    if args.resume_from_checkpoint in FROM_SCRATCH:
         if left:
             raise ResumeError(
-                f"--resume_from_checkpoint False starts anew, and {folder} holds {left} of an earlier run; remove it "
-                "by --overwrite_output_dir True, or take another --output_dir"
+                f"--resume_from_checkpoint False starts from scratch, and {folder} holds {left} of an earlier run; "
+                "remove it by --overwrite_output_dir True, or choose another --output_dir"
             )
         return Start()
     if step is not None:
@@ -127,11 +127,11 @@ def _without_loss(args: TrainingArguments, identity: Settings, accepted: set[str
         return Start(checkpoint, check_identity(Path(checkpoint), identity, accepted, step_size))
     if step is not None:
         raise ResumeError(
-            f"{folder} holds a run of {step} steps without a checkpoint to continue from; --overwrite_output_dir True "
-            "trains it anew"
+            f"{folder} holds a run of {step} steps without a checkpoint to resume from; --overwrite_output_dir True "
+            "retrains from scratch"
         )
     if left:
-        logger.warning("%s: no checkpoint to continue from; this run starts anew", folder)
+        logger.warning("%s: no checkpoint to resume from; this run starts from scratch", folder)
     return Start()
 
 
@@ -139,9 +139,9 @@ def earlier_run(folder: Path) -> str:
     """What a folder holds that a new run would replace, in words; empty if nothing would be lost."""
     log = folder / LOG_FILE
     lines = len(log.read_text().splitlines()) if log.is_file() else 0
-    found = [f.name for f in checkpoints(folder) if (f / MANIFEST).is_file()]
-    found += [f"a log of {lines} lines"] * bool(lines)
-    return ", ".join(found + sorted(f.name for f in _model_files(folder)))
+    parts = [f.name for f in checkpoints(folder) if (f / MANIFEST).is_file()]
+    parts += [f"a log of {lines} lines"] * bool(lines)
+    return ", ".join(parts + sorted(f.name for f in _model_files(folder)))
 
 
 def _model_files(folder: Path) -> list[Path]:
@@ -151,7 +151,7 @@ def _model_files(folder: Path) -> list[Path]:
 def _check_earlier(folder: Path, left: str, identity: Settings, accepted: set[str], step_size: int) -> Identity:
     if not (folder / IDENTITY).is_file():
         raise ResumeError(
-            f"{folder} holds {left}, but no {IDENTITY} that says with which settings they were made; take another "
+            f"{folder} holds {left}, but no {IDENTITY} that says with which settings they were made; choose another "
             "--output_dir, or remove them with --overwrite_output_dir True"
         )
     return check_identity(folder, identity, accepted, step_size)

@@ -69,6 +69,11 @@ class NormProbe:
         if self.norm is not None:
             self.norm.register_forward_hook(self._see_norm)
 
+    def start_step(self, measured: bool) -> None:
+        """Switches the hooks on for a step that is measured, and off for one that is not."""
+        self.active = measured
+        self.reset()
+
     def reset(self) -> None:
         self.squared_gradients: dict[str, torch.Tensor | float] = dict.fromkeys(GRADIENTS, 0.0)
         self.norm_sums: dict[str, torch.Tensor | float] = dict.fromkeys(TOKENS, 0.0)
@@ -280,21 +285,6 @@ def measures_step(args: TrainingArguments, state: TrainerState, step: int) -> bo
     return bool(every) and step % every == 0
 
 
-class TelemetryCallback(TrainerCallback):
-    """Switches the probe on for the steps that are measured."""
-
-    def __init__(self, probe: NormProbe):
-        self.probe = probe
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.probe.active = measures_step(args, state, state.global_step + 1)
-        if self.probe.active:
-            self.probe.reset()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.probe.active = False
-
-
 class JsonlCallback(TrainerCallback):
     """Appends every log line to `train_log.jsonl` in the output folder; a resumed run continues the file."""
 
@@ -305,8 +295,8 @@ class JsonlCallback(TrainerCallback):
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = whole_lines(path) if path.exists() and state.global_step else []
         # Steps that an interrupted run logged after its last checkpoint are computed again.
-        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-        write_text(path, "".join(line + "\n" for line in kept), synced=True)
+        earlier = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        write_text(path, "".join(line + "\n" for line in earlier), synced=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:

@@ -12,7 +12,7 @@ from llava.utils.progress import Progress
 
 
 class TrainingProgress(TrainerCallback):
-    """Shows how far the run is, the main figures of logged steps in a terminal, and the result of every evaluation.
+    """Shows training progress, the main figures of logged steps in a terminal, and the result of every evaluation.
 
     Args:
         step_size: samples of a step over all ranks.
@@ -46,8 +46,8 @@ class TrainingProgress(TrainerCallback):
         if "loss" in logs and self.progress.bar is not None:
             self.progress.say(f"step {state.global_step}: {main_figures(logs)}")
         if "eval_loss" in logs:
-            found = {name: value for name, value in logged_names(logs).items() if name.startswith("eval/")}
-            line = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+            results = {name: value for name, value in logged_names(logs).items() if name.startswith("eval/")}
+            line = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
             self.progress.say(f"step {state.global_step}: {line}")
 
     def on_train_end(self, args, state, control, **kwargs):

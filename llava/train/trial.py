@@ -133,7 +133,7 @@ def checkpoint_bytes(model: nn.Module, args: TrainingArguments) -> int:
 
 
 def needed_bytes(model: nn.Module, args: TrainingArguments, max_steps: int) -> int:
-    """The most bytes that the run's files take at any time: checkpoints, one more during a save, the final folder."""
+    """The maximum bytes that the run's files take: checkpoints, one more during a save, the final folder."""
     strategy: Any = args.save_strategy  # the library has made an enum of it
     every = args.save_steps if str(strategy.value) == "steps" else max_steps
     saves = 0 if str(strategy.value) == "no" else max(1, int(max_steps // max(1, every)))

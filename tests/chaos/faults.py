@@ -188,7 +188,7 @@ FAULTS = [
         "disk full in the save",
         (
             ".../checkpoint-6 could not be written: ... (... GiB are free there). .../checkpoint-3 is complete and "
-            "untouched. Make room and start the same command again",
+            "untouched. Make room and rerun the same command to resume",
             ".../checkpoint-3 is complete and untouched",
         ),
         1,
@@ -199,7 +199,7 @@ FAULTS = [
     Fault(
         "loss not finite, 2 in a row",
         (
-            "step 6 is not applied: gradient norm ...; loss nan on rank 0: ...",
+            "skipped step 6: gradient norm ...; loss nan on rank 0: ...",
             "loss nan on rank 0: ...: record ... (id 'q...')...",
             "... That is 2 in a row (--max_nonfinite_steps 2); the weights in the last checkpoint are finite. Look at "
             "these records, or lower the learning rate",

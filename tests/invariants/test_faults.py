@@ -382,7 +382,7 @@ def test_more_steps_extend_a_finished_run_when_they_are_accepted(tiny, tmp_path,
 
 def test_finished_run_without_a_checkpoint_cannot_be_extended(tiny, tmp_path):
     train_module.train(flags(tiny, tmp_path, 2, max_steps=1))
-    with pytest.raises(ResumeError, match="a run of 1 steps without a checkpoint to continue from"):
+    with pytest.raises(ResumeError, match="a run of 1 steps without a checkpoint to resume from"):
         train_module.train(flags(tiny, tmp_path, 2, max_steps=2, resume_allow_changes="max_steps"))
 
 
@@ -404,7 +404,7 @@ def test_other_settings_replace_nothing_unless_told_to(tiny, tmp_path, monkeypat
     other = flags(tiny, tmp_path, 2, max_steps=2, learning_rate=0.5)
     said = "learning_rate: there 0.001, now 0.5\n  max_steps"
     said = "a log of .*no resume.json" if state == "not recorded" else said
-    for argv, words in ((other, said), ([*other, "--resume_from_checkpoint", "False"], "starts anew")):
+    for argv, words in ((other, said), ([*other, "--resume_from_checkpoint", "False"], "starts from scratch")):
         with pytest.raises(ResumeError, match=f"(?s){words}.*--overwrite_output_dir True"):
             train_module.train(argv)
         assert snapshot(tmp_path) == held
@@ -449,14 +449,14 @@ def test_an_unfinished_run_goes_on_although_overwriting_is_allowed(tiny, copy, w
     train_module.train(argv)
     assert "resuming from" in caplog.text
     with pytest.raises(pytest.fail.Exception, match="a step was trained"):
-        train_module.train(argv)  # finished now, so that it starts anew
-    with pytest.raises(ResumeError, match="--overwrite_output_dir True starts anew and .* continues; pass one"):
+        train_module.train(argv)  # finished now, so that it starts from scratch
+    with pytest.raises(ResumeError, match="--overwrite_output_dir True starts from scratch and .* resumes; pass one"):
         train_module.train([*argv, "--resume_from_checkpoint", "True"])
 
 
 def test_overwriting_never_removes_what_the_run_starts_from(tiny, whole):
     for flag in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
-        with pytest.raises(ValueError, match=f"would remove --{flag} .*, which lies in --output_dir"):
+        with pytest.raises(ValueError, match=f"would remove --{flag} .*, which is in --output_dir"):
             train_module.train(flags(tiny, whole, 2, overwrite_output_dir=True, **{flag: whole}))
 
 
@@ -593,8 +593,8 @@ def test_step_that_is_not_finite_changes_nothing_and_names_its_records(tiny, tmp
     train_module.train(flags(tiny, tmp_path, 2, max_steps=3, gradient_accumulation_steps=2))
     assert trace.sums[1] == trace.sums[0] != trace.sums[2]
     assert trace.rates[1] == trace.rates[0] != trace.rates[2]
-    message = next(r.getMessage() for r in caplog.records if "is not applied" in r.getMessage())
-    beginning = "step 2 is not applied: gradient norm nan; loss nan on rank 0: "
+    message = next(r.getMessage() for r in caplog.records if "skipped step" in r.getMessage())
+    beginning = "skipped step 2: gradient norm nan; loss nan on rank 0: "
     assert message.startswith(f"{beginning}{tiny}/data/finetune.json: record ")
     assert message.count("(id 'q") == 4  # of the one micro-batch at fault
     assert [line.get("nonfinite_steps") for line in log_lines(tmp_path)] == [None, 1, 1]
@@ -611,7 +611,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_
         return result
 
     monkeypatch.setattr(LLaVATrainer, "get_batch_samples", spoilt)
-    with pytest.raises(NonFiniteError, match=r"(?s)step 4 .*2 in a row \(--max_nonfinite_steps 2\)"):
+    with pytest.raises(NonFiniteError, match=r"(?s)skipped step 4: .*2 in a row \(--max_nonfinite_steps 2\)"):
         train_module.train(flags(tiny, tmp_path, 2, **SAVING, max_nonfinite_steps=2))
     assert [f.name for f in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "checkpoint-2").values())

@@ -16,7 +16,7 @@ from training import LORA, build, flags, losses, training_arguments
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.records import load_records
 from llava.train import train as train_module
-from llava.train.heldout import HeldOut, dealt, evaluating, parts_of, source_names, sources_of
+from llava.train.heldout import HeldOut, assigned, evaluating, parts_of, source_names, sources_of
 from llava.train.telemetry import LOG_FILE
 from llava.utils.failures import REQUEUE_EXIT_CODE
 
@@ -54,7 +54,7 @@ def test_every_sample_counts_once_and_ranks_compute_one_modality_at_a_time():
         longest = max(abs(lengths[i]) for i in part.samples)
         assert len(part.samples) == 1 or (len(part.samples) <= 4 and longest * len(part.samples) <= 150)
     for ranks in (1, 2, 3, 8):
-        rounds = list(zip(*dealt(parts, ranks), strict=True))
+        rounds = list(zip(*assigned(parts, ranks), strict=True))
         assert all(len({part.modality for part in parts_at_once}) == 1 for parts_at_once in rounds)
         given = [i for parts_at_once in rounds for part in parts_at_once for i in part.samples]
         assert sorted(i for i in given if i >= 0) == list(range(53))
@@ -218,7 +218,7 @@ def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(tiny, tmp_pat
         train_module.train(flags(tiny, tmp_path, 2, **options))
     assert stop.value.code == REQUEUE_EXIT_CODE
     assert [f.name for f in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step + 1}"]
-    left_out = [record.args[0] for record in caplog.records if "is left out" in record.getMessage()]
+    left_out = [record.args[0] for record in caplog.records if "skipped the evaluation" in record.getMessage()]
     assert left_out == [step, step + 1]
     monkeypatch.setattr(HeldOut, "totals", totals)
     train_module.train(flags(tiny, tmp_path, 2, **options))

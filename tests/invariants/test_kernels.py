@@ -22,8 +22,7 @@ from transformers import modeling_flash_attention_utils as flash
 from llava.model import attention
 from llava.model.attention import SEGMENTS, VARLEN, packed_attention
 from llava.model.language_model.families import FAMILIES
-from llava.train import liger
-from llava.train import building
+from llava.train import building, liger
 from llava.train import train as train_module
 from llava.train.compilation import _FORWARD_CHECKPOINTS, compile_layers
 

@@ -378,7 +378,7 @@ def test_unknown_norm_names_the_allowed_ones(tiny, tmp_path, capsys):
         ({"activation_checkpointing": 9}, "--activation_checkpointing 9: the language model has 2 layers"),
         (
             {"dataloader_drop_last": True, "per_device_train_batch_size": 25},
-            "--dataloader_drop_last True leaves no step: one has 25 samples, the data has 24",
+            "--dataloader_drop_last True leaves no step: a step has 25 samples, the data has 24",
         ),
         ({"resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere"),
         ({"data_path": None}, "--data_path is missing"),

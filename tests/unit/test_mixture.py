@@ -226,8 +226,8 @@ def test_left_out_records_are_counted_among_those_checked_and_not_among_those_dr
     ("trained", "own", "said"),
     [
         ("first:75%", "end:25%", None),
-        ("all", "end:25%", "5 of 5 records are trained on as well (5 of {place}/cats.jsonl), so that"),
-        ("first:80%", "end:50%", "6 of 10 records are trained on as well (6 of {place}/cats.jsonl), so that"),
+        ("all", "end:25%", "5 of 5 records are also training records (5 of {place}/cats.jsonl), so"),
+        ("first:80%", "end:50%", "6 of 10 records are also training records (6 of {place}/cats.jsonl), so"),
     ],
 )
 def test_held_out_records_that_are_trained_on_are_counted_record_by_record(place, caplog, trained, own, said):
@@ -235,7 +235,7 @@ def test_held_out_records_that_are_trained_on_are_counted_record_by_record(place
     data = DataArguments(image_folder="images", eval_data_path=mixture(place, CATS | {"sampling_strategy": own}))
     records = load_records(mixture(place, DOGS, CATS | {"sampling_strategy": trained}, name="train.yaml"))
     checked_eval_records(model, data, training, records)
-    warnings = [record.getMessage() for record in caplog.records if "trained on" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "also training records" in record.getMessage()]
     assert len(warnings) == (said is not None) and all(said.format(place=place) in text for text in warnings)
 
 
