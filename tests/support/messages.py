@@ -1,12 +1,20 @@
 """The messages that the code prints, read from its sources: what pages and tests quote must be one of them."""
 
 import ast
+import errno
+import os
 import re
 from functools import cache
 
 from paths import ROOT
 
 ANY = "\0"  # in a template, what the program fills in
+
+
+@cache
+def sources() -> str:
+    """The text of all modules."""
+    return "\n".join(path.read_text() for path in (ROOT / "llava").rglob("*.py"))
 
 
 @cache
@@ -29,17 +37,32 @@ def templates() -> frozenset[str]:
     return frozenset(line.strip() for text in texts for line in text.split("\n"))
 
 
+SYSTEM = {*map(os.strerror, errno.errorcode), "Name or service not known", "timed out"}
+"""What the operating system and its network functions say."""
+PROGRAMS = r"(?:setup|error|rank \d+): "
+"""What the scripts and the launcher put before a line of another program."""
+
+
 def pieces(template: str, least: int) -> list[str]:
-    """What stands in a template around what is filled in, if that is at least `least` characters."""
+    """The fixed text around what is filled in, if that is at least `least` characters."""
     return template.split(ANY) if len(template.replace(ANY, "").strip()) >= least else []
 
 
-def is_printed(message: str) -> bool:
-    """Whether a line of the code makes up most of the message."""
-    for fixed in (pieces(line, 20) for line in templates()):
-        if sum(map(len, fixed)) >= len(message) / 3 and re.search(pattern(fixed, message), message):
-            return True
-    return False
+def is_printed(message: str, least: int = 20) -> bool:
+    """Whether a message is a whole line of the code, and every value in it can be filled in there."""
+    message = re.sub(rf"^{PROGRAMS}", "", message).strip()
+    lines = (pieces(line, least) for line in templates())
+    matches = (re.fullmatch(pattern(fixed, message, "(.*?)"), message) for fixed in lines if fixed)
+    return any(match and all(map(is_value, match.groups())) for match in matches)
+
+
+def is_value(text: str) -> bool:
+    """Whether the code can fill this in: names and numbers, the system's words, or a whole line of the code."""
+    names = re.findall(r"\b[A-Z]{3,}\b", text)
+    if not all(re.search(rf"\b{name}\b", sources()) for name in names):
+        return False
+    parts = [part for part in re.split("[,;:] ", text) if re.search("[a-z] | [a-z]", part) and part not in SYSTEM]
+    return not parts or is_printed(text, 8) or all(is_printed(part, 8) for part in parts)
 
 
 def is_template(quote: str) -> bool:
@@ -48,9 +71,9 @@ def is_template(quote: str) -> bool:
     return any(fixed and re.fullmatch(pattern(fixed, quote), quote.strip()) for fixed in lines)
 
 
-def pattern(fixed: list[str], text: str) -> str:
+def pattern(fixed: list[str], text: str, value: str = ".*?") -> str:
     """A pattern of a template; one that matches nothing, at no cost, where `text` lacks any of the fixed pieces."""
-    return ".*?".join(map(re.escape, fixed)) if all(piece in text for piece in fixed) else "(?!)"
+    return value.join(map(re.escape, fixed)) if all(piece in text for piece in fixed) else "(?!)"
 
 
 def is_quoted(quote: str, output: str) -> bool:

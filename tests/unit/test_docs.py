@@ -251,9 +251,17 @@ def test_the_page_of_messages_is_read():
 
 @pytest.mark.parametrize("message", QUOTED)
 def test_every_quoted_message_is_one_that_the_code_prints(message):
-    assert is_printed(message), "no text in llava/ or scripts/ has this shape"
+    assert is_printed(message), "no whole line of text in llava/ or scripts/ becomes this"
 
 
-def test_a_message_that_nobody_prints_is_seen():
-    assert not is_printed("outputs/run was written by a run with different settings:")
-    assert not is_printed("the moon is not at home; try again after some minutes have passed")
+@pytest.mark.parametrize(
+    "message",
+    [
+        "outputs/run was written by a run with different settings:",
+        "GLOBAL_BATCH=256 is no multiple of 6 = 1 node x 3 GPUs x PER_DEVICE_BATCH=2.",
+        "--label_masking upstream: not available for templates of style CHAT; pass --label_masking assistant",
+        "the moon is not at home; try again after some minutes have passed",
+    ],
+)
+def test_a_message_that_nobody_prints_is_seen(message):
+    assert not is_printed(message)
