@@ -193,16 +193,16 @@ Printed by `python -m benchmarks.scale`. Everything here is arithmetic; nothing 
 
 In GiB, for micro-batches as large as the preset's cap. `states` are weights, gradients (which add up in fp32) and
 optimizer states by the tree's estimate, the table that a run prints before its first step; `total` adds activations
-and the loss head, without and with recomputation of every layer, on PyTorch's kernels: Liger's keep less. DeepSpeed's
-estimator (`estimate_zero{2,3}_model_states_mem_needs`) knows neither frozen weights nor activations: in stage 1 it
-counts optimizer states that do not exist. In stage 2 the two differ by what ZeRO-3 gathers at a time: DeepSpeed's
+and the loss head, without and with recomputation of every layer, on PyTorch's kernels (Liger's keep less). DeepSpeed's
+estimator (`estimate_zero{2,3}_model_states_mem_needs`) ignores frozen weights and activations: in stage 1 it
+counts optimizer states that do not exist. In stage 2 the two differ in the weights that ZeRO-3 gathers: DeepSpeed's
 estimator counts the largest layer, ours up to 10^9 weights (`stage3_max_live_parameters`). `zero3_hpz.json` needs the
 16-bit weights, split over 8 GPUs, on top of ZeRO-3's rows.
 """
 THROUGHPUT = """
 ## Throughput
 
-Samples per second over all GPUs, nodes of 8. `n`: the network decides, `l`: latency does, `-`: fewer samples than
+Samples per second over all GPUs, nodes of 8. `n`: limited by the network, `l`: by latency, `-`: fewer samples than
 GPUs. Assumptions:
 
 - A single GPU reaches {mfu:g} of {peak:g} TFLOP/s (H100 or H200; never measured for this tree).
@@ -217,15 +217,14 @@ GPUs. Assumptions:
 BREAKS = """
 ## What breaks first
 
-1. **The batch.** The recipes' global batches are 256 and 128: with more GPUs than samples some would have nothing to
-   do, and the scripts refuse it. Stage 2 ends at 128 GPUs, stage 1 at 256. More GPUs need a larger batch, and so
-   another learning rate.
+1. **The batch.** The recipes' global batches are 256 and 128: the scripts refuse more GPUs than samples. Stage 2
+   is limited to 128 GPUs, stage 1 to 256. More GPUs need a larger batch, and so another learning rate.
 2. **Work per GPU.** Long before that, a GPU has one or two samples per step, and ZeRO-3 moves all weights for them. On
-   a slow network this hurts from the second node on: use `zero2.json` where the weights fit, else `zero3_hpz.json`.
-3. **Uneven samples.** One micro-batch of one sample per GPU takes as long as the longest of them;
+   a slow network this limits throughput from two nodes on: use `zero2.json` if the weights fit, else `zero3_hpz.json`.
+3. **Uneven samples.** With a single sample per GPU, a step takes as long as its longest sample;
    `--length_group_window` helps ([data.md](data.md#even-work-for-all-ranks)).
-4. **Latency.** A ring over hundreds of GPUs costs milliseconds per collective, whatever it carries.
-5. **Checkpoints.** Rank 0 alone writes the gathered 16-bit weights (15 GiB for 7B); optimizer states are written by
+4. **Latency.** A ring over hundreds of GPUs costs milliseconds per collective, whatever its size.
+5. **Checkpoints.** Only rank 0 writes the gathered 16-bit weights (15 GiB for 7B); optimizer states are written by
    all ranks.
 6. **Failures.** Their rate grows with the number of nodes; [clusters.md](clusters.md#faults) says what a run does."""
 
