@@ -110,7 +110,7 @@ class Assistant(NamedTuple):
         return rules.visual_tokens(rules.picture(sizes[0]) if alone else Picture())
 
     def prompt_text(self, turns: list[dict[str, str]]) -> str:
-        """What the model is asked, as text."""
+        """The prompt as text."""
         chunks: list[list[int]] = [[]]
         for token in self.prompt_ids(turns).tolist():
             if token == IMAGE_TOKEN_INDEX:
@@ -137,7 +137,7 @@ class Assistant(NamedTuple):
             raise ValueError(f"{self.name} has no vision tower: it is a language model and cannot see pictures")
         pictures = [self.upright(picture) for picture in pictures]
         counts = [int((self._ids(turns) == IMAGE_TOKEN_INDEX).sum()) for turns in conversations]
-        shown = shared_out(pictures, counts)
+        shown = pictures_of_each(pictures, counts)
         prompts = [self.prompt_ids(turns, own) for turns, own in zip(conversations, shown, strict=True)]
         input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in prompts], batch_first=True)
@@ -175,7 +175,7 @@ def batch_answers(
 
     Args:
         open_picture: opens an entry of `Asked.pictures`.
-        stop: is asked before every batch; True ends the iteration.
+        stop: called before every batch; True ends the iteration.
         options: options of `generate`.
 
     Raises:
@@ -188,12 +188,12 @@ def batch_answers(
             return
         batch = [questions[i] for i in order[start : start + batch_size]]
         pictures = [open_picture(place) for question in batch for place in question.pictures]
-        said = assistant.answer([question.turns for question in batch], pictures, **options)
-        yield dict(zip(order[start : start + batch_size], said, strict=True))
+        answers = assistant.answer([question.turns for question in batch], pictures, **options)
+        yield dict(zip(order[start : start + batch_size], answers, strict=True))
 
 
-def shared_out(pictures: Sequence[Image.Image], counts: list[int]) -> list[list[Image.Image]]:
-    """The pictures of each conversation; the last conversation also gets those that are left over."""
+def pictures_of_each(pictures: Sequence[Image.Image], counts: list[int]) -> list[list[Image.Image]]:
+    """The pictures of each conversation; the last conversation also gets the rest."""
     ends = [*accumulate(counts[:-1]), len(pictures)]
     return [list(pictures[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -243,8 +243,8 @@ def choose_template(config: PretrainedConfig, model_path: str, conv_mode: str | 
     """The template called `conv_mode`, or else the one that training wrote into the checkpoint's config.
 
     Raises:
-        ValueError: neither is given. LLaVA's and LLaVA-NeXT's checkpoints do not name theirs, and nobody would notice
-            a wrong guess from the path.
+        ValueError: neither is given. LLaVA's and LLaVA-NeXT's checkpoints do not name theirs, and a wrong
+            guess from the path would go unnoticed.
     """
     name = conv_mode or getattr(config, "mm_conv_version", None)
     if name is None:
@@ -256,7 +256,7 @@ def choose_template(config: PretrainedConfig, model_path: str, conv_mode: str | 
 
 
 def is_captioner(template: Conversation) -> bool:
-    """Whether the template has no questions (`plain`, stage 1): the model writes a caption whatever is asked."""
+    """Whether the template has no questions (`plain`, stage 1): the model writes a caption whatever the question."""
     return template.sep_style is SeparatorStyle.PLAIN
 
 
@@ -279,7 +279,7 @@ def read_picture(file: str | Path | io.BytesIO, called: str, max_aspect_ratio: f
         max_aspect_ratio: see `llava.data.images.ImageStore`.
 
     Raises:
-        ValueError: there is nothing, or it is not a picture; the message names it.
+        ValueError: it is missing, or not a picture; the message names it.
     """
     try:
         with picture_header(file, max_aspect_ratio) as image:

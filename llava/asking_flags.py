@@ -1,4 +1,4 @@
-"""The flags of what asks a checkpoint. Imports nothing slow, so that `--help` is quick."""
+"""The flags of commands that ask a checkpoint. Imports nothing slow, so that `--help` is quick."""
 
 import argparse
 
@@ -10,8 +10,8 @@ from llava.utils.commands import DTYPES, add_device_argument
 def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
     """The flags that choose a checkpoint, or `several`, with template and device."""
     many = {"action": "append", "help": "checkpoint folder or hub id; repeat it to ask several side by side"}
-    one = {"help": "checkpoint folder or hub id"}
-    parser.add_argument("--model-path", required=True, **(many if several else one))
+    single = {"help": "checkpoint folder or hub id"}
+    parser.add_argument("--model-path", required=True, **(many if several else single))
     parser.add_argument(
         "--model-base", help="language model, where --model-path holds only a projector or LoRA weights"
     )
@@ -26,13 +26,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) 
         "--max_image_aspect_ratio",  # as messages and the trainer write it
         type=float,
         default=MAX_ASPECT_RATIO,
-        help=f"longest side of a picture over its shortest, beyond which it is refused (default: {MAX_ASPECT_RATIO:g})",
+        help=f"maximum ratio of a picture's longer side to its shorter (default: {MAX_ASPECT_RATIO:g})",
     )
     add_device_argument(parser)
 
 
 def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that say in which precision the checkpoint computes, and how it cuts pictures."""
+    """The flags of the checkpoint's precision and of its crops."""
     parser.add_argument("--dtype", choices=DTYPES, help="precision (default: the checkpoint's; float32 on a CPU)")
     parser.add_argument("--load-8bit", action="store_true", help="quantise with bitsandbytes")
     parser.add_argument("--load-4bit", action="store_true", help="quantise with bitsandbytes")

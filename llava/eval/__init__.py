@@ -1,1 +1,1 @@
-"""Asking trained checkpoints."""
+"""Evaluation of trained checkpoints."""

@@ -1,9 +1,8 @@
 """Answers to many questions: `python -m llava.eval.answer --model-path CKPT --data FILE --output answers.jsonl`.
 
-Takes every data format that training takes, and LLaVA's question files (`question_id`, `image`, `text`). Writes a line
-for each question, in their order, with the fields that LLaVA's evaluation scripts read. The same command goes on where
-it was stopped: answers are written a window of batches at a time, and an incomplete window is asked again, so that an
-interrupted call ends with the same file.
+Takes every data format of training, and LLaVA's question files (`question_id`, `image`, `text`). Writes one line per
+question, in their order, with the fields that LLaVA's evaluation scripts read. Rerun the same command to resume: an
+incomplete window of batches is answered again, so that an interrupted run ends with the same file.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from llava.asking import (
     is_captioner,
 )
 from llava.asking_flags import add_loading_arguments, add_model_arguments
-from llava.eval.answer_file import kept, read_answers, recorded_count, write_record
+from llava.eval.answer_file import complete_windows, read_answers, recorded_count, write_record
 from llava.eval.question_records import Question, QuestionRecords
 from llava.utils.commands import Parser, exit_status, whole
 from llava.utils.digests import revision
@@ -43,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return exit_status(run, parser().parse_args(argv))
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
+        print("interrupted; rerun the same command to resume", file=sys.stderr)
         return 130
 
 
@@ -55,20 +54,22 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--data", required=True, help="questions: .json, .jsonl, .parquet or a mixture, as --data_path")
     top.add_argument("--image-folder", help="folder or zip file of their pictures (default: the current folder)")
     top.add_argument("--output", type=Path, required=True, help="file for the answers, one per line")
-    top.add_argument("--overwrite", action="store_true", help="ask all questions again, even if --output has answers")
-    top.add_argument("--batch-size", type=whole(1), default=8, help="questions asked at a time (default: 8)")
-    top.add_argument("--max-new-tokens", type=whole(1), default=512, help="longest answer (default: 512)")
-    top.add_argument("--temperature", type=float, default=0, help="above 0 answers are sampled (default: 0, greedy)")
+    top.add_argument(
+        "--overwrite", action="store_true", help="answer all questions again, even if --output has answers"
+    )
+    top.add_argument("--batch-size", type=whole(1), default=8, help="questions per batch (default: 8)")
+    top.add_argument("--max-new-tokens", type=whole(1), default=512, help="maximum tokens of an answer (default: 512)")
+    top.add_argument("--temperature", type=float, default=0, help="0 decodes greedily, above 0 samples (default: 0)")
     top.add_argument("--top-p", type=float, help="sample from the likeliest tokens whose probabilities add up to this")
     top.add_argument("--num-beams", type=whole(1), default=1, help="beams of beam search (default: 1)")
     top.add_argument("--seed", type=int, default=0, help="seed of sampling (default: 0)")
     top.add_argument("--num-chunks", type=whole(1), default=1, help="parts of the data, one process each (default: 1)")
-    top.add_argument("--chunk-idx", type=int, default=0, help="which part this process asks, from 0 (default: 0)")
+    top.add_argument("--chunk-idx", type=int, default=0, help="the part that this process answers, from 0 (default: 0)")
     top.add_argument(
         "--on-bad-record",
         choices=ON_BAD_RECORD,
         default="error",
-        help="questions that cannot be asked: `error` names them and asks nothing (default), `skip` leaves them out",
+        help="for questions that cannot be answered: `error` lists them and stops (default), `skip` skips them",
     )
     return top
 
@@ -95,14 +96,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
-    """Asks the questions that `--output` has no answers to yet."""
-    output, asked = args.output, what_is_asked(questions, args)
+    """Answers the questions that `--output` has no answers to yet."""
+    output, settings = args.output, answer_settings(questions, args)
     if (
         not args.overwrite
         and output.exists()
-        and (count := recorded_count(output, asked)) == len(read_answers(output)[0])
+        and (count := recorded_count(output, settings)) == len(read_answers(output)[0])
     ):
-        print(f"{output}: finished before, {count} answers (--overwrite asks again)")
+        print(f"{output}: finished before, {count} answers (--overwrite answers again)")
         return
     sizes = usable(questions, args.on_bad_record)
     assistant = chosen_assistant(args)
@@ -114,27 +115,27 @@ def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
     places = fitting(questions, sizes, assistant, args.on_bad_record)
     if args.overwrite:
         output.unlink(missing_ok=True)
-    write_record(output, asked, len(places))
+    write_record(output, settings, len(places))
     window = WINDOW * args.batch_size
-    done, end = kept(output, [questions[place] for place in places], window)
+    done, end = complete_windows(output, [questions[place] for place in places], window)
     with open(output, "ab") as file, progress(len(places), "answering", "questions", done=done) as bar:
         file.truncate(end)
         for start in range(done, len(places), window):
-            some = [questions[place] for place in places[start : start + window]]
-            torch.manual_seed(args.seed + start)  # so that a continued call samples what an uninterrupted one does
-            said: dict[int, str] = {}
-            pictures, options = questions.images.open, generation_options(args)
-            for batch in batch_answers(assistant, [one.asked for one in some], pictures, args.batch_size, **options):
-                said |= batch
-                bar.update(len(batch))
-            lines = [answer_line(one, said[number], args.model_path) for number, one in enumerate(some)]
+            batch = [questions[place] for place in places[start : start + window]]
+            torch.manual_seed(args.seed + start)  # so that a resumed run samples what an uninterrupted one does
+            answers: dict[int, str] = {}
+            prompts, pictures, options = [q.asked for q in batch], questions.images.open, generation_options(args)
+            for answered in batch_answers(assistant, prompts, pictures, args.batch_size, **options):
+                answers |= answered
+                bar.update(len(answered))
+            lines = [answer_line(question, answers[i], args.model_path) for i, question in enumerate(batch)]
             file.write("".join(lines).encode())
             file.flush()
     print(f"{output}: {len(places)} answers")
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `generate` that the flags stand for."""
+    """The arguments of `generate` that the flags name."""
     options = {"do_sample": args.temperature > 0, "num_beams": args.num_beams, "max_new_tokens": args.max_new_tokens}
     return options | ({"temperature": args.temperature, "top_p": args.top_p} if args.temperature > 0 else {})
 
@@ -155,27 +156,27 @@ def answer_line(question: Question, text: str, model_path: str) -> str:
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
-def what_is_asked(questions: QuestionRecords, args: argparse.Namespace) -> dict[str, object]:
-    """By flag, everything that decides the answers; batch size and device do not, and are left out."""
+def answer_settings(questions: QuestionRecords, args: argparse.Namespace) -> dict[str, object]:
+    """Everything that decides the answers, by flag; batch size and device do not."""
     names = ("conv_mode", "dtype", "load_8bit", "load_4bit", "image_aspect_ratio", "max_new_tokens", "temperature")
     names += ("top_p", "num_beams", "seed", "num_chunks", "chunk_idx", "on_bad_record")
-    asked: dict[str, object] = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    settings: dict[str, object] = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     for flag, path in (("--model-path", args.model_path), ("--model-base", args.model_base)):
-        asked[flag] = path and f"{checkpoint_name(path)}, content {revision(path)}"
-    asked["--data"] = f"content {questions.records.key[:16]}"
-    asked["--image-folder"] = f"pictures {questions.pictures_content()}"
-    asked["code"] = code_digest(EVALUATION)[:16]
-    return asked
+        settings[flag] = path and f"{checkpoint_name(path)}, content {revision(path)}"
+    settings["--data"] = f"content {questions.records.key[:16]}"
+    settings["--image-folder"] = f"pictures {questions.pictures_content()}"
+    settings["code"] = code_digest(EVALUATION)[:16]
+    return settings
 
 
-# --- what can be asked ------------------------------------------------------------------------------------------------
+# --- what can be answered ---------------------------------------------------------------------------------------------
 
 
 def usable(questions: QuestionRecords, on_bad_record: str) -> dict[int, list[Size]]:
-    """The sizes of the pictures of every question whose record and pictures are in order.
+    """The picture sizes of every question whose record and pictures are valid.
 
     Raises:
-        ValueError: some are not, unless these are to be skipped; the message names record, picture and fault.
+        ValueError: others exist and are not to be skipped; the message names record, picture and fault.
     """
     skip, faults, sizes = on_bad_record == "skip", [], {}
     for place in progress(range(len(questions)), "checking", "questions"):
@@ -190,10 +191,10 @@ def usable(questions: QuestionRecords, on_bad_record: str) -> dict[int, list[Siz
 def fitting(
     questions: QuestionRecords, sizes: dict[int, list[Size]], assistant: Assistant, on_bad_record: str
 ) -> list[int]:
-    """Places of the questions that the checkpoint can be asked: its template can write them, and they are short enough.
+    """Places of the questions that the template can write and that fit into the context.
 
     Raises:
-        ValueError: some cannot be asked, unless these are to be skipped; the message names record and fault.
+        ValueError: others exist and are not to be skipped; the message names record and fault.
     """
     faults, places = [], []
     for place, shown in progress(sizes.items(), "measuring", "questions", total=len(sizes)):
@@ -209,7 +210,7 @@ def fitting(
 
 
 def report(faults: Sequence[str], total: int, skip: bool) -> None:
-    """Lists on stderr the questions that are skipped because they cannot be asked.
+    """Lists the skipped questions on stderr.
 
     Raises:
         ValueError: they are not to be skipped; the message has the same list.
@@ -219,9 +220,9 @@ def report(faults: Sequence[str], total: int, skip: bool) -> None:
     more = [f"and {len(faults) - SHOWN_FAULTS} more"] if len(faults) > SHOWN_FAULTS else []
     shown = "\n  ".join([*faults[:SHOWN_FAULTS], *more])
     if not skip:
-        advice = "mend them, or leave them out by --on-bad-record skip"
-        raise ValueError(f"--data: {len(faults)} of {total} questions cannot be asked; {advice}:\n  {shown}")
-    print(f"left out: {len(faults)} of {total} questions (--on-bad-record skip):\n  {shown}", file=sys.stderr)
+        advice = "fix them, or pass --on-bad-record skip"
+        raise ValueError(f"--data: {len(faults)} of {total} questions cannot be answered; {advice}:\n  {shown}")
+    print(f"skipped: {len(faults)} of {total} questions (--on-bad-record skip):\n  {shown}", file=sys.stderr)
 
 
 if __name__ == "__main__":

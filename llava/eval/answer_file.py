@@ -1,4 +1,4 @@
-"""The file of answers and, beside it, a record of what was asked: how many answers are there, and whether they fit."""
+"""The answer file, and the record next to it of the settings that it was answered with."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,35 +16,35 @@ def _record_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.run.json")
 
 
-def write_record(output: Path, asked: Mapping[str, object], count: int) -> None:
-    """Writes beside `output`, in one step, what is asked and how many answers there will be."""
-    write_json(_record_file(output), {"asked": asked, "count": count})
+def write_record(output: Path, settings: Mapping[str, object], count: int) -> None:
+    """Writes the settings and the final number of answers next to `output`, in one step."""
+    write_json(_record_file(output), {"asked": settings, "count": count})
 
 
 def recorded(output: Path) -> dict[str, Any] | None:
-    """What is recorded beside `output`: `asked`, by flag, and `count`; None where there is no usable record."""
+    """The record next to `output`: `asked`, the settings by flag, and `count`; None without a usable record."""
     try:
-        found = json.loads(_record_file(output).read_text(encoding="utf-8"))
-        return {"asked": dict(found["asked"]), "count": int(found["count"])}
+        record = json.loads(_record_file(output).read_text(encoding="utf-8"))
+        return {"asked": dict(record["asked"]), "count": int(record["count"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def recorded_count(output: Path, asked: Mapping[str, object]) -> int:
-    """How many answers the call that began `output` was to write.
+def recorded_count(output: Path, settings: Mapping[str, object]) -> int:
+    """The final number of answers of the run that began `output`.
 
     Raises:
-        ValueError: there is no usable record of that call, or it asked something else; the message then
-            names the flags with both values.
+        ValueError: it has no usable record, or its settings differ; the message then names the flags with both
+            values.
     """
     if (record := recorded(output)) is None:
         raise ValueError(
-            f"--output {output}: the file exists, but {_record_file(output).name}, which says what was asked, is "
-            "missing or damaged; name another file, or ask again with --overwrite"
+            f"--output {output}: the file exists, but the record of its settings, {_record_file(output).name}, is "
+            "missing or damaged; name another file, or answer again with --overwrite"
         )
-    if changed := differences(record["asked"], asked):
+    if changed := differences(record["asked"], settings):
         pairs = "; ".join(f"{flag} was {was}, is {now}" for flag, (was, now) in changed.items())
-        raise ValueError(f"--output {output} has answers to another call: {pairs}; ask again with --overwrite")
+        raise ValueError(f"--output {output} was answered with other settings: {pairs}; answer again with --overwrite")
     return record["count"]
 
 
@@ -55,23 +55,23 @@ def read_answers(output: Path) -> tuple[list[bytes], int]:
     return lines, len(whole[0]) + len(whole[1])
 
 
-def kept(output: Path, questions: "Sequence[Question]", window: int) -> tuple[int, int]:
-    """How many answers `output` has in complete windows, and how many bytes these take.
+def complete_windows(output: Path, questions: "Sequence[Question]", window: int) -> tuple[int, int]:
+    """Number of answers in complete windows of `output`, and their bytes.
 
     Raises:
-        ValueError: a line does not answer the question at its place.
+        ValueError: a line does not belong to the question at its place.
     """
     lines, _ = read_answers(output)
     for number, line in enumerate(lines):
         expected = questions[number].identifier if number < len(questions) else None
         try:
-            found = json.loads(line)["question_id"]
+            answered = json.loads(line)["question_id"]
         except (ValueError, KeyError, TypeError):
-            found = line[:40].decode("utf-8", "replace")
-        if found != expected:
+            answered = line[:40].decode("utf-8", "replace")
+        if answered != expected:
             raise ValueError(
-                f"--output {output}, line {number + 1}: expected the answer to question {expected!r}, found {found!r}; "
-                "ask again with --overwrite"
+                f"--output {output}, line {number + 1}: expected the answer to question {expected!r}, found "
+                f"{answered!r}; answer again with --overwrite"
             )
     count = len(lines) // window * window
     return count, sum(len(line) + 1 for line in lines[:count])

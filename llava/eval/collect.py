@@ -1,4 +1,4 @@
-"""Turns what a harness left in its output folder into a task's result, or says which samples failed.
+"""Turns a harness's output folder into a task's result, or names the samples that failed.
 
 lmms-eval writes `<model>/<time>_results.json` and `<model>/<time>_samples_<task>.jsonl`, lm-eval
 `<model>/results_<time>.json` and `<model>/samples_<task>_<time>.jsonl`. Neither harness says when something went
@@ -53,7 +53,7 @@ def collect(task: Task, folder: Path, seconds: float, data: str | None = None, a
             task.name,
             [
                 f"the harness's {task.metric} is {value}, which is not the samples' score of {score:.4f} %; this "
-                "version of the harness may compute it in another way"
+                "version of the harness may compute it differently"
             ],
         )
     chance = task.chance(records) if callable(task.chance) else task.chance
@@ -75,9 +75,9 @@ def read_scores(task: Task, folder: Path) -> dict[str, Any]:
     if not files:
         raise EvaluationError(task.name, [f"{folder}: the harness ended without writing results"])
     results = json.loads(files[-1].read_text(encoding="utf-8"))
-    found = scores_of(task, results)
-    if not isinstance(found.get(task.metric), int | float):
-        keys = ", ".join(found) or "nothing"
+    scores = scores_of(task, results)
+    if not isinstance(scores.get(task.metric), int | float):
+        keys = ", ".join(scores) or "nothing"
         raise EvaluationError(task.name, [f"{files[-1]}: expected a number {task.metric} for it, found {keys}"])
     return results
 
@@ -86,10 +86,10 @@ def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) ->
     """The records of all samples in the order of the data set; those of a group's tasks have their name as `subtask`.
 
     Args:
-        counts: by task, the numbers of samples; `effective` is how many the harness was to ask.
+        counts: by task, the numbers of samples; `effective` is how many the harness was to evaluate.
 
     Raises:
-        EvaluationError: a sample is missing, or is there more than once.
+        EvaluationError: a sample is missing or doubled.
     """
     own = {name: count for name, count in counts.items() if name == task.name or name.startswith(task.name + "_")}
     if task.name in own:
@@ -98,11 +98,11 @@ def read_records(task: Task, folder: Path, counts: dict[str, dict[str, int]]) ->
     for name, count in own.items():
         files = [*folder.rglob(f"*_samples_{name}.jsonl"), *folder.rglob(f"samples_{name}_[0-9]*.jsonl")]
         lines = [line for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
-        found = sorted((json.loads(line) for line in lines), key=lambda record: record["doc_id"])
+        samples = sorted((json.loads(line) for line in lines), key=lambda record: record["doc_id"])
         if name != task.name:
-            found = [record | {"subtask": name.removeprefix(task.name + "_")} for record in found]
-        problems += count_problems(name, found, int(count["effective"]))  # with --limit it may be 8.0
-        records += found
+            samples = [record | {"subtask": name.removeprefix(task.name + "_")} for record in samples]
+        problems += count_problems(name, samples, int(count["effective"]))  # with --limit it may be 8.0
+        records += samples
     if problems or not records:
         raise EvaluationError(task.name, problems or [f"{folder}: the harness wrote no samples"])
     return records

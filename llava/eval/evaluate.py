@@ -1,8 +1,7 @@
 """Scores a checkpoint with stock lmms-eval and lm-eval: `bash scripts/evaluate.sh CKPT [--tasks a,b]`.
 
-Every task runs in a process of its own, so that a call that is stopped loses one task at most. Finished tasks lie in
-`results.json` (`llava.eval.results`) and are not run again while checkpoint, settings, data, code and versions are the
-same.
+Every task runs in its own process, so that an interrupted run loses at most one task. Finished tasks are in
+`results.json` (`llava.eval.results`) and are not rerun while checkpoint, settings, data, code and versions stay equal.
 """
 
 import argparse
@@ -43,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopped; the same command runs the tasks that are missing", file=sys.stderr)
+        print("\nstopped; rerun the same command for the missing tasks", file=sys.stderr)
         return 130
 
 
@@ -55,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--output-dir", type=Path, help="default: outputs/eval/<last two parts of CKPT>")
     top.add_argument("--data-dir", type=Path, help="folder of <org>/<name> data sets; then nothing comes from the hub")
     top.add_argument("--conv-template", help="template for a checkpoint that does not name its own (LLaVA-1.5: v1)")
-    top.add_argument("--limit", type=whole(1), help="ask only the first N samples of every task; not for real scores")
+    top.add_argument(
+        "--limit", type=whole(1), help="evaluate only the first N samples of every task; not for real scores"
+    )
     top.add_argument(
         "--mmlu-fewshot",
         type=whole(0),
@@ -63,15 +64,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="solved examples before each question (default: 5)",
     )
-    top.add_argument("--batch-size", type=whole(1), default=1, help="samples at a time on each device (default: 1)")
-    top.add_argument(
-        "--num-gpus", type=whole(0), help="number of GPUs that share the samples; 0: CPU (default: all GPUs)"
-    )
+    top.add_argument("--batch-size", type=whole(1), default=1, help="samples per batch on each device (default: 1)")
+    top.add_argument("--num-gpus", type=whole(0), help="GPUs to spread the samples over; 0: CPU (default: all GPUs)")
     top.add_argument("--allow-empty", action="store_true", help="count empty answers as wrong instead of failing")
     top.add_argument(
         "--together",
         action="store_true",
-        help="one process for all tasks of a harness: it starts once, but cannot resume",
+        help="run all tasks of a harness in one process: starts once, cannot resume",
     )
     top.add_argument("--force", action="store_true", help="evaluate finished tasks again")
     return top
@@ -86,11 +85,11 @@ def evaluate(args: argparse.Namespace) -> None:
     """
     tasks = choose(args.tasks)
     require_harnesses(tasks)
-    found = torch.cuda.device_count()
+    available = torch.cuda.device_count()
     if args.num_gpus is None:
-        args.num_gpus = found
-    if not 0 <= args.num_gpus <= found:
-        raise ValueError(f"--num-gpus {args.num_gpus}: this machine has {found}; expected 0 (CPU) to {found}")
+        args.num_gpus = available
+    if not 0 <= args.num_gpus <= available:
+        raise ValueError(f"--num-gpus {args.num_gpus}: this machine has {available}; expected 0 (CPU) to {available}")
     places = {task.name: data_place(task, args.data_dir) for task in tasks}
     args.output_dir = args.output_dir or WORK / "outputs/eval" / checkpoint_name(args.checkpoint)
     settings = settings_of(args)
@@ -135,17 +134,17 @@ def run_missing(tasks: list[Task], places: dict[str, Path | None], args: argpars
 def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results:
     """The results in the output folder if the same checkpoint, settings and versions made them, else empty ones.
 
-    Results of another checkpoint, of other settings or versions are kept under a name with their time.
+    Other results are renamed by their time.
 
     Raises:
         ValueError: there is no such checkpoint, or `results.json` cannot be read.
     """
-    found = revision(args.checkpoint)
-    if found is None:
+    digest = revision(args.checkpoint)
+    if digest is None:
         raise ValueError(f"{args.checkpoint}: no such folder, and not a model in the hub's local cache")
     results = Results(
         checkpoint=args.checkpoint,
-        fingerprint=found,
+        fingerprint=digest,
         command=shlex.join(["bash", "scripts/evaluate.sh", *args.argv]),
         versions=versions(),
         settings=settings,
@@ -159,9 +158,9 @@ def start_results(args: argparse.Namespace, settings: dict[str, Any]) -> Results
     if not changed:
         results.tasks = before.tasks
         return results
-    kept = path.with_name(f"results.{before.created.replace(':', '')}.json")
-    print(f"{path}: made with other {', '.join(changed)}; kept as {kept.name}, every task is evaluated again")
-    path.rename(kept)
+    renamed = path.with_name(f"results.{before.created.replace(':', '')}.json")
+    print(f"{path}: made with other {', '.join(changed)}; kept as {renamed.name}, every task is evaluated again")
+    path.rename(renamed)
     return results
 
 
@@ -175,7 +174,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     template = choose_template(config, args.checkpoint, args.conv_template)
     if is_captioner(template):
         raise ValueError(
-            f"{args.checkpoint}: template 'plain' (stage 1) knows no questions; evaluate a stage-2 checkpoint"
+            f"{args.checkpoint}: template 'plain' (stage 1) has no questions; evaluate a stage-2 checkpoint"
         )
     name = args.conv_template or config.mm_conv_version
     chosen = {"conv_template": name, "limit": args.limit, "mmlu_fewshot": args.mmlu_fewshot}
@@ -184,7 +183,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def differences(before: Results, now: Results) -> list[str]:
-    """Names of the things that scores depend on and in which two calls differ."""
+    """What the scores depend on and two runs differ in."""
     changed = ["checkpoint"] * (before.fingerprint != now.fingerprint)
     changed += [name for name in IDENTITY if before.settings.get(name) != now.settings[name]]
     other = [name for name in now.versions if name != LLAVA_COMMIT and before.versions.get(name) != now.versions[name]]

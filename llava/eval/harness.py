@@ -1,4 +1,4 @@
-"""Runs tasks with the stock harnesses: where data lie, which share a process, its command line and environment."""
+"""Runs tasks with the stock harnesses: their data folders, processes, command lines and environments."""
 
 import argparse
 import importlib.util
@@ -18,7 +18,7 @@ from llava.utils.digests import fingerprint
 from llava.utils.paths import CODE
 
 TOO_LONG = "exceeds model's maximum length"
-"""What lm-eval warns of for every prompt from which it takes the beginning, as few-shot examples."""
+"""lm-eval's warning for every prompt whose beginning it cuts, as few-shot examples."""
 
 
 def require_harnesses(tasks: list[Task]) -> None:
@@ -32,7 +32,7 @@ def data_place(task: Task, data_dir: Path | None) -> Path | None:
     """The folder that holds the task's data set as `<org>/<name>`, or None where it comes from the hub.
 
     Raises:
-        ValueError: it should be local, and is not there.
+        ValueError: it should be local, and is missing.
     """
     for folder in ([] if data_dir is None else [data_dir]) + ([OWN_DATA] if task.own else []):
         if (folder / task.dataset / "README.md").is_file():
@@ -81,7 +81,7 @@ def run_group(
     folder = (args.output_dir / (tasks[0].name + "+" * (len(tasks) > 1))).resolve()
     log = folder / "log.txt"
     if folder.exists() and not log.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is there and has no log.txt of an earlier evaluation; give another --output-dir")
+        raise ValueError(f"{folder} exists and has no log.txt of an earlier evaluation; give another --output-dir")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     print(f"{title}: running, log in {log}", flush=True)
@@ -90,7 +90,7 @@ def run_group(
     status = run_logged(command, log, cwd=place or folder, env=environment(args, place), title=title)
     seconds = (time.monotonic() - start) / len(tasks)
     if longer := log.read_text(errors="replace").count(TOO_LONG):
-        print(f"{title}: {longer} prompts are longer than the model's context, and lm-eval left out their beginning")
+        print(f"{title}: {longer} prompts are longer than the model's context, and lm-eval cut their beginning")
     for task in tasks:
         try:
             if status:
@@ -136,7 +136,7 @@ def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, s
 
 
 def environment(args: argparse.Namespace, place: Path | None) -> dict[str, str]:
-    """The harness's environment: it can import this tree, with 0 GPUs it sees none, with local data it asks no hub."""
+    """The harness's environment: imports of this tree; no GPU with 0 GPUs; no hub with local data."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
     if place is not None:
         env["HF_HUB_OFFLINE"] = "1"

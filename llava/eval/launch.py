@@ -21,8 +21,10 @@ def main() -> None:
         print((__doc__ or "").rstrip())
         return
     if not set(sys.argv[1:2]) & set(HARNESSES):
-        found = sys.argv[1] if sys.argv[1:] else "nothing"
-        print(f"error: llava.eval.launch {found}: expected one of {', '.join(HARNESSES)}; see --help", file=sys.stderr)
+        requested = sys.argv[1] if sys.argv[1:] else "nothing"
+        print(
+            f"error: llava.eval.launch {requested}: expected one of {', '.join(HARNESSES)}; see --help", file=sys.stderr
+        )
         sys.exit(2)
     import llava.model.language_model.families  # noqa: F401  registers the model types; takes seconds
     from llava.eval.collect import FAILED_AT

@@ -121,15 +121,15 @@ class STVQAANLSEvaluator:
 
     def get_anls(self, s1: str, s2: str) -> float:
         """The similarity of two texts in [0, 1]; case and outer space do not count."""
-        one, other = s1.lower().strip(), s2.lower().strip()
-        similarity = 1 - _edit_distance(one, other) / max(len(one), len(other), 1)
+        first, second = s1.lower().strip(), s2.lower().strip()
+        similarity = 1 - _edit_distance(first, second) / max(len(first), len(second), 1)
         return similarity if similarity >= LEAST_SIMILARITY else 0.0
 
 
-def _edit_distance(one: str, other: str) -> int:
-    row = list(range(len(other) + 1))
-    for i, left in enumerate(one, 1):
+def _edit_distance(first: str, second: str) -> int:
+    row = list(range(len(second) + 1))
+    for i, left in enumerate(first, 1):
         before, row = row, [i]
-        for j, right in enumerate(other, 1):
+        for j, right in enumerate(second, 1):
             row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (left != right)))
     return row[-1]

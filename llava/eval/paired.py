@@ -1,21 +1,21 @@
 """Whether an arm beats the baseline on the same questions: paired intervals, questions won and lost, verdicts.
 
 An arm and the baseline answer the same N questions after training with the same S seeds. `d[s, i]` is the difference of
-their scores for seed s and question i. Two things vary: the questions, which stand for others of their kind, and the
+their scores for seed s and question i. Two things vary: the questions, a sample of their kind, and the
 training run. The bootstrap draws both, B times:
 
     D* = sum_i w*_i mean_s d[s, i] + sqrt(S / (S - 1)) * sum_s (v*_s - 1/S) mean_i d[s, i]
 
 with w* the shares of N questions drawn with replacement and v* those of S seeds. S drawn seeds vary by
-only (S - 1) / S of what seeds vary by, which for two seeds is half; the root corrects this. With one seed the second
-term is left out.
+only (S - 1) / S of what seeds vary by, which for two seeds is half; the root corrects this. With one seed there is no
+second term.
 
-To each set of questions one that is won and one that is lost by the full score is added (Bonett and Price, 2012).
+To each set of questions, one won and one lost by the full score are added (Bonett and Price, 2012).
 Without them four questions won and none lost of 400 would be an interval above zero, while a sign test gives p = 0.125.
 
 `compare_arms` is for a study of many arms. Its intervals are wider (Bonferroni), in two families: those of the mean of
-all benchmarks are corrected for the arms, those of single benchmarks for arms times benchmarks. Each family leaves out
-a true value in one study of twenty at most, both together in one of ten. Three seeds say little about how training runs
+all benchmarks are corrected for the arms, those of single benchmarks for arms times benchmarks. Each family excludes
+a true value in at most one study of twenty, both together in one of ten. Three seeds say little about how training runs
 vary, so there v* is drawn from the deviations of every arm's seeds from that arm's mean: runs of all arms are taken to
 vary alike.
 
@@ -43,7 +43,7 @@ class Difference:
 
     Attributes:
         delta: points (percent) over all seeds.
-        low, high: ends of the interval, in points; 95 % unless `compare_benchmarks` was told otherwise.
+        low, high: bounds of the interval, in points; 95 % unless `compare_benchmarks` got another confidence.
         by_seed: points of each seed.
         won, lost: questions that the arm answers better, and worse, on average over the seeds.
         p: of the exact two-sided sign test on them; with one seed and right-or-wrong answers McNemar's.
@@ -59,7 +59,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """`improved` or `worse` where the interval leaves out zero, else `unchanged`: no difference is shown."""
+        """`improved` or `worse` where the interval excludes zero, else `unchanged`: no difference is shown."""
         return IMPROVED if self.low > 0 else WORSE if self.high < 0 else UNCHANGED
 
 
@@ -111,14 +111,14 @@ def compare_arms(
     pool = []
     for index, kinds in enumerate(strata):
         by_seed = [
-            np.mean([group.mean(axis=1) for group in members_of(found[index], kinds)], axis=0)
-            for found in differences.values()
+            np.mean([group.mean(axis=1) for group in members_of(benchmarks[index], kinds)], axis=0)
+            for benchmarks in differences.values()
         ]
         pool.append(np.concatenate([seeds - seeds.mean() for seeds in by_seed]))
     confidence = confidence_of(len(differences) * len(strata)), confidence_of(len(differences))
     return {
-        arm: compare_benchmarks(found, strata, resamples=resamples, confidence=confidence, pool=pool)
-        for arm, found in differences.items()
+        arm: compare_benchmarks(benchmarks, strata, resamples=resamples, confidence=confidence, pool=pool)
+        for arm, benchmarks in differences.items()
     }
 
 
@@ -142,12 +142,12 @@ def score_intervals(
         num_seeds = len(deviations) / len(scores)
         error = math.sqrt((deviations**2).sum() / freedom / num_seeds)
         of_seeds = error * rng.standard_t(freedom, size=resamples)
-    found = {}
+    intervals = {}
     for arm, of_arm in scores.items():
         drawn = resampled_mean(of_arm.mean(axis=0), rng, resamples, added=(1.0, 0.0)) + of_seeds
         low, high = np.clip(np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]), 0, 1)
-        found[arm] = (100 * float(of_arm.mean()), 100 * float(low), 100 * float(high))
-    return found
+        intervals[arm] = (100 * float(of_arm.mean()), 100 * float(low), 100 * float(high))
+    return intervals
 
 
 def confidence_of(verdicts: int) -> float:

@@ -1,7 +1,7 @@
-"""What `python -m llava.eval.answer` asks: every record that training takes, and the lines of LLaVA's question files.
+"""The questions of `python -m llava.eval.answer`: training records, and the lines of LLaVA's question files.
 
-A conversation is asked up to its last question, earlier answers included; an answer after that question is the expected
-one. A line of a question file has its words under `text` and its pictures, if it has any, under `image`.
+A conversation is used up to its last question, earlier answers included; an answer after that question is the expected
+answer. A line of a question file has its words under `text` and its pictures, if any, under `image`.
 """
 
 import json
@@ -43,7 +43,7 @@ class Question(NamedTuple):
 
 
 class QuestionRecords(Sequence[Question]):
-    """The questions of `--data`, parsed when asked for; `[i]` raises ValueError where record i has none.
+    """The questions of `--data`, parsed on access; `[i]` raises ValueError where record i has none.
 
     Args:
         data: see `llava.data.records.load_records`.
@@ -88,10 +88,10 @@ class QuestionRecords(Sequence[Question]):
         problem = self.records.problem(position)
         if problem is None:
             return as_question(self.records.record(position), place)
-        found = json.loads(self.records.text(position)) if problem.kind == "schema" else None
-        if type(found) is not dict or not set(TURN_KEYS).isdisjoint(found):
+        line = json.loads(self.records.text(position)) if problem.kind == "schema" else None
+        if type(line) is not dict or not set(TURN_KEYS).isdisjoint(line):
             raise ValueError(problem.message)
-        if not isinstance(found.get("text"), str):
+        if not isinstance(line.get("text"), str):
             raise ValueError(f"{problem.message}; a line of a question file has its words under 'text'")
         record = as_conversation(self.records.record(position))
         if problem := record_problem(record):
@@ -100,11 +100,11 @@ class QuestionRecords(Sequence[Question]):
         return question._replace(prompt=question.prompt.removeprefix(len(question.asked.pictures) * _SHOWN))
 
     def show_as(self, orientation: str) -> None:
-        """From now on opens and measures the pictures as a checkpoint with this `image_orientation` sees them."""
+        """Opens and measures the pictures from now on as a checkpoint with this `image_orientation` sees them."""
         self.images = self._store(orientation=orientation)
 
     def named(self, index: int) -> str:
-        """How messages call a question."""
+        """The name of a question in messages."""
         return name_of(self.records, self.places[index])
 
     def pictures_content(self) -> str:
@@ -127,7 +127,7 @@ class QuestionRecords(Sequence[Question]):
 
 
 def as_conversation(line: Record) -> Record:
-    """A line of a question file in LLaVA's form; its pictures stand in front where its text does not place them."""
+    """A line of a question file in LLaVA's form; its pictures come first where its text does not place them."""
     text, pictures = line["text"], record_images(line)
     if DEFAULT_IMAGE_TOKEN not in text and isinstance(pictures, list):
         text = f"{DEFAULT_IMAGE_TOKEN}\n" * len(pictures) + text
@@ -135,7 +135,7 @@ def as_conversation(line: Record) -> Record:
 
 
 def as_question(record: Record, place: int) -> Question:
-    """The question of a record that `record_problem` finds nothing wrong with.
+    """The question of a record that `record_problem` accepts.
 
     Raises:
         ValueError: it has no human's turn.

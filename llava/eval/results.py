@@ -24,7 +24,7 @@ LLAVA_COMMIT = "llava (git commit)"
 LLAVA_CODE = "llava (code)"
 """The digest of the sources that decide answers and scores, also among the versions."""
 CONTROLS = ("untouched", "blank", "shuffled", "text-only")
-"""Folders with the results of a checkpoint asked as it is, and with the picture taken away in three ways."""
+"""Folders with the results of a checkpoint as it is, and with its pictures removed in three ways."""
 
 PAPER_COLUMNS = {
     "MMBench-EN": "mmbench_en_dev_static",
@@ -47,7 +47,7 @@ class Answered:
     Attributes:
         id: the same for every checkpoint, so that runs can be paired; unique in the task.
         score: 0 (wrong) to 1 (right).
-        answer: what the model said; for tasks scored by likelihood, the choice it found likeliest.
+        answer: what the model said; for tasks scored by likelihood, the likeliest choice.
         target: what was expected.
         group: the kind of question, such as a subject, where the task has kinds.
     """
@@ -95,9 +95,9 @@ class Results:
     Attributes:
         checkpoint: its folder or hub id.
         fingerprint: hash that changes with the checkpoint's weights and configuration.
-        command: the command line of the newest call that wrote the file.
+        command: the command line of the newest run that wrote the file.
         versions: of the packages that the scores depend on, the digest of this tree's code, and its commit.
-        settings: template, limit, few-shot examples, batch size and devices of the newest call.
+        settings: template, limit, few-shot examples, batch size and devices of the newest run.
         created: time of the newest change, ISO 8601 in UTC.
     """
 
@@ -111,7 +111,7 @@ class Results:
 
 
 def write_results(results: Results, folder: Path) -> Path:
-    """Writes `results.json` into `folder` at once, so that a reader never sees half of it; returns its path."""
+    """Writes `results.json` into `folder` in one step, so that a reader never sees half of it; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULTS_FILE
     write_json(path, {"format": FORMAT, **asdict(results)})
@@ -132,9 +132,9 @@ def read_results(path: str | Path) -> Results:
         raise ValueError(f"{path}: no such file; make it with: bash scripts/evaluate.sh CKPT") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON ({error}); remove it and evaluate again") from error
-    found = content.pop("format", None) if isinstance(content, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"{path}: format {found!r}, expected {FORMAT}; evaluate again with this version")
+    version = content.pop("format", None) if isinstance(content, dict) else None
+    if version != FORMAT:
+        raise ValueError(f"{path}: format {version!r}, expected {FORMAT}; evaluate again with this version")
     try:
         tasks = {
             name: TaskResult(**task | {"samples": [Answered(**sample) for sample in task["samples"]]})

@@ -1,6 +1,6 @@
 """One question about pictures: `python -m llava.eval.run_llava --model-path CKPT --image-file FILE --query "..."`.
 
-Prints the answer. The pictures stand before the question, or where it says `<image-placeholder>`.
+Prints the answer. The pictures come before the question, or where it says `<image-placeholder>`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--temperature", type=float, default=0.2, help="0 takes the likeliest token (default: 0.2)")
     top.add_argument("--top_p", type=float, help="sample from the likeliest tokens whose probabilities add up to this")
     top.add_argument("--num_beams", type=whole(1), default=1, help="beams of beam search (default: 1)")
-    top.add_argument("--max_new_tokens", type=whole(1), default=512, help="longest answer (default: 512)")
+    top.add_argument("--max_new_tokens", type=whole(1), default=512, help="maximum tokens of an answer (default: 512)")
     return top
 
 

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     top.add_argument(
         "--metric",
         choices=KINDS,
-        help=f"scores every answer so; without it by the question's field `kind`, {DEFAULT_KIND} where it has none",
+        help=f"metric of every answer (default: by the question's field `kind`, {DEFAULT_KIND} without one)",
     )
     return exit_status(run, top.parse_args(argv))
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     if args.other:
         tables[f"{args.other} minus {args.answers}, points"] = difference_rows(files, *scored)
     print("\n\n".join(f"{title}\n{format_table(rows)}" for title, rows in tables.items()))
-    if any(not one.is_read for answers in scored for one in answers):
+    if any(not answer.is_read for answers in scored for answer in answers):
         print("\nunread: answers that hold no yes or no, letter or number, or several of them; they count as wrong")
 
 
@@ -80,7 +80,7 @@ def read_scored(file: Path, metric: str | None = None) -> list[Scored]:
     """Every answer of a file, scored.
 
     Args:
-        metric: scores every answer so, whatever its question's kind.
+        metric: of every answer, whatever its question's kind.
 
     Raises:
         ValueError, OSError: no such file, an incomplete one, or a record that cannot be scored; the message names it.
@@ -89,23 +89,25 @@ def read_scored(file: Path, metric: str | None = None) -> list[Scored]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise ValueError(f"{file}: no such file; python -m llava.eval.answer writes it") from None
-    found: dict[str, Scored] = {}
+    answers: dict[str, Scored] = {}
     for number, line in enumerate(lines, 1):
         try:
-            one = scored_line(json.loads(line), metric)
+            answer = scored_line(json.loads(line), metric)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             fault = f"no field {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{file}, line {number}: {fault}") from None
-        if one.identifier in found:
-            raise ValueError(f"{file}, line {number}: question {one.identifier} was answered before; each id once")
-        found[one.identifier] = one
-    if not found:
+        if answer.identifier in answers:
+            raise ValueError(
+                f"{file}, line {number}: question {answer.identifier} is answered twice; expected each id once"
+            )
+        answers[answer.identifier] = answer
+    if not answers:
         raise ValueError(f"{file}: no answers")
-    if (record := recorded(file)) and record["count"] != len(found):
+    if (record := recorded(file)) and record["count"] != len(answers):
         raise ValueError(
-            f"{file}: {len(found)} of {record['count']} answers; python -m llava.eval.answer was stopped, run it again"
+            f"{file}: {len(answers)} of {record['count']} answers; python -m llava.eval.answer was stopped, rerun it"
         )
-    return list(found.values())
+    return list(answers.values())
 
 
 def scored_line(line: Mapping, metric: str | None) -> Scored:
@@ -129,15 +131,15 @@ def check_expected(name: str, expected: object, kind: object, metric: str | None
     """Raises ValueError unless a question, called `name`, has an expected answer that its kind can score."""
     used = metric or kind or DEFAULT_KIND
     if used not in KINDS:
-        raise ValueError(f"{name}: kind {used!r} is not one of {', '.join(KINDS)}; --metric scores all by one")
+        raise ValueError(f"{name}: kind {used!r} is not one of {', '.join(KINDS)}; or pass --metric for all")
     if not isinstance(expected, str):
-        raise ValueError(f"{name}: no expected answer; ask records that end with one, or add a field 'expected'")
+        raise ValueError(f"{name}: no expected answer; use records that end with one, or add a field 'expected'")
     if not can_expect(used, expected):
         raise ValueError(f"{name}: {expected!r} cannot be the expected answer of a question of kind {used}")
 
 
 def check_questions(data: str, image_folder: Path | None) -> None:
-    """Raises ValueError or OSError where one of `--questions` cannot be asked or scored; the message names it."""
+    """Raises ValueError or OSError where one of `--questions` cannot be answered or scored; the message names it."""
     from llava.eval.question_records import QuestionRecords  # takes seconds
 
     questions = QuestionRecords(data, str(image_folder) if image_folder else None)
@@ -148,11 +150,11 @@ def check_questions(data: str, image_folder: Path | None) -> None:
             questions.picture_sizes(place)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        one = questions[place]
-        check_expected(name, one.expected, one.kind)
-        identifier = json.dumps(one.identifier, ensure_ascii=False)
+        question = questions[place]
+        check_expected(name, question.expected, question.kind)
+        identifier = json.dumps(question.identifier, ensure_ascii=False)
         if identifier in names:
-            raise ValueError(f"{name}: the id {identifier} is that of {names[identifier]} as well; each id once")
+            raise ValueError(f"{name}: the id {identifier} is also that of {names[identifier]}; expected each id once")
         names[identifier] = questions.named(place)
 
 
@@ -161,10 +163,10 @@ def check_questions(data: str, image_folder: Path | None) -> None:
 
 def groups(answers: Sequence[Scored]) -> dict[str, list[int]]:
     """Places of the answers of each kind, and of all where there are several kinds."""
-    found: dict[str, list[int]] = {}
-    for place, one in enumerate(answers):
-        found.setdefault(one.kind, []).append(place)
-    return found if len(found) == 1 else found | {ALL: list(range(len(answers)))}
+    places_of_kind: dict[str, list[int]] = {}
+    for place, answer in enumerate(answers):
+        places_of_kind.setdefault(answer.kind, []).append(place)
+    return places_of_kind if len(places_of_kind) == 1 else places_of_kind | {ALL: list(range(len(answers)))}
 
 
 def score_rows(answers: Sequence[Scored]) -> list[dict[str, Any]]:
@@ -172,12 +174,12 @@ def score_rows(answers: Sequence[Scored]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for kind, places in groups(answers).items():
         chosen = [answers[place] for place in places]
-        right = sum(one.right for one in chosen)
+        right = sum(answer.right for answer in chosen)
         low, high = (round(100 * end, 1) for end in share_interval(right, len(chosen)))
-        metrics = "+".join(dict.fromkeys(one.metric for one in chosen))
+        metrics = "+".join(dict.fromkeys(answer.metric for answer in chosen))
         row: dict[str, Any] = {"kind": kind, "metric": metrics, "questions": len(chosen), "right": right}
         row |= {"percent": f"{100 * right / len(chosen):.1f}", "95 % interval": f"{low} to {high}"}
-        rows.append(row | {"unread": sum(not one.is_read for one in chosen)})
+        rows.append(row | {"unread": sum(not answer.is_read for answer in chosen)})
     return rows
 
 
@@ -187,26 +189,31 @@ def difference_rows(files: Sequence[Path], first: Sequence[Scored], second: Sequ
     Raises:
         ValueError: the files have other questions, kinds or expected answers; the message names them.
     """
-    theirs = {one.identifier: one for one in second}
-    ours = {one.identifier: one for one in first}
+    theirs = {answer.identifier: answer for answer in second}
+    ours = {answer.identifier: answer for answer in first}
     for file, missing in ((files[1], ours.keys() - theirs.keys()), (files[0], theirs.keys() - ours.keys())):
         if missing:
             listed = ", ".join(sorted(missing)[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
             raise ValueError(f"{file}: no answer to {len(missing)} questions of the other file, by id: {listed}")
-    for name, one in ours.items():
-        if (one.kind, one.expected) != (theirs[name].kind, theirs[name].expected):
+    for name, answer in ours.items():
+        if (answer.kind, answer.expected) != (theirs[name].kind, theirs[name].expected):
             raise ValueError(
-                f"question {name}: {one.kind}, {one.expected!r} is expected in {files[0]}; {theirs[name].kind}, "
+                f"question {name}: {answer.kind}, {answer.expected!r} is expected in {files[0]}; {theirs[name].kind}, "
                 f"{theirs[name].expected!r} in {files[1]}"
             )
-    changes = np.array([float(theirs[one.identifier].right) - float(one.right) for one in first])
+    changes = np.array([float(theirs[answer.identifier].right) - float(answer.right) for answer in first])
     rows: list[dict[str, Any]] = []
     for kind, places in groups(first).items():
         result, _ = compare_benchmarks([changes[places][None]], [None])
-        (one,) = result
-        row: dict[str, Any] = {"kind": kind, "difference": f"{one.delta:+.1f}"}
-        row |= {"95 % interval": f"{one.low:+.1f} to {one.high:+.1f}"}
-        row |= {"verdict": one.verdict, "won": one.won, "lost": one.lost, "p": float(f"{one.p:.2g}")}
+        (difference,) = result
+        row: dict[str, Any] = {"kind": kind, "difference": f"{difference.delta:+.1f}"}
+        row |= {"95 % interval": f"{difference.low:+.1f} to {difference.high:+.1f}"}
+        row |= {
+            "verdict": difference.verdict,
+            "won": difference.won,
+            "lost": difference.lost,
+            "p": float(f"{difference.p:.2g}"),
+        }
         rows.append(row)
     return rows
 
@@ -214,8 +221,11 @@ def difference_rows(files: Sequence[Path], first: Sequence[Scored], second: Sequ
 def task_result(file: Path) -> TaskResult:
     """The answers of a file as a task's result, for comparisons."""
     answers = read_scored(file)
-    samples = [Answered(one.identifier, float(one.right), one.answer, one.expected, one.kind) for one in answers]
-    score = 100 * sum(one.right for one in answers) / len(answers)
+    samples = [
+        Answered(answer.identifier, float(answer.right), answer.answer, answer.expected, answer.kind)
+        for answer in answers
+    ]
+    score = 100 * sum(answer.right for answer in answers) / len(answers)
     return TaskResult("right answers, llava.eval.score", score, samples, None, 0.0)
 
 

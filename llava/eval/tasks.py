@@ -30,7 +30,7 @@ def answer_of(record: Record) -> str:
 
 
 def doc_id(record: Record) -> str:
-    """Where the sample stands in the data set; the samples of each subject are counted separately."""
+    """The sample's index in the data set; the samples of each subject are counted separately."""
     name = str(record["doc_id"])
     return f"{record['subtask']}/{name}" if "subtask" in record else name
 
@@ -50,7 +50,7 @@ def each(score: Callable[[Record], float], group: Callable[[Record], str | None]
 def mmbench_samples(records: Sequence[Record]) -> list[Answered]:
     """One sample for each question: right only if it is right under every order of its options that the data set has.
 
-    lmms-eval keeps the verdict on a question to itself, so its own evaluator is asked once more.
+    lmms-eval keeps the verdict on a question to itself, so its evaluator runs once more.
     """
     import pandas
     from lmms_eval.tasks.mmbench.mmbench_evals import MMBench_Evaluator
@@ -64,14 +64,14 @@ def mmbench_samples(records: Sequence[Record]) -> list[Answered]:
     samples = []
     for index, orders in questions.items():
         right = evaluator.eval_sub_data(pandas.DataFrame(orders), correct, static_only=True)
-        said = " | ".join(str(row["prediction"]) for row in orders)
+        answer = " | ".join(str(row["prediction"]) for row in orders)
         target = " | ".join(str(row["answer"]) for row in orders)
-        samples.append(Answered(str(index), float(right), said, target, orders[0]["category"]))
+        samples.append(Answered(str(index), float(right), answer, target, orders[0]["category"]))
     return samples
 
 
 def likelihood_samples(metric: str, by_length: bool, grouped: bool):
-    """A function from lm-eval's multiple-choice records to samples; the answer is the choice it found likeliest."""
+    """A function from lm-eval's multiple-choice records to samples; the answer is the likeliest choice."""
 
     def samples(records: Sequence[Record]) -> list[Answered]:
         result = []
@@ -126,7 +126,7 @@ class Task:
         samples: from the harness's records to ours.
         harness: `lmms_eval` or `lm_eval`.
         score: percent from the samples; must equal what the harness computed.
-        unit: the harness's number that stands for 100 %; None: a thousandth of the number of samples (OCRBench).
+        unit: the harness's number for 100 %; None: a thousandth of the number of samples (OCRBench).
         chance: percent that guessing reaches, or a function of the records, or None where that is not known.
         generates: whether the model writes its answer (and could write an empty one).
         own: whether it is one of `playground/tasks`.
@@ -144,13 +144,13 @@ class Task:
     own: bool = False
 
     def percent(self, value: float, num_samples: int) -> float:
-        """The harness's score in percent of the samples that were asked."""
+        """The harness's score in percent of the samples."""
         return value * 100 / (num_samples / 1000 if self.unit is None else self.unit)
 
 
 def _seed_score(record: Record) -> bool:
-    found = record["seedbench_2_plus_all"]
-    return found["pred"].lower().strip() == found["answer"].lower().strip()
+    verdict = record["seedbench_2_plus_all"]
+    return verdict["pred"].lower().strip() == verdict["answer"].lower().strip()
 
 
 def _seed_kind(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints that answer about the same picture, word by word, and what each looked at; everything but the page."""
+"""Checkpoints that answer streaming about the same picture, and what each looked at; everything but the page."""
 
 import html
 import math
@@ -26,7 +26,7 @@ from llava.utils.presentation import TEXT_COLOUR, VISUAL_COLOUR
 
 LONGEST_QUESTION = 10_000  # characters; more than any context holds would only keep the tokenizer busy
 SMALL, LARGE = 384, 768  # limits of a heatmap's longer side in pixels; between them it has the picture's size
-LEAST_NORM, MOST_NORM = 0.1, 10_000.0  # ends of the bars' logarithmic scale
+LEAST_NORM, MOST_NORM = 0.1, 10_000.0  # bounds of the bars' logarithmic scale
 
 
 class Arm:
@@ -69,9 +69,9 @@ def checked_question(question: str | None) -> str:
     if not question:
         raise ValueError("Please type a question.")
     if len(question) > LONGEST_QUESTION:
-        raise ValueError(f"The question has {len(question):,} characters; at most {LONGEST_QUESTION:,} are read.")
+        raise ValueError(f"The question has {len(question):,} characters; the limit is {LONGEST_QUESTION:,}.")
     if DEFAULT_IMAGE_TOKEN in question:
-        raise ValueError(f"The picture is already there; please ask without {DEFAULT_IMAGE_TOKEN}.")
+        raise ValueError(f"The picture is already in the conversation; please ask without {DEFAULT_IMAGE_TOKEN}.")
     return question
 
 
@@ -82,13 +82,13 @@ def checked_picture(
     frame.
 
     Raises:
-        ValueError: there is no such file, or it is too large or no picture; the message names no folder.
+        ValueError: there is no such file, or it is too large or not a picture; the message names no folder.
     """
     if not path:
         raise ValueError("Please choose a picture first.")
     file = uploaded_file(path, folder)
     if file.stat().st_size > most_bytes:
-        raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes; at most {most_bytes:,} are taken.")
+        raise ValueError(f"{file.name} has {file.stat().st_size:,} bytes; the limit is {most_bytes:,}.")
     try:
         return to_rgb(read_picture(file, file.name, max_aspect_ratio))
     except ValueError as error:
@@ -98,7 +98,7 @@ def checked_picture(
 def ask_all(
     arms: Sequence[Arm], talks: Sequence[Talk], picture: Image.Image, question: str, **options: Any
 ) -> Iterator[list[Talk]]:
-    """Yields all arms' conversations each time there is something new to show; one arm answers after the other.
+    """Yields all arms' conversations at each change; the arms answer one after the other.
 
     Args:
         talks: the conversations so far, which the first question starts.
@@ -124,7 +124,7 @@ def ask_all(
 
 
 class Stopped(Exception):
-    """Nobody waits for the answer any more."""
+    """The answer is no longer wanted."""
 
 
 class _Streamer(AnswerStreamer):
@@ -146,7 +146,7 @@ class _Streamer(AnswerStreamer):
 def growing_answer(
     assistant: Assistant, turns: list[dict[str, str]], picture: Image.Image, **options: Any
 ) -> Iterator[str]:
-    """Yields the answer so far each time it has grown, and at last the whole; closing the iterator ends the generation.
+    """Yields the answer so far each time it has grown, and finally all of it; closing the iterator ends the generation.
 
     Raises:
         ValueError: see `Assistant.answer`.

@@ -1,6 +1,6 @@
 """A conversation about a picture in the terminal: `python -m llava.serve.cli --model-path CKPT --image-file FILE`.
 
-Answers appear word by word and earlier turns are remembered. Ctrl-C ends an answer; `/quit`, an empty line or Ctrl-D
+Answers are streamed and earlier turns are remembered. Ctrl-C stops an answer; `/quit`, an empty line or Ctrl-D
 ends the chat; `/help` lists the commands.
 """
 
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     add_loading_arguments(top)
     top.add_argument("--image-file", required=True, help="path or http(s) address of the picture")
     top.add_argument("--temperature", type=float, default=0.2, help="0 takes the likeliest token (default: 0.2)")
-    top.add_argument("--max-new-tokens", type=whole(1), default=512, help="longest answer (default: 512)")
+    top.add_argument("--max-new-tokens", type=whole(1), default=512, help="maximum tokens of an answer (default: 512)")
     top.add_argument("--debug", action="store_true", help="show prompt and answer as the model sees them")
     return top
 

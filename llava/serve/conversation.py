@@ -1,4 +1,4 @@
-"""The conversation behind `python -m llava.serve.cli`: questions, commands, answers that grow word by word."""
+"""The conversation of `python -m llava.serve.cli`: questions, commands, streamed answers."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from transformers import TextStreamer
 from llava.asking import Assistant, chosen_assistant, is_captioner, load_picture
 from llava.constants import DEFAULT_IMAGE_TOKEN
 
-COMMANDS = "/image PATH another picture, /reset forget the conversation, /quit end, /help this line"
+COMMANDS = "/image PATH another picture, /reset clear the conversation, /quit end, /help this line"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -36,8 +36,8 @@ def load_chat_assistant(args: argparse.Namespace) -> Assistant:
 
 
 def chat(assistant: Assistant, picture: Image.Image, args: argparse.Namespace) -> None:
-    """Asks, answers and remembers until the input ends; errors are printed, and the chat goes on."""
-    say(f"{COMMANDS}; Ctrl-C ends an answer")
+    """Runs the chat until the input ends; errors are printed, and the chat continues."""
+    say(f"{COMMANDS}; Ctrl-C stops an answer")
     turns: list[dict[str, str]] = []
     while question := read_question():
         command, _, argument = question.partition(" ")
@@ -48,7 +48,7 @@ def chat(assistant: Assistant, picture: Image.Image, args: argparse.Namespace) -
             picture, turns = (picture, turns) if new is None else (new, [])
         elif command == "/reset":
             turns = []
-            say("the conversation starts anew, about the same picture")
+            say("conversation reset, same picture")
         elif command.startswith("/"):
             say(COMMANDS if command == "/help" else f"error: no command {command}; {COMMANDS}")
         else:
@@ -57,7 +57,7 @@ def chat(assistant: Assistant, picture: Image.Image, args: argparse.Namespace) -
 
 
 def say(text: str) -> None:
-    """Prints on stderr what is not part of the conversation."""
+    """Prints a message on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -66,9 +66,9 @@ def open_picture(path: str, max_aspect_ratio: float) -> Image.Image | None:
     try:
         picture = load_picture(path, max_aspect_ratio)
     except ValueError as error:
-        say(f"error: /image {str(error).removeprefix('--image-file ')}; the picture stays")
+        say(f"error: /image {str(error).removeprefix('--image-file ')}; the picture is unchanged")
         return None
-    say(f"{path}: {picture.width} x {picture.height} pixels; the conversation starts anew")
+    say(f"{path}: {picture.width} x {picture.height} pixels; conversation reset")
     return picture
 
 
@@ -97,7 +97,7 @@ def answer(
     except KeyboardInterrupt:
         print(flush=True)
         text = streamer.shown.strip()
-        say("the answer ends here" if text else "no answer; the question is forgotten")
+        say("answer stopped" if text else "no answer; question dropped")
         if not text:
             return turns
     if args.debug:
@@ -111,7 +111,7 @@ def with_question(turns: list[dict[str, str]], question: str) -> list[dict[str, 
 
 
 def read_question() -> str:
-    """The user's next line without `<image>`, which stands for the one picture; empty at the end of the input.
+    """The user's next line, without `<image>`; empty at the end of the input.
 
     Ctrl-C says how to quit; a second one right after it quits.
     """
@@ -130,7 +130,7 @@ def read_question() -> str:
             continue
         if DEFAULT_IMAGE_TOKEN not in question:
             return question
-        print(f"The picture is already there; please ask without {DEFAULT_IMAGE_TOKEN}.")
+        print(f"The picture is already in the conversation; please ask without {DEFAULT_IMAGE_TOKEN}.")
 
 
 class AnswerStreamer(TextStreamer):

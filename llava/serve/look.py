@@ -20,7 +20,7 @@ from llava.constants import IMAGE_TOKEN_INDEX
 
 
 class Look(NamedTuple):
-    """What is shown beside an answer.
+    """What is shown next to an answer.
 
     Attributes:
         heatmap: the answer's attention over the places of the picture [rows, columns], the mean over layers and
@@ -44,24 +44,24 @@ def probe_of(assistant: Assistant) -> Probe:
 
 
 def look_of(assistant: Assistant, probe: Probe, turns: list[dict[str, str]], picture: Image.Image, answer: str) -> Look:
-    """Runs a question and its answer through the model once more, and watches.
+    """Runs a question and its answer through the model once more, with the probe.
 
     Args:
         probe: the assistant's, see `probe_of`.
-        turns: what was asked, with one placeholder.
+        turns: the question's, with one placeholder.
 
     Raises:
-        ValueError: the attention cannot be watched.
+        ValueError: the attention cannot be measured.
     """
     picture = assistant.upright(picture)
     prompt = assistant.prompt_ids(turns, [picture])
-    said = assistant.tokenizer(answer, add_special_tokens=False, return_tensors="pt")["input_ids"][0].long()
-    batch = our_batch(assistant.model, [torch.cat([prompt, said])], [picture], assistant.image_processor)
+    answer_ids = assistant.tokenizer(answer, add_special_tokens=False, return_tensors="pt")["input_ids"][0].long()
+    batch = our_batch(assistant.model, [torch.cat([prompt, answer_ids])], [picture], assistant.image_processor)
     asking = torch.zeros(batch.input_ids.shape[1], dtype=torch.bool)
     start = assistant.prompt_length(turns, [picture.size]) - 1  # what a token looks at decides the next one
     asking[start : max(start + 1, len(asking) - 1)] = True
-    found, seen = attention_of(probe, batch, asking, f"{assistant.name}: no layer lets the answer")
+    attention, seen = attention_of(probe, batch, asking, f"{assistant.name}: no layer lets the answer")
     norms, groups = seen.hidden_states[0][0].float().norm(dim=-1).cpu(), seen.groups[0].cpu()
     is_text = torch.isin(groups, torch.tensor(TEXT_GROUPS, dtype=groups.dtype))
     visual_norm, text_norm = norms[groups == VISUAL].median().item(), norms[is_text].median().item()
-    return Look(found.maps.get("mean"), visual_norm, text_norm, found.no_map, found.area)
+    return Look(attention.maps.get("mean"), visual_norm, text_norm, attention.no_map, attention.area)

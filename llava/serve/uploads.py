@@ -1,4 +1,4 @@
-"""The files that the page opens and gives: those below its upload folder. Gradio alone would also fetch addresses.
+"""The files that the page opens and serves: those below its upload folder. Gradio alone would also fetch addresses.
 
 A visitor writes every request's body, so a path in it may be an address, a device or any file of this machine.
 """
@@ -11,14 +11,14 @@ from types import ModuleType
 from typing import Any
 
 REFUSAL = "The picture is not a file that was uploaded to this page, or it is gone; please choose it again."
-_GIVEN = re.compile(r"/gradio_api/file[=/](.*)", re.DOTALL)
+_FILE_ROUTE = re.compile(r"/gradio_api/file[=/](.*)", re.DOTALL)
 
 
 def uploaded_file(path: object, folder: str | Path) -> Path:
     """The file at `path`, with links and `..` resolved.
 
     Raises:
-        ValueError: it is not an existing regular file below `folder`; the sentence does not say what else it is.
+        ValueError: it is not an existing regular file below `folder`; the message does not say what else it is.
     """
     try:
         if isinstance(path, str):
@@ -31,7 +31,7 @@ def uploaded_file(path: object, folder: str | Path) -> Path:
 
 
 def named_files(data: object) -> Iterator[object]:
-    """Whatever stands as a file's path anywhere in an event's inputs."""
+    """Every file path in an event's inputs."""
     if isinstance(data, dict):
         if data.get("path"):
             yield data["path"]
@@ -41,9 +41,9 @@ def named_files(data: object) -> Iterator[object]:
             yield from named_files(value)
 
 
-def may_be_given(url_path: str, folder: str | Path) -> bool:
-    """Whether the path of a request asks for no file, or for one below `folder`."""
-    asked = _GIVEN.fullmatch(url_path)
+def may_be_served(url_path: str, folder: str | Path) -> bool:
+    """Whether a request's path names no file, or one below `folder`."""
+    asked = _FILE_ROUTE.fullmatch(url_path)
     try:
         return not asked or bool(uploaded_file(asked[1], folder))
     except ValueError:
@@ -51,7 +51,7 @@ def may_be_given(url_path: str, folder: str | Path) -> bool:
 
 
 def refuse_other_files(gradio: ModuleType, page: Any, folder: str | Path) -> None:
-    """Makes all events of the page refuse other files in a sentence, before Gradio copies or downloads them."""
+    """Makes all events of the page refuse other files with a message, before Gradio copies or downloads them."""
     preprocess_data = page.preprocess_data
 
     async def checked(block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:

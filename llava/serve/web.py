@@ -1,7 +1,7 @@
 """A page to talk about pictures with one or two checkpoints: `python -m llava.serve.web --model-path CKPT`.
 
-Beside each answer stands where the model looked and how large visual and text tokens were. Only this machine reaches
-the page unless `--host` or `--share` says otherwise; the page loads nothing from elsewhere and reports nothing.
+Next to each answer are a heatmap of the model's attention and the norms of visual and text tokens. Only this machine
+reaches the page unless `--host` or `--share` says otherwise; the page loads nothing from elsewhere and reports nothing.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from llava.asking_flags import add_loading_arguments, add_model_arguments
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.serve.arms import Arm, Talk, ask_all, checked_picture, checked_question
 from llava.serve.conversation import load_chat_assistant
-from llava.serve.uploads import may_be_given, refuse_other_files
+from llava.serve.uploads import may_be_served, refuse_other_files
 from llava.utils.commands import REFUSALS, Parser, exit_status, whole
 from llava.utils.paths import checkpoint_name
 from llava.utils.presentation import import_pyplot
@@ -31,7 +31,7 @@ from llava.utils.presentation import import_pyplot
 MOST_ARMS, EXAMPLES = 2, 6
 WAITING = 20  # questions in the queue; further ones are refused
 MEGABYTE = 10**6
-# What a browser may load: nothing but what this server gives. Gradio's own scripts and styles stand in the page.
+# A browser may load only from this server. Gradio's own scripts and styles are in the page.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; media-src 'self' data: blob:; worker-src 'self' blob:"
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--share", action="store_true", help="also open Gradio's public tunnel to whoever has the link")
     top.add_argument("--max-upload", type=float, default=10, metavar="MB", help="largest picture taken (default: 10)")
     top.add_argument(
-        "--max-new-tokens", type=whole(1), default=256, help="longest answer, to begin with (default: 256)"
+        "--max-new-tokens", type=whole(1), default=256, help="initial maximum of tokens per answer (default: 256)"
     )
     return top
 
@@ -117,7 +117,7 @@ def check_free(host: str, port: int) -> None:
 
 
 def import_gradio(folder: str) -> ModuleType:
-    """Gradio, set up to keep its files in `folder` and not to report its use.
+    """Gradio, with its files in `folder` and without analytics.
 
     Raises:
         ImportError: Gradio is not installed; the message says which extra brings it.
@@ -140,7 +140,7 @@ def load_arms(args: argparse.Namespace) -> list[Arm]:
 
 
 def guarding_middleware(folder: str) -> list[Any]:
-    """Sends `POLICY` with every answer of the server, and gives no file but those in `folder`."""
+    """Sends `POLICY` with every response, and serves no file but those in `folder`."""
     from starlette.middleware import Middleware
     from starlette.responses import PlainTextResponse
 
@@ -154,8 +154,8 @@ def guarding_middleware(folder: str) -> list[Any]:
                     message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
                 await send(message)
 
-            refused = scope["type"] == "http" and not may_be_given(scope["path"], folder)
-            app = PlainTextResponse("There is no such file here.", 403) if refused else self.app
+            refused = scope["type"] == "http" and not may_be_served(scope["path"], folder)
+            app = PlainTextResponse("No such file.", 403) if refused else self.app
             await app(scope, receive, send_with if scope["type"] == "http" else send)
 
     return [Middleware(Guard)]
@@ -163,18 +163,18 @@ def guarding_middleware(folder: str) -> list[Any]:
 
 def examples() -> list[list[str]]:
     """Pictures of the playground with a question each, from whichever set is prepared here; no picture twice."""
-    found: dict[str, str] = {}
+    question_of: dict[str, str] = {}
     for file in filter(Path.is_file, map(Path, PLAYGROUND)):
         for record in json.loads(file.read_text(encoding="utf-8")):
             picture = file.parent / "images" / record["image"]
-            if len(found) < EXAMPLES and picture.is_file():
+            if len(question_of) < EXAMPLES and picture.is_file():
                 question = record["conversations"][0]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
-                found.setdefault(str(picture), question)
-    return [list(pair) for pair in found.items()]
+                question_of.setdefault(str(picture), question)
+    return [list(pair) for pair in question_of.items()]
 
 
 def refusal(text: str) -> str:
-    """A sentence on the page that says what cannot be done."""
+    """A message on the page that says what cannot be done."""
     return f'<p class="refusal" role="alert">{html.escape(text)}</p>' if text else ""
 
 
@@ -185,47 +185,47 @@ class Page:
         folder: where uploaded pictures are; others are not opened.
         most_bytes: largest size of an uploaded picture.
         limits: further arguments of `checked_picture`.
-        same: the value that leaves an output on the page as it is.
+        same: the value that leaves an output unchanged.
     """
 
     def __init__(self, arms: Sequence[Arm], folder: str | Path, most_bytes: int, same: object = None, **limits: float):
         self.arms, self.folder, self.most_bytes, self.same, self.limits = arms, folder, most_bytes, same, limits
 
-    def shown(self, talks: Sequence[Talk], said: str = "") -> list[object]:
-        """Values of state, sentence, and each arm's chat, heatmap and norms."""
+    def shown(self, talks: Sequence[Talk], message: str = "") -> list[object]:
+        """Values of state, message, and each arm's chat, heatmap and norms."""
         parts = [value for talk in talks for value in (talk.messages(), talk.heatmap, talk.norms)]
-        return [talks, refusal(said), *parts]
+        return [talks, refusal(message), *parts]
 
     def start(self) -> list[Talk]:
         """Conversations that have not begun."""
         return [Talk() for _ in self.arms]
 
     def new_picture(self, path: str | None) -> list[object]:
-        """A picture was chosen or taken away: conversations start anew, and what is no picture is taken away again.
+        """A picture was chosen or removed: conversations are reset, and non-images are rejected.
 
-        The first value is the picture; without one the sentence on the page stays.
+        The first value is the picture; without one the message on the page stays.
         """
-        state, said, *parts = self.shown(self.start())
+        state, message, *parts = self.shown(self.start())
         if not path:
             return [self.same, state, self.same, *parts]
         try:
             checked_picture(path, self.folder, self.most_bytes, **self.limits)
         except REFUSALS as error:
             return [None, state, refusal(str(error)), *parts]
-        return [self.same, state, said, *parts]
+        return [self.same, state, message, *parts]
 
     def reset(self) -> list[object]:
-        """The conversations start anew."""
+        """Resets the conversations."""
         return self.shown(self.start())
 
     def stop(self, talks: Sequence[Talk]) -> list[object]:
-        """The question that was being answered is forgotten."""
-        return self.shown([Talk(talk.turns) for talk in talks], "The answer was stopped, the question is forgotten.")
+        """Drops the question that was being answered."""
+        return self.shown([Talk(talk.turns) for talk in talks], "The answer was stopped, the question is dropped.")
 
     def ask(
         self, path: str | None, question: str | None, talks: Sequence[Talk], temperature: float, max_new_tokens: int
     ) -> Iterator[list[object]]:
-        """Asks all arms, and yields the outputs while their answers grow."""
+        """Asks all arms, and yields the outputs while their answers are generated."""
         sampling = {"temperature": temperature} if temperature > 0 else {}
         shown: list[object] = []
         try:
@@ -242,7 +242,7 @@ class Page:
             yield self.shown([Talk(talk.turns) for talk in talks], str(error))
         except Exception:
             traceback.print_exc()
-            yield self.shown([Talk(talk.turns) for talk in talks], "This failed here; the terminal says why.")
+            yield self.shown([Talk(talk.turns) for talk in talks], "This failed; the terminal says why.")
 
 
 def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argparse.Namespace) -> Any:
@@ -265,11 +265,11 @@ def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argpa
                     ask = gradio.Button("Ask", variant="primary", min_width=80)
                     stop = gradio.Button("Stop", min_width=80)
                     reset = gradio.Button("Reset", min_width=80)
-                said = gradio.HTML()
+                message = gradio.HTML()
                 with gradio.Accordion("Settings", open=False):
                     temperature = gradio.Slider(0, 2, 0, step=0.1, label="Temperature (0: the likeliest token)")
-                    longest = gradio.Slider(1, 1024, args.max_new_tokens, step=1, label="Longest answer in tokens")
-        outputs, chats = [state, said], []
+                    longest = gradio.Slider(1, 1024, args.max_new_tokens, step=1, label="Maximum tokens of an answer")
+        outputs, chats = [state, message], []
         with gradio.Row():
             for arm in arms:
                 with gradio.Column(min_width=300):
@@ -285,8 +285,8 @@ def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argpa
                     )
                     outputs += [chat, heatmap, gradio.HTML()]
                     chats.append(chat)
-        if found := examples():
-            gradio.Examples(found, [picture, question], cache_examples=False)
+        if shown_examples := examples():
+            gradio.Examples(shown_examples, [picture, question], cache_examples=False)
         inputs, hidden = [picture, question, state, temperature, longest], {"api_visibility": "private"}
         alone = {"concurrency_limit": 1, "concurrency_id": "model"}
         events = [on(does.ask, inputs, outputs, **alone, **hidden) for on in (ask.click, question.submit)]

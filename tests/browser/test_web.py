@@ -62,21 +62,21 @@ def visit(browser, address):
 
     def open_at(width):
         page = browser.new_page(viewport={"width": width, "height": 900})
-        asked, said = [], []
+        asked, logged = [], []
         page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: said.append((message.type, message.text)))
-        page.on("pageerror", lambda error: said.append(("error", str(error))))
+        page.on("console", lambda message: logged.append((message.type, message.text)))
+        page.on("pageerror", lambda error: logged.append(("error", str(error))))
         page.goto(address)
         page.get_by_role("button", name="Ask").wait_for(timeout=PATIENCE)
-        opened.append((page, asked, said))
-        page.said = said
+        opened.append((page, asked, logged))
+        page.logged = logged
         return page
 
     yield open_at
-    for page, asked, said in opened:
+    for page, asked, logged in opened:
         elsewhere = [url for url in asked if not url.startswith((address, "data:", "blob:"))]
         assert not elsewhere, "the page asked other servers"
-        assert not [text for kind, text in said if kind == "error"]
+        assert not [text for kind, text in logged if kind == "error"]
         page.close()
 
 
@@ -149,7 +149,7 @@ def test_a_picture_that_is_too_large_is_refused_on_the_page(visit, tmp_path):
     choose(page, tmp_path / "large.png")
     page.get_by_text("exceed the maximum allowed size").first.wait_for(timeout=PATIENCE)
     keep_screenshot(page, "too-large")
-    page.said.clear()  # Gradio logs what it shows
+    page.logged.clear()  # Gradio logs what it shows
 
 
 def test_a_question_without_a_picture_is_refused_in_a_sentence(visit):

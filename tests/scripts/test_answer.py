@@ -107,33 +107,33 @@ def forms(colour: str) -> dict[str, dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", forms("red"))
 def test_every_form_of_a_question_is_asked_alike(ask, asked, form):
-    found = ask([forms(colour)[form] for colour in COLOURS])
-    assert found.status == 0 and [one["text"] for one in found.lines] == EXPECTED
+    result = ask([forms(colour)[form] for colour in COLOURS])
+    assert result.status == 0 and [line["text"] for line in result.lines] == EXPECTED
     assert {json.dumps(turns) for batch in asked.calls for turns in batch} == {
         json.dumps([{"from": "human", "value": f"<image>\n{ASK}"}])
     }
 
 
 def test_a_line_has_the_fields_that_llavas_scripts_read(ask):
-    found = ask([LINES[0], forms("blue")["record"]])
-    assert [list(one) for one in found.lines] == [
+    result = ask([LINES[0], forms("blue")["record"]])
+    assert [list(line) for line in result.lines] == [
         ["question_id", "prompt", "text", "answer_id", "model_id", "metadata"]
     ] * 2
-    first, second = found.lines
+    first, second = result.lines
     assert (first["question_id"], first["prompt"], first["text"], first["metadata"]) == ("q-red", ASK, "Yes", {})
     assert second["question_id"] == "blue" and second["metadata"] == {"expected": "Maybe"}
     assert first["model_id"] == second["model_id"] and first["answer_id"] != second["answer_id"]
 
 
-def test_answers_are_scored_by_the_kind_and_the_answer_that_their_record_has(ask):
+def test_answers_are_scored_by_the_kind_and_answer_of_their_record(ask):
     records = [
         forms("red")["record"] | {"kind": "yes_no", "conversations": turns(f"<image>\n{ASK}", EXPECTED[0])},
         line("red", question_id="beside", expected=EXPECTED[0].upper()),
         line("blue", expected="never this"),
     ]
-    found = ask(records)
-    assert [one["metadata"].get("kind") for one in found.lines] == ["yes_no", None, None]
-    assert [(one.metric, one.right) for one in read_scored(found.file)] == [
+    result = ask(records)
+    assert [line["metadata"].get("kind") for line in result.lines] == ["yes_no", None, None]
+    assert [(line.metric, line.right) for line in read_scored(result.file)] == [
         ("yes_no", True),
         ("exact", True),
         ("exact", False),
@@ -170,31 +170,31 @@ def test_rows_of_parquet_and_text_alone_are_asked(ask, tmp_path, images, checkpo
     data = shard(tmp_path / "rows.parquet", pa.array(rows), len(rows), turns=turns(f"<image>\n{ASK}", "Maybe"))
     argv = ["--model-path", checkpoint, "--data", str(data), "--output", str(tmp_path / "rows.jsonl")]
     assert answer.main([*argv, "--max-new-tokens", "8"]) == 0
-    assert [json.loads(one)["text"] for one in (tmp_path / "rows.jsonl").read_text().splitlines()] == EXPECTED
+    assert [json.loads(line)["text"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == EXPECTED
     assert ask([{"text": "What is 1 + 1?"}, LINES[0]]).lines[1]["text"] == "Yes"
 
 
-def test_greedy_answers_stand_in_the_datas_order_and_do_not_depend_on_the_batch(ask, monkeypatch, babbler):
+def test_greedy_answers_keep_the_order_of_the_data_in_any_batch_size(ask, monkeypatch, babbler):
     monkeypatch.setattr(answer, "WINDOW", 2)
-    found = {
+    result = {
         size: ask(LONG, "--batch-size", size, output=f"{size}.jsonl", model=babbler).lines
         for size in ("1", "2", "5", "64")
     }
-    assert len({one["text"] for one in found["1"]}) > 3
-    for lines in found.values():
-        assert lines == found["1"] and [one["question_id"] for one in lines] == list(range(len(LONG)))
+    assert len({line["text"] for line in result["1"]}) > 3
+    for lines in result.values():
+        assert lines == result["1"] and [line["question_id"] for line in lines] == list(range(len(LONG)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "1.5", "--top-p", "0.9")], ids=["greedy", "sampled"])
-def test_the_same_command_goes_on_and_ends_with_the_same_file(ask, asked, monkeypatch, babbler, sampling):
+def test_a_rerun_resumes_and_ends_with_the_same_file(ask, asked, monkeypatch, babbler, sampling):
     monkeypatch.setattr(answer, "WINDOW", 2)
     flags = ("--batch-size", "2", *sampling)
     whole = ask(LONG, *flags, model=babbler, output="whole.jsonl").file.read_bytes()
     asked.calls.clear()
     asked.stop_after(3)  # in the second of three windows
     stopped = ask(LONG, *flags, model=babbler)
-    assert stopped.status == 130 and "the same command goes on" in stopped.error and len(stopped.lines) == 4
+    assert stopped.status == 130 and "rerun the same command to resume" in stopped.error and len(stopped.lines) == 4
     asked.stop_after(10**9)
     stopped.file.write_bytes(whole[: len(stopped.file.read_bytes()) + 70])  # killed in a line after a whole window
     asked.calls.clear()
@@ -212,7 +212,7 @@ def test_a_finished_file_says_so_and_loads_nothing(ask, asked, monkeypatch):
 
 
 @pytest.mark.slow
-def test_answers_to_another_call_are_refused_by_name_and_overwritten_where_asked(ask, trained, images):
+def test_other_settings_are_refused_by_name_unless_overwritten(ask, trained, images):
     ask(LINES)
     before = ask(LINES).file.read_text()
     for records, flags, model, named in (
@@ -223,32 +223,32 @@ def test_answers_to_another_call_are_refused_by_name_and_overwritten_where_asked
         (LINES, ("--num-chunks", "2"), None, "--num-chunks was 1, is 2"),
         (LINES, ("--image-folder", str(images / "..")), None, "--image-folder was pictures "),
     ):
-        found = ask(records, *flags, **({"model": model} if model else {}))
-        assert found.status == 2 and named in found.error and "--overwrite" in found.error
-        assert len(found.error.splitlines()) == 1 and found.file.read_text() == before
+        result = ask(records, *flags, **({"model": model} if model else {}))
+        assert result.status == 2 and named in result.error and "--overwrite" in result.error
+        assert len(result.error.splitlines()) == 1 and result.file.read_text() == before
     refused = ask(LINES, "--overwrite", model=images / "nothing")
     assert refused.status == 2 and refused.file.read_text() == before  # kept, since nothing could be asked
-    assert [one["question_id"] for one in ask(LINES[1:], "--overwrite").lines] == ["q-green", "q-blue", "q-yellow"]
+    assert [line["question_id"] for line in ask(LINES[1:], "--overwrite").lines] == ["q-green", "q-blue", "q-yellow"]
 
 
 @pytest.mark.slow
-def test_replaced_pictures_and_mended_code_are_refused_and_a_moved_folder_is_not(ask, images, tmp_path, monkeypatch):
+def test_other_pictures_or_code_are_refused_and_a_moved_folder_is_not(ask, images, tmp_path, monkeypatch):
     moved = tmp_path / "moved"
     shutil.copytree(images, moved)
     ask(LINES)
     assert "finished before" in ask(LINES, "--image-folder", str(moved)).out
     Image.new("RGB", (20, 16), "grey").save(moved / "red.png")
-    found = ask(LINES, "--image-folder", str(moved))
-    assert found.status == 2 and "--image-folder was pictures " in found.error
+    result = ask(LINES, "--image-folder", str(moved))
+    assert result.status == 2 and "--image-folder was pictures " in result.error
     monkeypatch.setattr(answer, "code_digest", lambda sources: "another")
-    found = ask(LINES)
-    assert found.status == 2 and "code was " in found.error and len(found.error.splitlines()) == 1
+    result = ask(LINES)
+    assert result.status == 2 and "code was " in result.error and len(result.error.splitlines()) == 1
 
 
 def test_a_file_that_was_not_written_here_is_left_alone(ask, tmp_path):
     (tmp_path / "answers.jsonl").write_text('{"mine": 1}\n')
-    found = ask(LINES)
-    assert found.status == 2 and "answers.jsonl.run.json" in found.error and found.lines == [{"mine": 1}]
+    result = ask(LINES)
+    assert result.status == 2 and "answers.jsonl.run.json" in result.error and result.lines == [{"mine": 1}]
 
 
 def test_a_line_that_answers_another_question_is_named(ask, asked, monkeypatch):
@@ -256,14 +256,14 @@ def test_a_line_that_answers_another_question_is_named(ask, asked, monkeypatch):
     asked.stop_after(2)
     stopped = ask(LINES, "--batch-size", "1")
     stopped.file.write_text("\n".join(stopped.file.read_text().splitlines()[::-1]) + "\n")
-    found = ask(LINES, "--batch-size", "1")
-    assert found.status == 2 and "line 1: expected the answer to question 'q-red', found 'q-green'" in found.error
+    result = ask(LINES, "--batch-size", "1")
+    assert result.status == 2 and "line 1: expected the answer to question 'q-red', found 'q-green'" in result.error
 
 
 def test_two_processes_do_not_write_one_file(ask, tmp_path):
     with FileLock(tmp_path / ".answers.jsonl.lock"):
-        found = ask(LINES)
-    assert found.status == 2 and "another process writes it" in found.error and not found.lines
+        result = ask(LINES)
+    assert result.status == 2 and "another process writes it" in result.error and not result.lines
 
 
 BAD = {
@@ -280,27 +280,27 @@ BAD = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_what_cannot_be_asked_is_named_before_anything_is_asked_or_left_out(ask, asked, images, fault):
+def test_unanswerable_questions_are_named_first_or_skipped(ask, asked, images, fault):
     (images / "cut.png").write_bytes(b"no picture")
     record, message = BAD[fault]
-    found = ask([LINES[0], record, LINES[1]])
-    assert found.status == 2 and "1 of 3 questions cannot be asked" in found.error and message in found.error
-    assert "questions.jsonl: record 1" in found.error and not asked.calls and not found.lines
-    found = ask([LINES[0], record, LINES[1]], "--on-bad-record", "skip", output="rest.jsonl")
-    assert [one["question_id"] for one in found.lines] == ["q-red", "q-green"]
-    assert found.status == 0 and "left out: 1 of 3" in found.error and message in found.error
+    result = ask([LINES[0], record, LINES[1]])
+    assert result.status == 2 and "1 of 3 questions cannot be answered" in result.error and message in result.error
+    assert "questions.jsonl: record 1" in result.error and not asked.calls and not result.lines
+    result = ask([LINES[0], record, LINES[1]], "--on-bad-record", "skip", output="rest.jsonl")
+    assert [line["question_id"] for line in result.lines] == ["q-red", "q-green"]
+    assert result.status == 0 and "skipped: 1 of 3" in result.error and message in result.error
 
 
-def test_a_picture_cut_off_after_its_header_is_left_out_if_faults_are_skipped(ask, images):
+def test_a_picture_cut_off_after_its_header_is_skipped_on_request(ask, images):
     whole = encoded(noise(size=(64, 64)))
     (images / "half.png").write_bytes(whole[: len(whole) // 2])
-    found = ask([LINES[0], line("red", image="half.png")], "--on-bad-record", "skip")
-    assert len(found.lines) == 1 and "half.png cannot be decoded" in found.error
+    result = ask([LINES[0], line("red", image="half.png")], "--on-bad-record", "skip")
+    assert len(result.lines) == 1 and "half.png cannot be decoded" in result.error
 
 
 def test_pictures_for_a_language_model_without_a_tower_are_refused(ask, tiny):
-    found = ask(LINES, "--conv-mode", "v1", model=tiny / "llama")
-    assert found.status == 2 and "has no vision tower" in found.error
+    result = ask(LINES, "--conv-mode", "v1", model=tiny / "llama")
+    assert result.status == 2 and "has no vision tower" in result.error
 
 
 def test_chunks_together_are_the_whole(ask, images, checkpoint):
@@ -323,17 +323,17 @@ def test_chunks_together_are_the_whole(ask, images, checkpoint):
     ],
 )
 def test_wrong_flags_are_refused_in_one_line(ask, flags, message):
-    found = ask(LINES, *flags)
-    assert found.status == 2 and message in found.error and len(found.error.splitlines()) == 1
+    result = ask(LINES, *flags)
+    assert result.status == 2 and message in result.error and len(result.error.splitlines()) == 1
 
 
 def test_beams_and_other_precisions_are_taken(ask):
-    found = ask(LINES, "--num-beams", "2", "--dtype", "bfloat16")
-    assert found.status == 0 and [one["text"] for one in found.lines] == EXPECTED
+    result = ask(LINES, "--num-beams", "2", "--dtype", "bfloat16")
+    assert result.status == 0 and [line["text"] for line in result.lines] == EXPECTED
 
 
 def test_questions_of_a_file_are_not_kept_in_memory(tmp_path, images):
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps(one) + "\n" for one in LINES))
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     questions = QuestionRecords(str(tmp_path / "q.jsonl"), str(images))
     assert len(questions) == 4 and questions[1] == questions[1] and questions[1] is not questions[1]
     assert questions.picture_sizes(0) == [(20, 16)]

@@ -168,7 +168,7 @@ def test_a_cut_off_picture_is_named(images, tmp_path):
         load_picture(str(tmp_path / "cut.png"))
 
 
-def test_a_picture_of_too_many_pixels_or_of_a_format_that_runs_a_program_is_refused(images, tmp_path, monkeypatch):
+def test_a_huge_picture_or_a_format_that_runs_a_program_is_refused(images, tmp_path, monkeypatch):
     (tmp_path / "eps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
     with pytest.raises(ValueError, match=r"eps\.png: not a picture in a format"):
         load_picture(str(tmp_path / "eps.png"))
@@ -202,8 +202,8 @@ def test_the_demos_scoring_asks_the_same_way(checkpoint, images):
         {"image": f"{colour}.png", "conversations": [{"from": "human", "value": f"<image>\n{ASK}"}, {"from": "gpt"}]}
         for colour in COLOURS
     ]
-    given = answers.answer(checkpoint, records, images, batch_size=3, max_new_tokens=8, name="x")
-    assert given == ["Yes" if colour in WARM else "No" for colour in COLOURS]
+    texts = answers.answer(checkpoint, records, images, batch_size=3, max_new_tokens=8, name="x")
+    assert texts == ["Yes" if colour in WARM else "No" for colour in COLOURS]
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_the_image_token_is_not_taken_from_the_keyboard(talk):
     assert result.status == 0 and "ask without <image>" in result.printed and "ASSISTANT" not in result.printed
 
 
-def test_a_conversation_longer_than_the_model_is_refused_and_the_chat_goes_on(talk):
+def test_a_conversation_beyond_the_context_is_refused_and_chat_continues(talk):
     result = talk(f"{'long ' * 120}\n{LINE}\n")
     assert "error: the conversation has" in result.error and "more than the 512 of" in result.error
     assert result.status == 0 and "(/reset)" in result.error and result.printed.count("ASSISTANT: ") == 1
@@ -279,18 +279,18 @@ def test_commands_change_the_picture_forget_and_quit(talk, images, monkeypatch):
     lines = [LINE, "/image /nowhere.png", "Really?", f"/image {images / 'blue.png'}", LINE, "/reset", LINE, "/quit"]
     result = talk("\n".join([*lines, "not read"]), "--debug")
     assert result.status == 0 and result.printed.endswith("USER: exit...\n")
-    assert "error: /image /nowhere.png: no such file; the picture stays" in result.error
+    assert "error: /image /nowhere.png: no such file; the picture is unchanged" in result.error
     assert [picture.getpixel((0, 0)) for picture in pictures] == [COLOURS[c] for c in ("red", "red", "blue", "blue")]
     first, second, other, again = shown_prompts(result.printed)
     assert first in second and first == other == again
 
 
-def test_the_first_line_and_help_say_every_command_and_an_unknown_one_is_named(talk):
+def test_first_line_and_help_list_the_commands_and_unknown_ones_are_named(talk):
     result = talk("/help\n/bye\n")
     first, again, unknown = [line for line in result.error.splitlines() if "/image PATH" in line]
     for line in (first, again, unknown):
         assert all(command in line for command in ("/image", "/reset", "/quit", "/help"))
-    assert "Ctrl-C ends an answer" in first and unknown.startswith("error: no command /bye;")
+    assert "Ctrl-C stops an answer" in first and unknown.startswith("error: no command /bye;")
     assert result.printed == "USER: USER: USER: exit...\n"
 
 
@@ -308,11 +308,11 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(talk, monkeypatch, after):
     monkeypatch.setattr(conversation.AnswerStreamer, "on_finalized_text", shown_at_once)
     result = talk(f"{LINE}\n{LINE}\n", "--debug")
     assert result.status == 0 and result.printed.count("ASSISTANT: ") == 2 and "Traceback" not in result.error
-    *kept, last = shown_prompts(result.printed)
+    *earlier, last = shown_prompts(result.printed)
     if after:
-        assert "the answer ends here" in result.error and len(kept) == 1 and kept[0] in last and kept[0] != last
+        assert "answer stopped" in result.error and len(earlier) == 1 and earlier[0] in last and earlier[0] != last
     else:
-        assert "the question is forgotten" in result.error and not kept and last.count(LINE) == 1
+        assert "question dropped" in result.error and not earlier and last.count(LINE) == 1
 
 
 def shown_at_once(self, text, stream_end=False):

@@ -145,8 +145,8 @@ def test_lmms_evals_call_answers_right_with_half_precision_images(loaded, images
     _, model, image_processor, _ = loaded
     pixels = process_images([picture(colour) for colour in COLOURS], image_processor, model.config).half()
     questions = [QUESTIONS[0]] * len(COLOURS)
-    given = pixels if images == "tensor" else list(pixels)
-    assert as_lmms_eval(loaded, questions, COLOURS, images=given) == expected(COLOURS)
+    arguments = pixels if images == "tensor" else list(pixels)
+    assert as_lmms_eval(loaded, questions, COLOURS, images=arguments) == expected(COLOURS)
 
 
 def test_a_batch_of_prompts_of_different_length_answers_as_one_by_one(loaded):
@@ -273,10 +273,10 @@ def log_likelihood(model, ids: list[int], answer: list[int], images=None) -> tor
 
 def greedy(model, tokenizer, ids: list[int], images: torch.Tensor, steps: int) -> str:
     """The likeliest tokens after a prompt, up to the end of an answer."""
-    said: list[int] = []
-    while len(said) < steps and tokenizer.eos_token_id not in said:
-        said.append(int(log_chances(model, ids + said, images)[-1].argmax()))
-    return tokenizer.decode(said, skip_special_tokens=True)
+    tokens: list[int] = []
+    while len(tokens) < steps and tokenizer.eos_token_id not in tokens:
+        tokens.append(int(log_chances(model, ids + tokens, images)[-1].argmax()))
+    return tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 @harnesses
@@ -289,10 +289,10 @@ def test_stock_lm_eval_reads_likelihoods_where_the_answer_is(cutting, batch_size
     harness = HFLM(pretrained=str(cutting), device="cpu", dtype="float32", batch_size=batch_size)
     assert harness.max_length == CONTEXT and CUT < len(harness.tok_encode(TEXTS[-1])) < CONTEXT
     asked = [(text, answer) for text in TEXTS for answer in (" A", " B", " because", " of it")]
-    found = harness.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in asked], disable_tqdm=True)
+    likelihoods = harness.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in asked], disable_tqdm=True)
     encoded = [[harness.tok_encode(text) for text in pair] for pair in asked]
     expected = [log_likelihood(harness.model, *ids).sum().item() for ids in encoded]
-    assert [value for value, _ in found] == pytest.approx(expected, abs=1e-4)
+    assert [value for value, _ in likelihoods] == pytest.approx(expected, abs=1e-4)
 
 
 @harnesses
@@ -312,12 +312,12 @@ def test_stock_lmms_eval_scores_and_asks_with_the_whole_prompt(cutting):
     ids = [tokenizer_image_token(text, tokenizer) for text in prompts]
 
     scored = [(text, "Yes", lambda doc: doc, index, *place) for index, text in enumerate(TEXTS)]
-    found = harness.loglikelihood([Instance("loglikelihood", arguments, 0, meta) for arguments in scored])
+    likelihoods = harness.loglikelihood([Instance("loglikelihood", arguments, 0, meta) for arguments in scored])
     answer = tokenizer("Yes<|im_end|>\n", add_special_tokens=False)["input_ids"]
     expected = [-log_likelihood(model, context, answer, pixels).mean().item() for context in ids]
-    assert [loss for loss, _ in found] == pytest.approx(expected, abs=1e-4)
+    assert [loss for loss, _ in likelihoods] == pytest.approx(expected, abs=1e-4)
 
     options = {"max_new_tokens": 3}
     asked = [(text, dict(options), lambda doc: doc, index, *place) for index, text in enumerate(TEXTS)]
-    said = harness.generate_until([Instance("generate_until", arguments, 0, meta) for arguments in asked])
-    assert said == [greedy(model, tokenizer, context, pixels, 3) for context in ids]
+    texts = harness.generate_until([Instance("generate_until", arguments, 0, meta) for arguments in asked])
+    assert texts == [greedy(model, tokenizer, context, pixels, 3) for context in ids]

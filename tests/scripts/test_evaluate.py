@@ -162,9 +162,9 @@ def runs(checkpoint, assistant, tmp_path_factory):
 def results(runs):
     process, _, output = runs["all"]
     assert process.returncode == 1, process.stdout[-3000:] + process.stderr[-6000:]
-    found = read_results(output)
-    assert set(found.tasks) == set(ALL), process.stdout[-3000:] + process.stderr[-6000:]
-    return found
+    result = read_results(output)
+    assert set(result.tasks) == set(ALL), process.stdout[-3000:] + process.stderr[-6000:]
+    return result
 
 
 @pytest.mark.parametrize("task", EXPECTED)
@@ -196,15 +196,15 @@ def test_likelihood_tasks_choose_as_the_model_does_one_by_one(assistant, results
     assert results.tasks["hellaswag"].score == pytest.approx(75)
     chosen = [HELLASWAG[i][3][choice] for i, choice in enumerate(hellaswag_choices(assistant))]
     assert [sample.answer for sample in results.tasks["hellaswag"].samples] == chosen
-    found = results.tasks["mmlu"]
+    result = results.tasks["mmlu"]
     subjects = mmlu_subjects()
-    assert len(found.samples) == 2 * len(subjects) == 114
+    assert len(result.samples) == 2 * len(subjects) == 114
     for subject in (subjects[0], subjects[-1]):
-        samples = [sample for sample in found.samples if sample.group == subject]
+        samples = [sample for sample in result.samples if sample.group == subject]
         assert [sample.answer for sample in samples] == ["ABCD"[i] for i in mmlu_choices(assistant, subject)]
         assert [sample.target for sample in samples] == ["A", "C"]
-    right = sum(sample.answer == sample.target for sample in found.samples)
-    assert 0 < right < 114 and found.score == pytest.approx(100 * right / 114)
+    right = sum(sample.answer == sample.target for sample in result.samples)
+    assert 0 < right < 114 and result.score == pytest.approx(100 * right / 114)
 
 
 def test_own_tasks_report_kinds_and_chance(results):

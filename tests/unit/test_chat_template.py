@@ -41,23 +41,23 @@ def tokenizers(request):
 
 
 def messages(turns, parts=False):
-    said = [{"role": ROLES[speaker], "content": text} for speaker, text in turns]
+    chat = [{"role": ROLES[speaker], "content": text} for speaker, text in turns]
     if parts:  # as a pipeline's users write them
-        question = [{"type": "image"}, {"type": "text", "text": said[-1]["content"].removeprefix("<image>\n")}]
-        said[-1]["content"] = question
-    return said
+        question = [{"type": "image"}, {"type": "text", "text": chat[-1]["content"].removeprefix("<image>\n")}]
+        chat[-1]["content"] = question
+    return chat
 
 
 def conversation(turns):
     return [{"from": speaker, "value": text} for speaker, text in turns]
 
 
-def ids_of(said, tokenizer, **options):
+def ids_of(messages, tokenizer, **options):
     """Ids of what the template writes, tokenised as `LlavaProcessor` and the tokenizer's own method do."""
-    text = tokenizer.apply_chat_template(said, tokenize=False, **options)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     starts = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     ids = tokenizer(text, add_special_tokens=not starts)["input_ids"]
-    assert tokenizer.apply_chat_template(said, tokenize=True, return_dict=False, **options) == ids
+    assert tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options) == ids
     image = tokenizer.convert_tokens_to_ids("<image>")
     return [IMAGE_TOKEN_INDEX if token == image else token for token in ids]
 
@@ -80,7 +80,7 @@ def test_prompts_of_the_exported_template_are_ours(tokenizers, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_whole_conversations_of_the_exported_template_are_what_training_learns(tokenizers, name):
+def test_the_exported_template_writes_what_training_learns(tokenizers, name):
     plain, extended = tokenizers
     template = conv_templates[name]
     extended.chat_template = chat_template(template, extended)
@@ -99,35 +99,35 @@ ANSWER = st.text("aB \n", max_size=4).map(lambda text: "A" + text)
 @st.composite
 def chats(draw):
     """Messages whose questions are texts or parts, and whose last message is an answer."""
-    said = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
+    chat = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
-        said.append({"role": "user", "content": draw(st.one_of(TEXT, PARTS))})
-        said.append({"role": "assistant", "content": draw(ANSWER)})
-    return said
+        chat.append({"role": "user", "content": draw(st.one_of(TEXT, PARTS))})
+        chat.append({"role": "assistant", "content": draw(ANSWER)})
+    return chat
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(said=chats())
-def test_messages_are_written_as_the_records_that_training_makes_of_them(tokenizers, name, said):
+@given(messages=chats())
+def test_messages_are_written_as_the_records_that_training_makes_of_them(tokenizers, name, messages):
     plain, extended = tokenizers
     template = conv_templates[name]
     extended.chat_template = chat_template(template, extended)
     if template.sep_style is SeparatorStyle.GEMMA:
-        said = [message for message in said if message["role"] != "system"]
-    record, problem = as_record({"messages": said})
+        messages = [message for message in messages if message["role"] != "system"]
+    record, problem = as_record({"messages": messages})
     assert problem is None
     turns = record["conversations"]
     expected = preprocess(turns, plain, template)
-    assert ids_of(said, extended) == expected.input_ids.tolist()
-    found = extended.apply_chat_template(said, return_dict=True, return_assistant_tokens_mask=True)
-    assert [bool(mark) for mark in found["assistant_masks"]] == (expected.labels != IGNORE_INDEX).tolist()
+    assert ids_of(messages, extended) == expected.input_ids.tolist()
+    encoding = extended.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert [bool(mark) for mark in encoding["assistant_masks"]] == (expected.labels != IGNORE_INDEX).tolist()
     extended.chat_template = chat_template(template, extended, marks_answers=False)
-    assert ids_of(said, extended) == expected.input_ids.tolist()
+    assert ids_of(messages, extended) == expected.input_ids.tolist()
     assert "generation %}" not in extended.chat_template
     expected = generation_ids(turns[:-1], plain, template).tolist()
-    assert ids_of(said[:-1], extended, add_generation_prompt=True) == expected
+    assert ids_of(messages[:-1], extended, add_generation_prompt=True) == expected
 
 
 @pytest.mark.parametrize("name", ["v1", "v1_mmtag", "qwen_1_5"])

@@ -199,14 +199,14 @@ def test_a_finished_task_runs_again_when_anything_it_depends_on_changed(harness,
     extra = {"limit": ["--limit", "4"], "force": ["--force"]}.get(change, [])
     assert call(harness, "--tasks", "pope", *extra, "--batch-size", "2") == 0
     assert harness.ran == ["pope", "pope"]
-    kept = list(harness.output.glob("results.2*.json"))
-    assert bool(kept) == (change in ("checkpoint", "code", "limit"))
+    renamed = list(harness.output.glob("results.2*.json"))
+    assert bool(renamed) == (change in ("checkpoint", "code", "limit"))
     output = capsys.readouterr().out
-    assert ("made with other" in output) == bool(kept) and (not kept or change in output)
+    assert ("made with other" in output) == bool(renamed) and (not renamed or change in output)
     assert ("made from other data or pictures" in output) == (change in ("data", "pictures"))
 
 
-def test_missing_data_captioners_and_a_folder_in_use_are_refused_before_anything_runs(harness, capsys):
+def test_missing_data_captioners_and_a_used_folder_are_refused_at_once(harness, capsys):
     def refusal(tasks):
         assert call(harness, "--tasks", tasks) == 2
         return capsys.readouterr().err
@@ -248,10 +248,10 @@ def test_a_long_command_is_logged_and_its_progress_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("words", "status", "message"),
     [(["--help"], None, "Starts a stock harness"), ([], 2, "nothing: expected"), (["nope"], 2, "nope: expected")],
 )
-def test_the_harness_starter_tells_what_it_takes(monkeypatch, capsys, words, status, said):
+def test_the_harness_starter_tells_what_it_takes(monkeypatch, capsys, words, status, message):
     monkeypatch.setattr("sys.argv", ["launch", *words])
     if status is None:
         launch.main()
@@ -259,4 +259,4 @@ def test_the_harness_starter_tells_what_it_takes(monkeypatch, capsys, words, sta
         with pytest.raises(SystemExit) as refused:
             launch.main()
         assert refused.value.code == status
-    assert said in "".join(capsys.readouterr())
+    assert message in "".join(capsys.readouterr())

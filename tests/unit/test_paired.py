@@ -20,7 +20,7 @@ from llava.utils.intervals import share_interval
 RNG = np.random.default_rng(1)
 
 
-def one(differences, kinds=None, **options):
+def difference_of(differences, kinds=None, **options):
     """The result for one benchmark, from a list per seed."""
     return compare_benchmarks([np.atleast_2d(differences).astype(float)], [kinds], **options)[0][0]
 
@@ -59,7 +59,7 @@ def test_seeds_vary_by_the_unbiased_standard_error(seeds):
 
 def test_interval_is_the_normal_one_where_that_holds():
     d = RNG.choice([-1, 0, 1], p=[0.1, 0.6, 0.3], size=5000)
-    result = one(d)
+    result = difference_of(d)
     error = 100 * d.std() / math.sqrt(len(d))
     assert result.delta == pytest.approx(100 * d.mean())
     assert (result.low, result.high) == pytest.approx(
@@ -67,26 +67,26 @@ def test_interval_is_the_normal_one_where_that_holds():
     )
 
 
-def test_difference_between_seeds_widens_the_interval_and_one_seed_says_nothing_about_it():
+def test_differences_between_seeds_widen_the_interval():
     up, same = answers(30, 10, 400), answers(10, 10, 400)
-    assert one(up).verdict == IMPROVED
-    noisy, quiet = one([up, same]), one([up, up])
+    assert difference_of(up).verdict == IMPROVED
+    noisy, quiet = difference_of([up, same]), difference_of([up, up])
     assert noisy.high - noisy.low > 1.5 * (quiet.high - quiet.low)
     assert noisy.verdict == UNCHANGED and noisy.by_seed == (5.0, 0.0)
 
 
 def test_verdict_can_say_no_in_both_directions():
-    assert one(answers(10, 40, 200)).verdict == WORSE
-    assert one(answers(40, 10, 200)).verdict == IMPROVED
-    assert one(answers(25, 20, 200)).verdict == UNCHANGED
-    assert one(answers(0, 0, 200)).verdict == UNCHANGED
-    assert one(answers(1, 0, 1)).verdict == UNCHANGED
+    assert difference_of(answers(10, 40, 200)).verdict == WORSE
+    assert difference_of(answers(40, 10, 200)).verdict == IMPROVED
+    assert difference_of(answers(25, 20, 200)).verdict == UNCHANGED
+    assert difference_of(answers(0, 0, 200)).verdict == UNCHANGED
+    assert difference_of(answers(1, 0, 1)).verdict == UNCHANGED
 
 
 def test_verdict_on_few_decided_questions_agrees_with_the_sign_test():
     for lost in range(4):
         for won in range(lost, lost + 16):
-            p, verdict = sign_test(won, lost), one(answers(won, lost, 400)).verdict
+            p, verdict = sign_test(won, lost), difference_of(answers(won, lost, 400)).verdict
             if p > 0.12:
                 assert verdict == UNCHANGED, (won, lost, p)
             if p < 0.02:
@@ -97,14 +97,14 @@ def test_between_equal_arms_a_verdict_is_as_rare_as_promised():
     rng, wrong = np.random.default_rng(5), 0
     for trial in range(300):
         d = rng.choice([-1, 0, 1], p=[0.15, 0.7, 0.15], size=240)
-        wrong += one(d, seed=trial, resamples=2000).verdict != UNCHANGED
+        wrong += difference_of(d, seed=trial, resamples=2000).verdict != UNCHANGED
     assert wrong / 300 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 300)
 
 
 def test_mean_over_kinds_weighs_kinds_and_not_questions():
     kinds = np.array(["a"] * 90 + ["b"] * 10)
     d = np.array([0] * 90 + [1] * 10)
-    assert one(d).delta == pytest.approx(10) and one(d, kinds).delta == pytest.approx(50)
+    assert difference_of(d).delta == pytest.approx(10) and difference_of(d, kinds).delta == pytest.approx(50)
 
 
 def test_mean_over_benchmarks_shares_the_seeds_and_not_the_questions():
@@ -120,7 +120,7 @@ def test_mean_over_benchmarks_shares_the_seeds_and_not_the_questions():
 
 
 @pytest.mark.parametrize(("right", "total"), [(0, 80), (1, 80), (44, 80), (80, 80), (143, 240)])
-def test_interval_of_a_share_ends_where_the_share_lies_1_96_standard_errors_away(right, total):
+def test_bounds_of_a_shares_interval_are_1_96_standard_errors_away(right, total):
     """Wilson's definition: the standard error is that of the end, not of the estimate."""
     low, high = share_interval(right, total)
     assert -1e-12 < low < right / total + 1e-12 and right / total - 1e-12 < high < 1 + 1e-12

@@ -105,9 +105,9 @@ READ = [
 ]
 
 
-@pytest.mark.parametrize(("read", "text", "found"), READ, ids=[f"{r.__name__}: {t!r}" for r, t, _ in READ])
-def test_what_is_read_from_an_answer_is_plain_or_nothing(read, text, found):
-    assert read(text) == found
+@pytest.mark.parametrize(("read", "text", "expected"), READ, ids=[f"{r.__name__}: {t!r}" for r, t, _ in READ])
+def test_what_is_read_from_an_answer_is_plain_or_nothing(read, text, expected):
+    assert read(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_two_files_are_paired_by_question_with_won_and_lost(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([*ANSWERS, ANSWERS[0]], "a.jsonl, line 6: question 1 was answered before"),
+        ([*ANSWERS, ANSWERS[0]], "a.jsonl, line 6: question 1 is answered twice"),
         ([line(1, "red", None)], "a.jsonl, line 1: question 1: no expected answer"),
         ([line("x", "3", "three", "numeric")], "line 1: question \"x\": 'three' cannot be the expected answer"),
         ([line(1, "red", "red", "color")], "line 1: question 1: kind 'color' is not one of exact, contains"),

@@ -21,7 +21,7 @@ from llava.analysis.probe import VISUAL
 from llava.asking import load_assistant
 from llava.serve import arms, look, web
 from llava.serve.arms import Arm, Talk, ask_all, bar_width, checked_picture, checked_question, growing_answer
-from llava.serve.uploads import REFUSAL, may_be_given, named_files, uploaded_file
+from llava.serve.uploads import REFUSAL, may_be_served, named_files, uploaded_file
 
 ASK = QUESTIONS[0] + POPE_SUFFIX
 RED = Image.new("RGB", (20, 16), COLOURS["red"])
@@ -47,7 +47,7 @@ def asked(question=ASK):
         (None, "Please type a question"),
         (" \n", "Please type a question"),
         ("Is <image> red?", "please ask without <image>"),
-        ("a" * 10_001, "has 10,001 characters; at most 10,000"),
+        ("a" * 10_001, "has 10,001 characters; the limit is 10,000"),
     ],
 )
 def test_questions_that_cannot_be_asked_are_refused_in_a_sentence(typed, message):
@@ -65,7 +65,7 @@ def test_a_question_is_taken_without_the_space_around_it():
         ("note.png", b"hello", "note.png: not a picture in a format that Pillow reads."),
         ("cut.png", encoded(noise(size=(64, 64)))[:900], "cut.png: cannot be read"),
         ("eps.jpg", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "eps.jpg: not a picture"),
-        ("large.png", encoded(noise(size=(64, 64))) + bytes(20_000), "bytes; at most 20,000 are taken."),
+        ("large.png", encoded(noise(size=(64, 64))) + bytes(20_000), "bytes; the limit is 20,000."),
     ],
 )
 def test_an_upload_that_is_not_a_picture_is_refused_by_its_name_alone(tmp_path, name, content, message):
@@ -118,10 +118,10 @@ def test_files_are_seen_wherever_in_an_event_they_are_named():
 
 def test_a_request_gets_no_file_but_an_uploaded_one(uploads):
     for start in ("/gradio_api/file=", "/gradio_api/file/"):
-        assert may_be_given(f"{start}{uploads}/a.png", uploads)
+        assert may_be_served(f"{start}{uploads}/a.png", uploads)
         for other in ("http://127.0.0.1/a.png", "/etc/hostname", f"{uploads}/out.png", "", f"x\n{uploads}/a.png"):
-            assert not may_be_given(start + other, uploads)
-    assert may_be_given("/assets/index.js", uploads) and may_be_given("/gradio_api/queue/join", uploads)
+            assert not may_be_served(start + other, uploads)
+    assert may_be_served("/assets/index.js", uploads) and may_be_served("/gradio_api/queue/join", uploads)
 
 
 def test_an_upload_of_too_many_pixels_is_refused(tmp_path, monkeypatch):
@@ -135,8 +135,8 @@ def test_an_upload_is_seen_as_in_training(tmp_path):
     frames = [Image.new("P", (8, 6), colour) for colour in (1, 2)]
     frames[0].putpalette([0, 0, 0, 220, 30, 30, 1, 1, 1])
     frames[0].save(tmp_path / "two.gif", save_all=True, append_images=frames[1:])
-    found = checked_picture(str(tmp_path / "two.gif"), tmp_path, 1 << 20)
-    assert found.mode == "RGB" and found.size == (8, 6) and found.getpixel((0, 0)) == (220, 30, 30)
+    image = checked_picture(str(tmp_path / "two.gif"), tmp_path, 1 << 20)
+    assert image.mode == "RGB" and image.size == (8, 6) and image.getpixel((0, 0)) == (220, 30, 30)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ def test_an_answer_without_words_is_shown_as_such():
 
 
 @pytest.mark.parametrize("answer", ["", "Yes", "It is red"])
-def test_the_heatmap_is_the_librarys_attention_of_the_tokens_that_gave_the_answer(pair, answer):
+def test_the_heatmap_is_the_librarys_attention_of_the_answers_tokens(pair, answer):
     assistant, probe = pair[1].assistant, pair[1].probe
-    found = look.look_of(assistant, probe, asked(), RED, answer)
-    said = assistant.tokenizer(answer, add_special_tokens=False)["input_ids"]
-    ids = torch.cat([assistant.prompt_ids(asked()), torch.tensor(said, dtype=torch.long)])
+    seen = look.look_of(assistant, probe, asked(), RED, answer)
+    answer_ids = assistant.tokenizer(answer, add_special_tokens=False)["input_ids"]
+    ids = torch.cat([assistant.prompt_ids(asked()), torch.tensor(answer_ids, dtype=torch.long)])
     batch = our_batch(assistant.model, [ids], [RED], assistant.image_processor)
     config = assistant.model.config
     before, config._attn_implementation = config._attn_implementation, "eager"
@@ -206,24 +206,24 @@ def test_the_heatmap_is_the_librarys_attention_of_the_tokens_that_gave_the_answe
         config._attn_implementation = before
     visual = probe.groups(batch)[0] == VISUAL
     length = batch.input_ids.shape[1]
-    asking = range(length - len(said) - 1, length - 1) if said else [length - 1]
+    asking = range(length - len(answer_ids) - 1, length - 1) if answer_ids else [length - 1]
     expected = weights[:, 0].mean(dim=(0, 1))[list(asking)][:, visual].mean(dim=0)
-    assert found.heatmap.shape == (2, 2)
-    assert found.heatmap.ravel() == pytest.approx((expected / expected.sum()).numpy(), rel=1e-4)
+    assert seen.heatmap.shape == (2, 2)
+    assert seen.heatmap.ravel() == pytest.approx((expected / expected.sum()).numpy(), rel=1e-4)
 
 
 def test_the_norms_are_those_of_what_enters_the_language_model(pair):
     assistant, model = pair[0].assistant, pair[0].assistant.model
-    found = look.look_of(assistant, pair[0].probe, asked(), RED, "Yes")
+    seen = look.look_of(assistant, pair[0].probe, asked(), RED, "Yes")
     with torch.no_grad():
         pixels = assistant.image_processor.preprocess(RED, return_tensors="pt")["pixel_values"]
         visual = model.encode_images(pixels).reshape(-1, model.config.hidden_size)
-        said = assistant.tokenizer("Yes", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
-        ids = torch.cat([assistant.prompt_ids(asked()), said])
+        answer_ids = assistant.tokenizer("Yes", add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+        ids = torch.cat([assistant.prompt_ids(asked()), answer_ids])
         is_text = (ids >= 0) & ~torch.isin(ids, torch.tensor(sorted(pair[0].probe.special_ids.tolist())))
         text = model.get_input_embeddings()(ids[is_text])
-    assert found.visual_norm == pytest.approx(visual.norm(dim=-1).median().item(), rel=1e-4)
-    assert found.text_norm == pytest.approx(text.norm(dim=-1).median().item(), rel=1e-4)
+    assert seen.visual_norm == pytest.approx(visual.norm(dim=-1).median().item(), rel=1e-4)
+    assert seen.text_norm == pytest.approx(text.norm(dim=-1).median().item(), rel=1e-4)
 
 
 def test_the_same_attention_runs_after_a_look_as_before(pair):
@@ -286,11 +286,11 @@ def test_the_heatmap_of_a_padded_picture_leaves_its_margins_out(pair):
     assistant, wide = pair[1].assistant, Image.new("RGB", (400, 100), "white")
     before, assistant.model.config.image_aspect_ratio = assistant.model.config.image_aspect_ratio, "pad"
     try:
-        found = look.look_of(assistant, pair[1].probe, asked(), wide, "Yes")
+        seen = look.look_of(assistant, pair[1].probe, asked(), wide, "Yes")
     finally:
         assistant.model.config.image_aspect_ratio = before
-    assert found.area == (0, -1.5, 1, 2.5) and found.heatmap.shape == (2, 2)
-    drawn = arms.shown_heatmap(wide, np.array([[0.9, 0.0], [0.0, 0.1]]), found.area)
+    assert seen.area == (0, -1.5, 1, 2.5) and seen.heatmap.shape == (2, 2)
+    drawn = arms.shown_heatmap(wide, np.array([[0.9, 0.0], [0.0, 0.1]]), seen.area)
     assert drawn.getpixel((10, 40)) != drawn.getpixel((10, 60))  # the rows meet in the middle of the picture
     assert drawn.getpixel((10, 2)) == drawn.getpixel((10, 40))
 
@@ -308,14 +308,14 @@ def test_asking_shows_the_answers_of_both_arms_and_keeps_them(pair, red, tmp_pat
     page = web.Page(pair, tmp_path, 1 << 20, same="same")
     steps = list(page.ask(red, ASK, page.start(), 0, 8))
     last = [[step[i] for step in steps if step[i] != "same"] for i in range(len(steps[0]))]
-    talks, said, *shown = [values[-1] for values in last]
-    assert said == "" and [talk.turns[1]["value"] for talk in talks] == ["Yes", "Yes"]
+    talks, message, *shown = [values[-1] for values in last]
+    assert message == "" and [talk.turns[1]["value"] for talk in talks] == ["Yes", "Yes"]
     assert shown == [value for talk in talks for value in (talk.messages(), talk.heatmap, talk.norms)]
     assert [len(last[i]) for i in (3, 6)] == [2, 2]  # each heatmap is sent once, and none before it
 
 
 @pytest.mark.parametrize(
-    ("picture", "question", "said"),
+    ("picture", "question", "message"),
     [
         (None, "Why?", "Please choose a picture first."),
         ("red", "", "Please type a question."),
@@ -323,29 +323,27 @@ def test_asking_shows_the_answers_of_both_arms_and_keeps_them(pair, red, tmp_pat
         ("/nowhere.png", "Why?", REFUSAL),
     ],
 )
-def test_what_cannot_be_asked_is_reported_on_the_page_and_the_conversation_stays(
-    pair, red, tmp_path, picture, question, said
-):
+def test_a_refused_question_is_reported_and_keeps_the_conversation(pair, red, tmp_path, picture, question, message):
     page = web.Page(pair, tmp_path, 1 << 20)
     before = [Talk(turns("<image>\nIs <b>?", "No"))] * 2
     *_, (talks, sentence, *_) = page.ask(red if picture == "red" else picture, question, before, 0, 8)
     assert [talk.turns for talk in talks] == [before[0].turns] * 2
-    assert said in sentence and 'role="alert"' in sentence
+    assert message in sentence and 'role="alert"' in sentence
 
 
 def test_a_bug_is_reported_on_the_page_and_shown_in_the_terminal(pair, red, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(web, "ask_all", lambda *_, **__: 1 / 0)
     page = web.Page(pair, tmp_path, 1 << 20)
-    *_, (talks, said, *_) = page.ask(red, ASK, page.start(), 0, 8)
-    assert "the terminal says why" in said and "ZeroDivisionError" in capsys.readouterr().err
+    *_, (talks, message, *_) = page.ask(red, ASK, page.start(), 0, 8)
+    assert "the terminal says why" in message and "ZeroDivisionError" in capsys.readouterr().err
     assert not talks[0].turns
 
 
 def test_a_name_with_markup_stays_text(pair, tmp_path):
     path = tmp_path / "<img src=x>.png"
     path.write_bytes(b"no")
-    picture, _, said, *_ = web.Page(pair, tmp_path, 9).new_picture(str(path))
-    assert picture is None and "&lt;img src=x&gt;.png: not a picture" in said and "<img" not in said
+    picture, _, message, *_ = web.Page(pair, tmp_path, 9).new_picture(str(path))
+    assert picture is None and "&lt;img src=x&gt;.png: not a picture" in message and "<img" not in message
 
 
 def test_another_picture_starts_anew_and_a_stopped_question_is_forgotten(pair, red, tmp_path):
@@ -367,8 +365,8 @@ def test_examples_are_the_playgrounds_pictures_each_once(tmp_path, monkeypatch):
         RED.save(folder / f"images/{name}.png")
     records = [{"image": f"{name}.png", "conversations": turns(f"<image>\n{name}?", "x")} for name in "aabdc"]
     (folder / "heldout.json").write_text(json.dumps(records))
-    found = [("playground/data/scenes/images/" + name + ".png", f"{name}?") for name in "abc"]
-    assert [tuple(pair) for pair in web.examples()] == found
+    examples = [("playground/data/scenes/images/" + name + ".png", f"{name}?") for name in "abc"]
+    assert [tuple(pair) for pair in web.examples()] == examples
 
 
 @pytest.mark.parametrize(
