@@ -14,7 +14,7 @@ if sys.stderr is None or not sys.stderr.isatty():  # before a library is importe
 
 
 def __getattr__(name: str) -> Any:
-    # LLaVA's programs import the class from here; nothing else waits for Transformers' models.
+    # LLaVA's programs import the class from here; everything else can do without Transformers' models.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM

@@ -72,7 +72,7 @@ class CropRules:
         grids: width and height in pixels of each grid that a picture may be cut by.
 
     Raises:
-        ValueError: a value does not exist, or two do not fit together; the message names the flag.
+        ValueError: an unknown value, or two that contradict each other; the message names the flag.
     """
 
     tokens_per_crop: int
@@ -88,8 +88,8 @@ class CropRules:
             raise ValueError(f"--image_aspect_ratio {self.aspect_ratio} needs --image_grid_pinpoints; found none")
         if self.is_anyres and self.merge_type != "flat" and self.tokens_per_crop != self.patches_per_side**2:
             raise ValueError(
-                f"--mm_patch_merge_type {self.merge_type} lays patches out in rows, and a class token has no place "
-                "there; pass --mm_vision_select_feature patch"
+                f"--mm_patch_merge_type {self.merge_type} arranges patches in rows, which have no place for a "
+                "class token; pass --mm_vision_select_feature patch"
             )
 
     @classmethod
@@ -137,7 +137,7 @@ class CropRules:
         return self.tokens_per_crop + height * (width + self.has_newline)
 
     def patches(self, picture: Picture) -> Patches:
-        """What becomes of the crops after the first, with `spatial` or `spatial_unpad`.
+        """How the crops after the first are arranged, with `spatial` or `spatial_unpad`.
 
         Raises:
             ValueError: see `visual_tokens`.
@@ -148,7 +148,7 @@ class CropRules:
                 "expected one crop, or a config with 'anyres'"
             )
         if picture.size is None:
-            raise ValueError(f"a picture of {picture.crops} crops was given without its size; pass image_sizes")
+            raise ValueError(f"the size of a picture of {picture.crops} crops is missing; pass image_sizes")
         expected = self.picture(picture.size)
         if picture.crops != expected.crops:
             raise ValueError(
@@ -170,8 +170,8 @@ def has_newline(merge_type: str | None) -> bool:
 
 def max_crops(aspect_ratio: str | None) -> int | None:
     """N of `anyres_max_N`."""
-    found = re.fullmatch(r"anyres_max_([1-9]\d*)", aspect_ratio or "")
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"anyres_max_([1-9]\d*)", aspect_ratio or "")
+    return int(match[1]) if match else None
 
 
 def check_modes(aspect_ratio: str | None, merge_type: str = "flat") -> None:
@@ -200,7 +200,7 @@ def check_grids_given(aspect_ratio: str | None, pinpoints: str | None) -> None:
     if pinpoints and not is_anyres(aspect_ratio):
         raise ValueError(
             f"--image_grid_pinpoints {pinpoints} has no effect with --image_aspect_ratio {aspect_ratio}; pass anyres, "
-            "or leave it out"
+            "or omit it"
         )
 
 
@@ -213,7 +213,7 @@ def parse_pinpoints(value: Pinpoints, crop_side: int) -> tuple[Size, ...]:
         crop_side: pixels.
 
     Raises:
-        ValueError: `value` has none of these forms, or a side is no multiple of `crop_side`.
+        ValueError: `value` has none of these forms, or a side is not a multiple of `crop_side`.
     """
     expected = "expected pairs of pixels as [[336,672],[672,336]] or of crops as (1x1),...,(6x6)"
     try:
@@ -239,9 +239,9 @@ def _crop_pairs(text: str) -> list[Size]:
     """Columns and rows of `(1x1),(1x2)` or `(1x1),...,(6x6)`."""
     words = re.sub(r"\s", "", text).strip("[]").split(",")
     spans = len(words) == 3 and words[1] == "..."
-    found = [re.fullmatch(r"\((\d+)x(\d+)\)", word) for word in (words[::2] if spans else words)]
-    pairs = [(int(pair[1]), int(pair[2])) for pair in found if pair]
-    if len(pairs) < len(found):
+    matches = [re.fullmatch(r"\((\d+)x(\d+)\)", word) for word in (words[::2] if spans else words)]
+    pairs = [(int(pair[1]), int(pair[2])) for pair in matches if pair]
+    if len(pairs) < len(matches):
         raise ValueError(text)
     if not spans:
         return pairs
@@ -256,8 +256,8 @@ def best_grid(size: Size, grids: tuple[Size, ...]) -> Size:
 
     def worth(grid: Size) -> tuple[int, int]:
         scale = min(grid[0] / width, grid[1] / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return kept, kept - grid[0] * grid[1]
+        pixels = min(int(width * scale) * int(height * scale), width * height)
+        return pixels, pixels - grid[0] * grid[1]
 
     return max(grids, key=worth)
 
@@ -294,7 +294,3 @@ def _shrunk(width: int, height: int, rules: CropRules) -> Size | None:
     if factor <= _SHRINK_FROM:
         return None
     return max(1, int(width // factor)), max(1, int(height // factor))
-
-
-def total_crops(pictures: Sequence[Picture]) -> int:
-    return sum(picture.crops for picture in pictures)

@@ -3,10 +3,10 @@
 from typing import Literal
 
 IGNORE_INDEX = -100
-"""Label of a position that the loss leaves out."""
+"""Label of a position that the loss ignores."""
 
 IMAGE_TOKEN_INDEX = -200
-"""Id that stands for one whole image in `input_ids` until the model puts the visual tokens there."""
+"""Id of an image's placeholder in `input_ids`, which the model replaces by visual tokens."""
 
 DEFAULT_IMAGE_TOKEN = "<image>"
 DEFAULT_IMAGE_PATCH_TOKEN = "<im_patch>"
@@ -22,10 +22,10 @@ LossHead = Literal["auto", "liger", "chunked", "plain"]
 """Ways to compute the loss over supervised rows."""
 
 CONTROLLER_HEART_BEAT_EXPIRATION = 30
-"""Seconds after which LLaVA's controller takes a silent worker for dead."""
+"""Seconds without a heartbeat after which LLaVA's controller drops a worker."""
 
 WORKER_HEART_BEAT_INTERVAL = 15
-"""Seconds between the signs of life of LLaVA's workers."""
+"""Seconds between heartbeats of LLaVA's workers."""
 
 LOGDIR = "."
 """Folder of the log files of LLaVA's controller, workers and page."""

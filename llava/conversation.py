@@ -1,7 +1,7 @@
 """Prompt templates as pure strings: how system prompt, turns and end tokens are written for each language model family.
 
 One function, `Conversation.parts`, writes a conversation as a list of labelled pieces. `get_prompt` joins them for
-inference, and `llava.data.preprocess` reads the labels from the same pieces: training and inference cannot drift apart.
+inference, and `llava.data.preprocess` reads the labels from the same pieces: training and inference cannot diverge.
 """
 
 import copy
@@ -30,8 +30,8 @@ class SeparatorStyle(Enum):
 class Part(NamedTuple):
     """One piece of a written conversation.
 
-    `speaker` is "system", "user" or "assistant". `kind` is "header" (who speaks), "body" (what is said, with the space
-    that the model has to generate before it), "end" (what closes the turn) or "tail" (what follows the end).
+    `speaker` is "system", "user" or "assistant". `kind` is "header" (the speaker), "body" (the text, with the space
+    that the model has to generate before it), "end" (which closes the turn) or "tail" (what follows the end).
     """
 
     text: str
@@ -73,9 +73,9 @@ _SKIPS_EMPTY = (SeparatorStyle.LLAMA_2, SeparatorStyle.LLAMA_3)
 
 @dataclass
 class Conversation:
-    """A template together with the messages said so far.
+    """A template and the messages so far.
 
-    `messages` is a mutable list of `[role, text]`. A text of None (or "") stands for a turn that is still to be
+    `messages` is a mutable list of `[role, text]`. A text of None (or "") is a turn that is still to be
     generated; only its header is written. `stop_str` and `stop_token_ids` are hints for generation.
     """
 
@@ -107,7 +107,7 @@ class Conversation:
         """A copy with `text` as its system prompt.
 
         Raises:
-            ValueError: if the template has no place for a system prompt.
+            ValueError: the template has no place for a system prompt.
         """
         if self.sep_style in (SeparatorStyle.PLAIN, SeparatorStyle.GEMMA):
             raise ValueError(f"a template of style {self.sep_style.name} has no place for a system turn")
@@ -204,7 +204,7 @@ class Conversation:
 
     def _plain_messages(self) -> list[tuple[str, str | None]]:
         """Messages as text, also where they hold a picture as `(text, picture, ...)`, as LLaVA's demo makes them."""
-        messages = [(role, said[0] if isinstance(said, tuple) else said) for role, said in self.messages]
+        messages = [(role, text[0] if isinstance(text, tuple) else text) for role, text in self.messages]
         if not self.messages or not isinstance(self.messages[0][1], tuple):
             return messages
         role, text = messages[0]
@@ -380,7 +380,7 @@ conv_templates: dict[str, Conversation] = {
         system=("<|start_of_role|>system<|end_of_role|>", "<|end_of_text|>\n"),
     ),
 }
-"""Templates by the name that `--version` takes. Shared by all callers: work on a copy."""
+"""Templates by their `--version`. Shared by all callers: work on a copy."""
 
 default_conversation = conv_templates["vicuna_v1"]
 

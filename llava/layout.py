@@ -1,7 +1,7 @@
-"""Where every row of the decoder's input comes from, and what it predicts, as indices computed on the CPU.
+"""The source and the target of every row of the decoder's input, as indices computed on the CPU.
 
-The data loader's workers make them, since they have the token ids. The device only follows the indices, so that no
-shape depends on values there and the host never waits for it.
+The data loader's workers compute them from the token ids. The device only follows the indices, so that no shape
+depends on its values and the host never waits for it.
 
 Shapes: B batch, S sequence, N images, T packed tokens, R targets; [rows] is [1, T] without padding and [B, S'] with it,
 S' being the longest sample's length after images are expanded.
@@ -18,7 +18,7 @@ from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 
 
 class Layout(NamedTuple):
-    """Where each row of the decoder's input comes from, and what it predicts."""
+    """The source and the target of every row of the decoder's input."""
 
     text_ids: torch.Tensor  # [number of text tokens], in reading order
     source: torch.Tensor  # [rows], a row of [zeros; text embeddings; visual tokens]; 0 at padding
@@ -68,7 +68,7 @@ def lay_out(
     if sum(num_images) != len(visual_tokens):
         raise ValueError(
             f"the batch has {sum(num_images)} image placeholders ({num_images} per sample), but visual tokens of "
-            f"{len(visual_tokens)} images were given"
+            f"{len(visual_tokens)} images"
         )
     widths = torch.ones_like(ids)
     widths[is_image] = torch.tensor(visual_tokens, dtype=ids.dtype)

@@ -100,7 +100,7 @@ def process_prompt_images(
     With `anyres` several pictures of one prompt are not cut but padded, one crop each, as LLaVA-NeXT trains them.
 
     Args:
-        in_prompt: number of pictures in the whole prompt, if `images` are only those that truncation has left.
+        in_prompt: number of pictures in the whole prompt, if truncation has dropped some from `images`.
     """
     if max(len(images), in_prompt) > 1 and is_anyres(getattr(model_cfg, "image_aspect_ratio", None)):
         return [_pixels(to_rgb(image), image_processor, pad=True)[None] for image in images]
@@ -129,7 +129,7 @@ def _padded(image: Image.Image, image_processor: Any) -> Image.Image:
     if not (known and width and height):
         raise ValueError(
             f"a picture of {image.width:,} x {image.height:,} pixels, padded to a square, exceeds "
-            f"{_LARGEST_SQUARE:,} pixels; make it smaller, or take --image_aspect_ratio square"
+            f"{_LARGEST_SQUARE:,} pixels; shrink it, or pass --image_aspect_ratio square"
         )
     return resized_square(image, background, (width, height), image_processor.resample)
 
@@ -289,20 +289,22 @@ def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 ADDED_BY_EXPORT = "added_by_export"
-"""Setting of a tokenizer: tokens that `python -m llava.export hf` has added, which this tree has no use for."""
+"""Setting of a tokenizer: tokens that `python -m llava.export hf` has added, which this tree does not use."""
 
 
 def load_tokenizer(path: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     """`AutoTokenizer.from_pretrained`, with SentencePiece's order of merges where it was lost.
 
-    Tokens that an export has added are left out: `<image>` is no token here.
+    Tokens that an export has added are removed: `<image>` is not a token here.
     """
     try:
         code = PretrainedConfig.get_config_dict(path, cache_dir=kwargs.get("cache_dir"))[0].get("auto_map") or {}
     except (OSError, ValueError):
         code = {}
     if "AutoConfig" in code and "AutoTokenizer" not in code:
-        kwargs.setdefault("config", PretrainedConfig())  # else transformers asks to trust code that it does not need
+        kwargs.setdefault(
+            "config", PretrainedConfig()
+        )  # otherwise transformers wants trust_remote_code, which is not needed
     loaded = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path, **kwargs))
     tokenizer = _without_added(restore_merge_order(loaded))
     if _sentencepiece_file(tokenizer):
@@ -343,7 +345,7 @@ def restore_merge_order(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
 
     transformers 5 orders the merges by token id. In the Llama-2 and Vicuna vocabulary runs of spaces have low ids but
     the worst scores, so that without this every double space gives other ids than LLaVA's training had. Changes and
-    returns `tokenizer`; any other kind is left alone.
+    returns `tokenizer`; others stay as they are.
     """
     source = _sentencepiece_file(tokenizer)
     if source is None or source.with_name("tokenizer.json").exists():
@@ -417,7 +419,7 @@ class KeywordsStoppingCriteria(StoppingCriteria):
     Args:
         keywords: the texts to stop at.
         tokenizer: decodes what was generated.
-        input_ids: prompt [B, S]; left out of the search where the generated ids repeat it.
+        input_ids: prompt [B, S]; not searched where the generated ids repeat it.
     """
 
     def __init__(self, keywords: list[str], tokenizer: PreTrainedTokenizerBase, input_ids: torch.Tensor):

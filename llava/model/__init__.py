@@ -1,7 +1,7 @@
 """The models: LLaVA on the decoders of `llava.model.language_model.families`.
 
-The classes are imported, and registered with Transformers, when one is asked for: what needs only a projector norm's
-names does not wait for Transformers' models.
+The classes are imported, and registered with Transformers, on first access: code that needs only the names of
+projector norms does not wait for Transformers' models.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Causal attention inside each of several samples that lie one after another in one row, without padding.
+"""Causal attention within each of several samples that are packed into one row, without padding.
 
 All backends compute the same; `packed_attention` chooses one and says how to get a faster one.
 Shapes: T packed tokens, H heads, K key/value heads, C channels per head.
@@ -102,7 +102,7 @@ def packed_attention_arguments(layout: Layout, backend: str) -> dict[str, Any]:
         return {"attention_mask": None}
     longest = max(layout.lengths)
     arguments: dict[str, Any] = {
-        # The library takes a mask of four dimensions as it is: it builds no mask over all pairs of tokens, and does not
+        # The library passes on a mask of four dimensions: it builds no mask over all pairs of tokens, and does not
         # search the positions for samples.
         "attention_mask": layout.cu_seqlens.new_empty(1, 1, 0, 0),
         "cu_seq_lens_q": layout.cu_seqlens,
@@ -139,7 +139,7 @@ def segments_attention(
         ([1, T, H, C], None), as the library's attention functions do.
 
     Raises:
-        ValueError: the decoder's attention asks for something that this backend does not know.
+        ValueError: the decoder's attention needs something that this backend lacks.
     """
     if segment_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -164,14 +164,14 @@ def _window_mask(length: int, sliding_window: int | None, device: torch.device) 
 
 
 def _refuse_unknown(backend: str, module: torch.nn.Module | None, arguments: dict[str, Any]) -> None:
-    """Raises ValueError for arguments of the decoder's attention that would silently be left out."""
+    """Raises ValueError for arguments of the decoder's attention that would silently be ignored."""
     unknown = [name for name, value in arguments.items() if value is not None and name not in _WITHOUT_EFFECT]
     if not getattr(module, "is_causal", True):
         unknown.append("is_causal=False")
     if unknown:
         raise ValueError(
             f"--attn_implementation {backend}: {type(module).__name__} asks for {', '.join(unknown)}, which this "
-            "backend does not know; pass eager, or --padding_free False"
+            "backend does not support; pass eager, or --padding_free False"
         )
 
 
@@ -193,7 +193,7 @@ def varlen_attention(
     Shapes as in `segments_attention`; `cu_seq_lens_q` are the samples' boundaries in the row.
 
     Raises:
-        ValueError: the model has attention dropout, or asks for something else that this kernel does not know.
+        ValueError: the model has attention dropout, or needs something else that this kernel lacks.
     """
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -218,7 +218,7 @@ def varlen_attention(
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # keys before the query's own, after it
         **groups,
     )
-    assert isinstance(output, torch.Tensor)  # a tuple only if more outputs are asked for
+    assert isinstance(output, torch.Tensor)  # a tuple only if more outputs are requested
     return output[None], None
 
 

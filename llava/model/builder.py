@@ -43,7 +43,7 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
     if model_type not in MODEL_CLASSES:
         raise ValueError(f"{model_path}: model_type {model_type!r}; expected one of {', '.join(MODEL_CLASSES)}")
     config_class = MODEL_CLASSES[model_type].config_class
-    if model_type == "llava":  # checkpoints of other families have this type as well; their class tells them apart
+    if model_type == "llava":  # checkpoints of other families share this type; their class tells them apart
         classes = {cls.__name__: cls for cls in MODEL_CLASSES.values()}
         named = [classes[name] for name in fields.get("architectures") or () if name in classes]
         config_class = named[0].config_class if named else config_class
@@ -54,7 +54,7 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
 
 
 def load_language_model(model_path: str, config: PretrainedConfig | None = None, **kwargs: Any) -> LlavaMetaForCausalLM:
-    """The LLaVA class that fits `model_path`, with its weights; tower and projector only if the checkpoint has them.
+    """The LLaVA class for `model_path`, with its weights; tower and projector only if the checkpoint has them.
 
     Args:
         kwargs: passed to `from_pretrained` (dtype, attn_implementation, device_map, ...).
@@ -64,7 +64,7 @@ def load_language_model(model_path: str, config: PretrainedConfig | None = None,
     """
     if Path(model_path, "adapter_config.json").is_file():
         raise ValueError(
-            f"{model_path} is a LoRA folder, and a whole model is expected here; make one of it with "
+            f"{model_path} is a LoRA folder, and a whole model is expected; merge it with "
             f"python -m llava.model.merge_lora --model-path {model_path} --save-model-path FOLDER"
         )
     config = config or read_config(model_path)
@@ -176,7 +176,7 @@ def load_pretrained_model(
         own = [p for p in (model_path, model_base) if p and has_image_processor(p)]
         image_processor = load_image_processor([*own, config.mm_vision_tower][0], tower)
     context_len = context_length(model.config)
-    tokenizer.model_max_length = context_len  # training leaves there the length at which it cuts
+    tokenizer.model_max_length = context_len  # training leaves its truncation length there
     return tokenizer, model, image_processor, context_len
 
 
@@ -187,8 +187,8 @@ def _load_on_base(
     adapter = Path(model_path, ADAPTER_FILE)
     if not is_lora and not adapter.is_file():
         raise FileNotFoundError(
-            f"{adapter} does not exist, nor does adapter_config.json; model_base is for stage-1 and LoRA folders, so "
-            "leave it out for a complete checkpoint"
+            f"{adapter} does not exist, nor does adapter_config.json; model_base is for stage-1 and LoRA folders; "
+            "omit it for a complete checkpoint"
         )
     model = load_language_model(model_base, **options)
     for field, value in config.to_dict().items():
@@ -230,7 +230,7 @@ def _dtype(requested: str | torch.dtype | None, default: str | torch.dtype) -> s
 def quantization_config(
     bits: int, compute_dtype: torch.dtype = torch.bfloat16, double_quant: bool = True, quant_type: str = "nf4"
 ) -> "BitsAndBytesConfig":
-    """bitsandbytes' configuration for the decoder's linear layers in 4 or 8 bits; head, projector and tower stay whole.
+    """bitsandbytes' configuration for the decoder's linear layers in 4 or 8 bits, without head, projector and tower.
 
     Raises:
         ImportError: bitsandbytes is not installed.

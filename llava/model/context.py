@@ -1,4 +1,4 @@
-"""How many tokens a decoder takes: a longer prompt is refused, never cut. Cutting samples is training's."""
+"""Context length of a decoder: longer prompts are refused, never cut. Only training cuts samples."""
 
 from collections.abc import Iterable
 

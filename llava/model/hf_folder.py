@@ -16,7 +16,7 @@ from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.model.multimodal_projector.norm import ProjectorNorm
 
 STOCK, WITH_NORM = "llava", "llava_norm"
-"""Model types: that of transformers, and that of the code that an exported folder brings along."""
+"""Model types: that of transformers, and that of the code in an exported folder."""
 CARRIED = (
     "mm_", "image_aspect", "image_grid", "image_orientation", "tokenizer_", "use_mm_proj", "tune_mm", "freeze_mm",
 )  # fmt: skip
@@ -27,7 +27,7 @@ _PROJECTOR = "multi_modal_projector"
 
 
 def is_hf_folder(fields: dict[str, Any]) -> bool:
-    """Whether a config's fields are those of Hugging Face's LLaVA; LLaVA's first checkpoints have that name as well."""
+    """Whether a config's fields are those of Hugging Face's LLaVA; LLaVA's first checkpoints share the name."""
     return fields.get("model_type") in (STOCK, WITH_NORM) and isinstance(fields.get("text_config"), dict)
 
 
@@ -35,7 +35,7 @@ def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
     """The fields of our config that mean what these fields of Hugging Face's do; `model_type` is the plain decoder's.
 
     Raises:
-        ValueError: they ask for something that this tree does not have; the message names it.
+        ValueError: they describe something that this tree does not have; the message names it.
     """
     config = LlavaConfig.from_dict({k: v for k, v in fields.items() if k != "model_type"})
     vision, text = config.vision_config, config.text_config

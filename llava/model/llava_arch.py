@@ -83,7 +83,7 @@ class LlavaMetaConfig(ConfigBase):
 
 
 class LlavaMetaModel(KeepsRotary, ModelBase):
-    """Mixin for the decoder: holds `vision_tower`, `mm_projector`, `image_newline` where the config asks for them."""
+    """Mixin for the decoder: holds `vision_tower`, `mm_projector`, `image_newline` where the config has them."""
 
     vision_tower: VisionTower
     mm_projector: nn.Module
@@ -114,7 +114,7 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
         """Gives a plain language model its tower and projector, or checks that a LLaVA checkpoint's fit the flags.
 
         Args:
-            model_args: the flags, with the fields of `ProjectorNormArguments` as well.
+            model_args: the flags, including the fields of `ProjectorNormArguments`.
             dtype: type of the tower's weights.
 
         Raises:
@@ -146,7 +146,7 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
             if model_args.mm_newline_init == "text_norm":
                 self.image_newline.mul_(text_norm / self.image_newline.norm())
             norm = self.image_newline.norm().item()
-        logger.info("image_newline is new: norm %.6g (%s), text %.6g", norm, model_args.mm_newline_init, text_norm)
+        logger.info("new image_newline: norm %.6g (%s), text %.6g", norm, model_args.mm_newline_init, text_norm)
 
     def _add_vision_modules(self, model_args: VisionFlags, dtype: torch.dtype | None) -> None:
         config = self.config
@@ -172,12 +172,12 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
 def check_flags_against_config(model_args: VisionFlags, config: ConfigBase) -> None:
     """Raises ValueError where the projector's flags contradict the checkpoint that already has a projector."""
     fields = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature")
-    both = [(field, getattr(config, field, None), getattr(model_args, field)) for field in fields]
-    both = [found for found in both if found[1] != found[2]] + norm_differences(config, model_args)
+    settings = [(field, getattr(config, field, None), getattr(model_args, field)) for field in fields]
+    settings = [row for row in settings if row[1] != row[2]] + norm_differences(config, model_args)
     merge = getattr(config, "mm_patch_merge_type", None)
     if has_newline(merge) and not has_newline(model_args.mm_patch_merge_type):  # it would lose image_newline
-        both.append(("mm_patch_merge_type", merge, model_args.mm_patch_merge_type))
-    differences = [f"{field}: checkpoint {theirs!r}, flags {ours!r}" for field, theirs, ours in both]
+        settings.append(("mm_patch_merge_type", merge, model_args.mm_patch_merge_type))
+    differences = [f"{field}: checkpoint {theirs!r}, flags {ours!r}" for field, theirs, ours in settings]
     if differences:
         raise ValueError(
             "the checkpoint in --model_name_or_path already has a projector that the flags contradict:\n  "
@@ -381,8 +381,8 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
             ValueError: there are more or fewer crops than the layout's pictures have.
         """
         pictures = layout.pictures
-        if (found := 0 if crops is None else len(crops)) != (expected := sum(p.crops for p in pictures)):
-            raise ValueError(f"the batch's layout has {expected} crops of {len(pictures)} pictures, found {found}")
+        if (num_crops := 0 if crops is None else len(crops)) != (expected := sum(p.crops for p in pictures)):
+            raise ValueError(f"the batch's layout has {expected} crops of {len(pictures)} pictures, found {num_crops}")
         # Every rank must run tower and projector in every training step, or the ranks' collectives (ZeRO-3, DDP) never
         # meet.
         if not pictures and self.training and torch.is_grad_enabled():
@@ -455,8 +455,8 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
                 rows, targets = layout.predicting, layout.targets
             loss = supervised_loss(hidden_states, rows, targets, self.lm_head, num_items_in_batch)
         if not training_loss:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden_states[:, kept])
+            positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden_states[:, positions])
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -53,10 +53,10 @@ def recorded_base(folder_or_id: str) -> str:
     base = json.loads(Path(file).read_text()).get("base_model_name_or_path") if file else None
     if base and (Path(base).exists() or not _is_path(base)):
         return base
-    found = f"{base}, which is not here" if base else "none"
+    recorded = f"{base}, which does not exist" if base else "none"
     raise ValueError(
-        f"{folder_or_id}/adapter_config.json: base_model_name_or_path is {found}; name the model that the LoRA was "
-        "trained on by --model-base"
+        f"{folder_or_id}/adapter_config.json: base_model_name_or_path is {recorded}; pass the model that the LoRA was "
+        "trained on as --model-base"
     )
 
 
@@ -206,17 +206,17 @@ def load_adapters(model: LlavaMetaForCausalLM, folder_or_id: str) -> None:
     """Copies a LoRA folder's adapters into those of `model`, whose names must be the same.
 
     Raises:
-        ValueError: the adapters of folder and model differ; the message says in what.
+        ValueError: the adapters of folder and model differ; the message says how.
     """
     peft = _peft()
     tensors = peft.load_peft_weights(folder_or_id, device="cpu")
-    found = {name.removeprefix(_PREFIX) for name in tensors if is_adapter(name)}
+    stored = {name.removeprefix(_PREFIX) for name in tensors if is_adapter(name)}
     expected = {name for name in model.get_adapter_state_dict() if is_adapter(name)}
-    if found != expected:
+    if stored != expected:
         raise ValueError(
-            f"{folder_or_id}: its adapters are not those of this model: {len(found - expected)} have no layer "
-            f"(first: {min(found - expected, default=None)}), {len(expected - found)} layers have none "
-            f"(first: {min(expected - found, default=None)}). Check that the base is the model that the LoRA was "
+            f"{folder_or_id}: its adapters do not match this model: {len(stored - expected)} have no layer "
+            f"(first: {min(stored - expected, default=None)}), {len(expected - stored)} layers have none "
+            f"(first: {min(expected - stored, default=None)}). Check that the base is the model that the LoRA was "
             "trained on."
         )
     peft.set_peft_model_state_dict(model, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()})
@@ -226,12 +226,12 @@ def apply_lora(model: LlavaMetaForCausalLM, folder_or_id: str, merge: bool) -> L
     """`model` with a LoRA folder's adapters.
 
     Args:
-        merge: True adds them to the weights; False keeps them apart, which a quantised model needs to stay exact.
+        merge: True adds them to the weights; False keeps them separate, which a quantised model needs to stay exact.
     """
     peft = _peft()
     config = peft.PeftConfig.from_pretrained(folder_or_id)
     config.inference_mode = True
-    if not isinstance(config.target_modules, str):  # a pattern of ours names its layers in full
+    if not isinstance(config.target_modules, str):  # our patterns name the layers in full
         config.exclude_modules = _VISUAL_MODULES  # upstream adapts before it builds the tower, so its files lack this
     adapted = peft.get_peft_model(model, config)
     load_adapters(model, folder_or_id)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from llava.constants import IGNORE_INDEX, LossHead
 
 LIGER_MINIMUM = "0.6.2"  # the first whose fused loss accumulates in fp32
-# Logits that exist at a time. Every chunk reads the weight twice and rewrites its gradient, so a GPU takes many rows at
-# a time (1046 at a vocabulary of 128k); on a CPU larger chunks gain nothing (benchmarks/loss_head.py).
+# Logits that exist at once. Every chunk reads the weight twice and rewrites its gradient, so a GPU takes many rows per
+# chunk (1046 at a vocabulary of 128k); on a CPU larger chunks gain nothing (benchmarks/loss_head.py).
 _CHUNK_ELEMENTS = {"cpu": 2**25, "gpu": 2**27}
 
 
@@ -28,7 +28,7 @@ class LMHead(nn.Linear):
 
     loss_head: LossHead = "plain"
     logits_scaling: float = 1.0  # Granite divides its logits
-    tally: "LossTally | None" = None  # is told every row's loss, except by Liger's kernel, which only knows the sum
+    tally: "LossTally | None" = None  # gets every row's loss, except from Liger's kernel, which returns only the sum
 
     # pyrefly: ignore[bad-override]  # callers pass the hidden states by position
     def forward(self, hidden_states: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,7 +54,7 @@ class LossTally:
         self.rows = torch.zeros(0, dtype=torch.int32, device=device)  # [R], the group of each row that follows
 
     def add(self, start: int, losses: torch.Tensor) -> None:
-        """Adds the losses of the rows from `start` on; those that are not finite are left out."""
+        """Adds the losses of the rows from `start` on; those that are not finite are skipped."""
         losses = losses.detach().double()
         finite = losses.isfinite()
         values = torch.stack([losses.masked_fill(~finite, 0.0), finite.double()])
@@ -107,7 +107,7 @@ def plain_loss(
 def chunked_loss(
     hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, tally: LossTally | None = None
 ) -> torch.Tensor:
-    """Sum of cross-entropies a few rows at a time; gradients are computed on the way, logits are never kept."""
+    """Sum of cross-entropies in chunks of rows; gradients are computed on the way, logits are never kept."""
     operands = _as_autocast(hidden_states, weight)
     if not torch.is_grad_enabled():  # operands that require a gradient would otherwise get one computed here
         operands = [x.detach() for x in operands]
@@ -119,7 +119,7 @@ def liger_loss(
 ) -> torch.Tensor:
     """Sum of cross-entropies by Liger's fused kernel (NVIDIA GPUs); weight gradients are accumulated in fp32.
 
-    Liger takes about R / ceil(C / D) rows at a time, a size chosen for all positions of a batch. With 1000 supervised
+    Liger takes about R / ceil(C / D) rows per chunk, a size chosen for all positions of a batch. With 1000 supervised
     rows, C = 128k and D = 3072 that is 32 rows, and the weight is read 64 times. Liger also waits for the GPU twice.
     This is why `auto` means `chunked`.
     """
@@ -136,7 +136,7 @@ def liger_loss(
 
 
 def rows_at_a_time(rows: int, vocabulary: int, device: torch.device) -> int:
-    """How many of the R supervised rows `chunked_loss` projects at a time; chunks have nearly the same size."""
+    """How many of the R supervised rows `chunked_loss` projects at once; chunks have nearly the same size."""
     most = max(1, _CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "gpu"] // vocabulary)
     return max(1, math.ceil(rows / max(1, math.ceil(rows / most))))
 
@@ -163,10 +163,10 @@ class _ChunkedLoss(torch.autograd.Function):
             for start in range(0, len(targets), rows):
                 chunk, target = hidden_states[start : start + rows], targets[start : start + rows, None]
                 log_probs = F.log_softmax(F.linear(chunk, weight), dim=-1, dtype=torch.float32)
-                found = log_probs.gather(1, target)
-                total -= found.sum()
+                target_log_probs = log_probs.gather(1, target)
+                total -= target_log_probs.sum()
                 if tally is not None:
-                    tally.add(start, -found[:, 0])
+                    tally.add(start, -target_log_probs[:, 0])
                 if not (wants_hidden or wants_weight):
                     continue
                 gradient = log_probs.exp_()

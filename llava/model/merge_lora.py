@@ -33,10 +33,10 @@ def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dt
         ValueError: `model_path` is not a LoRA folder, `save_model_path` holds files, or the recorded base is missing.
     """
     if lora_config_file(model_path) is None:
-        raise ValueError(f"--model-path {model_path}: no adapter_config.json there; expected a LoRA folder or hub id")
+        raise ValueError(f"--model-path {model_path}: no adapter_config.json; expected a LoRA folder or hub id")
     output = Path(save_model_path)
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"--save-model-path {output}: already there and not an empty folder; give another one")
+        raise ValueError(f"--save-model-path {output}: exists and is not an empty folder; name another")
     own_dtype = str(adapter_dtype(model_path)).removeprefix("torch.")
     written = dtype or own_dtype
     name = get_model_name_from_path(model_path)

@@ -1,4 +1,4 @@
-"""Which pictures the placeholders of a batch stand for, and how the visual tokens of their crops are lined up.
+"""Matches a batch's pictures to its placeholders, and orders the visual tokens of their crops.
 
 Shapes: N images, K crops of all images, V visual tokens per crop, D LLM hidden size.
 """
@@ -18,7 +18,7 @@ Sizes = Sequence[tuple[int, int]] | torch.Tensor | None
 def match_crops(
     images: Images, image_sizes: Sizes, placeholders: list[int]
 ) -> tuple[torch.Tensor | None, list[Picture]]:
-    """All crops [K, 3, H, W] of the images that the placeholders stand for, and these pictures; for `anyres`.
+    """All crops [K, 3, H, W] of the placeholders' images, and these pictures; for `anyres`.
 
     Args:
         images: as LLaVA-NeXT passes them: a tensor [N, n, 3, H, W] or a list with one entry per image, of its crops
@@ -36,7 +36,7 @@ def match_crops(
     sizes = _without_unused(sizes, placeholders)
     if len(sizes) != len(crops):
         raise ValueError(f"image_sizes has {len(sizes)} entries for {len(crops)} images; expected one for each")
-    pictures = [Picture(len(some), size) for some, size in zip(crops, sizes, strict=True)]
+    pictures = [Picture(len(image_crops), size) for image_crops, size in zip(crops, sizes, strict=True)]
     return (torch.cat(crops) if crops else None), pictures
 
 
@@ -104,7 +104,7 @@ def refuse_video(modalities: Sequence[str] | str | None) -> None:
 
 
 def match_images(images: Images, placeholders: list[int]) -> torch.Tensor | None:
-    """The images that the placeholders stand for, in reading order [N, 3, H, W]; None if there is no placeholder.
+    """The placeholders' images, in reading order [N, 3, H, W]; None without placeholders.
 
     Args:
         images: see `prepare_inputs_labels_for_multimodal`.

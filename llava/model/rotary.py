@@ -17,12 +17,12 @@ class KeepsRotary(Module):
     """Mixin for modules with rotary embeddings: `.half()`, `.to(dtype)` and their like leave frequencies in fp32."""
 
     def _apply(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        kept = [(module, frequencies(module)) for module in self.modules()]
+        before = [(module, frequencies(module)) for module in self.modules()]
         applied = super()._apply(fn, *args, **kwargs)
-        for module, before in kept:
+        for module, values in before:
             for name, after in frequencies(module).items():
-                if after.dtype.itemsize < before[name].dtype.itemsize:
-                    module._buffers[name] = before[name].to(after.device)
+                if after.dtype.itemsize < values[name].dtype.itemsize:
+                    module._buffers[name] = values[name].to(after.device)
         return applied
 
 

@@ -9,14 +9,14 @@ UPGRADED = {"model_type": "llava_llama", "architectures": ["LlavaLlamaForCausalL
 
 
 def auto_upgrade(config: str) -> None:
-    """Lets the user upgrade `config.json` of a LLaVA checkpoint of the first version, which calls itself a plain Llama.
+    """Asks to upgrade the `config.json` of a first-version LLaVA checkpoint, whose model type is that of a plain Llama.
 
     Args:
-        config: a checkpoint's folder; one without `llava` in its path is left alone.
+        config: a checkpoint's folder; ignored without `llava` in its path.
 
     Raises:
         ValueError: it is neither a LLaVA model nor a Llama, or no folder of this machine.
-        SystemExit: the user does not want it.
+        SystemExit: the user declines.
     """
     settings, _ = PretrainedConfig.get_config_dict(config)
     kind, file = settings.get("model_type", ""), Path(config) / "config.json"

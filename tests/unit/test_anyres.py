@@ -79,8 +79,10 @@ def test_what_is_cut_off_is_black_and_what_stays_is_not_all_black():
         some = rules()
         patches, grid = some.patches(some.picture(size)), best_grid(size, GRIDS)
         across, down = min(grid[0], size[0] * grid[1] / size[1]), min(grid[1], size[1] * grid[0] / size[0])
-        for shown, kept, total in ((across, patches.width, grid[0]), (down, patches.height, grid[1])):
-            assert abs(kept - shown / total * (total / 14)) < 3  # patches; whole ones, and equally many on both sides
+        for shown, remaining, total in ((across, patches.width, grid[0]), (down, patches.height, grid[1])):
+            assert (
+                abs(remaining - shown / total * (total / 14)) < 3
+            )  # patches; whole ones, and equally many on both sides
 
 
 def test_a_shrunk_grid_has_about_as_many_tokens_as_allowed():
@@ -106,13 +108,13 @@ def test_every_tokens_share_is_drawn_where_its_patch_lies_in_the_picture(aspect_
         tokens = line_up(places, [picture], some, NEWLINE if some.has_newline else None).tolist()
         for index, (crop, row, column) in enumerate(tokens):
             drawn = drawn_in_place(torch.eye(len(tokens), dtype=torch.float64)[index], picture, some)
-            found = [int(i) for i in divmod(int(drawn.argmax()), drawn.shape[1])]
+            peak = [int(i) for i in divmod(int(drawn.argmax()), drawn.shape[1])]
             inside = [(row - shown.top, shown.height), (column - shown.left, shown.width)]
             if crop == 0:  # the crop of the whole picture, squeezed into a square
                 inside = [(row, SIDE), (column, SIDE)]
             if crop >= 0 and all(0 <= place < of for place, of in inside):
                 assert drawn.sum() == pytest.approx(1)
-                for got, length, (place, of) in zip(found, drawn.shape, inside, strict=True):
+                for got, length, (place, of) in zip(peak, drawn.shape, inside, strict=True):
                     scale = length / of  # places of the map per patch
                     assert abs(got + 0.5 - (place + 0.5) * scale) <= max(scale / 2, 0.5) + 0.5
             else:
@@ -192,7 +194,7 @@ def test_a_class_token_has_no_place_in_rows():
 @pytest.mark.parametrize(
     ("picture", "some", "message"),
     [
-        (Picture(3), rules(), "3 crops was given without its size; pass image_sizes"),
+        (Picture(3), rules(), "the size of a picture of 3 crops is missing; pass image_sizes"),
         (Picture(3, (56, 56)), rules(), "56 x 56 pixels.*has 2 crops by image_grid_pinpoints; 3 were given"),
         (Picture(3, (56, 56)), rules("pad", "spatial", ()), "3 crops was given, but image_aspect_ratio is 'pad'"),
     ],
@@ -209,18 +211,18 @@ def crops(*counts: int) -> list[torch.Tensor]:
 def test_crops_may_come_per_image_or_as_one_tensor():
     of_size = [(5, 4), (7, 3), (9, 9)]
     for images in (crops(3, 1, 2), [*crops(3), torch.full((3, 2, 2), 1.0), crops(9, 9, 2)[2]]):
-        found, pictures = match_crops(images, of_size, [2, 1])
-        assert found[:, 0, 0, 0].tolist() == [0, 0, 0, 1, 2, 2]
+        matched, pictures = match_crops(images, of_size, [2, 1])
+        assert matched[:, 0, 0, 0].tolist() == [0, 0, 0, 1, 2, 2]
         assert pictures == [Picture(3, (5, 4)), Picture(1, (7, 3)), Picture(2, (9, 9))]
-    found, pictures = match_crops(torch.stack(crops(2, 2)), torch.tensor([[5, 4], [7, 3]]), [1, 1])
-    assert found.shape == (4, 3, 2, 2) and pictures == [Picture(2, (5, 4)), Picture(2, (7, 3))]
+    matched, pictures = match_crops(torch.stack(crops(2, 2)), torch.tensor([[5, 4], [7, 3]]), [1, 1])
+    assert matched.shape == (4, 3, 2, 2) and pictures == [Picture(2, (5, 4)), Picture(2, (7, 3))]
     assert match_crops(None, None, [0, 0]) == (None, [])
 
 
 @pytest.mark.parametrize("of_size", [[(5, 4), (1, 1), (7, 3)], [(5, 4), (7, 3)]], ids=["with it", "without it"])
 def test_a_text_only_samples_unused_image_is_left_out(of_size):
-    found, pictures = match_crops(crops(2, 1, 3), of_size, [1, 0, 1])
-    assert found[:, 0, 0, 0].tolist() == [0, 0, 2, 2, 2]
+    matched, pictures = match_crops(crops(2, 1, 3), of_size, [1, 0, 1])
+    assert matched[:, 0, 0, 0].tolist() == [0, 0, 2, 2, 2]
     assert pictures == [Picture(2, (5, 4)), Picture(3, (7, 3))]
 
 

@@ -254,14 +254,16 @@ def test_generate_returns_new_tokens_only_and_ignores_padding(model):
 def test_inference_cuts_nothing(model, labelled):
     model.config.tokenizer_padding_side = "right"
     ids, image = torch.tensor([[5, IMG, 6, 7, 8, 9, 10, 11]]), pictures(1)
-    found = []
+    results = []
     for limit in (None, 6):
         model.config.tokenizer_model_max_length = limit
         outputs = model(ids, images=image, labels=ids.where(ids > 8, IGNORE_INDEX) if labelled else None)
         assert outputs.logits.shape[1] == ids.shape[1] + V - 1
-        found.append(outputs.loss if labelled else model.generate(ids, images=image, max_new_tokens=4, pad_token_id=0))
+        results.append(
+            outputs.loss if labelled else model.generate(ids, images=image, max_new_tokens=4, pad_token_id=0)
+        )
     model.config.tokenizer_model_max_length = None
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("has_tower", [True, False])

@@ -308,9 +308,9 @@ def test_an_arm_that_needs_tokens_is_refused_where_nobody_measures_them():
 
 def test_settings_that_decide_what_a_norm_means_are_compared_with_their_defaults():
     recorded = {"mm_projector_norm": "rmsnorm", "mm_projector_norm_init": "default", "mm_projector_norm_eps": 1e-6}
-    wanted = ProjectorNormArguments(mm_projector_norm="rmsnorm", mm_projector_norm_learnable=False)
-    assert norm_differences(recorded, wanted) == [("mm_projector_norm_eps", 1e-6, 1e-5)]
-    assert norm_differences({}, wanted) == [("mm_projector_norm", "none", "rmsnorm")]
+    requested = ProjectorNormArguments(mm_projector_norm="rmsnorm", mm_projector_norm_learnable=False)
+    assert norm_differences(recorded, requested) == [("mm_projector_norm_eps", 1e-6, 1e-5)]
+    assert norm_differences({}, requested) == [("mm_projector_norm", "none", "rmsnorm")]
     assert norm_differences({}, ProjectorNormArguments(mm_projector_norm_eps=1.0)) == []
 
 

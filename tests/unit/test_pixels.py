@@ -38,8 +38,8 @@ def test_32_bit_levels_of_0_to_255_become_the_rgb_of_pillow(dtype):
 
 def test_float_levels_of_0_to_1_reach_from_black_to_white():
     levels = np.linspace(0, 1, 63, dtype=np.float32).reshape(7, 9)
-    found = np.asarray(to_rgb(reopened(Image.fromarray(levels), "TIFF")))
-    assert np.abs(found.astype(float) - levels[..., None] * 255).max() <= 0.51
+    ours = np.asarray(to_rgb(reopened(Image.fromarray(levels), "TIFF")))
+    assert np.abs(ours.astype(float) - levels[..., None] * 255).max() <= 0.51
 
 
 @pytest.mark.parametrize("levels", [[-1.0, 0.5], [0.0, 256.0], [0.0, float("nan")], [0.0, float("inf")]])
@@ -51,8 +51,8 @@ def test_float_levels_of_another_range_are_refused(levels):
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM", "JPEG2000"])
 def test_16_bit_grey_of_every_format_is_scaled_by_its_full_range(kind):
     levels = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
-    found = np.asarray(to_rgb(reopened(Image.fromarray(levels), kind))).astype(float)
-    assert np.abs(found - levels[..., None] / 257).max() <= 1.01
+    ours = np.asarray(to_rgb(reopened(Image.fromarray(levels), kind))).astype(float)
+    assert np.abs(ours - levels[..., None] / 257).max() <= 1.01
 
 
 def test_grey_tiffs_of_12_bits_and_with_0_for_white_are_scaled_as_they_say():

@@ -127,7 +127,7 @@ def llava_classes(family: Family) -> LlavaClasses:
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raises ValueError for a config field that asks for a change of attention or logits that is not supported here."""
+    """Raises ValueError for a config field that changes attention or logits in a way that is not supported."""
     for field in _UNSUPPORTED:
         if value := getattr(config, field, None):
             raise ValueError(f"config.{field}={value} ({config.model_type}): not supported; expected None or False")

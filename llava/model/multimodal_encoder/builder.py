@@ -50,7 +50,7 @@ def build_vision_tower(config: PretrainedConfig) -> VisionTower:
 
 
 def has_image_processor(folder: str) -> bool:
-    """Whether a local folder holds an image processor, in a file of its own or in that of a whole processor."""
+    """Whether a local folder holds an image processor, in its own file or in that of a whole processor."""
     return Path(folder, "preprocessor_config.json").exists() or bool(_in_processor(folder))
 
 

@@ -1,4 +1,4 @@
-"""The families of vision encoders: each a class that says what differs from `VisionTower`, and a row of `TOWERS`.
+"""The families of vision encoders: each a class with its differences from `VisionTower`, and a row of `TOWERS`.
 
 Shapes: N images, P tokens inside the encoder, E vision hidden size.
 """
@@ -57,9 +57,9 @@ class SiglipVisionTower(VisionTower):
     image_processor_class = SiglipImageProcessorPil
 
     def _architecture(self, config: PretrainedConfig) -> PretrainedConfig:
-        kept = super()._architecture(config)
-        kept.vision_use_head = False
-        return kept
+        architecture = super()._architecture(config)
+        architecture.vision_use_head = False
+        return architecture
 
     def default_image_processor(self) -> SiglipImageProcessorPil:
         return SiglipImageProcessorPil(size={"height": self.image_size, "width": self.image_size})
@@ -224,9 +224,9 @@ class Aimv2VisionTower(VisionTower):
     image_processor_class = CLIPImageProcessorPil
 
     def _architecture(self, config: PretrainedConfig) -> PretrainedConfig:
-        kept = super()._architecture(config)
-        kept.use_head = False
-        return kept
+        architecture = super()._architecture(config)
+        architecture.use_head = False
+        return architecture
 
     @property
     def gated_mlp(self) -> bool:

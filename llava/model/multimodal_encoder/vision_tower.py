@@ -1,6 +1,6 @@
 """What every vision tower is: a Hugging Face vision encoder whose hidden state at one layer is the visual tokens.
 
-Each family of encoders is one class of `llava.model.multimodal_encoder.towers`, which holds all that is special to it.
+Each family of encoders is one class of `llava.model.multimodal_encoder.towers`, which holds everything specific to it.
 
 Shapes: N images, V visual tokens per image, P tokens inside the encoder, E vision hidden size.
 """
@@ -112,7 +112,7 @@ class VisionTower(KeepsRotary, nn.Module):
         """The encoder family's image processor at this tower's image size."""
         raise NotImplementedError
 
-    # --- what follows from them ---------------------------------------------------------------------------------------
+    # --- derived from them --------------------------------------------------------------------------------------------
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -128,7 +128,7 @@ class VisionTower(KeepsRotary, nn.Module):
         device = self.device
         options = {"config": self.config, "dtype": dtype or self.dtype, "output_loading_info": True}
         try:
-            # The report would list the layers and heads that the tower leaves out, over a whole screen.
+            # The report would fill a screen with the layers and heads that the tower does not build.
             with beside_another_model(), _without_loading_report():
                 loaded: Any = self.model_class.from_pretrained(name_or_path, **options)
                 model, info = loaded
@@ -140,7 +140,7 @@ class VisionTower(KeepsRotary, nn.Module):
             ) from error
         if info["missing_keys"]:
             raise ValueError(f"--vision_tower {name_or_path}: lacks {', '.join(sorted(info['missing_keys']))}")
-        # ZeRO-3 has put it on each rank's own GPU, where its buffers must stay; else it goes where the old one was.
+        # ZeRO-3 has placed it on each rank's GPU, where its buffers must stay; otherwise it replaces the old one there.
         stays = is_partitioned(model) or device.type == "meta"
         self.vision_tower["vision_model"] = model if stays else model.to(device)
 
@@ -156,9 +156,9 @@ class VisionTower(KeepsRotary, nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Visual features [N, V, E] of `images` [N, 3, H, W], in the tower's dtype."""
-        hidden_states, beside = self.embed(images.to(device=self.device, dtype=self.dtype))
+        hidden_states, options = self.embed(images.to(device=self.device, dtype=self.dtype))
         for layer in self.layers:
-            hidden_states = layer(hidden_states, **beside, **_without_mask(type(layer)))
+            hidden_states = layer(hidden_states, **options, **_without_mask(type(layer)))
         patches = hidden_states[:, self.num_prefix_tokens :]
         if self.select_feature == "patch":
             return patches

@@ -38,7 +38,7 @@ def load_adapter(
 
     Args:
         projector: the projector that was built from `config`, and so from this run's flags.
-        path: `mm_projector.bin`, or the folder that holds it. A `config.json` beside it tells the adapter's norm type.
+        path: `mm_projector.bin`, or the folder that holds it. A `config.json` next to it names the adapter's norm type.
         config: the model's config; gets the initial gain of a norm that was set by visual tokens.
         newline: the model's `image_newline`, which the adapter may lack: LLaVA-NeXT's stage 1 does not save it.
 
@@ -64,17 +64,17 @@ def load_adapter(
 
 
 @torch.no_grad()
-def _load_newline(newline: nn.Parameter | None, found: dict[str, torch.Tensor], path: Path) -> None:
-    if newline is None and found:
+def _load_newline(newline: nn.Parameter | None, stored: dict[str, torch.Tensor], path: Path) -> None:
+    if newline is None and stored:
         raise ValueError(
             f"--pretrain_mm_mlp_adapter {path} was trained with {_NEWLINE}, which these flags do not have; pass the "
             "--mm_patch_merge_type that it was trained with (spatial_unpad)"
         )
     if newline is None:
         return
-    if not found:
+    if not stored:
         logger.warning("%s has no %s: it keeps the value that it has now", path, _NEWLINE)
-    for tensor in found.values():
+    for tensor in stored.values():
         if tensor.shape != full_shape(newline):
             raise ValueError(
                 f"--pretrain_mm_mlp_adapter {path}: {_NEWLINE} has shape {tuple(tensor.shape)}, expected "
@@ -85,7 +85,7 @@ def _load_newline(newline: nn.Parameter | None, found: dict[str, torch.Tensor], 
 
 
 def read_tensors(path: Path | str) -> dict[str, torch.Tensor]:
-    """The tensors of a `.bin` file, by name; nothing else in it is ever loaded, and no code in it is executed.
+    """The tensors of a `.bin` file, by name; other objects are refused, and no code in it is executed.
 
     Raises:
         ValueError: the file is damaged, or holds other objects.
@@ -94,7 +94,8 @@ def read_tensors(path: Path | str) -> dict[str, torch.Tensor]:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise ValueError(
-            f"{path}: not a file of tensors, or damaged; nothing in it was executed ({str(error).splitlines()[0]})"
+            f"{path}: corrupt, truncated or not a file of tensors; nothing in it was executed "
+            f"({str(error).splitlines()[0]})"
         ) from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise ValueError(f"{path}: expected tensors by name, found {type(tensors).__name__}")
@@ -102,12 +103,12 @@ def read_tensors(path: Path | str) -> dict[str, torch.Tensor]:
 
 
 def _check_match(projector: nn.Module, adapter: dict, path: Path, config: PretrainedConfig) -> None:
-    wanted = {name: tuple(full_shape(tensor)) for name, tensor in projector.named_parameters()}
-    found = {name: tuple(tensor.shape) for name, tensor in adapter.items()}
+    expected = {name: tuple(full_shape(tensor)) for name, tensor in projector.named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in adapter.items()}
     differences = [
-        f"{name}: adapter {found.get(name, 'has none')}, flags {wanted.get(name, 'have none')}"
-        for name in sorted(wanted.keys() | found.keys())
-        if wanted.get(name) != found.get(name)
+        f"{name}: adapter {shapes.get(name, 'has none')}, flags {expected.get(name, 'have none')}"
+        for name in sorted(expected.keys() | shapes.keys())
+        if expected.get(name) != shapes.get(name)
     ]
     config_file = path.parent / "config.json"
     recorded = json.loads(config_file.read_text()) if config_file.is_file() else {}

@@ -5,7 +5,7 @@ its direction slowly. The paper ends the projector with a LayerNorm whose gain i
 visual tokens enter the LLM with the mean text norm `T` (paper section 5.1). Such a gain is tiny (about 0.02) and
 shrinks every gradient that passes through it; *global weight compensation* divides the gradient by the mean |gain|.
 
-An arm of a comparison is one class here and one row of `NORM_TYPES`. Flags, config, adapter, launcher, comparison and
+An arm of a comparison is a class here and a row of `NORM_TYPES`. Flags, config, adapter, launcher, comparison and
 patches read that table and `ProjectorNormArguments`.
 
 `patches/apply.py` copies this file into upstream trees: it needs only torch, zero3.py, and the fields of a config.
@@ -217,20 +217,20 @@ class ProjectorNormArguments:
         default="none",
         metadata={
             "choices": list(NORM_TYPES),
-            "help": "What ends the projector: none (LLaVA); layernorm or rmsnorm, with a gain aligned with the text "
-            "norm; scale, one factor that gives the first visual tokens that norm; clip, which scales larger tokens "
-            "down to it. gwc_ adds global weight compensation of the gradient.",
+            "help": "Last layer of the projector: none (LLaVA); layernorm or rmsnorm, with a gain aligned with the "
+            "text norm; scale, one factor that gives the first visual tokens that norm; clip, which scales larger "
+            "tokens down to it. gwc_ adds global weight compensation of the gradient.",
         },
     )
     mm_projector_norm_init: str = field(
         default="text_norm",
         metadata={
-            "help": "Norm of a visual token at the start: text_norm (mean norm of the text embeddings, measured), a "
-            "multiple of that such as 3x, a number (the norm itself), or default (gain 1 in a LayerNorm, so the square "
-            "root of the hidden size)."
+            "help": "Initial L2 norm of visual tokens: text_norm (the mean norm of the text embeddings, measured), a "
+            "multiple of it such as 3x, a number (the norm itself), or default (gain 1 in a LayerNorm, that is the "
+            "square root of the hidden size)."
         },
     )
-    mm_projector_norm_eps: float = field(default=EPS, metadata={"help": "Epsilon inside the norm's root."})
+    mm_projector_norm_eps: float = field(default=EPS, metadata={"help": "Epsilon under the norm's square root."})
     mm_projector_norm_min_gain: float = field(
         default=MIN_GAIN,
         metadata={"help": "Lower bound of the mean |gain| by which compensation divides the gradient."},
@@ -251,7 +251,7 @@ class ProjectorNormArguments:
 
 NORM_FIELDS = tuple(f.name for f in fields(ProjectorNormArguments))
 _DEFAULTS = {f.name: f.default for f in fields(ProjectorNormArguments)}
-# Fields that may differ between two stages: where the gain started, and whether it is trained.
+# Fields that may differ between two stages: the initial gain, and whether it is trained.
 _FREE_FIELDS = ("mm_projector_norm_init", "mm_projector_norm_learnable")
 
 
@@ -261,14 +261,14 @@ def with_norm_arguments(arguments: type) -> type:
     return dataclass(type(arguments.__name__, (ProjectorNormArguments, arguments), body))
 
 
-def norm_differences(recorded: object, wanted: object) -> list[tuple[str, object, object]]:
+def norm_differences(recorded: object, requested: object) -> list[tuple[str, object, object]]:
     """The fields, with both values, that make two trained norms different layers.
 
     Args:
         recorded, wanted: configs or flags, as objects or mappings; a missing field has its default.
     """
-    both = [(name, _setting(recorded, name), _setting(wanted, name)) for name in NORM_FIELDS]
-    if any(name == "mm_projector_norm" and "none" in found for name, *found in both):
+    both = [(name, _setting(recorded, name), _setting(requested, name)) for name in NORM_FIELDS]
+    if any(name == "mm_projector_norm" and "none" in values for name, *values in both):
         both = both[:1]  # without a norm the other settings mean nothing
     return [(name, a, b) for name, a, b in both if a != b and name not in _FREE_FIELDS]
 
@@ -303,7 +303,7 @@ def record_norm(
         return
     if norm_type.measures_tokens and not sees_tokens:
         raise ValueError(
-            f"--mm_projector_norm {config.mm_projector_norm}: its factor follows from the first visual tokens, which "
+            f"--mm_projector_norm {config.mm_projector_norm}: its factor depends on the first visual tokens, which "
             "this trainer does not measure; train this arm with the tree that the patch comes from"
         )
     target = resolve_target_norm(config.mm_projector_norm_init, embedding)
@@ -322,7 +322,7 @@ def record_norm(
 def build_projector_norm(config: "PretrainedConfig") -> ProjectorNorm | None:
     """The norm that ends the projector, or None.
 
-    The gain starts where `mm_projector_norm_target` puts it; weights loaded afterwards overwrite it.
+    `mm_projector_norm_target` decides the initial gain; weights loaded afterwards overwrite it.
 
     Raises:
         ValueError: `mm_projector_norm` is not a key of `NORM_TYPES`, or the config lacks the target.
@@ -336,7 +336,7 @@ def build_projector_norm(config: "PretrainedConfig") -> ProjectorNorm | None:
     target = getattr(config, "mm_projector_norm_target", None)
     if target is None:
         raise ValueError(
-            f"config has mm_projector_norm={name} but no mm_projector_norm_target (the norm a visual token starts with)"
+            f"config has mm_projector_norm={name} but no mm_projector_norm_target (the initial norm of visual tokens)"
         )
     if norm_type.measures_tokens:
         gain = getattr(config, "mm_projector_norm_init_gain", None) or 1.0
@@ -370,7 +370,7 @@ def fit_to_tokens(norm: ProjectorNorm, config: "PretrainedConfig", tokens: torch
 
 
 def end_with_norm(projector: nn.Module, config: "PretrainedConfig") -> nn.Module:
-    """`projector` with the norm of `config` as its last element; `projector` itself if `config` asks for none.
+    """`projector` with the norm of `config` as its last element; `projector` itself if `config` has none.
 
     A Sequential keeps its parameter names; a bare module becomes element 0.
     """
@@ -411,13 +411,13 @@ def parse_init(init: str | float) -> tuple[str, float]:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(
             "--mm_projector_norm_init: expected 'text_norm', a multiple of it such as '3x', 'default', or a positive "
-            f"number (the norm a visual token starts with); found {init!r}"
+            f"number (the initial norm of visual tokens); found {init!r}"
         )
     return ("text_norm" if multiple else "norm"), value
 
 
 def resolve_target_norm(init: str | float, embedding: nn.Module | torch.Tensor) -> float:
-    """The L2 norm that a visual token should have at the start of training.
+    """The initial L2 norm of visual tokens.
 
     Args:
         init: see `parse_init`.
@@ -443,7 +443,7 @@ def mean_text_embedding_norm(embedding: nn.Module | torch.Tensor, chunk_rows: in
     Args:
         embedding: the LLM's `embed_tokens`, whose output is measured (Gemma's multiplies by sqrt(D)), or a matrix
             [rows, D]; any floating dtype. Under ZeRO-3 it is gathered first, so every rank must call.
-        chunk_rows: rows converted to fp32 at a time, which bounds the extra memory for huge vocabularies.
+        chunk_rows: rows per conversion to fp32, which bounds the extra memory for huge vocabularies.
 
     Raises:
         ValueError: a row holds NaN or infinity, or every row is zero.
