@@ -134,7 +134,7 @@ def seconds_of_product(rows: int, inputs: int, outputs: int, dtype: torch.dtype)
         torch.randn(shape).to(dtype) for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
     )
     passes = (lambda: F.linear(x, weight), lambda: gradient @ weight, lambda: gradient.T @ x)
-    return sum(min(seconds_of(one)() for _ in range(10)) for one in passes)
+    return sum(min(seconds_of(forward_or_backward)() for _ in range(10)) for forward_or_backward in passes)
 
 
 def seconds_of(work: Callable[[], Any]) -> Callable[[], float]:

@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace, tokenizer: str, folder: Path) -> tuple[lis
 
 
 class Arm:
-    """The process of one side; it is started once and then asked for one run at a time."""
+    """The process of one side; it is started once and then takes one run after another."""
 
     def __init__(self, name: str, python: str | Path, tree: Path, folder: Path, tokenizer: str):
         self.log = (folder / f"{name}.log").open("w+")

@@ -1,7 +1,7 @@
 """Time and memory to prepare and preflight 100,000 records with small pictures, and to index 779,289 Parquet rows.
 
 The records are conversations like LLaVA's (one in ten text only) with JPEGs of a few KB, once as JSON beside a zip file
-and once as Parquet shards whose rows hold the pictures. Each start is a process of its own. The first finds no cache:
+and once as Parquet shards whose rows hold the pictures. Each start is its own process. The first finds no cache:
 it reads the records into their table, lists the zip file's members, checks every record with the pictures' headers, and
 again with the pictures decoded. The second finds all of that in the cache. The files were just written, so they are in
 the system's page cache. Imports are left out.
@@ -64,16 +64,16 @@ def measured(folder: Path, records: int, rows: int, distinct: int) -> list[dict]
     ]
     # Time stamps this old are trusted; only a start right after the files were written finds newer ones.
     time.sleep(2.5)
-    found = []
+    results = []
     for (what, (data, images), check), cache in itertools.product(cases, ("cold", "warm")):
         result = run_watched([data, images, "check" if check else "index"])
         if check and cache == "cold":
             prepared = result["index_s"] + result["members_s"]
             for name in ("headers_s", "decoded_s"):
                 result[f"records_per_s_{name[:-2]}"] = round(result["records"] / (prepared + result[name]))
-        found.append({"input": what, "cache": cache} | result)
-        print(found[-1], flush=True)
-    return found
+        results.append({"input": what, "cache": cache} | result)
+        print(results[-1], flush=True)
+    return results
 
 
 def started(data: str, images: str | None, check: bool) -> dict:

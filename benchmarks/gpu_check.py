@@ -1,7 +1,7 @@
 """Runs the parts of benchmarks/gpu_parts.py one after another and writes a table of what was found.
 
-Each part is a process of its own with a time limit, and leaves `gpu_<part>.json` (its state, machine and rows) in the
-output folder. A part that has been measured is not run again unless --force asks for it; one that failed or could not
+Each part is its own process with a time limit, and leaves `gpu_<part>.json` (its state, machine and rows) in the
+output folder. A part that has been measured is not rerun without --force; one that failed or could not
 run is. Exit status: 0; 1 if a part failed, 2 if the call was refused, 130 after Ctrl-C. LLAVA_PYTHON names the
 interpreter, WHEELS a folder of packages that it lacks (see the head of benchmarks/gpu_check.sh).
 """
@@ -42,7 +42,10 @@ def main() -> int:
             for name in args.parts:
                 run_part(name, args)
         except KeyboardInterrupt:
-            print("\ninterrupted: the part that was running is lost; the same command goes on with it", file=sys.stderr)
+            print(
+                "\ninterrupted: the part that was running is lost; rerun the same command to resume with it",
+                file=sys.stderr,
+            )
             return 130
         finally:
             Path(args.output_dir, SUMMARY).write_text(summary(args.output_dir, args.cpu), encoding="utf-8")
@@ -102,8 +105,8 @@ def interrupt(number: int, frame: object) -> None:
 
 def run_part(name: str, args: argparse.Namespace) -> None:
     """Runs a part unless it has been measured, and prints how it went."""
-    setting, found = Setting(name, args.output_dir, args.cpu), read(args.output_dir, name, args.cpu)
-    if found and found["status"] == MEASURED and not args.force:
+    setting, result = Setting(name, args.output_dir, args.cpu), read(args.output_dir, name, args.cpu)
+    if result and result["status"] == MEASURED and not args.force:
         print(f"{name:12} measured before", flush=True)
         return
     setting.result.unlink(missing_ok=True)
@@ -127,9 +130,9 @@ def run_part(name: str, args: argparse.Namespace) -> None:
             shutil.rmtree(setting.work, ignore_errors=True)
     if not read(args.output_dir, name, args.cpu):
         setting.write(FAILED, reason, time.monotonic() - start)
-    found = read(args.output_dir, name, args.cpu)
-    because = f": {found['reason']}" if found["reason"] else ""
-    print(f"{name:12} {found['status']} in {time.monotonic() - start:.0f} s{because}", flush=True)
+    result = read(args.output_dir, name, args.cpu)
+    because = f": {result['reason']}" if result["reason"] else ""
+    print(f"{name:12} {result['status']} in {time.monotonic() - start:.0f} s{because}", flush=True)
 
 
 def end(process: subprocess.Popen) -> None:
@@ -151,10 +154,10 @@ def end(process: subprocess.Popen) -> None:
 def read(output_dir: Path, name: str, cpu: bool) -> dict[str, Any] | None:
     """A part's result on this kind of device, or None if there is none."""
     try:
-        found = json.loads(Setting(name, output_dir, cpu).result.read_text(encoding="utf-8"))
+        result = json.loads(Setting(name, output_dir, cpu).result.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return None
-    return found if found["on"] == ("cpu" if cpu else "gpu") else None
+    return result if result["on"] == ("cpu" if cpu else "gpu") else None
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -164,15 +167,15 @@ def part_table(output_dir: Path, cpu: bool) -> str:
     """One line per part: measured, failed with the reason, or open with the command."""
     lines = ["| part | what | state | seconds |", "|---|---|---|---|"]
     for name, part in PARTS.items():
-        found = read(output_dir, name, cpu)
+        result = read(output_dir, name, cpu)
         command = Setting(name, output_dir, cpu).command
-        if found is None:
+        if result is None:
             state = f"open: `{command}`"
-        elif found["status"] == NOT_RUN:
-            state = f"open, {found['reason']}: `{command}`"
+        elif result["status"] == NOT_RUN:
+            state = f"open, {result['reason']}: `{command}`"
         else:
-            state = found["status"] + (f": {found['reason']}" if found["reason"] else "")
-        lines.append(f"| {name} | {part.what} | {state.replace('|', '/')} | {number(found and found['seconds'])} |")
+            state = result["status"] + (f": {result['reason']}" if result["reason"] else "")
+        lines.append(f"| {name} | {part.what} | {state.replace('|', '/')} | {number(result and result['seconds'])} |")
     return "\n".join(lines)
 
 
@@ -187,11 +190,11 @@ def summary(output_dir: Path, cpu: bool) -> str:
         lines += ["", "| what | target | measured | |", "|---|---|---|---|"]
         lines += [target.line(output_dir) for target in GPU_TARGETS]
     for name in PARTS:
-        if found := read(output_dir, name, cpu):
-            versions, machine = found["environment"]["versions"], found["environment"]["machine"]
+        if result := read(output_dir, name, cpu):
+            versions, machine = result["environment"]["versions"], result["environment"]["machine"]
             where = f"{machine['gpu'] or machine['cpu']}, torch {versions.get('torch')}, commit "
-            lines += ["", f"## {name}", "", where + str(found["environment"]["commit"]), *tables(found["rows"])]
-            lines += ["", *(f"![{name}]({figure})" for figure in found["figures"])] if found["figures"] else []
+            lines += ["", f"## {name}", "", where + str(result["environment"]["commit"]), *tables(result["rows"])]
+            lines += ["", *(f"![{name}]({figure})" for figure in result["figures"])] if result["figures"] else []
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu_check.py: what each shows, and how. Each runs in a process of its own."""
+"""The parts of benchmarks/gpu_check.py: what each shows, and how. Each runs in its own process."""
 
 import json
 import math
@@ -107,8 +107,8 @@ def environment(setting: Setting) -> None:
 
     from llava.model.attention import packed_attention
 
-    def add(what: str, found: Any, without: str = "") -> None:
-        setting.rows.append({"what": what, "found": str(found), "without it": without})
+    def add(what: str, state: Any, without: str = "") -> None:
+        setting.rows.append({"what": what, "found": str(state), "without it": without})
 
     gpu = not setting.cpu
     if gpu:
@@ -138,7 +138,7 @@ def environment(setting: Setting) -> None:
 
 
 def import_error(module: str) -> str:
-    """The last line that importing `module` prints in a process of its own; empty if the import works."""
+    """The last line that importing `module` prints in its own process; empty if the import works."""
     done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
     return done.stderr.strip().splitlines()[-1] if done.returncode else ""
 
@@ -270,7 +270,7 @@ def layers_that_fit(shapes: str, stage: int, zero_stage: int, full: int) -> int:
     from llava.train.optim import set_trainable
     from llava.train.zero import fit_zero
 
-    # In a process of its own: this one must not hold memory on the GPU while the training runs.
+    # In its own process: this one must not hold memory on the GPU while the training runs.
     free = run_json([sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[0])"])
     for layers in range(full, 0, -1):
         model = build_llava(PRESETS[shapes], torch.device("meta"), torch.bfloat16, num_hidden_layers=layers)
@@ -322,10 +322,10 @@ def estimated_gib(log: str) -> float:
     Raises:
         Failed: the log has neither.
     """
-    found = re.findall(r"total with working space(?: |.*\s)([\d.]+)(?= of |\s*$)", log, re.MULTILINE)
-    if not found:
+    totals = re.findall(r"total with working space(?: |.*\s)([\d.]+)(?= of |\s*$)", log, re.MULTILINE)
+    if not totals:
         raise Failed("the run printed no line 'total with working space', which holds the memory estimate")
-    return float(found[-1])
+    return float(totals[-1])
 
 
 def write_models(setting: Setting, preset: str) -> None:
@@ -433,7 +433,7 @@ def vs_upstream(setting: Setting) -> None:
 
 
 def run_logged(setting: Setting, name: str, command: list[Any], variables: dict[str, Any] | None = None) -> str:
-    """Runs a command, keeps what it prints in a log of its own, and returns that text.
+    """Runs a command, logs its output to its own file, and returns that text.
 
     Raises:
         Failed: the exit status is not 0; the message has the last error that was printed.

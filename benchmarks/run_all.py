@@ -1,6 +1,6 @@
 """Runs every benchmark and writes docs/performance.md from their results: targets, and what was measured.
 
-A benchmark that fails is reported, the others go on, and the exit status is 1. `--report` only writes the page again.
+A benchmark that fails is reported, the others continue, and the exit status is 1. `--report` only rewrites the page.
 """
 
 import argparse
@@ -68,8 +68,8 @@ class Target:
 
     def line(self, folder: Path = RESULTS) -> str:
         goal = f"{'>=' if self.at_least else '<='} {number(self.bound)}{self.unit}"
-        found = load(self.result, folder)
-        value = None if found is None else self.read(found)
+        result = load(self.result, folder)
+        value = None if result is None else self.read(result)
         if value is None:
             part = self.result.removeprefix("gpu_")
             command = ON_GPU.format(part=part) if part != self.result else f"python -m benchmarks.{self.result}"
@@ -90,11 +90,11 @@ def number(value: Any) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def value_of(field: str, **wanted: Any) -> Callable[[dict], float | None]:
+def value_of(field: str, **conditions: Any) -> Callable[[dict], float | None]:
     """Reads `field` of the first row whose other fields are `wanted`."""
 
     def read(result: dict) -> float | None:
-        rows = (row for row in result["rows"] if all(row.get(key) == value for key, value in wanted.items()))
+        rows = (row for row in result["rows"] if all(row.get(key) == value for key, value in conditions.items()))
         return next((row[field] for row in rows if row.get(field) is not None), None)
 
     return read

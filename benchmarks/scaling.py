@@ -1,6 +1,6 @@
 """How full micro-batches are and how evenly ranks work, by simulation; two CPU ranks against one, by real training.
 
-The simulation deals an epoch of LLaVA-558K or LLaVA-NeXT 779K to 8 to 512 ranks and compares the slowest rank's tokens
+The simulation assigns an epoch of LLaVA-558K or LLaVA-NeXT 779K to 8 to 512 ranks, compares the slowest rank's tokens
 with the mean over ranks: the sum of the maxima over the sum of the means, which says how long ranks wait.
 
 - `recipe`: stage 2 of each preset with its own settings, on the 779K lengths. Ranks are compared in every micro-batch,
@@ -132,12 +132,12 @@ def recipe_rows(steps: int) -> Iterator[dict]:
             ("before", before, 1, earlier_cap, {"micro_batches": fixed}),
             ("after", after, window, cap, {"micro_batches": 1, "max_tokens": cap}),
         ):
-            dealt = [dealt_evenly(step.tolist(), lengths, ranks, **rest) for step in some_of(order, steps)]
+            assigned = [dealt_evenly(step.tolist(), lengths, ranks, **rest) for step in some_of(order, steps)]
             # Tokens of every micro-batch of every step [micro-batches, ranks].
-            work = [np.array([[lengths[b].sum() for b in rank] for rank in step]).T for step in dealt]
+            work = [np.array([[lengths[b].sum() for b in rank] for rank in step]).T for step in assigned]
             work = np.concatenate(work)
             row = {"recipe": preset, "ranks": ranks, "rule": rule, "length_group_window": of_window, "cap": limit}
-            row["micro_batches_per_step"] = len(work) / len(dealt)
+            row["micro_batches_per_step"] = len(work) / len(assigned)
             row["fill"] = float(work.sum() / (work.size * limit))
             row["slowest_over_mean"] = float(work.max(1).sum() / work.mean(1).sum())
             yield row
@@ -177,7 +177,7 @@ def simulated(name: str, ranks: int, args: argparse.Namespace) -> list[dict]:
     for sampler, order in samplers.items():
         steps = some_of(full_steps(order, batch), args.steps)
         micro = batch // ranks if sampler.endswith("micro-batch 1") else 1
-        deal = dealt_by_position if sampler.startswith("upstream") else of_each_rank
+        deal = assigned_by_position if sampler.startswith("upstream") else of_each_rank
         work = np.array([[total[samples].sum() for samples in deal(step, total, ranks, micro)] for step in steps])
         row = {"data": name, "ranks": ranks, "global_batch": batch, "sampler": sampler, "steps": len(steps)}
         row["slowest_over_mean"] = float(work.max(1).sum() / work.mean(1).sum())
@@ -202,7 +202,7 @@ def of_each_rank(step: np.ndarray, lengths: np.ndarray, ranks: int, micro: int) 
     return [np.concatenate(batches) for batches in dealt_evenly(step.tolist(), lengths, ranks, micro)]
 
 
-def dealt_by_position(step: np.ndarray, lengths: np.ndarray, ranks: int, micro: int) -> list[np.ndarray]:
+def assigned_by_position(step: np.ndarray, lengths: np.ndarray, ranks: int, micro: int) -> list[np.ndarray]:
     """Each rank's samples of one step, when micro-batches go round the ranks in the order of the sampler."""
     batches = step.reshape(micro, ranks, -1)
     return [batches[:, rank].ravel() for rank in range(ranks)]
@@ -219,9 +219,9 @@ def upstream_order(text: np.ndarray, ranks: int, batch_size: int, accumulation: 
     full, rest = [], []
     for members in (np.flatnonzero(text > 0), np.flatnonzero(text < 0)):
         shuffled = rng.permutation(members)
-        kept = len(shuffled) - len(shuffled) % (chunks * batch_size)
-        full += [grouped(part, np.abs(text), chunks) for part in shuffled[:kept].reshape(-1, chunks * batch_size)]
-        rest.append(shuffled[kept:])
+        whole = len(shuffled) - len(shuffled) % (chunks * batch_size)
+        full += [grouped(part, np.abs(text), chunks) for part in shuffled[:whole].reshape(-1, chunks * batch_size)]
+        rest.append(shuffled[whole:])
     for part in rng.permutation(len(full)):
         yield from full[part]
     yield from np.concatenate(rest)

@@ -1,6 +1,6 @@
 """Time to the first batch and memory per worker, for tables of 10k, 100k and 779k records; cold and warm.
 
-Cold converts the JSON file and measures all lengths; warm finds both in the cache. Each start is a process of its own;
+Cold converts the JSON file and measures all lengths; warm finds both in the cache. Each start is its own process;
 imports of Python and torch are left out, since they do not depend on the data. Records are conversations like LLaVA's
 (two thirds with a 1-megapixel JPEG, about 2 KB of JSON each); there are `--distinct` different ones, which repeat.
 

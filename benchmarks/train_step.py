@@ -2,7 +2,7 @@
 
 Random weights in the shapes of a preset, synthetic micro-batches with lengths like LLaVA's, one device, data in memory.
 Each arm differs from the first in one thing. Arms take turns; compiled layers and Liger's kernels come after the rest.
-The losses of all arms with the same norm must agree. An arm that fails says why, the others go on, and the exit status
+The losses of all arms with the same norm must agree. A failed arm says why, the others continue, and the exit status
 is 1. A micro-batch has the recipe's tokens, or as many as fit by the memory estimate; where padding makes it too large,
 an arm takes the same samples in several pieces.
 """
@@ -148,8 +148,8 @@ def random_samples(stage: int, tokens: int, number: int, model: Any, dtype: torc
     generator = random.Random(100 * stage + number)
     values = torch.Generator().manual_seed(number)
     visual, side = model.get_vision_tower().num_tokens, model.get_vision_tower().image_size
-    samples, found = [], 0
-    while found < tokens:
+    samples, total = [], 0
+    while total < tokens:
         has_image = stage == 1 or generator.random() > 1 / 11
         median = 20 if stage == 1 else 220
         length = int(min(LONGEST - visual, max(8, generator.lognormvariate(math.log(median), 0.8))))
@@ -163,7 +163,7 @@ def random_samples(stage: int, tokens: int, number: int, model: Any, dtype: torc
         if has_image:
             sample["images"] = torch.randn(1, 3, side, side, generator=values).to(dtype)
         samples.append(sample)
-        found += expanded(sample, visual)
+        total += expanded(sample, visual)
     return samples
 
 
@@ -173,7 +173,7 @@ def expanded(sample: Sample, visual: int) -> int:
 
 
 def sizes(args: argparse.Namespace, stage: int, device: torch.device, fits: Callable[[int], str]) -> list[int]:
-    """Tokens of a micro-batch: those that were asked for and fit, or the recipe's, lowered until they fit."""
+    """Tokens of a micro-batch: those requested if they fit, or the recipe's, lowered until they fit."""
     if args.micro_batch_tokens:
         reasons = {tokens: fits(tokens) for tokens in args.micro_batch_tokens}
         for tokens, reason in reasons.items():

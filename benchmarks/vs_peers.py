@@ -1,7 +1,7 @@
 """Samples per second of this tree and of the tools one might use instead, with the same model, data, order and threads.
 
 The model is a `LlavaForConditionalGeneration` (Llama decoder, CLIP tower, projector without norm, random weights) that
-this tree exports; the peers are TRL, LLaMA-Factory, ms-swift and lmms-engine, each in an environment of its own and at
+this tree exports; the peers are TRL, LLaMA-Factory, ms-swift and lmms-engine, each in its own environment and at
 the settings that `PEERS` lists. An optimizer step has the same samples everywhere. The losses of the first step must
 agree, or a row has no figures. The time is that of consecutive optimizer steps without the first ones, with the
 preparation of the samples in the same process (LLaMA-Factory tokenizes before the first step). Runs alternate.
@@ -233,9 +233,9 @@ def ensure_environment(peer: Peer) -> None:
     """Makes the peer's environment from its list of versions, unless it is there."""
     requirements = PEERS_FOLDER / f"{peer.name}.txt"
     folder = peer.python.parents[1]
-    wanted = f"{sys.version_info[:2]} {hashlib.sha256(requirements.read_bytes()).hexdigest()}"
+    fingerprint = f"{sys.version_info[:2]} {hashlib.sha256(requirements.read_bytes()).hexdigest()}"
     stamp = folder / "peer.stamp"
-    if stamp.is_file() and stamp.read_text() == wanted:
+    if stamp.is_file() and stamp.read_text() == fingerprint:
         return
     print(f"vs_peers: making {folder}, some minutes", flush=True)
     pip = [peer.python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
@@ -249,16 +249,16 @@ def ensure_environment(peer: Peer) -> None:
         if subprocess.run(command, check=False).returncode:
             sys.exit(
                 f"error: {peer.name}: {folder} could not be made ({' '.join(map(str, command))} failed, see above); "
-                f"mend that, or leave it out: --peers {' '.join(one.name for one in PEERS if one != peer)}"
+                f"fix that, or omit it: --peers {' '.join(one.name for one in PEERS if one != peer)}"
             )
-    stamp.write_text(wanted)
+    stamp.write_text(fingerprint)
 
 
 def version_of(peer: Peer) -> str:
     """The versions of the tool and of its transformers, from its requirements."""
     lines = (PEERS_FOLDER / f"{peer.name}.txt").read_text().splitlines()
-    found = dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
-    return f"{peer.name} {found[peer.name]} with transformers {found['transformers']}"
+    pinned = dict(line.lower().replace("_", "-").split("==") for line in lines if "==" in line)
+    return f"{peer.name} {pinned[peer.name]} with transformers {pinned['transformers']}"
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def grouped(tokens: list[int], batch: int) -> list[int]:
     order = sorted(range(len(tokens)), key=tokens.__getitem__)
     batches = [order[start : start + batch] for start in range(0, len(order), batch)]
     random.Random(0).shuffle(batches)
-    return [index for one in batches for index in one]
+    return [index for members in batches for index in members]
 
 
 def peers_record(record: dict[str, Any], images: Path, tokens: int) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def stage_rows(args: argparse.Namespace, work: Path, stage: str, peers: list[Pee
 
 
 def measure(args: argparse.Namespace, work: Path, stage: str, peer: Peer | None, setting: Setting) -> dict[str, Any]:
-    """One training run in a process of its own.
+    """One training run in its own process.
 
     Raises:
         RuntimeError: the run failed; the message ends with the last line that it printed.
@@ -395,8 +395,8 @@ def peak_mib(process: subprocess.Popen) -> float | None:
     try:
         while process.poll() is None:
             with contextlib.suppress(OSError):  # it has just ended
-                found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
-                peak = int(found[1]) / 2**10 if found else peak
+                line = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
+                peak = int(line[1]) / 2**10 if line else peak
             time.sleep(0.1)
     finally:
         if process.poll() is None:  # Ctrl-C
@@ -409,11 +409,11 @@ def read_run(args: argparse.Namespace, work: Path, stage: str, setting: Setting,
     """Losses of the steps, samples and tokens per second of those after the first ones."""
     result = folder / "result.json"
     if result.is_file():
-        found = json.loads(result.read_text())
-        losses, ends, versions = found["losses"], found["ends"], found["versions"]
+        record = json.loads(result.read_text())
+        losses, ends, versions = record["losses"], record["ends"], record["versions"]
     else:
-        found = json.loads((folder / "record.json").read_text())
-        losses, ends, versions = found["losses"], found["times"], {}
+        record = json.loads((folder / "record.json").read_text())
+        losses, ends, versions = record["losses"], record["times"], {}
     if len(ends) != steps_of(args, stage):
         raise RuntimeError(f"expected {steps_of(args, stage)} steps, found {len(ends)}")
     records = [json.loads(line) for line in (work / stage / f"{setting.order}.jsonl").read_text().splitlines()]

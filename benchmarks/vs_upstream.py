@@ -1,6 +1,6 @@
 """Samples per second of LLaVA 1.2.2.post1 and of this tree, on the same weights, samples, order, dtype and threads.
 
-Upstream runs unchanged in an environment of its own, which the script makes (`scripts/upstream_baseline.sh`). Runs
+Upstream runs unchanged in its own environment, which the script makes (`scripts/upstream_baseline.sh`). Runs
 alternate. The losses of every step must agree, or nothing is reported. The time is that of consecutive optimizer steps
 without the first ones, with data preparation in the same process.
 
@@ -202,7 +202,7 @@ def make_data(args: argparse.Namespace, work: Path, stage: str, tokenizer_folder
 
 
 def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Path, path: Path) -> dict:
-    """One training run in a process of its own: losses, order of samples, samples per second."""
+    """One training run in its own process: losses, order of samples, samples per second."""
     folder, batch = work / stage / name.replace(" ", "_"), batch_of(args, stage)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -145,13 +145,13 @@ def recognise(tree: Path, patches: list[Patch]) -> tuple[Patch, str]:
     if not (tree / "llava").is_dir():
         hint = f"; did you mean {tree.parent}?" if tree.resolve().name == "llava" else ""
         raise Refused(f"{tree} has no folder llava/. Give the folder that holds it{hint}")
-    found = {patch.name: file_states(patch, tree) for patch in patches}
+    states_of = {patch.name: file_states(patch, tree) for patch in patches}
     for patch in patches:
-        states = set(found[patch.name].values())
+        states = set(states_of[patch.name].values())
         if states in ({ORIGINAL}, {PATCHED}):
             return patch, states.pop()
     lines = [f"{tree} is none of the trees that there is a patch for; nothing was changed."]
-    for name, states in found.items():
+    for name, states in states_of.items():
         lines += [f"  {name}:"] + [f"    {path}: {explain(path, state)}" for path, state in states.items()]
     raise Refused("\n".join(lines))
 

@@ -30,7 +30,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     """
     shared = Parser(add_help=False)
     shared.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder that holds every output")
-    shared.add_argument("--force", action="store_true", help="make the output again, even if it is complete")
+    shared.add_argument("--force", action="store_true", help="remake the output, even if it is complete")
     top = Parser(prog="python -m playground", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True)
     style = argparse.ArgumentDefaultsHelpFormatter
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"playground {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"playground {' '.join(argv[:1])}: interrupted; the same command goes on from here", file=sys.stderr)
+        print(f"playground {' '.join(argv[:1])}: interrupted; rerun the same command to resume", file=sys.stderr)
         return INTERRUPTED
     return 0
 

@@ -12,7 +12,7 @@ from playground.options import PICTURES
 from playground.records import IMAGE_TOKEN
 from playground.store import PlaygroundError, build, read_manifest
 
-FOLDER = "harness"  # below it lie data sets as <org>/<name>, which is how a task names them
+FOLDER = "harness"  # holds data sets as <org>/<name>, by which tasks name them
 ORGANISATION = "heldout"
 FORMAT = 1  # raise it when the same pictures and questions give other files
 README = """---
@@ -37,16 +37,16 @@ FEATURES = {
 
 @dataclass
 class Settings:
-    """What `python -m playground heldout` makes: nothing to choose, it follows the prepared sets."""
+    """What `python -m playground heldout` makes: no settings, it follows the prepared sets."""
 
 
 def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
     """Return the folder `<root>/harness` with one data set for each prepared set, made unless it is complete."""
-    found = [name for name in PICTURES if (root / name / "heldout.json").is_file()]
-    if not found:
+    prepared = [name for name in PICTURES if (root / name / "heldout.json").is_file()]
+    if not prepared:
         raise PlaygroundError(f"{root}: no prepared pictures; run `python -m playground {PICTURES[0]}` first")
     for name in PICTURES:
-        if name not in found:
+        if name not in prepared:
             print(f"heldout: {name} are not prepared in {root}, skipped")
             continue
         manifest = read_manifest(root / name)
@@ -78,7 +78,7 @@ def write_set(source: Path, folder: Path) -> dict[str, Any]:
 
 
 def row(record: dict[str, Any], images: Path) -> dict[str, Any]:
-    """Return one row of the data set; `chance` is the share that guessing among the choices gets right."""
+    """Return one row of the data set; `chance` is the probability of guessing right among the choices."""
     question, answer = (message["value"] for message in record["conversations"][:2])
     return {
         "id": record["id"],

@@ -1,4 +1,4 @@
-"""Scenes and stamps as one training set, so that one model can be asked about both."""
+"""Scenes and stamps as one training set, for one model on both."""
 
 import json
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ STAGES = ("pretrain.json", "finetune.json")
 
 @dataclass
 class Settings:
-    """`python -m playground mixed` has nothing to choose: it follows the two sets."""
+    """`python -m playground mixed` has no settings: it follows the two sets."""
 
 
 def prepare(settings: Settings, root: Path, force: bool = False) -> Path:

@@ -35,7 +35,7 @@ HELD_OUT_PAIRS = frozenset((color, SHAPES[index % len(SHAPES)]) for index, color
 NUMBERS = ("one", "two", "three", "four")
 RELATIONS = {(-1, 0): "left", (1, 0): "right", (0, -1): "above", (0, 1): "below"}  # by the direction (x, y)
 MARKS = tuple("CHTX24")
-ANSWERS = {  # the kinds of questions, with answers that take turns
+ANSWERS = {  # the kinds of questions, with answers in rotation
     "color": COLORS,
     "shape": SHAPES,
     "position": tuple(POSITIONS),
@@ -46,10 +46,10 @@ ANSWERS = {  # the kinds of questions, with answers that take turns
     "text": MARKS,
     "pair": (*COLORS, *SHAPES, *SHAPES),
 }
-TURNS = 24  # after this many questions all answers of every kind have come equally often
+TURNS = 24  # after this many questions all answers of every kind were equally frequent
 TOWER = "tower"  # the kind of additional pictures that only the vision tower is trained on
 NUM_SHAPES = {"count": (1, 4), "relation": (2, 2), "size": (2, 2), "binding": (3, 3), TOWER: (1, 4)}
-# The kinds of training pictures in turn; `color` stands for the first three kinds, and so comes twice.
+# The kinds of training pictures in rotation; `color` covers the first three kinds, and so occurs twice.
 TRAINED = ("color", "count", "relation", "color", "size", "binding", "text")
 CAPTION_SHARE = 0.25  # captions per record of questions in stage 2
 
@@ -113,8 +113,8 @@ def write_probes(settings: Settings, folder: Path) -> dict[str, Any]:
 
 def chance_percent(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return for every kind how many per cent of its questions a guess among the choices gets right."""
-    found = {kind: [1 / len(record["choices"]) for record in records if record["kind"] == kind] for kind in ANSWERS}
-    return {kind: round(100 * sum(shares) / len(shares), 1) for kind, shares in found.items() if shares}
+    chances = {kind: [1 / len(record["choices"]) for record in records if record["kind"] == kind] for kind in ANSWERS}
+    return {kind: round(100 * sum(shares) / len(shares), 1) for kind, shares in chances.items() if shares}
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def chance_percent(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 def draw_train(settings: Settings, kind: str, index: int) -> Scene:
     """Return a training scene for questions of `kind`, without a held-out pair."""
     rng = random.Random(f"{settings.seed}/train/{index}")
-    number = number_of_shapes(rng, kind)  # drawn once, so that rejected scenes do not change how often it comes
+    number = number_of_shapes(rng, kind)  # drawn once, so that rejected scenes do not change its frequency
     while any(map(is_held_out, (scene := lay_out(rng, settings.size, kind, number)).shapes)):
         pass
     return scene
@@ -132,7 +132,7 @@ def draw_train(settings: Settings, kind: str, index: int) -> Scene:
 def draw_heldout(settings: Settings, index: int, shown: Collection[tuple] = ()) -> tuple[Scene, dict[str, Any]]:
     """Return a held-out scene and its question: about a held-out pair if the kind is `pair`, else without such pairs.
 
-    Kinds take turns, and so do the answers of a kind, so that any first part of the list is balanced.
+    Kinds rotate, and so do the answers of a kind, so that any first part of the list is balanced.
 
     Args:
         shown: contents of the training scenes; the scene has none of them.
@@ -140,7 +140,7 @@ def draw_heldout(settings: Settings, index: int, shown: Collection[tuple] = ()) 
     rng = random.Random(f"{settings.seed}/heldout/{index}")
     turn_of_kind, which = divmod(index, len(ANSWERS))
     kind = tuple(ANSWERS)[which]
-    wanted = ANSWERS[kind][turn_of_kind % len(ANSWERS[kind])]
+    expected = ANSWERS[kind][turn_of_kind % len(ANSWERS[kind])]
     while True:
         scene = lay_out(rng, settings.size, kind, number_of_shapes(rng, kind))
         new_pairs = list(filter(is_held_out, scene.shapes))
@@ -148,7 +148,7 @@ def draw_heldout(settings: Settings, index: int, shown: Collection[tuple] = ()) 
             continue
         for shape in new_pairs or scene.shapes:
             turn, choices = question(rng, kind, scene, shape)
-            if turn[1] == wanted:
+            if turn[1] == expected:
                 extra = {"kind": kind, "choices": list(choices), "caption": counted_caption(scene)}
                 return scene, image_record(f"probe-heldout-{index:05d}", image_name("heldout", index), [turn], **extra)
 
@@ -164,7 +164,7 @@ def number_of_shapes(rng: random.Random, kind: str) -> int:
 
 
 def lay_out(rng: random.Random, size: int, kind: str, number: int) -> Scene:
-    """Return a random scene of `number` shapes, about which questions of `kind` can be asked."""
+    """Return a random scene of `number` shapes, for questions of `kind`."""
 
     def small(shape: Shape) -> Shape:
         return place_shape(rng, size, shape.color, shape.name, shape.position, is_small=True)
@@ -190,13 +190,13 @@ def relation(shape: Shape, other: Shape) -> str | None:
     return RELATIONS.get((round(2 * (x - other_x)), round(2 * (y - other_y))))
 
 
-# --- what is said and asked -------------------------------------------------------------------------------------------
+# --- captions and questions -------------------------------------------------------------------------------------------
 
 
 def counted_caption(scene: Scene) -> str:
     """Return the scene's caption after the number of its shapes."""
-    number, said = NUMBERS[len(scene.shapes) - 1], caption(scene)
-    return f"{number.capitalize()} shape{'s' * (len(scene.shapes) > 1)}: {said[0].lower()}{said[1:]}"
+    number, sentence = NUMBERS[len(scene.shapes) - 1], caption(scene)
+    return f"{number.capitalize()} shape{'s' * (len(scene.shapes) > 1)}: {sentence[0].lower()}{sentence[1:]}"
 
 
 def question(rng: random.Random, kind: str, scene: Scene, shape: Shape) -> tuple[tuple[str, str], Sequence[str]]:
@@ -218,17 +218,17 @@ def question(rng: random.Random, kind: str, scene: Scene, shape: Shape) -> tuple
         return (f"Is the {shape.name} {asked} the {other.name}?", answer), ANSWERS[kind]
     if kind == "position":
         return ask(kind, shape), ANSWERS[kind]
-    wanted = rng.choice(("color", "shape")) if kind in ("binding", "pair") else kind
-    if wanted == "shape":
+    property = rng.choice(("color", "shape")) if kind in ("binding", "pair") else kind
+    if property == "shape":
         choices = [form for form in SHAPES if kind == "pair" or (shape.color, form) not in HELD_OUT_PAIRS]
     else:
         there = [other.color for other in scene.shapes] if kind == "binding" else COLORS
         choices = [c for c in COLORS if c in there and (kind == "pair" or (c, shape.name) not in HELD_OUT_PAIRS)]
-    return ask(wanted, shape), choices
+    return ask(property, shape), choices
 
 
 def conversation_about(rng: random.Random, scene: Scene, kind: str) -> list[tuple[str, str]]:
-    """Return turns about a training scene, the question of `kind` first; none gives a later answer away."""
+    """Return turns about a training scene, the question of `kind` first; no question gives a later answer away."""
     if kind == "color":
         return about_scene(rng, scene)
     shape = rng.choice([shape for shape in scene.shapes if shape.mark or kind != "text"])

@@ -33,6 +33,6 @@ def listed(choices: Sequence[str]) -> str:
     return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
-def is_right(given: str, expected: str) -> bool:
+def is_right(answer: str, expected: str) -> bool:
     """Return whether an answer equals the expected one, except for case and a final full stop."""
-    return given.lower().rstrip(".") == expected.lower().rstrip(".")
+    return answer.lower().rstrip(".") == expected.lower().rstrip(".")

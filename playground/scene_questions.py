@@ -1,4 +1,4 @@
-"""What can be said and asked about drawn scenes, and questions about shapes and colours that need no picture."""
+"""Captions and questions about drawn scenes, and questions about shapes and colours that need no picture."""
 
 import random
 from typing import Any
@@ -39,7 +39,7 @@ def caption(scene: Scene) -> str:
 
 
 def described(shape: Shape) -> str:
-    """Return a phrase that says everything about a shape except where it is."""
+    """Return a phrase with everything about a shape but its position."""
     size, mark = "small " * shape.is_small, f" marked {shape.mark}" * bool(shape.mark)
     return f"a {size}{shape.color} {shape.name}{mark}".replace("a orange", "an orange")
 
@@ -69,7 +69,7 @@ def ask(kind: str, shape: Shape) -> tuple[str, str]:
 def about_scene(rng: random.Random, scene: Scene) -> list[tuple[str, str]]:
     """Return two turns about every shape of a scene of one or two shapes, none of which gives a later answer away.
 
-    Each shape is named by one of colour, shape and position, and the other two are asked for.
+    Each shape is named by one of colour, shape and position, and the questions are about the other two.
     """
     turns = []
     for shape in rng.sample(scene.shapes, len(scene.shapes)):

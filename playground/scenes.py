@@ -49,7 +49,7 @@ def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
 def check(settings: Settings) -> None:
     """Raise `PlaygroundError` for settings that cannot be drawn."""
     if settings.size < 32:
-        raise PlaygroundError(f"--size {settings.size}: shapes are told apart from 32 pixels on; give at least 32.")
+        raise PlaygroundError(f"--size {settings.size}: shapes need at least 32 pixels to differ; give 32 or more.")
     if not 0 <= settings.two_shapes <= 1:
         raise PlaygroundError(f"--two-shapes {settings.two_shapes}: expected a share between 0 and 1.")
     check_counts(settings, "num_train", "num_crowded", "num_heldout", "num_text")
@@ -140,7 +140,7 @@ def _draw_outside(
 
 
 def pretrain_records(scenes: list[Scene], say: Callable[[Scene], str] = caption) -> list[dict[str, Any]]:
-    """Return one caption record per scene (stage 1); the picture alone asks for it, as in LLaVA's own stage 1."""
+    """Return one caption record per scene (stage 1); the prompt is the picture alone, as in LLaVA's own stage 1."""
     return [
         image_record(f"scene-caption-{i:05d}", image_name("train", i), [("", say(scene))])
         for i, scene in enumerate(scenes)
@@ -150,7 +150,7 @@ def pretrain_records(scenes: list[Scene], say: Callable[[Scene], str] = caption)
 def finetune_records(scenes: list[Scene], settings: Settings) -> list[dict[str, Any]]:
     """Return questions, captions, and records without a picture (stage 2), mixed.
 
-    With captions the language model goes on reading the picture while it learns how answers look.
+    With captions the language model keeps reading the picture while it learns the form of answers.
     """
     rng = random.Random(f"{settings.seed}/finetune")
     records = pretrain_records(scenes)[: round(CAPTION_SHARE * len(scenes))]

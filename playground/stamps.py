@@ -58,9 +58,9 @@ def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
 
 def cached_package(cache: Path) -> Path:
     """Return the Debian package in `cache`, fetched with `apt-get download` unless it is there."""
-    found = sorted(cache.glob(f"{PACKAGE}_*.deb"))
-    if found:
-        return found[-1]
+    packages = sorted(cache.glob(f"{PACKAGE}_*.deb"))
+    if packages:
+        return packages[-1]
     cache.mkdir(parents=True, exist_ok=True)
     print(f"stamps: downloading {PACKAGE} (160 MB) with apt-get", flush=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -100,9 +100,9 @@ def _started(command: list[str], **options: Any) -> subprocess.Popen:
 def unpacked(package: Path) -> Iterator[Path]:
     """Yield a temporary folder with the package's pictures and captions; its thousands of sounds stay packed."""
     with tempfile.TemporaryDirectory(dir=package.parent) as folder:
-        wanted = [f"*{ending}" for ending in USED]
+        patterns = [f"*{ending}" for ending in USED]
         with _started(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as content:
-            with _started(["tar", "-x", "-C", folder, "--wildcards", *wanted], stdin=content.stdout) as tar:
+            with _started(["tar", "-x", "-C", folder, "--wildcards", *patterns], stdin=content.stdout) as tar:
                 content.stdout.close()  # if tar ends early, dpkg-deb must notice
         if content.returncode or tar.returncode:
             raise PlaygroundError(f"{package}: cannot be unpacked; it may be damaged. Delete it and run this again.")

@@ -1,4 +1,4 @@
-"""Complete-or-absent output folders: built beside their place, described by a manifest, and moved there at the end."""
+"""Complete-or-absent output folders: built next to their place, with a manifest, and renamed once complete."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 
 
 class PlaygroundError(RuntimeError):
-    """Something the user can put right; the message says what and how."""
+    """A fault that the user can fix; the message says how."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -60,12 +60,12 @@ def build(
 
     `write` works in `<output>.partial`, which becomes `output` only after the manifest is in it; an interrupted
     preparation leaves no `output` and is redone. Raises `PlaygroundError` for an `output` without a manifest, which may
-    be somebody's own.
+    be the user's own.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with _lock(output):
         if not force and is_complete(output, command, settings):
-            print(f"{command}: {output} is complete for these settings, skipped (--force makes it again)")
+            print(f"{command}: {output} is complete for these settings, skipped (--force remakes it)")
             return output
         if not force and output.exists() and not (output / MANIFEST).exists():
             raise PlaygroundError(
@@ -103,5 +103,5 @@ def _lock(output: Path) -> Iterator[None]:
 
 
 def shown_python() -> str:
-    """This interpreter as one would type it from the repository's root."""
+    """This interpreter as typed in the repository's root."""
     return ".venv/bin/python" if Path(sys.prefix) == ROOT / ".venv" else sys.executable

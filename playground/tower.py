@@ -18,7 +18,7 @@ INITIAL_SCALE = 10.0  # as SigLIP's
 # Position embeddings start as large as the patch embeddings. At their usual size such a short training leaves tokens
 # that do not tell where they are, and a language model can hardly count what they show.
 POSITION_SCALE = 8.0
-# What a 0 in the settings stands for. The marks on probes need more pixels, and more steps until they are read.
+# The meaning of a 0 in the settings. The marks on probes need more pixels, and more steps until they are read.
 USUAL = {"image_size": 64, "patch_size": 32, "steps": 240}
 OWN = {"probes": {"image_size": 96, "patch_size": 48, "steps": 600}}
 QUARTERED = ("scenes", "probes")  # sets that say what each quarter of a picture shows

@@ -46,8 +46,8 @@ def words_of(text: str) -> list[str]:
 
 def all_texts(described: dict[str, Description]) -> list[str]:
     """Return every different statement, sorted."""
-    of_quarters = {text for one in described.values() for texts in one["quarters"] for text in texts}
-    return sorted(of_quarters.union(*(one["picture"] for one in described.values())))
+    of_quarters = {text for description in described.values() for texts in description["quarters"] for text in texts}
+    return sorted(of_quarters.union(*(description["picture"] for description in described.values())))
 
 
 def build_vocabulary(texts: Sequence[str]) -> dict[str, int]:
@@ -75,8 +75,10 @@ def load_pictures(
     for row, text in zip(input_ids, texts, strict=True):
         ids = [vocabulary.get(word, UNKNOWN) for word in words_of(text)[: length - 1]]
         row[: len(ids)] = torch.tensor(ids)
-    own = [[row_of[text] for text in one["picture"]] for one in described.values()]
-    quarters = [[row_of[text] for text in texts] for one in described.values() for texts in one["quarters"]]
+    own = [[row_of[text] for text in description["picture"]] for description in described.values()]
+    quarters = [
+        [row_of[text] for text in texts] for description in described.values() for texts in description["quarters"]
+    ]
     about_quarters = torch.tensor(sorted({row for rows in quarters for row in rows}), dtype=torch.int64)
     return DescribedPictures(
         pixel_values=torch.stack(pixels),
@@ -215,5 +217,5 @@ def retrieval_accuracy(model: "SiglipModel", heldout: DescribedPictures) -> tupl
     model.eval()
     with torch.no_grad():
         output = model(input_ids=heldout.input_ids[captions], pixel_values=heldout.pixel_values)
-    found = captions[output.logits_per_image.argmax(dim=1)]  # [N]
-    return 100 * (found == own).float().mean().item(), 100 / len(captions)
+    ranked_first = captions[output.logits_per_image.argmax(dim=1)]  # [N]
+    return 100 * (ranked_first == own).float().mean().item(), 100 / len(captions)

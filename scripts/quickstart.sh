@@ -10,7 +10,7 @@
 #   language model | pictures, vision tower
 #   stage 1, stage 2, answers of one arm | the same for the next arm
 #   page: outputs/quickstart/index.html
-# Finished steps are kept; a second call does only what is missing. Variables of scripts/pretrain.sh apply as well.
+# Finished steps are kept; a rerun does only what is missing. Variables of scripts/pretrain.sh apply too.
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
@@ -28,7 +28,7 @@ done
 case $DATA in scenes | stamps | probes) ;; *) die "--data '$DATA' is not one of: scenes, stamps, probes; see --help" ;; esac
 : "${ARMS:=none gwc_layernorm}" "${OUTPUT_ROOT:=outputs/quickstart$([ "$DATA" = scenes ] || echo "-$DATA")}"
 
-# DeepSpeed and TensorBoard are installed only if they are asked for.
+# DeepSpeed and TensorBoard are installed only on request.
 if [ -n "${DEEPSPEED_CONFIG:-}" ] || [[ "${REPORT_TO:-none}" != none ]]; then : "${EXTRAS:=playground,train}"; fi
 export EXTRAS="${EXTRAS:-playground}"
 

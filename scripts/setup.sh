@@ -78,7 +78,7 @@ make_venv() {
   step "virtual environment .venv (Python $version)" "$python" -m venv --clear .venv
 }
 
-# A venv is kept unless it is broken, was moved, or PYTHON asks for another version.
+# A venv is kept unless it is broken, was moved, or PYTHON is another version.
 usable_venv() {
   local place
   place=$(stamp_line 2)

@@ -1,4 +1,4 @@
-"""Fixtures that every test may ask for, and the order of the files; what tests import stands in `support`.
+"""Fixtures for every test, and the order of the files; what tests import is in `support`.
 
 Libraries are imported where they are needed: the process that hands the files to the workers needs none of them.
 """

@@ -32,13 +32,13 @@ def run(main: Callable[[dict[str, Any]], None]) -> None:
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def read_records(job: dict[str, Any]) -> list[dict[str, Any]]:

@@ -129,7 +129,7 @@ def shared_flags(args: argparse.Namespace, stage: Stage, output: Path) -> list[s
 
 
 def upstream_run(args: argparse.Namespace, tree: str, arm: str, stage: Stage) -> dict:
-    """Upstream's run; its stage 2 goes on from its own stage 1."""
+    """Upstream's run; its stage 2 continues from its own stage 1."""
     output = folder(args, tree, arm, stage)
     values = {"data_path": getattr(args, f"{stage.name}_data")}
     if tree == "patched":
@@ -194,8 +194,8 @@ def final_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def final_norm(path: Path) -> dict[str, torch.Tensor]:
     """Gain and bias that a run ends with; empty for the arm `none`."""
-    found = {name.split(NORM_KEY)[1]: t.float() for name, t in final_tensors(path) if NORM_KEY in name}
-    return dict(sorted(found.items()))
+    tensors = {name.split(NORM_KEY)[1]: t.float() for name, t in final_tensors(path) if NORM_KEY in name}
+    return dict(sorted(tensors.items()))
 
 
 def compare_stage(args: argparse.Namespace, arm: str, stage: Stage) -> dict:

@@ -42,7 +42,7 @@ def recording_trainer(base: type, losses: list[float], times: list[float], initi
     """`base`, which also notes each micro-batch's loss and end, and writes the initial projector."""
 
     class RecordingTrainer(base):
-        # LLaVA-NeXT df17966 has a copy of the framework's loop that ends in a NameError; LLaVA has no loop of its own.
+        # LLaVA-NeXT df17966 has a copy of the framework's loop that ends in a NameError; LLaVA has none.
         _inner_training_loop = Trainer._inner_training_loop
 
         def __init__(self, *args, **kwargs):
@@ -63,7 +63,7 @@ def recording_trainer(base: type, losses: list[float], times: list[float], initi
 
 
 def recording_reader(read_sample: Callable, order: list[int]) -> Callable:
-    """The dataset's `__getitem__`, which also notes each record it is asked for."""
+    """The dataset's `__getitem__`, which also notes each requested record."""
 
     def read(dataset, index):
         order.append(index)

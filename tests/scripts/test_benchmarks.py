@@ -75,12 +75,12 @@ def test_the_simulated_chunks_fill_like_upstreams():
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_every_sample_of_a_step_is_dealt_once(micro):
+def test_every_sample_of_a_step_is_assigned_once(micro):
     lengths = np.random.default_rng(0).integers(1, 900, 64)
     step = np.random.default_rng(1).permutation(64)[:32]
-    for deal in (scaling.of_each_rank, scaling.dealt_by_position):
-        dealt = deal(step, lengths, 8, micro)
-        assert len(dealt) == 8 and sorted(np.concatenate(dealt)) == sorted(step)
+    for assign in (scaling.of_each_rank, scaling.assigned_by_position):
+        assigned = assign(step, lengths, 8, micro)
+        assert len(assigned) == 8 and sorted(np.concatenate(assigned)) == sorted(step)
 
 
 def test_a_larger_window_makes_ranks_more_even(monkeypatch):
@@ -103,9 +103,11 @@ def test_the_recipes_fill_their_micro_batches_and_keep_ranks_even(monkeypatch):
 
 
 def test_pairing_batches_by_length_leaves_more_kinds_of_records_in_them_than_sorting_would():
-    one, paired = scaling.order_rows([1, 16])
-    assert paired["kinds_of_records_in_a_batch"] > 0.85 * one["kinds_of_records_in_a_batch"]
-    assert one["variance_of_lengths_between_batches"] < 0.01 < paired["variance_of_lengths_between_batches"] < 0.2
+    sorted_alone, paired = scaling.order_rows([1, 16])
+    assert paired["kinds_of_records_in_a_batch"] > 0.85 * sorted_alone["kinds_of_records_in_a_batch"]
+    assert (
+        sorted_alone["variance_of_lengths_between_batches"] < 0.01 < paired["variance_of_lengths_between_batches"] < 0.2
+    )
 
 
 def test_every_kind_of_work_of_the_data_benchmark_runs(tiny, tmp_path):

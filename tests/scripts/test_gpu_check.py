@@ -225,8 +225,8 @@ def test_ctrl_c_ends_everything_and_keeps_nothing_of_the_part(tmp_path):
     assert busy.returncode == 2 and f"another gpu_check runs in {tmp_path}" in busy.stderr
     started = descendants(process.pid)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted" in said
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in error
     assert started and not any(os.path.exists(f"/proc/{pid}") for pid in started)
     assert not (tmp_path / "gpu_environment.json").exists() and not (tmp_path / "work/environment").exists()
 

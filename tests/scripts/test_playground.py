@@ -61,7 +61,7 @@ def assert_valid(records: list[dict], images: Path) -> None:
 def shapes_in(path: Path) -> dict[str, tuple[str, str]]:
     """Return colour -> (shape, position) seen in the pixels: position by centre, shape by the share of its box."""
     pixels = np.asarray(Image.open(path)).astype(int)
-    found = {}
+    shapes = {}
     for color, rgb in COLORS.items():
         rows, columns = np.nonzero(np.abs(pixels - rgb).max(axis=-1) <= 2)
         if len(rows) < 60:
@@ -73,17 +73,17 @@ def shapes_in(path: Path) -> dict[str, tuple[str, str]]:
         shape = "square" if share > 0.95 else "circle" if share > 0.68 else "triangle"
         side = len(pixels) / 2
         vertical, horizontal = "top" if middle_y < side else "bottom", "left" if middle_x < side else "right"
-        found[color] = (shape, f"{vertical} {horizontal}")
-    return found
+        shapes[color] = (shape, f"{vertical} {horizontal}")
+    return shapes
 
 
 def expected_answer(question: str, seen: dict[str, tuple[str, str]]) -> str:
     match = re.fullmatch(r"(What color|What shape|Where) is the (.+)\?", question)
     asked, named = match[1].split()[-1], match[2].removeprefix("object in the ").removesuffix(" object")
-    (found,) = [
+    (properties,) = [
         (color, *rest) for color, rest in seen.items() if set(named.split()) <= {color, rest[0]} or named == rest[1]
     ]
-    return found[("color", "shape", "Where").index(asked)]
+    return properties[("color", "shape", "Where").index(asked)]
 
 
 def test_scene_answers_follow_from_the_pixels(scenes_root: Path) -> None:
@@ -108,8 +108,8 @@ def test_scene_captions_and_statements_follow_from_the_pixels(scenes_root: Path)
     for record in captions:
         seen = shapes_in(folder / "images" / record["image"])
         ((_, caption),) = turns(record)
-        said = re.findall(r"[Aa]n? (\w+) (\w+) in the (\w+ \w+)", caption)
-        assert {color: (shape, position) for color, shape, position in said} == seen
+        phrases = re.findall(r"[Aa]n? (\w+) (\w+) in the (\w+ \w+)", caption)
+        assert {color: (shape, position) for color, shape, position in phrases} == seen
         own = statements[record["image"]]
         assert own["picture"] == [caption]
         for position, said_of_it in zip(POSITIONS, own["quarters"], strict=True):
@@ -171,10 +171,10 @@ def test_no_scene_question_gives_a_later_answer_away(scenes_root: Path) -> None:
     for record in read(scenes_root / "scenes" / "finetune.json"):
         if "image" not in record:
             continue
-        said = ""
+        before = ""
         for question, answer in turns(record):
-            assert answer not in said, record
-            said += question
+            assert answer not in before, record
+            before += question
 
 
 def test_scene_records_are_valid(scenes_root: Path) -> None:
@@ -287,10 +287,10 @@ def test_probe_captions_and_statements_say_what_is_written_and_what_is_small(pro
     captions = {record["image"]: turns(record)[0][1] for record in read(probes_folder / "pretrain.json")}
     statements = json.loads((probes_folder / "statements.json").read_text())["train"]
     for image, caption in captions.items():
-        said = [phrase for quarter in statements[image]["quarters"] for phrase in quarter]
+        phrases = [phrase for quarter in statements[image]["quarters"] for phrase in quarter]
         assert statements[image]["picture"] == [caption]
-        assert re.findall(r"marked .", caption) == [phrase for phrase in said if phrase.startswith("marked")]
-        assert caption.count("small") == said.count("a small shape")
+        assert re.findall(r"marked .", caption) == [phrase for phrase in phrases if phrase.startswith("marked")]
+        assert caption.count("small") == phrases.count("a small shape")
         assert caption.startswith(("One", "Two", "Three", "Four")[len(described_shapes(caption)) - 1])
     assert all(any(word in text for text in captions.values()) for word in ("marked", "small"))
 
@@ -377,10 +377,10 @@ def test_heldout_probes_ask_every_kind_equally_with_its_choices(probes_folder: P
 
 def test_no_probe_question_gives_a_later_answer_away(probes_folder: Path) -> None:
     for record in read(probes_folder / "finetune.json"):
-        said = ""
+        before = ""
         for question, answer in turns(record) if "image" in record else ():
-            assert not re.search(rf"\b{answer}\b", said), record
-            said += f"{question} {answer} " if answer in SHAPES or answer in COLORS else question
+            assert not re.search(rf"\b{answer}\b", before), record
+            before += f"{question} {answer} " if answer in SHAPES or answer in COLORS else question
 
 
 def test_probe_records_are_valid(probes_folder: Path) -> None:
@@ -654,8 +654,8 @@ def test_the_quarters_of_a_picture_are_its_patches_in_reading_order() -> None:
 
     grid = torch.arange(36.0).view(6, 6)
     expected = [grid[:3, :3], grid[:3, 3:], grid[3:, :3], grid[3:, 3:]]
-    found = quarters(grid.view(1, 36, 1))[0, :, :, 0]
-    assert torch.equal(found, torch.stack([quarter.flatten() for quarter in expected]))
+    parts = quarters(grid.view(1, 36, 1))[0, :, :, 0]
+    assert torch.equal(parts, torch.stack([quarter.flatten() for quarter in expected]))
 
 
 def test_a_tower_without_pictures_says_which_command_makes_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -671,7 +671,7 @@ def test_a_tower_whose_patches_make_no_quarters_is_refused_for_scenes(capsys: py
 
 def test_probes_have_a_tower_of_larger_pictures_and_every_set_one_of_four_tokens() -> None:
     sides = {name: tower.Settings(data=name) for name in tower.PICTURES}
-    tokens = {name: (found.image_size // found.patch_size) ** 2 for name, found in sides.items()}
+    tokens = {name: (settings.image_size // settings.patch_size) ** 2 for name, settings in sides.items()}
     assert tokens == {"scenes": 4, "stamps": 4, "probes": 4}
     assert sides["probes"].image_size == probes.Settings().size
     assert tower.Settings(data="probes", patch_size=24, steps=3) == tower.Settings("probes", 96, 24, steps=3)

@@ -192,7 +192,7 @@ def test_an_interruption_ends_every_arm_and_the_same_call_goes_on(start, sent):
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(sent)
     assert process.wait(timeout=30) == 130
-    assert "goes on from here" in process.stderr.read()
+    assert "rerun the same command to resume" in process.stderr.read()
     assert not psutil.wait_procs(family, timeout=10)[1]
     start.calls()
     assert start().returncode == 0

@@ -1,4 +1,4 @@
-"""The wheel, installed in a folder of its own: its commands run from anywhere, with recipes and templates inside."""
+"""The wheel, installed in its own folder: its commands run from anywhere, with recipes and templates inside."""
 
 import json
 import os

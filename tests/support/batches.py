@@ -55,7 +55,7 @@ def loss_and_gradients(model: LlavaMetaForCausalLM, padding_free: bool, backend:
 
 
 def one_by_one(model: LlavaMetaForCausalLM, inputs: dict) -> tuple:
-    """Each sample in a batch of its own, without padding; losses and gradients add up."""
+    """Each sample in its own batch, without padding; losses and gradients add up."""
     total, sums, taken = 0.0, {}, 0
     for ids, mask, labels in zip(inputs["input_ids"], inputs["attention_mask"], inputs["labels"], strict=True):
         count = int((ids == IMG).sum())

@@ -50,15 +50,15 @@ def answer(task: str, colour: str) -> str:
 
 def records() -> list[dict]:
     """Training records for a checkpoint of that kind."""
-    found = [
+    questions = [
         (f"<image>\n{prompt}", answer(task, colour), {"image": f"{colour}.png"})
         for task, prompt in PROMPTS.items()
         for colour in PICTURES
     ]
-    found += [(TEXT_PROMPT, "A", {})] * 5
+    questions += [(TEXT_PROMPT, "A", {})] * 5
     return [
         {"id": str(i), "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}], **image}
-        for i, (q, a, image) in enumerate(found)
+        for i, (q, a, image) in enumerate(questions)
     ]
 
 

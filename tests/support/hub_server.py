@@ -111,8 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         here, files = repository.branches[branch], []
         for file in json.loads(body)["files"]:
             path, large = file["path"], file["path"].endswith((".safetensors", ".bin", ".gguf"))
-            found = here.get(path)
-            oid = None if found is None else hashlib.sha256(found).hexdigest() if large else git_hash(found)
+            content = here.get(path)
+            oid = None if content is None else hashlib.sha256(content).hexdigest() if large else git_hash(content)
             mode = "lfs" if large else "regular"
             files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._answer({"files": files})

@@ -44,7 +44,7 @@ PROGRAMS = r"(?:setup|error|rank \d+): "
 
 
 def pieces(template: str, least: int) -> list[str]:
-    """The fixed text around what is filled in, if that is at least `least` characters."""
+    """The literal parts of a template, if they have at least `least` characters."""
     return template.split(ANY) if len(template.replace(ANY, "").strip()) >= least else []
 
 
@@ -77,5 +77,5 @@ def pattern(fixed: list[str], text: str, value: str = ".*?") -> str:
 
 
 def is_quoted(quote: str, output: str) -> bool:
-    """Whether a line of the output holds the quote, in which `...` stands for anything."""
+    """Whether a line of the output holds the quote, in which `...` matches anything."""
     return re.search(".*?".join(map(re.escape, quote.split("..."))), output) is not None

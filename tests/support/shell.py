@@ -13,11 +13,11 @@ from paths import ROOT
 
 def only(**env: object) -> dict[str, str]:
     """An environment with nothing but these variables, so that the caller's cannot change the outcome."""
-    kept = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
     measured = {k: v for k, v in os.environ.items() if k.startswith("COVERAGE_")}
     if measured:  # by COVERAGE=1 bash scripts/test.sh; the machine's own Python has no such package
-        kept |= measured | {"PYTHON": sys.executable}
-    return kept | {k: str(v) for k, v in env.items()}
+        environment |= measured | {"PYTHON": sys.executable}
+    return environment | {k: str(v) for k, v in env.items()}
 
 
 def bash(*command: str, cwd: Path = ROOT, path: str = os.environ["PATH"], **env: object) -> subprocess.CompletedProcess:

@@ -18,7 +18,7 @@ pathlib.Path(os.environ["READY"], "options").write_text("\\n".join(words))
 def start(node):
     env = os.environ | {{"SLURM_NODEID": str(node), "SLURM_PROCID": str(node)}}
     return subprocess.Popen(command, env=env, start_new_session=True, stdin=subprocess.DEVNULL)
-def signal_all(number):  # every process of the tasks, wherever it stands in the tree
+def signal_all(number):  # every process of the tasks, wherever it is in the tree
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
             if int(stat.read_text().rpartition(")")[2].split()[3]) in {{task.pid for task in tasks}}:

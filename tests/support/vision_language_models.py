@@ -134,7 +134,7 @@ def _tiles(prefix: str, vision, strategy: str) -> Case:
         grid = torch.cat([torch.cat([t.view(4, 4, 32) for t in picture[1:]], dim=1 if wide == 2 else 0)])
         lines = torch.cat([grid, newline.expand(4 * tall, 1, 32)], dim=1)
         inserted.append(torch.cat([picture[0], lines.reshape(-1, 32)]))
-    counts = [len(one) for one in inserted]
+    counts = [len(tokens) for tokens in inserted]
     inputs = ids_for(counts) | {"pixel_values": images, "image_sizes": sizes}
     return Case(model, inputs, rows(features), rows(projected), torch.cat(inserted))
 

@@ -129,7 +129,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def enter_namespaces(process: int) -> None:
-    """Joins those that `process` has of its own, such as a host's of `tests/chaos/two_nodes.sh`."""
+    """Joins the namespaces of `process`, such as a host's of `tests/chaos/two_nodes.sh`."""
     own, its = ([os.readlink(f"/proc/{p}/ns/{name}") for name in NAMESPACES] for p in ("self", process))
     wanted = sum(flag for flag, a, b in zip(NAMESPACES.values(), own, its, strict=True) if a != b)
     libc = ctypes.CDLL(None, use_errno=True)

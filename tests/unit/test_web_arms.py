@@ -346,7 +346,7 @@ def test_a_name_with_markup_stays_text(pair, tmp_path):
     assert picture is None and "&lt;img src=x&gt;.png: not a picture" in message and "<img" not in message
 
 
-def test_another_picture_starts_anew_and_a_stopped_question_is_forgotten(pair, red, tmp_path):
+def test_another_picture_resets_and_a_stopped_question_is_dropped(pair, red, tmp_path):
     page = web.Page(pair, tmp_path, 1 << 20)
     talks = [Talk(turns("<image>\nWhy?", "So"), growing=("And?", "Beca"))] * 2
     assert page.stop(talks)[0] == [Talk(turns("<image>\nWhy?", "So"))] * 2 and "stopped" in page.stop(talks)[1]
