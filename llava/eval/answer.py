@@ -11,18 +11,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 
 from llava.anyres import Size
-from llava.asking import (
-    Assistant,
-    batch_answers,
-    chosen_assistant,
-    is_captioner,
-)
+from llava.asking import Assistant, batch_answers, chosen_assistant, is_captioner, sampling_options
 from llava.asking_flags import add_loading_arguments, add_model_arguments
 from llava.eval.answer_file import complete_windows, read_answers, recorded_count, write_record
 from llava.eval.question_records import Question, QuestionRecords
@@ -117,6 +111,8 @@ def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
         output.unlink(missing_ok=True)
     write_record(output, settings, len(places))
     window = WINDOW * args.batch_size
+    options = sampling_options(args.temperature, top_p=args.top_p)
+    options |= {"num_beams": args.num_beams, "max_new_tokens": args.max_new_tokens}
     done, end = complete_windows(output, [questions[place] for place in places], window)
     with open(output, "ab") as file, progress(len(places), "answering", "questions", done=done) as bar:
         file.truncate(end)
@@ -124,7 +120,7 @@ def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
             batch = [questions[place] for place in places[start : start + window]]
             torch.manual_seed(args.seed + start)  # so that a resumed run samples what an uninterrupted one does
             answers: dict[int, str] = {}
-            prompts, pictures, options = [q.asked for q in batch], questions.images.open, generation_options(args)
+            prompts, pictures = [question.asked for question in batch], questions.images.open
             for answered in batch_answers(assistant, prompts, pictures, args.batch_size, **options):
                 answers |= answered
                 bar.update(len(answered))
@@ -132,12 +128,6 @@ def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
             file.write("".join(lines).encode())
             file.flush()
     print(f"{output}: {len(places)} answers")
-
-
-def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `generate` that the flags name."""
-    options = {"do_sample": args.temperature > 0, "num_beams": args.num_beams, "max_new_tokens": args.max_new_tokens}
-    return options | ({"temperature": args.temperature, "top_p": args.top_p} if args.temperature > 0 else {})
 
 
 def answer_line(question: Question, text: str, model_path: str) -> str:

@@ -7,7 +7,7 @@ import argparse
 import sys
 from typing import Any
 
-from llava.asking import is_captioner, load_assistant, load_picture
+from llava.asking import is_captioner, load_assistant, load_picture, sampling_options
 from llava.asking_flags import add_model_arguments
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER, MAX_ASPECT_RATIO
 from llava.utils.commands import Parser, exit_status, whole
@@ -49,14 +49,12 @@ def eval_model(args: Any) -> str:
             f"note: {args.model_path} has the template 'plain' (stage 1): it writes a caption and ignores --query",
             file=sys.stderr,
         )
-    sampling = {"temperature": args.temperature, "top_p": args.top_p} if args.temperature > 0 else {}
     (answer,) = assistant.answer(
         [[{"from": "human", "value": question}]],
         pictures,
-        do_sample=args.temperature > 0,
         num_beams=args.num_beams,
         max_new_tokens=args.max_new_tokens,
-        **sampling,
+        **sampling_options(args.temperature, top_p=args.top_p),
     )
     print(answer)
     return answer

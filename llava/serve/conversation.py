@@ -6,7 +6,7 @@ import sys
 from PIL import Image
 from transformers import TextStreamer
 
-from llava.asking import Assistant, chosen_assistant, is_captioner, load_picture
+from llava.asking import Assistant, chosen_assistant, is_captioner, load_picture, sampling_options
 from llava.constants import DEFAULT_IMAGE_TOKEN
 
 COMMANDS = "/image PATH another picture, /reset clear the conversation, /quit end, /help this line"
@@ -76,7 +76,6 @@ def answer(
     assistant: Assistant, picture: Image.Image, turns: list[dict[str, str]], question: str, args: argparse.Namespace
 ) -> list[dict[str, str]]:
     """Prints the answer; returns the turns with question and answer, or unchanged if no answer could be given."""
-    sampling = {"temperature": args.temperature} if args.temperature > 0 else {}
     asked = with_question(turns, question)
     streamer = AnswerStreamer(assistant)
     try:
@@ -89,10 +88,9 @@ def answer(
         (text,) = assistant.answer(
             [asked],
             [picture],
-            do_sample=args.temperature > 0,
             max_new_tokens=args.max_new_tokens,
             streamer=streamer,
-            **sampling,
+            **sampling_options(args.temperature),
         )
     except KeyboardInterrupt:
         print(flush=True)

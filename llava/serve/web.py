@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from llava.analysis.inputs import PLAYGROUND
+from llava.asking import sampling_options
 from llava.asking_flags import add_loading_arguments, add_model_arguments
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.serve.arms import Arm, Talk, ask_all, checked_picture, checked_question
@@ -226,12 +227,11 @@ class Page:
         self, path: str | None, question: str | None, talks: Sequence[Talk], temperature: float, max_new_tokens: int
     ) -> Iterator[list[object]]:
         """Asks all arms, and yields the outputs while their answers are generated."""
-        sampling = {"temperature": temperature} if temperature > 0 else {}
         shown: list[object] = []
         try:
             picture = checked_picture(path, self.folder, self.most_bytes, **self.limits)
             question = checked_question(question)
-            options = {"do_sample": temperature > 0, "max_new_tokens": int(max_new_tokens), **sampling}
+            options = sampling_options(temperature) | {"max_new_tokens": int(max_new_tokens)}
             for now in ask_all(self.arms, talks, picture, question, **options):
                 # A picture that is sent again is written again, perhaps while the browser reads it.
                 before, shown = shown, self.shown(now)
