@@ -105,8 +105,8 @@ def _bytes_case(folder: Path, rng: random.Random, tokenizer) -> Counter:
 def _let_through(table: RecordTable, store: ImageStore, rules: Rules, tokenizer, version: str, length: int = 4096):
     """The records at fault, each of which is named, and the samples of the others."""
     manifest, _ = preflight(table, store, rules, show_progress=False)
-    for found in manifest.faults.values():
-        assert all(f"{table.sources[0]}: record {index}" in text for index, text in found)
+    for faults in manifest.faults.values():
+        assert all(f"{table.sources[0]}: record {index}" in text for index, text in faults)
     bad = manifest.bad_records()
     if len(bad) == table.total:
         return bad, []
@@ -215,11 +215,11 @@ def _check_sample(sample: dict, record: dict, pictures: list[Image.Image], token
     written = sum(turn.get("value", turn.get("content")).count("<image>") for turn in turns)
     if not written and any("role" in turn for turn in turns):  # messages may leave the places open
         written = len(expected)
-    given = sample.get("images", torch.empty(0))
+    images = sample.get("images", torch.empty(0))
     ids = sample["input_ids"]
-    assert len(given) == int((ids == IMAGE_TOKEN_INDEX).sum())
-    assert len(expected) == written and (len(given) == written if whole else len(given) <= written), record
-    for pixels, number in zip(given, expected, strict=False):
+    assert len(images) == int((ids == IMAGE_TOKEN_INDEX).sum())
+    assert len(expected) == written and (len(images) == written if whole else len(images) <= written), record
+    for pixels, number in zip(images, expected, strict=False):
         assert torch.equal(pixels, process_images([pictures[number]], _PROCESSOR, None)[0]), "another picture"
     borders = [-1, *(ids == IMAGE_TOKEN_INDEX).nonzero().flatten().tolist(), len(ids)]
     assert not any("<image>" in tokenizer.decode(ids[a + 1 : b]) for a, b in pairwise(borders)), record
@@ -350,13 +350,13 @@ def _write_table(folder: Path, records: list[dict], rng: random.Random) -> bool:
     """Whether the records could be written as rows with paths, bytes, or structs of both for pictures."""
     style = rng.choice(("path", "bytes", "struct", "struct without path"))
 
-    def value(found: object) -> object:
-        if isinstance(found, list):
-            return [value(one) for one in found]
-        if style == "path" or not isinstance(found, str) or not (folder / "images" / found).is_file():
-            return found
-        content = (folder / "images" / found).read_bytes()
-        both = {"bytes": content, "path": rng.choice((None, found))}
+    def value(cell: object) -> object:
+        if isinstance(cell, list):
+            return [value(item) for item in cell]
+        if style == "path" or not isinstance(cell, str) or not (folder / "images" / cell).is_file():
+            return cell
+        content = (folder / "images" / cell).read_bytes()
+        both = {"bytes": content, "path": rng.choice((None, cell))}
         return {"bytes": content, "struct": both, "struct without path": {"bytes": content}}[style]
 
     keys = dict.fromkeys(key for record in records for key in record)

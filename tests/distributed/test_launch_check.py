@@ -74,7 +74,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_reach_each_other_say_host_and_interface_in_bounded_time(tmp_path):
+def test_ranks_without_a_link_name_host_and_interface_in_bounded_time(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ALONE]
     ranks = [[*command, str(rank), str(tmp_path / "store")] for rank in (0, 1)]
@@ -98,7 +98,7 @@ def check_alone(*flags: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_the_check_alone_tries_gloo_and_names_an_interface_that_is_not_there(tmp_path):
+def test_the_check_alone_tries_gloo_and_names_a_missing_interface(tmp_path):
     run = check_alone("--output_dir", str(tmp_path))
     assert run.returncode == 0 and "all-reduce over 2 ranks" in run.stderr, run.stderr
     run = check_alone("--output_dir", str(tmp_path), GLOO_SOCKET_IFNAME="nosuch0")

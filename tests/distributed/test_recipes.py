@@ -66,7 +66,7 @@ def test_three_steps_equal_one_process(two_ranks, one_process, config, model):
 
 
 @pytest.mark.parametrize(("config", "precision"), PRECISE)
-def test_a_folder_written_in_half_precision_says_what_the_trained_model_said(two_ranks, config, precision):
+def test_a_half_precision_folder_gives_the_trained_models_outputs(two_ranks, config, precision):
     """Also if that model was partitioned; and the folder loads in every other precision."""
     folder, dtype = two_ranks / f"{config}-{precision}", HALF[precision]
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {dtype}

@@ -204,7 +204,7 @@ def stage_1(tiny, shapes, tmp_path_factory):
     return folder
 
 
-def test_stage_1_trains_the_newline_with_the_projector_and_saves_it_with_it(tiny, stage_1):
+def test_stage_1_trains_and_saves_the_newline_with_the_projector(tiny, stage_1):
     weights, adapter = load_file(stage_1 / "model.safetensors"), torch.load(stage_1 / "mm_projector.bin")
     assert sorted(adapter) == sorted(k for k in weights if "mm_projector" in k or k == NEWLINE)
     assert all(torch.equal(adapter[k], weights[k]) for k in adapter)
@@ -220,7 +220,7 @@ def test_stage_1_trains_the_newline_with_the_projector_and_saves_it_with_it(tiny
 
 
 @pytest.mark.slow
-def test_stage_2_starts_from_stage_1s_newline_and_its_folder_loads_to_the_same_logits(tiny, shapes, stage_1, tmp_path):
+def test_stage_2_starts_from_stage_1s_newline_and_loads_to_equal_logits(tiny, shapes, stage_1, tmp_path):
     weights, _ = run(tiny, tmp_path, 2, **shapes, **ANYRES, pretrain_mm_mlp_adapter=stage_1, learning_rate=0)
     assert torch.equal(weights[NEWLINE], torch.load(stage_1 / "mm_projector.bin")[NEWLINE])
     model = load(tmp_path, None)
@@ -280,7 +280,7 @@ def test_a_flat_checkpoint_can_be_trained_on_with_a_new_newline(tiny, shapes, tm
     assert weights[NEWLINE].norm().item() == pytest.approx(1, rel=0.5)
 
 
-def test_lora_keeps_the_newline_beside_its_adapters_and_merging_puts_it_back(tiny, shapes, tmp_path):
+def test_lora_saves_the_newline_with_its_adapters_and_merging_restores_it(tiny, shapes, tmp_path):
     train_module.train(flags(tiny, tmp_path / "lora", 2, **shapes, **ANYRES, **LORA))
     beside = torch.load(tmp_path / "lora/non_lora_trainables.bin")[f"base_model.model.{NEWLINE}"]
     merge_lora(str(tmp_path / "lora"), None, str(tmp_path / "merged"))
@@ -306,7 +306,7 @@ def test_flags_that_do_not_fit_are_refused_before_anything_is_read(tiny, tmp_pat
 # --- answers and published layouts ------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_answers_about_one_picture_in_crops_and_about_two_padded(tiny, stage_1, monkeypatch):
+def test_one_picture_is_answered_in_crops_and_two_are_padded(tiny, stage_1, monkeypatch):
     assistant = load_assistant(str(stage_1), conv_mode="chatml", device="cpu")
     seen = []
     encode = assistant.model.encode_images

@@ -188,7 +188,7 @@ def test_code_of_the_folder_needs_transformers_alone(normed):
     assert code.startswith("# SPDX-License-Identifier: Apache-2.0\n")
 
 
-def test_a_causal_lm_is_the_same_class_and_names_what_generates_among_its_bases(normed):
+def test_a_causal_lm_is_the_same_class_and_inherits_generation(normed):
     theirs = AutoModelForCausalLM.from_pretrained(normed[1], trust_remote_code=True).eval()
     assert type(theirs).__name__ == "LlavaNormForConditionalGeneration" and GenerationMixin in type(theirs).__bases__
     check_equal(load_language_model(str(normed[0])).eval(), theirs)

@@ -82,7 +82,7 @@ def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(models, n
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_loss_and_generation_are_the_plain_decoders_on_the_same_embeddings(families, models, name):
+def test_logits_loss_and_generation_equal_the_plain_decoders(families, models, name):
     model, decoder = copy.deepcopy(models[name]), plain(families, name)
     inputs, embeds, mask = spliced(model, [5, IMG, 6, 7], [8, 9, 10, 11, 12, 13, IMG, 14])
     ours = model(inputs_embeds=embeds, attention_mask=mask).logits
@@ -164,7 +164,7 @@ def test_a_cast_to_16_bits_leaves_rotary_frequencies_in_fp32(models, name, cast)
         assert all(found[n].dtype is torch.float32 and torch.equal(found[n], expected[n]) for n in expected)
 
 
-def test_rotary_frequencies_that_a_model_cannot_compute_again_are_refused_by_name(models):
+def test_rotary_frequencies_that_cannot_be_recomputed_are_refused_by_name(models):
     model = copy.deepcopy(models["Qwen"])
     rebuild_rotary(model)
     assert rotary_frequencies(model).keys() == rotary_frequencies(models["Qwen"]).keys()
@@ -219,7 +219,7 @@ def test_a_sliding_window_reaches_inside_samples_only(monkeypatch, window):
     torch.testing.assert_close(varlen_attention(None, query, key, value, None, **options)[0], expected)
 
 
-def test_the_varlen_kernel_gets_one_half_precision_and_arguments_that_it_has(monkeypatch):
+def test_the_varlen_kernel_gets_one_half_precision_and_known_arguments(monkeypatch):
     """Under autocast rotary positions are fp32, and so are queries and keys; the values are not."""
     given = {}
 
@@ -241,7 +241,7 @@ def test_the_varlen_kernel_gets_one_half_precision_and_arguments_that_it_has(mon
     assert given["cu_seq_q"].dtype == torch.int32 and given["enable_gqa"] and given["scale"] == 0.5
 
 
-def test_a_varlen_kernel_without_groups_gets_a_key_head_for_each_query_head(monkeypatch):
+def test_a_varlen_kernel_without_groups_gets_a_key_head_per_query_head(monkeypatch):
     """PyTorch 2.11's has no `enable_gqa`; the result is that of attention in groups."""
 
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):

@@ -114,9 +114,7 @@ def test_damaged_checkpoint_is_skipped_with_a_warning_and_never_loaded(copy, cap
 
 
 @pytest.mark.slow
-def test_disk_full_in_a_save_keeps_the_previous_checkpoint_and_the_same_command_goes_on(
-    tiny, tmp_path, whole, monkeypatch
-):
+def test_disk_full_in_a_save_keeps_the_last_checkpoint_and_a_rerun_resumes(tiny, tmp_path, whole, monkeypatch):
     def full_disk(self, output_dir):
         if self.state.global_step == 4:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -136,9 +134,7 @@ def test_disk_full_in_a_save_keeps_the_previous_checkpoint_and_the_same_command_
 
 
 @pytest.mark.slow
-def test_a_full_disk_while_logging_names_the_checkpoint_and_the_cut_line_is_dropped(
-    tiny, tmp_path, whole, monkeypatch, caplog
-):
+def test_a_full_disk_in_logging_names_the_checkpoint_and_drops_a_cut_line(tiny, tmp_path, whole, monkeypatch, caplog):
     """In a log of ours, or in a tracker's, whose writers raise the same error."""
     on_log = JsonlCallback.on_log
 
@@ -344,7 +340,7 @@ def test_kill_after_the_last_checkpoint_costs_only_the_final_save(tiny, copy, wh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stage 1", "LoRA"])
-def test_the_repeated_final_save_has_the_same_tensors_in_other_kinds_of_runs(tiny, tmp_path, monkeypatch, kind):
+def test_the_repeated_final_save_has_the_same_tensors_in_other_runs(tiny, tmp_path, monkeypatch, kind):
     stage, options = FINISHED[kind]
     argv = flags(tiny, tmp_path / "run", stage, **options)
     train_module.train(argv)
@@ -465,7 +461,7 @@ def test_overwriting_never_removes_what_the_run_starts_from(tiny, whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", stop_signal.SIGNALS)
-def test_signal_saves_after_the_step_and_the_same_command_ends_with_the_same_weights(
+def test_a_signal_saves_after_the_step_and_a_rerun_ends_with_equal_weights(
     tiny, tmp_path, whole, monkeypatch, number, caplog
 ):
     before = signal.getsignal(number)
@@ -542,7 +538,7 @@ def test_ctrl_c_is_not_taken_over_where_the_shell_ignores_it():
 
 
 @pytest.mark.parametrize(("stage", "steps"), [("pretrain", "68"), ("finetune", "70")])
-def test_the_demo_saves_on_a_signal_and_at_its_end_alone_and_keeps_one_checkpoint(stage, steps):
+def test_the_demo_saves_only_on_a_signal_and_at_its_end(stage, steps):
     run = resolved_run(stage, PRESET="demo", NUM_GPUS=0)["flags"]
     expected = {"save_strategy": "no", "save_total_limit": "1", "max_steps": steps}
     assert {name: run[name] for name in expected} == expected
@@ -617,7 +613,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_last_good_checkpoint(tiny, tmp_
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "checkpoint-2").values())
 
 
-def test_infinite_loss_with_a_finite_gradient_poisons_it_and_a_finite_one_is_untouched():
+def test_infinite_loss_poisons_a_finite_gradient_and_finite_loss_does_not():
     for logits, finite in ([0.3, -0.7], True), ([0.0, -torch.inf], False):
         gradients = []
         for change in (lambda loss: loss, poisoned):

@@ -61,7 +61,7 @@ def test_every_sample_counts_once_and_ranks_compute_one_modality_at_a_time():
         assert len([i for i in given if i < 0]) < 2 * ranks
 
 
-def test_sources_are_named_by_their_file_or_by_their_path_if_two_files_share_a_name(tmp_path):
+def test_sources_are_named_by_file_or_by_path_if_files_share_a_name(tmp_path):
     for name in ("a/test.json", "b/test.json", "c.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("[]")
@@ -69,7 +69,7 @@ def test_sources_are_named_by_their_file_or_by_their_path_if_two_files_share_a_n
     assert list(source_names(",".join(paths), None).values()) == [paths[0], paths[1], "c"]
 
 
-def test_a_data_set_that_is_written_first_is_found_again_in_the_cache_folder(tmp_path):
+def test_a_data_set_that_is_written_first_is_reused_from_the_cache(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "set").mkdir()
     (tmp_path / "set/train.jsonl").write_text(json.dumps({"id": "1", "conversations": turns("Hello", "Hi")}))

@@ -213,7 +213,7 @@ def chosen(request, tiny, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_adapters_on_chosen_parts_leave_the_base_as_it_was_and_stand_in_the_folder(tiny, chosen):
+def test_adapters_on_chosen_parts_are_saved_and_leave_the_base_unchanged(tiny, chosen):
     which, folder, model = chosen
     state = model.state_dict()
     base = load_file(tiny / "llama/model.safetensors")
@@ -299,7 +299,7 @@ def test_trained_biases_are_saved_and_merged(tiny, tmp_path, bias):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_changes_nothing_even_after_a_frozen_projector(tiny, tmp_path, use_reentrant):
+def test_activation_checkpointing_changes_nothing_after_a_frozen_projector(tiny, tmp_path, use_reentrant):
     options = LORA | {"mm_tunable_parts": "mm_language_model", "lora_dropout": 0.0}
     plain = fit(flags(tiny, tmp_path / "plain", 2, **options)).state_dict()
     kwargs = json.dumps({"use_reentrant": use_reentrant})
@@ -407,9 +407,7 @@ def half(tiny, tmp_path):
     return folder
 
 
-def test_merging_onto_a_bfloat16_base_keeps_the_adapters_precision_and_the_logits(
-    trained, half, tmp_path, monkeypatch, caplog
-):
+def test_merging_onto_a_bf16_base_keeps_adapter_precision_and_logits(trained, half, tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
     merge_lora.merge_lora(str(trained[0]), str(half), str(tmp_path / "out"))
     saved = load_file(tmp_path / "out/model.safetensors")

@@ -74,7 +74,7 @@ def test_steps_that_bf16_cannot_show_are_not_lost():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_masters_travel_with_the_optimizers_state_also_into_a_model_in_fp32(dtype):
+def test_masters_are_saved_with_optimizer_state_and_load_into_fp32(dtype):
     first = small()
     masters, optimizer = with_masters(first, lr=1e-4)
     loss_of(first, torch.randn(3, 8)).backward()
@@ -95,7 +95,7 @@ def test_only_a_single_process_in_bf16_without_deepspeed_keeps_masters(flag, val
     assert not keeps_masters(type("Flags", (), settings | {flag: value}))
 
 
-def test_what_is_trained_is_bf16_but_for_the_projector_and_all_of_it_is_updated_in_fp32(tiny, tmp_path):
+def test_trained_weights_but_the_projectors_are_bf16_and_updated_in_fp32(tiny, tmp_path):
     model, trainer = build(flags(tiny, tmp_path, 2, bf16=True))
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     projector = {name for name in dtypes if ".mm_projector." in name}

@@ -183,7 +183,7 @@ def test_copies_to_the_device_do_not_wait_and_leave_from_pinned_memory(tiny, tmp
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [({}, torch.float32), ({"bf16": True}, torch.bfloat16)])
-def test_pixels_travel_in_the_precision_of_the_run_and_the_tower_sees_no_other(tiny, tmp_path, precision, dtype):
+def test_pixels_are_sent_in_the_runs_precision_and_the_tower_sees_no_other(tiny, tmp_path, precision, dtype):
     model, trainer = build(flags(tiny, tmp_path, 1, **precision))
     dataset = trainer.train_dataset
     index = int((dataset.modality_lengths() > 0).argmax())

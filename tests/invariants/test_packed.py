@@ -205,7 +205,7 @@ LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=200)
     size=st.integers(1, 6),
     deal=st.sampled_from(["evenly", "cap", "in order"]),
 )
-def test_every_step_is_dealt_out_exactly_and_every_rank_has_as_many_micro_batches(lengths, ranks, micro, size, deal):
+def test_each_step_is_assigned_exactly_in_equal_micro_batches_per_rank(lengths, ranks, micro, size, deal):
     cap, order, step_size = (
         4000 if deal == "cap" else None,
         list(RandomOrder(len(lengths), seed=3)),

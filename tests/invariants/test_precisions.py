@@ -12,7 +12,7 @@ NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_saved_folder_says_in_each_precision_what_the_trained_model_says_in_it(tiny, tmp_path, precision, stage):
+def test_a_saved_folder_equals_the_trained_model_in_each_precision(tiny, tmp_path, precision, stage):
     """In stage 1 what is trained is fp32 beside 16-bit weights; loaded, all of it has the one type asked for."""
     options = {} if precision == "fp32" else {precision: True}
     trained = fit(flags(tiny, tmp_path, stage, **options))

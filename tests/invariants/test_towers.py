@@ -120,7 +120,7 @@ def test_config_alone_rebuilds_the_tower_and_its_names(saved):
     assert all(name.startswith("vision_tower.vision_model.") for name in tower.state_dict())
 
 
-def test_every_parameter_that_is_listed_as_used_gets_a_gradient_and_no_other(saved):
+def test_exactly_the_parameters_listed_as_used_get_a_gradient(saved):
     _, folder, _ = saved
     tower = load(folder).train()
     unused = {id(p) for p in tower.unused_parameters()}

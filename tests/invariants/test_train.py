@@ -63,7 +63,7 @@ def test_target_is_measured_and_recorded(tiny, stage_1):
 
 
 @pytest.mark.slow
-def test_scale_starts_from_the_first_images_and_stage_2_from_what_stage_1_learnt(tiny, tmp_path):
+def test_scale_starts_from_the_first_images_and_stage_2_from_stage_1(tiny, tmp_path):
     weights, config = run(tiny, tmp_path / "s1", 1, norm="scale", max_steps=1, learning_rate=0)
     first = json.loads((tmp_path / "s1" / LOG_FILE).read_text().splitlines()[0])
     assert first["norm/llm_input"] == pytest.approx(config["mm_projector_norm_target"], rel=0.2)  # other images
@@ -266,7 +266,7 @@ def test_accumulation_equals_one_large_batch(tiny, tmp_path, batch, accumulation
 @pytest.mark.parametrize(
     ("cap", "said"), [(10**6, "1 micro-batches"), (450, "5 micro-batches"), (1, "8 micro-batches")]
 )
-def test_a_token_cap_decides_the_micro_batches_of_each_step_and_changes_nothing(tiny, tmp_path, caplog, cap, said):
+def test_a_token_cap_decides_only_the_micro_batches_of_each_step(tiny, tmp_path, caplog, cap, said):
     options = {"max_steps": 5, "adam_epsilon": 1e-4, "max_grad_norm": 1e9, "telemetry_steps": 0}
     options |= {"data_path": write_varied(tiny, tmp_path / "data.json"), "per_device_train_batch_size": 1}
     options |= {"gradient_accumulation_steps": 8}

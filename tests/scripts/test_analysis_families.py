@@ -111,7 +111,7 @@ def quick(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAVED)
-def test_a_saved_familys_tables_equal_an_independent_run_and_do_not_depend_on_the_batch_size(name, pictures, tmp_path):
+def test_a_saved_familys_tables_equal_an_independent_run_at_any_batch_size(name, pictures, tmp_path):
     saved = SAVED[name]
     if missing := [package for package in saved.needs if not usable(package)]:
         pytest.skip(f"needs {', '.join(missing)}")
@@ -335,7 +335,7 @@ def test_a_projector_of_zeros_is_refused(pictures, tmp_path, capsys):
 
 @pytest.mark.skipif(usable("torchvision"), reason="torchvision is there")
 @pytest.mark.parametrize("name", [name for name, saved in SAVED.items() if saved.needs])
-def test_a_family_whose_processor_needs_a_missing_package_is_refused_with_its_name(name, pictures, tmp_path, capsys):
+def test_a_processor_that_needs_a_missing_package_is_refused_by_name(name, pictures, tmp_path, capsys):
     if "timm" not in SAVED[name].needs:  # else not even the model can be made
         saved_models.write(SAVED[name], tmp_path)
         assert main(["interface-norms", "--model", str(tmp_path), "--data", str(pictures), "--device", "cpu"]) == 2

@@ -59,7 +59,7 @@ def test_every_command_runs_on_the_checkpoints_it_is_about(tmp_path, analyze, no
         assert ("--data x.json" in " ".join(words)) == (command not in ("embedding-norms", "norm-params"))
 
 
-def test_a_failure_does_not_stop_the_others_and_what_does_not_apply_is_reported(tmp_path, analyze):
+def test_a_failure_stops_no_other_and_what_does_not_apply_is_reported(tmp_path, analyze):
     path = checkpoint(tmp_path / "a", "llava")
     status, output, calls = analyze(path, failing="layer-norms")
     assert status == 2 and output.err == "llava.analysis all: failed: layer-norms\n"

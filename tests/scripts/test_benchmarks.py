@@ -60,7 +60,7 @@ def test_only_what_a_benchmark_left_is_removed(tmp_path):
 # --- scaling ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_simulated_epoch_of_upstreams_sampler_has_every_sample_once_and_one_modality_per_full_batch():
+def test_upstreams_simulated_epoch_has_each_sample_once_by_modality():
     text = np.random.default_rng(0).integers(1, 500, 203) * np.random.default_rng(1).choice([1, 1, -1], 203)
     order = list(scaling.upstream_order(text, ranks=4, batch_size=2, accumulation=2))
     assert sorted(order) == list(range(203))
@@ -102,7 +102,7 @@ def test_the_recipes_fill_their_micro_batches_and_keep_ranks_even(monkeypatch):
     )  # two samples: fill has no room
 
 
-def test_pairing_batches_by_length_leaves_more_kinds_of_records_in_them_than_sorting_would():
+def test_pairing_batches_by_length_mixes_more_kinds_than_sorting():
     sorted_alone, paired = scaling.order_rows([1, 16])
     assert paired["kinds_of_records_in_a_batch"] > 0.85 * sorted_alone["kinds_of_records_in_a_batch"]
     assert (
@@ -168,7 +168,7 @@ def test_steps_of_batch_rebalance_have_the_samples_of_the_order_given():
     assert [sorted(step) for step in steps] == [list(range(start, start + 16)) for start in range(0, 64, 16)]
 
 
-def test_a_steps_loss_is_the_mean_over_its_targets_however_the_trainer_divides():
+def test_a_steps_loss_is_the_mean_over_its_targets_in_every_trainer():
     by_targets = [(3.0 * 2 / 8, 2, True), (1.0 * 6 / 8, 6, True)]  # means of 3 and 1 over 2 and 6 targets
     by_micro_batches = [(3.0 / 2, 2, False), (1.0 / 2, 6, False)]
     assert recording.step_loss(by_targets) == recording.step_loss(by_micro_batches) == 1.5
@@ -256,7 +256,7 @@ def test_a_start_is_timed_and_leaves_a_cache(tmp_path, tokenizer, monkeypatch, r
 
 
 @pytest.mark.slow
-def test_preparing_and_preflighting_is_timed_with_the_memory_of_all_processes(tmp_path):
+def test_preparation_and_preflight_are_timed_with_all_processes_memory(tmp_path):
     rows = data_preflight.measured(tmp_path, records=60, rows=90, distinct=7)
     assert [(row["input"], row["cache"]) for row in rows[::2]] == [
         ("json and zip", "cold"), ("parquet", "cold"), ("parquet, index only", "cold")
@@ -267,7 +267,7 @@ def test_preparing_and_preflighting_is_timed_with_the_memory_of_all_processes(tm
 
 
 @pytest.mark.slow
-def test_estimated_states_of_scale_equal_deepspeeds_where_everything_is_trained():
+def test_estimated_states_equal_deepspeeds_where_everything_is_trained():
     scale = pytest.importorskip("benchmarks.scale")
     model = scale.build("llama-3.2-3b", 2)
     model.get_vision_tower().requires_grad_(True)  # DeepSpeed's estimator knows no frozen weight

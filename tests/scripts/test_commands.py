@@ -106,7 +106,7 @@ def call(tree: Path, path: str, *command: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_of_a_script_prints_what_stands_at_its_head_and_does_nothing_else(fresh_tree, script, flag):
+def test_help_of_a_script_prints_its_header_and_does_nothing_else(fresh_tree, script, flag):
     tree, path = fresh_tree
     before = sorted(tree.rglob("*"))
     run = call(tree, path, f"../{script}.sh", flag)
@@ -118,7 +118,7 @@ def test_help_of_a_script_prints_what_stands_at_its_head_and_does_nothing_else(f
 
 
 @pytest.mark.parametrize("script", ["setup", "quickstart", "upstream_baseline", "analyze", "compare"])
-def test_argument_that_a_script_does_not_know_is_refused_before_anything_is_done(fresh_tree, script):
+def test_an_unknown_argument_of_a_script_is_refused_first(fresh_tree, script):
     tree, path = fresh_tree
     before = sorted(tree.rglob("*"))
     run = call(tree, path, f"../{script}.sh", "--epochs")

@@ -90,7 +90,7 @@ def compare(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_step_in_order_and_a_second_call_trains_and_measures_nothing_again(compare):
+def test_every_step_in_order_and_a_rerun_trains_and_measures_nothing(compare):
     run, seen = compare
     done = run("--arms", "none,layernorm_default", "--seeds", "7,", "--tasks", "pope")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -289,7 +289,7 @@ def test_own_questions_are_asked_in_every_arm_after_its_evaluation(tmp_path, mon
         ({"question_id": 0, "text": "Is it?", "expected": "3"}, "the id 0 is that of"),
     ],
 )
-def test_own_questions_that_cannot_be_scored_are_refused_before_anything_runs(tmp_path, capsys, record, message):
+def test_own_questions_without_a_score_are_refused_before_anything_runs(tmp_path, capsys, record, message):
     good = {"question_id": 0, "text": "Was it?", "expected": "yes"}
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (good, record)))
     words = ["run", "--output-dir", str(tmp_path / "out"), "--questions", str(tmp_path / "mine.jsonl")]

@@ -67,7 +67,7 @@ def test_an_arm_that_fails_says_why_and_the_others_go_on(monkeypatch, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_padded_arm_takes_its_samples_in_pieces_where_the_whole_does_not_fit(monkeypatch, tmp_path):
+def test_a_padded_arm_splits_a_batch_that_does_not_fit(monkeypatch, tmp_path):
     """The budget is the estimate for a fifth more than the largest packed micro-batch."""
     seen = {}
 
@@ -195,7 +195,7 @@ def test_wrong_calls_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failed_part_is_repeated_a_measured_one_is_not_and_an_open_one_says_why(tmp_path):
+def test_failed_parts_are_repeated_measured_ones_kept_open_ones_explained(tmp_path):
     words = ("--parts", "environment,vs_upstream", "--output-dir", tmp_path)
     late = gpu_check_sh(*words, "--limit", "0.01")
     assert late.returncode == 1 and "failed in" in late.stdout and "longer than 0.01 s (--limit)" in late.stdout

@@ -283,7 +283,7 @@ def test_every_mark_of_a_probe_is_legible_on_every_color() -> None:
 
 
 @pytest.mark.slow
-def test_probe_captions_and_statements_say_what_is_written_and_what_is_small(probes_folder: Path) -> None:
+def test_probe_captions_and_statements_name_marks_and_small_shapes(probes_folder: Path) -> None:
     captions = {record["image"]: turns(record)[0][1] for record in read(probes_folder / "pretrain.json")}
     statements = json.loads((probes_folder / "statements.json").read_text())["train"]
     for image, caption in captions.items():
@@ -295,7 +295,7 @@ def test_probe_captions_and_statements_say_what_is_written_and_what_is_small(pro
     assert all(any(word in text for text in captions.values()) for word in ("marked", "small"))
 
 
-def test_held_out_pairs_are_in_no_training_picture_and_in_questions_of_one_kind_alone(
+def test_held_out_pairs_are_only_in_questions_of_their_kind(
     probes_folder: Path,
 ) -> None:
     stages = {name: read(probes_folder / name) for name in ("pretrain.json", "finetune.json")}
@@ -570,7 +570,7 @@ def test_a_package_that_apt_does_not_know_asks_for_apt_get_update(
 
 
 @needs_dpkg
-def test_of_a_package_pictures_and_captions_are_unpacked_and_its_sounds_stay(package: Path, tmp_path: Path) -> None:
+def test_pictures_and_captions_of_a_package_are_unpacked_without_sounds(package: Path, tmp_path: Path) -> None:
     inside = sorted(path.relative_to(package) for path in package.rglob("*") if path.suffix in stamps.USED)
     assert inside
     (package / stamps.STAMPS_IN_PACKAGE / "cow.ogg").write_bytes(b"moo")
@@ -618,7 +618,7 @@ def test_a_tower_is_trained_on_pictures_of_which_no_quarter_is_described(package
     assert json.loads((folder / MANIFEST).read_text())["facts"]["steps"] == TINY_TOWER.steps
 
 
-def test_the_towers_files_can_all_be_read_by_everyone_whom_the_umask_allows(scenes_root: Path) -> None:
+def test_the_towers_files_follow_the_umask(scenes_root: Path) -> None:
     folder = tower.prepare(TINY_TOWER, scenes_root)
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
 
@@ -669,7 +669,7 @@ def test_a_tower_whose_patches_make_no_quarters_is_refused_for_scenes(capsys: py
     tower.check(replace(TINY_TOWER, data="stamps", patch_size=64))
 
 
-def test_probes_have_a_tower_of_larger_pictures_and_every_set_one_of_four_tokens() -> None:
+def test_probes_have_a_tower_of_larger_pictures_and_all_have_four_tokens() -> None:
     sides = {name: tower.Settings(data=name) for name in tower.PICTURES}
     tokens = {name: (settings.image_size // settings.patch_size) ** 2 for name, settings in sides.items()}
     assert tokens == {"scenes": 4, "stamps": 4, "probes": 4}

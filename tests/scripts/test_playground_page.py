@@ -110,7 +110,7 @@ def test_page_fits_a_phone_and_says_nothing_to_the_console(arms, browse, tmp_pat
     assert content <= window <= 390
 
 
-def test_an_answer_may_be_as_long_as_the_longest_expected_one_and_a_token_longer(tokenizer):
+def test_an_answer_may_be_one_token_longer_than_the_longest_expected(tokenizer):
     """Cut at the expected length, "a great blue heron on a lake" would be taken for "a great blue heron"."""
     records = [{"conversations": [{}, {"value": text}]} for text in ("red", "a great blue heron")]
     assert answers.longest_answer(records, tokenizer) == len("a great blue heron") + 1  # a token per byte

@@ -160,7 +160,7 @@ def test_a_containers_limit_counts_and_its_page_cache_is_free(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_failed_step_names_its_log_ends_the_other_arm_and_can_be_repeated(start):
+def test_a_failed_step_names_its_log_and_ends_the_other_arm(start):
     failed = start(FAILS="none/finetune", HANGS="gwc_layernorm/finetune")
     assert failed.returncode == 1
     log = start.out / "none/finetune.log"

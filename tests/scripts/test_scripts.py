@@ -221,7 +221,7 @@ def test_environment_wins_over_preset_and_the_callers_flags_over_both():
     assert run["flags"]["learning_rate"] == "5e-4" and "2e-4" not in run["command"]
 
 
-def test_folder_adapter_launcher_and_batch_follow_the_flags_that_they_depend_on():
+def test_folder_adapter_launcher_and_batch_follow_their_flags():
     flags = ["--mm-projector-norm", "rmsnorm", "--deepspeed=deepspeed_configs/zero2.json"]
     run = resolved_run("finetune", *flags, "--per_device_train_batch_size", "2", PRESET="demo", NUM_GPUS=2)
     assert run["flags"]["output_dir"] == "checkpoints/demo-rmsnorm-finetune"
@@ -243,7 +243,7 @@ def test_an_empty_image_folder_is_honoured_by_every_preset(preset):
 
 
 @pytest.mark.slow
-def test_dry_run_shows_configuration_command_and_inputs_and_asks_the_trainers_parser(tmp_path):
+def test_a_dry_run_shows_settings_command_and_inputs_and_parses_the_flags(tmp_path):
     env = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": sys.executable} | inputs_in(tmp_path)
     shown = bash("scripts/pretrain.sh", "--max_steps", "3", "--mm_projector_norm", "rmsnorm", **env)
     assert shown.returncode == 0, shown.stderr
@@ -505,7 +505,7 @@ def test_the_error_of_the_rank_that_failed_first_is_shown_last(start):
 # --- a real run -------------------------------------------------------------------------------------------------------
 
 
-def test_real_run_refuses_missing_inputs_with_the_same_list_and_makes_nothing(tmp_path):
+def test_a_real_run_refuses_missing_inputs_with_the_same_list(tmp_path):
     output = tmp_path / "out"
     run = bash("scripts/pretrain.sh", NUM_GPUS=8, DATA_PATH="/no/such/file.json", OUTPUT_DIR=output)
     assert run.returncode == 2
@@ -661,13 +661,13 @@ def test_setup_installs_torch_first_and_once(setup):
     assert len(setup.calls()) == 3
 
 
-def test_setup_keeps_the_byte_code_of_what_is_used_whatever_the_caller_keeps(setup):
+def test_setup_writes_the_byte_code_of_what_is_used_in_any_environment(setup):
     """Containers often set the variable; without this, every start would compile what pip has left out."""
     assert setup(PYTHONDONTWRITEBYTECODE=1).returncode == 0
     assert (setup.tree / "compiled").exists()
 
 
-def test_liger_comes_with_a_pytorch_for_nvidia_gpus_unless_extras_are_chosen(setup):
+def test_liger_comes_with_a_cuda_pytorch_unless_extras_are_chosen(setup):
     """Whether a GPU is in sight does not matter: a node without a network must find nothing left to install."""
     assert setup(STAND_IN_TRITON=1).returncode == 0
     assert setup.calls()[-1].endswith("-e .[dev,playground,train,liger]")
@@ -678,7 +678,7 @@ def test_liger_comes_with_a_pytorch_for_nvidia_gpus_unless_extras_are_chosen(set
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
-def test_setup_runs_again_when_the_requirements_change_and_keeps_the_environment(setup, name):
+def test_setup_reruns_on_changed_requirements_and_keeps_the_environment(setup, name):
     setup()
     (setup.tree / name).write_text((setup.tree / name).read_text() + "\n# changed\n")
     setup()

@@ -40,7 +40,7 @@ def job(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("others", ["saves", "saves_late", "hangs"])
-def test_a_signal_that_ends_the_run_after_a_save_requeues_the_job_whichever_node_ends_first(job, others):
+def test_a_signal_after_a_save_requeues_the_job_whichever_node_ends_first(job, others):
     run = job("saves", others, SIGNAL="SIGUSR1", WAIT=3)
     assert run.requeued and run.returncode == 85, run.stderr
     assert not run.state.exists()
@@ -70,7 +70,7 @@ def test_a_run_that_ends_is_not_requeued(job):
 
 
 @pytest.mark.slow
-def test_a_job_whose_signal_always_comes_before_the_first_step_is_not_requeued_for_ever(job):
+def test_a_job_always_signalled_before_its_first_step_is_given_up(job):
     runs = [job("loads", "loads", SIGNAL="SIGUSR1") for _ in range(4)]
     assert [run.requeued for run in runs] == [True, True, True, False]
     assert runs[-1].returncode == 2 and "give more time (sbatch --time=...)" in runs[-1].stderr

@@ -47,7 +47,7 @@ def study(tmp_path):
 
 
 @pytest.mark.slow
-def test_quick_goes_through_every_part_and_a_second_call_trains_and_measures_nothing_again(study):
+def test_quick_runs_every_part_and_a_rerun_trains_and_measures_nothing(study):
     done = study("--quick", "--hours", "0.5", "--arms", ARMS)
     assert done.returncode == 0, done.stdout + done.stderr
     calls = study.seen()

@@ -29,7 +29,7 @@ WAIT = "import os, time; print(os.getpid(), flush=True)\nwhile True: time.sleep(
         (["-c", "import os; os.kill(os.getpid(), 15)"], -15),
     ],
 )
-def test_words_folder_environment_streams_and_status_are_those_of_a_new_python(tmp_path, words, status):
+def test_words_folder_environment_streams_and_status_are_a_new_pythons(tmp_path, words, status):
     (tmp_path / "show.py").write_text(SHOW)
     options = {
         "cwd": tmp_path,

@@ -46,8 +46,8 @@ class Asker:
             text = mtmd.mtmd_input_text(marked, len(marked), True, True)
             bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
             assert mtmd.mtmd_tokenize(self.context, chunks, ctypes.byref(text), bitmaps, 1) == 0
-            found = self._read(chunks) | {"answer": self._generate(chunks, max_new_tokens)}
-            return found | {"chat_answer": self._chat(picture, question, max_new_tokens)}
+            reading = self._read(chunks) | {"answer": self._generate(chunks, max_new_tokens)}
+            return reading | {"chat_answer": self._chat(picture, question, max_new_tokens)}
         finally:
             mtmd.mtmd_input_chunks_free(chunks)
             mtmd.mtmd_bitmap_free(bitmap)
@@ -58,8 +58,8 @@ class Asker:
         url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
         parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
         greedy = {"temperature": 0.0, "top_k": 1, "repeat_penalty": 1.0, "max_tokens": max_new_tokens}
-        said = self.llama.create_chat_completion([{"role": "user", "content": parts}], **greedy)
-        return said["choices"][0]["message"]["content"].strip()
+        completion = self.llama.create_chat_completion([{"role": "user", "content": parts}], **greedy)
+        return completion["choices"][0]["message"]["content"].strip()
 
     def _read(self, chunks: int) -> dict:
         ids, visual = [], []
@@ -82,22 +82,22 @@ class Asker:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
         past = llama_cpp.llama_pos(0)
         assert mtmd.mtmd_helper_eval_chunks(self.context, context, chunks, 0, 0, 512, True, ctypes.byref(past)) == 0
-        said = []
-        while len(said) < max_new_tokens:
+        tokens = []
+        while len(tokens) < max_new_tokens:
             logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (self.llama.n_vocab(),))
             token = int(logits.argmax())
             if llama_cpp.llama_vocab_is_eog(self.vocabulary, token):
                 break
-            said.append(token)
+            tokens.append(token)
             batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(token), 1)
             assert llama_cpp.llama_decode(context, batch) == 0
-        return self.llama.detokenize(said).decode(errors="replace").strip()
+        return self.llama.detokenize(tokens).decode(errors="replace").strip()
 
 
 if __name__ == "__main__":
     model, projector, asked, answers = sys.argv[1:]
     asker = Asker(model, projector)
     with open(asked) as file:
-        found = [asker.ask(**question) for question in json.load(file)]
+        answers = [asker.ask(**question) for question in json.load(file)]
     with open(answers, "w") as file:
-        json.dump(found, file)
+        json.dump(answers, file)

@@ -144,8 +144,8 @@ def differences(
     theirs: list[Answer],
 ) -> list[dict[str, Any]]:
     """The answers that differ, each with our model's preference for its own: in the precision asked, and in float32."""
-    found = [i for i, answer in enumerate(theirs) if answer.text != ours[i]]
-    exact = load_assistant(str(checkpoint), torch_dtype="float32") if found else assistant
+    different = [i for i, answer in enumerate(theirs) if answer.text != ours[i]]
+    exact = load_assistant(str(checkpoint), torch_dtype="float32") if different else assistant
     return [
         {
             "id": records[i]["id"],
@@ -155,15 +155,15 @@ def differences(
             "nats": preference(assistant, records[i], pictures, ours[i], theirs[i].text),
             "nats_in_float32": preference(exact, records[i], pictures, ours[i], theirs[i].text),
         }
-        for i in found
+        for i in different
     ]
 
 
 def summary(report: dict[str, Any]) -> str:
     lines = [
-        f"{report['arm']}: {one['id']} {one['question']!r}: served {one['served']!r}, ours {one['ours']!r}, preferred "
-        f"by {one['nats']:.4f} nats, in float32 by {one['nats_in_float32']:.4f}"
-        for one in report["different"]
+        f"{report['arm']}: {answer['id']} {answer['question']!r}: served {answer['served']!r}, ours {answer['ours']!r}"
+        f", preferred by {answer['nats']:.4f} nats, in float32 by {answer['nats_in_float32']:.4f}"
+        for answer in report["different"]
     ]
     if wrong := report["prompts_differ"]:
         lines.append(f"{report['arm']}: {len(wrong)} prompts have other tokens than ours, the first {wrong[0]}")
@@ -174,7 +174,7 @@ def summary(report: dict[str, Any]) -> str:
 def is_as_expected(report: dict[str, Any]) -> bool:
     """Whether enough answers are equal, the others are ties, and all prompts have our tokens."""
     most, tie = BOUNDS[report["dtype"]]
-    ties = all(abs(one["nats_in_float32"]) <= tie for one in report["different"])
+    ties = all(abs(answer["nats_in_float32"]) <= tie for answer in report["different"])
     return ties and not report["prompts_differ"] and len(report["different"]) <= most * report["questions"]
 
 
@@ -221,9 +221,9 @@ def served(folder: Path, arm: str, args: argparse.Namespace) -> Iterator[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def wait_until_ready(process: subprocess.Popen, address: str, log: Path) -> None:
@@ -270,18 +270,18 @@ def ask(address: str, model: str, record: dict[str, Any], pictures: Path, max_to
     request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=300) as response:
-            found = json.load(response)
+            completion = json.load(response)
     except urllib.error.HTTPError as error:
         raise ValueError(f"{record['id']}: the server refused it: {error.read().decode()[:500]}") from error
-    return Answer(found["choices"][0]["message"]["content"].strip(), found["prompt_token_ids"])
+    return Answer(completion["choices"][0]["message"]["content"].strip(), completion["prompt_token_ids"])
 
 
 def our_answers(assistant: Assistant, records: list[dict[str, Any]], pictures: Path, max_tokens: int) -> list[str]:
     questions = [Asked(record["conversations"][:1], [pictures / record["image"]]) for record in records]
-    given: dict[int, str] = {}
+    answers: dict[int, str] = {}
     for batch in batch_answers(assistant, questions, Image.open, BATCH, do_sample=False, max_new_tokens=max_tokens):
-        given |= batch
-    return [given[number] for number in range(len(records))]
+        answers |= batch
+    return [answers[number] for number in range(len(records))]
 
 
 def same_prompt(assistant: Assistant, record: dict[str, Any], answer: Answer, image: int) -> bool:

@@ -47,12 +47,12 @@ def compare(args: argparse.Namespace, folder: Path) -> int:
     ours, visual, asked = [], [], []
     for record in records:
         picture, turns = load_picture(str(args.image_folder / record["image"])), record["conversations"][:1]
-        said = assistant.answer([turns], [picture], do_sample=False, max_new_tokens=args.max_new_tokens)
+        (text,) = assistant.answer([turns], [picture], do_sample=False, max_new_tokens=args.max_new_tokens)
         pixels = process_prompt_images([picture], assistant.image_processor, assistant.model.config)
         with torch.no_grad():
             visual.append(assistant.model.encode_images(torch.cat(pixels))[0])
         ids = assistant.prompt_ids(turns, [picture]).tolist()
-        ours.append((said[0], [None if token == IMAGE_TOKEN_INDEX else token for token in ids]))
+        ours.append((text, [None if token == IMAGE_TOKEN_INDEX else token for token in ids]))
         image = str((args.image_folder / record["image"]).resolve())
         question = turns[0]["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()
         asked.append({"prompt": assistant.prompt_text(turns), "question": question, "image": image})
@@ -74,16 +74,16 @@ def compare(args: argparse.Namespace, folder: Path) -> int:
         print(done.stderr[-2000:], file=sys.stderr)
         return 2
     theirs = json.loads((folder / "said.json").read_text())
-    equal = sum(said == their["answer"] for (said, _), their in zip(ours, theirs, strict=True))
-    chats = sum(said == their["chat_answer"] for (said, _), their in zip(ours, theirs, strict=True))
+    equal = sum(text == their["answer"] for (text, _), their in zip(ours, theirs, strict=True))
+    chats = sum(text == their["chat_answer"] for (text, _), their in zip(ours, theirs, strict=True))
     prompts = sum(ids == their["prompt_ids"] for (_, ids), their in zip(ours, theirs, strict=True))
     error = max(
         ((torch.tensor(their["visual"]) - tokens).norm() / tokens.norm()).item()
         for tokens, their in zip(visual, theirs, strict=True)
     )
-    for (said, _), their, question in zip(ours, theirs, asked, strict=True):
-        if said != their["answer"]:
-            print(f"{question['image']}: {said!r} here, {their['answer']!r} in llama.cpp")
+    for (text, _), their, question in zip(ours, theirs, asked, strict=True):
+        if text != their["answer"]:
+            print(f"{question['image']}: {text!r} here, {their['answer']!r} in llama.cpp")
     print(f"{args.dtype}: {equal} of {len(ours)} greedy answers equal, {chats} by the file's chat template")
     print(f"token ids of {prompts} prompts equal")
     print(f"visual tokens differ by at most {error:.2e} of their norm")

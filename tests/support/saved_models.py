@@ -103,10 +103,10 @@ def of(case: Callable) -> Callable[[], torch.nn.Module]:
 
 def states(layer: int, first: int = 0) -> Callable:
     """The encoder's hidden state `layer`, from token `first` on."""
-    return lambda given, result: result.hidden_states[layer][:, first:]
+    return lambda inputs, result: result.hidden_states[layer][:, first:]
 
 
-def last(given: dict, result: Any) -> torch.Tensor:
+def last(inputs: dict, result: Any) -> torch.Tensor:
     return result.last_hidden_state
 
 
@@ -292,7 +292,7 @@ STREAMS = {"qwen4_exp": qwen4_exp, "glm5_next": glm5_next, "deepseek_v4": deepse
 
 def masked(argument: str, padding: bool) -> Callable:
     """A module's first argument without padding, told by `argument`."""
-    return lambda given, result: next(iter(given.values()))[given[argument].bool() != padding]
+    return lambda inputs, result: next(iter(inputs.values()))[inputs[argument].bool() != padding]
 
 
 MINICPM_TOKENS = ("image_start", "image_end", "slice_start", "slice_end", "image_id_start", "image_id_end")
@@ -333,7 +333,7 @@ SAVED = {
         of(models.glm4v),
         "Glm4vProcessor",
         QWEN | {"image_processor_type": "Glm4vImageProcessor"},
-        ("model.visual.post_layernorm", lambda given, result: result),
+        ("model.visual.post_layernorm", lambda inputs, result: result),
         "model.visual.merger",
         "<|image|>",
         GLM_TOKENS,
@@ -342,7 +342,7 @@ SAVED = {
         glm_ocr,
         "Glm46VProcessor",
         QWEN | {"image_processor_type": "Glm46VImageProcessor"},
-        ("model.visual.post_layernorm", lambda given, result: result),
+        ("model.visual.post_layernorm", lambda inputs, result: result),
         "model.visual.merger",
         "<|image|>",
         GLM_TOKENS,
@@ -372,7 +372,7 @@ SAVED = {
         of(models.ovis2),
         "Ovis2Processor",
         SQUARE | {"image_processor_type": "Ovis2ImageProcessor"},
-        ("model.vision_tower.transformer", lambda given, result: result[0]),
+        ("model.vision_tower.transformer", lambda inputs, result: result[0]),
         "model.visual_embeddings_table",
         settings={"image_seq_length": 4},
         tokens={"image_token": "<IMG_ATOM>"},
@@ -382,7 +382,7 @@ SAVED = {
         of(models.internvl),
         "InternVLProcessor",
         SQUARE | {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True, "max_patches": 3},
-        ("model.vision_tower", lambda given, result: result.last_hidden_state[:, 1:]),
+        ("model.vision_tower", lambda inputs, result: result.last_hidden_state[:, 1:]),
         settings={"image_seq_length": 4},
         mark="<IMG_CONTEXT>",
         tokens={"image_token": "<IMG_CONTEXT>", "video_token": "<video>", "context_image_token": "<IMG_CONTEXT>"}
@@ -456,7 +456,7 @@ SAVED = {
         ),
         "LlavaProcessor",
         CLIP,
-        ("model.vision_tower", lambda given, result: torch.cat([result.hidden_states[i][:, 1:] for i in (-2, 1)], -1)),
+        ("model.vision_tower", lambda inputs, result: torch.cat([result.hidden_states[i][:, 1:] for i in (-2, 1)], -1)),
         settings=FEATURES,
     ),
     "llava with a list of layers": Saved(
@@ -465,7 +465,7 @@ SAVED = {
         ),
         "LlavaProcessor",
         CLIP,
-        ("model.vision_tower", lambda given, result: torch.cat([result.hidden_states[i][:, 1:] for i in (-2, 1)], -1)),
+        ("model.vision_tower", lambda inputs, result: torch.cat([result.hidden_states[i][:, 1:] for i in (-2, 1)], -1)),
         settings=FEATURES,
     ),
     "paligemma": Saved(
@@ -614,7 +614,7 @@ SAVED = {
             "max_num_patches": 16,
             "size": {"height": 16, "width": 16},
         },
-        ("model.vision_tower", lambda given, result: result.last_hidden_state[given["pixel_attention_mask"].bool()]),
+        ("model.vision_tower", lambda inputs, result: result.last_hidden_state[inputs["pixel_attention_mask"].bool()]),
         tokens={"image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
         | {"image_thumbnail": "<|img_thumbnail|>"},
         needs=("torchvision",),
@@ -623,7 +623,7 @@ SAVED = {
         llama4,
         "Llama4Processor",
         SQUARE | {"image_processor_type": "Llama4ImageProcessor", "max_patches": 4},
-        ("vision_model.vision_adapter", lambda given, result: next(iter(given.values()))),
+        ("vision_model.vision_adapter", lambda inputs, result: next(iter(inputs.values()))),
         "multi_modal_projector",
         settings={
             "patch_size": 4,
@@ -642,7 +642,7 @@ SAVED = {
         "Molmo2Processor",
         SQUARE
         | {"image_processor_type": "Molmo2ImageProcessor", "max_crops": 2, "overlap_margins": [1, 1], "patch_size": 4},
-        ("model.vision_tower", lambda given, result: torch.cat([result.hidden_states[i] for i in (-1, -2)], -1)),
+        ("model.vision_tower", lambda inputs, result: torch.cat([result.hidden_states[i] for i in (-1, -2)], -1)),
         mark="<|image|>",
         tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
         visual="<im_patch>",
@@ -658,7 +658,10 @@ SAVED = {
             "patch_size": 4,
             "size": {"max_height": 32, "max_width": 32},
         },
-        ("model.vision_tower", lambda given, result: torch.cat([rows.flatten(0, -2) for rows in result.pooler_output])),
+        (
+            "model.vision_tower",
+            lambda inputs, result: torch.cat([rows.flatten(0, -2) for rows in result.pooler_output]),
+        ),
         "model.mm_projector",
         mark="<|media_pad|>",
         tokens={"image_token": "<|media_pad|>", "video_token": "<|video|>"},
@@ -680,7 +683,7 @@ SAVED = {
         ),
         "LlavaProcessor",
         CLIP | {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
-        ("model.vision_tower", lambda given, result: result.last_hidden_state.flatten(2).transpose(1, 2)),
+        ("model.vision_tower", lambda inputs, result: result.last_hidden_state.flatten(2).transpose(1, 2)),
         settings={"patch_size": 32, "vision_feature_select_strategy": "full"},
         needs=("timm", "torchvision"),
     ),
@@ -709,7 +712,7 @@ SAVED = {
         ),
         "PerceptionLMProcessor",
         SQUARE | {"image_processor_type": "PerceptionLMImageProcessor", "tile_size": 16, "max_num_tiles": 4},
-        ("model.vision_tower", lambda given, result: result.last_hidden_state[:, 1:]),
+        ("model.vision_tower", lambda inputs, result: result.last_hidden_state[:, 1:]),
         settings={"patch_size": 4, "pooling_ratio": 2},
         tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
         mark="<|image|>",

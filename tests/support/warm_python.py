@@ -131,9 +131,9 @@ def serve(connection: socket.socket) -> None:
 def enter_namespaces(process: int) -> None:
     """Joins the namespaces of `process`, such as a host's of `tests/chaos/two_nodes.sh`."""
     own, its = ([os.readlink(f"/proc/{p}/ns/{name}") for name in NAMESPACES] for p in ("self", process))
-    wanted = sum(flag for flag, a, b in zip(NAMESPACES.values(), own, its, strict=True) if a != b)
+    flags = sum(flag for flag, a, b in zip(NAMESPACES.values(), own, its, strict=True) if a != b)
     libc = ctypes.CDLL(None, use_errno=True)
-    if wanted and libc.setns(os.pidfd_open(process), wanted):
+    if flags and libc.setns(os.pidfd_open(process), flags):
         raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
 
 

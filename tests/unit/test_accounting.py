@@ -185,7 +185,7 @@ def test_states_are_divided_as_zero_divides_them(tiny):
     assert states(1, 4, optim="adamw_bnb_8bit") == (2 * elements, 2 * learnt, 10 * learnt // 4)
 
 
-def test_without_deepspeed_16_bit_weights_have_masters_and_fp32_weights_have_copies(tiny, tmp_path):
+def test_without_deepspeed_16_bit_weights_have_masters_and_fp32_copies(tiny, tmp_path):
     for dtype, stored, beside in ((torch.bfloat16, 2, 4 + 8), (torch.float32, 4 + 2, 8)):
         model = trained(tiny, STAGE_2).to(dtype)
         elements = sum(p.numel() for p in model.parameters())
@@ -230,7 +230,7 @@ def test_a_bucket_holds_a_layer_and_every_layer_is_gathered_at_once(tiny):
 
 
 @pytest.mark.parametrize("option", ["weights", "nontrainable_weights", "gradients"])
-def test_zero_options_whose_kernels_read_fp16_are_refused_in_other_precisions(option):
+def test_zero_options_for_fp16_alone_are_refused_in_other_precisions(option):
     name = f"zero_quantized_{option}"
     for precision, flags in {"bf16": {}, "fp32": {"bf16": False}}.items():
         refused = zero_arguments(2, 2, config={"zero_optimization": {"stage": 2, name: True}}, **flags)
@@ -247,7 +247,7 @@ def test_zero3_that_would_write_no_weights_is_refused():
     check_zero(zero_arguments(3, 2, config={"zero_optimization": dict.fromkeys(zero, True) | {"stage": 3}}))
 
 
-def test_a_trained_layer_whose_input_may_need_no_gradient_is_gathered_module_by_module(tiny):
+def test_a_layer_without_input_gradient_is_gathered_module_by_module(tiny):
     """DeepSpeed would reduce its gradients before they are computed."""
     stage_1, stage_2 = trained(tiny, STAGE_1), trained(tiny, STAGE_2)
     for model in (stage_1, stage_2):
@@ -305,7 +305,7 @@ def test_checkpointing_flag_and_its_older_name(tmp_path, newer, older, expected)
     assert args.activation_checkpointing is expected or args.activation_checkpointing == expected
 
 
-def test_checkpointing_works_with_releases_of_the_library_that_know_the_older_name_alone(tmp_path):
+def test_checkpointing_works_with_library_releases_of_the_older_name(tmp_path):
     """Their default of the older flag is False, which would contradict the newer one; their models lack the method."""
     assert (
         "gradient_checkpointing" in TrainingArguments.__annotations__

@@ -64,7 +64,7 @@ def flags(**changes):
     return SimpleNamespace(**({"query": "question", "layers": "all", "heads": "all"} | changes))
 
 
-def test_watched_weights_equal_the_librarys_and_the_model_is_left_as_it_was(probe, question, eager):
+def test_measured_weights_equal_the_librarys_and_the_model_is_unchanged(probe, question, eager):
     weights = []
     with watched(probe.parts.layers, see=lambda index, seen: weights.append(seen.weights.clone())):
         logits = probe.run(probe.prepare([question])).logits[0, -1]
@@ -231,7 +231,7 @@ def test_uniform_is_what_the_mask_allows():
 
 
 @torch.no_grad()
-def test_uniform_attention_has_the_uniform_share_and_entropy_one_whatever_the_window():
+def test_uniform_attention_has_uniform_share_and_entropy_1_in_any_window():
     case = models.llava(transformers.MistralConfig(**models.TEXT, sliding_window=9))
     for layer in case.model.model.language_model.layers:
         layer.self_attn.q_proj.weight.zero_()
@@ -282,7 +282,7 @@ def test_shares_and_entropy_are_also_given_without_sinks(probe, question, eager,
 
 
 @pytest.mark.parametrize("layers, heads", [("all", "all"), ("1", "0,2-3")])
-def test_maps_shares_and_entropy_equal_plain_sums_over_the_librarys_weights(probe, question, eager, layers, heads):
+def test_maps_shares_and_entropy_equal_sums_over_the_librarys_weights(probe, question, eager, layers, heads):
     found = attention.look(probe, question, flags(layers=layers, heads=heads))
     groups = probe.groups(probe.prepare([question]))[0]
     use_layers = range(2) if layers == "all" else [1]
@@ -526,9 +526,7 @@ def test_alpha_one_and_the_whole_swap_are_exact_controls(probe, question, outcom
 
 
 @pytest.mark.slow
-def test_a_processor_that_makes_no_inputs_of_text_alone_leaves_that_control_out(
-    checkpoint, tiny, tmp_path, capsys, monkeypatch
-):
+def test_a_processor_without_text_only_inputs_skips_that_control(checkpoint, tiny, tmp_path, capsys, monkeypatch):
     prepare = Probe.prepare
 
     def with_pictures_alone(probe, samples):
@@ -557,7 +555,7 @@ def plain_run(probe, question, scale):
     return output.logits[0, -1].double().log_softmax(-1), cache, embeds[0, visual]
 
 
-def test_shuffling_equals_the_models_own_run_on_the_tokens_in_another_order(probe, question, outcomes):
+def test_shuffling_equals_the_models_own_run_on_reordered_tokens(probe, question, outcomes):
     with torch.no_grad():
         expected, _, tokens = plain_run(probe, question, lambda tokens: tokens)
         found, _, moved = plain_run(probe, question, interventions.shuffled)

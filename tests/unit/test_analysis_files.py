@@ -78,7 +78,7 @@ def test_the_text_embedding_is_found_in_shards_among_other_tables(tmp_path):
     assert torch.equal(torch.cat(chunks), weight)
 
 
-def test_an_embedding_in_two_tensors_is_read_as_one_and_interface_norms_takes_its_name(tmp_path):
+def test_an_embedding_in_two_tensors_is_read_as_one(tmp_path):
     first, second = embedding(), embedding(5, 1)
     names = [f"model.transformer.wte.{name}" for name in ("embedding", "new_embedding")]
     path = save(tmp_path / "two", dict(zip(names, (first, second), strict=True)))
@@ -99,7 +99,7 @@ def test_each_familys_name_of_the_embedding_is_known(tmp_path, name):
     assert WeightFiles(path).embedding_name() == name
 
 
-def test_a_tied_matrix_stored_as_the_output_is_taken_only_where_the_config_ties(tmp_path):
+def test_a_tied_matrix_stored_as_output_is_read_only_if_the_config_ties(tmp_path):
     tied = save(tmp_path / "tied", {"lm_head.weight": embedding()}, {"text_config": {"tie_word_embeddings": True}})
     assert WeightFiles(tied).embedding_name() == "lm_head.weight"
     untied = save(tmp_path / "untied", {"lm_head.weight": embedding()})

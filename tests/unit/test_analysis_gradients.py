@@ -134,7 +134,7 @@ def in_crops(tiny, tmp_path, aspect_ratio):
     return named, samples, args, model, batch
 
 
-def test_of_a_picture_in_crops_every_visual_token_is_traced_to_the_projector(tiny, tmp_path):
+def test_every_visual_token_of_crops_is_traced_to_the_projector(tiny, tmp_path):
     named, samples, args, model, batch = in_crops(tiny, tmp_path, "anyres")
     rows = gradients.projector_rows(model, batch)
     given = batch.inputs

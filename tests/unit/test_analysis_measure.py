@@ -186,7 +186,7 @@ def contents(measurement: Measurement) -> dict:
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
-def test_a_measurement_that_anything_stopped_continues_and_a_finished_one_is_reused(
+def test_an_interrupted_measurement_continues_and_a_finished_one_is_reused(
     checkpoint, data, tmp_path, monkeypatch, capsys, stop
 ):
     flags = ("--samples", 8, "--batch-size", 2)
@@ -230,7 +230,7 @@ def test_a_damaged_state_is_reported_and_measured_again(checkpoint, data, tmp_pa
 
 
 @pytest.mark.slow
-def test_unreadable_pictures_are_left_out_and_named_also_when_the_result_is_taken_again(checkpoint, tmp_path, capsys):
+def test_unreadable_pictures_are_skipped_and_named_also_on_reuse(checkpoint, tmp_path, capsys):
     (tmp_path / "p").mkdir()
     for index in range(5):
         Image.new("RGB", (9, 9), (50 * index, 0, 0)).save(tmp_path / f"p/{index}.png")
@@ -255,7 +255,7 @@ def test_unreadable_pictures_are_left_out_and_named_also_when_the_result_is_take
 
 
 @pytest.mark.slow
-def test_the_commands_write_tables_and_figures_of_several_models_and_checkpoints(tiny, checkpoint, data, tmp_path):
+def test_commands_write_tables_and_figures_of_several_checkpoints(tiny, checkpoint, data, tmp_path):
     aligned = our_checkpoint(tiny, tmp_path / "run/checkpoint-4", "gwc_layernorm")
     our_checkpoint(tiny, tmp_path / "run/checkpoint-12", "gwc_layernorm")
     shared = ("--data", data, "--samples", 3)
@@ -419,7 +419,7 @@ def test_everything_is_checked_before_anything_is_measured(tiny, checkpoint, dat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_plain_llm_and_a_folder_without_config_are_refused_where_pictures_are_needed(tiny, data, tmp_path, capsys):
+def test_a_plain_llm_and_a_folder_without_config_are_refused_for_pictures(tiny, data, tmp_path, capsys):
     for path, message in ((tiny / "llama", "has no visual tokens"), (tmp_path, "no usable config.json")):
         assert main(["update-rates", "--data", data, "--model", str(path), "--output-dir", str(tmp_path / "o")]) == 2
         error = capsys.readouterr().err
@@ -510,7 +510,7 @@ def test_gap_is_the_ratio_of_median_angles():
     assert "by 2.00 times the angle" in verdict("x", found) and "slower in 1 of 2 layers" in verdict("x", found)
 
 
-def test_a_cosines_quantiles_are_those_of_the_cosines_and_rows_count_the_sinks():
+def test_quantiles_are_those_of_the_cosines_and_rows_count_the_sinks():
     from llava.analysis.curves import curve, layer_rows
 
     found, degrees = Measurement(), np.linspace(1, 41, 81)

@@ -218,7 +218,7 @@ def test_visual_positions_must_hold_what_the_projector_gave():
 
 @pytest.mark.parametrize("size", [1, 300])
 @torch.no_grad()
-def test_pictures_that_are_added_to_their_tokens_embedding_are_visual_tokens(size):
+def test_pictures_added_to_their_tokens_embedding_are_visual_tokens(size):
     case = models.llava()  # as Molmo 2 does
     row = case.model.get_input_embeddings().weight[models.IMAGE].mul_(size)
     visual = (case.inputs["input_ids"] == models.IMAGE)[..., None]

@@ -122,7 +122,7 @@ def only_hashes_names(sha256):
     return hashed
 
 
-def test_a_changed_file_is_never_served_stale_even_with_its_old_size_and_time(tmp_path, old_clock):
+def test_a_changed_file_is_never_stale_even_with_its_old_size_and_time(tmp_path, old_clock):
     path = write(tmp_path / "a.json", [record(1, "aaa")])
     old_clock()
     before = path.stat()
@@ -268,7 +268,7 @@ def test_lengths_equal_those_of_the_samples(tmp_path, tokenizer, monkeypatch, wo
             assert (length > 0) == (images > 0)
 
 
-def test_lengths_are_measured_once_for_all_maxima_and_again_for_another_template(tmp_path, tokenizer, monkeypatch):
+def test_lengths_are_measured_once_per_template_for_all_maxima(tmp_path, tokenizer, monkeypatch):
     table = load_records(str(write(tmp_path / "a.json", mixed_records(20))))
     measured = []
     count = lengths._count

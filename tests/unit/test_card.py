@@ -91,7 +91,7 @@ def test_the_gain_is_that_of_the_weight_files_in_both_layouts(tmp_path):
         assert read_facts(tmp_path).gain == 0.25
 
 
-def test_results_come_with_wilson_intervals_only_where_the_score_is_the_mean(write_card, tmp_path):
+def test_results_have_wilson_intervals_only_where_the_score_is_the_mean(write_card, tmp_path):
     write_results(results(75.0, [1, 1, 1, 0]), tmp_path)
     low, high = share_interval(3, 4)
     row = f"| 75.00 | {100 * low:.1f} to {100 * high:.1f} | 25.0 | 4 |"
@@ -146,7 +146,7 @@ def test_wrong_arguments_are_refused_in_one_line(stages, capsys, arguments, mess
     assert status == 2 and message in line and line.count("\n") == 1
 
 
-def test_an_exported_folder_is_loaded_by_transformers_and_needs_trust_for_its_code(tmp_path, write_card):
+def test_transformers_loads_an_exported_folder_with_trust_for_its_code(tmp_path, write_card):
     config = {"model_type": "llava", "text_config": {"model_type": "llama"}, "vision_config": {"image_size": 64}}
     for remote in ({}, {"auto_map": {"AutoConfig": "m.C"}}):
         (tmp_path / "config.json").write_text(json.dumps(config | remote))
@@ -159,7 +159,7 @@ def test_an_exported_folder_is_loaded_by_transformers_and_needs_trust_for_its_co
 
 @pytest.mark.parametrize("base", [None, "owner/llm"])
 @pytest.mark.parametrize("part", ["lora", "projector"])
-def test_what_is_not_a_whole_model_is_loaded_on_its_base_and_tagged_as_an_adapter(tmp_path, write_card, part, base):
+def test_a_partial_model_loads_on_its_base_and_is_tagged_as_an_adapter(tmp_path, write_card, part, base):
     (tmp_path / "config.json").write_text('{"model_type": "llava_llama"}')
     (tmp_path / {"lora": "adapter_config.json", "projector": "mm_projector.bin"}[part]).touch()
     text = write_card("--repo", "me/part", *(("--base-model", base) if base else ()), folder=tmp_path)

@@ -78,7 +78,7 @@ def test_seeds_may_not_differ_in_more_than_the_seed(runs):
         check_runs(runs, "pretrain")
 
 
-def test_folder_must_hold_the_arm_and_seed_of_its_name_and_stage_2_its_own_stage_1(runs):
+def test_a_folder_must_hold_the_run_of_its_name_and_stage_2_its_stage_1(runs):
     change(runs[2], "pretrain", "model.mm_projector_norm_init", "text_norm")
     with pytest.raises(ValueError, match=r"layernorm_default.*\n.*norm_init: 'default' \(expected\), 'text_norm'"):
         check_runs(runs, "pretrain")
@@ -130,7 +130,7 @@ def test_seeds_that_are_no_numbers_are_refused_in_one_line(capsys):
     assert said.startswith("error: argument --seeds: expected seeds joined by commas") and said.count("\n") == 1
 
 
-def test_changed_code_or_packages_are_refused_before_more_is_trained_and_another_commit_is_not(runs, capsys):
+def test_changed_code_or_packages_are_refused_and_another_commit_is_not(runs, capsys):
     assert command(runs, "present") == 2
     message = capsys.readouterr().err
     assert "code.digest: 'd' (none, seed 1)" in message and "versions.torch: '0.1.0' (none, seed 1)" in message

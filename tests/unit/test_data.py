@@ -122,9 +122,7 @@ def test_other_encodings_are_named(tmp_path, name, encoding):
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 @pytest.mark.parametrize("layout", ["list", "indented list", "lines", "lines of Windows", "one line"])
-def test_a_list_and_lines_are_known_by_their_content_with_or_without_a_byte_order_mark(
-    tmp_path, name, layout, encoding
-):
+def test_a_list_and_lines_are_told_by_content_with_or_without_a_bom(tmp_path, name, layout, encoding):
     records = [
         {"id": i, "image": "é.png", "conversations": turns("<image>é")} for i in range(1 if "one" in layout else 3)
     ]
@@ -135,7 +133,7 @@ def test_a_list_and_lines_are_known_by_their_content_with_or_without_a_byte_orde
     assert list(load_records(str(tmp_path / name))) == records
 
 
-def test_a_fault_in_the_middle_of_a_long_list_is_found_where_it_is_and_at_once(tmp_path, monkeypatch):
+def test_a_fault_in_the_middle_of_a_long_list_is_located_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(json_files, "_PIECE", 1000)
     lines = [json.dumps({"id": i, "conversations": turns("?")}) for i in range(2000)]
     lines[700] = lines[700].replace('"id"', "'id'")

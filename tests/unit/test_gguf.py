@@ -129,7 +129,7 @@ def yi_graph(features, found, eps):
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
-def test_the_graph_with_two_norms_computes_our_layernorm_for_small_and_large_activations(size):
+def test_the_graph_with_two_norms_computes_our_layernorm_at_any_scale(size):
     torch.manual_seed(0)
     config = SimpleNamespace(hidden_size=64, mm_hidden_size=24, mm_projector_type="mlp2x_gelu")
     config.mm_projector_norm, config.mm_projector_norm_target = "gwc_layernorm", 2.0
@@ -204,7 +204,7 @@ def test_a_failure_in_the_second_file_leaves_neither(checkpoint, tmp_path, capsy
     assert "does not fit f16" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_that_names_neither_template_nor_mode_is_exported_with_conv_mode(checkpoint, tmp_path, capsys):
+def test_a_checkpoint_without_a_template_is_exported_with_conv_mode(checkpoint, tmp_path, capsys):
     folder, out = checkpoint("llama", seed=8), tmp_path / "out"
     config = json.loads((folder / "config.json").read_text()) | {"mm_use_im_start_end": True}
     config |= {"image_aspect_ratio": None, "mm_conv_version": None}

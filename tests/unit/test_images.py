@@ -196,7 +196,7 @@ def test_a_decompression_bomb_is_an_error_not_a_warning(folder, size):
     assert problem.kind == "image_unreadable" and "decompression bomb" in problem.message
 
 
-def test_a_truncated_picture_passes_the_header_check_and_fails_the_full_one(folder):
+def test_a_truncated_picture_passes_the_header_check_and_fails_the_full(folder):
     for name, data in (("a.png", encoded(noise(size=(64, 64)))), ("a.jpg", encoded(noise(size=(64, 64)), "JPEG"))):
         (folder / "images" / name).write_bytes(data[: len(data) // 2])
         store = ImageStore(folder / "images")

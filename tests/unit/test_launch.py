@@ -93,7 +93,7 @@ def test_count_that_is_not_a_whole_number_is_refused_by_name(name, value):
 @pytest.mark.parametrize(
     ("gpus", "grouped", "window"), [("8", "True", "1"), ("32", "True", "16"), ("32", "False", "1")]
 )
-def test_batches_are_paired_by_length_where_devices_have_few_samples_and_a_number_is_kept(gpus, grouped, window):
+def test_batches_are_paired_by_length_where_devices_have_few_samples(gpus, grouped, window):
     words = ["--per_device_train_batch_size", "1", "--output_dir", "out", "--group_by_modality_length", grouped]
     environment = {"NUM_GPUS": gpus, "GLOBAL_BATCH": "128"}
     for given, expected in (("auto", window), ("4", "4")):
@@ -164,7 +164,7 @@ def test_one_gpu_without_deepspeed_is_one_process_that_sees_one_gpu():
     assert launcher(deepspeed="", NUM_GPUS=1, CUDA_VISIBLE_DEVICES="3,5") == "env CUDA_VISIBLE_DEVICES=3 python"
 
 
-def test_cuda_visible_devices_is_kept_by_torchrun_since_deepspeed_would_ignore_it():
+def test_cuda_visible_devices_needs_torchrun_since_deepspeed_ignores_it():
     words = launcher(NUM_GPUS=2, CUDA_VISIBLE_DEVICES="2,3")
     assert words == "python -m torch.distributed.run --standalone --nproc_per_node 2"
     with pytest.raises(Refusal, match="CUDA_VISIBLE_DEVICES=2,3"):
@@ -194,7 +194,7 @@ def test_restarts_over_nodes_meet_again_without_node_numbers():
         assert f"--rdzv_conf is_host={host}" in launcher(NNODES=2, MAX_RESTARTS=3, NODE_RANK=rank)
 
 
-def test_restarts_choose_torchrun_with_a_store_of_each_start_and_refuse_other_launchers():
+def test_restarts_use_torchrun_alone_with_a_store_per_start():
     words = launcher(MAX_RESTARTS=1)
     assert words.startswith("env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ") and "--max_restarts 1" in words
     for other in ({"LAUNCHER": "deepspeed"}, {"HOSTFILE": "hosts", "NNODES": 1}):
@@ -257,7 +257,7 @@ def test_reports_go_to_tensorboard_unless_the_callers_environment_lacks_it(monke
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def test_hub_names_are_told_from_local_paths_and_missing_files_say_what_to_do(tmp_path):
+def test_hub_names_are_no_local_paths_and_missing_files_say_what_to_do(tmp_path):
     (tmp_path / "data.json").write_text("[]")
     data = f"{tmp_path}/data.json,{tmp_path}/*.json,/no/such.json,hf:owner/set:en[train],hf:{tmp_path}[test],hf:/no[a]"
     words = ["--model_name_or_path", "owner/model", "--vision_tower", "./no/such/tower", "--data_path", data]
@@ -289,7 +289,7 @@ def test_folder_of_this_repository_is_never_taken_for_a_hub_name():
     assert [f.state for f in check_inputs({}, words, devices, launch)] == ["MISSING"]
 
 
-def test_an_interface_that_is_not_here_is_listed_as_missing_where_ranks_must_meet():
+def test_an_absent_interface_is_listed_as_missing_where_ranks_must_meet():
     for devices, expected in ((Devices(1, 2, True), ["GLOO_SOCKET_IFNAME"]), (Devices(1, 1, True), [])):
         environment = {"GLOO_SOCKET_IFNAME": "nosuch0"}
         launch = resolve_launch(environment, devices, "zero3.json", "name", "python", 1)
@@ -298,7 +298,7 @@ def test_an_interface_that_is_not_here_is_listed_as_missing_where_ranks_must_mee
         assert [f.what for f in found] == expected and not any(f.is_relative for f in found)
 
 
-def test_a_master_that_cannot_be_resolved_is_refused_and_one_that_is_elsewhere_is_reported(capsys):
+def test_an_unresolvable_master_is_refused_and_a_remote_one_is_reported(capsys):
     with pytest.raises(Refusal, match=r"^MASTER_ADDR=no such host: .* cannot resolve it \("):
         check_master("no such host", first_node=False)
     check_master("127.0.0.1", first_node=True)
@@ -334,7 +334,7 @@ def test_the_trainers_own_parser_names_the_flag_at_fault(words, said, monkeypatc
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
-def test_threads_sleep_while_they_wait_only_beside_other_work_and_where_the_user_did_not_choose():
+def test_waiting_threads_sleep_only_beside_other_work_and_by_default():
     assert not wait_policy({}, threads=2, idle=2.0) and not wait_policy({}, threads=2, idle=1.8)
     assert not wait_policy({}, threads=2, idle=60.0)
     assert wait_policy({}, threads=2, idle=1.0) == {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100"}
@@ -342,7 +342,7 @@ def test_threads_sleep_while_they_wait_only_beside_other_work_and_where_the_user
         assert not wait_policy({name: "active"}, threads=2, idle=0.0)
 
 
-def test_a_cpu_run_beside_other_work_says_what_it_sets_and_a_gpu_run_does_not_look(monkeypatch, capsys):
+def test_a_cpu_run_beside_other_work_says_what_it_sets(monkeypatch, capsys):
     monkeypatch.setattr("llava.launch.__main__.idle_cores", lambda cores: 0.5)
     words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]
     plans = [resolve({"GLOBAL_BATCH": "8", "NUM_GPUS": gpus}, "entry", words, cores=2) for gpus in ("0", "1")]
@@ -385,7 +385,7 @@ def test_idle_cores_are_counted_among_those_that_the_run_may_use(tmp_path, monke
     assert idle_cores({0, 1}, tmp_path / "none") == 2.0
 
 
-def test_ctrl_c_while_the_launcher_starts_ends_without_one_and_leaves_no_handler(tmp_path, monkeypatch):
+def test_ctrl_c_while_the_launcher_starts_leaves_no_launcher_or_handler(tmp_path, monkeypatch):
     """The signal comes before there is a launcher that could pass it on."""
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: signal.raise_signal(signal.SIGINT))

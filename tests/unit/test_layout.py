@@ -35,7 +35,7 @@ def by_hand(max_length):
 
 
 @pytest.mark.parametrize("max_length", [None, 1, 2, 3, 4, 5])
-def test_images_may_stand_for_different_numbers_of_tokens_and_be_cut_anywhere(max_length):
+def test_images_may_have_different_numbers_of_tokens_and_be_cut_anywhere(max_length):
     layout, expected = laid_out(max_length), by_hand(max_length)
     table = ["zeros", *layout.text_ids.tolist(), *(f"visual {i}" for i in range(sum(WIDTHS)))]
     assert [table[i] for i in layout.source[0].tolist()] == [token for rows in expected for token, _ in rows]

@@ -45,7 +45,7 @@ def test_who_waits_gets_the_lock_that_the_next_one_meets(tmp_path, monkeypatch):
     third.release()
 
 
-def test_a_killed_holders_lock_is_free_although_a_worker_that_it_forked_lives_on(tmp_path, monkeypatch):
+def test_a_killed_holders_lock_is_free_although_its_forked_worker_lives(tmp_path, monkeypatch):
     code = """
         import os, sys, time
         from pathlib import Path

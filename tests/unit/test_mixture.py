@@ -107,7 +107,7 @@ def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples)
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (0.1, 0.2, 0.7), (1, 1e6, 3), (1, 1, 4)])
-def test_an_epoch_has_exactly_the_samples_that_it_should_and_no_share_is_one_off(place, weights):
+def test_an_epoch_has_exactly_its_samples_and_no_share_is_one_off(place, weights):
     entries = [CATS | {"name": str(i), "weight": weight} for i, weight in enumerate(weights)]
     for total in (100, 101, 1_000_003) if max(weights) < 1e6 else (1_000_003,):
         table = load_records(mixture(place, *entries, epoch_samples=total))
@@ -141,7 +141,7 @@ def test_every_data_set_may_have_its_own_folder_or_zip_file(place):
     assert cat.tobytes() == plain.open("0.png").tobytes() and dog.tobytes() == plain.open("7.png").tobytes()
 
 
-def test_pictures_that_vanish_from_a_data_sets_own_folder_are_noticed_and_named(place):
+def test_pictures_that_vanish_from_a_data_sets_own_folder_are_named(place):
     path = mixture(place, CATS | {"image_folder": "images"})
     table = load_records(path, check=False)
     store = ImageStore(None, others=table.image_folders)
@@ -155,7 +155,7 @@ def test_pictures_that_vanish_from_a_data_sets_own_folder_are_noticed_and_named(
         store.open(PlacedImage("images", "../cats.jsonl"))
 
 
-def test_the_same_pictures_under_another_data_sets_folder_are_checked_again(place):
+def test_equal_pictures_in_another_data_sets_folder_are_checked_again(place):
     os.symlink("images", place / "other")
     entries = [[CATS | {"image_folder": a}, DOGS | {"image_folder": b}, DOGS | {"name": "c", "image_folder": c}]
                for a, b, c in (("images", "other", "images"), ("images", "other", "other"))]  # fmt: skip
@@ -166,7 +166,7 @@ def test_the_same_pictures_under_another_data_sets_folder_are_checked_again(plac
     assert paths[0] != paths[1]
 
 
-def test_relative_paths_start_from_the_working_directory_or_else_from_the_file(place, caplog):
+def test_relative_paths_start_from_the_working_directory_or_the_file(place, caplog):
     (place / "sub").mkdir()
     (place / "cats.jsonl").rename(place / "sub/cats.jsonl")
     (place / "images").rename(place / "sub/images")
@@ -180,7 +180,7 @@ def test_relative_paths_start_from_the_working_directory_or_else_from_the_file(p
     assert data_files(path) == [place / "sub/cats.jsonl", type(place)("dogs.jsonl")]
 
 
-def test_a_step_that_is_not_applied_names_the_files_record_and_not_the_place_in_the_epoch(place):
+def test_a_skipped_step_names_the_files_record_not_the_epochs_place(place):
     table = load_records(mixture(place, CATS | {"weight": 1, "sampling_strategy": "end:3"}, DOGS | {"weight": 1}))
     guard = NonFiniteGuard(table, 2)
     guard.start_step([[0, ~(len(table) - 1)]])
@@ -212,7 +212,7 @@ def test_only_sampled_records_are_checked_and_faults_leave_the_shares(place, cap
     assert source_lines(kept)[0].startswith("cats  18 of 20 records, 50 samples")
 
 
-def test_left_out_records_are_counted_among_those_checked_and_not_among_those_drawn(place, caplog):
+def test_skipped_records_count_as_checked_and_not_as_drawn(place, caplog):
     lines = (place / "dogs.jsonl").read_text().splitlines()
     (place / "dogs.jsonl").write_text("\n".join(["{}"] * 20 + lines[:30]))
     path = mixture(place, CATS | {"sampling_strategy": "first:14", "weight": 1}, DOGS | {"weight": 1}, epoch_samples=8)
@@ -381,7 +381,7 @@ def test_any_other_data_set_is_written_as_parquet_once(tmp_path, library, kind, 
 
 
 @pytest.mark.parametrize("names", [("file_name", "image"), ("images_file_names", "images")])
-def test_pictures_that_are_files_of_the_data_set_are_written_as_bytes_and_others_stay_paths(tmp_path, library, names):
+def test_pictures_of_the_data_set_are_written_as_bytes_others_stay_paths(tmp_path, library, names):
     folder, (key, column) = tmp_path / "set", names
     folder.mkdir()
     lines = []

@@ -73,7 +73,7 @@ def test_pixels_equal_those_of_upstreams_dataset(key):
     assert np.abs(levels(pixels[0], processor) - LEVELS[key]).max() <= 1.01
 
 
-def test_several_pictures_of_a_prompt_are_padded_where_one_is_cut_into_crops():
+def test_several_pictures_of_a_prompt_are_padded_where_one_is_cropped():
     pictures, processor = [picture("rgb_200x31"), picture("rgb_40x80")], PROCESSORS["siglip"]
     alone = process_prompt_images(pictures[:1], processor, config("anyres_max_4"))
     assert [crops.shape[0] for crops in alone] == [1 + 3]
@@ -150,7 +150,7 @@ def test_expand2square_centres_the_picture_on_the_background():
     assert expand2square(same, (0, 0, 0)) is same
 
 
-def test_a_config_may_lack_every_field_and_pictures_of_any_size_are_stacked():
+def test_a_config_may_lack_every_field_and_pictures_are_stacked():
     images = [picture("rgb_91x37"), picture("l_48x30")]
     assert process_images(images, PROCESSORS["clip"], SimpleNamespace()).shape == (2, 3, 32, 32)
 

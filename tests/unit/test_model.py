@@ -131,7 +131,7 @@ def test_batch_without_targets_has_zero_loss_and_zero_gradients(tiny):
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def test_training_batch_without_images_runs_tower_and_projector_with_zero_weight(tiny):
+def test_a_batch_without_images_runs_tower_and_projector_with_zero_weight(tiny):
     """Otherwise a rank without images would leave the others waiting."""
     model = make(tiny).train()
     ids = torch.tensor([[5, 6, 7, 8]])

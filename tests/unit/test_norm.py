@@ -90,7 +90,7 @@ def test_initial_output_norm_is_the_text_norm(name, dtype, tolerance):
 
 
 @pytest.mark.parametrize("name", COMPENSATED)
-def test_gradients_are_plain_ones_and_input_gradient_is_divided_by_mean_gain(name):
+def test_gradients_are_plain_and_the_inputs_is_divided_by_mean_gain(name):
     norm, x = make(name), inputs()
     plain = NORM_TYPES[PLAIN_OF[name]](D)
     plain.load_state_dict(norm.state_dict())
@@ -244,7 +244,7 @@ def test_init_flag_means_text_norm_default_or_a_norm():
 
 
 @pytest.mark.parametrize("name", ["scale", "gwc_scale"])
-def test_scale_gives_the_first_tokens_the_target_norm_on_average_and_keeps_their_proportions(name):
+def test_scale_gives_the_first_tokens_the_mean_target_norm(name):
     norm, x = NORM_TYPES[name](D), inputs() * torch.linspace(0.5, 2, 7)[:, None]
     config = SimpleNamespace(mm_projector_norm_target=1.09, mm_projector_norm_init_gain=None)
     fit_to_tokens(norm, config, x.flatten(0, 1))
@@ -266,7 +266,7 @@ def test_compensated_scale_passes_the_gradient_as_if_there_were_no_factor():
         torch.testing.assert_close(norm.weight.grad, (x.detach() * grad).sum()[None])
 
 
-def test_clip_leaves_tokens_below_the_target_alone_bit_for_bit_and_zeros_zero():
+def test_clip_keeps_tokens_below_the_target_bit_for_bit_and_zeros_zero():
     norm = NORM_TYPES["clip"](D, init_gain=NormClip.gain_for(2.0, D))
     x = torch.nn.functional.normalize(inputs(), dim=-1) * torch.tensor([0.0, 0.5, 1, 1.9, 2.1, 40, 4000])[:, None]
     y = norm(x)
@@ -306,7 +306,7 @@ def test_an_arm_that_needs_tokens_is_refused_where_nobody_measures_them():
         record_norm(SimpleNamespace(hidden_size=D), flags, torch.ones(4, D))
 
 
-def test_settings_that_decide_what_a_norm_means_are_compared_with_their_defaults():
+def test_settings_that_define_a_norm_are_compared_with_their_defaults():
     recorded = {"mm_projector_norm": "rmsnorm", "mm_projector_norm_init": "default", "mm_projector_norm_eps": 1e-6}
     requested = ProjectorNormArguments(mm_projector_norm="rmsnorm", mm_projector_norm_learnable=False)
     assert norm_differences(recorded, requested) == [("mm_projector_norm_eps", 1e-6, 1e-5)]

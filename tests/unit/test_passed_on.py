@@ -88,7 +88,7 @@ def test_value_that_a_line_cannot_hold_is_refused_by_name(value):
         env_file_text({"HF_HOME": value})
 
 
-def test_the_users_own_file_wins_and_lines_on_which_deepspeed_ends_are_left_out_or_refused(tmp_path, monkeypatch):
+def test_the_users_file_wins_and_lines_fatal_to_deepspeed_are_not_passed(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home").mkdir()
@@ -107,7 +107,7 @@ def test_the_users_own_file_wins_and_lines_on_which_deepspeed_ends_are_left_out_
         own_lines({ENV_FILE: str(tmp_path / "named")})
 
 
-def test_a_reader_sees_which_variables_are_passed_on_and_of_secrets_the_names_alone():
+def test_passed_on_variables_are_shown_and_of_secrets_only_the_names():
     environment = {"HF_TOKEN": "hidden", "WANDB_API_KEY": "hidden", "HTTPS_PROXY": "hidden", "HF_HOME": "/a b"}
     environment |= {"TOKENIZERS_PARALLELISM": "false"}
     for by_ssh, more, said in (

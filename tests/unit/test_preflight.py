@@ -306,7 +306,7 @@ def test_a_picture_repaired_in_its_place_is_noticed(tmp_path, pictures):
     assert preflight(table, pictures, rules(), show_progress=False)[0].bad_records() == []
 
 
-def test_an_older_full_check_is_not_used_once_a_newer_one_found_other_pictures(tmp_path, pictures):
+def test_an_older_full_check_is_unused_once_a_newer_saw_other_pictures(tmp_path, pictures):
     table = jsonl(tmp_path / "a.jsonl", [{"image": "a.png", "conversations": TURNS}])
 
     def bad(full_decode: bool) -> list[int]:
@@ -327,7 +327,7 @@ def test_a_folder_that_changes_during_the_check_is_checked_again(tmp_path, pictu
     assert len(done) == 2
 
 
-def test_a_table_without_records_is_another_table_and_keeps_the_names_of_the_rest(tmp_path, pictures, tokenizer):
+def test_a_table_without_records_is_another_table_and_keeps_other_names(tmp_path, pictures, tokenizer):
     lines = [{"id": i, "conversations": TEXT if i != 1 else []} for i in range(4)]
     lines.append({"id": "gone", "image": "b.png", "conversations": TURNS})
     table = jsonl(tmp_path / "a.jsonl", lines)
@@ -377,7 +377,7 @@ def test_the_command_counts_the_lengths_that_training_has_with_crops(tmp_path, t
     assert f"are longer than 20 tokens and are cut; the longest has {longest}\n" in capsys.readouterr().out
 
 
-def test_turned_pictures_are_counted_or_trained_as_if_their_files_were_upright(tmp_path, tiny, capsys):
+def test_rotated_pictures_are_counted_or_trained_as_if_upright(tmp_path, tiny, capsys):
     upright, turned = (write_shapes(tmp_path / name) for name in ("upright", "turned"))
     exif = Image.Exif()
     exif[274] = 6
@@ -404,7 +404,7 @@ def test_turned_pictures_are_counted_or_trained_as_if_their_files_were_upright(t
 
 
 @pytest.mark.slow
-def test_training_refuses_or_leaves_out_records_with_faults_and_says_where_they_are(tiny, tmp_path, caplog):
+def test_training_refuses_or_skips_faulty_records_and_says_where_they_are(tiny, tmp_path, caplog):
     records = json.loads((tiny / "data/finetune.json").read_text())
     bad = [
         dict(records[0], id="gone", image="gone.png"),
@@ -431,7 +431,7 @@ def test_training_refuses_or_leaves_out_records_with_faults_and_says_where_they_
     assert logs[0] == logs[1]  # nothing stands in for what was left out
 
 
-def test_training_says_that_a_check_is_remembered_and_checks_again_if_asked_to(tiny, tmp_path, monkeypatch, caplog):
+def test_training_says_that_a_check_is_remembered_and_rechecks_on_request(tiny, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     done = counted(monkeypatch)
     options = {"data_cache_dir": tmp_path / "cache"}
@@ -548,7 +548,7 @@ def test_a_column_of_lists_gives_every_picture_in_its_place(tmp_path, tokenizer,
         assert all(torch.equal(value, expected[index][key]) for key, value in data[index].items() if key != "index")
 
 
-def test_columns_that_are_not_read_are_counted_and_named_where_a_picture_is_missing(tmp_path, capsys):
+def test_unread_columns_are_counted_and_named_where_a_picture_is_missing(tmp_path, capsys):
     picture = pa.array([{"bytes": data, "path": None} for data in BYTES[:2]], STRUCT)
     turns = [[HUMAN | {"weight": 1.5}, GPT]] * 2
     pq.write_table(pa.table({"conversations": turns, "picture": picture, "n": [1, 2]}), tmp_path / "a.parquet")

@@ -209,7 +209,7 @@ def test_a_newline_that_begins_an_answer_is_not_taken_for_the_headers():
     assert sample.labels[sample.labels != IGNORE_INDEX].tolist() == ids
 
 
-def test_the_space_that_sentencepiece_adds_after_an_image_belongs_to_the_answer():
+def test_sentencepieces_space_after_an_image_belongs_to_the_answer():
     sample = preprocess(turns("Hi", "See <image> it."), tokenizer("llama"), "v1")
     after = sample.input_ids.tolist().index(IMAGE_TOKEN_INDEX) + 1
     assert torch.equal(sample.labels[after:], sample.input_ids[after:])
@@ -300,7 +300,7 @@ def test_role_tagged_templates_take_two_turns_of_one_role():
     assert targets(sample, tokenizer("qwen")) == ["Yes.<|im_end|>"] * 2
 
 
-def test_an_unknown_masking_and_a_template_without_recorded_labels_are_errors():
+def test_unknown_masking_and_a_template_without_labels_are_errors():
     with pytest.raises(ValueError, match="--label_masking 'all': expected one of assistant, upstream"):
         preprocess([HUMAN, GPT], tokenizer("llama"), "v1", label_masking="all")
     with pytest.raises(ValueError, match="not available for templates of style SINGLE"):

@@ -81,7 +81,7 @@ def test_what_was_done_before_counts_as_done_and_not_as_pace(capsys):
     ]
 
 
-def test_time_of_evaluations_counts_neither_for_the_rate_nor_for_the_time_left(capsys, monkeypatch):
+def test_evaluation_time_counts_neither_for_the_rate_nor_the_time_left(capsys, monkeypatch):
     clock, paused = Clock(), [3.0]
     monkeypatch.setattr(training_progress, "Progress", partial(Progress, clock=clock))
     callback = training_progress.TrainingProgress(8, lambda: paused[0])

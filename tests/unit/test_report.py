@@ -142,7 +142,7 @@ def test_score_that_its_samples_do_not_give_is_refused(tmp_path, capsys):
         Statistics(runs)
 
 
-def test_one_seed_says_what_its_interval_leaves_out_and_other_models_get_no_paper_numbers(tmp_path):
+def test_one_seed_names_what_its_interval_excludes(tmp_path):
     for arm in ("none", "layernorm"):
         write_run(tmp_path, 1, arm, 0.5)
     compare(tmp_path, ("none", "layernorm"), "1")

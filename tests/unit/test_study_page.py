@@ -157,7 +157,7 @@ def test_an_arm_whose_seeds_differ_far_more_than_the_others_is_named(study):
     )
 
 
-def test_the_record_keeps_tables_of_arms_without_a_row_per_layer_and_of_long_ones_some_columns(tmp_path):
+def test_the_record_keeps_tables_of_arms_and_columns_of_long_ones(tmp_path):
     tables = {
         "sinks": {"model": "none", "share": 0.123456, "position": 12345},
         "update-rates": {"model": "none", "tokens": "text", "cosine mean": 0.9, "update mean": 1.0, "count": 7},
@@ -174,7 +174,7 @@ def test_the_record_keeps_tables_of_arms_without_a_row_per_layer_and_of_long_one
     }
 
 
-def test_a_measurement_has_one_table_in_which_an_arm_s_rows_follow_each_other(study):
+def test_a_measurement_has_one_table_with_an_arms_rows_together(study):
     before, after = (
         [{"model": arm, "tokens": t, "cosine mean": c, "update mean": 0.1} for arm in ("none", "clip") for t in "ab"]
         for c in (0.5, 0.98765)
@@ -189,7 +189,7 @@ def test_a_measurement_has_one_table_in_which_an_arm_s_rows_follow_each_other(st
     ]
 
 
-def test_measurements_of_the_first_seed_trained_again_are_taken_over_and_named(study, tmp_path, capsys):
+def test_measurements_of_a_retrained_first_seed_are_reused_and_named(study, tmp_path, capsys):
     again = copy.deepcopy(study) | {"seeds": [42], "trained_at": "decade"}
     again["scores"]["clip"]["color"] = [study["scores"]["clip"]["color"][0] - 1.5]
     found = with_measurements(study | {"measured": {}}, again)

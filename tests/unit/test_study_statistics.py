@@ -55,7 +55,7 @@ def verdicts(differences):
     }
 
 
-def test_an_arm_that_never_sees_its_pictures_is_called_worse_and_the_others_are_not():
+def test_only_an_arm_that_never_sees_its_pictures_is_called_worse():
     rng = np.random.default_rng(1)
     for _ in range(10):
         overall, single = verdicts(simulated(rng, [0, 0, 0], spread=0.5, blanked=[1]))
@@ -65,7 +65,7 @@ def test_an_arm_that_never_sees_its_pictures_is_called_worse_and_the_others_are_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deviation", [0.0, 0.02, 0.06])
-def test_equal_arms_with_other_seeds_are_called_unchanged_in_19_of_20_studies(deviation):
+def test_equal_arms_of_other_seeds_are_unchanged_in_19_of_20_studies(deviation):
     rng = np.random.default_rng(2)
     wrong = 0
     for _ in range(20):
@@ -76,7 +76,7 @@ def test_equal_arms_with_other_seeds_are_called_unchanged_in_19_of_20_studies(de
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "arms", "right"), [(3, 3, 0.5), (3, 6, 0.7), (6, 3, 0.7)])
-def test_the_planned_smallest_difference_is_found_in_about_80_percent_of_studies(seeds, arms, right):
+def test_the_planned_smallest_difference_is_found_in_80_percent_of_studies(seeds, arms, right):
     tasks = {str(task): right for task in range(TASKS)}
     smallest = smallest_differences(tasks, dict.fromkeys(tasks, QUESTIONS), arms, seeds)["mean"] / 100
     rng = np.random.default_rng(3)
@@ -184,7 +184,7 @@ def test_an_accuracy_is_reached_between_two_points_by_a_straight_line():
     assert first_reached(0.9, samples, curve[None]) == [math.inf]
 
 
-def test_samples_to_reach_an_accuracy_have_an_interval_that_holds_what_is_true():
+def test_the_interval_of_samples_to_reach_an_accuracy_holds_the_truth():
     rng = np.random.default_rng(4)
     samples, truth = [0, 100, 200, 300, 400], np.array([0.25, 0.4, 0.55, 0.7, 0.85])
     right, inside = first_reached(0.6, samples, truth[None])[0], 0
@@ -196,7 +196,7 @@ def test_samples_to_reach_an_accuracy_have_an_interval_that_holds_what_is_true()
     assert samples_to_reach(0.99, samples, np.tile(truth, (3, 1)), 96) == (None, None, None)
 
 
-def test_more_seeds_with_the_same_answers_do_not_narrow_the_samples_to_reach():
+def test_more_seeds_of_equal_answers_do_not_narrow_the_samples_to_reach():
     curve = np.linspace(0.25, 0.85, 5)
     alone, thrice = (samples_to_reach(0.6, [0, 100, 200, 300, 400], np.tile(curve, (n, 1)), 64) for n in (1, 3))
     assert thrice == pytest.approx(alone, abs=10)

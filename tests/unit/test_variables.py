@@ -85,20 +85,20 @@ def test_no_variable_of_a_login_shell_a_scheduler_or_a_launcher_is_named(script)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_scripts_own_variables_and_those_of_the_scripts_it_calls_are_never_named(script):
+def test_variables_of_a_script_and_of_those_it_calls_are_never_named(script):
     known = NAMES.union(*OWN.values()) - OTHER_NAMES.keys()
     refused = {name: right for name in known if (right := meant_by(script, name)) and name not in GENERIC}
     assert refused == {}
 
 
-def test_a_name_that_other_programs_export_is_a_warning_unless_the_right_one_is_set():
+def test_a_name_that_other_programs_export_is_only_a_warning():
     (line,) = check_variables("pretrain", {"DATA": "/scratch"})
     assert line.startswith("WARNING: DATA is set, but pretrain.sh does not read it; did you mean DATA_PATH?")
     assert check_variables("pretrain", {"DATA": "/scratch", "DATA_PATH": "mine.json"}) == []
     assert check_variables("analyze", {"DATA": "mine.json"}) == []
 
 
-def test_every_other_name_leads_to_a_variable_or_a_flag_and_none_is_a_training_variable():
+def test_every_other_name_leads_to_a_variable_or_a_flag():
     rights = {*OTHER_NAMES.values(), *GENERIC.values()}
     assert {right for right in rights if not right.startswith("--")} <= NAMES
     assert not NAMES & (OTHER_NAMES | GENERIC).keys() and not OTHER_NAMES.keys() & GENERIC.keys()

@@ -82,7 +82,7 @@ STOCK = {
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_prompts_and_whole_conversations_are_what_stock_chat_templates_write(name):
+def test_prompts_and_conversations_are_what_stock_chat_templates_write(name):
     """What stands before the bar in `STOCK` is the prompt for the last answer."""
     opened, answered = STOCK[name].split("|Bye!")
     texts = SCENARIOS["no_image"]

@@ -191,7 +191,7 @@ def test_patched_upstream_refuses_an_adapter_with_another_norm(baseline, tmp_pat
     assert done.returncode and "adapter 'gwc_layernorm' (its config.json), flags 'layernorm'" in done.stderr
 
 
-def test_patched_upstream_refuses_a_norm_for_a_model_that_has_its_projector(baseline, tmp_path):
+def test_patched_upstream_refuses_a_norm_for_a_model_with_a_projector(baseline, tmp_path):
     flags = {"mm_projector_norm": "layernorm", "model_name_or_path": baseline[1] / "patched/none/finetune"}
     done = train_upstream(tmp_path, pretrain_flags(tmp_path / "run", **flags))
     assert done.returncode and "has mm_projector_norm=none" in done.stderr
