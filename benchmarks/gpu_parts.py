@@ -129,10 +129,10 @@ def environment(setting: Setting) -> None:
     for name in ("accelerate", "triton"):
         add(name, versions.get(name, "missing"))
     for name, off in LACKING.items():
-        found, broken = versions.get(name, "missing"), ""
+        version, broken = versions.get(name, "missing"), ""
         if name in versions and name in COMPILED and (broken := import_error(COMPILED[name])):
-            found += f", but cannot be imported: {broken}"
-        add(name, found, off if broken or name not in versions else "")
+            version += f", but cannot be imported: {broken}"
+        add(name, version, off if broken or name not in versions else "")
     device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16 if gpu else torch.float32
     add("attention over packed samples", packed_attention(None, device, dtype))
 
@@ -180,10 +180,10 @@ def test_rows(report: Path) -> list[dict[str, Any]]:
     return [
         {
             "test": name,
-            **{state: found[state] for state in ("passed", "failed", "skipped")},
+            **{state: tally[state] for state in ("passed", "failed", "skipped")},
             "why": reasons.get(name, ""),
         }
-        for name, found in counts.items()
+        for name, tally in counts.items()
     ]
 
 
@@ -311,8 +311,8 @@ def training_row(lines: list[dict[str, Any]]) -> dict[str, Any]:
         raise Failed(f"the losses of a run are {losses}; expected finite numbers")
     row = {"steps": len(lines), "first_loss": losses[0], "last_loss": losses[-1]}
     for name in ("tokens_per_second", "model_tflops_per_second", "mfu"):
-        found = [line[name] for line in lines[len(lines) // 2 :] if name in line]
-        row |= {name: statistics.median(found)} if found else {}
+        values = [line[name] for line in lines[len(lines) // 2 :] if name in line]
+        row |= {name: statistics.median(values)} if values else {}
     return row | {"peak_memory_gib": lines[-1]["peak_memory_gib"]}
 
 

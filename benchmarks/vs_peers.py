@@ -249,7 +249,7 @@ def ensure_environment(peer: Peer) -> None:
         if subprocess.run(command, check=False).returncode:
             sys.exit(
                 f"error: {peer.name}: {folder} could not be made ({' '.join(map(str, command))} failed, see above); "
-                f"fix that, or omit it: --peers {' '.join(one.name for one in PEERS if one != peer)}"
+                f"fix that, or omit it: --peers {' '.join(other.name for other in PEERS if other != peer)}"
             )
     stamp.write_text(fingerprint)
 

@@ -37,7 +37,7 @@ from llava.model.zero3 import gathered
 logger = logging.getLogger(__name__)
 
 # Flags that become config fields of the same name, besides the norm's.
-PROJECTOR_FIELDS = ("mm_vision_select_layer", "mm_vision_select_feature", "mm_projector_type")
+PROJECTOR_FIELDS = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature")
 
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")
 
@@ -171,8 +171,7 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
 
 def check_flags_against_config(model_args: VisionFlags, config: ConfigBase) -> None:
     """Raises ValueError where the projector's flags contradict the checkpoint that already has a projector."""
-    fields = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature")
-    settings = [(field, getattr(config, field, None), getattr(model_args, field)) for field in fields]
+    settings = [(field, getattr(config, field, None), getattr(model_args, field)) for field in PROJECTOR_FIELDS]
     settings = [row for row in settings if row[1] != row[2]] + norm_differences(config, model_args)
     merge = getattr(config, "mm_patch_merge_type", None)
     if has_newline(merge) and not has_newline(model_args.mm_patch_merge_type):  # it would lose image_newline
