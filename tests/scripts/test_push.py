@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from llava.export.__main__ import main
 from llava.export.push import sort_out
-from llava.train.checkpoint import file_hash
+from llava.utils.digests import bytes_digest
 
 REPO = f"{OWNER}/model"
 STAY = (
@@ -34,7 +34,7 @@ def folder(tmp_path):
     (folder / "README.md").write_text("---\nlicense: mit\n---\n![Loss](figures/loss.png)\n![Me](.env)\n")
     (folder / "config.json").write_text('{"model_type": "llava_llama"}')
     weights = folder / "model.safetensors"
-    entry = {"size": weights.stat().st_size, "sha256": file_hash(weights)}
+    entry = {"size": weights.stat().st_size, "sha256": bytes_digest(weights)}
     (folder / "manifest.json").write_text(json.dumps({"files": {weights.name: entry}, "step": 10}))
     return folder
 
