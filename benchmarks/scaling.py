@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks import inputs
 from benchmarks.common import ROOT, alternate, ratio, spread, write_result
-from llava.data.sampler import ModalityLengthGroupedSampler, RandomOrder, dealt_evenly
+from llava.data.sampler import ModalityLengthGroupedSampler, RandomOrder, assigned_by_length
 from llava.launch.recipe import resolved_run
 from llava.utils.commands import whole
 
@@ -132,7 +132,7 @@ def recipe_rows(steps: int) -> Iterator[dict]:
             ("before", before, 1, earlier_cap, {"micro_batches": fixed}),
             ("after", after, window, cap, {"micro_batches": 1, "max_tokens": cap}),
         ):
-            assigned = [dealt_evenly(step.tolist(), lengths, ranks, **rest) for step in some_of(order, steps)]
+            assigned = [assigned_by_length(step.tolist(), lengths, ranks, **rest) for step in some_of(order, steps)]
             # Tokens of every micro-batch of every step [micro-batches, ranks].
             work = [np.array([[lengths[b].sum() for b in rank] for rank in step]).T for step in assigned]
             work = np.concatenate(work)
@@ -199,7 +199,7 @@ def some_of(steps: np.ndarray, count: int) -> np.ndarray:
 
 def of_each_rank(step: np.ndarray, lengths: np.ndarray, ranks: int, micro: int) -> list[np.ndarray]:
     """Each rank's samples of one step, by this tree's sampler."""
-    return [np.concatenate(batches) for batches in dealt_evenly(step.tolist(), lengths, ranks, micro)]
+    return [np.concatenate(batches) for batches in assigned_by_length(step.tolist(), lengths, ranks, micro)]
 
 
 def assigned_by_position(step: np.ndarray, lengths: np.ndarray, ranks: int, micro: int) -> list[np.ndarray]:

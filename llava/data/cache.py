@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def cache_folders(source: Path, chosen: str | None = None) -> list[Path]:
     """Where files made from `source` are looked for and written, best first.
 
-    They lie beside the data, so that every run and user shares them; where that cannot be written, in the user's cache
+    They are beside the data, so that every run and user shares them; where that cannot be written, in the user's cache
     folder. `chosen` (`--data_cache_dir`) replaces both.
     """
     if chosen:
@@ -42,14 +42,14 @@ def made_once(
         name: the file's name, which carries content, version and kind.
         folders: from `cache_folders`.
         make: writes the file to the path it is given; what it raises goes to the caller, and nothing is left behind.
-        is_whole: whether a file that is found is undamaged; a damaged one is made again.
+        is_whole: whether a cached file is undamaged; a damaged file is made again.
         since: a file written before this time (seconds since the epoch) is made again too.
 
     Raises:
         OSError: no folder can be written.
     """
-    if found := cached_file(name, folders, is_whole, since):
-        return found
+    if cached := cached_file(name, folders, is_whole, since):
+        return cached
     folder = writable_folder(folders)
     target = folder / name
     with _Waiting(folder / f"{name}.lock"):

@@ -1,4 +1,4 @@
-"""What is wrong with a record taken by itself: its fields, its text, its placeholders.
+"""What is wrong with a single record: its fields, its text, its placeholders.
 
 A record is `{"id", "image": str | [str], "conversations": [{"from", "value"}, ...]}`; `images` is another name of
 `image`, and text-only records have neither. Further fields are kept, not read. A row of a Parquet file may hold its
@@ -33,7 +33,7 @@ _PICTURE_FILE = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?|avif|mp4)$", re.IGN
 
 
 class RowImage(NamedTuple):
-    """An image whose bytes stand in a row of a Parquet file; `number` is its index where the row holds a list."""
+    """An image whose bytes are in a row of a Parquet file; `number` is its index where the row holds a list."""
 
     shard: str
     row: int
@@ -58,7 +58,7 @@ Image = str | RowImage | PlacedImage
 
 
 class Problem(NamedTuple):
-    """A finding: its kind, by which the preflight counts it, and a message that says what exactly was found."""
+    """A finding: its kind, by which the preflight counts it, and a message with the details."""
 
     kind: str
     message: str
@@ -70,8 +70,8 @@ class RepeatedKeys(dict):
 
 def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The `object_pairs_hook` of a JSON parser: a dict, or a `RepeatedKeys` where a key occurs twice."""
-    found = dict(pairs)
-    return found if len(found) == len(pairs) else RepeatedKeys(found)
+    fields = dict(pairs)
+    return fields if len(fields) == len(pairs) else RepeatedKeys(fields)
 
 
 def record_name(record: object, index: int) -> str:
@@ -93,12 +93,12 @@ def image_keys(record: Record) -> list[str]:
 
 def unread_keys(record: Record) -> dict[str, object]:
     """The fields of a record that nothing here reads, with their values; those of turns as `conversations.NAME`."""
-    found = {key: value for key, value in record.items() if key not in _READ and value is not None}
+    fields = {key: value for key, value in record.items() if key not in _READ and value is not None}
     turns = record.get("conversations")
     for turn in turns if isinstance(turns, list) else ():
         if isinstance(turn, dict) and len(turn) > 2:
-            found |= {f"conversations.{key}": turn[key] for key in turn if key not in ("from", "value")}
-    return found
+            fields |= {f"conversations.{key}": turn[key] for key in turn if key not in ("from", "value")}
+    return fields
 
 
 def unread_pictures(record: Record) -> list[str]:
@@ -150,8 +150,8 @@ def _path_fault(image: Image) -> str | None:
 
 def other_marker(text: str) -> str | None:
     """A marker of other programs for a picture, which is only text here; the first in `text`, or None."""
-    found = _MARKER.search(text)
-    return found and found.group()
+    match = _MARKER.search(text)
+    return match and match.group()
 
 
 def placeholder_problem(record: Record) -> Problem | None:
@@ -207,9 +207,9 @@ def text_problem(text: str) -> Problem | None:
     """What is wrong with a record's JSON text, read with `errors="surrogateescape"`, or None."""
     if len(text) > LONGEST_RECORD:
         return Problem("text", f"{len(text):,} characters of JSON; expected at most {LONGEST_RECORD:,}")
-    if not text.isascii() and (found := _SURROGATE.search(text)):
-        byte = ord(found.group()) & 0xFF
+    if not text.isascii() and (surrogate := _SURROGATE.search(text)):
+        byte = ord(surrogate.group()) & 0xFF
         return Problem(
-            "text", f"not UTF-8: byte 0x{byte:02x} after {text[max(0, found.start() - 30) : found.start()]!r}"
+            "text", f"not UTF-8: byte 0x{byte:02x} after {text[max(0, surrogate.start() - 30) : surrogate.start()]!r}"
         )
     return None

@@ -16,7 +16,7 @@ from llava.layout import Layout, lay_out, pad_layout
 
 
 class Batch(TypedDict, total=False):
-    """What a model is given; `layout` if the collator makes it, `images` and `indices` if the samples have them."""
+    """What a model receives; `layout` if the collator makes it, `images` and `indices` if the samples have them."""
 
     input_ids: torch.Tensor  # [B, S]
     labels: torch.Tensor  # [B, S]

@@ -43,7 +43,7 @@ class Sample(TypedDict, total=False):
 
 
 class LazySupervisedDataset(Dataset):
-    """Tokenises and decodes each sample when it is asked for.
+    """Tokenises and decodes each sample when it is needed.
 
     Args:
         records: checked records, a `RecordTable` or a list.
@@ -209,7 +209,7 @@ class LazySupervisedDataset(Dataset):
     def image_sizes(self) -> np.ndarray:
         """Width and height of every sample's picture, int32 [N, 2]; zeros where no picture is cut into crops."""
 
-        def place() -> str:  # pictures that were replaced are checked anew, and so measured anew
+        def place() -> str:  # replaced pictures are checked again, and so measured again
             return f"{self.images.identity()} {getattr(self.records, 'checked_at', None)}"
 
         return image_sizes(self.records, self._image_size, place, self.show_progress)

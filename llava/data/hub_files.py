@@ -64,13 +64,13 @@ def hub_shards(name: str, cache_dir: str | None = None) -> list[Path]:
 
 def _parts(name: str) -> tuple[str, str | None, str | None]:
     """Folder or name on the hub, config and split."""
-    found = _NAME.fullmatch(name)
-    path, config, split = found.group("path", "config", "split") if found else ("", None, None)
+    match = _NAME.fullmatch(name)
+    path, config, split = match.group("path", "config", "split") if match else ("", None, None)
     path = str(Path(path).expanduser()) if path else ""
     is_folder = bool(path) and Path(path).is_dir()
     if not is_folder and (path.startswith((".", "/")) or path.count("/") > 1):
         raise DataError(name, f"no such folder{starts_from(path)}")
-    if not is_folder and path.count("/") != 1:  # the library has readers of its own under names such as csv
+    if not is_folder and path.count("/") != 1:  # the library has its own readers under names such as csv
         raise DataError(name, "expected hf:OWNER/NAME[SPLIT], hf:OWNER/NAME:CONFIG[SPLIT] or a folder")
     return str(Path(path).absolute()) if is_folder else path, config, split
 
@@ -108,7 +108,7 @@ def _written(data: "datasets.Dataset", path: str, cache_dir: str | None) -> list
 
 
 def _own_folders(path: str) -> list[Path]:
-    """The folders where a data set's own files may lie: its folder, and where the library downloads and unpacks."""
+    """The folders where a data set's own files may be: its folder, and where the library downloads and unpacks."""
     import datasets
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -137,7 +137,7 @@ def _write(data: Any, own: list[Path], count: int, number: int, target: Path) ->
 def _embedded(value: Any, own: list[Path]) -> Any:
     """A row's picture or list of pictures; those that are files in one of the folders `own` get their bytes."""
     if isinstance(value, list):
-        return [_embedded(one, own) for one in value]
+        return [_embedded(picture, own) for picture in value]
     if not isinstance(value, dict) or value.get("bytes") is not None or not value.get("path"):
         return value
     path = Path(value["path"])

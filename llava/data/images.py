@@ -1,7 +1,7 @@
 """Opens the pictures of records: files below a folder, members of a zip file, bytes in rows of Parquet files.
 
 Names in records are not trusted. A path may not lead out of the folder, be it by `..`, from the root, or over a link;
-only picture formats that Pillow decodes by itself are tried; and a file that is too large for a picture is not read.
+only picture formats that Pillow itself decodes are tried; and a file that is too large for a picture is not read.
 """
 
 import functools
@@ -100,7 +100,7 @@ class ImageStore:
 
     @property
     def is_archive(self) -> bool:
-        """Whether no picture can be a file of its own."""
+        """Whether no picture can be a separate file."""
         return self.archive is not None and all(other.is_archive for other in self.others.values())
 
     def identity(self) -> str:
@@ -139,17 +139,17 @@ class ImageStore:
 
     def folder_stamps(self, folders: Iterable[str]) -> dict[str, list[int] | None]:
         """The stamp of each folder, which changes when a file in it is added, removed or renamed; None without one."""
-        found: dict[str, list[int] | None] = dict.fromkeys(folders)
-        for name in found:
+        stamps: dict[str, list[int] | None] = dict.fromkeys(folders)
+        for name in stamps:
             with suppress(OSError, ValueError):
-                found[name] = file_stamp(self.root / name)
-        return found
+                stamps[name] = file_stamp(self.root / name)
+        return stamps
 
     def open(self, image: Place) -> Image.Image:
-        """The picture, decoded, with levels of 8 bits; of an animated one, the first frame.
+        """The picture, decoded, with levels of 8 bits; of an animated picture, the first frame.
 
         Raises:
-            ImageError: it is missing, lies outside the folder, or cannot be decoded; the message names it.
+            ImageError: it is missing, is outside the folder, or cannot be decoded; the message names it.
         """
         with self._header(image) as picture:
             return decoded(picture, self.orientation)
@@ -158,7 +158,7 @@ class ImageStore:
         """Width and height of the picture that `open` gives, from its header alone.
 
         Raises:
-            ImageError: it is missing, lies outside the folder, or is no picture; the message names it.
+            ImageError: it is missing, is outside the folder, or is not a picture; the message names it.
         """
         with self._header(image) as picture:
             return upright_size(picture, self.orientation)
@@ -222,10 +222,10 @@ class ImageStore:
     def _file(self, name: str) -> str:
         path = os.path.join(self.root, name)
         try:
-            found = os.path.abspath(path) if self.follow_links else os.path.realpath(path)
+            target = os.path.abspath(path) if self.follow_links else os.path.realpath(path)
             root = os.path.abspath(self.root) if self.follow_links else self._real_root
-            if os.path.commonpath([root, found]) != root:
-                raise self._outside(name, found)
+            if os.path.commonpath([root, target]) != root:
+                raise self._outside(name, target)
             status = os.stat(path)
         except FileNotFoundError:
             raise self._missing(name) from None
@@ -251,10 +251,10 @@ class ImageStore:
             f"{self.setting} and the record{example}",
         )
 
-    def _outside(self, name: str, found: str) -> ImageError:
+    def _outside(self, name: str, target: str) -> ImageError:
         return ImageError(
             "image_outside",
-            f"image {self.name(name)} lies outside {self.setting} {self.root} (at {found:.500}); name a folder that "
+            f"image {self.name(name)} is outside {self.setting} {self.root} (at {target:.500}); name a folder that "
             "holds all images, or, where links lead out of it, pass --follow_image_links True",
         )
 

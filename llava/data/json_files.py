@@ -33,7 +33,7 @@ class Element(NamedTuple):
 
 
 def read_elements(path: Path) -> Iterator[Element]:
-    """The elements of a `.jsonl` or `.json` file, in order, each checked by itself.
+    """The elements of a `.jsonl` or `.json` file, in order, each checked separately.
 
     Raises:
         ValueError: the file as a whole is not JSON, or not UTF-8 text; the message names it, the line and the column.
@@ -46,11 +46,11 @@ def read_elements(path: Path) -> Iterator[Element]:
         yield Element(shown_text(text), problem) if problem else _checked(element, text)
 
 
-def _checked(found: object, text: str) -> Element:
-    """The element of `found`, parsed from `text`: converted to LLaVA's form if it has another, and checked."""
-    record, problem = as_record(found)
+def _checked(value: object, text: str) -> Element:
+    """The element of a value, parsed from `text`: converted to LLaVA's form if it has another, and checked."""
+    record, problem = as_record(value)
     problem = problem or record_problem(record)
-    return Element(text if problem or record is found else json.dumps(record), problem)
+    return Element(text if problem or record is value else json.dumps(record), problem)
 
 
 def _open(path: Path) -> TextIO:
@@ -141,9 +141,9 @@ def read_json(path: Path) -> Iterator[tuple[object, str]]:
             elif fault[0] < len(window.text) - _LONGEST_TOKEN and not fault[1].startswith("Unterminated string"):
                 raise window.error(*_syntax_fault(window.text, *fault))
             elif len(window.text) - position > _LONGEST_ELEMENT:
-                what = f"an element of more than {_LONGEST_ELEMENT:,} characters, or a broken one"
+                what = f"an element of more than {_LONGEST_ELEMENT:,} characters, or a broken element"
                 raise window.error(begin, f"not valid JSON: {what}")
-            elif window.grow(position):  # an element that goes on after the piece
+            elif window.grow(position):  # an element that continues after the piece
                 position = 0
             else:
                 raise window.error(*_syntax_fault(window.text, *fault))
@@ -152,13 +152,14 @@ def read_json(path: Path) -> Iterator[tuple[object, str]]:
                 return
             position = 0
         begin = position + len(window.text[position:]) - len(window.text[position:].lstrip())
-        raise window.error(begin, f"the list has ended, but the file goes on with {window.text[begin : begin + 20]!r}")
+        rest = window.text[begin : begin + 20]
+        raise window.error(begin, f"the list has ended, but the file continues with {rest!r}")
 
 
 def _after_space(text: str, position: int) -> int:
     """The position of the next character that is not white space."""
-    found = _SPACE.match(text, position)
-    return found.end() if found else position
+    space = _SPACE.match(text, position)
+    return space.end() if space else position
 
 
 def _begin_of_list(window: _Window) -> int:
@@ -175,14 +176,14 @@ def _begin_of_list(window: _Window) -> int:
         raise DataError(window.path, "holds no records")
     window.text += window.file.read()
     try:
-        found, end = json.JSONDecoder().raw_decode(window.text, begin)
+        value, end = json.JSONDecoder().raw_decode(window.text, begin)
     except json.JSONDecodeError as error:
         raise window.error(*_syntax_fault(window.text, error.pos, error.msg)) from None
     except (ValueError, RecursionError) as error:
         raise window.error(begin, f"not valid JSON: {_words(error)}") from None
-    if isinstance(found, dict) and window.text[end:].strip():
+    if isinstance(value, dict) and window.text[end:].strip():
         raise window.error(begin, "a record over several lines; expected one per line, or a JSON list of all")
-    names = ", ".join(map(repr, list(found)[:8])) if isinstance(found, dict) else ""
+    names = ", ".join(map(repr, list(value)[:8])) if isinstance(value, dict) else ""
     what = f"an object with the keys {names}" if names else f"{window.text[begin : begin + 40]!r}"
     raise window.error(begin, f"expected a JSON list of records, found {what}")
 
@@ -200,14 +201,14 @@ def _read_jsonl(path: Path) -> Iterator[Element]:
             if len(line) == _LONGEST_ELEMENT:
                 raise DataError(f"{path}, line {number}", f"more than {_LONGEST_ELEMENT:,} characters")
             if text:
-                if number == 1 and _goes_on(text, file):
+                if number == 1 and _continues(text, file):
                     expected = f"expected one per line, which jq -c . {path.name} writes, or a JSON list of all"
                     raise DataError(f"{path}, line 1", f"a record over several lines; {expected}")
                 indent = len(line) - len(line.lstrip())
                 yield _line_element(parse, text, number, indent)
 
 
-def _goes_on(text: str, file: TextIO) -> bool:
+def _continues(text: str, file: TextIO) -> bool:
     """Whether a record begins with the line `text` and ends on a later one; `file` stays where it is."""
     if not text.startswith("{") or text.endswith("}"):
         return False
@@ -248,14 +249,14 @@ def _syntax_fault(text: str, position: int, message: str) -> tuple[int, str]:
         position: where the parser stopped.
         message: the parser's message.
     """
-    found, before = text[position : position + 1], text[:position].rstrip()
+    character, before = text[position : position + 1], text[:position].rstrip()
     if message.startswith("Unterminated string"):
         fault = "the string that begins here never ends: the text was cut off, or a quotation mark is missing"
     elif not text[position:].strip():
         fault = "the text ends here, in the middle of a record or list: was it cut off?"
-    elif found in _QUOTES:
-        fault = f'{found} as a quotation mark; JSON has only "'
-    elif found in "]}" and before.endswith(","):
+    elif character in _QUOTES:
+        fault = f'{character} as a quotation mark; JSON has only "'
+    elif character in "]}" and before.endswith(","):
         position, fault = len(before) - 1, "a comma before the closing bracket; take it out"
     elif message.startswith("Illegal trailing comma"):  # Python 3.13's parser finds it itself
         fault = "a comma before the closing bracket; take it out"

@@ -24,32 +24,32 @@ class _Fault(ValueError):
         self.problem = Problem(kind, message)
 
 
-def as_record(found: object) -> tuple[Any, Problem | None]:
-    """`found` as LLaVA's record (the same object if there is nothing to convert), and why it cannot be converted."""
-    if not isinstance(found, dict) or isinstance(found, RepeatedKeys):
-        return found, None
+def as_record(element: object) -> tuple[Any, Problem | None]:
+    """`element` as LLaVA's record (the same object if there is nothing to convert), and why it cannot be converted."""
+    if not isinstance(element, dict) or isinstance(element, RepeatedKeys):
+        return element, None
     try:
-        key, turns = _turns(found)
-        return found if key is None else _converted(found, key, turns), None
+        key, turns = _turns(element)
+        return element if key is None else _converted(element, key, turns), None
     except _Fault as fault:
-        return found, fault.problem
+        return element, fault.problem
 
 
-def _turns(found: Record) -> tuple[str | None, list[object]]:
+def _turns(record: Record) -> tuple[str | None, list[object]]:
     """The key that the conversations replace, and the turns to convert; None as the key where nothing is converted."""
-    keys = [key for key in TURN_KEYS if found.get(key) is not None]
+    keys = [key for key in TURN_KEYS if record.get(key) is not None]
     if len(keys) > 1:
         raise _Fault("schema", f"turns under {' and under '.join(map(repr, keys))}; keep one of the two")
-    prompt, completion = found.get("prompt"), found.get("completion")
+    prompt, completion = record.get("prompt"), record.get("completion")
     if not keys and isinstance(prompt, list) and isinstance(completion, list):
         if any(map(_is_answer, prompt)):
             raise _Fault(
-                "turns", "'prompt' has an assistant turn, which would be learnt as well; expected it in 'completion'"
+                "turns", "'prompt' has an assistant turn, which would be trained on too; expected it in 'completion'"
             )
         return "prompt", prompt + completion
-    if not keys or not isinstance(found[keys[0]], list) or not found[keys[0]]:
+    if not keys or not isinstance(record[keys[0]], list) or not record[keys[0]]:
         return None, []
-    key, turns = keys[0], found[keys[0]]
+    key, turns = keys[0], record[keys[0]]
     return (None, []) if key == "conversations" and not any(map(_differs, turns)) else (key, turns)
 
 
@@ -75,7 +75,7 @@ def _fields(turn: dict[str, Any]) -> tuple[str, str]:
     return ("role", "content") if chat else ("from", "value")
 
 
-def _converted(found: Record, key: str, turns: list[object]) -> Record:
+def _converted(record: Record, key: str, turns: list[object]) -> Record:
     pictures: list[str | None] = []
     conversations = []
     for number, turn in enumerate(turns):
@@ -83,7 +83,7 @@ def _converted(found: Record, key: str, turns: list[object]) -> Record:
             conversations.append(_turn(turn, pictures))
         except _Fault as fault:
             raise _Fault(fault.problem.kind, f"turn {number}: {fault}") from None
-    record = {("conversations" if name == key else name): value for name, value in found.items()}
+    record = {("conversations" if name == key else name): value for name, value in record.items()}
     record["conversations"] = conversations
     if key == "prompt":
         del record["completion"]
@@ -116,7 +116,7 @@ def _turn(turn: object, pictures: list[str | None]) -> object:
 
 
 def _text(content: object, pictures: list[str | None]) -> object:
-    """The text of a list of parts; an image part becomes a placeholder on a line of its own, in its place."""
+    """The text of a list of parts; an image part becomes a placeholder on a separate line, in its place."""
     if not isinstance(content, list):
         return content
     text, behind_image = "", False

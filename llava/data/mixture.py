@@ -3,7 +3,7 @@
     datasets:
       - json_path: scenes.jsonl          # whatever --data_path takes
         sampling_strategy: random:25%    # all, first:N, end:N or random:N; N a number or a percentage
-        weight: 0.3                      # share of an epoch; all entries have one, or none has
+        weight: 0.3                      # share of an epoch; all entries have a weight, or none
         image_folder: scenes/images      # default: --image_folder
         name: scenes                     # default: the file's name without its ending
     epoch_samples: 10000                 # with weights; default: as many as the entries' sampling leaves
@@ -139,8 +139,8 @@ class MixedTable(RecordTable):
         table.drawn_from = len(self)
         return table
 
-    def of(self, kept: np.ndarray, left_out: int) -> "MixedTable":
-        options = {"kept": kept, "left_out": left_out, "mixture": self.mixture, "starts": self.starts}
+    def of(self, selected: np.ndarray, left_out: int) -> "MixedTable":
+        options = {"selected": selected, "left_out": left_out, "mixture": self.mixture, "starts": self.starts}
         return MixedTable(self.sources, self.paths, self.content, self.folders, **options)
 
     def source_counts(self) -> list[SourceCounts]:
@@ -157,7 +157,7 @@ class MixedTable(RecordTable):
 
 
 def _shares(weights: list[float], total: int) -> list[int]:
-    """How many of `total` samples each weight has: rounded down, and one more where the remainders are the largest."""
+    """How many of `total` samples each weight has: rounded down, plus one where the remainders are the largest."""
     exact = np.array(weights, dtype=float) / sum(weights) * total
     shares = np.floor(exact).astype(int)
     shares[np.argsort(shares - exact, kind="stable")[: total - shares.sum()]] += 1
@@ -167,11 +167,11 @@ def _shares(weights: list[float], total: int) -> list[int]:
 def source_lines(records: RecordTable) -> list[str]:
     """A line per data set of a mixture: how many of its records are used, and their samples and share of an epoch."""
     counts = records.source_counts()
-    width = max((len(found["name"]) for found in counts), default=0)
+    width = max((len(source["name"]) for source in counts), default=0)
     return [
-        f"{found['name']:<{width}}  {found['used']:,} of {found['records']:,} records, {found['samples']:,} samples of "
-        f"an epoch ({found['share']:.1%})"
-        for found in counts
+        f"{source['name']:<{width}}  {source['used']:,} of {source['records']:,} records, "
+        f"{source['samples']:,} samples of an epoch ({source['share']:.1%})"
+        for source in counts
     ]
 
 
@@ -212,12 +212,12 @@ def read_mixture(path: Path, seed: int) -> Mixture:
         DataError: an image folder does not exist, or the file is not a mixture; the message names the file, and the
             entry or the line.
     """
-    found = _parsed(path)
-    if not isinstance(found, dict) or not isinstance(found.get("datasets"), list) or not found["datasets"]:
-        raise DataError(path, f"expected a list of data sets under 'datasets', found {found!r:.80}")
-    if unknown := [key for key in found if key not in ("datasets", "epoch_samples")]:
+    content = _parsed(path)
+    if not isinstance(content, dict) or not isinstance(content.get("datasets"), list) or not content["datasets"]:
+        raise DataError(path, f"expected a list of data sets under 'datasets', found {content!r:.80}")
+    if unknown := [key for key in content if key not in ("datasets", "epoch_samples")]:
         raise DataError(path, f"unknown key {unknown[0]!r}; expected datasets, epoch_samples")
-    entries = tuple(_entry(path, number, entry) for number, entry in enumerate(found["datasets"]))
+    entries = tuple(_entry(path, number, entry) for number, entry in enumerate(content["datasets"]))
     for number, entry in enumerate(entries):
         if (first := [other.name for other in entries].index(entry.name)) != number:
             problem = f"has the name of entry {first}; give them names under 'name'"
@@ -226,7 +226,7 @@ def read_mixture(path: Path, seed: int) -> Mixture:
             without = number if entry.weight is None else 0
             named = entry_name(path, without, entries[without].name)
             raise DataError(named, "has no 'weight', but others have; give all a weight, or none")
-    epoch_samples = found.get("epoch_samples")
+    epoch_samples = content.get("epoch_samples")
     if epoch_samples is not None and (not _is_whole(epoch_samples) or epoch_samples < 1):
         raise DataError(path, f"'epoch_samples' is {epoch_samples!r}; expected a number of 1 or more")
     if epoch_samples is not None and entries[0].weight is None:
@@ -273,18 +273,18 @@ def _entry(path: Path, number: int, entry: object) -> Entry:
     return Entry(data_path, name, _sampling(named, entry.get("sampling_strategy", "all")), weight, folder)
 
 
-def _sampling(named: str, found: object) -> Sampling:
-    if found == "all":
+def _sampling(named: str, strategy: object) -> Sampling:
+    if strategy == "all":
         return Sampling()
-    match = _STRATEGY.fullmatch(found) if isinstance(found, str) else None
+    match = _STRATEGY.fullmatch(strategy) if isinstance(strategy, str) else None
     if match is None:
         expected = "expected all, first:N, end:N or random:N, N a number or a percentage as in random:25%"
-        raise DataError(named, f"'sampling_strategy' is {found!r:.80}; {expected}")
+        raise DataError(named, f"'sampling_strategy' is {strategy!r:.80}; {expected}")
     number, is_share = float(match[2]), bool(match[3])
     if is_share and not 0 < number <= 100:
-        raise DataError(named, f"'sampling_strategy' is {found!r}; expected a percentage above 0 and up to 100")
+        raise DataError(named, f"'sampling_strategy' is {strategy!r}; expected a percentage above 0 and up to 100")
     if not is_share and (number < 1 or number != int(number)):
-        raise DataError(named, f"'sampling_strategy' is {found!r}; expected a whole number of 1 or more")
+        raise DataError(named, f"'sampling_strategy' is {strategy!r}; expected a whole number of 1 or more")
     return Sampling(match[1], number, is_share)
 
 
@@ -311,13 +311,12 @@ def entry_name(path: Path, number: int, name: object = None) -> str:
 def mixed_table(mixture: Mixture, tables: list[RecordTable]) -> MixedTable:
     """The table of the records that the entries' sampling leaves of their `tables`, in order."""
     starts = np.cumsum([0, *(table.total for table in tables)])
-    kept = [
+    selected = [
         start + entry.sampling.chosen(table.total, [mixture.seed, number, 0])
         for number, (entry, table, start) in enumerate(zip(mixture.entries, tables, starts[:-1], strict=True))
     ]
     sources = [source for table in tables for source in table.sources]
     paths = [path for table in tables for path in table.paths]
     content = sha256(" ".join(table.content for table in tables).encode()).hexdigest()
-    return MixedTable(
-        sources, paths, content, tables[0].folders, kept=np.concatenate(kept), mixture=mixture, starts=starts.tolist()
-    )
+    options = {"selected": np.concatenate(selected), "mixture": mixture, "starts": starts.tolist()}
+    return MixedTable(sources, paths, content, tables[0].folders, **options)

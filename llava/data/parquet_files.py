@@ -30,7 +30,7 @@ _IMAGES = 8  # rows whose image bytes are held at a time
 
 
 def read_rows(path: Path) -> Iterator[Element]:
-    """The records of a shard, in order, each checked by itself.
+    """The records of a shard, in order, each checked separately.
 
     Raises:
         ValueError: the file is not Parquet, or a column is missing or of another type; the message names it.
@@ -138,8 +138,8 @@ def _turn_columns(schema: pa.Schema) -> list[str]:
 
 
 def _turn_fields(schema: pa.Schema, name: str) -> dict[str, pa.DataType]:
-    found = schema.field(name).type
-    turn = found.value_type if _is_list(found) else None
+    kind = schema.field(name).type
+    turn = kind.value_type if _is_list(kind) else None
     if turn is None or not types.is_struct(turn):
         return {}
     return {turn.field(i).name: turn.field(i).type for i in range(turn.num_fields)}
@@ -237,10 +237,10 @@ def _group_rows(
     held = _with_bytes(file, group, name, image) if name and image else None
     if held is not None and len(held) != file.metadata.row_group(group).num_rows:
         return len(held)
-    wanted = columns + ([names_leaf] if names_leaf else [])
+    read = columns + ([names_leaf] if names_leaf else [])
     turns = [column for column in columns if column in _turn_columns(file.schema_arrow)]
     done = 0
-    for batch in file.iter_batches(_ROWS, row_groups=[group], columns=wanted, use_threads=False):
+    for batch in file.iter_batches(_ROWS, row_groups=[group], columns=read, use_threads=False):
         fields = {column: _values(batch.column(column)) for column in columns if column not in turns}
         fields |= {column: _conversations(batch.column(column), column, file.schema_arrow) for column in turns}
         names = _names(batch.column(name)) if names_leaf else [None] * len(batch)
@@ -310,17 +310,17 @@ def _with_bytes(file: pq.ParquetFile, group: int, name: str, image: str) -> list
         valid = _valid(file.read_row_group(group, columns=[path], use_threads=False).column(name).combine_chunks())
         if sum(row.count(False) or not row if isinstance(row, list) else not row for row in valid) == nulls:
             return valid
-    found: list[bool | list[bool] | None] = []
+    valid: list[bool | list[bool] | None] = []
     for batch in file.iter_batches(_IMAGES, row_groups=[group], columns=[image], use_threads=False):
-        found += _valid(batch.column(0), "bytes")
-    return found
+        valid += _valid(batch.column(0), "bytes")
+    return valid
 
 
 def _valid(column: pa.Array, field: str = "") -> list[bool | list[bool] | None]:
     """Which values of a column, or of its lists, are not null; of structs, in which of them `field` is not null."""
     if _is_list(column.type):
-        found: list[Any] = _lists(_valid(column.flatten(), field), column)
-        return found
+        valid: list[Any] = _lists(_valid(column.flatten(), field), column)
+        return valid
     return (pc.struct_field(column, field) if field and types.is_struct(column.type) else column).is_valid().to_pylist()
 
 

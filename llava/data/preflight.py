@@ -1,4 +1,4 @@
-"""Checks every record and picture of a planned training, and shows what was found.
+"""Checks every record and picture of a planned training, and shows its findings.
 
     python -m llava.data.preflight --data_path DATA --image_folder IMAGES --version qwen_1_5 --label_masking upstream
 
@@ -68,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
     parser.add_argument(
         "--seed", type=int, default=DEFAULT_SEED, help="the training's seed, by which a mixture draws (default 42)"
     )
-    parser.add_argument("--recheck", action="store_true", help="check again, whatever was found before")
+    parser.add_argument("--recheck", action="store_true", help="check again, ignoring an earlier result")
     parser.add_argument("--follow_image_links", action="store_true", help="allow links out of the image folder")
     parser.add_argument(
         "--image_orientation", choices=ORIENTATIONS, default="stored", help="as in training (default stored)"
@@ -96,7 +96,7 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Checks the data and prints what was found; returns 1 if there are faults, else 0."""
+    """Checks the data and prints the findings; returns 1 if there are faults, else 0."""
     table = load_records(args.data_path, args.data_cache_dir, check=False, show_progress=True, seed=args.seed)
     images = ImageStore(
         args.image_folder,
@@ -126,7 +126,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def remembered(manifest: Manifest) -> str:
-    """What the report adds about a result that an earlier start found."""
+    """What the report adds about the result of an earlier start."""
     if manifest.folders is None:
         what = f"; pictures in more than {MOST_FOLDERS:,} folders were not looked at again"
     else:
@@ -143,13 +143,13 @@ def report(manifest: Manifest, shown: int | None = _SHOWN) -> str:
         f"{counts['images']:,} images, {how}",
         f"faults    {fault_kinds(manifest) or 'none'}",
     ]
-    for kind, found in manifest.faults.items():
-        lines += [f"  {kind}: {FAULTS[kind]}", *(f"    {text}" for _, text in found[:shown])]
+    for kind, findings in manifest.faults.items():
+        lines += [f"  {kind}: {FAULTS[kind]}", *(f"    {text}" for _, text in findings[:shown])]
     lines.append(
-        "warnings  " + (", ".join(f"{found['count']:,} {k}" for k, found in manifest.warnings.items()) or "none")
+        "warnings  " + (", ".join(f"{findings['count']:,} {k}" for k, findings in manifest.warnings.items()) or "none")
     )
-    for kind, found in manifest.warnings.items():
-        lines += [f"  {kind}: {WARNINGS[kind]}", *(f"    {text}" for _, text in found["first"][:shown])]
+    for kind, findings in manifest.warnings.items():
+        lines += [f"  {kind}: {WARNINGS[kind]}", *(f"    {text}" for _, text in findings["first"][:shown])]
     if manifest.unread:
         lines.append(f"not read  {unread_fields(manifest)}")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """Checks every record and picture once, before the first step.
 
-A fault is something that training cannot use; a warning is something that it uses in a way one may not expect. The
+A fault is something that training cannot use; a warning is something that it uses in a way that may surprise. The
 findings are kept in a manifest beside the data, whose name follows from data, images and rules, so that later starts
-only read it. The manifest also keeps the stamps of the pictures' folders: if one has changed, all is checked again.
+only read it. The manifest also keeps the stamps of the pictures' folders: if one changes, everything is checked again.
 """
 
 import json
@@ -41,17 +41,17 @@ FAULTS = {
     "placeholders": "number of <image> and of images differ",
     "turns": "speakers that the template cannot write, or nothing to learn",
     "image_missing": "the picture does not exist",
-    "image_outside": "the picture lies outside the image folder",
+    "image_outside": "the picture is outside the image folder",
     "image_unreadable": "the picture cannot be decoded",
 }
 WARNINGS = {
     "empty_answer": "an answer without text: only its end is learnt",
     "duplicate_id": "the id of an earlier record",
     "several_frames": "only the first frame is used",
-    "turned": "the picture lies on its side or mirrored, as LLaVA uses it; --image_orientation exif turns it upright",
+    "turned": "the picture is rotated or mirrored, as LLaVA uses it; --image_orientation exif turns it upright",
     "dark": "16-bit levels that use less than a sixteenth of their range: the picture comes out nearly black",
     "image_in_answer": "the picture is shown within the answer, and is not learnt",
-    "end_marker": "what ends the template's answers stands within a text: answers may stop there",
+    "end_marker": "a text contains the template's end of an answer: answers may stop there",
     "other_marker": "another program's marker of a picture, which is only text here",
     "unread_picture": "text only, though a field that is not read looks like a picture",
 }
@@ -98,7 +98,7 @@ class Warned(TypedDict):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a preflight found.
+    """The findings of a preflight.
 
     Args:
         data: the key of the table of records.
@@ -124,7 +124,7 @@ class Manifest:
 
     def bad_records(self) -> list[int]:
         """The indices of all records with faults, ascending."""
-        return sorted({index for found in self.faults.values() for index, _ in found})
+        return sorted({index for findings in self.faults.values() for index, _ in findings})
 
 
 def preflight(
@@ -140,7 +140,7 @@ def preflight(
         images: where the records' images are.
         rules: what to check for. A manifest made with `full_decode` also serves without it.
         show_progress: whether the process that checks shows a bar.
-        recheck: check again, whatever was found before.
+        recheck: check again, ignoring an earlier result.
 
     Raises:
         OSError: no cache folder can be written.
@@ -148,15 +148,15 @@ def preflight(
     """
     started = time.time()
     names = {full: _manifest_name(table, images, rules, full) for full in (True, False)}
-    kept = [(_read(path), path) for name in names.values() if (path := cached_file(name, table.folders, _is_whole))]
+    paths = [path for name in names.values() if (path := cached_file(name, table.folders, _is_whole))]
     since = started if recheck else 0.0
-    if kept and not recheck:
-        found, path = max(kept, key=lambda pair: pair[0].checked)
-        since = found.checked  # an older manifest is out of date
-        if found.full_decode >= rules.full_decode:
-            if _still_holds(found, table, images, rules):
-                return found, path
-            logger.info("pictures have changed since the check of %s: checking again", when(found))
+    if paths and not recheck:
+        manifest, path = max(((_read(path), path) for path in paths), key=lambda pair: pair[0].checked)
+        since = manifest.checked  # an older manifest is out of date
+        if manifest.full_decode >= rules.full_decode:
+            if _still_holds(manifest, table, images, rules):
+                return manifest, path
+            logger.info("pictures have changed since the check of %s: checking again", when(manifest))
             since = started
     make = partial(_write, table, images, rules, show_progress)
     path = made_once(names[rules.full_decode], table.folders, make, _is_whole, since)
@@ -173,7 +173,7 @@ def _read(path: Path) -> Manifest:
 
 
 def _still_holds(manifest: Manifest, table: RecordTable, images: ImageStore, rules: Rules) -> bool:
-    """Whether the pictures' folders are unchanged and pictures at fault still are, which may be mended in place."""
+    """Whether the pictures' folders are unchanged and pictures at fault still are, which may be fixed in place."""
     kinds = _PICTURE_FAULTS
     if manifest.folders is not None:
         if images.folder_stamps(manifest.folders) != manifest.folders:
@@ -207,7 +207,7 @@ def _without_faults(table: RecordTable, manifest: Manifest, on_bad_record: str, 
     bad = manifest.bad_records()
     if not bad:
         return table
-    shown = [text for found in manifest.faults.values() for _, text in found[: _SHOWN // 2]][:_SHOWN]
+    shown = [text for findings in manifest.faults.values() for _, text in findings[: _SHOWN // 2]][:_SHOWN]
     lines = "\n  ".join(shown)
     if on_bad_record == "error" or len(bad) == len(table):
         raise ValueError(
@@ -222,15 +222,15 @@ def write_quarantine(table: RecordTable, manifest: Manifest, path: Path) -> None
     """Writes every fault with its record's text, one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
-        for kind, found in manifest.faults.items():
-            for index, message in found:
+        for kind, findings in manifest.faults.items():
+            for index, message in findings:
                 line = {"record": index, "kind": kind, "fault": message, "text": table.text(index)}
                 file.write(json.dumps(line) + "\n")
 
 
 def fault_kinds(manifest: Manifest) -> str:
     """The number of faults of each kind, in words."""
-    return ", ".join(f"{len(found):,} {kind}" for kind, found in manifest.faults.items())
+    return ", ".join(f"{len(findings):,} {kind}" for kind, findings in manifest.faults.items())
 
 
 def unread_fields(manifest: Manifest) -> str:
@@ -285,16 +285,16 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
     pieces = [range(start, min(start + _PIECE, len(table))) for start in range(0, len(table), _PIECE)]
     state = (table, images, rules)
     with progress(len(table), "checking records", "records", hidden=not show_progress) as bar:
-        for found in in_processes(_check_piece, state, pieces, worth=len(table) >= _WORTH_PROCESSES):
-            for finding in found.findings:
+        for part in in_processes(_check_piece, state, pieces, worth=len(table) >= _WORTH_PROCESSES):
+            for finding in part.findings:
                 add(*finding)
-            ids[found.piece.start : found.piece.stop] = found.ids
-            with_images += found.with_images
-            text_only += found.text_only
-            num_images += found.images
-            unread += found.unread
-            folders |= found.folders
-            bar.update(len(found.piece))
+            ids[part.piece.start : part.piece.stop] = part.ids
+            with_images += part.with_images
+            text_only += part.text_only
+            num_images += part.images
+            unread += part.unread
+            folders |= part.folders
+            bar.update(len(part.piece))
     for index, first in (map(table.position, pair) for pair in _repeated(ids)):
         source, place = table.source(first)
         where = "" if source == table.source(index)[0] else f" of {source}"
@@ -307,24 +307,24 @@ def _checked(table: RecordTable, images: ImageStore, rules: Rules, show_progress
     stamps = None
     if len(folders) <= MOST_FOLDERS:
         # A change during the check may not show in a stamp; without a stamp the next start checks again.
-        found_stamps = images.folder_stamps(folders).items()
-        stamps = {name: [] if stamp and not is_settled(stamp, started) else stamp for name, stamp in found_stamps}
+        current = images.folder_stamps(folders).items()
+        stamps = {name: [] if stamp and not is_settled(stamp, started) else stamp for name, stamp in current}
     totals = {"records": len(table), "with_images": with_images, "text_only": text_only, "images": num_images}
     return Manifest(
         table.key,
         images.identity(),
         rules.full_decode,
         totals,
-        {kind: found for kind, found in faults.items() if found},
-        {kind: _warned(found.values(), counts[kind]) for kind, found in warnings.items() if found},
+        {kind: findings for kind, findings in faults.items() if findings},
+        {kind: _warned(texts.values(), counts[kind]) for kind, texts in warnings.items() if texts},
         dict(unread.most_common(_LISTED_KEYS)),
         stamps,
         time.time(),
     )
 
 
-def _warned(found: Iterable[list], count: int) -> Warned:
-    alike = ((index, text, f" (and {more - 1:,} like it)" if more > 1 else "") for index, text, more in found)
+def _warned(findings: Iterable[list], count: int) -> Warned:
+    alike = ((index, text, f" (and {more - 1:,} like it)" if more > 1 else "") for index, text, more in findings)
     return {"count": count, "first": [(index, text + more) for index, text, more in alike]}
 
 
@@ -340,7 +340,7 @@ def _repeated(ids: np.ndarray) -> Iterator[tuple[int, int]]:
 # --- a record ---------------------------------------------------------------------------------------------------------
 
 
-class _Found(NamedTuple):
+class _Checked(NamedTuple):
     """The result for a piece: index, kind, text and message of each finding; hashes of the ids; counts; folders."""
 
     piece: range
@@ -353,7 +353,7 @@ class _Found(NamedTuple):
     folders: set[str]
 
 
-def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> _Found:
+def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> _Checked:
     table, images, rules = state
     findings: list[tuple[int, str, str, str]] = []
     ids = np.zeros(len(piece), np.uint64)
@@ -374,10 +374,10 @@ def _check_piece(state: tuple[RecordTable, ImageStore, Rules], piece: range) -> 
         with_images += bool(names)
         text_only += not names
         num_images += len(names)
-        for found in record_findings(record, images, rules):
-            named = table.named(index) + (f", image {found.picture}" if found.picture else "")
-            findings.append((index, found.kind, f"{named}: {found.message}", found.message))
-    return _Found(piece, findings, ids, with_images, text_only, num_images, unread, folders)
+        for finding in record_findings(record, images, rules):
+            named = table.named(index) + (f", image {finding.picture}" if finding.picture else "")
+            findings.append((index, finding.kind, f"{named}: {finding.message}", finding.message))
+    return _Checked(piece, findings, ids, with_images, text_only, num_images, unread, folders)
 
 
 def record_findings(record: Record, images: ImageStore, rules: Rules) -> Iterator[Finding]:
@@ -403,19 +403,19 @@ def record_findings(record: Record, images: ImageStore, rules: Rules) -> Iterato
 
 def _text_warnings(record: Record, rules: Rules) -> Iterator[Finding]:
     """What is odd about the texts: at most one finding of each kind."""
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for number, turn in enumerate(record["conversations"]):
         text, is_answer = turn["value"], turn["from"] == "gpt"
         if is_answer and not text.strip():
-            found.setdefault("empty_answer", f"turn {number}: the answer is empty")
+            messages.setdefault("empty_answer", f"turn {number}: the answer is empty")
         if is_answer and DEFAULT_IMAGE_TOKEN in text:
-            found.setdefault("image_in_answer", f"turn {number}: {DEFAULT_IMAGE_TOKEN} in an answer")
+            messages.setdefault("image_in_answer", f"turn {number}: {DEFAULT_IMAGE_TOKEN} in an answer")
         if rules.end and rules.end in text:
-            found.setdefault("end_marker", f"turn {number}: {rules.end!r} in the text, which ends answers here")
+            messages.setdefault("end_marker", f"turn {number}: {rules.end!r} in the text, which ends answers here")
         if marker := other_marker(text):
-            advice = f"{marker!r} is only text here; write {DEFAULT_IMAGE_TOKEN} where a picture stands"
-            found.setdefault("other_marker", f"turn {number}: {advice}")
-    yield from map(Finding, found.keys(), found.values())
+            advice = f"{marker!r} is only text here; write {DEFAULT_IMAGE_TOKEN} where a picture belongs"
+            messages.setdefault("other_marker", f"turn {number}: {advice}")
+    yield from map(Finding, messages.keys(), messages.values())
 
 
 def _id_hash(identifier: object) -> int:

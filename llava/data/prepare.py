@@ -47,7 +47,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of the hub, and the layouts in which it may lie on disk; the first is the one that is downloaded."""
+    """A data set of the hub, and the layouts in which it may be on disk; the first is downloaded."""
 
     repository: str
     patterns: tuple[str, ...]
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on", file=sys.stderr)
+        print("interrupted: rerun the same command to resume", file=sys.stderr)
         return 130
 
 
@@ -193,7 +193,7 @@ def download(source: Source, folder: Path) -> None:
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise OSError(
-            f"{source.repository} cannot be downloaded to {folder}; the same command goes on with it ({error})"
+            f"{source.repository} cannot be downloaded to {folder}; rerun the same command to resume ({error})"
         ) from error
 
 

@@ -196,8 +196,8 @@ def _tokenize_chunk(chunk: str, marks: np.ndarray, tokenizer: PreTrainedTokenize
     borders = np.flatnonzero(marks[1:] & ~marks[:-1]) + 1
     across = borders.searchsorted(starts, "right") < borders.searchsorted(ends, "left")
     if across.any():
-        # A token lies across the border, for example where "\n" ends a header and begins an answer. Generation starts
-        # at the border, so the tokens have to end there as well.
+        # A token spans the border, for example where "\n" ends a header and begins an answer. Generation starts
+        # at the border, so the tokens have to end there too.
         border = int(borders[borders.searchsorted(starts[across.argmax()], "right")])
         head = _tokenize_chunk(chunk[:border], marks[:border], tokenizer, origin)
         tail = _tokenize_chunk(chunk[border:], marks[border:], tokenizer, origin + border)

@@ -100,13 +100,13 @@ def data_files(data_path: str, cache_dir: str | None = None) -> list[Path]:
             files += hub_shards(name, cache_dir)
             continue
         matches = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))
-        found = [file for match in matches for file in (folder_files(match) if match.is_dir() else [match])]
-        if not found:
+        named = [file for match in matches for file in (folder_files(match) if match.is_dir() else [match])]
+        if not named:
             expected = f"expected {', '.join(_SUFFIXES)}, or a folder of such files"
             raise DataError(name, f"no such file{starts_from(name)}; {expected}")
-        if wrong := next((file for file in found if file.suffix not in _SUFFIXES or not file.is_file()), None):
+        if wrong := next((file for file in named if file.suffix not in _SUFFIXES or not file.is_file()), None):
             raise DataError(wrong, f"expected a file that ends in {', '.join(_SUFFIXES)}")
-        files += found
+        files += named
     if not files:
         raise DataError("''", "expected the name of a file or folder")
     return files
@@ -118,12 +118,12 @@ def _mixture(data_path: str, seed: int = DEFAULT_SEED) -> Mixture | None:
     if not any(part.endswith(MIXTURES) for part in parts):
         return None
     if len(parts) > 1:
-        raise DataError(data_path, "a mixture stands alone; name the other files in it")
+        raise DataError(data_path, "a mixture cannot be joined with other files; list them in it")
     return read_mixture(Path(parts[0]), seed)
 
 
 def _of_entry(mixture: Mixture, number: int, read: Callable[..., Found], *options: object) -> Found:
-    """Calls `read` on an entry's files; the message of an error names the mixture and the entry as well."""
+    """Calls `read` on an entry's files; the message of an error names the mixture and the entry too."""
     try:
         return read(mixture.entries[number].data_path, *options)
     except (DataError, OSError) as error:
@@ -134,7 +134,7 @@ def _of_entry(mixture: Mixture, number: int, read: Callable[..., Found], *option
 def _table(data_path: str, cache_dir: str | None, show_progress: bool) -> RecordTable:
     """The table of all records that `data_path` names, not checked."""
     sources = data_files(data_path, cache_dir)
-    ready = {source: found for source in sources if (found := _ready(source, cache_folders(source, cache_dir)))}
+    ready = {source: converted for source in sources if (converted := _ready(source, cache_folders(source, cache_dir)))}
     waiting = sorted({source for source in sources if source not in ready})
     # Parquet is always read in other processes: a damaged footer can end the process that reads it.
     apart = len(waiting) >= _WORTH_PROCESSES or any(source.suffix == ".parquet" for source in waiting)
@@ -177,12 +177,12 @@ def folder_files(folder: Path) -> list[Path]:
 
 def _files_below(folder: Path) -> list[Path]:
     """The files below a folder, by path, without hidden ones; links are followed unless they lead back up."""
-    found: list[Path] = []
+    files: list[Path] = []
     for parent, folders, names in os.walk(folder, followlinks=True):
         here = Path(parent).resolve()
         folders[:] = [n for n in folders if n[0] != "." and not here.is_relative_to(Path(parent, n).resolve())]
-        found += [Path(parent, name) for name in names if name[0] != "."]
-    return sorted(found)
+        files += [Path(parent, name) for name in names if name[0] != "."]
+    return sorted(files)
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------

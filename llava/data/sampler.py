@@ -1,4 +1,4 @@
-"""The order of training samples, which depends on seed and epoch alone, and how a step's samples are dealt to ranks."""
+"""The order of training samples, which depends on seed and epoch alone, and how a step's samples go to ranks."""
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
@@ -68,11 +68,11 @@ class ModalityLengthGroupedSampler(Sampler[int]):
         full_batches, remainder = [], []
         for members in ((self.lengths > 0).nonzero().flatten(), (self.lengths < 0).nonzero().flatten()):
             shuffled = members[torch.randperm(len(members), generator=generator)]
-            kept = len(shuffled) - len(shuffled) % self.global_batch_size
-            in_windows = kept - kept % (self.window * self.global_batch_size)
+            whole = len(shuffled) - len(shuffled) % self.global_batch_size
+            in_windows = whole - whole % (self.window * self.global_batch_size)
             windows = shuffled[:in_windows].view(-1, self.window * self.global_batch_size)
-            full_batches += [self._by_pairs(windows), self._by_pairs(shuffled[None, in_windows:kept])]
-            remainder.append(shuffled[kept:])
+            full_batches += [self._by_pairs(windows), self._by_pairs(shuffled[None, in_windows:whole])]
+            remainder.append(shuffled[whole:])
         full = self._long_to_short(torch.cat([batches.view(-1, self.global_batch_size) for batches in full_batches]))
         for batch in full[torch.randperm(len(full), generator=generator)]:
             yield from batch.tolist()
@@ -88,7 +88,7 @@ class ModalityLengthGroupedSampler(Sampler[int]):
         return torch.cat([pairs.flatten(1), rows[:, half : rows.shape[1] - half]], dim=1)
 
     def _long_to_short(self, rows: torch.Tensor) -> torch.Tensor:
-        """Each row of samples sorted from long to short; all rows at once, since one by one they take seconds."""
+        """Each row of samples sorted from long to short; all rows at once, since separate sorts take seconds."""
         return rows.gather(1, self.lengths[rows].abs().argsort(dim=1, descending=True, stable=True))
 
 
@@ -103,13 +103,13 @@ class Order(Protocol):
 class StepSampler(Sampler[list[list[int]]]):
     """One rank's optimizer steps, each a list of micro-batches; every rank has the same number of steps.
 
-    A step takes exactly the samples that `order` gives it; `deal` only decides which rank computes them, and when. The
+    A step takes exactly the samples that `order` gives it; `assign` only decides which rank computes them and when. The
     last step of an epoch may have fewer samples.
 
     Args:
-        order: every sample once; its `set_epoch` is called if it has one.
+        order: every sample once; its `set_epoch` is called if there is one.
         step_size: samples of a step over all ranks.
-        deal: gives the micro-batches of every rank for the samples of one step.
+        assign: gives the micro-batches of every rank for the samples of one step.
         rank: the rank whose micro-batches are yielded.
         drop_last: leave out an epoch's last step if it has fewer samples.
     """
@@ -118,11 +118,11 @@ class StepSampler(Sampler[list[list[int]]]):
         self,
         order: Order,
         step_size: int,
-        deal: Callable[[list[int]], list[list[list[int]]]],
+        assign: Callable[[list[int]], list[list[list[int]]]],
         rank: int,
         drop_last: bool = False,
     ):
-        self.order, self.step_size, self.deal, self.rank, self.drop_last = order, step_size, deal, rank, drop_last
+        self.order, self.step_size, self.assign, self.rank, self.drop_last = order, step_size, assign, rank, drop_last
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.order, "set_epoch"):
@@ -135,10 +135,10 @@ class StepSampler(Sampler[list[list[int]]]):
     def __iter__(self) -> Iterator[list[list[int]]]:
         samples = iter(self.order)
         for _ in range(len(self)):
-            yield self.deal(list(islice(samples, self.step_size)))[self.rank]
+            yield self.assign(list(islice(samples, self.step_size)))[self.rank]
 
 
-def dealt_evenly(
+def assigned_by_length(
     samples: list[int],
     lengths: Sequence[int] | np.ndarray,
     ranks: int,
@@ -156,7 +156,7 @@ def dealt_evenly(
         ranks: number of ranks.
         micro_batches: number of micro-batches per rank; fewer where some would be empty.
         max_tokens: replaces `micro_batches`: as few micro-batches as possible, of at most this many tokens each. Only a
-            sample that is longer by itself exceeds it.
+            single sample that is longer exceeds it.
     """
     tokens = np.abs(np.asarray(lengths)[samples]).tolist()
     most = -(-len(samples) // ranks)
@@ -173,10 +173,10 @@ def dealt_evenly(
     return [[[samples[i] for i in group] for group in groups[rank::ranks]] for rank in range(ranks)]
 
 
-def dealt_in_order(samples: list[int], ranks: int, batch_size: int) -> list[list[list[int]]]:
-    """The micro-batches of every rank as in LLaVA: slices of a step's samples, dealt to the ranks in turn.
+def assigned_in_order(samples: list[int], ranks: int, batch_size: int) -> list[list[list[int]]]:
+    """The micro-batches of every rank as in LLaVA: slices of a step's samples, assigned to the ranks in turn.
 
-    An epoch's last samples are sliced evenly if a rank would get none, and filled up as in `dealt_evenly`.
+    An epoch's last samples are sliced evenly if a rank would get none, and filled up as in `assigned_by_length`.
     """
     slices = ranks * -(-len(samples) // (ranks * batch_size))
     samples = samples + [~samples[-1]] * (slices - len(samples))
@@ -218,15 +218,15 @@ def _relieve(groups: list[list[int]], lengths: Sequence[int], limit: int) -> Non
         best, exchange = sums[full], None
         for other, group in enumerate(groups):
             if sums[other] < best:
-                for given, taken in product(groups[full], (None, *group)):
-                    moved = lengths[given] - (0 if taken is None else lengths[taken])
+                for sent, taken in product(groups[full], (None, *group)):
+                    moved = lengths[sent] - (0 if taken is None else lengths[taken])
                     if (larger := max(sums[full] - moved, sums[other] + moved)) < best:
-                        best, exchange = larger, (other, given, taken, moved)
+                        best, exchange = larger, (other, sent, taken, moved)
         if exchange is None:
             return
-        other, given, taken, moved = exchange
-        groups[full].remove(given)
-        groups[other].append(given)
+        other, sent, taken, moved = exchange
+        groups[full].remove(sent)
+        groups[other].append(sent)
         if taken is not None:
             groups[other].remove(taken)
             groups[full].append(taken)

@@ -30,7 +30,7 @@ class SourceCounts(TypedDict):
 
 
 class RecordTable(Sequence[Record]):
-    """The records of one or more converted files, in order; `[i]` is the record as a dict.
+    """The records of converted files, in order; `[i]` is the record as a dict.
 
     A record has two indices: its index `[i]` in the table, and its *position* among all records of the files, whether
     they are used or not. Methods that speak of a record "of all" take its position.
@@ -40,7 +40,7 @@ class RecordTable(Sequence[Record]):
         paths: the converted files.
         content: a hash of the content of all of them.
         folders: where files made from these records are cached.
-        kept: positions of the records that are used; by default every one, in order.
+        selected: positions of the records that are used; by default all, in order.
         left_out: how many records are not used because something is wrong with them.
     """
 
@@ -50,15 +50,15 @@ class RecordTable(Sequence[Record]):
         paths: list[Path],
         content: str,
         folders: list[Path],
-        kept: np.ndarray | None = None,
+        selected: np.ndarray | None = None,
         left_out: int = 0,
     ):
         self.sources, self.paths, self.content, self.folders = sources, paths, content, folders
-        self.kept, self.left_out = kept, left_out
+        self.selected, self.left_out = selected, left_out
         self.checked_at: float | None = None  # when the preflight opened the pictures, in seconds since the epoch
         self.key = content  # identifies these records and their content
-        if kept is not None:
-            self.key = sha256(f"{content} {len(kept)}".encode() + kept.tobytes()).hexdigest()
+        if selected is not None:
+            self.key = sha256(f"{content} {len(selected)}".encode() + selected.tobytes()).hexdigest()
         self._columns: dict[str, pa.ChunkedArray] = {}
         self._starts: list[int] = []
 
@@ -83,10 +83,10 @@ class RecordTable(Sequence[Record]):
     @property
     def used(self) -> np.ndarray:
         """The positions of the records that are used, in order."""
-        return np.arange(self.total) if self.kept is None else self.kept
+        return np.arange(self.total) if self.selected is None else self.selected
 
     def __len__(self) -> int:
-        return self.total if self.kept is None else len(self.kept)
+        return self.total if self.selected is None else len(self.selected)
 
     @overload
     def __getitem__(self, index: int) -> Record: ...
@@ -102,7 +102,7 @@ class RecordTable(Sequence[Record]):
     def position(self, index: int) -> int:
         """The position, among all records, of the table's record `[index]`."""
         index = range(len(self))[index]
-        return index if self.kept is None else int(self.kept[index])
+        return index if self.selected is None else int(self.selected[index])
 
     def record(self, index: int) -> Record:
         """A record of all, by its position."""
@@ -121,7 +121,7 @@ class RecordTable(Sequence[Record]):
         return self.columns["record"][index].as_py().decode("utf-8", "replace")
 
     def problem(self, index: int) -> Problem | None:
-        """What is wrong with a record of all taken by itself, as far as conversion checks it."""
+        """What is wrong with a single record of all, as far as conversion checks it."""
         kind = self.columns["kind"][index].as_py()
         return None if kind is None else Problem(kind, self.columns["problem"][index].as_py())
 
@@ -137,8 +137,9 @@ class RecordTable(Sequence[Record]):
     def malformed(self) -> np.ndarray:
         """The positions of the records that are used and in which `problem` finds something."""
         kinds = self.columns["kind"]
-        found = np.flatnonzero(kinds.is_valid().to_numpy()) if kinds.null_count < self.total else np.zeros(0, np.int64)
-        return found if self.kept is None else found[np.isin(found, self.kept)]
+        some = kinds.null_count < self.total
+        positions = np.flatnonzero(kinds.is_valid().to_numpy()) if some else np.zeros(0, np.int64)
+        return positions if self.selected is None else positions[np.isin(positions, self.selected)]
 
     def without(self, indices: Sequence[int]) -> "RecordTable":
         """The same table without the records of all at `indices`; its key differs from that of the whole table."""
@@ -146,9 +147,9 @@ class RecordTable(Sequence[Record]):
             return self
         return self.of(self.used[~np.isin(self.used, indices)], self.left_out + len(indices))
 
-    def of(self, kept: np.ndarray, left_out: int) -> "RecordTable":
-        """A table of the same files that uses the records of all at `kept`."""
-        return RecordTable(self.sources, self.paths, self.content, self.folders, kept, left_out)
+    def of(self, selected: np.ndarray, left_out: int) -> "RecordTable":
+        """A table of the same files that uses the records of all at `selected`."""
+        return RecordTable(self.sources, self.paths, self.content, self.folders, selected, left_out)
 
     @property
     def checked(self) -> int:
@@ -158,18 +159,18 @@ class RecordTable(Sequence[Record]):
     def places(self) -> dict[Path, np.ndarray]:
         """By resolved file, the indices there of the records that are used; ascending, each once."""
         every = np.arange(self.total)  # `total` also maps the files, and so fills `_starts`
-        kept = every if self.kept is None else np.unique(self.kept)
-        found: dict[Path, list[np.ndarray]] = {}
+        selected = every if self.selected is None else np.unique(self.selected)
+        by_file: dict[Path, list[np.ndarray]] = {}
         for source, start, stop in zip(self.sources, self._starts[:-1], self._starts[1:], strict=True):
-            places = kept[np.searchsorted(kept, start) : np.searchsorted(kept, stop)] - start
-            found.setdefault(source.resolve(), []).append(places)
-        return {source: np.unique(np.concatenate(places)) for source, places in found.items()}
+            places = selected[np.searchsorted(selected, start) : np.searchsorted(selected, stop)] - start
+            by_file.setdefault(source.resolve(), []).append(places)
+        return {source: np.unique(np.concatenate(places)) for source, places in by_file.items()}
 
     # --- what a mixture adds ---
 
     @property
     def source_names(self) -> list[str]:
-        """The names of the data sets of a mixture; without one there are none."""
+        """The names of the data sets of a mixture; empty for other tables."""
         return []
 
     def source_number(self, index: int) -> int:
@@ -182,7 +183,7 @@ class RecordTable(Sequence[Record]):
 
     @property
     def image_folders(self) -> list[str | None]:
-        """The image folder of each data set of a mixture that has one of its own, else None."""
+        """The image folder of each data set of a mixture that has its own, else None."""
         return []
 
     def epoch(self) -> "RecordTable":

@@ -1,4 +1,4 @@
-"""Who speaks in a conversation, in what order a template takes it, and where its images stand; no tokens yet.
+"""Who speaks in a conversation, in what order a template takes it, and where its images are; no tokens yet.
 
 Imports no torch, so that the preflight can apply the rules of training in many small processes.
 """
@@ -25,15 +25,15 @@ def parse_turns(conversations: object) -> list[Turn]:
         ValueError: not a list of `{"from", "value"}` with known speakers, empty, or a system turn after the first.
     """
     if not isinstance(conversations, list) or not conversations:
-        found = "an empty list" if conversations == [] else type(conversations).__name__
-        raise ValueError(f"'conversations': expected a non-empty list of turns, found {found}")
+        actual = "an empty list" if conversations == [] else type(conversations).__name__
+        raise ValueError(f"'conversations': expected a non-empty list of turns, found {actual}")
     return [_parse_turn(index, turn) for index, turn in enumerate(conversations)]
 
 
 def _parse_turn(index: int, turn: object) -> Turn:
     if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
-        found = f"the keys {sorted(map(str, turn))}" if isinstance(turn, dict) else type(turn).__name__
-        raise ValueError(f"turn {index}: expected {{'from': ..., 'value': ...}}, found {found}")
+        actual = f"the keys {sorted(map(str, turn))}" if isinstance(turn, dict) else type(turn).__name__
+        raise ValueError(f"turn {index}: expected {{'from': ..., 'value': ...}}, found {actual}")
     speaker, text = turn["from"], turn["value"]
     if speaker not in _SPEAKERS:
         raise ValueError(f"turn {index}: 'from' is {speaker!r}, expected one of {', '.join(_SPEAKERS)}")
@@ -126,7 +126,7 @@ def normalize_image_tokens(
     """The turns with every `<image>` in the place and form that the template needs.
 
     `assistant` leaves any number of images in any place. `upstream` follows LLaVA-NeXT: the only image of a turn moves
-    to its front, on a line of its own. Both add the tags of `mmtag` templates and the tokens of `mm_use_im_start_end`.
+    to its front, on a separate line. Both add the tags of `mmtag` templates and the tokens of `mm_use_im_start_end`.
     """
     image = DEFAULT_IMAGE_TOKEN
     if mm_use_im_start_end and template.sep_style is not SeparatorStyle.PLAIN:

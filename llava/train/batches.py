@@ -19,8 +19,8 @@ from llava.data.sampler import (
     Order,
     RandomOrder,
     StepSampler,
-    dealt_evenly,
-    dealt_in_order,
+    assigned_by_length,
+    assigned_in_order,
 )
 from llava.train.arguments import TrainingArguments
 
@@ -57,9 +57,9 @@ def balanced_by_length(args: TrainingArguments) -> bool:
 def assignment(dataset: LazySupervisedDataset, args: TrainingArguments) -> Callable[[list[int]], list[list[list[int]]]]:
     """The function that assigns a step's samples to the micro-batches of all ranks."""
     if not balanced_by_length(args):
-        return partial(dealt_in_order, ranks=args.world_size, batch_size=args.train_batch_size)
+        return partial(assigned_in_order, ranks=args.world_size, batch_size=args.train_batch_size)
     return partial(
-        dealt_evenly,
+        assigned_by_length,
         lengths=np.asarray(dataset.modality_lengths()),
         ranks=args.world_size,
         micro_batches=args.gradient_accumulation_steps,

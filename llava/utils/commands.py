@@ -49,7 +49,7 @@ def command_parser(
 
     Args:
         command: the command that is run. Only its module is imported, so no other command has its flags.
-        parents: parsers whose flags the command has as well.
+        parents: parsers whose flags the command has too.
     """
     top = Parser(prog=program_name(package), description=description)
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
@@ -100,8 +100,8 @@ def whole(smallest: int) -> Callable[[str], int]:
 
     def number(text: str) -> int:
         try:
-            if (found := int(text)) >= smallest:
-                return found
+            if (value := int(text)) >= smallest:
+                return value
         except ValueError:
             pass
         raise argparse.ArgumentTypeError(f"expected a whole number of at least {smallest}, found {text!r}")

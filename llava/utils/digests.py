@@ -1,6 +1,6 @@
 """Digests of files by all their bytes; a file is read again only when its stamp has changed since.
 
-A stamp holds inode, size and both times. As in git, it is trusted only where a later change would have another one.
+A stamp holds inode, size and both times. As in git, it is trusted only where a later change would give another stamp.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ def _files(folder: Path, deep: bool) -> Iterator[Path]:
 
 
 def remembered_digest(file: Path) -> str:
-    """SHA-256 of all bytes of a file; that of a large one is kept in the user's cache folder."""
+    """SHA-256 of all bytes of a file; that of a large file is kept in the user's cache folder."""
     large = file.stat().st_size >= _LARGE
     return content_hash(file, [user_cache("digests")]) if large else bytes_digest(file)
 
@@ -88,7 +88,7 @@ def is_settled(stamp: list[int], now: float) -> bool:
 
 
 def settled_stamp(source: Path) -> list[int]:
-    """The file's stamp, once any later change would give another one."""
+    """The file's stamp, once any later change would give another stamp."""
     while (age := time.time() - file_stamp(source)[-1] / 1e9) <= _CLOCK_STEP:
         time.sleep(min(_CLOCK_STEP, max(_CLOCK_STEP - age, 0.01)))
     return file_stamp(source)

@@ -1,6 +1,6 @@
 """Which rank failed first: every rank leaves its error, or where it hangs, in `errors/` of the output folder.
 
-If the user can mend the fault, the report is one line, and a file `.traceback` beside it holds the traceback. One
+If the user can fix the fault, the report is one line, and a file `.traceback` beside it holds the traceback. One
 failing rank makes the others fail too, later and with messages about lost connections. The reports' names sort by how
 far a rank had come, then by time, so that the first one is the cause; `llava.launch` shows it at the end.
 """
@@ -94,7 +94,7 @@ class Watchdog:
         file.write_text(header + text)
 
     def report_exception(self, error: BaseException) -> None:
-        """Reports an error that ends this rank: one line if the user can mend it, and the traceback."""
+        """Reports an error that ends this rank: one line if the user can fix it, and the traceback."""
         text, message = "".join(traceback.format_exception(error)), refusal(error)
         lost_peer = bool(_LOST_PEER.search(str(error)))
         if message is None:
@@ -125,7 +125,7 @@ def sorted_reports(output_dir: str | Path) -> list[Path]:
 
 
 def is_of_lost_peer(report: Path) -> bool:
-    """Whether the rank reports only that another one is gone."""
+    """Whether the rank reports only that another rank is gone."""
     return report.name.split("-")[2] == "1"
 
 
@@ -134,7 +134,7 @@ def clear_reports(output_dir: str) -> None:
     shutil.rmtree(Path(output_dir, FOLDER), ignore_errors=True)
 
 
-# --- what the user can mend -------------------------------------------------------------------------------------------
+# --- what the user can fix --------------------------------------------------------------------------------------------
 
 
 def refusal(error: BaseException) -> str | None:

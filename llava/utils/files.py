@@ -20,7 +20,7 @@ def replacing(path: Path, *, synced: bool = False, contended: bool = False) -> I
 
     Args:
         synced: bring content and name to the disk itself first, so that they survive a power failure.
-        contended: other processes may write the same file now, without a lock; each gets a name of its own.
+        contended: other processes may write the same file now, without a lock; each gets its own name.
     """
     process = f".{os.getpid()}" if contended else ""
     partial = path.with_name(f".{path.name}.{platform.node()}{process}.tmp")

@@ -26,12 +26,12 @@ def chosen(variable: str, value: str, here: Collection[str]) -> list[str]:
 
 
 def unknown_interfaces(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables, with their values, that choose no interface of this host, or for gloo also one that is missing."""
+    """The variables, with their values, that choose no interface of this host, or for gloo also a missing interface."""
     here, wrong = interfaces(), {}
     for variable in (GLOO, NCCL):
         if value := environment.get(variable, ""):
-            found = chosen(variable, value, here)
-            if not found or (variable == GLOO and set(value.split(",")) - set(found)):
+            names = chosen(variable, value, here)
+            if not names or (variable == GLOO and set(value.split(",")) - set(names)):
                 wrong[variable] = value
     return wrong
 

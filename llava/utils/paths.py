@@ -1,4 +1,4 @@
-"""Where this tree lies, and how its files and checkpoints are called."""
+"""Where this tree is, and the names of its files and checkpoints."""
 
 from pathlib import Path
 

@@ -37,10 +37,10 @@ def exif_orientation(image: Image.Image) -> int:
     if image.format == "TIFF":  # Pillow turns them itself
         return 1
     try:
-        found = image.getexif().get(_ORIENTATION_TAG)
+        orientation = image.getexif().get(_ORIENTATION_TAG)
     except Exception:  # Pillow's decoders raise whatever damaged bytes lead them to; the pixels may still be whole
         return 1
-    return found if found in _TURNS else 1
+    return orientation if orientation in _TURNS else 1
 
 
 def upright(image: Image.Image, orientation: str) -> Image.Image:

@@ -6,9 +6,9 @@ from types import ModuleType
 from typing import Any
 
 PAPER = " (paper)"
-"""Ends the name of a column with the paper's number; the measured one has the same name without it."""
+"""Ends the name of a column with the paper's number; the measured column has the same name without it."""
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; a modality has the same one in every figure.
+# Okabe and Ito's colours, which the colour-blind can tell apart; a modality has the same colour in every figure.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 VISUAL_COLOUR, TEXT_COLOUR, TEXT_BEFORE_COLOUR, SPECIAL_COLOUR = "#D55E00", "#0072B2", "#56B4E9", "#999999"
 STYLE = {
@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
-    """Every column of `rows` in the order in which they first occur, a paper's column right after the measured one."""
+    """Every column of `rows` in the order in which they first occur, a paper's column after the measured column."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     order = {name: index for index, name in enumerate(names)}
     return sorted(names, key=lambda name: (order.get(name.removesuffix(PAPER), order[name]), name.endswith(PAPER)))

@@ -4,8 +4,8 @@
         process = start(command, os.environ | settings, output, keep_open=[lock])
     code = wait(process, show_progress)
 
-- `start` gives the process a session of its own: Ctrl-C and SIGTERM reach it only through `end`.
-- `wait` returns its exit status; when this process is interrupted meanwhile, it ends the other one first.
+- `start` gives the process its own session: Ctrl-C and SIGTERM reach it only through `end`.
+- `wait` returns its exit status; when this process is interrupted meanwhile, it ends the other process first.
 - `end` asks processes to save and stop and waits for them; a second interruption kills them with their descendants.
 - `exiting_on_sigterm` makes SIGTERM an exception, so that `wait` and `finally` see it.
 - `kill`, `send`, `send_group`, `descendants`, `is_running`: the parts, for a process known by its id.
@@ -34,7 +34,7 @@ def start(
     cwd: Path = ROOT,
     keep_open: Sequence[int] = (),
 ) -> subprocess.Popen:
-    """Starts a command in a session of its own, without input.
+    """Starts a command in its own session, without input.
 
     Args:
         output: gets what the command prints; None is the caller's output.

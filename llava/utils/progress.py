@@ -44,7 +44,7 @@ class Progress:
         if total is None:
             total = of if isinstance(of, float | int) else len(cast(Sized, of))
         self.desc, self.unit, self.total, self.done, self.before = desc, unit, total, done, done
-        self.clock, self.noted, self.said = clock, "", False
+        self.clock, self.noted, self.printed = clock, "", False
         self.started = clock()
         self.paused = 0.0  # seconds since `started` in which the job stood still; its pace leaves them out
         self.due = self.started + FIRST
@@ -88,18 +88,18 @@ class Progress:
         """Ends the bar, or prints a last line if any was printed; further calls do nothing."""
         if self.bar is not None:
             self.bar.close()
-        elif self.said:
+        elif self.printed:
             self._say(self.clock())
-        self.hidden, self.said = True, False
+        self.hidden, self.printed = True, False
 
     def say(self, text: str) -> None:
-        """Prints a line of its own above the bar."""
+        """Prints a separate line above the bar."""
         if not self.hidden:
             tqdm.write(text, file=sys.stderr)
             sys.stderr.flush()
 
     def _say(self, now: float) -> None:
-        self.said = True
+        self.printed = True
         print(self.line(now - self.started), file=sys.stderr, flush=True)
 
     def line(self, seconds: float) -> str:
@@ -112,7 +112,7 @@ class Progress:
             pace = [] if self.noted else [f"{fresh / worked:.3g}/s"]
             parts += [*pace, f"{duration(left * worked / fresh)} left"]
         else:
-            parts.append(f"{duration(seconds)} in all" if left <= 0 else f"after {duration(seconds)}")
+            parts.append(f"{duration(seconds)} total" if left <= 0 else f"after {duration(seconds)}")
         return ", ".join(parts)
 
 

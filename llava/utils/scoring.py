@@ -1,4 +1,4 @@
-"""Whether an answer is the expected one: how two texts are compared, and what is read from an answer.
+"""Whether an answer is as expected: how two texts are compared, and what is read from an answer.
 
 A question's kind says how its answer is scored. Answers of the kinds in `READERS` are scored by what is read from them,
 a word, a letter or a number; where nothing can be read, or two things that differ, the answer is wrong.
@@ -21,7 +21,7 @@ def normalized(text: str) -> str:
     What decides a value stays: a mark between two digits (`1.5`, `10:30`), a minus before a number, and signs such as
     `/`, `%`, `$` and `+`. Thousands have no commas, and `.5` is `0.5`.
     """
-    text = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text.lower().translate(_TYPESET))
+    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text.lower().translate(_TYPESET))
     return " ".join(_DROPPED.sub("", _BARE_POINT.sub("0.", text)).split())
 
 
@@ -37,36 +37,36 @@ def contains(answer: str, expected: str) -> bool:
 
 
 def relaxed(answer: str, expected: str) -> bool:
-    """ChartQA's relaxed accuracy: a number may be up to 5 % of the expected one away, a text must be the same."""
-    found, wanted = _whole_number(answer), _whole_number(expected)
-    if found is None or wanted is None:
+    """ChartQA's relaxed accuracy: a number may be up to 5 % of the expected number away, a text must be the same."""
+    value, right = _whole_number(answer), _whole_number(expected)
+    if value is None or right is None:
         return same_answer(answer, expected)
-    return abs(found - wanted) <= TOLERANCE * abs(wanted)
+    return abs(value - right) <= TOLERANCE * abs(right)
 
 
 def yes_or_no(text: str) -> str | None:
-    """The text's first word if that is yes or no, else the one of the two that it has anywhere."""
+    """The text's first word if that is yes or no, else the only one of them anywhere in it."""
     words = normalized(text).split()
     return _only(words[:1]) or _only(words)
 
 
 def _only(words: list[str]) -> str | None:
-    said = {"yes", "no"}.intersection(words)
-    return said.pop() if len(said) == 1 else None
+    answers = {"yes", "no"}.intersection(words)
+    return answers.pop() if len(answers) == 1 else None
 
 
 def letter(text: str) -> str | None:
     """The letter of a choice: at the beginning, as in `B` or `(b) a cat`, after "answer is", or alone in brackets."""
     if first := _FIRST_LETTER.match(text.strip()):
         return first[1].upper()
-    found = set(_NAMED_LETTER.findall(text)) or set(_BRACKETED_LETTER.findall(text))
-    return found.pop() if len(found) == 1 else None
+    letters = set(_NAMED_LETTER.findall(text)) or set(_BRACKETED_LETTER.findall(text))
+    return letters.pop() if len(letters) == 1 else None
 
 
 def number(text: str) -> Decimal | None:
     """The only number in the text; percent are hundredths. None where a token with digits is not plainly a number."""
-    found = {_value(match) for match in _NUMBER.finditer(text.translate(_TYPESET))}
-    return found.pop() if len(found) == 1 else None
+    numbers = {_value(match) for match in _NUMBER.finditer(text.translate(_TYPESET))}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def _whole_number(text: str) -> Decimal | None:

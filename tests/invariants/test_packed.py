@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from llava.constants import IGNORE_INDEX
-from llava.data.sampler import RandomOrder, StepSampler, balanced_groups, dealt_evenly, dealt_in_order
+from llava.data.sampler import RandomOrder, StepSampler, assigned_by_length, assigned_in_order, balanced_groups
 from llava.model.attention import MASKED, SEGMENTS, packed_attention, segments_attention
 from llava.model.loss import _CHUNK_ELEMENTS, chunked_loss, plain_loss, rows_at_a_time
 
@@ -211,8 +211,8 @@ def test_each_step_is_assigned_exactly_in_equal_micro_batches_per_rank(lengths, 
         list(RandomOrder(len(lengths), seed=3)),
         ranks * micro * size,
     )
-    deal = partial(dealt_in_order, batch_size=size) if deal == "in order" else partial(
-        dealt_evenly, lengths=lengths, micro_batches=micro, max_tokens=cap
+    deal = partial(assigned_in_order, batch_size=size) if deal == "in order" else partial(
+        assigned_by_length, lengths=lengths, micro_batches=micro, max_tokens=cap
     )  # fmt: skip
     per_rank = [list(StepSampler(order, step_size, partial(deal, ranks=ranks), rank)) for rank in range(ranks)]
     assert {len(steps) for steps in per_rank} == {-(-len(lengths) // step_size)}
@@ -233,7 +233,7 @@ def test_a_step_takes_the_fewest_micro_batches_that_hold_its_tokens():
     """As few as its tokens allow; where no way to deal samples reaches that, one more."""
 
     def count(lengths, cap, ranks=1):
-        return len(dealt_evenly(list(range(len(lengths))), lengths, ranks, 1, cap)[0])
+        return len(assigned_by_length(list(range(len(lengths))), lengths, ranks, 1, cap)[0])
 
     assert count([1000] * 16, 8000) == 2 and count([1000] * 16, 7999) == 3
     assert count([1000] * 16, 8000, ranks=2) == 1 and count([1000] * 16, 7999, ranks=2) == 2
@@ -243,10 +243,10 @@ def test_a_step_takes_the_fewest_micro_batches_that_hold_its_tokens():
 
 
 def test_llavas_slices_go_round_the_ranks():
-    assert dealt_in_order(list(range(8)), ranks=2, batch_size=2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    assert dealt_in_order(list(range(9)), ranks=1, batch_size=4) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8]]]
-    assert dealt_in_order(list(range(5)), ranks=2, batch_size=2) == [[[0, 1], [3]], [[2], [4]]]
-    assert dealt_in_order([7], ranks=2, batch_size=2) == [[[7]], [[~7]]]
+    assert assigned_in_order(list(range(8)), ranks=2, batch_size=2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert assigned_in_order(list(range(9)), ranks=1, batch_size=4) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8]]]
+    assert assigned_in_order(list(range(5)), ranks=2, batch_size=2) == [[[0, 1], [3]], [[2], [4]]]
+    assert assigned_in_order([7], ranks=2, batch_size=2) == [[[7]], [[~7]]]
 
 
 def test_groups_are_within_one_sample_of_even():
@@ -258,7 +258,7 @@ def test_groups_are_within_one_sample_of_even():
 
 def test_epochs_differ_and_repeat_and_a_short_last_step_may_be_left_out():
     order = RandomOrder(22, seed=1)
-    deal = partial(dealt_evenly, lengths=[5] * 22, ranks=1, micro_batches=2)
+    deal = partial(assigned_by_length, lengths=[5] * 22, ranks=1, micro_batches=2)
     sampler = StepSampler(order, 4, deal, 0)
     first = list(sampler)
     sampler.set_epoch(1)

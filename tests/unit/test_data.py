@@ -97,7 +97,7 @@ def test_malformed_record_is_named(tmp_path, record, message):
         ("a.json", '[{"image": None}]', "line 1, column 12: not valid JSON: None as Python writes it"),
         ("a.json", '[{"id": 1} {"id": 2}]', "line 1, column 12: not valid JSON: expecting ',' delimiter, found '{"),
         ("a.json", '[{"id": 1},\n {"id": "x', "line 2, column 9: not valid JSON: the string that begins here never"),
-        ("a.json", '[{"id": 1}]\n\n[]', "line 3, column 1: the list has ended, but the file goes on with '\\[\\]'"),
+        ("a.json", '[{"id": 1}]\n\n[]', "line 3, column 1: the list has ended, but the file continues with '\\[\\]'"),
         ("a.json", "hello", "line 1, column 1: not valid JSON: expecting value, found 'hello'"),
         ("a.jsonl", "", "the file is empty"),
         ("a.jsonl", "{\"a\": 1}\n  {'a': 1}", "line 2, column 4: not valid JSON: ' as a quotation mark"),

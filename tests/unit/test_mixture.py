@@ -80,7 +80,7 @@ def test_random_sampling_follows_the_seed_and_keeps_the_files_order(place):
     path = mixture(place, CATS | {"sampling_strategy": "random:25%"}, DOGS | {"sampling_strategy": "random:7"})
     tables = [load_records(path, seed=seed) for seed in (1, 1, 2)]
     assert ids(tables[0]) == ids(tables[1]) != ids(tables[2]) and tables[0].key == tables[1].key != tables[2].key
-    found = tables[0].kept.tolist()
+    found = tables[0].selected.tolist()
     assert found == sorted(set(found)) and [sum(i < 20 for i in found), len(found)] == [5, 12]
     assert all(0 <= i < 100 for i in Sampling("random", 30, True).chosen(100, [3]))
 
@@ -91,19 +91,23 @@ def test_weights_are_shares_of_an_epoch_within_a_hundredth(place, epoch_samples)
     path = mixture(place, CATS | {"weight": 0.9}, DOGS | {"weight": 2.1, "sampling_strategy": "first:30"}, **more)
     table = load_records(path)
     total = epoch_samples or 50
-    counts = Counter(name.split("-")[0] for name in (table.named(i).split("'")[1] for i in table.kept[:2000].tolist()))
+    counts = Counter(
+        name.split("-")[0] for name in (table.named(i).split("'")[1] for i in table.selected[:2000].tolist())
+    )
     samples = [found["samples"] for found in table.source_counts()]
     assert samples == [round(0.3 * total), round(0.7 * total)] and len(table) == total
     assert total > 2000 or counts["cats"] == samples[0]
     assert len(table) < 100 or abs(samples[0] / len(table) - 0.3) < 0.01
-    repeated = Counter(table.kept.tolist())
+    repeated = Counter(table.selected.tolist())
     for number, (count, size, start) in enumerate(zip(samples, (20, 30), (0, 20), strict=True)):
         times = {repeated[i] for i in range(start, start + size)}
         assert times <= {count // size, math.ceil(count / size)}, number  # whole passes, and a part of one
-    assert table.kept[table.kept >= 20].max() < 50  # what the sampling left out stays out
+    assert table.selected[table.selected >= 20].max() < 50  # what the sampling left out stays out
     assert [table.source_number(i) for i in (0, len(table) - 1)] == [0, 1]
     assert table.epoch() is table
-    assert load_records(path).kept.tolist() == table.kept.tolist() != load_records(path, seed=1).kept.tolist()
+    assert (
+        load_records(path).selected.tolist() == table.selected.tolist() != load_records(path, seed=1).selected.tolist()
+    )
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (0.1, 0.2, 0.7), (1, 1e6, 3), (1, 1, 4)])
@@ -151,7 +155,7 @@ def test_pictures_that_vanish_from_a_data_sets_own_folder_are_named(place):
     assert len(found.faults["image_missing"]) == 3 and "image images/0.png does not exist" in str(found.faults)
     assert "; check the mixture entry's image_folder and the record" in str(found.faults)
     assert "--image_folder" not in str(found.faults)
-    with pytest.raises(ImageError, match="cats.jsonl lies outside the mixture entry's image_folder images .at"):
+    with pytest.raises(ImageError, match="cats.jsonl is outside the mixture entry's image_folder images .at"):
         store.open(PlacedImage("images", "../cats.jsonl"))
 
 
@@ -208,7 +212,7 @@ def test_only_sampled_records_are_checked_and_faults_leave_the_shares(place, cap
     table = load_records(path, check=False)
     found, _ = preflight(table, ImageStore("images"), RULES, show_progress=False)
     kept = usable_records(table, found, "skip", "")
-    assert (len(kept), kept.left_out, kept.checked) == (200, 1, 69) and not {0, 19} & set(kept.kept.tolist())
+    assert (len(kept), kept.left_out, kept.checked) == (200, 1, 69) and not {0, 19} & set(kept.selected.tolist())
     assert source_lines(kept)[0].startswith("cats  18 of 20 records, 50 samples")
 
 
@@ -291,7 +295,7 @@ def test_a_fault_of_an_entry_names_file_and_entry(place, fault):
 
 
 def test_a_mixture_stands_alone_and_must_be_there(place):
-    with pytest.raises(ValueError, match="a mixture stands alone; name the other files in it"):
+    with pytest.raises(ValueError, match="a mixture cannot be joined with other files; list them in it"):
         load_records(f"{mixture(place, CATS)},dogs.jsonl")
     with pytest.raises(DataError, match="^no.yaml: no such file"):
         load_records("no.yaml")

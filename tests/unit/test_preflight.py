@@ -88,7 +88,7 @@ CASES = {
     "speaker": ({"image": "a.png", "conversations": [HUMAN, {"from": "robot", "value": ""}]}, "turns", "'robot'"),
     "no answer": ({"image": "a.png", "conversations": [HUMAN]}, "turns", "nothing to learn"),
     "missing": ({"id": "m", "image": "b.png", "conversations": TURNS}, "image_missing", "id 'm'.*b.png does not exist"),
-    "outside": ({"image": "../a.jsonl", "conversations": TURNS}, "image_outside", "lies outside"),
+    "outside": ({"image": "../a.jsonl", "conversations": TURNS}, "image_outside", "is outside"),
     "no picture": ({"image": "../images", "conversations": TURNS}, "image_unreadable", "not a regular file"),
     "no image": ({"image_path": "a.png", "conversations": TURNS}, "placeholders", "'image_path' is not read"),
     "no placeholder": ({"img": "a.png", "conversations": TEXT}, "unread_picture", "no picture under 'image'; 'img'"),
@@ -99,7 +99,7 @@ CASES = {
     ),
     "marker alone": (
         {"conversations": [{"from": "human", "value": "<|image_pad|>?"}, GPT]}, "other_marker",
-        "turn 0: '<.image_pad.>' is only text here; write <image> where a picture stands",
+        "turn 0: '<.image_pad.>' is only text here; write <image> where a picture belongs",
     ),
     "picture as text": (
         {"conversations": [{"from": "human", "value": "data:image/png;base64,AAAA"}, GPT]}, "other_marker", "data",

@@ -209,7 +209,7 @@ def test_rewriting_that_is_cut_off_leaves_every_row_and_goes_on(large_groups, mo
     with monkeypatch.context() as patch:
         patch.setattr(f"llava.data.row_groups.{at}", cut_off)
         assert prepare.main(["folder", "--data_path", str(large_groups), "--rewrite_shards"]) == 130
-    assert capsys.readouterr().err.endswith("interrupted: the same command goes on\n")
+    assert capsys.readouterr().err.endswith("interrupted: rerun the same command to resume\n")
     assert calls and contents(large_groups) == before
     (large_groups / f".1.parquet.{platform.node()}.tmp").write_bytes(b"half of it, left by a process that was killed")
     assert len(row_groups.rewrite_shards(str(large_groups))) == 2

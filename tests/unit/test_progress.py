@@ -53,7 +53,7 @@ def test_lines_come_after_five_seconds_and_then_every_thirty(capsys):
         "reading: 35 of 100 files, 1/s, 1:05 left",
         "reading: 65 of 100 files, 1/s, 0:35 left",
         "reading: 95 of 100 files, 1/s, 0:05 left",
-        "reading: 100 of 100 files, 1:40 in all",
+        "reading: 100 of 100 files, 1:40 total",
     ]
 
 
@@ -98,7 +98,7 @@ def test_evaluation_time_counts_neither_for_the_rate_nor_the_time_left(capsys, m
     assert capsys.readouterr().err.splitlines() == [
         "training: 1 of 4 steps, 0.8 samples/s, 0:30 left",
         "training: 2 of 4 steps, 0.8 samples/s, 0:20 left",
-        "training: 4 of 4 steps, 0.8 samples/s, 2:00 in all",
+        "training: 4 of 4 steps, 0.8 samples/s, 2:00 total",
     ]
 
 
@@ -185,6 +185,6 @@ def test_a_runs_log_holds_no_carriage_return_and_says_how_far_it_is(tiny, tmp_pa
     assert run.returncode == 0, text
     assert "\r" not in text and "%|" not in text
     assert re.search(r"^training: 1 of 2 steps, [\d.]+ samples/s, 0:\d\d left$", text, re.MULTILINE)
-    assert re.search(r"^training: 2 of 2 steps, loss [\d.]+, [\d.]+ samples/s, 0:\d\d in all$", text, re.MULTILINE)
+    assert re.search(r"^training: 2 of 2 steps, loss [\d.]+, [\d.]+ samples/s, 0:\d\d total$", text, re.MULTILINE)
     assert re.search(r"^step 1: eval/loss [\d.]+, eval/loss_image [\d.]+, ", text, re.MULTILINE)
     assert re.search(r"^evaluating: 1 of \d+ micro-batches", text, re.MULTILINE)
