@@ -31,7 +31,7 @@ def parser(command: str | None) -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns 0 or the command's own status, 2 if it refuses its arguments, and 130 after Ctrl-C."""
-    interrupted = "interrupted; the same command goes on from what is saved"
+    interrupted = "interrupted; rerun the same command to resume"
     return run_program(PACKAGE, sys.argv[1:] if argv is None else argv, measure, interrupted)
 
 
@@ -85,10 +85,10 @@ def tell_unreadable(args: argparse.Namespace) -> None:
     """Names on stderr the samples that cannot be read, and counts those that do not have exactly one picture."""
     if left_out := getattr(args, "left_out", ""):
         print(f"samples that do not have exactly one picture are left out: {left_out}", file=sys.stderr)
-    found = list(getattr(args, "unreadable", {}).values())
-    if found:
-        rest = f"; and {len(found) - 10} more, see the result's provenance" if len(found) > 10 else ""
-        print(f"{len(found)} samples left out: {'; '.join(found[:10])}{rest}", file=sys.stderr)
+    reasons = list(getattr(args, "unreadable", {}).values())
+    if reasons:
+        rest = f"; and {len(reasons) - 10} more, see the result's provenance" if len(reasons) > 10 else ""
+        print(f"{len(reasons)} samples left out: {'; '.join(reasons[:10])}{rest}", file=sys.stderr)
 
 
 if __name__ == "__main__":

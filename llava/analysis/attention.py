@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> None:
     rows = [table_row(name, pictures) for name, pictures in results.items()]
     profiles = {name: curves(pictures) for name, pictures in results.items()}
     write_result(args, rows, profiles)
-    for name, found in profiles.items():
-        without = [layer for layer, share in enumerate(found["share per layer"]["mean"]) if math.isnan(share)]
+    for name, curve in profiles.items():
+        without = [layer for layer, share in enumerate(curve["share per layer"]["mean"]) if math.isnan(share)]
         if without:
             print(f"{name}: no attention, so no values, in layers {', '.join(map(str, without))}")
     draw_maps(args, samples, results)
@@ -104,7 +104,7 @@ def draw_maps(args: argparse.Namespace, samples: inputs.Samples, results: dict[s
     for name, pictures in results.items():
         for line in map_notes(name, pictures):
             print(line)
-    gridded = {name: pictures for name, pictures in results.items() if any(one.maps for one in pictures)}
+    gridded = {name: pictures for name, pictures in results.items() if any(picture.maps for picture in pictures)}
     columns = mapped_by_all(gridded)[:SHOWN]
     if gridded and not columns:
         print(f"no heat maps: no picture has one of every model ({', '.join(gridded)})")
@@ -120,19 +120,20 @@ def draw_maps(args: argparse.Namespace, samples: inputs.Samples, results: dict[s
 
 def mapped_by_all(results: dict[str, list[Picture]]) -> list[int]:
     """The pictures of which every model has a map; none where there are no models."""
-    return [index for index, row in enumerate(zip(*results.values(), strict=True)) if all(one.maps for one in row)]
+    rows = enumerate(zip(*results.values(), strict=True))
+    return [index for index, row in rows if all(picture.maps for picture in row)]
 
 
 def map_notes(name: str, pictures: list[Picture]) -> list[str]:
     """What maps and profiles over rows leave out, or bring to a common form, in sentences."""
-    notes, without = [], Counter(one.no_map for one in pictures if one.no_map)
+    notes, without = [], Counter(picture.no_map for picture in pictures if picture.no_map)
     if without:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in without.most_common())
         rest = len(pictures) - without.total()
         notes.append(f"{name}: no map of {without.total()} of {len(pictures)} pictures: {reasons}")
         if rest:
             notes[-1] += f". Heat maps, `upper half` and shares per row are of the other {rest}"
-    rows = {len(one.maps["mean"]) for one in pictures if one.maps}
+    rows = {len(picture.maps["mean"]) for picture in pictures if picture.maps}
     if len(rows) > 1:
         notes.append(f"{name}: its pictures have {min(rows)} to {max(rows)} rows of tokens; profiles have {max(rows)}")
     return notes
@@ -223,7 +224,7 @@ class _Reducer:
         sinks = sinks[self.visual]
         looks = [self.seen.get(index) for index in range(self.count)]
         return Picture(
-            {method: place(one).numpy() for method, one in maps.items()} if place else {},
+            {method: place(shares).numpy() for method, shares in maps.items()} if place else {},
             no_map,
             area,
             *per_layer([look and look.weights[:, look.visible] for look in looks]),
@@ -238,16 +239,16 @@ def per_layer(looks: list[torch.Tensor | None]) -> tuple[np.ndarray, np.ndarray,
 
     NaN where a layer has no attention; the entropy and the largest share also where there is nothing to look at.
     """
-    found = []
-    for one in looks:
-        if one is None or not one.shape[1]:
-            found.append((math.nan if one is None else 0.0, math.nan, math.nan))
+    values = []
+    for look in looks:
+        if look is None or not look.shape[1]:
+            values.append((math.nan if look is None else 0.0, math.nan, math.nan))
             continue
-        share = one.sum(dim=1)
-        within = one / share.clamp(min=1e-30)[:, None]
-        entropy = -(within * within.clamp(min=1e-30).log()).sum(dim=1) / math.log(max(one.shape[1], 2))
-        found.append((share.mean().item(), entropy.mean().item(), within.amax(dim=1).mean().item()))
-    return tuple(np.array(found).T)
+        share = look.sum(dim=1)
+        within = look / share.clamp(min=1e-30)[:, None]
+        entropy = -(within * within.clamp(min=1e-30).log()).sum(dim=1) / math.log(max(look.shape[1], 2))
+        values.append((share.mean().item(), entropy.mean().item(), within.amax(dim=1).mean().item()))
+    return tuple(np.array(values).T)
 
 
 def query_positions(groups: torch.Tensor, token_texts: list[str], query: str, name: str = "sample") -> torch.Tensor:
@@ -265,7 +266,7 @@ def query_positions(groups: torch.Tensor, token_texts: list[str], query: str, na
         return after
     positions = after.nonzero().flatten().tolist()
     if query == "last":
-        wanted = [len(groups) - 1]
+        looking = [len(groups) - 1]
     else:
         texts = [token_texts[position] for position in positions]
         start = "".join(texts).lower().find(query.lower())
@@ -273,9 +274,9 @@ def query_positions(groups: torch.Tensor, token_texts: list[str], query: str, na
             raise ValueError(f"--query {query!r}: {name} does not have it after its picture: {''.join(texts)!r}")
         ends = np.cumsum([len(text) for text in texts])
         inside = (ends > start) & (ends - [len(text) for text in texts] < start + len(query))
-        wanted = [position for position, takes in zip(positions, inside, strict=True) if takes]
+        looking = [position for position, takes in zip(positions, inside, strict=True) if takes]
     mask = torch.zeros_like(after)
-    mask[wanted] = True
+    mask[looking] = True
     return mask
 
 
@@ -289,30 +290,30 @@ def chosen(selection: str, count: int, flag: str) -> set[int]:
         return set(range(count))
     try:
         bounds = [[int(number) for number in part.split("-")] for part in selection.split(",")]
-        found = {index for bound in bounds for index in range(bound[0], bound[-1] + 1)}
+        indices = {index for bound in bounds for index in range(bound[0], bound[-1] + 1)}
     except ValueError:
         raise ValueError(f"{flag} {selection}: expected `all` or a list such as 4-11,20") from None
-    if not found or max(found) >= count:
+    if not indices or max(indices) >= count:
         raise ValueError(f"{flag} {selection}: there are {count}, from 0 to {count - 1}")
-    return found
+    return indices
 
 
 def table_row(name: str, pictures: list[Picture]) -> TableRow:
     """Means and medians over samples and layers; the picture's upper half by the mean map."""
-    maps = [one.maps["mean"] for one in pictures if one.maps]
+    maps = [picture.maps["mean"] for picture in pictures if picture.maps]
     return {
         "model": name,
         "samples": len(pictures),
         "with a map": len(maps),
-        **_mean_and_median("visual share of attention", [one.share for one in pictures]),
-        **_mean_and_median("visual share without sinks", [one.share_without_sinks for one in pictures]),
-        "share if uniform": float(np.nanmean([one.uniform for one in pictures])),
-        **_mean_and_median("entropy / ln V", [one.entropy for one in pictures]),
-        **_mean_and_median("entropy without sinks", [one.entropy_without_sinks for one in pictures]),
-        "upper half": _mean([upper_half(row_profile(one)) for one in maps]),
-        "upper half without the most seen": _mean([upper_half(row_profile(without_most_seen(one))) for one in maps]),
-        "most seen token": float(np.nanmean([one.top for one in pictures])),
-        "visual sinks a picture": float(np.mean([len(one.sinks) for one in pictures])),
+        **_mean_and_median("visual share of attention", [picture.share for picture in pictures]),
+        **_mean_and_median("visual share without sinks", [picture.share_without_sinks for picture in pictures]),
+        "share if uniform": float(np.nanmean([picture.uniform for picture in pictures])),
+        **_mean_and_median("entropy / ln V", [picture.entropy for picture in pictures]),
+        **_mean_and_median("entropy without sinks", [picture.entropy_without_sinks for picture in pictures]),
+        "upper half": _mean([upper_half(row_profile(heat)) for heat in maps]),
+        "upper half without the most seen": _mean([upper_half(row_profile(without_most_seen(heat))) for heat in maps]),
+        "most seen token": float(np.nanmean([picture.top for picture in pictures])),
+        "visual sinks a picture": float(np.mean([len(picture.sinks) for picture in pictures])),
     }
 
 
@@ -350,21 +351,21 @@ def upper_half(profile: np.ndarray) -> float:
 
 def curves(pictures: list[Picture]) -> dict[str, Any]:
     """Mean, standard deviation and median over the samples of each layer's values, and the places of the sinks."""
-    places = Counter(place for one in pictures for place in one.sinks)
+    places = Counter(place for picture in pictures for place in picture.sinks)
     result: dict[str, Any] = {"visual sinks: pictures by place": dict(sorted(places.items()))}
     for name, values in (
-        ("share per layer", [one.share for one in pictures]),
-        ("entropy per layer", [one.entropy for one in pictures]),
-        ("share per layer without sinks", [one.share_without_sinks for one in pictures]),
-        ("entropy per layer without sinks", [one.entropy_without_sinks for one in pictures]),
-        ("most seen token per layer", [one.top for one in pictures]),
-        ("share per layer if uniform", [one.uniform for one in pictures]),
+        ("share per layer", [picture.share for picture in pictures]),
+        ("entropy per layer", [picture.entropy for picture in pictures]),
+        ("share per layer without sinks", [picture.share_without_sinks for picture in pictures]),
+        ("entropy per layer without sinks", [picture.entropy_without_sinks for picture in pictures]),
+        ("most seen token per layer", [picture.top for picture in pictures]),
+        ("share per layer if uniform", [picture.uniform for picture in pictures]),
     ):
         result[name] = _moments(values)
-    maps = [one.maps for one in pictures if one.maps]
-    rows = max((len(one["mean"]) for one in maps), default=0)
+    maps = [picture.maps for picture in pictures if picture.maps]
+    rows = max((len(heat["mean"]) for heat in maps), default=0)
     for method in METHODS if maps else ():
-        result[f"share per row, {method}"] = _moments([with_rows(row_profile(one[method]), rows) for one in maps])
+        result[f"share per row, {method}"] = _moments([with_rows(row_profile(heat[method]), rows) for heat in maps])
     return result
 
 

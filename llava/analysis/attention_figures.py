@@ -75,8 +75,8 @@ def overlaid(picture: Image.Image, shares: np.ndarray, most: float, area: Area =
 
 
 def _wrapped(text: str, width: int = 26, lines: int = 2) -> str:
-    found = textwrap.wrap(text, width)
-    return "\n".join(found[:lines]) + ("..." if len(found) > lines else "")
+    wrapped = textwrap.wrap(text, width)
+    return "\n".join(wrapped[:lines]) + ("..." if len(wrapped) > lines else "")
 
 
 def draw_profiles(args: argparse.Namespace, results: dict[str, dict[str, Any]]) -> None:
@@ -86,21 +86,21 @@ def draw_profiles(args: argparse.Namespace, results: dict[str, dict[str, Any]]) 
         results: per model what `attention.curves` returns.
     """
     with figure(args, 1, 3, figsize=(12, 3.8), name=f"{args.command}-profiles") as (drawn, axes):
-        for (name, found), colour in zip(results.items(), COLOURS * len(results), strict=False):
+        for (name, curve), colour in zip(results.items(), COLOURS * len(results), strict=False):
             panels = ("share per row, mean", "share per layer", "entropy per layer")
             for axis, key in zip(axes, panels, strict=True):
-                if key not in found:
+                if key not in curve:
                     continue
-                mean, std = np.array(found[key]["mean"]), np.array(found[key]["std"])
+                mean, std = np.array(curve[key]["mean"]), np.array(curve[key]["std"])
                 there = ~np.isnan(mean)  # a layer without attention gets no point; the others keep their number
                 at, mean, std = np.flatnonzero(there) + (1 if axis is axes[0] else 0), mean[there], std[there]
                 axis.plot(at, mean, "o-", markersize=3, color=colour, label=name)
                 axis.fill_between(at, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-            uniform = np.array(found["share per layer if uniform"]["mean"])
+            uniform = np.array(curve["share per layer if uniform"]["mean"])
             at = np.flatnonzero(~np.isnan(uniform))
             axes[1].plot(at, uniform[at], ".:", color=colour, linewidth=1, markersize=2)
-            if panels[0] in found:
-                rows = len(found[panels[0]]["mean"])
+            if panels[0] in curve:
+                rows = len(curve[panels[0]]["mean"])
                 axes[0].xaxis.get_major_locator().set_params(integer=True)
                 axes[0].axhline(1 / rows, color="black", linestyle=":", linewidth=1)
         axes[0].set(xlabel="row of visual tokens, from the top", ylabel="share of the picture's attention")

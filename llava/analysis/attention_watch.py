@@ -1,6 +1,6 @@
 """Sees every decoder layer's attention weights, keys and values, and can replace keys and values, while a model runs.
 
-Works on any model whose layers ask transformers' attention interface for their attention, by a function registered
+Works on any model whose layers call transformers' attention interface, by a function registered
 there: plain eager attention with a callback. Weights exist for one layer at a time. Layers without attention (hybrid
 decoders) are passed over; the others keep their number among all layers.
 
@@ -87,25 +87,25 @@ def check(probe: Probe, batch: Batch) -> None:
         seen = probe.run(batch)
     if not numbers:
         raise ValueError(
-            f"{probe.name}: no decoder layer asks transformers' attention interface, so no attention can be watched"
+            f"{probe.name}: no decoder layer calls transformers' attention interface, so no attention can be watched"
         )
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"{probe.name}: a decoder layer has more than one attention; which one is meant is not known")
     tolerance = math.sqrt(torch.finfo(plain.hidden_states[0].dtype).eps)
-    found = difference(plain.logits[0], seen.logits[0])
-    if not found <= tolerance:
+    gap = difference(plain.logits[0], seen.logits[0])
+    if not gap <= tolerance:
         raise ValueError(
             f"{probe.name} ({type(probe.model).__name__}): with its attention watched, the logits differ from a plain "
-            f"run's by {found:.2g} of their standard deviation, and rounding explains {tolerance:.1g}: its attention "
+            f"run's by {gap:.2g} of their standard deviation, and rounding explains {tolerance:.1g}: its attention "
             "does something that is not repeated here, so it cannot be measured"
         )
 
 
-def difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+def difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
     """Root mean square of the difference of logits [S, C] over their standard deviation, masked ones left out."""
-    kept = expected > torch.finfo(expected.dtype).min / 2
-    expected, found = expected[kept].double(), found[kept].double()
-    return ((found - expected).square().mean().sqrt() / expected.std()).item()
+    unmasked = expected > torch.finfo(expected.dtype).min / 2
+    expected, actual = expected[unmasked].double(), actual[unmasked].double()
+    return ((actual - expected).square().mean().sqrt() / expected.std()).item()
 
 
 @contextlib.contextmanager

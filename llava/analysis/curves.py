@@ -126,8 +126,8 @@ def expand(folder: Path, models: list[NamedModel]) -> Run:
         ValueError: the folder has none whose step is known.
     """
     name = "/".join([part for part in folder.parts if part != "/"][-2:])
-    found = [(step_of(path), path) for path in checkpoints(str(folder))]
-    steps = sorted((step, path) for step, path in found if step is not None)
+    folders = [(step_of(path), path) for path in checkpoints(str(folder))]
+    steps = sorted((step, path) for step, path in folders if step is not None)
     if not steps:
         raise ValueError(f"--checkpoints {folder}: no checkpoint-N in it, and no trainer_state.json")
     named = [NamedModel(f"{name}, step {step}", path) for step, path in dict(steps).items()]
@@ -187,15 +187,15 @@ def layer_rows(measured: dict[str, Measurement], names: tuple[str, ...]) -> list
 
 def _layers(measurement: Measurement, group: int, names: tuple[str, ...], prefix: str = "") -> list[TableRow]:
     # A row per layer that has values of this prefix.
-    found = {(name, part): curve(measurement, prefix + name, group, part) for name in names for part in SUFFIX}
-    everything, rows = found[names[0], WITH_SINKS].count, []
+    values = {(name, part): curve(measurement, prefix + name, group, part) for name in names for part in SUFFIX}
+    everything, rows = values[names[0], WITH_SINKS].count, []
     for layer in np.flatnonzero(everything).tolist():
         row = {"layer": layer, "count with sinks": int(everything[layer])}
-        row["sinks"] = row["count with sinks"] - int(found[names[0], WITHOUT_SINKS].count[layer])
-        for (name, part), one in found.items():
-            if layer < len(one.mean):
-                row[f"{name} mean{SUFFIX[part]}"] = float(one.mean[layer])
-                row[f"{name} median{SUFFIX[part]}"] = float(one.median[layer])
+        row["sinks"] = row["count with sinks"] - int(values[names[0], WITHOUT_SINKS].count[layer])
+        for (name, part), layer_values in values.items():
+            if layer < len(layer_values.mean):
+                row[f"{name} mean{SUFFIX[part]}"] = float(layer_values.mean[layer])
+                row[f"{name} median{SUFFIX[part]}"] = float(layer_values.median[layer])
         rows.append(row)
     return rows
 
@@ -204,8 +204,8 @@ def write_sinks(args: argparse.Namespace, measured: dict[str, Measurement]) -> N
     """Writes every model's sinks to `<command>-sinks`, the most frequent first."""
     rows = []
     for model, measurement in measured.items():
-        found = sorted(measurement.sinks.items(), key=lambda item: (-item[1]["samples"], -item[1]["ratio"]))
-        for (group, position, token), sink in found[:SHOWN_SINKS]:
+        sinks = sorted(measurement.sinks.items(), key=lambda item: (-item[1]["samples"], -item[1]["ratio"]))
+        for (group, position, token), sink in sinks[:SHOWN_SINKS]:
             rows.append(
                 {
                     "model": model,
@@ -218,8 +218,8 @@ def write_sinks(args: argparse.Namespace, measured: dict[str, Measurement]) -> N
                     "over the median": sink["ratio"],
                 }
             )
-        if len(found) > SHOWN_SINKS:
-            print(f"{model}: {len(found) - SHOWN_SINKS} rarer sinks are not listed")
+        if len(sinks) > SHOWN_SINKS:
+            print(f"{model}: {len(sinks) - SHOWN_SINKS} rarer sinks are not listed")
     if rows:
         print(f"\nsinks (norm over {SINK_RATIO:.0f} times the median of the sample's tokens of the same kind):")
         write_result(args, rows, name=f"{args.command}-sinks")
@@ -281,21 +281,21 @@ def draw_view(args: argparse.Namespace, measured: dict[str, Measurement], view: 
 def draw_groups(axis: "Axes", measurement: Measurement, what: str) -> None:
     """Median per group without the sinks, with the middle half as a band."""
     for group, (colour, style, band) in LINES.items():
-        one = curve(measurement, what, group)
-        if not one.count.any():
+        values = curve(measurement, what, group)
+        if not values.count.any():
             continue
-        layers = np.arange(len(one.median))
-        axis.plot(layers, one.median, style, color=colour, label=LABELS[group], linewidth=2.2 if band else 1.3)
+        layers = np.arange(len(values.median))
+        axis.plot(layers, values.median, style, color=colour, label=LABELS[group], linewidth=2.2 if band else 1.3)
         if band:
-            axis.fill_between(layers, one.low, one.high, color=colour, alpha=0.2, linewidth=0)
+            axis.fill_between(layers, values.low, values.high, color=colour, alpha=0.2, linewidth=0)
     axis.margins(x=0.01)
 
 
 def draw_sinks(axis: "Axes", measurement: Measurement, what: str) -> None:
     """Median of all sinks, where there are any."""
-    one = curve(measurement, what, tuple(GROUPS), ONLY_SINKS)
-    if one.count.any():
-        axis.plot(one.median, "-.", color="black", linewidth=1, label="sinks")
+    values = curve(measurement, what, tuple(GROUPS), ONLY_SINKS)
+    if values.count.any():
+        axis.plot(values.median, "-.", color="black", linewidth=1, label="sinks")
 
 
 def cosine_scale(axis: "Axes") -> None:

@@ -55,13 +55,15 @@ class EmbeddingNorms(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=whole(1), default=10, help="tokens of largest norm to name, per model")
-    parser.add_argument("--embedding-name", help="the tensor to read (default: found by the families' names)")
+    parser.add_argument("--embedding-name", help="the tensor to read (default: by the families' names)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes the norms' table, the tokens' table (`embedding-norms-tokens`) and the figure."""
     models = [read_embedding_norms(model, args.embedding_name) for model in required_models(args.models)]
-    rows = [with_paper(table_row(one), paper_of(PAPER_NORMS, m)) for one, m in zip(models, args.models, strict=True)]
+    rows = [
+        with_paper(table_row(norms), paper_of(PAPER_NORMS, m)) for norms, m in zip(models, args.models, strict=True)
+    ]
     write_result(args, rows)
     papers = [paper_of(PAPER_TOKENS, model) for model in args.models]
     write_result(args, token_rows(models, args.top, papers), name="embedding-norms-tokens")
@@ -84,10 +86,10 @@ def read_embedding_norms(model: NamedModel, embedding_name: str | None = None) -
             )
         hidden_size = chunk.shape[1]
         norms.append(torch.linalg.vector_norm(chunk.float(), dim=-1).double())
-    found = torch.cat(norms).numpy()
-    if not np.isfinite(found).all():
-        raise ValueError(f"{model.path}: {int((~np.isfinite(found)).sum())} rows of {name} are NaN or infinite")
-    return EmbeddingNorms(model.name, name, hidden_size, found, token_names(model.path, len(found)))
+    all_norms = torch.cat(norms).numpy()
+    if not np.isfinite(all_norms).all():
+        raise ValueError(f"{model.path}: {int((~np.isfinite(all_norms)).sum())} rows of {name} are NaN or infinite")
+    return EmbeddingNorms(model.name, name, hidden_size, all_norms, token_names(model.path, len(all_norms)))
 
 
 def token_names(path: str, rows: int) -> list[str]:

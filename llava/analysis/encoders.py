@@ -58,12 +58,12 @@ def square_tokens(tower: VisionTower, inputs: Mapping[str, torch.Tensor]) -> tor
 
 def shaped_tokens(tower: Siglip2VisionTower, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Patches' states [N, E] of pictures of different shapes, without padding."""
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     last = [tower.vision_model.embeddings, *tower.layers][-1]
-    handle = last.register_forward_hook(lambda module, args, output: found.append(output))
+    handle = last.register_forward_hook(lambda module, args, output: outputs.append(output))
     try:
         tower.vision_model(**inputs)
     finally:
         handle.remove()
-    (states,) = found
+    (states,) = outputs
     return states[inputs["pixel_attention_mask"].bool()]

@@ -102,7 +102,7 @@ FAMILIES = {
 }
 
 _CROSS = "its LLM looks at the picture by cross-attention, so no visual token enters it"
-_QFORMER = "a Q-Former stands between its encoder and its projector"
+_QFORMER = "a Q-Former is between its encoder and its projector"
 _NO_PROJECTOR = "it has no projector whose output enters an LLM as visual tokens"
 _STREAMS = "the layers of its LLM carry several states per token, so a token has no single norm or direction"
 REFUSED = {
@@ -149,18 +149,18 @@ class Features(NamedTuple):
         Raises:
             ValueError: the module takes the tokens of two encoders.
         """
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        found = output if self.side == "output" else given[0]
-        if self.side == "input" and sum(value.is_floating_point() and value.ndim > 2 for value in given) > 1:
+        arguments = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        rows = output if self.side == "output" else arguments[0]
+        if self.side == "input" and sum(value.is_floating_point() and value.ndim > 2 for value in arguments) > 1:
             raise ValueError(
                 f"{type(self.module).__name__} takes tokens of more than one vision encoder; name the one to measure "
                 "by --vision-path"
             )
-        found = output_rows(found)
+        rows = output_rows(rows)
         mask = kwargs.get(self.tokens.lstrip("~")) if self.tokens else None
         if mask is not None:
-            found = found[(~mask.bool() if self.tokens.startswith("~") else mask.bool()).flatten()]
-        return found
+            rows = rows[(~mask.bool() if self.tokens.startswith("~") else mask.bool()).flatten()]
+        return rows
 
     def may_join_patches(self, rows: torch.Tensor) -> bool:
         """Whether rows [N, width] are wide enough to hold several patches each, if they are a module's input."""
@@ -239,7 +239,7 @@ def encoder_width(config: PretrainedConfig) -> int | None:
     width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
     places = [part for part in (config, getattr(config, "adapter_config", None)) if part is not None]
     layers = [getattr(part, name, None) for part in places for name in FEATURE_LAYER_FIELDS]
-    listed = next((found for found in layers if isinstance(found, list | tuple)), (None,))
+    listed = next((numbers for numbers in layers if isinstance(numbers, list | tuple)), (None,))
     return width * len(listed) if isinstance(width, int) else None
 
 
@@ -277,22 +277,22 @@ def decoder_layers(model: nn.Module, embedding: nn.Module, path: str | None = No
     if path:
         return list(_submodule(model, path, "--layers-path"))
     parent = next((m for m in model.modules() if any(child is embedding for child in m.children())), model)
-    found = max((m for m in parent.children() if isinstance(m, nn.ModuleList)), key=len, default=())
-    if not len(found):
+    layers = max((m for m in parent.children() if isinstance(m, nn.ModuleList)), key=len, default=())
+    if not len(layers):
         raise ValueError(
             f"{_name(model)}: no decoder layers beside the text embedding; name their list by --layers-path. "
             f"Lists of modules: {_lists(model)}"
         )
-    return list(found)
+    return list(layers)
 
 
 def _projector(model: nn.Module, path: str | None) -> nn.Module:
     """The module at `path`, or the one nearest to the root that has a projector's name."""
     if path:
         return _submodule(model, path, "--projector-path")
-    found = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in PROJECTOR_NAMES]
-    shallowest = min((name.count(".") for name in found), default=0)
-    nearest = [name for name in found if name.count(".") == shallowest]
+    names = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in PROJECTOR_NAMES]
+    shallowest = min((name.count(".") for name in names), default=0)
+    nearest = [name for name in names if name.count(".") == shallowest]
     if len(nearest) != 1:
         raise ValueError(
             f"{_name(model)}: expected one module called {', '.join(PROJECTOR_NAMES)}; found "
@@ -309,13 +309,13 @@ def _submodule(model: nn.Module, path: str, origin: str) -> nn.Module:
 
 
 def _image_token_of(config: PretrainedConfig) -> int:
-    found = [value for name in IMAGE_TOKEN_FIELDS if isinstance(value := getattr(config, name, None), int)]
-    if not found:
+    ids = [value for name in IMAGE_TOKEN_FIELDS if isinstance(value := getattr(config, name, None), int)]
+    if not ids:
         raise ValueError(
             f"{config.model_type}: config.json has none of {', '.join(IMAGE_TOKEN_FIELDS)}, so visual positions are "
             "unknown; name the id of the image token by --image-token-id"
         )
-    return found[0]
+    return ids[0]
 
 
 def _name(model: nn.Module) -> str:

@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> None:
     samples = inputs.choose(args)
     for model in args.models:
         require_ours(model)
-    found = {model.name: measure_gradients(model, samples, args) for model in required_models(args.models)}
-    sinks = {model: {name: arm.sinks for name, arm in arms.items()} for model, arms in found.items()}
-    table = [row for model, arms in found.items() for row in rows(model, arms)]
+    measured = {model.name: measure_gradients(model, samples, args) for model in required_models(args.models)}
+    sinks = {model: {name: arm.sinks for name, arm in arms.items()} for model, arms in measured.items()}
+    table = [row for model, arms in measured.items() for row in rows(model, arms)]
     write_result(args, table, {"visual sinks in the batch": sinks})
-    for model, arms in found.items():
+    for model, arms in measured.items():
         print(verdict(model, arms))
-    draw(args, found)
+    draw(args, measured)
 
 
 def measure_gradients(named: NamedModel, samples: inputs.Samples, args: argparse.Namespace) -> dict[str, Arm]:
@@ -133,9 +133,9 @@ def training_batch(
             raise ValueError(f"--data {sample.name}: gradients need an answer to learn, and this data has none")
         question = DEFAULT_IMAGE_TOKEN if is_captioner(template) else f"{DEFAULT_IMAGE_TOKEN}\n{sample.prompt}"
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": sample.answer}]
-        one = preprocess(turns, tokenizer, template)
-        ids.append(one.input_ids)
-        labels.append(one.labels)
+        example = preprocess(turns, tokenizer, template)
+        ids.append(example.input_ids)
+        labels.append(example.labels)
     targets = nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
     pictures = [sample.image for sample in samples]
     return loading.our_batch(model, ids, pictures, image_processor), targets.to(model.device)
@@ -167,9 +167,9 @@ def projector_rows(model: LlavaMetaForCausalLM, batch: Batch) -> torch.Tensor:
     Raises:
         ValueError: a picture's tokens are means of several, because it had too many.
     """
-    rules, given = model.crop_rules(), batch.inputs
+    rules, passed = model.crop_rules(), batch.inputs
     layout, _ = model.lay_out(
-        given["input_ids"], given["attention_mask"], None, given["images"], given.get("image_sizes")
+        passed["input_ids"], passed["attention_mask"], None, passed["images"], passed.get("image_sizes")
     )
     for picture in layout.pictures:
         if picture.crops > 1 and rules.patches(picture).shrunk is not None:
@@ -263,11 +263,11 @@ def verdict(model: str, arms: dict[str, Arm]) -> str:
     )
 
 
-def draw(args: argparse.Namespace, found: dict[str, dict[str, Arm]]) -> None:
+def draw(args: argparse.Namespace, measured: dict[str, dict[str, Arm]]) -> None:
     """A panel per model: the gradient on its way down, a line per arm."""
-    size = (max(4.2 * len(found), 6), 4)
-    with figure(args, 1, len(found), figsize=size, sharey=True, squeeze=False) as (drawn, axes):
-        for axis, (model, arms) in zip(axes[0], found.items(), strict=True):
+    size = (max(4.2 * len(measured), 6), 4)
+    with figure(args, 1, len(measured), figsize=size, sharey=True, squeeze=False) as (drawn, axes):
+        for axis, (model, arms) in zip(axes[0], measured.items(), strict=True):
             for arm, colour in zip(ARMS, COLOURS, strict=False):
                 values = arms[arm].norms
                 axis.plot(range(len(values)), list(values.values()), "o-", color=colour, markersize=4, label=arm)

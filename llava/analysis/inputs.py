@@ -190,12 +190,12 @@ def default_data() -> str:
     Raises:
         ValueError: neither has been prepared.
     """
-    found = [path for path in PLAYGROUND if Path(path).is_file()]
-    if not found:
+    prepared = [path for path in PLAYGROUND if Path(path).is_file()]
+    if not prepared:
         raise ValueError(
             f"--data: none given, and {' or '.join(PLAYGROUND)} is not there; run python -m playground scenes"
         )
-    return found[0]
+    return prepared[0]
 
 
 def _source(path: Path, args: argparse.Namespace) -> Source:
@@ -294,9 +294,9 @@ def _row_pictures(table: pq.ParquetFile, shard: Path) -> list[int]:
     """
     names = table.schema_arrow.names
     column = next((name for name in IMAGE_KEYS if name in names), None)
-    for wanted, found in (("image or images", column), ("conversations or question", "question" in names)):
-        if not found:
-            raise ValueError(f"--data {shard}: Parquet without a column {wanted}; it has {', '.join(names)}")
+    for columns, present in (("image or images", column), ("conversations or question", "question" in names)):
+        if not present:
+            raise ValueError(f"--data {shard}: Parquet without a column {columns}; it has {', '.join(names)}")
     leaves = [table.schema.column(i).path for i in range(len(table.schema))]
     leaf = next((leaf for leaf in leaves if leaf.startswith(f"{column}.") and leaf.endswith(".path")), column)
     counts: list[int] = []

@@ -69,20 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vision-layer", type=int, default=-2, help="hidden state to take of an encoder on its own; LLaVA takes -2"
     )
-    parser.add_argument(
-        "--embedding-name", help="the tensor of text embeddings (default: found by the families' names)"
-    )
+    parser.add_argument("--embedding-name", help="the tensor of text embeddings (default: by the families' names)")
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes the table and the figure."""
-    found = [interface(model, args) for model in required_models(args.models)]
-    rows = [row for one in found for row in table_rows(one)]
+    interfaces = [interface(model, args) for model in required_models(args.models)]
+    rows = [row for measured in interfaces for row in table_rows(measured)]
     write_result(args, rows)
-    for one in found:
-        if ENTERING in one.streams:
-            print(headline(one))
-    draw(args, found)
+    for measured in interfaces:
+        if ENTERING in measured.streams:
+            print(headline(measured))
+    draw(args, interfaces)
 
 
 def interface(model: NamedModel, args: argparse.Namespace) -> Interface:
@@ -119,30 +117,33 @@ def embedding_factor(scales: Stream) -> float | None:
     return scales.median if abs(scales.median - 1) > UNSCALED else 1.0
 
 
-def ratio(one: Interface, ending: str = "") -> float:
+def ratio(measured: Interface, ending: str = "") -> float:
     """Median norm of visual tokens over that of text tokens, where they enter the LLM; NaN where no text does.
 
     Args:
         ending: `SINKLESS`, or nothing for all tokens.
     """
-    visual, text = (one.streams.get(what + ending, one.streams.get(what, Stream())) for what in (ENTERING, TEXT_IN))
+    visual, text = (
+        measured.streams.get(what + ending, measured.streams.get(what, Stream())) for what in (ENTERING, TEXT_IN)
+    )
     return visual.median / text.median
 
 
-def headline(one: Interface) -> str:
+def headline(measured: Interface) -> str:
     """One sentence: how far apart visual and text tokens are where they enter the LLM."""
-    if TEXT_IN not in one.streams:
+    if TEXT_IN not in measured.streams:
         return (
-            f"{one.name}: no text enters the LLM beside the pictures, so there is nothing to compare their norms with"
+            f"{measured.name}: no text enters the LLM beside the pictures, so their norms have nothing to compare with"
         )
-    visual = one.streams.get(ENTERING + SINKLESS, one.streams[ENTERING])
+    visual = measured.streams.get(ENTERING + SINKLESS, measured.streams[ENTERING])
     table = ""
-    if one.factor is not None:
-        times = visual.median / one.streams.get(TABLE_IN, one.streams[TABLE]).mean
+    if measured.factor is not None:
+        times = visual.median / measured.streams.get(TABLE_IN, measured.streams[TABLE]).mean
         table = f"; {times:.3g} times the mean embedding as it enters"
+    without, with_sinks = ratio(measured, SINKLESS), ratio(measured)
     return (
-        f"{one.name}: visual tokens enter the LLM with {ratio(one, SINKLESS):.3g} times the norm of text tokens "
-        f"(medians without sinks; with sinks {ratio(one):.3g}{table})"
+        f"{measured.name}: visual tokens enter the LLM with {without:.3g} times the norm of text tokens "
+        f"(medians without sinks; with sinks {with_sinks:.3g}{table})"
     )
 
 
@@ -166,10 +167,10 @@ def vocabulary_norms(path: str, module: str) -> np.ndarray:
         ValueError: not exactly one tensor has its name.
     """
     files, ending = WeightFiles(path), module.rsplit(".", 1)[-1] + ".weight"
-    found = [name for name in files.names if f".{name}".endswith("." + ending)]
-    if len(found) != 1:
-        raise ValueError(f"{path}: expected one tensor that ends in {ending}, found {', '.join(found) or 'none'}")
-    return np.concatenate([chunk.float().norm(dim=-1).double().numpy() for chunk in files.rows(found[0])])
+    names = [name for name in files.names if f".{name}".endswith("." + ending)]
+    if len(names) != 1:
+        raise ValueError(f"{path}: expected one tensor that ends in {ending}, found {', '.join(names) or 'none'}")
+    return np.concatenate([chunk.float().norm(dim=-1).double().numpy() for chunk in files.rows(names[0])])
 
 
 def stream_of(values: np.ndarray) -> Stream:
@@ -178,42 +179,42 @@ def stream_of(values: np.ndarray) -> Stream:
     return stream
 
 
-def table_rows(one: Interface) -> list[TableRow]:
+def table_rows(measured: Interface) -> list[TableRow]:
     """A row per kind of token, with the paper's mean and standard deviation where it has them."""
-    paper = paper_of(PAPER, NamedModel(one.name, one.path)) or {}
+    paper = paper_of(PAPER, NamedModel(measured.name, measured.path)) or {}
     rows = []
-    for what, stream in one.streams.items():
+    for what, stream in measured.streams.items():
         mean, std = paper.get(what, (None, None))
         numbers = {name: value for name, value in (("mean", mean), ("std", std)) if value is not None}
-        rows.append(with_paper({"model": one.name, "norms of": what} | stream.summary(), numbers))
+        rows.append(with_paper({"model": measured.name, "norms of": what} | stream.summary(), numbers))
     return rows
 
 
-def draw(args: argparse.Namespace, found: list[Interface]) -> None:
+def draw(args: argparse.Namespace, interfaces: list[Interface]) -> None:
     """A row per model, one above the other on a common logarithmic axis: how its tokens' norms are distributed."""
-    shown = [(what, s) for one in found for what, s in one.streams.items() if what in COLOURS]
+    shown = [(what, s) for measured in interfaces for what, s in measured.streams.items() if what in COLOURS]
     low = min(stream.percentile(1) for _, stream in shown) / 1.5
     high = max(stream.percentile(99) for _, stream in shown) * 1.5
     edges = np.geomspace(max(low, high / 1e6), high, 120)
-    size = (7.5, 1.75 * len(found) + 1.2)
-    with figure(args, len(found), 1, figsize=size, sharex=True, squeeze=False) as (drawn, axes):
-        for axis, one in zip(axes[:, 0], found, strict=True):
+    size = (7.5, 1.75 * len(interfaces) + 1.2)
+    with figure(args, len(interfaces), 1, figsize=size, sharex=True, squeeze=False) as (drawn, axes):
+        for axis, measured in zip(axes[:, 0], interfaces, strict=True):
             for what, colour in COLOURS.items():
-                stream = one.streams.get(what)
-                if stream is None or (what == TABLE and TABLE_IN in one.streams):
+                stream = measured.streams.get(what)
+                if stream is None or (what == TABLE and TABLE_IN in measured.streams):
                     continue
                 share = 100 * stream.histogram(edges) / stream.count
                 outline = what == TEXT_IN
                 axis.stairs(share, edges, color=colour, fill=not outline, alpha=1 if outline else 0.55, label=what)
                 axis.axvline(stream.median, color=colour, linewidth=1.2, linestyle=":" if outline else "--")
-            axis.set(xscale="log", yticks=[], ylabel="share of tokens", title=heading(one))
+            axis.set(xscale="log", yticks=[], ylabel="share of tokens", title=heading(measured))
             axis.spines["left"].set_visible(False)
         axes[-1, 0].set_xlabel("L2 norm (dashed: median)")
         handles = {label: h for axis in axes[:, 0] for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2)
 
 
-def heading(one: Interface) -> str:
+def heading(measured: Interface) -> str:
     """The model's name, with how far apart visual and text tokens are."""
-    found = ratio(one, SINKLESS)
-    return f"{one.name}: visual / text = {found:.3g}" if math.isfinite(found) else one.name
+    apart = ratio(measured, SINKLESS)
+    return f"{measured.name}: visual / text = {apart:.3g}" if math.isfinite(apart) else measured.name

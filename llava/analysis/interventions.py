@@ -109,18 +109,18 @@ def run(args: argparse.Namespace) -> None:
     samples = inputs.choose(args)
     rows, details, verdicts = [], {}, []
     for model in required_models(args.models):
-        found = measure_interventions(model, samples, args)
-        rows += [table_row(model.name, outcomes) for outcomes in found["outcomes"].values()]
-        verdicts.append(verdict(model.name, found))
-        if TEXT_ONLY not in found["outcomes"]:
+        measured = measure_interventions(model, samples, args)
+        rows += [table_row(model.name, outcomes) for outcomes in measured["outcomes"].values()]
+        verdicts.append(verdict(model.name, measured))
+        if TEXT_ONLY not in measured["outcomes"]:
             print(f"{model.name}: not run: {TEXT_ONLY}; its processor makes no inputs of text alone")
-        without = np.flatnonzero(np.isnan(found["outcomes"][UNTOUCHED][0].keys))
+        without = np.flatnonzero(np.isnan(measured["outcomes"][UNTOUCHED][0].keys))
         if len(without):
             layers = ", ".join(map(str, without))
             print(f"{model.name}: no attention, so no keys and values to compare or to take, in layers {layers}")
-        details[model.name] = {name: value for name, value in found.items() if name != "outcomes"} | {
+        details[model.name] = {name: value for name, value in measured.items() if name != "outcomes"} | {
             "verdict": verdicts[-1],
-            "per layer": {name: _per_layer(outcomes) for name, outcomes in found["outcomes"].items()},
+            "per layer": {name: _per_layer(outcomes) for name, outcomes in measured["outcomes"].items()},
         }
     write_result(args, rows, details)
     draw(args, rows, details)
@@ -149,13 +149,15 @@ def measure_interventions(named: NamedModel, samples: Samples, args: argparse.Na
     for outcome in state.rows:
         outcomes.setdefault(outcome.name, []).append(outcome)
     untouched = outcomes[UNTOUCHED]
-    without = [one.visual_norm_without_sinks for one in untouched if one.visual_norm_without_sinks is not None]
-    scale = float(np.median([one.embedding_scale for one in untouched]))
+    without = [
+        outcome.visual_norm_without_sinks for outcome in untouched if outcome.visual_norm_without_sinks is not None
+    ]
+    scale = float(np.median([outcome.embedding_scale for outcome in untouched]))
     return {
         "outcomes": outcomes,
         "visual norm": float(np.median(without)),
-        "visual norm with sinks": float(np.median([one.visual_norm for one in untouched])),
-        "text norm": float(np.median([one.text_norm for one in untouched])),
+        "visual norm with sinks": float(np.median([outcome.visual_norm for outcome in untouched])),
+        "text norm": float(np.median([outcome.text_norm for outcome in untouched])),
         "embedding norm": state.about["embedding norm"],
         "embedding norm as it enters": scale * state.about["embedding norm"],
     }
@@ -268,9 +270,9 @@ def _median(values: torch.Tensor) -> float:
 
 def compare(name: str, untouched: _Run, other: _Run) -> Outcome:
     """The outcome of `other`, compared with the untouched run of the same sample."""
-    expected, found = untouched.log_probs, other.log_probs
-    kl = (expected.exp() * (expected - found)).sum().item()
-    rank = int((found > found[expected.argmax()]).sum()) + 1
+    expected, actual = untouched.log_probs, other.log_probs
+    kl = (expected.exp() * (expected - actual)).sum().item()
+    rank = int((actual > actual[expected.argmax()]).sum()) + 1
     everything = torch.ones_like(untouched.sinks)
     norm, share = _of_tokens(other, torch.ones_like(other.sinks))
     return Outcome(
@@ -297,13 +299,13 @@ def _cosines(untouched: _Run, other: _Run, chosen: torch.Tensor) -> tuple[np.nda
     # Per layer, of the chosen visual tokens' keys and values; None where there are none to compare.
     if other.norms.shape != untouched.norms.shape or not chosen.any():
         return None, None
-    found = []
+    pairs = []
     for before, after in ((untouched.keys, other.keys), (untouched.values, other.values)):
         cosines = np.full(untouched.layers, math.nan)
-        for index, one in before.items():
-            cosines[index] = _cosine(one, after[index], chosen)
-        found.append(cosines)
-    return found[0], found[1]
+        for index, tensor in before.items():
+            cosines[index] = _cosine(tensor, after[index], chosen)
+        pairs.append(cosines)
+    return pairs[0], pairs[1]
 
 
 def _cosine(a: torch.Tensor, b: torch.Tensor, chosen: torch.Tensor) -> float:
@@ -314,22 +316,22 @@ def _cosine(a: torch.Tensor, b: torch.Tensor, chosen: torch.Tensor) -> float:
 def table_row(model: str, outcomes: list[Outcome]) -> dict[str, Any]:
     """Means over the samples; KL also as median, since a few answers may carry the mean."""
     kl = Stream()
-    kl.add([one.kl for one in outcomes])
+    kl.add([outcome.kl for outcome in outcomes])
     return {
         "model": model,
         "intervention": outcomes[0].name,
         "KL (nats)": kl.mean,
         "KL median": kl.median,
         "KL std": kl.std,
-        "rank of chosen": float(np.mean([one.rank for one in outcomes])),
-        "answer changes (%)": 100 * float(np.mean([one.rank > 1 for one in outcomes])),
-        "visual attention": _mean([one.visual_share for one in outcomes]),
-        "cos of keys": _mean([one.keys for one in outcomes]),
-        "cos of values": _mean([one.values for one in outcomes]),
-        "visual sinks a picture": _mean([one.sinks for one in outcomes]),
-        "visual attention without sinks": _mean([one.visual_share_without_sinks for one in outcomes]),
-        "cos of keys without sinks": _mean([one.keys_without_sinks for one in outcomes]),
-        "cos of values without sinks": _mean([one.values_without_sinks for one in outcomes]),
+        "rank of chosen": float(np.mean([outcome.rank for outcome in outcomes])),
+        "answer changes (%)": 100 * float(np.mean([outcome.rank > 1 for outcome in outcomes])),
+        "visual attention": _mean([outcome.visual_share for outcome in outcomes]),
+        "cos of keys": _mean([outcome.keys for outcome in outcomes]),
+        "cos of values": _mean([outcome.values for outcome in outcomes]),
+        "visual sinks a picture": _mean([outcome.sinks for outcome in outcomes]),
+        "visual attention without sinks": _mean([outcome.visual_share_without_sinks for outcome in outcomes]),
+        "cos of keys without sinks": _mean([outcome.keys_without_sinks for outcome in outcomes]),
+        "cos of values without sinks": _mean([outcome.values_without_sinks for outcome in outcomes]),
     }
 
 
@@ -339,20 +341,20 @@ def _mean(values: list[Any]) -> float | None:
 
 
 def _per_layer(outcomes: list[Outcome]) -> dict[str, list[float]] | None:
-    pictured = [one for one in outcomes if one.keys is not None]
+    pictured = [outcome for outcome in outcomes if outcome.keys is not None]
     if not pictured:
         return None
     return {
-        "cos of keys": np.mean([one.keys for one in pictured], axis=0).tolist(),
-        "cos of values": np.mean([one.values for one in pictured], axis=0).tolist(),
+        "cos of keys": np.mean([outcome.keys for outcome in pictured], axis=0).tolist(),
+        "cos of values": np.mean([outcome.values for outcome in pictured], axis=0).tolist(),
     }
 
 
-def verdict(model: str, found: dict[str, Any]) -> str:
+def verdict(model: str, measured: dict[str, Any]) -> str:
     """In one sentence with numbers, what setting visual tokens to the text norm does to one model."""
-    rows = {name: table_row(model, outcomes) for name, outcomes in found["outcomes"].items()}
-    ratio, with_sinks = (found[norm] / found["text norm"] for norm in ("visual norm", "visual norm with sinks"))
-    to_table = found["visual norm"] / found["embedding norm as it enters"]
+    rows = {name: table_row(model, outcomes) for name, outcomes in measured["outcomes"].items()}
+    ratio, with_sinks = (measured[norm] / measured["text norm"] for norm in ("visual norm", "visual norm with sinks"))
+    to_table = measured["visual norm"] / measured["embedding norm as it enters"]
     start = (
         f"{model}: visual tokens enter with {ratio:.2f} times the text norm (medians; with sinks {with_sinks:.2f}; "
         f"{to_table:.2f} times the mean embedding as it enters). "
@@ -365,7 +367,7 @@ def verdict(model: str, found: dict[str, Any]) -> str:
         )
     share = scaled["KL (nats)"] / blank["KL (nats)"]
     word = "HARMLESS" if share < HARMLESS else "WEAKENS" if share < BREAKING else "BREAKS"
-    if any(1 / ALIGNED < one < ALIGNED for one in (ratio, to_table)):
+    if any(1 / ALIGNED < factor < ALIGNED for factor in (ratio, to_table)):
         word = "ALIGNED ALREADY"
     turned = [1 - scaled[f"cos of {part}"] for part in ("values", "keys")]
     more = "more than" if turned[0] > turned[1] else "no more than"

@@ -133,8 +133,8 @@ def observe(measurement: Measurement, seen: Observation, batch: Batch, probe: Pr
             for layer, left in seen.left.items():
                 state = seen.hidden_states[layer + 1]
                 changed = chosen & (left != state).any(dim=-1).cpu().numpy()
-                for what, found in step_values(left, state).items() if changed.any() else ():
-                    measurement.add(ADDED + what, group, layer, of_sinks, found[changed])
+                for what, step in step_values(left, state).items() if changed.any() else ():
+                    measurement.add(ADDED + what, group, layer, of_sinks, step[changed])
             if group in TEXT_GROUPS and np.isfinite(scales[chosen]).any():
                 measurement.add(SCALE, group, 0, of_sinks, scales[chosen & np.isfinite(scales)])
     for sample, position in np.argwhere(sinks & (groups > 0)):
@@ -147,13 +147,13 @@ def observe(measurement: Measurement, seen: Observation, batch: Batch, probe: Pr
 def token_values(seen: Observation) -> dict[str, np.ndarray]:
     """The values of every token, [L + 1, B, S] of states (`STATE_METRICS`) and [L, B, S] of steps (`STEP_METRICS`)."""
     first = _unit(seen.hidden_states[0].float())
-    found = {
+    values = {
         "norm": [_array(state.float().norm(dim=-1)) for state in seen.hidden_states],
         "drift": [_array(angle(first, _unit(state.float()))) for state in seen.hidden_states],
     }
     steps = [step_values(before, after) for before, after in seen.steps()]
-    found |= {name: [step[name] for step in steps] for name in STEP_METRICS}
-    return {name: np.stack(layers) for name, layers in found.items()}
+    values |= {name: [step[name] for step in steps] for name in STEP_METRICS}
+    return {name: np.stack(layers) for name, layers in values.items()}
 
 
 def step_values(before: torch.Tensor, after: torch.Tensor) -> dict[str, np.ndarray]:
@@ -177,9 +177,9 @@ def _unit(states: torch.Tensor) -> torch.Tensor:
     return states / states.norm(dim=-1, keepdim=True).clamp(min=1e-30)
 
 
-def angle(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Degrees between unit vectors [..., D]; exact for small angles, where the arc cosine is not."""
-    return torch.rad2deg(2 * torch.atan2((one - two).norm(dim=-1), (one + two).norm(dim=-1)))
+    return torch.rad2deg(2 * torch.atan2((first - second).norm(dim=-1), (first + second).norm(dim=-1)))
 
 
 def norm_ratios(norms: np.ndarray, groups: np.ndarray) -> np.ndarray:

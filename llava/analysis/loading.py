@@ -114,7 +114,7 @@ def check(model: NamedModel, args: argparse.Namespace) -> None:
     base = base_of(model.path, args)
     if base is None and Path(model.path).is_dir():
         WeightFiles(model.path)
-    if args.command != "interface-norms":  # which reads encoders and language models as well
+    if args.command != "interface-norms":  # which reads encoders and language models too
         _needs_sight(fields, model, args)
     if is_ours(fields) or base:
         return

@@ -15,8 +15,8 @@ class NamedModel(NamedTuple):
 
 def named_model(text: str) -> NamedModel:
     """Parses `NAME=PATH_OR_ID`; without a name, a checkpoint is called by the last two parts of its path."""
-    name, found, path = text.partition("=")
-    if not found:
+    name, separator, path = text.partition("=")
+    if not separator:
         name, path = checkpoint_name(text), text
     if not (name and path):
         raise argparse.ArgumentTypeError(f"expected [NAME=]PATH_OR_ID, found {text!r}")
@@ -34,5 +34,7 @@ def required_models(models: list[NamedModel], at_least: int = 1) -> list[NamedMo
     names = [model.name for model in models]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"--model: {', '.join(twice)} stands for two models; name them, as in --model aligned=PATH")
+        raise ValueError(
+            f"--model: {', '.join(twice)} names two models; give each its own name, as in --model aligned=PATH"
+        )
     return models

@@ -150,7 +150,7 @@ class Probe:
             yield self.prepare(group)
 
     def groups(self, batch: Batch) -> torch.Tensor:
-        """What each position of `batch` holds [B, S]: without a picture all text stands before it."""
+        """What each position of `batch` holds [B, S]: without a picture all text is before it."""
         visual = (batch.input_ids == self.parts.image_token_id) & batch.mask
         groups = torch.where(visual.cumsum(1) > 0, TEXT_AFTER, TEXT_BEFORE)
         groups[torch.isin(batch.input_ids, self.special_ids.to(groups.device))] = SPECIAL
@@ -168,7 +168,7 @@ class Probe:
             options: of the model's forward, such as `output_attentions=True` or `use_cache=True`.
 
         Raises:
-            ValueError: what stands at the image token's positions is not what the projector gave.
+            ValueError: what is at the image token's positions is not what the projector gave.
         """
         groups = self.groups(batch)
         with self.recording(groups, edit) as seen:
@@ -302,15 +302,16 @@ class Probe:
         start = f"{self.name}: the {len(entering)} positions of token {token} "
         output = _rows(seen["projector_output"]).float().to(states.device)
         # A factor on the embeddings keeps their directions; where the LLM does more to them, values cannot be compared.
-        kept = _cosine(states[text], rows) > SAME
-        if not kept.any():
+        same_direction = _cosine(states[text], rows) > SAME
+        if not same_direction.any():
             if len(entering) != len(output):
                 raise ValueError(f"{start}are not the {len(output)} rows that the projector gave; {remedy}")
             return
         some = torch.linspace(0, len(entering) - 1, min(len(entering), COMPARED)).long().to(states.device)
-        factor = (states[text].norm(dim=-1) / rows.norm(dim=-1))[kept].median()
-        for given in (entering[some], entering[some] - factor * own[some]):  # Molmo 2 adds the picture to the embedding
-            if bool((F.normalize(given, dim=-1) @ F.normalize(output, dim=-1).T > SAME).any()):
+        factor = (states[text].norm(dim=-1) / rows.norm(dim=-1))[same_direction].median()
+        # Molmo 2 adds the picture to the embedding.
+        for candidate in (entering[some], entering[some] - factor * own[some]):
+            if bool((F.normalize(candidate, dim=-1) @ F.normalize(output, dim=-1).T > SAME).any()):
                 return
         if not output.any() and not entering.any():  # a projector that nothing has trained may give zeros
             return
@@ -325,12 +326,12 @@ class Probe:
         )
 
 
-def _cosine(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    return F.cosine_similarity(one, two, dim=-1)
+def _cosine(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return F.cosine_similarity(first, second, dim=-1)
 
 
-def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return one is two or (one.shape == two.shape and torch.equal(one, two))
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first is second or (first.shape == second.shape and torch.equal(first, second))
 
 
 def _tensor(output: Any) -> torch.Tensor:

@@ -32,7 +32,7 @@ _ARRAYS = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.f
 
 
 class State(Protocol):
-    """What a measurement has found so far, of its first `done` items; `kinds` are the classes that it is made of."""
+    """The results of the first `done` items of a measurement; `kinds` are the classes that they are made of."""
 
     done: int
     kinds: Sequence[type]
@@ -44,7 +44,7 @@ Kind = TypeVar("Kind", bound=NamedTuple)
 
 
 class Rows(Generic[Kind]):
-    """A state that lists what was found as named tuples of type `kind`, with facts about the model in `about`."""
+    """A state whose results are named tuples of type `kind`, with facts about the model in `about`."""
 
     def __init__(self, kind: type[Kind]):
         self.done = 0

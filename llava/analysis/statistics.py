@@ -91,7 +91,7 @@ class Stream:
         return self.percentile(50)
 
     def histogram(self, edges: ArrayLike) -> np.ndarray:
-        """Counts between consecutive `edges`, as `numpy.histogram`; each value stands where its bucket's middle is."""
+        """Counts between consecutive `edges`, as `numpy.histogram`; each value counts where its bucket's middle is."""
         values, counts = self._table()
         return np.histogram(np.clip(values, self.min, self.max), bins=edges, weights=counts)[0]
 

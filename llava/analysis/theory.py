@@ -88,8 +88,9 @@ def measure_models(args: argparse.Namespace) -> None:
     samples, rows = inputs.choose(args), []
     for model in required_models(args.models):
         rows += theory_model.measure_assumptions(model, samples, args)
-    own = [[row for row in rows if row["model"] == model.name] for model in args.models]
-    write_result(args, [line for one in own for line in theory_model.summary(one)], rows, name="theory-model")
+    by_model = [[row for row in rows if row["model"] == model.name] for model in args.models]
+    summary = [line for own_rows in by_model for line in theory_model.summary(own_rows)]
+    write_result(args, summary, rows, name="theory-model")
     theory_model.draw(args, args.models, rows)
 
 

@@ -14,7 +14,7 @@ PHIS = (0.3, 1.0, np.pi / 2, 2.0, 2.8)
 
 
 class Check(NamedTuple):
-    """One statement with what was found. It is refuted where `deviation` exceeds `allowed`.
+    """One statement and its result. It is refuted where `deviation` exceeds `allowed`.
 
     Attributes:
         cases: comparisons made.
@@ -47,8 +47,8 @@ def update_ignores_norm(random: np.random.Generator, samples: int) -> Check:
 
     state = random.standard_normal(size)
     scales = (0.01, 1.0, 30.0, 1000.0)
-    one = update(state, weights[0])
-    worst = max(np.linalg.norm(update(s * state, weights[0]) - one) / np.linalg.norm(one) for s in scales)
+    reference = update(state, weights[0])
+    worst = max(np.linalg.norm(update(s * state, weights[0]) - reference) / np.linalg.norm(reference) for s in scales)
 
     def block(state: np.ndarray) -> np.ndarray:  # two sub-layers, as attention and MLP
         middle = state + update(state, weights[0])

@@ -61,8 +61,8 @@ class LayerTally:
             streams = self.streams[name]
             predicted = torch.from_numpy(formulas.angular_velocity(norms[inside].numpy(), *shared))
             values = (norms[inside], length[inside], phi[inside], w[inside], predicted, (predicted - w[inside]).abs())
-            for stream, found in zip(streams.values(), values, strict=True):
-                stream.add(found)
+            for stream, value in zip(streams.values(), values, strict=True):
+                stream.add(value)
             self.turns[name] = self.turns.get(name, 0) + turns[inside].sum(dim=0)
         # Means over all pairs of a visual and a text token are products of the modalities' means.
         visual, text = members["visual"], members["text"]
@@ -72,8 +72,8 @@ class LayerTally:
 
         before = pairs(units)
         rho = (w[visual].cos().mean() * w[text].cos().mean()).item()
-        found = (before, rho * before, pairs(after / after.norm(dim=-1, keepdim=True)), pairs(turns))
-        for stream, value in zip(self.pairs.values(), found, strict=True):
+        means = (before, rho * before, pairs(after / after.norm(dim=-1, keepdim=True)), pairs(turns))
+        for stream, value in zip(self.pairs.values(), means, strict=True):
             stream.add(value)
 
     def _members(self, groups: torch.Tensor, sinks: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -148,14 +148,14 @@ def summary(rows: list[dict[str, Any]]) -> list[TableRow]:
     Sinks are left out; the last column is the median with them.
     """
     without, with_sinks = (_assumptions([row for row in rows if row["tokens"] == part]) for part in PARTS)
-    found = []
+    table = []
     for name, values in without.items():
         low, middle, high = np.percentile(values, (10, 50, 90))
         cells = {"median layer": float(middle), "mean": float(np.mean(values))}
         cells |= {"10 % of layers below": float(low), "90 % below": float(high)}
         cells["median layer with sinks"] = float(np.median(with_sinks[name]))
-        found.append({"model": rows[0]["model"], "assumption": name} | cells)
-    return found
+        table.append({"model": rows[0]["model"], "assumption": name} | cells)
+    return table
 
 
 def _assumptions(rows: list[dict[str, Any]]) -> dict[str, list[float]]:

@@ -77,12 +77,12 @@ def snr_and_entropy(random: np.random.Generator, samples: int) -> Check:
         scores[:, 0] += signal
         damped[:, 0] += signal * formulas.damping(delta)
         rise = formulas.softmax_entropy(damped) - formulas.softmax_entropy(scores)
-        kept = (damped[:, 0] - damped[:, 1:].mean(axis=1)).mean() / (scores[:, 0] - scores[:, 1:].mean(axis=1)).mean()
+        left = (damped[:, 0] - damped[:, 1:].mean(axis=1)).mean() / (scores[:, 0] - scores[:, 1:].mean(axis=1)).mean()
         slack = STANDARD_ERRORS * noise / np.sqrt(draws) / signal * 2  # the noise's share of the two signals' means
         worst = max(worst, -(rise.mean() - STANDARD_ERRORS * rise.std() / np.sqrt(draws)))
-        worst = max(worst, abs(kept - np.cos(delta)) - slack - ROUNDING)
+        worst = max(worst, abs(left - np.cos(delta)) - slack - ROUNDING)
         cases += 2
-        example = f"signal {signal:g}, noise {noise:g}, delta {delta:g}: SNR x {kept:.3f} (cos {np.cos(delta):.3f}), "
+        example = f"signal {signal:g}, noise {noise:g}, delta {delta:g}: SNR x {left:.3f} (cos {np.cos(delta):.3f}), "
         example += f"entropy +{rise.mean():.2f} nats"
     scores = 3 * random.standard_normal((draws, keys))
     damped = scores.copy()

@@ -21,8 +21,8 @@ def cells(measurement: Measurement, group: int, part: tuple[bool, ...]) -> Table
     """Every value's mean over the layers of its mean and of its median; of the angle to the input, at the end."""
     row = {}
     for what in ("cosine", "update"):
-        found = curves.curve(measurement, what, group, part)
-        row |= {f"{what} mean": float(np.nanmean(found.mean)), f"{what} median": float(np.nanmean(found.median))}
+        curve = curves.curve(measurement, what, group, part)
+        row |= {f"{what} mean": float(np.nanmean(curve.mean)), f"{what} median": float(np.nanmean(curve.median))}
     drift = curves.curve(measurement, "drift", group, part)
     return row | {"angle to input, mean": float(drift.mean[-1]), "angle to input, median": float(drift.median[-1])}
 

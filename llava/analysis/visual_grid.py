@@ -1,4 +1,4 @@
-"""Where the visual tokens of one picture lie in it.
+"""Where the visual tokens of one picture are in it.
 
 Shapes: S sequence, V visual tokens, R x C the places of the finest ones.
 """
@@ -35,7 +35,7 @@ class NoMap(ValueError):
 
 
 def picture_map(model: Any, batch: Batch, groups: torch.Tensor) -> Place:
-    """Where the visual tokens of a picture lie in the area of it that the encoder sees.
+    """Where the visual tokens of a picture are in the area that the encoder sees.
 
     Args:
         batch: of one sample.
@@ -58,7 +58,7 @@ def picture_map(model: Any, batch: Batch, groups: torch.Tensor) -> Place:
 def drawn_in_place(shares: torch.Tensor, picture: Picture, rules: CropRules) -> torch.Tensor:
     """Shares [V] of a picture in crops as a map [R, C] that sums to 1.
 
-    The tokens of the parts stand at their places. Those of the whole picture show it in coarser squares, over which
+    The tokens of the parts are at their places. Those of the whole picture show it in coarser squares, over which
     their shares are spread. Patches of black margins and `image_newline` show nothing of it and are left out.
     """
     side = rules.patches_per_side
@@ -116,5 +116,5 @@ def _shapes(name: str, value: torch.Tensor) -> list[tuple[int, int]]:
     if name == "pixel_values":  # [..., channels, rows, columns]
         return [(value.shape[-2], value.shape[-1])] * math.prod(value.shape[:-3])
     if name == "image_position_ids":  # [pictures, patches, 2], x before y, -1 at padding
-        return [(1 + int(one[:, 1].max()), 1 + int(one[:, 0].max())) for one in value]
+        return [(1 + int(places[:, 1].max()), 1 + int(places[:, 0].max())) for places in value]
     return [(rows, columns) for *frames, rows, columns in value.tolist() for _ in range(math.prod(frames))]

@@ -87,7 +87,7 @@ class WeightFiles:
             if name.endswith(first) and name.removesuffix(first) + second in self._file_of:
                 yield from self.rows(name.removesuffix(first) + second)
 
-    def embedding_name(self, wanted: str | None = None) -> str:
+    def embedding_name(self, requested: str | None = None) -> str:
         """The name of the text embedding matrix; where the files hold only a tied output matrix, that one's.
 
         Args:
@@ -96,24 +96,26 @@ class WeightFiles:
         Raises:
             ValueError: none or several candidates, or `wanted` is not there; the message says how to name it.
         """
-        if wanted is not None:
-            if wanted not in self._file_of:
-                raise ValueError(f"--embedding-name {wanted}: {self.path} has no such tensor; it has {self._sample()}")
-            return wanted
-        found = [
+        if requested is not None:
+            if requested not in self._file_of:
+                raise ValueError(
+                    f"--embedding-name {requested}: no such tensor in {self.path}; it has {self._sample()}"
+                )
+            return requested
+        names = [
             name
             for name in self._file_of
             if f".{name}".endswith(tuple(f".{end}" for end in EMBEDDING_NAMES))
             and not any(part.startswith(_VISION) for part in name.split("."))
         ]
-        if not found and self._ties_embeddings():
-            found = [name for name in self._file_of if f".{name}".endswith(".lm_head.weight")]
-        if len(found) != 1:
+        if not names and self._ties_embeddings():
+            names = [name for name in self._file_of if f".{name}".endswith(".lm_head.weight")]
+        if len(names) != 1:
             raise ValueError(
-                f"{self.path}: expected one text embedding matrix, found {', '.join(found) or 'none'}; name it by "
+                f"{self.path}: expected one text embedding matrix, found {', '.join(names) or 'none'}; name it by "
                 f"--embedding-name. The tensors are {self._sample()}"
             )
-        return found[0]
+        return names[0]
 
     def _add(self, file_name: str) -> bool:
         index_file = self._locate(f"{file_name}.index.json")

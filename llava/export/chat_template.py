@@ -1,6 +1,6 @@
 """A conversation template as Jinja, for `apply_chat_template`: it writes what `llava.data.preprocess` tokenises.
 
-The strings come from the template itself, which is asked to write a short conversation.
+The strings come from the template itself, which writes a short conversation.
 """
 
 import json
@@ -17,8 +17,8 @@ from llava.mm_utils import adds_space, leading_ids
 
 _SYSTEM, _TURN = "{system}", "{said}"  # stand for the texts of a system message and of a turn
 
-# Words in capitals are replaced: first the pieces of Jinja, then strings by their literals. `write` knows what stands
-# before the text that it is given: the start, a picture, or other text.
+# Words in capitals are replaced: first the pieces of Jinja, then strings by their literals. `write` knows what is
+# before its text: the start, a picture, or other text.
 _CHAT = """\
 {%- set ns = namespace(space=FRONT, user=FIRST_USER, said='', behind=false) %}
 {%- macro write(words) %}

@@ -23,7 +23,7 @@ def whole_folder(output_dir: Path, command: str, model_path: str) -> Iterator[Pa
     It replaces an earlier export there; files that were added to that one, such as a model card, are kept.
 
     Raises:
-        ValueError: `output_dir` holds something else than an earlier export of the same checkpoint, or another export
+        ValueError: `output_dir` holds something other than an earlier export of the same checkpoint, or another export
             writes there.
         OSError: it cannot be written.
     """
@@ -59,7 +59,7 @@ def whole_folder(output_dir: Path, command: str, model_path: str) -> Iterator[Pa
 
 
 def added_files(output_dir: Path, source: dict[str, object]) -> list[Path]:
-    """What lies in `output_dir` besides the files of an earlier export from the same source.
+    """What is in `output_dir` besides the files of an earlier export from the same source.
 
     Raises:
         ValueError: the folder is not empty, and no export from that source wrote it.
@@ -67,11 +67,11 @@ def added_files(output_dir: Path, source: dict[str, object]) -> list[Path]:
     if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
         return []
     try:
-        found = json.loads((output_dir / EXPORT_FILE).read_text())
-        own = [EXPORT_FILE, *found.pop("files")]
+        earlier = json.loads((output_dir / EXPORT_FILE).read_text())
+        own = [EXPORT_FILE, *earlier.pop("files")]
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        found, own = None, []
-    if found != source:
+        earlier, own = None, []
+    if earlier != source:
         raise ValueError(
             f"--output-dir {output_dir}: already there and neither empty nor an earlier export of this checkpoint; "
             "give another one"

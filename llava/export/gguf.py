@@ -57,6 +57,6 @@ def run(args: argparse.Namespace) -> None:
             gguf_file.write(mmproj, "clip", name, args.dtype, *vision)
             architecture = gguf_language.decoder_of(model).architecture
             gguf_file.write(decoder, architecture, name, args.dtype, *language)
-    print(f"{files['model']}\n{files['mmproj']}\nhow to ask it: docs/gguf.md")
+    print(f"{files['model']}\n{files['mmproj']}\nhow to run it: docs/gguf.md")
     for note in gguf_vision.notes(model, image_processor):
         print(f"note: {note}")

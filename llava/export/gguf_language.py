@@ -96,7 +96,7 @@ def tensors(model: LlavaMetaForCausalLM) -> dict[str, torch.Tensor]:
     architecture = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == decoder.architecture)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    found = {}
+    renamed = {}
     for name, tensor in model.state_dict().items():
         if ".vision_tower." in name or ".mm_projector." in name:
             continue
@@ -105,9 +105,9 @@ def tensors(model: LlavaMetaForCausalLM) -> dict[str, torch.Tensor]:
         part = name.split(".")[-2]
         if decoder.interleaved and part in heads:
             tensor = interleave(tensor, heads[part])
-        found[names.get_name(name, try_suffixes=(".weight", ".bias"))] = tensor
+        renamed[names.get_name(name, try_suffixes=(".weight", ".bias"))] = tensor
     factors = rotary_factors(model)
-    return found if factors is None else found | {"rope_freqs.weight": factors}
+    return renamed if factors is None else renamed | {"rope_freqs.weight": factors}
 
 
 def interleave(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -140,15 +140,15 @@ def pre_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model, pre = content["model"], content["pre_tokenizer"] or {}
     steps = tuple(_step(part) for part in pre.get("pretokenizers", [pre]))
-    found = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges"))))
+    known_as = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges"))))
     normalizer = (content["normalizer"] or {}).get("type")
-    if model["type"] != "BPE" or model.get("byte_fallback") or normalizer not in (None, "NFC") or found is None:
+    if model["type"] != "BPE" or model.get("byte_fallback") or normalizer not in (None, "NFC") or known_as is None:
         known = ", ".join(PRE_TOKENIZERS.values())
         raise ValueError(
             f"the tokenizer ({model['type']}, normalized by {normalizer}, cut by {', then '.join(steps)}) is none of "
             f"those that were compared with llama.cpp: {known}"
         )
-    return found
+    return known_as
 
 
 def _step(part: dict[str, Any]) -> str:

@@ -115,18 +115,18 @@ def tensors(model: LlavaMetaForCausalLM) -> dict[str, torch.Tensor]:
     assert tower is not None  # `check` refuses models without one
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, len(tower.layers))
     unused = {id(parameter) for parameter in tower.unused_parameters()}
-    found = {}
+    renamed = {}
     for name, parameter in tower.vision_model.named_parameters():
         if id(parameter) not in unused:
             known = names.get_name(f"vision_tower.vision_model.{name}", try_suffixes=(".weight", ".bias"))
             if known is None:
                 raise ValueError(f"the vision tower's {name} has no place in llama.cpp's file")
-            found[known] = parameter
+            renamed[known] = parameter
     noise = torch.rand(4, 3, tower.image_size, tower.image_size, generator=torch.Generator().manual_seed(0))
     features = tower(
         2 * torch.cat([noise, noise.round(), torch.eye(2)[:, :1, None, None].expand(2, *noise[0].shape)]) - 1
     )
-    return found | projector_tensors(model.get_model().mm_projector, features, tower.config.layer_norm_eps)
+    return renamed | projector_tensors(model.get_model().mm_projector, features, tower.config.layer_norm_eps)
 
 
 def projector_tensors(projector: nn.Sequential, features: torch.Tensor, eps: float) -> dict[str, torch.Tensor]:
@@ -143,8 +143,8 @@ def projector_tensors(projector: nn.Sequential, features: torch.Tensor, eps: flo
         size = (hidden.square().sum(-1) + hidden.sum(-1).square()).max().sqrt().item()
         return _yi_tensors(first, second, norm, eps, SPAN * size)
     factor = 1.0 if norm is None else norm.weight.float()
-    found = {"mm.0.weight": first.weight, "mm.0.bias": first.bias}
-    return found | {"mm.2.weight": factor * second.weight, "mm.2.bias": factor * second.bias}
+    named = {"mm.0.weight": first.weight, "mm.0.bias": first.bias}
+    return named | {"mm.2.weight": factor * second.weight, "mm.2.bias": factor * second.bias}
 
 
 def _yi_tensors(

@@ -300,7 +300,7 @@ def remote_code() -> str:
     pieces = [f"EPS = {EPS!r}\nMIN_GAIN = {MIN_GAIN!r}"]
     pieces += [inspect.getsource(cls).rstrip() for cls in (ScaleGradient, *classes)]
     pieces.append("\n".join(["NORM_TYPES = {", *table, "}"]))
-    before, found, after = text.partition(_IMPORT)
+    before, _, after = text.partition(_IMPORT)
     return before.replace("\nfrom itertools", "\nimport math\nfrom itertools", 1) + "\n\n\n".join(pieces) + "\n" + after
 
 
@@ -327,8 +327,8 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, template: 
 def write_processor(image_processor: Any, fields: dict[str, Any], folder: Path, pad: bool) -> None:
     """The files of a `LlavaProcessor` whose pixels and number of visual tokens are the checkpoint's."""
     crops = bool(getattr(image_processor, "do_center_crop", False))
-    kept = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_resize", "resample", "size")
-    settings = {name: plain(getattr(image_processor, name)) for name in kept}
+    names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_resize", "resample", "size")
+    settings = {name: plain(getattr(image_processor, name)) for name in names}
     settings |= {
         # LLaVA's own pads pictures to a square first. Both have `crop_size`, which LlavaProcessor reads in any case.
         "image_processor_type": "LlavaImageProcessor" if pad else "CLIPImageProcessor",

@@ -50,13 +50,13 @@ def node_name() -> str:
 
 def versions() -> dict[str, str]:
     """The versions of Python, packages, CUDA and NCCL, and the GPUs' name and number."""
-    found = {"python": platform.python_version()} | {
+    installed = {"python": platform.python_version()} | {
         name: version_of(name) or "none" for name in (*PACKAGES, "safetensors")
     }
     if torch.cuda.is_available():
-        found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-        found |= {"device": torch.cuda.get_device_name(), "devices": str(torch.cuda.device_count())}
-    return found
+        installed |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        installed |= {"device": torch.cuda.get_device_name(), "devices": str(torch.cuda.device_count())}
+    return installed
 
 
 def check_paths(inputs: Sequence[str], output_dir: str) -> dict[str, str]:

@@ -71,7 +71,7 @@ def test_a_failure_stops_no_other_and_what_does_not_apply_is_reported(tmp_path, 
 
 def test_an_interrupted_command_is_the_last(tmp_path, analyze):
     status, output, calls = analyze(checkpoint(tmp_path / "a"), failing="layer-norms", status=130)
-    assert status == 130 and list(calls) == ALL[:3] and "goes on from what is saved" in output.err
+    assert status == 130 and list(calls) == ALL[:3] and "rerun the same command to resume" in output.err
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_wrong_input_is_refused_before_any_command_runs(tmp_path, analyze, monke
     path = checkpoint(tmp_path / "a")
     for words, message in (
         ((tmp_path / "nowhere",), "no usable config.json"),
-        ((path, path), "stands for two models"),
+        ((path, path), "names two models"),
         ((path, "--samples", "many"), "expected a whole number of at least 1, found 'many'"),
         ((path, "--commands", "theory,atention"), "found atention"),
         ((path, "--commands", ""), "found none"),

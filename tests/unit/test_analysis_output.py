@@ -100,7 +100,7 @@ def test_models_on_the_command_line(tmp_path):
     folder = tmp_path / "arm" / "finetune"
     folder.mkdir(parents=True)
     assert named_model(str(folder)).name == "arm/finetune"
-    with pytest.raises(ValueError, match="a stands for two models"):
+    with pytest.raises(ValueError, match="a names two models"):
         required_models([NamedModel("a", "x"), NamedModel("a", "y")])
     with pytest.raises(ValueError, match="--model: give at least 1"):
         required_models([])
@@ -185,7 +185,7 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     module = SimpleNamespace(__doc__="Demo.", add_arguments=lambda parser: None, run=run)
     monkeypatch.setattr(commands, "module_of", lambda package, command: module)
     assert command_line.main(["theory"]) == 130
-    line = "llava.analysis theory: interrupted; the same command goes on from what is saved\n"
+    line = "llava.analysis theory: interrupted; rerun the same command to resume\n"
     assert capsys.readouterr().err == line
 
 
