@@ -86,8 +86,12 @@ def load_weights(folder: Path, model: LlavaMetaForCausalLM) -> None:
 
 
 @contextlib.contextmanager
-def named_save_errors(target: Path) -> Iterator[None]:
-    """A context that turns an error while `target` is written into a SaveError that says which checkpoint is left.
+def named_save_errors(output_dir: Path, target: Path | None = None) -> Iterator[None]:
+    """A context that turns a full disk into a SaveError that says which checkpoint is left.
+
+    Args:
+        output_dir: where the run's checkpoints are.
+        target: what is written; then every error in writing it counts.
 
     Raises:
         SaveError: replaces the original error and quotes it.
@@ -95,29 +99,13 @@ def named_save_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except _WRITE_ERRORS as error:
-        raise SaveError(_not_written(target, target.parent, error)) from error
-
-
-@contextlib.contextmanager
-def named_full_disk(output_dir: Path) -> Iterator[None]:
-    """A context that turns a full disk, whatever is written, into a SaveError that says which checkpoint is left.
-
-    Raises:
-        SaveError: replaces the original error and quotes it.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
+        if target is None and not (isinstance(error, OSError) and error.errno in _FULL):
             raise
-        raise SaveError(_not_written(Path(error.filename or output_dir), output_dir, error)) from error
-
-
-def _not_written(target: Path, output_dir: Path, error: Exception) -> str:
-    return (
-        f"{target} could not be written: {error} ({free_gib(target):.2f} GiB are free there). "
-        f"{what_is_left(output_dir)}. Make room and rerun the same command to resume"
-    )
+        path = target or Path(getattr(error, "filename", None) or output_dir)
+        raise SaveError(
+            f"{path} could not be written: {error} ({free_gib(path):.2f} GiB are free there). "
+            f"{what_is_left(output_dir)}. Make room and rerun the same command to resume"
+        ) from error
 
 
 def what_is_left(output_dir: Path) -> str:
@@ -142,12 +130,12 @@ def commit(staged: Path, target: Path, rank: int = 0, world_size: int = 1) -> No
     """
     start = time.perf_counter()
     barrier()  # all ranks' files exist
-    with named_save_errors(target), ThreadPoolExecutor(4) as pool:  # hashing releases the interpreter
+    with named_save_errors(target.parent, target), ThreadPoolExecutor(4) as pool:  # hashing releases the interpreter
         written = _own_files(staged, rank, world_size)
         own = {str(f.relative_to(staged)): e for f, e in zip(written, pool.map(_measure, written), strict=True)}
     files = {name: entry for part in from_all(own) for name, entry in part.items()}
     if rank == 0:
-        with named_save_errors(target):
+        with named_save_errors(target.parent, target):
             write_json(staged / MANIFEST, {"files": files}, synced=True)
             replace_folder(staged, target, staged.with_name(f"replaced-{target.name}"))
             sync(target.parent)

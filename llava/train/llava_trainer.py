@@ -372,7 +372,7 @@ class LLaVATrainer(Trainer):
         name = f"checkpoint-{step}"
         target = Path(self.args.output_dir, name)
         self.staging = Path(self.args.output_dir, STAGING)
-        with named_save_errors(target):
+        with named_save_errors(target.parent, target):
             super()._save_checkpoint(model, trial)
             if best := best_checkpoint(self.state, self.args.output_dir):
                 self.state.best_model_checkpoint = str(best)  # the library looked for it below `.saving`
@@ -392,7 +392,7 @@ class LLaVATrainer(Trainer):
         """Writes the final folder below `.saving`, and then moves each file into place. Every rank must call."""
         self.watchdog.enter("saving", self.state.global_step)
         staged, target = Path(self.args.output_dir, STAGING, "final"), Path(self.args.output_dir)
-        with named_save_errors(target):
+        with named_save_errors(target, target):
             self.save_model(str(staged))
             if self.args.should_save:
                 commit_final(staged, target, self.state.global_step)

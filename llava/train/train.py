@@ -17,7 +17,7 @@ from transformers import set_seed
 from llava.model.lora import has_lora
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.building import build_model, build_trainer, training_tokenizer
-from llava.train.checkpoint import named_full_disk
+from llava.train.checkpoint import named_save_errors
 from llava.train.closing import print_next_steps
 from llava.train.flags import parse_flags
 from llava.train.launch_check import check_launch, spans_nodes
@@ -113,7 +113,7 @@ def run(
         inputs += (*(data_args.data_path or "").split(","), model_args.pretrain_mm_mlp_adapter)
         inputs += (*(data_args.eval_data_path or "").split(","), data_args.eval_image_folder)
         check_launch(inputs, training_args.output_dir, training_args.device)
-    with held_folder(training_args), named_full_disk(Path(training_args.output_dir)):
+    with held_folder(training_args), named_save_errors(Path(training_args.output_dir)):
         run_in_folder(model_args, data_args, training_args, watchdog, stop_signal)
 
 
