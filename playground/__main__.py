@@ -12,13 +12,14 @@ from playground.options import PICTURES, add_options, settings_from
 from playground.store import PlaygroundError
 
 INPUTS = ("smollm2", *PICTURES, "mixed", "tower", "heldout")
-# Modules with `add_arguments` and `run`; each is imported when it is called, since models and figures take seconds.
+# What trains and asks on these inputs is above them: modules with `add_arguments` and `run`, by their names.
 OTHERS = {
     "quickstart": "Inputs, both stages of every arm side by side, answers, and one page.",
     "answers": "Ask one checkpoint the held-out questions, and measure how fast its tokens change from layer to layer.",
     "controls": "Score one checkpoint on the held-out questions, as they are and with the picture taken away.",
     "compare": "Score trained checkpoints on held-out pictures, and show arms side by side on one page.",
 }
+MODULES = {"compare": "quickstart_record"}
 DEFAULT_ROOT = WORK / "playground/data"
 INTERRUPTED = 130  # the exit status on Ctrl-C, as shells count it
 
@@ -50,6 +51,8 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def module_of(command: str) -> ModuleType:
     """A command's module."""
+    if command in OTHERS:
+        return importlib.import_module(f"llava.experiment.{MODULES.get(command, command)}")
     return importlib.import_module(f"playground.{command}")
 
 

@@ -5,7 +5,7 @@
 #   ARMS="none layernorm gwc_layernorm"   which arms to train (default: none gwc_layernorm); on a CPU side by side
 #   OUTPUT_ROOT=folder                    where everything goes (default: outputs/quickstart, or -stamps, -probes)
 #   SEED=42                               seed of data order and initial projector
-# Steps; what stands left and right of a `|` runs at the same time (playground/quickstart.py):
+# Steps; what stands left and right of a `|` runs at the same time (llava/experiment/quickstart.py):
 #   .venv
 #   language model | pictures, vision tower
 #   stage 1, stage 2, answers of one arm | the same for the next arm

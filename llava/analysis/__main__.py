@@ -3,10 +3,11 @@
 import argparse
 import importlib.metadata
 import importlib.util
+import signal
 import sys
 from pathlib import Path
 
-from llava.analysis.commands import ALL, PACKAGE, SUMMARIES
+from llava.analysis.commands import ALL, MODULES, PACKAGE, SUMMARIES
 from llava.analysis.models import named_model
 from llava.utils.commands import Parser, command_parser, run_program
 
@@ -26,11 +27,16 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     shared.add_argument("--data", help="samples to measure on (default: the playground's held-out scenes)")
     shared.add_argument("--output-dir", type=Path, default=Path("outputs/analysis"), help="folder of the results")
     shared.add_argument("--seed", type=int, default=42, help="seed of every random choice")
-    return command_parser(PACKAGE, __doc__, SUMMARIES, command, parents=[] if command == ALL else [shared])
+    parents = [] if command == ALL else [shared]
+    return command_parser(PACKAGE, __doc__, SUMMARIES, command, parents, MODULES)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns 0 or the command's own status, 2 if it refuses its arguments, and 130 after Ctrl-C."""
+    """Runs one command; returns 0 or the command's own status, 2 if it refuses its arguments, and 130 after Ctrl-C.
+
+    SIGTERM interrupts it as Ctrl-C does, so that it saves what it measured.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     interrupted = "interrupted; rerun the same command to resume"
     return run_program(PACKAGE, sys.argv[1:] if argv is None else argv, measure, interrupted)
 

@@ -4,8 +4,6 @@ text norm, as in `layernorm@4x` or `layernorm@default`, and `-fixed` at the end 
 
 from typing import NamedTuple
 
-from llava.model.multimodal_projector.norm import NORM_TYPES, ProjectorNormArguments, parse_init
-
 BASELINE = "none"
 FIXED = "-fixed"
 _DEFAULT = "_default"
@@ -36,6 +34,8 @@ def parse_arm(name: str) -> Arm:
     Raises:
         ValueError: there is no such norm, its initial norm is malformed, or the baseline is given one.
     """
+    from llava.model.multimodal_projector.norm import NORM_TYPES, ProjectorNormArguments, parse_init  # takes seconds
+
     norm, at, init = name.removesuffix(FIXED).partition("@")
     learnable = not name.endswith(FIXED)
     if not at and norm.endswith(_DEFAULT):

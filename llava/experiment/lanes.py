@@ -12,9 +12,11 @@ from pathlib import Path
 
 import psutil
 
-from llava.experiment.stage import StepError, is_finished, last_step, start_logged, start_stage
+from llava.experiment.runs import Run, check_present, check_runs
+from llava.experiment.stage import StepError, is_finished, last_step, start_logged
 from llava.launch.devices import memory_quota
 from llava.utils.digests import revision
+from llava.utils.paths import ROOT
 from llava.utils.processes import end, last_lines
 from llava.utils.provenance import DONE
 from llava.utils.versions import ANALYSIS, code_digest
@@ -26,54 +28,78 @@ MEMORY_OF_RUN = 3.5  # GiB that a training of the demo takes
 
 @dataclass
 class Step:
-    """A command whose output goes to `log`.
+    """A command whose output goes to `log`, or to the terminal where that is None.
 
     Attributes:
         settings: environment variables that it gets besides those that are set.
         is_done: tells whether there is nothing left to do.
+        mark: file that is made when the command has succeeded.
+        cwd: where the command starts.
     """
 
     title: str
     command: Sequence[str]
-    log: Path
+    log: Path | None
     settings: Mapping[str, str] = field(default_factory=dict)
     is_done: Callable[[], bool] = lambda: False
+    mark: Path | None = None
+    cwd: Path = ROOT
 
     def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> subprocess.Popen:
         """Starts the command with the variables of its lane's place."""
-        return start_logged(self.command, self.log, {**self.settings, **place}, keep_open)
+        return start_logged(self.command, self.log, {**self.settings, **place}, keep_open, self.cwd)
 
-    def succeeded(self) -> None:
+    def succeeded(self, seconds: float) -> None:
         """Called when the command has ended with status 0."""
+        if self.mark:
+            self.mark.touch()
+
+    def failed(self, code: int) -> None:
+        """Called when the command has ended with another status.
+
+        Raises:
+            StepError: always; a step that may fail overrides this.
+        """
+        cause = f"was ended by signal {-code}" if code < 0 else f"failed with status {code}"
+        lines = [f"{self.title} {cause}: {shlex.join(self.command)}"]
+        if self.log:
+            lines += [*(f"  | {line}" for line in last_lines(self.log, SHOWN_LINES)), f"its log: {self.log}"]
+        raise StepError("\n".join(lines))
 
     def progress(self) -> str:
-        """How far it has come, in words: the last line that it printed; of a progress bar the numbers alone."""
-        (line,) = last_lines(self.log, 1)
+        """The last line that the command printed; of a progress bar the numbers alone."""
+        (line,) = last_lines(self.log, 1) if self.log else ("",)
         return re.sub(r"\|[^|]*\|", "", line).strip()[:100] or "starting"
 
 
 @dataclass
 class StageStep(Step):
-    """One training stage of an arm.
+    """One training stage of an arm, into `folder`.
 
     Attributes:
         steps: number of optimizer steps; 0 where its length is given in epochs.
         batch: samples in a step.
+        compared: runs that must equal this one in everything but the arm, checked before the stage and after it.
     """
 
-    stage: str = ""
     folder: Path = Path()
     steps: int = 0
     batch: int = 0
+    compared: Sequence[Run] = ()
 
     def __post_init__(self) -> None:
         self.is_done = lambda: is_finished(self.folder)
 
     def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> subprocess.Popen:
-        return start_stage(self.stage, self.folder, self.log, {**self.settings, **place}, keep_open)
+        check_present(self.compared)
+        (self.folder / DONE).unlink(missing_ok=True)
+        return super().start(keep_open, place)
 
-    def succeeded(self) -> None:
-        (self.folder / DONE).touch()
+    def succeeded(self, seconds: float) -> None:
+        (self.folder / DONE).write_text(f"{seconds:.1f}\n")
+        part = self.folder.name
+        if finished := [run for run in self.compared if run.has_finished(part)]:
+            check_runs(finished, part)
 
     def progress(self) -> str:
         line = last_step(self.folder)
@@ -90,7 +116,7 @@ class StageStep(Step):
 
 @dataclass
 class Measurement(Step):
-    """Measurements of `llava.analysis`; what they measured is noted in a file beside the log.
+    """Measurements of `llava.analysis`; what decided them is noted in `mark`.
 
     Attributes:
         models: folders of the models by their names.
@@ -101,27 +127,17 @@ class Measurement(Step):
     def __post_init__(self) -> None:
         self.is_done = self.is_measured
 
-    @classmethod
-    def of(cls, title: str, name: str, output: Path, models: Mapping[str, Path]) -> "Measurement":
-        """The measurement of this name, whose results go to `output`."""
-        command = ["bash", "scripts/analyze.sh", *words_of(models)]
-        settings = {"COMMANDS": name, "OUTPUT_DIR": str(output)}
-        return cls(title, command, output / f"{name}.log", settings, models=models)
-
-    @property
-    def mark(self) -> Path:
-        return self.log.with_suffix(".done")
-
     def is_measured(self) -> bool:
         """Whether these models were measured with their present weights, by the present code."""
-        return self.mark.is_file() and self.mark.read_text() == self.origin()
+        return self.mark is not None and self.mark.is_file() and self.mark.read_text() == self.origin()
 
     def origin(self) -> str:
         """What decides the measurement."""
         weights = [revision(str(folder)) or "" for folder in self.models.values()]
         return "\n".join([*words_of(self.models), *weights, code_digest(ANALYSIS)])
 
-    def succeeded(self) -> None:
+    def succeeded(self, seconds: float) -> None:
+        assert self.mark is not None
         self.mark.write_text(self.origin())
 
 
@@ -174,7 +190,8 @@ def run_lanes(
             if time.monotonic() - shown > between:
                 shown = time.monotonic()
                 for lane in active:
-                    _say(lane, lane.running.progress())
+                    if lane.running.log:
+                        _say(lane, lane.running.progress())
             time.sleep(POLL_SECONDS if active else 0)
     finally:  # a failure, Ctrl-C or SIGTERM; nothing is left to end otherwise
         end([lane.process for lane in active if lane.process])
@@ -187,29 +204,25 @@ def _advance(lane: Lane, times: dict[str, float], keep_open: Sequence[int]) -> b
         code = lane.process.poll()
         if code is None:
             return True
-        if code:
-            raise StepError(_failure(lane.running, code))
-        lane.running.succeeded()
-        times[lane.running.title] = time.monotonic() - lane.since
-        _say(lane, f"done in {times[lane.running.title]:.0f} s")
+        seconds = times[lane.running.title] = time.monotonic() - lane.since
         lane.process = None
+        if code:
+            lane.running.failed(code)
+        else:
+            lane.running.succeeded(seconds)
+            _say(lane, f"done in {seconds:.0f} s")
     while lane.steps:
         lane.running = lane.steps.pop(0)
         if lane.running.is_done():
             _say(lane, "is complete, skipped")
             continue
-        lane.running.log.parent.mkdir(parents=True, exist_ok=True)
+        if lane.running.log:
+            lane.running.log.parent.mkdir(parents=True, exist_ok=True)
         lane.since = time.monotonic()
         lane.process = lane.running.start(keep_open, lane.place)
-        _say(lane, f"log: {lane.running.log}")
+        _say(lane, f"log: {lane.running.log}" if lane.running.log else "started")
         return True
     return False
-
-
-def _failure(step: Step, code: int) -> str:
-    cause = f"was ended by signal {-code}" if code < 0 else f"failed with status {code}"
-    lines = [f"  | {line}" for line in last_lines(step.log, SHOWN_LINES)]
-    return "\n".join([f"{step.title} {cause}: {shlex.join(step.command)}", *lines, f"its log: {step.log}"])
 
 
 def _say(lane: Lane, text: str) -> None:

@@ -1,6 +1,6 @@
 """The runs of a comparison: what each recorded, and the refusal of those that differ in more than the arm.
 
-`llava.experiment.run` trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetune,eval}`.
+A comparison trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetune,eval}`.
 """
 
 import hashlib
@@ -32,18 +32,18 @@ OWN_STAGE_1 = ("model.pretrain_mm_mlp_adapter", "adapter", "initial_weights.mm_m
 
 @dataclass(frozen=True)
 class Run:
-    """One arm trained with one seed."""
+    """One arm trained with one seed; without a seed it has the recipe's, and its folder does not name one."""
 
     root: Path
-    seed: int
+    seed: int | None
     arm: str
 
     @property
     def name(self) -> str:
-        return f"{self.arm}, seed {self.seed}"
+        return self.arm if self.seed is None else f"{self.arm}, seed {self.seed}"
 
     def folder(self, part: str) -> Path:
-        return self.root / f"seed-{self.seed}" / self.arm / part
+        return self.root / ("" if self.seed is None else f"seed-{self.seed}") / self.arm / part
 
     def has_finished(self, stage: str) -> bool:
         return (self.folder(stage) / DONE).is_file()
@@ -199,6 +199,19 @@ def check_results(runs: Sequence[Run], results_of: Callable[[Run], Results] = la
                 raise ValueError(
                     f"{task}: {runs[0].name} and {run.name} have other samples, such as {only}; evaluate again"
                 )
+
+
+def check_all(runs: Sequence[Run], questions: bool = False) -> None:
+    """Raises ValueError unless all runs of both stages and their evaluations may be compared.
+
+    Args:
+        questions: whether the runs also answered the caller's own questions.
+    """
+    for stage in STAGES:
+        check_runs(runs, stage)
+    check_results(runs)
+    if questions:
+        check_results(runs, lambda run: run.own_results)
 
 
 def asked(results: Results) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""One training stage as a step of longer work: skipped when finished, watched while it runs, ended with its caller."""
+"""What the steps of an experiment stand on: the files of a stage, processes that start and end, and a folder's lock."""
 
 import contextlib
 import json
@@ -6,17 +6,16 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llava.utils.locks import take
-from llava.utils.processes import last_lines, start, tail, wait
+from llava.utils.paths import ROOT
+from llava.utils.processes import start, tail
 from llava.utils.provenance import DONE
 
 LOG_FILE = "train_log.jsonl"
 STAGES = ("pretrain", "finetune")
-_BETWEEN_LINES = 60.0  # seconds, where there is no terminal to write over
 
 
 class StepError(RuntimeError):
@@ -65,62 +64,17 @@ def is_finished(folder: Path) -> bool:
     return (folder / DONE).is_file() and any(folder.glob("*model*.safetensors"))  # LORA=1: adapter_model.safetensors
 
 
-def train_stage(
-    stage: str, folder: Path, log: Path, settings: Mapping[str, str], keep_open: Sequence[int] = ()
-) -> None:
-    """Runs `scripts/<stage>.sh` into `folder` unless it is finished there.
-
-    Args:
-        settings: variables of the script.
-        log: gets what the script prints.
-        keep_open: file descriptors that the training inherits, such as a lock's.
-
-    Raises:
-        StepError: the script failed.
-    """
-    if is_finished(folder):
-        print(f"{folder} is complete, skipped (remove it to train again)")
-        return
-    print(f"log: {log}", flush=True)
-    if code := _watch(start_stage(stage, folder, log, settings, keep_open), folder):
-        raise StepError("\n".join([*last_lines(log, 30), f"{stage} failed with status {code}, see {log}"]))
-    (folder / DONE).touch()
-
-
-def start_stage(
-    stage: str, folder: Path, log: Path, settings: Mapping[str, str], keep_open: Sequence[int] = ()
-) -> subprocess.Popen:
-    """Starts `scripts/<stage>.sh` into `folder`; see `train_stage`."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    (folder / DONE).unlink(missing_ok=True)
-    settings = {**settings, "OUTPUT_DIR": str(folder.resolve())}
-    return start_logged(["bash", f"scripts/{stage}.sh"], log, settings, keep_open)
-
-
 def start_logged(
-    command: Sequence[str], log: Path, settings: Mapping[str, str], keep_open: Sequence[int] = ()
+    command: Sequence[str],
+    log: Path | None,
+    settings: Mapping[str, str],
+    keep_open: Sequence[int] = (),
+    cwd: Path = ROOT,
 ) -> subprocess.Popen:
-    """Starts a command from the repository's root, in a session of its own: a signal reaches it once, from here."""
-    with log.open("w") as output:
-        return start(command, os.environ | dict(settings), output, keep_open=keep_open)
-
-
-def _watch(process: subprocess.Popen, folder: Path) -> int:
-    """Shows the newest optimizer step until the process ends; returns its exit status."""
-    before, shown, terminal = last_step(folder), time.monotonic(), sys.stdout.isatty()
-
-    def show() -> None:
-        nonlocal before, shown
-        line = last_step(folder)
-        if line is None or line == before or (not terminal and time.monotonic() - shown < _BETWEEN_LINES):
-            return
-        before, shown = line, time.monotonic()
-        text = f"  step {line['step']:4d}  loss {line['loss']:.3f}  {line['samples_per_second']:.1f} samples/s"
-        print(f"\r{text} " if terminal else text, end="" if terminal else "\n", flush=True)
-
-    code = wait(process, show, float(os.environ.get("WATCH_SECONDS", "3")))
-    print(flush=True)
-    return code
+    """Starts a command in a session of its own: a signal reaches it once, from here. Without a log it prints here."""
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(log.open("w")) if log else None
+        return start(command, os.environ | dict(settings), output, cwd=cwd, keep_open=list(keep_open))
 
 
 def last_step(folder: Path) -> dict | None:

@@ -7,24 +7,23 @@
     page       study.json, study.html, study.md (`llava.experiment.study_record`, `study_page`)
 
 `|` stands for side by side: one process per GPU for the demo, on a CPU as many as cores and memory allow. Steps and
-checks are those of a comparison (`llava.experiment.run`). Every step keeps what it finished.
+checks are those of every experiment (`llava.experiment.engine`). Every step keeps what it finished.
 """
 
 import argparse
 import json
 import math
 import os
-import signal
-import subprocess
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from llava.eval.results import CONTROLS, LLAVA_CODE
 from llava.experiment.arms import parse_arms, parse_seeds
-from llava.experiment.lanes import StageStep, Step, run_lanes, runs_at_once
+from llava.experiment.comparison import Comparison
+from llava.experiment.engine import DEMO, at_work, show_times
+from llava.experiment.lanes import Step, runs_at_once
 from llava.experiment.plan import (
     FEWEST_SEEDS,
     FEWEST_STEPS,
@@ -39,9 +38,8 @@ from llava.experiment.plan import (
     smallest_differences,
 )
 from llava.experiment.report_tables import seconds_of_steps
-from llava.experiment.run import DEMO, Comparison
-from llava.experiment.runs import Run, check_present, check_results, check_runs
-from llava.experiment.stage import STAGES, interpreter, locked, refuse_ignored
+from llava.experiment.runs import Run, check_results, check_runs
+from llava.experiment.stage import STAGES, refuse_ignored
 from llava.experiment.study_page import write_page
 from llava.experiment.study_record import ANALYSIS, answers_of, record, write_record
 from llava.launch.devices import available_cores, count_of, resolve_devices
@@ -80,7 +78,6 @@ class Study(Comparison):
     """A comparison with a plan, whose runs stand side by side.
 
     Attributes:
-        data: name of the pictures that are asked about, and trained on by the demo.
         plan: see `Plan`.
         quick: few questions in training and few samples measured.
         measures_start: keeps the first seed's models as they are before training.
@@ -88,7 +85,6 @@ class Study(Comparison):
             not train faster than the study's will.
     """
 
-    data: str = ""
     plan: Plan | None = None
     quick: bool = False
     measures_start: bool = True
@@ -97,10 +93,6 @@ class Study(Comparison):
     @property
     def pictures(self) -> Path:
         return ROOT / "playground/data" / self.data
-
-    @property
-    def runs(self) -> list[Run]:
-        return [self.run(seed, arm) for seed in self.seeds for arm in self.arms]
 
     @property
     def asked_in_training(self) -> int:
@@ -124,20 +116,20 @@ class Study(Comparison):
             found |= {name: os.environ.get(name) or value for name, value in held_out.items()}
         return found
 
-    def lane(self, run: Run, threads: Mapping[str, str]) -> list[Step]:
+    def lane(self, run: Run) -> list[Step]:
         """The steps of one run."""
         assert self.plan is not None
-        steps: list[Step] = [StudyStage.of(self, run, stage, stage, threads) for stage in STAGES]
+        threads = self.threads(max(self.beside, len(self.places())))
+        steps: list[Step] = [self.stage(run, stage, more=threads) for stage in STAGES]
         if self.measures_start and run.seed == self.seeds[0]:
             untrained = {**threads, "MAX_STEPS": "1", "LEARNING_RATE": "0"}
-            steps.insert(0, StudyStage.of(self, run, STAGES[0], START, untrained))
-        words = ["-m", "playground", "controls", "--checkpoint", str(run.folder("finetune")), "--data"]
-        words += [str(self.pictures), "--output-dir", str(run.folder("heldout"))]
-        words += ["--control-questions", str(QUESTIONS_UNDER_CONTROLS)]
-        words += ["--questions", str(self.plan.questions), *([] if self.demo else ["--batch-size", "8"])]
-        log = run.folder("heldout").with_suffix(".log")
-        steps.append(Step(f"{run.name}, answers", [interpreter(), *words], log, threads, partial(is_answered, run)))
-        return steps
+            steps.insert(0, self.stage(run, STAGES[0], START, untrained))
+        words = ["playground", "controls", "--checkpoint", run.folder("finetune"), "--data", self.pictures]
+        words += ["--output-dir", run.folder("heldout"), "--control-questions", QUESTIONS_UNDER_CONTROLS]
+        words += ["--questions", self.plan.questions, *([] if self.demo else ["--batch-size", 8])]
+        done = partial(is_answered, run)
+        log, title = run.folder("heldout.log"), f"{run.name}, answers"
+        return [*steps, self.python(title, log, *words, settings=threads, is_done=done)]
 
     def places(self) -> list[dict[str, str]]:
         """Variables of the runs that train side by side."""
@@ -151,30 +143,16 @@ class Study(Comparison):
         names = seen if len(seen) >= count and all(seen) else [str(number) for number in range(count)]
         return [{"CUDA_VISIBLE_DEVICES": name, "NUM_GPUS": "1"} for name in names[:count]]
 
-    def threads(self, at_once: int) -> dict[str, str]:
-        """The variable that shares the cores among this many processes of the demo; none on GPUs."""
-        if not self.demo or resolve_devices(os.environ).on_gpu or os.environ.get("OMP_NUM_THREADS"):
-            return {}
-        return {"OMP_NUM_THREADS": str(max(1, available_cores() // at_once))}
+    # --- the flow -----------------------------------------------------------------------------------------------------
 
-    # --- steps --------------------------------------------------------------------------------------------------------
-
-    def prepare(self) -> None:
-        """The playground's inputs."""
-        if self.demo:
-            self.python("playground", "all", "--data", self.data)
-        else:
-            self.python("playground", self.data)
-
-    def train_all(self) -> None:
+    def train(self) -> None:
         """Every run with its answers, and the check that they may be compared."""
         if not os.environ.get("EVAL_DATA_PATH"):
             records = json.loads((self.pictures / "heldout.json").read_text(encoding="utf-8"))
-            (self.folder / ASKED).parent.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             (self.folder / ASKED).write_text(json.dumps(records[: self.asked_in_training]), encoding="utf-8")
-        places = self.places()
-        lanes = {run.name: self.lane(run, self.threads(max(self.beside, len(places)))) for run in self.runs}
-        run_lanes(lanes, len(places), [self.lock], places)
+        said = f"{count_of(len(self.runs), 'run')}, {len(self.places())} at a time: stage 1, stage 2, answers"
+        self.part(said, {run.name: self.lane(run) for run in self.runs})
         self.check_all()
 
     def check_all(self) -> None:
@@ -184,25 +162,17 @@ class Study(Comparison):
         for control in CONTROLS:
             check_results(self.runs, partial(answers_of, control=control))
 
-    def run_all(self) -> None:
-        """Every step in order, from a plan that is made."""
-        said = f"{count_of(len(self.runs), 'run')}, {len(self.places())} at a time: stage 1, stage 2, answers"
-        self.step(said, self.train_all)
+    def work(self) -> None:
+        """Every part in its order, from a plan that is made."""
+        self.train()
         if not self.demo:
-            for run in self.runs:
-                self.step(f"benchmarks, {run.name}", self.evaluate, run.seed, run.arm)
+            self.part("benchmarks", {run.name: [self.evaluation(run)] for run in self.runs}, width=1)
             check_results(self.runs)
-        self.step("measurements, first seed", self.measure_all)
-        self.step("page", self.page)
-
-    def measure_all(self) -> None:
-        """What `MEASURED` names, of the first seed's models."""
-        places, lanes = self.places(), {}
-        for part, commands in MEASURED.items():
-            for command in os.environ.get("ANALYSIS", commands).split():
-                wanted = self.measurement(command, part, f"{ANALYSIS}{part}")
-                lanes[wanted.title] = [replace(wanted, settings={**wanted.settings, **self.threads(len(places))})]
-        run_lanes(lanes, len(places), [self.lock], places)
+        lanes: dict[str, list[Step]] = {}
+        for stage, commands in MEASURED.items():
+            lanes |= self.measurements(stage, f"{ANALYSIS}{stage}", commands)
+        self.part("measurements, first seed", lanes)
+        self.part("page", self.page)
 
     def page(self) -> None:
         """Writes study.json, and the page from it."""
@@ -219,7 +189,7 @@ class Study(Comparison):
         environment = {name: value for name, value in os.environ.items() if name.isupper()}
         found = {}
         for stage in STAGES:
-            settings = self.settings(stage, self.seeds[0], self.arms[0])
+            settings = self.settings(self.runs[0], stage)
             found[stage] = int(resolved_run(stage, **environment | settings)["flags"]["max_steps"])
         if self.quick:
             found = {stage: max(FEWEST_STEPS, int(count * QUICK_SHARE)) for stage, count in found.items()}
@@ -248,7 +218,8 @@ class Study(Comparison):
             measures_start=False,
             beside=at_once,
         )
-        self.step("pilot", pilot_study.train_all)
+        print("\n=== pilot")
+        pilot_study.train()
         run = pilot_study.runs[0]
         pilot = pilot_of(run)
         full = {stage: count if count > 0 else epoch_steps(run, stage) for stage, count in full.items()}
@@ -273,38 +244,6 @@ class Study(Comparison):
 
 
 PILOT_STEPS = 20  # of a recipe that counts epochs
-
-
-@dataclass
-class StudyStage(StageStep):
-    """A training stage that refuses to start if other runs could not be compared with it; notes how long it took."""
-
-    study: Study = field(kw_only=True)
-    began: float = 0.0
-
-    @classmethod
-    def of(cls, study: Study, run: Run, stage: str, part: str, settings: Mapping[str, str]) -> "StudyStage":
-        """The stage of a run into its folder `part`, with more variables of the stage's script."""
-        folder = run.folder(part)
-        return cls(
-            f"{run.name}, {part}",
-            ["bash", f"scripts/{stage}.sh"],
-            folder.with_suffix(".log"),
-            study.settings(stage, run.seed, run.arm) | dict(settings),
-            stage=stage,
-            folder=folder,
-            study=study,
-        )
-
-    def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> subprocess.Popen:
-        check_present(self.study.runs)
-        self.began = time.monotonic()
-        return super().start(keep_open, place)
-
-    def succeeded(self) -> None:
-        (self.folder / DONE).write_text(f"{time.monotonic() - self.began:.1f}\n")
-        part = self.folder.name
-        check_runs([run for run in self.study.runs if run.has_finished(part)], part)
 
 
 def is_answered(run: Run) -> bool:
@@ -376,32 +315,28 @@ def run(args: argparse.Namespace) -> None:
     recipe, data = PRESETS.get(args.preset, (args.preset, PRESETS[DEMO][1]))
     name = f"study-{args.preset}{'-quick' if args.quick else ''}"
     folder = (args.output_dir or Path("outputs") / name).resolve()
-    refuse_ignored(Study(recipe, arms, seeds or parse_seeds("1"), "", folder, False, data=data).every_settings())
+    study = Study(recipe, arms, seeds or parse_seeds("1"), folder, data, quick=args.quick)
+    refuse_ignored(study.every_settings())
     os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
     os.environ.setdefault("REPORT_TO", "none")
-    kept = going_on(folder, args, arms, seeds)
-    if kept is not None:
-        arms, seeds = kept.arms, kept.seeds
+    plan = study.plan = going_on(folder, args, arms, seeds)
+    if plan is not None:
+        study.arms, study.seeds = plan.arms, plan.seeds
     if args.so_far:
-        so_far(Study(recipe, arms, seeds or [], "", folder, False, data=data, plan=kept))
+        so_far(study)
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with locked(folder) as lock:
-        study = Study(recipe, arms, seeds or parse_seeds("1"), "", folder, False, lock, data=data, quick=args.quick)
+    with at_work(folder) as study.lock:
         os.environ.setdefault("DATA", str(study.pictures / "heldout.json"))
         if args.quick:
             os.environ.setdefault("SAMPLES", "4")
-        study.step(f"inputs: {data}", study.prepare)
-        if kept is None:
-            kept = study.planned(args.hours, seeds)
-        kept.write(folder)
-        study.plan, study.seeds = kept, kept.seeds
-        show_plan(kept, folder)
-        study.run_all()
-    print("\n=== time of each step")
-    for title, seconds in [*study.times, ("all", sum(seconds for _, seconds in study.times))]:
-        print(f"{title:<60} {seconds:5.0f} s")
+        words = ["all", "--data", data] if study.demo else [data]
+        study.part(f"inputs: {data}", {"inputs": study.inputs(words)})
+        study.plan = plan or study.planned(args.hours, seeds)
+        study.plan.write(folder)
+        study.seeds = study.plan.seeds
+        show_plan(study.plan, folder)
+        study.work()
+    show_times({**study.parts, "all": sum(study.parts.values())})
     print(
         f"\npage: {folder}/study.html   numbers: {folder}/study.json   for the repository: "
         f"python -m llava.compare page {folder}/study.json --docs"
@@ -435,8 +370,8 @@ def so_far(study: Study) -> None:
     Raises:
         ValueError: there is no such seed.
     """
-    done = [seed for seed in study.seeds if all(is_answered(study.run(seed, arm)) for arm in study.arms)]
-    if not done:
+    done = [seed for seed in study.seeds if all(is_answered(Run(study.folder, seed, arm)) for arm in study.arms)]
+    if not done or study.plan is None:
         raise ValueError(f"--so-far: in {study.folder} no seed has all its arms trained and answered yet")
     study.seeds = done
     study.check_all()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llava.eval.paired import MEAN
+from llava.experiment.arms import parse_arm
 from llava.experiment.study_record import Study, has_intervals
 from llava.utils.presentation import COLOURS, STYLE, import_pyplot
 
@@ -146,8 +147,8 @@ def _gradients(study: Study, pyplot: ModuleType) -> "Figure | None":
     for arm in study["arms"]:
         own = {row["gradient at"]: row for row in rows if row["model"] == arm}
         # Each checkpoint was run with every norm at the projector's end; its own is the one that it was trained with.
-        norm = next((name for name in ("gwc_layernorm", "layernorm") if arm.startswith(name)), "none")
-        if own and (arm == "none" or norm != "none"):
+        norm = parse_arm(arm).norm
+        if own and norm in own[points[0]]:
             axes.plot(range(len(points)), [own[at][norm] for at in points], label=arm, **look_of(study, arm))
     axes.set_xticks(range(len(points)), points, rotation=40, ha="right")
     axes.set(yscale="log", ylabel="L2 norm of the gradient")

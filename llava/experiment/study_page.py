@@ -1,51 +1,28 @@
 """The study's page, HTML and Markdown, written from `study.json`: no number on it is typed by hand."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llava.eval.paired import IMPROVED, MEAN, UNCHANGED, WORSE
+from llava.eval.paired import MEAN
 from llava.experiment.plan import POWER, points_in_words
 from llava.experiment.report import render
 from llava.experiment.report_figures import data_uri
 from llava.experiment.report_tables import Rows
 from llava.experiment.study_figures import figures
-from llava.experiment.study_record import DOSED, KEPT, Study, has_intervals, in_digits, write_record
+from llava.experiment.study_record import KEPT, Study, has_intervals, in_digits, write_record
 from llava.launch.devices import count_of
 from llava.utils.paths import ROOT
 
-PAPER_ARMS = ("layernorm", "gwc_layernorm")
-LEVEL_ARMS = ("scale-fixed", "scale", "clip")  # they set the norm's level and normalise nothing
 FIGURE = "study-{}.svg"
 # Parts of a run, in their order.
 WHEN = {"start": "before training", "pretrain": "after stage 1", "finetune": "after stage 2"}
 ACROSS = ("interface-norms", "update-rates", "theory-model", "interventions")
 """Long tables, of a row for each value of their second column (`KEPT`): here these values are columns."""
-CLAIMS: Rows = [
-    {
-        "who": "The paper (arXiv 2512.08374)",
-        "claim": "Visual tokens of large norm turn slowly in a Pre-Norm model and lose information; a LayerNorm after "
-        "the projector, aligned with the text norm, mends it, with or without compensation of its gradient.",
-        "here": "Arms none, layernorm and gwc_layernorm, which it trained once each, without intervals.",
-    },
-    {
-        "who": "A rebuttal (bkal01/vlm-norms, May 2026)",
-        "claim": "Norm discrepancies are fine: rescaling visual tokens breaks trained models.",
-        "here": "It trains nothing. Its curves are drawn for every trained arm, beside scale, scale-fixed and clip.",
-    },
-    {
-        "who": "Beyond Semantics (Qi et al.)",
-        "claim": "Large visual norms drown the order of the tokens; an RMSNorm with a fixed scale gives it back.",
-        "here": "Arm rmsnorm (its gain is learnt), and answers with visual tokens in another order.",
-    },
-    {
-        "who": "MIR and MoCa",
-        "claim": "The gap between modalities is to be calibrated in every layer, not once at the input.",
-        "here": "Not trained. Norms and update rates of every layer are measured after each stage.",
-    },
-]
+START, END = "<!-- generated: python -m llava.compare page STUDY_JSON --docs -->", "<!-- end of what is generated -->"
+"""What stands in `docs/study.md` between these lines is written from `docs/study.json`, all else by hand."""
 
 
 def write_page(study: Study, folder: Path) -> list[Path]:
@@ -58,14 +35,16 @@ def write_page(study: Study, folder: Path) -> list[Path]:
 
 
 def write_docs(study: Study) -> list[Path]:
-    """Writes `docs/study.json`, `docs/study.md` and its figures."""
+    """Writes `docs/study.json`, the figures, and what is generated of `docs/study.md`."""
     docs = ROOT / "docs"
-    written = write_markdown(study, docs / "study.md", docs / "figures", figures(study))
-    return [write_record(study, docs), *written]
+    page = docs / "study.md"
+    return [write_record(study, docs), *write_markdown(study, page, docs / "figures", figures(study), by_hand(page))]
 
 
-def write_markdown(study: Study, page: Path, folder: Path, drawn: Mapping[str, tuple[str, bytes]]) -> list[Path]:
-    """Writes the Markdown page, and its figures into `folder` beside it."""
+def write_markdown(
+    study: Study, page: Path, folder: Path, drawn: Mapping[str, tuple[str, bytes]], around: tuple[str, str] = ("", "")
+) -> list[Path]:
+    """Writes the Markdown page, between what is written by hand `around` it, and its figures into `folder`."""
     folder.mkdir(exist_ok=True)
     written = [page]
     shown = []
@@ -73,19 +52,34 @@ def write_markdown(study: Study, page: Path, folder: Path, drawn: Mapping[str, t
         written.append(folder / FIGURE.format(name))
         written[-1].write_bytes(svg)
         shown.append({"title": title, "uri": written[-1].relative_to(page.parent).as_posix()})
-    text = render("study.md.jinja", **context(study), pictures=shown)
-    page.write_text(f"{text.rstrip()}\n", encoding="utf-8")
+    text = render("study.md.jinja", **context(study), pictures=shown).strip()
+    before, after = around if any(around) else (f"# Study: {title_of(study)}\n\n", "\n")
+    page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}", encoding="utf-8")
     return written
+
+
+def by_hand(page: Path) -> tuple[str, str]:
+    """What a page has before and after its generated part.
+
+    Raises:
+        ValueError: it has no generated part, or several.
+    """
+    text = page.read_text(encoding="utf-8")
+    if text.count(START) != 1 or text.count(END) != 1:
+        raise ValueError(f"{page}: expected the lines {START!r} and {END!r}, each once")
+    return text[: text.index(START)], text[text.index(END) + len(END) :]
+
+
+def title_of(study: Study) -> str:
+    return f"{len(study['arms'])} arms, {count_of(len(study['seeds']), 'seed')}: {study['plan']['preset']}"
 
 
 def context(study: Study) -> dict[str, Any]:
     """What both templates show."""
     return {
         "study": study,
-        "title": f"{len(study['arms'])} arms, {count_of(len(study['seeds']), 'seed')}: {study['plan']['preset']}",
-        "claims": CLAIMS,
+        "title": title_of(study),
         "done": done(study),
-        "conclusions": conclusions(study),
         "limits": limits(study),
         "power": power(study),
         "tables": tables(study),
@@ -222,140 +216,7 @@ def command(plan: Mapping[str, Any]) -> str:
     return f"python -m llava.compare study --preset {plan['preset']}{hours} --seeds {seeds}{quick}"
 
 
-# --- what the intervals allow to say ----------------------------------------------------------------------------------
-
-
-def conclusions(study: Study) -> list[str]:
-    """The answers to what was claimed, composed from the intervals."""
-    found = [headline(study), about_arms("The paper's layer", PAPER_ARMS, study)]
-    found += [about_arms("A level without a norm layer", LEVEL_ARMS, study)]
-    rest = [arm for arm in study["results"] if arm not in (*PAPER_ARMS, *LEVEL_ARMS, *study["dose"])]
-    found += [about_arms("Other norms", rest, study)]
-    found += [about_dose(study), about_pairs(study), about_speed(study), about_pictures(study)]
-    found += [about_turning(study), about_rescaling(study)]
-    return [text for text in found if text]
-
-
-def headline(study: Study) -> str:
-    """How many arms differ from the baseline over all tasks."""
-    named = {verdict: [] for verdict in (IMPROVED, WORSE, UNCHANGED)}
-    for arm, found in study["results"].items():
-        named[found[MEAN]["verdict"]].append(arm)
-    parts = [f"{len(arms)} {verdict}" + (f" ({', '.join(arms)})" if arms else "") for verdict, arms in named.items()]
-    text = f"Over all tasks, against {study['arms'][0]}: {', '.join(parts)}. Unchanged: no difference is shown."
-    if len(study["seeds"]) > 1:
-        return text
-    return f"{text} With one seed this is about these training runs on other questions, not about other training runs."
-
-
-def about_speed(study: Study) -> str:
-    """Arms whose interval of samples to an accuracy does not overlap the baseline's; `not reached` is infinity."""
-
-    def ends(one: Mapping[str, Any]) -> tuple[float, float]:
-        low, high = (float("inf") if one[end] is None else one[end] for end in ("low", "high"))
-        return low, high
-
-    parts = []
-    for accuracy in dict.fromkeys(one["accuracy"] for one in study["training"]["reached"]):
-        by_arm = {one["arm"]: ends(one) for one in study["training"]["reached"] if one["accuracy"] == accuracy}
-        low, high = by_arm[study["arms"][0]]
-        fewer = [arm for arm, (_, its_high) in by_arm.items() if its_high < low]
-        more = [arm for arm, (its_low, _) in by_arm.items() if its_low > high]
-        said = [f"{', '.join(arms)} with {word}" for arms, word in ((fewer, "fewer samples"), (more, "more")) if arms]
-        parts.append(f"{100 * accuracy:.0f} % right is reached by {' and by '.join(said) or 'no arm sooner or later'}")
-    return f"In stage 2, beside the baseline: {'; '.join(parts)} (intervals that do not meet)." if parts else ""
-
-
-def about_arms(what: str, arms: Sequence[str], study: Study) -> str:
-    """Each arm's verdict over all tasks, and the tasks on which it has one."""
-    parts = []
-    for arm in arms:
-        if arm in study["results"]:
-            found = study["results"][arm]
-            single = [
-                f"{one['verdict']} on {t}" for t, one in found.items() if t != MEAN and one["verdict"] != UNCHANGED
-            ]
-            parts.append(f"{arm} {phrase(found[MEAN])}" + (f"; {', '.join(single)}" if single else ""))
-    return f"{what}, against the baseline: {'. '.join(parts)}." if parts else ""
-
-
-def phrase(one: Mapping[str, Any]) -> str:
-    """A verdict with its interval; for `unchanged` also the differences that it does not exclude."""
-    text = f"is {one['verdict']} ({one['delta']:+.1f} points, {one['low']:+.1f} to {one['high']:+.1f})"
-    if one["verdict"] != UNCHANGED:
-        return text
-    return f"{text}, so neither {-one['low']:.1f} points less nor {one['high']:.1f} more are excluded"
-
-
-def about_dose(study: Study) -> str:
-    """Whether the multiple of the initial norm makes a difference: the text norm itself against each other dose."""
-    pairs = {f"{factor:g}x": study["contrasts"].get(f"{DOSED} minus {arm}") for arm, factor in study["dose"].items()}
-    known = {name: one[MEAN] for name, one in pairs.items() if one}
-    if not known:
-        return ""
-    said = {IMPROVED: "better than", WORSE: "worse than", UNCHANGED: "not shown to differ from"}
-    parts = [f"{said[one['verdict']]} {name} ({one['delta']:+.1f}, {one['low']:+.1f} to {one['high']:+.1f})"
-             for name, one in known.items()]  # fmt: skip
-    return f"Dose: {DOSED} that starts at the text norm is {'; '.join(parts)}."
-
-
-def about_pairs(study: Study) -> str:
-    """Arms that differ from each other."""
-    decided = [
-        f"{name}: {phrase(found[MEAN])}"
-        for name, found in study["contrasts"].items()
-        if found[MEAN]["verdict"] != UNCHANGED and not name.startswith(f"{DOSED} minus {DOSED}@")
-    ]
-    if not study["contrasts"]:
-        return ""
-    return "Arms against each other: " + ("; ".join(decided) if decided else "no difference is shown") + "."
-
-
-def about_pictures(study: Study) -> str:
-    """Which arms answer better with their picture than with a blank one, by intervals that do not overlap."""
-    whole, blank = study["controls"]["untouched"], study["controls"]["blank"]
-    if not has_intervals(study):
-        points = [whole[arm]["score"] - blank[arm]["score"] for arm in study["arms"]]
-        return f"With a blank picture arms lose {min(points):.1f} to {max(points):.1f} points, without intervals."
-    sees = [arm for arm in study["arms"] if whole[arm]["low"] > blank[arm]["high"]]
-    others = [arm for arm in study["arms"] if arm not in sees]
-    text = f"With a blank picture {len(sees)} of {len(study['arms'])} arms answer worse"
-    return text + (f"; not shown for {', '.join(others)}." if others else ".")
-
-
-def about_turning(study: Study) -> str:
-    """How large a layer's update is beside the state that it turns, for visual tokens and for the text after them."""
-    rows = study["measured"].get("finetune", {}).get("update-rates", [])
-    by_arm = {row["model"]: row for row in spread(rows, "tokens", "update mean")}
-    parts = [
-        f"{arm} {by_arm[arm]['visual']:.2f} ({by_arm[arm]['text after']:.2f})"
-        for arm in study["arms"]
-        if {"visual", "text after"} <= by_arm.get(arm, {}).keys()
-    ]
-    if not parts:
-        return ""
-    return (
-        "After stage 2, a layer's update over the token's norm, mean of all layers, for visual tokens (for text after "
-        f"the picture): {', '.join(parts)}. First seed, without intervals."
-    )
-
-
-def about_rescaling(study: Study) -> str:
-    """What setting trained arms to the text norm at inference does, beside a blank picture."""
-    rows = study["measured"].get("finetune", {}).get("interventions", [])
-    by_arm = {
-        arm: {row["intervention"]: row["KL (nats)"] for row in rows if row["model"] == arm} for arm in study["arms"]
-    }
-    parts = [
-        f"{arm} {found['text norm']:.3f} nats (blank picture {found['blank picture']:.3f})"
-        for arm, found in by_arm.items()
-        if {"text norm", "blank picture"} <= found.keys()
-    ]
-    if not parts:
-        return ""
-    return (
-        f"Set to the text norm at inference only, outputs change by: {'; '.join(parts)}. First seed, without intervals."
-    )
+# --- what the study could have shown, and what its verdicts do not cover ----------------------------------------------
 
 
 def power(study: Study) -> list[str]:

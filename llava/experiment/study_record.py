@@ -17,6 +17,7 @@ from llava.experiment.learning import LEVELS, samples_to_reach
 from llava.experiment.plan import POWER, Plan
 from llava.experiment.report_tables import Rows, Statistics, batch_of, seconds_of_steps
 from llava.experiment.runs import STAGES, Run
+from llava.model.multimodal_projector.norm import NORM_TYPES, PAPER_ARMS
 from llava.utils.files import write_text
 from llava.utils.versions import git_commit
 
@@ -24,20 +25,13 @@ FILE = "study.json"
 FORMAT = 2
 Study = Mapping[str, Any]
 """The content of `study.json`."""
+_PAIRS = [(name, other) for name, norm in NORM_TYPES.items() if norm for other in norm.contrasts]
+# Their order decides which draws of the bootstrap a pair gets: what compensation alone does first, doses last.
 CONTRASTS = (
-    ("gwc_layernorm", "layernorm"),
-    ("gwc_rmsnorm", "rmsnorm"),
-    ("layernorm", "layernorm@default"),
-    ("layernorm", "rmsnorm"),
-    ("gwc_layernorm", "scale"),
-    ("scale", "scale-fixed"),
-    ("scale", "clip"),
-    ("gwc_layernorm", "gwc_layernorm@0.25x"),
-    ("gwc_layernorm", "gwc_layernorm@4x"),
-    ("gwc_layernorm", "gwc_layernorm@16x"),
+    *sorted(_PAIRS, key=lambda pair: getattr(NORM_TYPES[pair[0]], "__base__", None) is not NORM_TYPES.get(pair[1])),
+    *((name, f"{name}@{dose}") for name, norm in NORM_TYPES.items() if norm for dose in norm.doses),
 )
 """Arms that are also compared with each other, the first minus the second, where both were trained."""
-DOSED = "gwc_layernorm"
 ANALYSIS = "analysis-"
 """Beginning of the names of the folders in which `llava.analysis` wrote."""
 KEPT = {
@@ -46,7 +40,7 @@ KEPT = {
     "theory-model": ("model", "assumption", "median layer"),
     "interventions": ("model", "intervention", "KL (nats)", "cos of keys", "cos of values"),
     "attention": ("model", "visual share of attention", "share if uniform", "entropy / ln V", "most seen token"),
-    "gradients": ("model", "gradient at", "none", "layernorm", "gwc_layernorm"),
+    "gradients": ("model", "gradient at", *PAPER_ARMS),
     "layer-norms": ("model", "tokens", "input mean", "end mean"),
     "layer-norms-sinks": (),  # those of update-rates
 }
@@ -177,7 +171,8 @@ def doses(arms: Sequence[str]) -> dict[str, float]:
     found = {}
     for name in arms:
         arm = parse_arm(name)
-        if arm.norm == DOSED and arm.learnable and (arm.init == "text_norm" or arm.init.endswith("x")):
+        norm = NORM_TYPES[arm.norm]
+        if norm and norm.doses and arm.learnable and (arm.init == "text_norm" or arm.init.endswith("x")):
             found[name] = 1.0 if arm.init == "text_norm" else float(arm.init.removesuffix("x"))
     return dict(sorted(found.items(), key=lambda item: item[1]))
 

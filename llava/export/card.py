@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from llava.export import card_facts
 from llava.export.card_facts import WHOLE, Facts, Stage, interval, norms_over_training
+from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.utils.files import write_text
 
 CARD_FILE = "README.md"
@@ -187,11 +188,11 @@ def _norm_rows(facts: Facts) -> Rows:
         "gain at the start": facts.config.get("mm_projector_norm_init_gain"),
         "mean gain now": facts.gain,
     }
-    compensated = facts.arm.startswith("gwc_")
+    norm = NORM_TYPES.get(facts.arm)
     return [
         ("arm", code(facts.arm)),
         *((name, f"{value:.6g}") for name, value in numbers.items() if isinstance(value, int | float)),
-        ("gradient compensated by the mean gain", "yes" if compensated else "no"),
+        ("gradient compensated by the mean gain", "yes" if norm and norm.compensated else "no"),
     ]
 
 

@@ -44,12 +44,14 @@ def command_parser(
     summaries: Mapping[str, str],
     command: str | None,
     parents: Sequence[Parser] = (),
+    modules: Mapping[str, str] | None = None,
 ) -> Parser:
     """The parser of a package whose commands are its modules.
 
     Args:
         command: the command that is run. Only its module is imported, so no other command has its flags.
         parents: parsers whose flags the command has too.
+        modules: the modules of commands that are elsewhere.
     """
     top = Parser(prog=program_name(package), description=description)
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
@@ -58,7 +60,7 @@ def command_parser(
         if name != command:
             commands.add_parser(name, help=summary, add_help=False)
             continue
-        module = module_of(package, name)
+        module = importlib.import_module(modules[name]) if modules and name in modules else module_of(package, name)
         sub = commands.add_parser(
             name, parents=list(parents), help=summary, description=module.__doc__, formatter_class=style
         )

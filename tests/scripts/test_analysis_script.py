@@ -9,9 +9,9 @@ import time
 import pytest
 from shell import bash
 
-from llava.analysis import all as everything
 from llava.analysis.__main__ import main
 from llava.analysis.commands import COMMANDS
+from llava.experiment import measurements
 
 ALL = list(COMMANDS)
 
@@ -22,7 +22,7 @@ def analyze(tmp_path, monkeypatch, capfd):
     calls, python = tmp_path / "calls", tmp_path / "python"
     python.write_text(f'#!/bin/sh\nshift 2\necho "$@" >>{calls}\n[ "$1" != "$FAILING" ] || exit $STATUS\n')
     python.chmod(0o755)
-    monkeypatch.setattr(everything.sys, "executable", str(python))
+    monkeypatch.setattr(measurements.sys, "executable", str(python))
 
     def run(*words, failing="", status=1):
         calls.write_text("")
@@ -64,7 +64,7 @@ def test_a_failure_stops_no_other_and_what_does_not_apply_is_reported(tmp_path, 
     status, output, calls = analyze(path, failing="layer-norms")
     assert status == 2 and output.err == "llava.analysis all: failed: layer-norms\n"
     assert list(calls) == [name for name in ALL if name not in ("norm-params", "gradients")]
-    assert "skipped: no checkpoint has a norm" in output.out and "=== time of each command" in output.out
+    assert "skipped: no checkpoint has a norm" in output.out and "=== time of each step" in output.out
     status, _, calls = analyze(path, "--commands", "theory attention")
     assert status == 0 and list(calls) == ["theory", "attention"]
 
@@ -76,15 +76,18 @@ def test_an_interrupted_command_is_the_last(tmp_path, analyze):
 
 @pytest.mark.slow
 def test_a_termination_lets_the_running_command_save(tmp_path):
-    saved = tmp_path / "saved"
-    child = f"trap 'sleep 0.2; touch {saved}; exit 130' INT; touch {tmp_path}/started; while :; do sleep 0.05; done"
-    code = f"from llava.analysis.all import call; call(['bash', '-c', {child!r}])"
+    python, path = tmp_path / "python", checkpoint(tmp_path / "a")
+    wait = f"touch {tmp_path}/started; while :; do sleep 0.05; done"
+    python.write_text(f"#!/bin/bash\ntrap 'sleep 0.2; touch {tmp_path}/saved; exit 130' TERM\n{wait}\n")
+    python.chmod(0o755)
+    code = "import sys; from llava.analysis.__main__ import main; from llava.experiment import measurements\n"
+    code += f"measurements.sys.executable = {str(python)!r}; sys.exit(main(['all', {str(path)!r}]))"
     process = subprocess.Popen([sys.executable, "-c", code])
     end = time.monotonic() + 60
     while not (tmp_path / "started").exists() and time.monotonic() < end:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 128 + signal.SIGTERM and saved.exists()
+    assert process.wait(30) == 130 and (tmp_path / "saved").exists()
 
 
 def test_wrong_input_is_refused_before_any_command_runs(tmp_path, analyze, monkeypatch, capfd):

@@ -22,9 +22,9 @@ from llava.asking import Assistant, choose_template, load_assistant, load_pictur
 from llava.conversation import conv_templates
 from llava.data.preprocess import preprocess
 from llava.eval import run_llava
+from llava.experiment import answers
 from llava.mm_utils import KeywordsStoppingCriteria
 from llava.serve import cli, conversation
-from playground import answers
 
 ASK = QUESTIONS[0] + POPE_SUFFIX
 LINE = QUESTIONS[0]

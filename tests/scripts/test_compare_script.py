@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import study_stub
 from paths import ROOT
 from run_inputs import inputs_in
 from shell import kill, new_lines, only
@@ -21,64 +22,29 @@ from warm_python import warm_python
 
 from llava.experiment.arms import Arm, parse_arm
 from llava.experiment.commands import main
-from llava.experiment.run import DEMO, Comparison, add_arguments
-from llava.experiment.stage import STAGES, is_finished
+from llava.experiment.comparison import Comparison, add_arguments
+from llava.experiment.engine import DEMO
+from llava.experiment.quickstart import Quickstart
+from llava.experiment.stage import is_finished
 from llava.experiment.study import Study
 from llava.launch.settings import NAMES
 from llava.utils.provenance import DONE
-from playground.quickstart import Quickstart
-
-# A stand-in for Python that writes down what it is asked and leaves the files of a training.
-PYTHON = r"""#!/usr/bin/env bash
-case "$*" in
-  *train_mem.py*)
-    while [ "$1" != --output_dir ]; do
-      case "$1" in --mm_projector_norm | --mm_projector_norm_init | --seed) words+="$2 " ;; esac
-      shift
-    done
-    echo "train $words${2#$OUT/}" >>"$CALLS"
-    [ "$words" != "$HANGS " ] || exec sleep 60
-    mkdir -p "$2" && touch "$2/model.safetensors" && echo PK >"$2/mm_projector.bin" # as files of tensors begin
-    echo '{"model_type": "llava_llama"}' >"$2/config.json" ;;
-  *llava.eval.evaluate*) echo "evaluate ${3#$OUT/}" >>"$CALLS" ;;
-  *llava.analysis*)
-    words=$(grep -oP -- '--commands \K\S+' <<<"$*")
-    echo "analyze $words $(grep -o '=/' <<<"$*" | wc -l)" >>"$CALLS"
-    [ "analyze $words" != "$HANGS" ] || {
-      trap 'echo saved >>"$CALLS"; exit 143' TERM
-      while :; do sleep 0.1; done
-    } ;;
-  *"llava.compare present"*) ;;
-  *llava.compare*) echo "$3 ${*: -1}" >>"$CALLS"; [ "$3" != "$FAILING" ] || exit 2 ;;
-  *playground*) echo "prepare $3" >>"$CALLS" ;;
-esac
-"""
 
 
 @pytest.fixture
 def compare(tmp_path):
     """A function that runs the script, or with `start` starts it, and one that returns and clears the calls."""
     python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
-    python.write_text(PYTHON)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {study_stub.__file__} "$@"\n')
     python.chmod(0o755)
-    data = tmp_path / "data.json"
-    env = {
-        "LLAVA_PYTHON": python,
-        "CALLS": calls,
-        "OUT": out,
-        "DATA": data,
-    } | inputs_in(tmp_path)
-    env |= {
-        "NUM_GPUS": 1,
-        "DEEPSPEED_CONFIG": "",
-        "LAUNCHER": "python",
-    }
-    env |= {"WATCH_SECONDS": "0.1", "ANALYSIS": "theory", "BF16": "False"}
+    env = {"LLAVA_PYTHON": python, "CALLS": calls, "DATA": tmp_path / "data.json"} | inputs_in(tmp_path)
+    env |= {"NUM_GPUS": 1, "DEEPSPEED_CONFIG": "", "LAUNCHER": "python", "HOME": tmp_path, "PYTHONPATH": ROOT}
+    env |= {"ANALYSIS": "theory", "BF16": "False"}
 
     def run(*flags, start=False, **extra):
         python = sys.executable if start else warm_python()  # what is killed is a process of its own
         words = [python, "-m", "llava.compare", "run", "--output-dir", str(out), *flags]
-        variables = only(**env | {"HOME": tmp_path} | extra)
+        variables = only(**env | extra)
         if not start:
             return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
         # Where tests run in the background Ctrl-C may be ignored, which children inherit.
@@ -86,53 +52,54 @@ def compare(tmp_path):
         options = {"stdout": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": listens}
         return subprocess.Popen(words, cwd=ROOT, env=variables, **options)
 
+    run.out = out
     return run, new_lines(calls)
+
+
+def wait_for(line, seen):
+    lines = []
+    for _ in range(900):
+        time.sleep(0.1)
+        lines += seen()
+        if line in lines:
+            return
+    raise AssertionError(f"{line} never came: {lines}")
 
 
 @pytest.mark.slow
 def test_every_step_in_order_and_a_rerun_trains_and_measures_nothing(compare):
     run, seen = compare
-    done = run("--arms", "none,layernorm_default", "--seeds", "7,", "--tasks", "pope")
+    flags = ("--arms", "none,layernorm_default", "--seeds", "7,", "--tasks", "pope")
+    done = run(*flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert seen() == [
-        "train none 7 seed-7/none/pretrain",
-        "check pretrain",
-        "train none 7 seed-7/none/finetune",
-        "check finetune",
-        "evaluate seed-7/none/finetune",
-        "train layernorm default 7 seed-7/layernorm_default/pretrain",
-        "check pretrain",
-        "train layernorm default 7 seed-7/layernorm_default/finetune",
-        "check finetune",
-        "evaluate seed-7/layernorm_default/finetune",
-        "analyze theory 2",
-        "report 7",
+        "train 7 none pretrain",
+        "train 7 none finetune",
+        "evaluate none",
+        "train 7 layernorm_default pretrain",
+        "train 7 layernorm_default finetune",
+        "evaluate layernorm_default",
+        "measure theory analysis",
     ]
-    assert run("--arms", "none,layernorm_default", "--seeds", "7,", "--tasks", "pope").returncode == 0
-    again = seen()
-    assert not [line for line in again if line.startswith(("train", "analyze"))]
-    assert again[-1] == "report 7"  # evaluation is called again: it finds out by itself what is finished
+    assert (run.out / "report.html").is_file()
+    assert run(*flags).returncode == 0
+    assert seen() == ["evaluate none", "evaluate layernorm_default"]  # which find out what is finished
 
 
 @pytest.mark.slow
 def test_runs_that_differ_stop_the_comparison_before_more_is_trained(compare):
     run, seen = compare
-    assert run("--arms", "none,layernorm", FAILING="check").returncode == 2
-    assert seen() == ["train none 42 seed-42/none/pretrain", "check pretrain"]
+    done = run("--arms", "none,layernorm", OTHER="train 42 layernorm pretrain")
+    assert done.returncode == 2 and "training.learning_rate: 1.0 (none, seed 42), 2.0 (layernorm" in done.stderr
+    assert seen()[-1] == "train 42 layernorm pretrain"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
     run, seen = compare
-    process = run("--arms", "none,layernorm", start=True, HANGS="layernorm text_norm 42")
-    lines = []
-    for _ in range(900):
-        time.sleep(0.1)
-        lines += seen()
-        if any("layernorm" in line for line in lines):
-            break
-    assert lines[-1] == "train layernorm text_norm 42 seed-42/layernorm/pretrain"
+    process = run("--arms", "none,layernorm", start=True, HANGS="train 42 layernorm pretrain")
+    wait_for("train 42 layernorm pretrain", seen)
     family = psutil.Process(process.pid).children(recursive=True)
     if sent is signal.SIGINT:
         os.killpg(process.pid, sent)  # Ctrl-C reaches the terminal's group
@@ -144,23 +111,24 @@ def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
         assert locked.returncode == 2 and "waiting up to 1 s for its end" in locked.stderr and not seen()
         assert locked.stderr.endswith("in use by another call or by a training that it left; wait for its end\n")
         kill(family)
+    else:
+        assert process.returncode == 130 and seen() == ["saved"]
     done = run("--arms", "none,layernorm", LOCK_SECONDS=5)
     assert done.returncode == 0, done.stdout + done.stderr
     trained = [line for line in seen() if line.startswith("train")]
-    assert trained == [f"train layernorm text_norm 42 seed-42/layernorm/{stage}" for stage in ("pretrain", "finetune")]
+    assert trained == [f"train 42 layernorm {stage}" for stage in ("pretrain", "finetune")]
 
 
-def test_terminated_while_measuring_it_lets_the_measurement_save(compare):
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["evaluate layernorm", "measure theory analysis"])
+def test_terminated_in_a_later_step_it_lets_the_step_save(compare, step):
     run, seen = compare
-    process = run("--arms", "none,layernorm", start=True, HANGS="analyze theory")
-    lines = []
-    for _ in range(900):
-        time.sleep(0.1)
-        lines += seen()
-        if "analyze theory 2" in lines:
-            break
+    process = run("--arms", "none,layernorm", start=True, HANGS=step)
+    wait_for(step, seen)
     process.terminate()
-    assert process.wait(timeout=60) == 143 and seen() == ["saved"]
+    assert process.wait(timeout=60) == 130 and seen() == ["saved"]
+    assert run("--arms", "none,layernorm").returncode == 0
+    assert step in seen()
 
 
 @pytest.mark.parametrize(
@@ -202,19 +170,22 @@ VALUES = {"DRY_RUN": "1", "CHECK": "1"}
 
 def settings_of_runs(command: str, folder: Path) -> list[dict[str, str]]:
     """The variables that each run's script is called with, besides the caller's."""
-    if command == "quickstart":
-        runs = Quickstart("scenes", ["none", "layernorm"], folder)
-        return [runs.settings(arm, stage) for arm in runs.arms for stage in STAGES]
     arms, seeds, demo = ["none", "layernorm"], [42, 43], DEMO if command != "compare, recipe" else "llama-3.2-3b"
-    if command == "study":
-        return list(Study(demo, arms, seeds, "", folder, False, data="probes").every_settings())
-    return list(Comparison(demo, arms, seeds, "", folder, False).every_settings())
+    if command == "quickstart":
+        experiment = Quickstart.of("scenes", arms, folder)
+    elif command == "study":
+        experiment = Study(demo, arms, seeds, folder, "probes")
+    else:
+        experiment = Comparison(demo, arms, seeds, folder)
+    return list(experiment.every_settings())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_variable_of_the_recipe_is_honoured_in_every_run_or_refused(tmp_path, capsys, monkeypatch, command):
-    monkeypatch.setattr(Quickstart, "recipe", lambda self, arm, stage: {})
-    monkeypatch.setattr("playground.quickstart.resolve_devices", lambda environment: SimpleNamespace(on_gpu=False))
+    monkeypatch.setattr(Quickstart, "recipes", {})
+    on_cpu = SimpleNamespace(on_gpu=False)
+    for module in ("quickstart", "engine"):
+        monkeypatch.setattr(f"llava.experiment.{module}.resolve_devices", lambda environment: on_cpu)
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     refused = set()
@@ -241,7 +212,7 @@ def test_every_variable_of_the_recipe_is_honoured_in_every_run_or_refused(tmp_pa
 
 def test_the_caller_s_data_take_the_place_of_the_demo_s_mixture(tmp_path, monkeypatch):
     monkeypatch.delenv("DATA_PATH", raising=False)
-    comparison = Comparison(DEMO, ["none", "layernorm"], [42], "", tmp_path, False)
+    comparison = Comparison(DEMO, ["none", "layernorm"], [42], tmp_path)
     paths = [settings["DATA_PATH"] for settings in comparison.every_settings()]
     assert paths == ["playground/data/mixed/pretrain.json", "playground/data/mixed/finetune.json"] * 2
     assert "mixed" in comparison.prepared()
@@ -261,22 +232,16 @@ def test_a_stage_is_finished_with_its_mark_and_its_weights_or_adapters(tmp_path,
     assert is_finished(tmp_path)
 
 
-def test_own_questions_are_asked_in_every_arm_after_its_evaluation(tmp_path, monkeypatch):
-    comparison = Comparison(DEMO, ["none", "layernorm"], [42], "", tmp_path, False, questions=Path("/mine.jsonl"))
-    steps, calls = [], []
-    monkeypatch.setattr(comparison, "step", lambda title, action, *words: steps.append((title, words)))
-    comparison.run_all()
-    titles = [title for title, _ in steps]
-    for arm in ("none", "layernorm"):
-        assert titles.index(f"questions, {arm}, seed 42") == titles.index(f"evaluation, {arm}, seed 42") + 1
-    assert steps[-1] == ("report", ("report", "--questions"))
-    monkeypatch.setattr(comparison, "python", lambda *words: calls.append([str(word) for word in words]))
-    comparison.ask(42, "none")
-    folder = tmp_path / "seed-42/none"
-    assert calls == [
-        ["llava.eval.answer", "--model-path", f"{folder}/finetune", "--data", "/mine.jsonl"]
-        + ["--output", f"{folder}/questions/answers.jsonl"]
-    ]
+def test_own_questions_are_asked_in_every_arm_after_its_evaluation(tmp_path):
+    comparison = Comparison(DEMO, ["none", "layernorm"], [42], tmp_path, questions=Path("/mine.jsonl"))
+    for run in comparison.runs:
+        *_, evaluation, asked = comparison.lane(run)
+        assert evaluation.title == f"{run.name}, evaluation"
+        folder = tmp_path / "seed-42" / run.arm
+        assert asked.command[1:] == (
+            ["-m", "llava.eval.answer", "--model-path", f"{folder}/finetune", "--data", "/mine.jsonl"]
+            + ["--output", f"{folder}/questions/answers.jsonl"]
+        )
 
 
 @pytest.mark.parametrize(

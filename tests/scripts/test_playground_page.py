@@ -7,8 +7,9 @@ import re
 import pytest
 from PIL import Image
 
+from llava.experiment import answers
+from llava.experiment import quickstart_page as page
 from llava.utils.intervals import share_interval
-from playground import answers, page
 from playground.__main__ import main
 
 ARMS = ("none", "gwc_layernorm")

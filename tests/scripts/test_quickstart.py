@@ -14,10 +14,9 @@ import pytest
 from paths import ROOT
 from shell import bash, new_lines, only
 
-from llava.experiment import lanes
+from llava.experiment import lanes, quickstart
 from llava.experiment.lanes import Step, StepError, run_lanes
 from llava.launch import devices
-from playground import quickstart
 
 # A stand-in for Python that writes down when what was begun and ended, and leaves the files of a training.
 PYTHON = r"""#!/usr/bin/env bash

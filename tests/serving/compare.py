@@ -28,9 +28,9 @@ from PIL import Image
 
 from llava.asking import Asked, Assistant, batch_answers, load_assistant
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
+from llava.experiment.answers import held_out, longest_answer
 from llava.mm_utils import process_prompt_images
 from llava.utils.commands import Parser, exit_status
-from playground.answers import held_out, longest_answer
 from playground.store import PlaygroundError
 
 PLUGIN = "llava_norm"  # its name among the entry points of pyproject.toml

@@ -1,13 +1,16 @@
-"""Stands in for the Python that a study starts: leaves the files of a training, of answers and of measurements.
+"""Stands in for the Python that comparisons and studies start: leaves the files of a training, of answers and of
+measurements.
 
-`$CALLS` gets a line per call; one that ends with `$HANGS` waits to be killed. `$RIGHT` has the share of right answers
-by arm, as JSON. It imports nothing that takes a second.
+`$CALLS` gets a line per call; one that ends with `$HANGS` waits to be told to stop, which it notes, or to be killed.
+`$RIGHT` has the share of right answers by arm, as JSON; `$OTHER` names the training that has another learning rate.
+It imports nothing that takes a second.
 """
 
 import hashlib
 import json
 import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -28,14 +31,23 @@ def main(words: list[str]) -> None:
     with open(os.environ["CALLS"], "a") as calls:
         calls.write(line + "\n")
     if line.endswith(os.environ.get("HANGS") or "\n"):
+        signal.signal(signal.SIGTERM, stopped)
         while True:
             time.sleep(0.1)
     if line.startswith("train"):
-        train(flags_of(words))
+        train(flags_of(words), line == os.environ.get("OTHER"))
+    elif line.startswith("evaluate"):
+        evaluate(words)
     elif line.startswith("answer"):
         answer(flags_of(words))
     elif line.startswith("measure"):
         measure(words, flags_of(words))
+
+
+def stopped(*_: object) -> None:
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write("saved\n")
+    sys.exit(143)
 
 
 def described(words: list[str]) -> str | None:
@@ -46,6 +58,8 @@ def described(words: list[str]) -> str | None:
         return f"answer {arm_of(Path(flags['checkpoint']))}"
     if "playground" in words:
         return f"prepare {words[words.index('playground') + 1]}"
+    if "llava.eval.evaluate" in text:
+        return f"evaluate {arm_of(Path(words[2]))}"
     if "llava.analysis" in text:
         return f"measure {flags['commands']} {Path(flags['output-dir']).name}"
     return None
@@ -59,7 +73,7 @@ def arm_of(stage: Path) -> str:
     return stage.parent.name
 
 
-def train(flags: dict[str, str]) -> None:
+def train(flags: dict[str, str], other: bool) -> None:
     folder, seed = Path(flags["output_dir"]), int(flags["seed"])
     stage, arm = folder.name, arm_of(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +87,8 @@ def train(flags: dict[str, str]) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "llava_llama", "mm_projector_norm": norm}))
     start = {
         "model": model,
-        "training": {"seed": seed, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        "training": {"seed": seed, "learning_rate": 2.0 if other else 1.0}
+        | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
         "adapter": adapter and hashlib.sha256(Path(adapter).read_bytes()).hexdigest(),
         "order": seed,
         "initial_weights": {"mm_mlp_adapter": f"{seed} {arm if adapter else ''}"},
@@ -82,7 +97,7 @@ def train(flags: dict[str, str]) -> None:
     }
     record = {"configuration": start, "provenance": {"started": "2026-01-01T00:00:00+00:00", "command": "train"}}
     (folder / RUN_FILE).write_text(json.dumps({"format": 1, "starts": [record]}))
-    lines, steps = [], int(flags["max_steps"])
+    lines, steps = [], max(2, int(flags["max_steps"]))  # -1: an epoch
     every = max(1, round(steps * float(flags.get("eval_steps") or 1)))
     for step in range(steps + 1):
         norms = {"norm/llm_input": 3.0 + step, "norm/text_embeddings": 3.0}
@@ -98,27 +113,33 @@ def right_of(arm: str) -> float:
 
 
 def answer(flags: dict[str, str]) -> None:
-    """Questions are as hard for one arm as for another, up to a little luck; without pictures answers are guesses."""
-    checkpoint = Path(flags["checkpoint"])
-    run, stage = arm_of(checkpoint), checkpoint.parent.parent.name
     for control in CONTROLS:
-        tasks = {}
-        for kind in KINDS:
-            shared, own = random.Random(f"{stage} {kind}"), random.Random(f"{stage} {kind} {run} {control}")
-            share = right_of(run) if control == "untouched" else 0.25
-            samples = []
-            for number in range(100):
-                hit = 0.8 * shared.random() + 0.2 * own.random() < share
-                sample = {"id": f"{kind}-{number}", "score": float(hit), "answer": "<b>a</b>", "target": "a"}
-                samples.append(sample | {"group": kind})
-            score = sum(sample["score"] for sample in samples)
-            tasks[kind] = {"metric": "accuracy", "score": score, "samples": samples, "chance": 25.0, "seconds": 1.0}
-        content = {"format": 1, "checkpoint": str(checkpoint), "fingerprint": fingerprint(checkpoint), "command": ""}
-        content |= {"versions": {LLAVA_CODE: code_digest(PLAYGROUND)}, "settings": {}, "created": "2026-01-01"}
-        content["tasks"] = tasks
-        folder = Path(flags["output-dir"]) / control
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "results.json").write_text(json.dumps(content))
+        write_results(Path(flags["checkpoint"]), control, Path(flags["output-dir"]) / control)
+
+
+def evaluate(words: list[str]) -> None:
+    write_results(Path(words[2]), "untouched", Path(words[words.index("--output-dir") + 1]))
+
+
+def write_results(checkpoint: Path, control: str, folder: Path) -> None:
+    """Questions are as hard for one arm as for another, up to a little luck; without pictures answers are guesses."""
+    run, stage = arm_of(checkpoint), checkpoint.parent.parent.name
+    tasks = {}
+    for kind in KINDS:
+        shared, own = random.Random(f"{stage} {kind}"), random.Random(f"{stage} {kind} {run} {control}")
+        share = right_of(run) if control == "untouched" else 0.25
+        samples = []
+        for number in range(100):
+            hit = 0.8 * shared.random() + 0.2 * own.random() < share
+            sample = {"id": f"{kind}-{number}", "score": float(hit), "answer": "<b>a</b>", "target": "a"}
+            samples.append(sample | {"group": kind})
+        score = sum(sample["score"] for sample in samples)
+        tasks[kind] = {"metric": "accuracy", "score": score, "samples": samples, "chance": 25.0, "seconds": 1.0}
+    content = {"format": 1, "checkpoint": str(checkpoint), "fingerprint": fingerprint(checkpoint), "command": ""}
+    content |= {"versions": {LLAVA_CODE: code_digest(PLAYGROUND)}, "settings": {}, "created": "2026-01-01"}
+    content["tasks"] = tasks
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(content))
 
 
 LONG = {

@@ -5,13 +5,15 @@ are.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llava.eval.results import CONTROLS
 from llava.launch.devices import has_bf16_instructions
 from llava.utils.commands import whole
 from llava.utils.digests import revision
@@ -19,8 +21,10 @@ from llava.utils.files import write_json
 from llava.utils.progress import progress
 from llava.utils.provenance import differences
 from llava.utils.versions import PLAYGROUND, code_digest
+from playground.records import IMAGE_TOKEN, is_right
 from playground.store import PlaygroundError
 
+UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = CONTROLS
 ANALYSIS = "analysis"  # folder of what llava.analysis writes
 UPDATE_RATES = "update-rates"
 PICTURES = 24  # pictures on which update rates are measured
@@ -139,32 +143,89 @@ def answer(
     checkpoint: str, records: list[dict[str, Any]], images: Path, batch_size: int, max_new_tokens: int, name: str
 ) -> list[str]:
     """The checkpoint's greedy answer to the first question of every record."""
-    from llava.asking import Asked, load_assistant
-    from llava.data.images import ImageStore
+    from llava.asking import load_assistant
 
     assistant = load_assistant(checkpoint, torch_dtype=fastest_dtype())
-    options = {"do_sample": False, "max_new_tokens": max_new_tokens or longest_answer(records, assistant.tokenizer)}
-    asked = [Asked(record["conversations"][:1], [record["image"]]) for record in records]
-    return answers_in_order(assistant, asked, ImageStore(images, follow_links=True).open, batch_size, name, **options)
+    return asked_under(UNTOUCHED, assistant, records, images, batch_size, name, max_new_tokens)
 
 
-def answers_in_order(
-    assistant: Any, asked: list[Any], open_picture: Callable[[Any], Any], batch_size: int, name: str, **options: Any
+def asked_under(
+    control: str,
+    assistant: Any,
+    records: Sequence[dict[str, Any]],
+    images: Path,
+    batch_size: int,
+    name: str,
+    max_new_tokens: int = 0,
 ) -> list[str]:
-    """The answer to each of `asked`, under a progress bar that says `name`; see `llava.asking.batch_answers`."""
-    from llava.asking import batch_answers
+    """The greedy answer to every record's first question, with its picture changed as the control says.
 
-    batches = batch_answers(assistant, asked, open_picture, batch_size, **options)
-    said = {}
-    for batch in progress(batches, f"answering, {name}", "batches", total=math.ceil(len(asked) / batch_size)):
-        said |= batch
-    return [said[number] for number in range(len(asked))]
+    Args:
+        name: what the progress bar says.
+    """
+    from PIL import Image
+
+    from llava.analysis.interventions import GREY
+    from llava.asking import Asked, batch_answers
+    from llava.data.images import ImageStore
+
+    store = ImageStore(images, follow_links=True)
+
+    def picture(file: Any) -> Image.Image:
+        image = store.open(file)
+        return Image.new("RGB", image.size, GREY) if control == BLANK else image
+
+    def question(record: dict[str, Any]) -> Asked:
+        (turn,) = record["conversations"][:1]
+        if control == TEXT_ONLY:
+            return Asked([turn | {"value": turn["value"].replace(f"{IMAGE_TOKEN}\n", "")}], [])
+        return Asked([turn], [record["image"]])
+
+    options = {"do_sample": False, "max_new_tokens": max_new_tokens or longest_answer(records, assistant.tokenizer)}
+    texts: dict[int, str] = {}
+    with reordered(assistant.model) if control == SHUFFLED else contextlib.nullcontext():
+        batches = batch_answers(assistant, list(map(question, records)), picture, batch_size, **options)
+        for batch in progress(batches, f"answering, {name}", "batches", total=math.ceil(len(records) / batch_size)):
+            texts |= batch
+    return [texts[number] for number in range(len(records))]
 
 
-def longest_answer(records: list[dict[str, Any]], tokenizer: Any) -> int:
+@contextlib.contextmanager
+def reordered(model: Any) -> Iterator[None]:
+    """Reorders the projector's tokens of every picture within the block, the same way for all pictures and models."""
+    from llava.analysis.interventions import shuffled
+
+    handle = model.get_model().mm_projector.register_forward_hook(lambda module, inputs, tokens: shuffled(tokens))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def longest_answer(records: Sequence[dict[str, Any]], tokenizer: Any) -> int:
     """Tokens of the longest expected answer plus one, so that an answer that goes on after it is not taken for it."""
-    expected = tokenizer([record["conversations"][1]["value"] for record in records])["input_ids"]
+    expected = tokenizer(list(map(expected_answer, records)))["input_ids"]
     return max(SHORTEST, 1 + max(map(len, expected)))
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+def expected_answer(record: Mapping[str, Any]) -> str:
+    return record["conversations"][1]["value"]
+
+
+def hits(records: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float]:
+    """Which answers are right, as 0 and 1."""
+    return [float(is_right(text, expected_answer(r))) for r, text in zip(records, texts, strict=True)]
+
+
+def chance_of(record: Mapping[str, Any]) -> float:
+    """Percent that guessing one of the possible answers scores."""
+    return 100 / len(record["choices"])
+
+
+# --- update rates -----------------------------------------------------------------------------------------------------
 
 
 def measured(name: str, checkpoint: str, args: argparse.Namespace) -> None:

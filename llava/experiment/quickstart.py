@@ -12,14 +12,17 @@ import argparse
 import json
 import os
 import shlex
-import signal
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llava.experiment.lanes import StageStep, Step, StepError, run_lanes, runs_at_once
-from llava.experiment.stage import STAGES, WHOLE_RUNS, interpreter, last_step, locked, refuse_ignored
+from llava.experiment import answers
+from llava.experiment.engine import DEMO, Experiment, at_work, show_times
+from llava.experiment.lanes import StageStep, Step, StepError, runs_at_once
+from llava.experiment.runs import Run
+from llava.experiment.stage import STAGES, WHOLE_RUNS, last_step, refuse_ignored
 from llava.launch.cpu import POLICY
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.recipe import resolved_run
@@ -27,44 +30,47 @@ from llava.launch.settings import Refusal
 from llava.utils.files import write_json
 from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT
 from llava.utils.provenance import differences
-from playground import answers, smollm2
+from playground import smollm2
 from playground.options import PICTURES
 from playground.store import PlaygroundError, read_manifest, shown_python
 
 ROOT_OF_INPUTS = Path("playground/data")
 TIMES = "times.json"  # seconds of every step
+SET_UP = "set-up of .venv"
 SETTINGS = "settings.json"  # beside a stage's folder: what it is made from
 # Flags that decide where and how often something is written, and nothing about the result.
 _NO_SETTINGS = ("output_dir", "run_name", "report_to", "save_", "logging_", "pretrain_mm_mlp_adapter", "dataloader_")
 
 
-class Quickstart:
-    """What is trained, from what, and where it goes.
+@dataclass
+class Quickstart(Experiment):
+    """An experiment with the recipe's seed, on inputs that are made here.
 
     Attributes:
         root: folder of the prepared inputs.
-        times: seconds of every step, by its title.
     """
 
-    def __init__(
-        self,
-        data: str,
-        arms: Sequence[str],
-        folder: Path,
-        root: Path = ROOT_OF_INPUTS,
-        set_up_seconds: float = 0.0,
-    ):
-        self.data, self.arms, self.folder, self.root = data, list(arms), folder, root
-        self.started = time.monotonic() - set_up_seconds
-        self.times = {"set-up of .venv": set_up_seconds} if set_up_seconds else {}
-        self.on_gpu = resolve_devices(os.environ).on_gpu
-        self.width = 1 if self.on_gpu else runs_at_once(len(self.arms), available_cores())
-        refuse_ignored(self.settings(arm, stage) for arm in self.arms for stage in STAGES)
-        self.recipes = {(arm, stage): self.recipe(arm, stage) for arm in self.arms for stage in STAGES}
+    root: Path = ROOT_OF_INPUTS
 
-    # --- what a step is -----------------------------------------------------------------------------------------------
+    @classmethod
+    def of(cls, data: str, arms: list[str], folder: Path, root: Path = ROOT_OF_INPUTS) -> "Quickstart":
+        """The quickstart on these pictures.
 
-    def settings(self, arm: str, stage: str) -> dict[str, str]:
+        Raises:
+            ValueError: a variable that it decides itself, or one that the stages' scripts refuse.
+        """
+        quickstart = cls(DEMO, arms, [], folder, data, root=root)
+        refuse_ignored(quickstart.every_settings())
+        quickstart.recipes  # noqa: B018 (refused before anything runs)
+        return quickstart
+
+    # --- what a run is ------------------------------------------------------------------------------------------------
+
+    @property
+    def runs(self) -> list[Run]:
+        return [Run(self.folder, None, arm) for arm in self.arms]
+
+    def settings(self, run: Run, stage: str) -> dict[str, str]:
         """Variables of scripts/pretrain.sh and finetune.sh; those that the caller set stay as they are."""
         data = self.root / self.data
         own = {
@@ -73,106 +79,89 @@ class Quickstart:
             "DATA_PATH": data / f"{stage}.json",
             "REPORT_TO": "none",
         }
-        found = {name: os.environ.get(name) or str(value) for name, value in own.items()}
-        found["IMAGE_FOLDER"] = os.environ.get("IMAGE_FOLDER", str(data / "images"))  # empty: the rows hold them
-        found |= {"PRESET": "demo", "DEMO_DATA": self.data, "NORM": arm, **WHOLE_RUNS}
-        found["OUTPUT_DIR"] = str(self.folder.resolve() / arm / stage)
-        found["PRETRAIN_ADAPTER"] = str(self.folder.resolve() / arm / "pretrain/mm_projector.bin")
-        return found | self.threads(self.width)
+        settings = {name: os.environ.get(name) or str(value) for name, value in own.items()}
+        settings["IMAGE_FOLDER"] = os.environ.get("IMAGE_FOLDER", str(data / "images"))  # empty: the rows hold them
+        settings |= {"PRESET": DEMO, "DEMO_DATA": self.data, "NORM": run.arm, **WHOLE_RUNS}
+        settings["OUTPUT_DIR"] = str(run.folder(stage).resolve())
+        settings["PRETRAIN_ADAPTER"] = str(run.folder(STAGES[0]).resolve() / "mm_projector.bin")
+        return settings | self.threads(len(self.places()))
 
-    def threads(self, lanes: int) -> dict[str, str]:
-        """Variables that give each lane its share of the cores; those that the caller set stay."""
-        if self.on_gpu or os.environ.get("OMP_NUM_THREADS"):
-            return {}
-        return {"OMP_NUM_THREADS": str(max(1, available_cores() // lanes))}
+    def places(self) -> list[dict[str, str]]:
+        """On a CPU as many lanes as cores and memory allow; GPUs train one arm after the other."""
+        on_gpu = resolve_devices(os.environ).on_gpu
+        return [{}] * (1 if on_gpu else runs_at_once(len(self.arms), available_cores()))
 
-    def recipe(self, arm: str, stage: str) -> dict[str, Any]:
-        """The run (flags, batch and more) that the stage's script makes of its variables.
+    @cached_property
+    def recipes(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """The run (flags, batch and more) that the script of a stage makes of its variables, by arm and stage.
 
         Raises:
             ValueError: the script refuses them.
         """
         environment = {name: value for name, value in os.environ.items() if name.isupper()}
-        found = resolved_run(stage, **environment | self.settings(arm, stage))
-        if not (steps := found["flags"]["max_steps"]).removeprefix("-").isdecimal():
-            raise ValueError(f"MAX_STEPS={steps} is not a whole number")
-        return found
+        recipes = {}
+        for run in self.runs:
+            for stage in STAGES:
+                recipe = recipes[run.arm, stage] = resolved_run(stage, **environment | self.settings(run, stage))
+                if not (steps := recipe["flags"]["max_steps"]).removeprefix("-").isdecimal():
+                    raise ValueError(f"MAX_STEPS={steps} is not a whole number")
+        return recipes
 
-    def stage(self, arm: str, stage: str) -> StageStep:
-        recipe, folder = self.recipes[arm, stage], self.folder / arm / stage
-        return StageStep(
-            f"{arm}, stage {1 + STAGES.index(stage)}",
-            ["bash", f"scripts/{stage}.sh"],
-            folder.with_suffix(".log"),
-            self.settings(arm, stage),
-            stage=stage,
-            folder=folder,
-            steps=max(0, int(recipe["flags"]["max_steps"])),
-            batch=recipe["batch"]["global"],
-        )
+    def stage(self, run: Run, stage: str, part: str = "", more: Mapping[str, str] | None = None) -> StageStep:
+        step, recipe = super().stage(run, stage, part, more), self.recipes[run.arm, stage]
+        step.title, step.compared = f"{run.arm}, stage {1 + STAGES.index(stage)}", ()
+        step.steps, step.batch = max(0, int(recipe["flags"]["max_steps"])), recipe["batch"]["global"]
+        return step
 
-    def answers(self, arm: str) -> Step:
-        checkpoint, data = str(self.folder / arm / "finetune"), self.root / self.data
+    def answers(self, run: Run) -> Step:
+        checkpoint = str(run.folder(STAGES[-1]))
 
         def is_done() -> bool:
-            return answers.is_recorded(arm, checkpoint, data, self.folder)
+            return answers.is_recorded(run.arm, checkpoint, self.root / self.data, self.folder)
 
-        command = _python("answers", "--arm", arm, checkpoint, *self.measured_on())
-        log = self.folder / arm / "answers.log"
-        return Step(f"{arm}, answers", command, log, self.threads(self.width), is_done)
+        words = ["playground", "answers", "--arm", run.arm, checkpoint, *self.measured_on()]
+        threads = self.threads(len(self.places()))
+        return self.python(f"{run.arm}, answers", run.folder("answers.log"), *words, settings=threads, is_done=is_done)
 
     def measured_on(self) -> list[str]:
         return ["--data", str(self.root / self.data), "--output-dir", str(self.folder)]
 
     # --- the flow -----------------------------------------------------------------------------------------------------
 
-    def run(self, lock: int) -> None:
-        """Runs every step.
+    def work(self) -> None:
+        """Every part in its order.
 
         Raises:
             StepError, PlaygroundError: a step failed, or the folder holds something else.
         """
-        self.title("inputs: language model, pictures, vision tower")
-        self.times |= run_lanes(self.input_lanes(), 1 if self.on_gpu else 2)
+        self.prepare()
         self.keep_settings()
-        said = "one after the other" if self.width == 1 else f"{self.width} at a time"
-        self.title(f"{count_of(len(self.arms), 'arm')}, {said}: stage 1, stage 2, answers")
-        lanes = {arm: [*(self.stage(arm, stage) for stage in STAGES), self.answers(arm)] for arm in self.arms}
-        self.times |= run_lanes(lanes, self.width, [lock])
-        self.title("page")
+        width = len(self.places())
+        said = "one after the other" if width == 1 else f"{width} at a time"
+        lanes = {run.arm: [*(self.stage(run, stage) for stage in STAGES), self.answers(run)] for run in self.runs}
+        self.part(f"{count_of(len(self.arms), 'arm')}, {said}: stage 1, stage 2, answers", lanes)
         self.page()
 
-    def input_lanes(self) -> dict[str, list[Step]]:
+    def prepare(self) -> None:
         """The language model beside pictures and tower. All cores train the tower, so waiting threads may sleep."""
-
-        def step(title: str, *words: str) -> Step:
-            log = self.folder / "inputs" / f"{words[0]}.log"
-            return Step(
-                title,
-                _python(*words, "--root", str(self.root)),
-                log,
-                {name: os.environ.get(name, v) for name, v in POLICY.items()},
-            )
-
-        return {
-            "language model": [step("language model", "smollm2")],
-            "tower": [step(f"pictures, {self.data}", self.data), step("vision tower", "tower", "--data", self.data)],
-        }
+        root = ("--root", str(self.root))
+        model, pictures, tower = self.inputs(
+            ("smollm2", *root), (self.data, *root), ("tower", "--data", self.data, *root)
+        )
+        for step, title in ((model, "language model"), (pictures, f"pictures, {self.data}"), (tower, "vision tower")):
+            step.title, step.settings = title, {name: os.environ.get(name, value) for name, value in POLICY.items()}
+        width = 1 if resolve_devices(os.environ).on_gpu else 2
+        lanes = {"language model": [model], "tower": [pictures, tower]}
+        self.part("inputs: language model, pictures, vision tower", lanes, width)
 
     def page(self) -> None:
         """Writes the page, which cannot have the time of its own step, and prints the table."""
-        self.times["all"] = time.monotonic() - self.started
+        self.times["all"] = self.times.get(SET_UP, 0.0) + sum(self.parts.values())
         keep_longest(self.times, self.folder / TIMES)
-        arms = [word for arm in self.arms for word in self.arm_words(arm)]
-        step = Step("page", _python("compare", *arms, *self.measured_on()), self.folder / "page.log")
-        run_lanes({"page": [step]}, 1)
+        arms = [word for arm in self.runs for word in ("--arm", arm.arm, *(str(arm.folder(stage)) for stage in STAGES))]
+        step = self.python("page", self.folder / "page.log", "playground", "compare", *arms, *self.measured_on())
+        self.part("page", {"page": [step]})
         print("\n" + (self.folder / "table.md").read_text())
-
-    def arm_words(self, arm: str) -> list[str]:
-        return ["--arm", arm, *(str(self.folder / arm / stage) for stage in STAGES)]
-
-    def title(self, text: str) -> None:
-        print(f"\n=== {text}", flush=True)
 
     # --- a folder holds one quickstart --------------------------------------------------------------------------------
 
@@ -182,14 +171,13 @@ class Quickstart:
         Raises:
             PlaygroundError: the folder holds a stage that was made from something else.
         """
-        now = {place: self.made_from(*place) for place in self.recipes}
-        for (arm, stage), made_from in now.items():
-            folder = self.folder / arm / stage
+        now = {self.folder / arm / stage: self.made_from(arm, stage) for arm, stage in self.recipes}
+        for folder, made_from in now.items():
             if last_step(folder):
                 refuse_other(folder, made_from)
-        for (arm, stage), made_from in now.items():
-            (self.folder / arm).mkdir(parents=True, exist_ok=True)
-            write_json(settings_file(self.folder / arm / stage), made_from)
+        for folder, made_from in now.items():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            write_json(settings_file(folder), made_from)
 
     def made_from(self, arm: str, stage: str) -> dict[str, Any]:
         """Flags of the stage and settings of its inputs by name; of stage 2 also those of stage 1."""
@@ -228,11 +216,6 @@ def keep_longest(times: Mapping[str, float], file: Path) -> None:
     write_json(file, before | {name: max(seconds, before.get(name, 0.0)) for name, seconds in times.items()})
 
 
-def _python(*words: str) -> list[str]:
-    # A command of this package, run by the caller's own interpreter if there is one, else by this one.
-    return [interpreter(), "-m", "playground", *words]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `python -m playground quickstart`."""
     parser.add_argument("--data", choices=PICTURES, default=PICTURES[0], help="pictures that are asked about")
@@ -254,12 +237,13 @@ def run(args: argparse.Namespace) -> None:
     arms = args.arms.replace(",", " ").split()
     if not arms or len(set(arms)) < len(arms):
         raise PlaygroundError(f"--arms {args.arms!r}: expected names of norms, each once")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        quickstart = Quickstart(args.data, arms, args.output_dir, args.root, args.set_up_seconds)
+        quickstart = Quickstart.of(args.data, arms, args.output_dir, args.root)
+        if args.set_up_seconds:
+            quickstart.times[SET_UP] = args.set_up_seconds
         make_folder(args.output_dir)
-        with locked(args.output_dir) as lock:
-            quickstart.run(lock)
+        with at_work(args.output_dir) as quickstart.lock:
+            quickstart.work()
     except StepError as error:
         raise PlaygroundError(f"{error}\nthe same command goes on from here") from None
     except (ValueError, Refusal) as error:
@@ -281,10 +265,8 @@ def make_folder(folder: Path) -> None:
 def show_end(quickstart: Quickstart) -> None:
     """Prints the times, and where everything is."""
     folder, data = quickstart.folder, quickstart.root / quickstart.data
-    print("=== time of each step")
-    quickstart.times["all"] = time.monotonic() - quickstart.started
-    for title, seconds in quickstart.times.items():
-        print(f"  {title:<28} {seconds:5.0f} s")
+    quickstart.times["all"] = quickstart.times.get(SET_UP, 0.0) + sum(quickstart.parts.values())
+    show_times(quickstart.times)
     picture = next(iter(sorted((data / "images").glob("*"))), "PICTURE")
     words = ["--model-path", f"{folder / quickstart.arms[-1]}/finetune", "--image-file", str(picture)]
     print(f"\npage          {folder}/index.html    table, results: table.md, results.json")

@@ -5,11 +5,10 @@ question alone. Results go to `<control>/results.json` (`llava.eval.results`), w
 """
 
 import argparse
-import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,12 @@ from llava.eval.results import (
     read_results,
     write_results,
 )
+from llava.experiment import answers
 from llava.utils.commands import whole
 from llava.utils.provenance import differences
 from llava.utils.versions import PACKAGES, git_commit, version_of
-from playground import answers
-from playground.records import IMAGE_TOKEN, is_right
 
-UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = CONTROLS
+UNTOUCHED = CONTROLS[0]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     assistant = load_assistant(str(args.checkpoint), torch_dtype=dtype)
     for name in missing:
         start = time.monotonic()
-        said = under_control(assistant, name, parts[name], args.data / "images", args.batch_size)
+        said = answers.asked_under(name, assistant, parts[name], args.data / "images", args.batch_size, name)
         results[name].tasks = scored(parts[name], said, time.monotonic() - start, data)
         results[name].created = datetime.now(UTC).isoformat(timespec="seconds")
         print(f"written: {write_results(results[name], args.output_dir / name)}")
@@ -108,55 +106,14 @@ def is_recorded(folder: Path, now: Results, data: str) -> bool:
     return not changed
 
 
-def under_control(
-    assistant: Any, control: str, records: Sequence[dict[str, Any]], images: Path, batch_size: int
-) -> list[str]:
-    """The greedy answer to every record's first question, with its picture changed as the control says."""
-    from PIL import Image
-
-    from llava.analysis.interventions import GREY
-    from llava.asking import Asked
-    from llava.data.images import ImageStore
-
-    store = ImageStore(images, follow_links=True)
-
-    def picture(name: str) -> Image.Image:
-        image = store.open(name)
-        return Image.new("RGB", image.size, GREY) if control == BLANK else image
-
-    def question(record: dict[str, Any]) -> Asked:
-        (turn,) = record["conversations"][:1]
-        if control == TEXT_ONLY:
-            return Asked([turn | {"value": turn["value"].replace(f"{IMAGE_TOKEN}\n", "")}], [])
-        return Asked([turn], [record["image"]])
-
-    options = {"do_sample": False, "max_new_tokens": answers.longest_answer(records, assistant.tokenizer)}
-    asked = list(map(question, records))
-    with reordered(assistant.model) if control == SHUFFLED else contextlib.nullcontext():
-        return answers.answers_in_order(assistant, asked, picture, batch_size, control, **options)
-
-
-@contextlib.contextmanager
-def reordered(model: Any) -> Iterator[None]:
-    """Reorders the projector's tokens of every picture within the block, the same way for all pictures and models."""
-    from llava.analysis.interventions import shuffled
-
-    handle = model.get_model().mm_projector.register_forward_hook(lambda module, inputs, tokens: shuffled(tokens))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def scored(records: Sequence[dict[str, Any]], said: Sequence[str], seconds: float, data: str) -> dict[str, TaskResult]:
     """A task for every kind of question; `data` says which questions they are."""
     samples: dict[str, list[Answered]] = {}
     chance: dict[str, list[float]] = {}
-    for record, text in zip(records, said, strict=True):
-        expected = record["conversations"][1]["value"]
-        right = float(is_right(text, expected))
-        samples.setdefault(record["kind"], []).append(Answered(record["id"], right, text, expected, record["kind"]))
-        chance.setdefault(record["kind"], []).append(100 / len(record["choices"]))
+    for record, text, right in zip(records, said, answers.hits(records, said), strict=True):
+        kind, expected = record["kind"], answers.expected_answer(record)
+        samples.setdefault(kind, []).append(Answered(record["id"], right, text, expected, kind))
+        chance.setdefault(kind, []).append(answers.chance_of(record))
     return {
         kind: TaskResult(
             "accuracy",

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from llava.eval.paired import Difference, compare_benchmarks
+from llava.experiment import answers
+from llava.experiment import quickstart_page as page
 from llava.experiment.stage import LOG_FILE
 from llava.utils.files import write_json
 from llava.utils.intervals import share_interval
-from playground import answers, page
-from playground.records import is_right
 from playground.store import PlaygroundError
 
 LOSS_STEPS = 10  # last steps, whose mean loss is shown
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     records = answers.held_out(args.data)
     logs = {name: [read_log(Path(folder)) for folder in folders] for name, *folders in args.arm}
     given = {name: answers.answered(name, folder, args) for name, _, folder in args.arm}
-    right = {name: hits(records, texts) for name, texts in given.items()}
+    right = {name: np.array(answers.hits(records, texts)) for name, texts in given.items()}
     results = {
         "chance_percent": chance_percent(records),
         "arms": {
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
             {
                 "id": record["id"],
                 "kind": record["kind"],
-                "expected": expected_answer(record),
+                "expected": answers.expected_answer(record),
                 **{name: texts[i] for name, texts in given.items()},
             }
             for i, record in enumerate(records)
@@ -96,15 +96,6 @@ def read_log(folder: Path) -> Log:
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-def expected_answer(record: Mapping[str, Any]) -> str:
-    return record["conversations"][1]["value"]
-
-
-def hits(records: Sequence[dict[str, Any]], texts: Sequence[str]) -> np.ndarray:
-    """Which answers are right [N], as 0 and 1."""
-    return np.array([is_right(text, expected_answer(r)) for r, text in zip(records, texts, strict=True)], dtype=float)
-
-
 def kinds_of(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Indices of the questions of every kind, in order of appearance, and of all."""
     kinds = np.array([record["kind"] for record in records])
@@ -115,7 +106,7 @@ def kinds_of(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 def chance_percent(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """What guessing one of the possible answers scores, per kind of question and for all."""
-    chance = np.array([100 / len(record["choices"]) for record in records])
+    chance = np.array(list(map(answers.chance_of, records)))
     return {kind: float(chance[chosen].mean()) for kind, chosen in kinds_of(records).items()}
 
 

@@ -1,20 +1,20 @@
-"""Every measurement, table and figure of the paper for the given checkpoints.
+"""Every measurement, table and figure of the paper for the given checkpoints: an experiment that trains nothing.
 
 A command that fails is reported at the end; the others run all the same.
 """
 
 import argparse
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llava.analysis import loading
 from llava.analysis.commands import ANY, COMMANDS, NORMED, OURS, PACKAGE, Needs
 from llava.analysis.models import NamedModel, named_model, required_models
+from llava.experiment.engine import Experiment, show_times
+from llava.experiment.lanes import Step
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.utils.commands import INTERRUPTED, module_of, whole
 
@@ -22,6 +22,7 @@ QUICKSTART = Path("outputs/quickstart")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `python -m llava.analysis all`."""
     parser.add_argument(
         "models",
         metavar="[NAME=]CKPT",
@@ -49,6 +50,19 @@ def chosen(text: str) -> tuple[str, ...]:
     return names
 
 
+@dataclass
+class Command(Step):
+    """A command of `llava.analysis`, which prints its tables to the terminal; that it failed is noted in `errors`."""
+
+    errors: list[str] = field(default_factory=list)
+
+    def failed(self, code: int) -> None:
+        """Notes a failure; an interruption of the command is one of the whole."""
+        if code in (INTERRUPTED, -signal.SIGINT):
+            raise KeyboardInterrupt
+        self.errors.append(self.title)
+
+
 def run(args: argparse.Namespace) -> None:
     """Runs every command in a process of its own, and prints how long each took.
 
@@ -58,24 +72,19 @@ def run(args: argparse.Namespace) -> None:
     """
     models = required_models(args.models or quickstart_models())
     fields = {model: loading.config_fields(model.path) for model in models}
-    failed, times, start = [], [], time.monotonic()
+    experiment, errors = Experiment("", [], [], args.output_dir), []
     for command in args.commands:
-        print(f"\n=== {command}", flush=True)
         needs = module_of(PACKAGE, command).NEEDS
         fitting = [model for model in models if fits(needs, fields[model])]
+        words = command_line(command, fitting, needs, args)
+        step = Command(command, words, None, cwd=Path.cwd(), errors=errors)
+        experiment.part(command, {command: [step] if fitting else []})
         if not fitting:
             print(f"skipped: no checkpoint {needs.models}", flush=True)
-            continue
-        began = time.monotonic()
-        if call(command_line(command, fitting, needs, args)):
-            failed.append(command)
-        times.append((command, time.monotonic() - began))
-    print("\n=== time of each command")
-    for command, seconds in [*times, ("all", time.monotonic() - start)]:
-        print(f"{command:<18} {seconds:5.0f} s")
+    show_times({**experiment.times, "all": sum(experiment.parts.values())})
     print(f"tables and figures: {args.output_dir}")
-    if failed:
-        raise ValueError(f"failed: {' '.join(failed)}")
+    if errors:
+        raise ValueError(f"failed: {' '.join(errors)}")
 
 
 def quickstart_models() -> list[NamedModel]:
@@ -98,30 +107,10 @@ def fits(needs: Needs, fields: dict[str, Any]) -> bool:
 
 def command_line(command: str, models: list[NamedModel], needs: Needs, args: argparse.Namespace) -> list[str]:
     """The command line of one command."""
-    words = [sys.executable, "-m", "llava.analysis", command]
+    words = [sys.executable, "-m", PACKAGE, command]
     for model in models:
         words += ["--model", f"{model.name}={model.path}"]
     for flag in needs.flags:
         if (value := getattr(args, flag)) is not None:
             words += [f"--{flag}", str(value)]
     return [*words, "--output-dir", str(args.output_dir)]
-
-
-def call(words: Sequence[str]) -> int:
-    """Runs a command and returns its exit status; an interrupted one is waited for, since it saves its measurements."""
-    old = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    process = subprocess.Popen(words)
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:  # the terminal has sent it to the command as well
-        process.wait()
-        raise
-    except SystemExit:
-        process.send_signal(signal.SIGINT)
-        process.wait()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, old)
-    if status in (INTERRUPTED, -signal.SIGINT):
-        raise KeyboardInterrupt
-    return status

@@ -1,0 +1,153 @@
+"""One engine for every experiment: arms x seeds x stages on some data, as steps in lanes that stand side by side.
+
+A preset (`comparison`, `study`, `quickstart`, `measurements`) says what its runs are trained on, which lanes it has and
+what it writes at the end. Locks, progress, signals and the times of steps are the engine's. Every step keeps what it
+finished, so that the same command goes on after an interruption.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llava.experiment.arms import parse_arm
+from llava.experiment.lanes import Measurement, StageStep, Step, run_lanes, words_of
+from llava.experiment.runs import Run
+from llava.experiment.stage import STAGES, WHOLE_RUNS, interpreter, locked
+from llava.launch.devices import available_cores, resolve_devices
+
+DEMO = "demo"
+
+
+@dataclass
+class Experiment:
+    """What is trained, where, and how long its steps took.
+
+    Attributes:
+        preset: the recipe, a file of scripts/presets.
+        data: name of the playground's pictures, where they are trained on or asked about.
+        lock: file descriptor that says the folder is in use; what is started inherits it.
+        times: seconds of every step, by its title.
+        parts: seconds of every part.
+    """
+
+    preset: str
+    arms: list[str]
+    seeds: list[int]
+    folder: Path
+    data: str = ""
+    lock: int = -1
+    times: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def demo(self) -> bool:
+        return self.preset == DEMO
+
+    @property
+    def runs(self) -> list[Run]:
+        return [Run(self.folder, seed, arm) for seed in self.seeds for arm in self.arms]
+
+    # --- what a run is ------------------------------------------------------------------------------------------------
+
+    def settings(self, run: Run, stage: str) -> dict[str, str]:
+        """Variables of the stage's script; all others are the caller's."""
+        own = {"PRESET": self.preset, "SEED": str(run.seed), "RUN_NAME": f"{run.arm}-seed-{run.seed}-{stage}"}
+        own |= {"OUTPUT_DIR": str(run.folder(stage).resolve())}
+        own |= {"PRETRAIN_ADAPTER": str(run.folder(STAGES[0]).resolve() / "mm_projector.bin")}
+        return own | WHOLE_RUNS | parse_arm(run.arm).settings | self.data_settings(stage)
+
+    def data_settings(self, stage: str) -> dict[str, str]:
+        """Variables about data and steps."""
+        return {}
+
+    def every_settings(self) -> Iterator[dict[str, str]]:
+        """The variables of every run."""
+        return (self.settings(run, stage) for run in self.runs for stage in STAGES)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def places(self) -> list[dict[str, str]]:
+        """Variables of the lanes that run side by side: one after the other, unless a preset has more."""
+        return [{}]
+
+    def threads(self, at_once: int) -> dict[str, str]:
+        """The variable that shares the cores among this many processes of the demo; none on GPUs."""
+        if not self.demo or resolve_devices(os.environ).on_gpu or os.environ.get("OMP_NUM_THREADS"):
+            return {}
+        return {"OMP_NUM_THREADS": str(max(1, available_cores() // at_once))}
+
+    def stage(self, run: Run, stage: str, part: str = "", more: Mapping[str, str] | None = None) -> StageStep:
+        """A stage of a run, into its folder `part`, with more variables of the stage's script."""
+        folder = run.folder(part or stage)
+        settings = self.settings(run, stage) | {"OUTPUT_DIR": str(folder.resolve())} | dict(more or {})
+        command, log = ["bash", f"scripts/{stage}.sh"], folder.with_suffix(".log")
+        return StageStep(f"{run.name}, {part or stage}", command, log, settings, folder=folder, compared=self.runs)
+
+    def python(self, title: str, log: Path, *words: object, **more: Any) -> Step:
+        """A module of this tree, run by the caller's own interpreter or else by this one; see `Step` for `more`."""
+        return Step(title, [interpreter(), "-m", *map(str, words)], log, **more)
+
+    def inputs(self, *commands: Sequence[str]) -> list[Step]:
+        """The playground's commands that prepare inputs, each with its flags."""
+        places = [self.folder / "inputs" / f"{words[0]}.log" for words in commands]
+        return [self.python(f"inputs, {words[0]}", log, "playground", *words)
+                for words, log in zip(commands, places, strict=True)]  # fmt: skip
+
+    def measurements(self, stage: str, place: str, commands: str) -> dict[str, list[Step]]:
+        """A lane for each measurement of the first seed's models of a stage."""
+        models = {arm: Run(self.folder, self.seeds[0], arm).folder(stage).resolve() for arm in self.arms}
+        output, lanes = (self.folder / place).resolve(), {}
+        for name in os.environ.get("ANALYSIS", commands).split():
+            settings = {"COMMANDS": name, "OUTPUT_DIR": str(output)} | self.threads(len(self.places()))
+            words, title = ["bash", "scripts/analyze.sh", *words_of(models)], f"{name}, {stage}"
+            log, mark = output / f"{name}.log", output / f"{name}.done"
+            lanes[title] = [Measurement(title, words, log, settings, mark=mark, models=models)]
+        return lanes
+
+    # --- the flow -----------------------------------------------------------------------------------------------------
+
+    def part(self, title: str, work: Mapping[str, Sequence[Step]] | Callable[[], object], width: int = 0) -> None:
+        """Runs lanes, `width` at a time or one in each place, or calls a function, under a title.
+
+        Raises:
+            StepError: a step failed.
+        """
+        print(f"\n=== {title}", flush=True)
+        start = time.monotonic()
+        if callable(work):
+            work()
+        elif width:
+            self.times |= run_lanes(work, width, [self.lock] if self.lock >= 0 else [])
+        else:
+            places = self.places()
+            self.times |= run_lanes(work, len(places), [self.lock] if self.lock >= 0 else [], places)
+        self.parts[title] = time.monotonic() - start
+
+    def work(self) -> None:
+        """Every part in its order."""
+        raise NotImplementedError
+
+
+def show_times(times: Mapping[str, float]) -> None:
+    """Prints how long steps or parts took."""
+    print("\n=== time of each step")
+    for title, seconds in times.items():
+        print(f"  {title:<60} {seconds:5.0f} s")
+
+
+@contextmanager
+def at_work(folder: Path) -> Iterator[int]:
+    """Makes and locks the folder, for which it yields the lock's descriptor; SIGTERM ends what runs, as Ctrl-C does.
+
+    Raises:
+        ValueError: another call, or a training that it left, holds the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with locked(folder) as lock:
+        yield lock
