@@ -57,20 +57,20 @@ def write_page(
         "arms": arms,
         "colours": {arm: colour_of(arms, arm) for arm in arms},
         "results": results,
-        "rows": ROWS,
+        "log_rows": ROWS,
         "all": ALL,
         "verdict": verdict(results, logs, ALL),
         "norms": data_uri((folder / "norms.svg").read_bytes(), "svg+xml"),
         "analysis": update_rates(args) if args.pictures else [],
         "rates": rate_rows(folder / answers.ANALYSIS) if args.pictures else [],
-        "pictures": args.pictures,
+        "measured_pictures": args.pictures,
         "examples": examples,
         "times": json.loads((folder / TIMES).read_text()) if (folder / TIMES).is_file() else {},
         "logs": log_links(args),
         "commands": commands(args, examples),
         "commit": git_commit(),
     }
-    (folder / FILE).write_text(render("quickstart.html.jinja", **context), encoding="utf-8")
+    (folder / FILE).write_text(render("page.html.jinja", **context), encoding="utf-8")
 
 
 def verdict(results: Mapping[str, Any], logs: Logs, everything: str) -> str:

@@ -59,8 +59,8 @@ def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> 
         "colours": {arm: colour_of(stats.arms, arm) for arm in stats.arms},
     }
     written = [folder / "report.html", folder / "report.md"]
-    written[0].write_text(render("report.html.jinja", **context, **figures), encoding="utf-8")
-    written[1].write_text(render("report.md.jinja", **context), encoding="utf-8")
+    written[0].write_text(render("page.html.jinja", **context, **figures), encoding="utf-8")
+    written[1].write_text(render("page.md.jinja", **context), encoding="utf-8")
     for name, rows in context["tables"].items():
         written.append(folder / f"report-{name}.csv")
         with open(written[-1], "w", newline="", encoding="utf-8") as stream:

@@ -30,7 +30,7 @@ def write_page(study: Study, folder: Path) -> list[Path]:
     drawn = figures(study)
     page = folder / "study.html"
     shown = [{"title": title, "uri": data_uri(svg, "svg+xml")} for title, svg in drawn.values()]
-    page.write_text(render("study.html.jinja", **context(study), pictures=shown), encoding="utf-8")
+    page.write_text(render("page.html.jinja", **context(study), figures=shown), encoding="utf-8")
     return [page, *write_markdown(study, folder / "study.md", folder / "figures", drawn)]
 
 
@@ -52,7 +52,7 @@ def write_markdown(
         written.append(folder / FIGURE.format(name))
         written[-1].write_bytes(svg)
         shown.append({"title": title, "uri": written[-1].relative_to(page.parent).as_posix()})
-    text = render("study.md.jinja", **context(study), pictures=shown).strip()
+    text = render("page.md.jinja", **context(study), figures=shown).strip()
     before, after = around if any(around) else (f"# Study: {title_of(study)}\n\n", "\n")
     page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}", encoding="utf-8")
     return written
@@ -77,12 +77,11 @@ def title_of(study: Study) -> str:
 def context(study: Study) -> dict[str, Any]:
     """What both templates show."""
     return {
-        "study": study,
-        "title": title_of(study),
+        "title": f"Study: {title_of(study)}",
         "done": done(study),
         "limits": limits(study),
         "power": power(study),
-        "tables": tables(study),
+        "numbers": tables(study),
     }
 
 
