@@ -1,11 +1,11 @@
 """Compares arms: `run` and `study` train, score and measure them; the other commands are their steps."""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 from llava.experiment import comparison, study, study_page, study_record
-from llava.experiment.engine import at_work
 from llava.experiment.lanes import StageStep, run_lanes
 from llava.experiment.report import write_report
 from llava.experiment.runs import Run, check_all, check_present, check_runs
@@ -124,5 +124,5 @@ def train(args: argparse.Namespace) -> None:
     """The command `stage`."""
     settings = dict(pair.split("=", 1) for pair in args.settings) | {"OUTPUT_DIR": str(args.folder.resolve())}
     step = StageStep(args.stage, ["bash", f"scripts/{args.stage}.sh"], args.log, settings, folder=args.folder)
-    with at_work(args.folder.parent) as lock:
-        run_lanes({args.stage: [step]}, 1, [lock])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run_lanes({args.stage: [step]}, 1)

@@ -13,9 +13,9 @@ from PIL import Image
 
 from llava.eval.paired import UNCHANGED
 from llava.experiment import answers
+from llava.experiment.figures import analysis_figures, colour_of, data_uri
 from llava.experiment.quickstart import TIMES
 from llava.experiment.report import render
-from llava.experiment.report_figures import analysis_figures, colour_of, data_uri
 from llava.utils.presentation import STYLE, import_pyplot
 from llava.utils.versions import git_commit
 from playground.store import shown_python

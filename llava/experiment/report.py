@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from llava.eval.paired import MEAN, Difference
 from llava.experiment import paper
-from llava.experiment.report_figures import analysis_figures, colour_of, intervals, training_curves
+from llava.experiment.figures import analysis_figures, colour_of, intervals, training_curves
 from llava.experiment.report_tables import (
     TITLES,
     Statistics,

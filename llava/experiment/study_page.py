@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from llava.eval.paired import MEAN
+from llava.experiment.figures import data_uri, figures
 from llava.experiment.plan import POWER, points_in_words
 from llava.experiment.report import render
-from llava.experiment.report_figures import data_uri
 from llava.experiment.report_tables import Rows
-from llava.experiment.study_figures import figures
 from llava.experiment.study_record import KEPT, Study, has_intervals, in_digits, write_record
 from llava.launch.devices import count_of
 from llava.utils.paths import ROOT

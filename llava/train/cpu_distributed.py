@@ -4,7 +4,7 @@ Accelerate takes DeepSpeed for a GPU library: without a GPU it finds no backend 
 `use_cpu` the Trainer drops DeepSpeed. Three things are missing: gloo has to be named as the backend, the Trainer has
 to accept bf16, which without `use_cpu` it expects only of GPUs, and a gather of several tensors has to wait for all of
 them. DeepSpeed (0.19.8, `comm/torch.py`) waits for the last alone. NCCL ends requests in their order, but gloo's
-threads do not: under PyTorch 2.11 ZeRO-3 now and then computed with, and saved, memory that nothing had been written to.
+threads do not: under PyTorch 2.11 ZeRO-3 now and then computed with, and saved, memory that held no weights.
 """
 
 import os

@@ -9,9 +9,9 @@ from paths import ROOT
 
 from llava.eval.results import CONTROLS
 from llava.experiment.commands import main
+from llava.experiment.figures import figures
 from llava.experiment.plan import MEAN
 from llava.experiment.study import ARMS
-from llava.experiment.study_figures import figures
 from llava.experiment.study_page import (
     by_hand,
     done,

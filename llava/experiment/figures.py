@@ -1,15 +1,18 @@
-"""The study's figures, each drawn from `study.json` alone, as SVG."""
+"""Every figure of the pages, as SVG: intervals, training, norms, dose, controls, and what `llava.analysis` drew."""
 
+import base64
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llava.eval.paired import MEAN
+from llava.eval.paired import MEAN, Difference
 from llava.experiment.arms import parse_arm
+from llava.experiment.runs import STAGES, Run
 from llava.experiment.study_record import Study, has_intervals
 from llava.utils.presentation import COLOURS, STYLE, import_pyplot
 
@@ -17,21 +20,148 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLES = ("-", "--", ":")
+MAX_POINTS = 300  # of a curve; more are averaged in blocks
+MAX_SVG = 400_000  # bytes; of a larger drawing the PNG is shown
+CURVES = {
+    "loss": ("Loss", False),
+    "norm/llm_input": ("Norm of visual tokens at the LLM's input", True),
+    "norm/text_embeddings": ("Norm of text embeddings", False),
+    "norm/gain_mean_abs": ("Mean |gain| of the norm", False),
+    "grad_norm": ("Gradient norm, all weights", True),
+    "grad_norm/llm_input": ("Gradient at the LLM's input", True),
+    "grad_norm/before_norm": ("Gradient before the norm", True),
+    "grad_norm/vision_features": ("Gradient at the vision features", True),
+}
+"""Keys of `train_log.jsonl`: title, and whether the axis is logarithmic."""
+DRAWN = {
+    "interface-norms": "Norms where visual and text tokens meet",
+    "layer-norms": "Norms per layer",
+    "update-rates": "Update rates per layer",
+    "update-rates-gap": "Text's angle over visual tokens' angle, per layer",
+    "norm-params": "Gain and bias of the norm",
+    "attention-heatmaps": "Attention over pictures",
+    "attention-profiles": "Attention to visual tokens",
+    "gradients": "Gradients on their way down",
+    "interventions": "Interventions at inference",
+}
+"""Figures of `scripts/analyze.sh` and their titles here."""
+
+
+def svg(draw: Callable[..., "Figure | None"], *what: object) -> bytes:
+    """What `draw(*what, pyplot)` draws, as SVG; empty where it has nothing to draw."""
+    pyplot = import_pyplot()
+    with pyplot.rc_context(STYLE):
+        figure = draw(*what, pyplot)
+        if figure is None:
+            return b""
+        stream = io.BytesIO()
+        figure.savefig(stream, format="svg", metadata={"Date": None})
+        pyplot.close(figure)
+    return stream.getvalue()
+
+
+def colour_of(arms: Sequence[str], arm: str) -> str:
+    """The arm's colour, the same in every figure."""
+    return COLOURS[arms.index(arm) % len(COLOURS)]
+
+
+def data_uri(content: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64," + base64.b64encode(content).decode()
+
+
+def intervals(results: Mapping[str, Mapping[str, Difference]], arms: Sequence[str]) -> str:
+    """Per benchmark (and mean) and arm: difference, interval as a bar, every seed as a point."""
+    return data_uri(svg(_intervals_by_task, results, arms), "svg+xml")
+
+
+def _intervals_by_task(
+    results: Mapping[str, Mapping[str, Difference]], arms: Sequence[str], pyplot: ModuleType
+) -> "Figure":
+    names = list(next(iter(results.values())))
+    height = 1.0 + 0.32 * len(names) * len(results)
+    figure, axes = pyplot.subplots(figsize=(6.4, height), layout="constrained")
+    for row, name in enumerate(names):
+        for index, (arm, found) in enumerate(results.items()):
+            y, colour, one = row + 0.8 * (index + 0.5) / len(results), colour_of(arms, arm), found[name]
+            _bar(axes, one.low, one.high, one.delta, one.by_seed, y, colour, "_" if row else arm)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks([row + 0.4 for row in range(len(names))], names)
+    axes.set(ylim=(len(names), -0.1), xlabel="points above the baseline: 95 % interval, circles: seeds")
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1 + 0.5 / height), ncols=3)
+    return figure
+
+
+def _bar(
+    axes, low: float, high: float, delta: float, by_seed: Sequence[float], y: float, colour: str, label: str = "_"
+) -> None:
+    axes.plot((low, high), (y, y), color=colour, linewidth=3, solid_capstyle="butt", alpha=0.5)
+    axes.plot(delta, y, "|", color=colour, markersize=12, markeredgewidth=2.5, label=label)
+    axes.plot(by_seed, [y] * len(by_seed), "o", color=colour, fillstyle="none", markersize=5)
+
+
+def training_curves(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """One picture per logged quantity, both stages one after the other, one line per run, colour by arm."""
+    logs = {run: [run.log(stage) for stage in STAGES] for run in runs}
+    drawn = [(title, svg(_curve, logs, key, title, logarithmic)) for key, (title, logarithmic) in CURVES.items()]
+    return [{"title": title, "uri": data_uri(content, "svg+xml")} for title, content in drawn if content]
+
+
+def _curve(
+    logs: Mapping[Run, Sequence[Sequence[Mapping[str, float]]]],
+    key: str,
+    title: str,
+    logarithmic: bool,
+    pyplot: ModuleType,
+) -> "Figure | None":
+    arms = list(dict.fromkeys(run.arm for run in logs))
+    lines = []
+    for run, stages in logs.items():
+        start = 0
+        for steps in stages:
+            points = np.array([(start + s["step"], s[key]) for s in steps if s.get(key) is not None])
+            start += steps[-1]["step"] if steps else 0
+            if len(points):
+                lines.append((run.arm, thinned(points)))
+    if not lines:
+        return None
+    figure, axes = pyplot.subplots(figsize=(4.8, 3.0), layout="constrained")
+    for arm, points in lines:
+        axes.plot(*points.T, color=colour_of(arms, arm), linewidth=1.2, alpha=0.8)
+    boundary = max((stages[0][-1]["step"] for stages in logs.values() if stages[0]), default=0)
+    axes.axvline(boundary + 0.5, color="grey", linewidth=0.8)
+    axes.set(xlabel="optimizer step (stage 1 | stage 2)", title=title)
+    if logarithmic:
+        axes.set_yscale("log")
+    return figure
+
+
+def thinned(points: np.ndarray) -> np.ndarray:
+    """At most about `MAX_POINTS` of [K, 2], neighbours averaged."""
+    block = max(1, len(points) // MAX_POINTS)
+    kept = len(points) - len(points) % block
+    return points[:kept].reshape(-1, block, 2).mean(axis=1)
+
+
+def analysis_figures(folder: Path) -> list[dict[str, str]]:
+    """What `scripts/analyze.sh` drew into `folder`, each as SVG unless that is large."""
+    pictures = []
+    for name, title in DRAWN.items():
+        svg, png = folder / f"{name}.svg", folder / f"{name}.png"
+        if svg.is_file() and (svg.stat().st_size <= MAX_SVG or not png.is_file()):
+            pictures.append({"title": title, "uri": data_uri(svg.read_bytes(), "svg+xml")})
+        elif png.is_file():
+            pictures.append({"title": title, "uri": data_uri(png.read_bytes(), "png")})
+    return pictures
+
+
+# --- the study's, each drawn from `study.json` alone ------------------------------------------------------------------
 
 
 def figures(study: Study) -> dict[str, tuple[str, bytes]]:
     """Every figure that the study has data for: its title and its SVG, by name."""
-    pyplot = import_pyplot()
-    found = {}
-    for name, (title, draw) in _FIGURES.items():
-        with pyplot.rc_context(STYLE):
-            figure = draw(study, pyplot)
-            if figure is not None:
-                stream = io.BytesIO()
-                figure.savefig(stream, format="svg", metadata={"Date": None})
-                pyplot.close(figure)
-                found[name] = (title, stream.getvalue())
-    return found
+    drawn = {name: (title, svg(draw, study)) for name, (title, draw) in _FIGURES.items()}
+    return {name: (title, content) for name, (title, content) in drawn.items() if content}
 
 
 def look_of(study: Study, arm: str) -> dict[str, str]:
@@ -46,9 +176,7 @@ def _intervals(study: Study, pyplot: ModuleType) -> "Figure | None":
     figure, axes = pyplot.subplots(figsize=(7, 1 + 0.32 * len(results)), layout="constrained")
     for row, (name, one) in enumerate(results.items()):
         colour = look_of(study, name)["color"] if name in study["results"] else "black"
-        axes.plot((one["low"], one["high"]), (row, row), color=colour, linewidth=3, solid_capstyle="butt", alpha=0.5)
-        axes.plot(one["delta"], row, "|", color=colour, markersize=12, markeredgewidth=2.5)
-        axes.plot(one["by_seed"], [row] * len(one["by_seed"]), "o", color=colour, fillstyle="none", markersize=5)
+        _bar(axes, one["low"], one["high"], one["delta"], one["by_seed"], row, colour)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.axhline(len(study["results"]) - 0.5, color="grey", linewidth=0.8)
     axes.set_yticks(range(len(results)), list(results))
