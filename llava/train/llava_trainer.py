@@ -418,12 +418,13 @@ class LLaVATrainer(Trainer):
 
     def save_tensors(self, output_dir: str, tensors: dict[str, torch.Tensor] | None) -> None:
         """Writes `tensors` (None: the model's own), config, tokenizer, image processor and flags, on rank 0."""
+        if not self.args.should_save:  # the library's own check came after 5.17
+            return
         self._save(output_dir, tensors)
-        if self.args.should_save:
-            save_tokenizer(self.processing_class, output_dir)
-            if self.image_processor is not None:
-                self.image_processor.save_pretrained(output_dir)
-            torch.save(self.flags, Path(output_dir, TRAINING_ARGS_NAME))  # the library wrote its own copy of them
+        save_tokenizer(self.processing_class, output_dir)
+        if self.image_processor is not None:
+            self.image_processor.save_pretrained(output_dir)
+        torch.save(self.flags, Path(output_dir, TRAINING_ARGS_NAME))  # the library wrote its own copy of them
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
         if not Path(resume_from_checkpoint, OPTIMIZER_NAME).is_file():  # the library would continue with a fresh one

@@ -20,16 +20,21 @@ from transformers import Trainer
 
 from llava.train import train as tree
 
+try:
+    from llava.train import building as parts  # this tree's, where the trainer is made
+except ImportError:
+    parts = tree  # LLaVA has everything in one module
+
 
 def main(runs_file: str) -> None:
     if hasattr(tree, "maybe_zero_3"):
         adjust_upstream()
-    trainer_class, read_sample = tree.LLaVATrainer, tree.LazySupervisedDataset.__getitem__
+    trainer_class, read_sample = parts.LLaVATrainer, parts.LazySupervisedDataset.__getitem__
     for run in json.loads(Path(runs_file).read_text()):
         losses, times, order = [], [], []
         folder = Path(run["record"])
-        tree.LLaVATrainer = recording_trainer(trainer_class, losses, times, folder / "initial")
-        tree.LazySupervisedDataset.__getitem__ = recording_reader(read_sample, order)
+        parts.LLaVATrainer = recording_trainer(trainer_class, losses, times, folder / "initial")
+        parts.LazySupervisedDataset.__getitem__ = recording_reader(read_sample, order)
         sys.argv = ["train.py", *run["argv"]]
         torch.manual_seed(0)  # upstream makes the projector before the Trainer sets a seed
         tree.train()

@@ -711,7 +711,7 @@ def test_a_picture_that_goes_missing_is_one_line_with_its_record(tiny, tmp_path,
         ({"data_path": "/nowhere.json"}, "error: --data_path /nowhere.json: no such file"),
         ({"optim": "adamm"}, "error: --optim adamm: adamm is not a valid OptimizerNames"),
         ({"lr_scheduler_type": "cosin"}, "error: --lr_scheduler_type cosin: cosin is not a valid SchedulerType"),
-        ({"warmup_ratio": 3}, "error: --warmup_ratio: expected a share"),
+        ({"warmup_ratio": 3}, "error: --warmup_ratio 3.0: must be in "),
         (
             {"loss_reduction": "micro_batch_mean", "max_tokens_per_micro_batch": 100},
             "error: --max_tokens_per_micro_batch merges the micro-batches whose means --loss_reduction",

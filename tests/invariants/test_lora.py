@@ -464,7 +464,7 @@ def test_recorded_base_that_is_not_there_is_named(trained, tmp_path, capsys, bas
 
 
 def test_a_folder_without_an_adapters_config_has_no_base(tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path}/adapter_config.json: base_model_name_or_path is none; name the"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/adapter_config.json: base_model_name_or_path is none; pass the"):
         recorded_base(str(tmp_path))
 
 
@@ -626,7 +626,7 @@ def test_merge_never_writes_over_anything(tiny, trained, tmp_path, capsys, place
     (tmp_path / "note").write_text("mine")
     target = {"base": tiny / "llama", "lora": trained[0], "file": tmp_path / "note"}[place]
     assert merge_lora.main(["--model-path", str(trained[0]), "--save-model-path", str(target)]) == 2
-    assert f"error: --save-model-path {target}: already there" in capsys.readouterr().err
+    assert f"error: --save-model-path {target}: exists" in capsys.readouterr().err
 
 
 # --- quantised base ---------------------------------------------------------------------------------------------------

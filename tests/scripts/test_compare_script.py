@@ -251,7 +251,7 @@ def test_own_questions_are_asked_in_every_arm_after_its_evaluation(tmp_path):
         ({"question_id": 1, "text": "Is it?", "expected": "3", "kind": "yes_no"}, "'3' cannot be the expected answer"),
         ({"question_id": 1, "text": "Is it?", "expected": "3", "kind": "color"}, "kind 'color' is not one of exact"),
         ({"question_id": 1, "text": "Is it?", "expected": "3", "image": "no.png"}, "no.png"),
-        ({"question_id": 0, "text": "Is it?", "expected": "3"}, "the id 0 is that of"),
+        ({"question_id": 0, "text": "Is it?", "expected": "3"}, "the id 0 is also that of"),
     ],
 )
 def test_own_questions_without_a_score_are_refused_before_anything_runs(tmp_path, capsys, record, message):
