@@ -21,11 +21,12 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.data.checks import IMAGE_KEYS, TURN_KEYS, starts_from
+from llava.data.checks import IMAGE_KEYS, starts_from
 from llava.data.errors import DataError, named_by
 from llava.data.hub_files import is_hub_name
 from llava.data.images import ImageError, ImageStore, decoded, picture_header
 from llava.data.mixture import MIXTURES
+from llava.data.parquet_files import turn_columns
 from llava.data.records import data_files, load_records, record_images, record_name
 from llava.utils.commands import whole
 from llava.utils.digests import bytes_digest, remembered_digest
@@ -206,8 +207,8 @@ def _source(path: Path, args: argparse.Namespace) -> Source:
     if path.suffix == ".parquet" and path.is_file() or next(path.rglob("*.parquet"), None):
         try:
             shards = data_files(str(path))
-            has_turns = not set(TURN_KEYS).isdisjoint(pq.read_schema(shards[0]).names)
-            return _records(path, args.image_folder) if has_turns else _benchmark(shards)
+            turns = turn_columns(pq.read_schema(shards[0]))
+            return _records(path, args.image_folder) if turns else _benchmark(shards)
         except pa.ArrowException as error:
             raise DataError(path, f"cannot be read as Parquet ({error})") from error
     if path.is_dir():

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from llava.data.checks import TURN_KEYS, Problem, json_object, record_problem, shown_text, text_problem
+from llava.data.checks import Problem, json_object, record_problem, shown_text, text_problem
 from llava.data.errors import DataError
-from llava.data.messages import as_record
+from llava.data.messages import as_record, holds_turns
 
 _PIECE = 1 << 22  # characters of a .json file that are read at a time
 _LONGEST_ELEMENT = 1 << 28  # characters; a longer element is no record
@@ -79,7 +79,7 @@ def _has_lines(path: Path) -> bool:
             element = json.loads(line if line.endswith("\n") else line + file.readline(_LONGEST_ELEMENT))
         except (ValueError, RecursionError):
             return False
-        return not element.keys().isdisjoint(TURN_KEYS) or any(map(str.strip, file))
+        return holds_turns(element) or any(map(str.strip, file))
 
 
 # --- a list -----------------------------------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ or with `from` and `value`; or TRL's `prompt` and `completion`, both lists of me
 becomes. A record in LLaVA's form stays as it is; a record of neither form is left to `llava.data.checks`.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.data.checks import TURN_KEYS, Problem, Record, RepeatedKeys, image_keys
 
+TURN_PAIR = ("prompt", "completion")
+"""TRL's names for the two halves of a conversation."""
 _SPEAKERS = {"user": "human", "human": "human", "assistant": "gpt", "gpt": "gpt", "system": "system"}
 _LLAVA = ("human", "gpt", "system")
 _TOOLS = ("tool", "function", "observation", "function_call", "tool_call", "tool_response", "tool_calls", "ipython")
@@ -22,6 +25,12 @@ class _Fault(ValueError):
     def __init__(self, kind: str, message: str):
         super().__init__(message)
         self.problem = Problem(kind, message)
+
+
+def holds_turns(names: Iterable[str]) -> bool:
+    """Whether a record with fields of these names has turns, in any form."""
+    names = set(names)
+    return not names.isdisjoint(TURN_KEYS) or names.issuperset(TURN_PAIR)
 
 
 def as_record(element: object) -> tuple[Any, Problem | None]:
@@ -40,7 +49,7 @@ def _turns(record: Record) -> tuple[str | None, list[object]]:
     keys = [key for key in TURN_KEYS if record.get(key) is not None]
     if len(keys) > 1:
         raise _Fault("schema", f"turns under {' and under '.join(map(repr, keys))}; keep one of the two")
-    prompt, completion = record.get("prompt"), record.get("completion")
+    prompt, completion = map(record.get, TURN_PAIR)
     if not keys and isinstance(prompt, list) and isinstance(completion, list):
         if any(map(_is_answer, prompt)):
             raise _Fault(

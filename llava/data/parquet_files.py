@@ -20,7 +20,7 @@ from pyarrow import types
 from llava.data.checks import IMAGE_KEYS, TURN_KEYS, Record, RowImage, record_problem, shown_text, text_problem
 from llava.data.errors import DataError
 from llava.data.json_files import Element
-from llava.data.messages import as_record
+from llava.data.messages import TURN_PAIR, as_record
 
 LARGE_GROUP = 1 << 26  # bytes of images in a row group, above which reading at random is slow
 Value = TypeVar("Value")
@@ -115,7 +115,7 @@ def with_row_images(record: Record, shard: str, row: int) -> Record:
 
 def _text_columns(schema: pa.Schema, path: Path) -> list[str]:
     """The columns that make up the records' text, without the images; those of turns come first."""
-    turns = _turn_columns(schema)
+    turns = turn_columns(schema)
     if not turns:
         columns = ", ".join(schema.names) or "none"
         raise DataError(path, f"no column 'conversations' or 'messages'; it has {columns}")
@@ -130,10 +130,10 @@ def _text_columns(schema: pa.Schema, path: Path) -> list[str]:
     return turns + [f.name for f in schema if f.name not in (*turns, *IMAGE_KEYS) and _is_simple(f.type)]
 
 
-def _turn_columns(schema: pa.Schema) -> list[str]:
+def turn_columns(schema: pa.Schema) -> list[str]:
     """The columns that hold turns, or should."""
     turns = [name for name in TURN_KEYS if name in schema.names and not types.is_null(schema.field(name).type)]
-    parts = [name for name in ("prompt", "completion") if name in schema.names and _turn_fields(schema, name)]
+    parts = [name for name in TURN_PAIR if name in schema.names and _turn_fields(schema, name)]
     return turns or (parts if len(parts) == 2 else [])
 
 
@@ -158,7 +158,7 @@ def _is_llavas(schema: pa.Schema, name: str) -> bool:
 
 
 def _unread(schema: pa.Schema) -> list[str]:
-    turns = _turn_columns(schema)
+    turns = turn_columns(schema)
     named = [f.name for f in schema if f.name not in (*turns, *IMAGE_KEYS) and not types.is_null(f.type)]
     fields = [name for turn in turns if _is_llavas(schema, turn) for name in _turn_fields(schema, turn)]
     return [name for name in named if not _is_simple(schema.field(name).type)] + [
@@ -238,7 +238,7 @@ def _group_rows(
     if held is not None and len(held) != file.metadata.row_group(group).num_rows:
         return len(held)
     read = columns + ([names_leaf] if names_leaf else [])
-    turns = [column for column in columns if column in _turn_columns(file.schema_arrow)]
+    turns = [column for column in columns if column in turn_columns(file.schema_arrow)]
     done = 0
     for batch in file.iter_batches(_ROWS, row_groups=[group], columns=read, use_threads=False):
         fields = {column: _values(batch.column(column)) for column in columns if column not in turns}

@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 DEFAULT_SEED = 42
 """The trainer's default."""
 _SHOWN_PROBLEMS = 10
-_FORMAT = 6  # of the Arrow file; to be raised when the checks find more, since converted files are not checked again
+_FORMAT = 6  # of the Arrow file; raised when checks or forms are added, since a file is converted once
 _SCHEMA = pa.schema([("record", pa.binary()), ("row", pa.int64()), ("kind", pa.string()), ("problem", pa.string())])
 _ROWS, _CHARACTERS = 1024, 1 << 26  # most rows, and about most characters, of a piece of the Arrow file
 _SUFFIXES = (".json", ".jsonl", ".parquet")

@@ -140,6 +140,7 @@ def test_messages_become_llavas_records(tmp_path, form):
     assert list(load_records(written(tmp_path / "a.jsonl", found))) == [expected]
     (tmp_path / "b.json").write_text(json.dumps([found, found], indent=1))
     assert list(load_records(str(tmp_path / "b.json"))) == [expected] * 2
+    assert list(load_records(written(tmp_path / "one_line.json", found))) == [expected]
 
 
 def test_llavas_own_records_keep_their_text(tmp_path):

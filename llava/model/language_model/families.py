@@ -1,7 +1,7 @@
 """The decoders that LLaVA is built on: one row per family, from which its LLaVA classes are made.
 
-A new family is a row here, a template in `llava.conversation`, and a case in tests/support/decoder_families.py.
-Everything else that depends on the family is read from this table or from the decoder itself.
+Everything else that depends on the family is read from this table or from the decoder itself. CONTRIBUTING.md says how
+to add a family.
 """
 
 from typing import Any, NamedTuple
