@@ -1,12 +1,10 @@
 """Compares arms: `run` and `study` train, score and measure them; the other commands are their steps."""
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
 from llava.experiment import comparison, study, study_page, study_record
-from llava.experiment.lanes import StageStep, run_lanes
 from llava.experiment.report import write_report
 from llava.experiment.runs import Run, check_all, check_present, check_runs
 from llava.experiment.stage import STAGES, StepError
@@ -49,11 +47,6 @@ def parser() -> argparse.ArgumentParser:
     check_command.add_argument(
         "--stage", choices=STAGES, required=True, help="the runs that have finished this stage are compared"
     )
-    command = add("stage", "run and watch one training stage; a finished one is skipped", train)
-    command.add_argument("stage", choices=STAGES)
-    command.add_argument("folder", type=Path)
-    command.add_argument("log", type=Path)
-    command.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="variables of the stage's script")
     return top
 
 
@@ -72,7 +65,7 @@ def listed(text: str) -> list[int]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns 0, 2 if it refuses something or a step failed, and 130 after Ctrl-C."""
     args = parser().parse_args(argv)
-    if args.command in ("run", "study", "stage") and not IS_CHECKOUT:
+    if args.command in ("run", "study") and not IS_CHECKOUT:
         print(f"error: {args.command}: {NEEDS_CHECKOUT}", file=sys.stderr)
         return 2
     try:
@@ -118,11 +111,3 @@ def report(args: argparse.Namespace) -> None:
     check_all(runs_of(args), args.questions)
     for path in write_report(runs_of(args), args.output_dir, args.questions):
         print(f"written: {path}")
-
-
-def train(args: argparse.Namespace) -> None:
-    """The command `stage`."""
-    settings = dict(pair.split("=", 1) for pair in args.settings) | {"OUTPUT_DIR": str(args.folder.resolve())}
-    step = StageStep(args.stage, ["bash", f"scripts/{args.stage}.sh"], args.log, settings, folder=args.folder)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run_lanes({args.stage: [step]}, 1)

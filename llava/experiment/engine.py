@@ -17,8 +17,9 @@ from typing import Any
 from llava.experiment.arms import parse_arm
 from llava.experiment.lanes import Measurement, StageStep, Step, run_lanes, words_of
 from llava.experiment.runs import Run
-from llava.experiment.stage import STAGES, WHOLE_RUNS, interpreter, locked
+from llava.experiment.stage import STAGES, WHOLE_RUNS, interpreter
 from llava.launch.devices import available_cores, resolve_devices
+from llava.utils.locks import take
 
 DEMO = "demo"
 
@@ -144,10 +145,19 @@ def show_times(times: Mapping[str, float]) -> None:
 def at_work(folder: Path) -> Iterator[int]:
     """Makes and locks the folder, for which it yields the lock's descriptor; SIGTERM ends what runs, as Ctrl-C does.
 
+    A training that outlives this process keeps the lock, so that no second one writes there.
+
     Raises:
-        ValueError: another call, or a training that it left, holds the folder.
+        ValueError: another call, or a training that it left, holds the folder; or it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        said = f"{folder} cannot be written: {error.strerror}"
+        raise ValueError(f"{said}; set OUTPUT_ROOT or --output-dir to another folder") from None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with locked(folder) as lock:
-        yield lock
+    with lock:
+        busy = f"{folder} is in use by another call or by a training that it left"
+        take(lock.fileno(), busy, float(os.environ.get("LOCK_SECONDS", "60")))
+        yield lock.fileno()

@@ -7,17 +7,18 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from llava.experiment.runs import Run, check_present, check_runs
-from llava.experiment.stage import StepError, is_finished, last_step, start_logged
+from llava.experiment.stage import StepError, is_finished, last_step
 from llava.launch.devices import memory_quota
 from llava.utils.digests import revision
 from llava.utils.paths import ROOT
-from llava.utils.processes import end, last_lines
+from llava.utils.processes import end, last_lines, start
 from llava.utils.provenance import DONE
 from llava.utils.versions import ANALYSIS, code_digest
 
@@ -47,7 +48,9 @@ class Step:
 
     def start(self, keep_open: Sequence[int], place: Mapping[str, str]) -> subprocess.Popen:
         """Starts the command with the variables of its lane's place."""
-        return start_logged(self.command, self.log, {**self.settings, **place}, keep_open, self.cwd)
+        env = {**os.environ, **self.settings, **place}
+        with self.log.open("w") if self.log else nullcontext() as output:
+            return start(self.command, env, output, cwd=self.cwd, keep_open=keep_open)
 
     def succeeded(self, seconds: float) -> None:
         """Called when the command has ended with status 0."""

@@ -244,7 +244,6 @@ def run(args: argparse.Namespace) -> None:
         quickstart = Quickstart.of(args.data, arms, args.output_dir, args.root)
         if args.set_up_seconds:
             quickstart.times[SET_UP] = args.set_up_seconds
-        make_folder(args.output_dir)
         with at_work(args.output_dir) as quickstart.lock:
             quickstart.work()
     except StepError as error:
@@ -252,17 +251,6 @@ def run(args: argparse.Namespace) -> None:
     except (ValueError, Refusal) as error:
         raise PlaygroundError(str(error)) from None
     show_end(quickstart)
-
-
-def make_folder(folder: Path) -> None:
-    """Makes the output folder; raises PlaygroundError where it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".lock").touch()
-    except OSError as error:
-        raise PlaygroundError(
-            f"{folder} cannot be written: {error.strerror}; set OUTPUT_ROOT to another folder"
-        ) from None
 
 
 def show_end(quickstart: Quickstart) -> None:

@@ -15,7 +15,7 @@ from llava.eval.answer_file import recorded
 from llava.eval.results import LLAVA_COMMIT, Results, read_results
 from llava.eval.score import task_result
 from llava.experiment.arms import BASELINE, parse_arm
-from llava.experiment.stage import LOG_FILE, STAGES
+from llava.experiment.stage import LOG_FILE, STAGES, logged_steps
 from llava.utils.digests import revision
 from llava.utils.provenance import DONE, RUN_FILE, differences, read_starts
 from llava.utils.versions import software
@@ -53,8 +53,7 @@ class Run:
 
     def log(self, stage: str) -> list[dict[str, float]]:
         """The optimizer steps that the stage logged."""
-        lines = map(json.loads, (self.folder(stage) / LOG_FILE).read_text().splitlines())
-        return [line for line in lines if "loss" in line]
+        return logged_steps(self.folder(stage))
 
     def configuration(self, stage: str) -> dict[str, Any]:
         """Everything that must be equal, by dotted name: what the run recorded, its config.json, the steps it took.

@@ -1,21 +1,19 @@
-"""What the steps of an experiment stand on: the files of a stage, processes that start and end, and a folder's lock."""
+"""What the steps of an experiment stand on: the files of a stage, and the variables that a larger command decides."""
 
-import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from llava.utils.locks import take
-from llava.utils.paths import ROOT
-from llava.utils.processes import start, tail
+from llava.utils.processes import tail
 from llava.utils.provenance import DONE
 
 LOG_FILE = "train_log.jsonl"
 STAGES = ("pretrain", "finetune")
+Log = Sequence[Mapping[str, float]]
+"""The optimizer steps that a stage logged."""
 
 
 class StepError(RuntimeError):
@@ -64,17 +62,10 @@ def is_finished(folder: Path) -> bool:
     return (folder / DONE).is_file() and any(folder.glob("*model*.safetensors"))  # LORA=1: adapter_model.safetensors
 
 
-def start_logged(
-    command: Sequence[str],
-    log: Path | None,
-    settings: Mapping[str, str],
-    keep_open: Sequence[int] = (),
-    cwd: Path = ROOT,
-) -> subprocess.Popen:
-    """Starts a command in a session of its own: a signal reaches it once, from here. Without a log it prints here."""
-    with contextlib.ExitStack() as stack:
-        output = stack.enter_context(log.open("w")) if log else None
-        return start(command, os.environ | dict(settings), output, cwd=cwd, keep_open=list(keep_open))
+def logged_steps(folder: Path) -> list[dict[str, float]]:
+    """The optimizer steps that the stage in `folder` logged."""
+    lines = map(json.loads, (folder / LOG_FILE).read_text().splitlines())
+    return [line for line in lines if "loss" in line]
 
 
 def last_step(folder: Path) -> dict | None:
@@ -87,17 +78,3 @@ def last_step(folder: Path) -> dict | None:
         if re.search(r'"loss": .*"samples_per_second": .*}$', line):
             return json.loads(line)
     return None
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[int]:
-    """Holds the folder's lock. A training that outlives this process keeps it, so that no second one writes there.
-
-    Raises:
-        ValueError: another call, or a training that it left, still holds it.
-    """
-    patience = float(os.environ.get("LOCK_SECONDS", "60"))
-    busy = f"{folder} is in use by another call or by a training that it left"
-    with (folder / ".lock").open("w") as file:
-        take(file.fileno(), busy, patience)
-        yield file.fileno()
