@@ -15,11 +15,10 @@ INPUTS = ("smollm2", *PICTURES, "mixed", "tower", "heldout")
 # What trains and asks on these inputs is above them: modules with `add_arguments` and `run`, by their names.
 OTHERS = {
     "quickstart": "Inputs, both stages of every arm side by side, answers, and one page.",
-    "answers": "Ask one checkpoint the held-out questions, and measure how fast its tokens change from layer to layer.",
     "controls": "Score one checkpoint on the held-out questions, as they are and with the picture taken away.",
     "compare": "Score trained checkpoints on held-out pictures, and show arms side by side on one page.",
 }
-MODULES = {"compare": "quickstart_record"}
+MODULES = {"compare": "quickstart_page", "controls": "answers"}
 DEFAULT_ROOT = WORK / "playground/data"
 INTERRUPTED = 130  # the exit status on Ctrl-C, as shells count it
 

@@ -1,7 +1,8 @@
-"""Asks one checkpoint the held-out questions, and measures on some pictures how fast its tokens change over the layers.
+"""Asks one checkpoint the held-out questions as they are and under controls, and scores each kind of question.
 
-`python -m playground compare` shows both beside those of other arms. Both are kept, and later calls take them as they
-are.
+Answers go to `<control>/results.json` (`llava.eval.results`), with a task for every kind of question. The controls take
+the picture away in three ways: a grey one of the same size, visual tokens in another order, and the question alone.
+What is recorded is not asked again while checkpoint, questions, pictures, code and packages stay the same.
 """
 
 import argparse
@@ -9,35 +10,59 @@ import contextlib
 import hashlib
 import json
 import math
+import shlex
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from llava.eval.results import CONTROLS
+from llava.eval.results import (
+    CONTROLS,
+    LLAVA_CODE,
+    LLAVA_COMMIT,
+    Answered,
+    Results,
+    TaskResult,
+    read_results,
+    write_results,
+)
 from llava.launch.devices import has_bf16_instructions
 from llava.utils.commands import whole
 from llava.utils.digests import revision
-from llava.utils.files import write_json
 from llava.utils.progress import progress
 from llava.utils.provenance import differences
-from llava.utils.versions import PLAYGROUND, code_digest
+from llava.utils.versions import PACKAGES, PLAYGROUND, code_digest, git_commit, version_of
 from playground.records import IMAGE_TOKEN, is_right
 from playground.store import PlaygroundError
 
 UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = CONTROLS
-ANALYSIS = "analysis"  # folder of what llava.analysis writes
-UPDATE_RATES = "update-rates"
-PICTURES = 24  # pictures on which update rates are measured
 RECORDS = "heldout.json"
 SHORTEST = 8  # tokens that an answer may always have
+Record = Mapping[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `python -m playground answers`."""
-    parser.add_argument(
-        "--arm", nargs=2, required=True, metavar=("NAME", "CHECKPOINT"), help="an arm's name and its last checkpoint"
-    )
+    """The flags of `python -m playground controls`."""
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder of a finished training")
     add_shared_arguments(parser)
+    parser.add_argument(
+        "--controls",
+        nargs="+",
+        choices=CONTROLS,
+        default=list(CONTROLS),
+        help="which to run (default: all, with untouched)",
+    )
+    parser.add_argument(
+        "--questions", type=whole(0), default=0, help="how many, from the first; kinds take turns; 0: all"
+    )
+    parser.add_argument(
+        "--control-questions",
+        type=whole(0),
+        default=0,
+        help="how many of those are also asked with the picture taken away; 0: all",
+    )
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,82 +70,21 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help=f"prepared folder with {RECORDS} and images/")
     parser.add_argument("--output-dir", type=Path, required=True, help="where everything goes")
     parser.add_argument("--batch-size", type=whole(1), default=80, help="questions answered at a time")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=whole(0),
-        default=0,
-        help="longest answer in tokens; 0: the longest expected one, at least 8",
-    )
-    parser.add_argument(
-        "--pictures", type=whole(0), default=PICTURES, help="pictures on which update rates are measured; 0: none"
-    )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes `answers/<name>.json`, and the state of the measurement into `analysis/`."""
-    name, checkpoint = args.arm
-    answered(name, checkpoint, args)
-    if args.pictures:
-        measured(name, checkpoint, args)
-
-
-def answered(name: str, checkpoint: str, args: argparse.Namespace) -> list[str]:
-    """The checkpoint's answer to every held-out question, as recorded unless checkpoint or questions have changed.
+    """Asks the questions under every control whose answers are not recorded yet.
 
     Raises:
         PlaygroundError: there is no checkpoint, or there are no questions.
     """
-    records, asked = held_out(args.data), what_is_asked(checkpoint, args.data, args.max_new_tokens)
-    if recorded := recorded_answers(name, asked, args.output_dir):
-        return recorded
-    answers = answer(checkpoint, records, args.data / "images", args.batch_size, args.max_new_tokens, name)
-    file = answers_file(name, args.output_dir)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"asked": asked, "dtype": fastest_dtype(), "answers": answers})
-    return answers
+    records = held_out(args.data)[: args.questions or None]
+    fewer = records[: args.control_questions or None]
+    parts = {name: records if name == UNTOUCHED else fewer for name in args.controls}
+    ask(args.checkpoint, args.data, parts, args.output_dir, args.batch_size)
 
 
-def what_is_asked(checkpoint: str, data: Path, max_new_tokens: int) -> dict[str, Any]:
-    """The facts that decide the answers: checkpoint, questions and pictures by content, code, and longest answer.
-
-    Raises:
-        PlaygroundError: there is no checkpoint.
-    """
-    from llava.data.images import ImageStore
-
-    if not Path(checkpoint, "config.json").is_file():
-        raise PlaygroundError(f"{checkpoint} holds no checkpoint; --arm wants the output folder of a finished training")
-    pictures = ImageStore(data / "images", follow_links=True)
-    return {
-        "checkpoint": revision(checkpoint),
-        "questions": hashlib.sha256((data / RECORDS).read_bytes()).hexdigest(),
-        "pictures": pictures.content(record["image"] for record in held_out(data)),
-        "code": code_digest(PLAYGROUND),
-        "max_new_tokens": max_new_tokens,
-    }
-
-
-def recorded_answers(name: str, asked: dict[str, Any], folder: Path) -> list[str]:
-    """The answers in `folder` if they were given to exactly what is asked; else none, and a line says what differs."""
-    file = answers_file(name, folder)
-    try:
-        recorded = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return []
-    if changed := differences(recorded["asked"], asked):
-        print(f"{file}: made with other {', '.join(changed)}; asked again")
-        return []
-    return recorded["answers"]
-
-
-def is_recorded(name: str, checkpoint: str, data: Path, folder: Path) -> bool:
-    """Whether `folder` has this checkpoint's answers to these questions."""
-    there = answers_file(name, folder).is_file()
-    return there and bool(recorded_answers(name, what_is_asked(checkpoint, data, 0), folder))
-
-
-def answers_file(name: str, folder: Path) -> Path:
-    return folder / "answers" / f"{name}.json"
+# --- questions --------------------------------------------------------------------------------------------------------
 
 
 def held_out(data: Path) -> list[dict[str, Any]]:
@@ -128,6 +92,126 @@ def held_out(data: Path) -> list[dict[str, Any]]:
     if not (data / RECORDS).is_file():
         raise PlaygroundError(f"{data}: no {RECORDS} there. Run `python -m playground {data.name}` first.")
     return json.loads((data / RECORDS).read_text(encoding="utf-8"))
+
+
+def expected_answer(record: Record) -> str:
+    return record["conversations"][1]["value"]
+
+
+def chance_of(record: Record) -> float:
+    """Percent that guessing one of the possible answers scores."""
+    return 100 / len(record["choices"])
+
+
+def content_of(data: Path) -> str:
+    """The fingerprint of the held-out questions and their pictures."""
+    from llava.data.images import ImageStore
+
+    pictures = ImageStore(data / "images", follow_links=True).content(record["image"] for record in held_out(data))
+    return f"{hashlib.sha256((data / RECORDS).read_bytes()).hexdigest()}-{pictures}"
+
+
+# --- answers that are kept --------------------------------------------------------------------------------------------
+
+
+def is_answered(checkpoint: Path, folder: Path, controls: Sequence[str] = CONTROLS) -> bool:
+    """Whether `folder` has answers of the checkpoint's present weights under every control, by the present code."""
+    try:
+        found = [read_results(folder / control) for control in controls]
+    except ValueError:
+        return False
+    now = (revision(str(checkpoint)), code_digest(PLAYGROUND))
+    return all((results.fingerprint, results.versions.get(LLAVA_CODE)) == now for results in found)
+
+
+def ask(
+    checkpoint: Path, data: Path, parts: Mapping[str, Sequence[Record]], output_dir: Path, batch_size: int
+) -> dict[str, Results]:
+    """A checkpoint's answers under every control; those that are not recorded yet are asked for.
+
+    Args:
+        data: the prepared folder of the questions.
+        parts: the questions that are asked under each control.
+
+    Raises:
+        PlaygroundError: there is no checkpoint.
+    """
+    content = content_of(data)
+    wanted = {control: described(checkpoint, len(part)) for control, part in parts.items()}
+    found = {control: recorded(output_dir / control, now, content) for control, now in wanted.items()}
+    kept = {control: results for control, results in found.items() if results}
+    if len(kept) == len(parts):
+        print(f"{output_dir}: all answers are recorded already")
+        return kept
+    from llava.asking import load_assistant
+
+    assistant = load_assistant(str(checkpoint), torch_dtype=fastest_dtype())
+    for control in (control for control in parts if control not in kept):
+        start, results = time.monotonic(), wanted[control]
+        said = asked_under(control, assistant, parts[control], data / "images", batch_size)
+        results.tasks = scored(parts[control], said, time.monotonic() - start, content)
+        results.created = datetime.now(UTC).isoformat(timespec="seconds")
+        print(f"written: {write_results(results, output_dir / control)}")
+    return wanted | kept
+
+
+def described(checkpoint: Path, questions: int) -> Results:
+    """What decides a checkpoint's answers to so many questions, as a result without tasks.
+
+    Raises:
+        PlaygroundError: there is no checkpoint.
+    """
+    if not (checkpoint / "config.json").is_file():
+        raise PlaygroundError(f"{checkpoint} holds no checkpoint; --arm wants the output folder of a finished training")
+    versions = {package: version_of(package) for package in PACKAGES}
+    versions |= {LLAVA_CODE: code_digest(PLAYGROUND), LLAVA_COMMIT: git_commit()}
+    settings = {"questions": questions, "dtype": fastest_dtype()}
+    command = shlex.join(["python", "-m", "playground", *sys.argv[1:]])
+    return Results(str(checkpoint), revision(str(checkpoint)) or "", command, versions, settings, created="")
+
+
+def recorded(folder: Path, now: Results, content: str) -> Results | None:
+    """The results in `folder` if they are of what `now` describes; if they are of something else, a line says of what.
+
+    Args:
+        content: see `content_of`.
+    """
+    try:
+        before = read_results(folder)
+    except ValueError:
+        return None
+    changed = ["checkpoint"] * (before.fingerprint != now.fingerprint)
+    changed += ["questions or pictures"] * any(task.data != content for task in before.tasks.values())
+    changed += [*differences(before.settings, now.settings)]
+    changed += [name for name in differences(before.versions, now.versions) if name != LLAVA_COMMIT]
+    if changed:
+        print(f"{folder}: made with other {', '.join(changed)}; asked again")
+    return None if changed else before
+
+
+def scored(records: Sequence[Record], said: Sequence[str], seconds: float, content: str) -> dict[str, TaskResult]:
+    """A task for every kind of question; `content` says which questions they are."""
+    samples: dict[str, list[Answered]] = {}
+    chance: dict[str, list[float]] = {}
+    for record, text in zip(records, said, strict=True):
+        kind, expected = record["kind"], expected_answer(record)
+        right = float(is_right(text, expected))
+        samples.setdefault(kind, []).append(Answered(record["id"], right, text, expected, kind))
+        chance.setdefault(kind, []).append(chance_of(record))
+    return {
+        kind: TaskResult(
+            "accuracy",
+            100 * sum(one.score for one in found) / len(found),
+            found,
+            sum(chance[kind]) / len(found),
+            seconds * len(found) / len(records),
+            content,
+        )
+        for kind, found in samples.items()
+    }
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
 
 
 def fastest_dtype() -> str | None:
@@ -139,30 +223,8 @@ def fastest_dtype() -> str | None:
     return "bfloat16" if has_bf16_instructions() else "float32"
 
 
-def answer(
-    checkpoint: str, records: list[dict[str, Any]], images: Path, batch_size: int, max_new_tokens: int, name: str
-) -> list[str]:
-    """The checkpoint's greedy answer to the first question of every record."""
-    from llava.asking import load_assistant
-
-    assistant = load_assistant(checkpoint, torch_dtype=fastest_dtype())
-    return asked_under(UNTOUCHED, assistant, records, images, batch_size, name, max_new_tokens)
-
-
-def asked_under(
-    control: str,
-    assistant: Any,
-    records: Sequence[dict[str, Any]],
-    images: Path,
-    batch_size: int,
-    name: str,
-    max_new_tokens: int = 0,
-) -> list[str]:
-    """The greedy answer to every record's first question, with its picture changed as the control says.
-
-    Args:
-        name: what the progress bar says.
-    """
+def asked_under(control: str, assistant: Any, records: Sequence[Record], images: Path, batch_size: int) -> list[str]:
+    """The greedy answer to every record's first question, with its picture changed as the control says."""
     from PIL import Image
 
     from llava.analysis.interventions import GREY
@@ -175,17 +237,17 @@ def asked_under(
         image = store.open(file)
         return Image.new("RGB", image.size, GREY) if control == BLANK else image
 
-    def question(record: dict[str, Any]) -> Asked:
+    def question(record: Record) -> Asked:
         (turn,) = record["conversations"][:1]
         if control == TEXT_ONLY:
             return Asked([turn | {"value": turn["value"].replace(f"{IMAGE_TOKEN}\n", "")}], [])
         return Asked([turn], [record["image"]])
 
-    options = {"do_sample": False, "max_new_tokens": max_new_tokens or longest_answer(records, assistant.tokenizer)}
+    options = {"do_sample": False, "max_new_tokens": longest_answer(records, assistant.tokenizer)}
     texts: dict[int, str] = {}
     with reordered(assistant.model) if control == SHUFFLED else contextlib.nullcontext():
         batches = batch_answers(assistant, list(map(question, records)), picture, batch_size, **options)
-        for batch in progress(batches, f"answering, {name}", "batches", total=math.ceil(len(records) / batch_size)):
+        for batch in progress(batches, f"answering, {control}", "batches", total=math.ceil(len(records) / batch_size)):
             texts |= batch
     return [texts[number] for number in range(len(records))]
 
@@ -202,51 +264,7 @@ def reordered(model: Any) -> Iterator[None]:
         handle.remove()
 
 
-def longest_answer(records: Sequence[dict[str, Any]], tokenizer: Any) -> int:
+def longest_answer(records: Sequence[Record], tokenizer: Any) -> int:
     """Tokens of the longest expected answer plus one, so that an answer that goes on after it is not taken for it."""
     expected = tokenizer(list(map(expected_answer, records)))["input_ids"]
     return max(SHORTEST, 1 + max(map(len, expected)))
-
-
-# --- scores -----------------------------------------------------------------------------------------------------------
-
-
-def expected_answer(record: Mapping[str, Any]) -> str:
-    return record["conversations"][1]["value"]
-
-
-def hits(records: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float]:
-    """Which answers are right, as 0 and 1."""
-    return [float(is_right(text, expected_answer(r))) for r, text in zip(records, texts, strict=True)]
-
-
-def chance_of(record: Mapping[str, Any]) -> float:
-    """Percent that guessing one of the possible answers scores."""
-    return 100 / len(record["choices"])
-
-
-# --- update rates -----------------------------------------------------------------------------------------------------
-
-
-def measured(name: str, checkpoint: str, args: argparse.Namespace) -> None:
-    """Measures update rates and leaves them where the command `update-rates` finds them."""
-    from llava.analysis import inputs
-    from llava.analysis.layer_statistics import measure_layers
-
-    flags = update_rates_arguments([(name, checkpoint)], args)
-    measure_layers(flags.models[0], inputs.choose(flags), flags)
-
-
-def update_rates_arguments(checkpoints: Sequence[tuple[str, str]], args: argparse.Namespace) -> argparse.Namespace:
-    """The parsed command line of `python -m llava.analysis update-rates` for these checkpoints."""
-    from llava.analysis.__main__ import parser
-
-    words = [UPDATE_RATES, "--data", str(args.data / RECORDS), "--output-dir", str(args.output_dir / ANALYSIS)]
-    for name, checkpoint in checkpoints:
-        words += ["--model", f"{name}={checkpoint}"]
-    words += ["--samples", str(args.pictures), "--batch-size", "8"]
-    if dtype := fastest_dtype():
-        words += ["--dtype", dtype]
-    flags = parser(UPDATE_RATES).parse_args(words)
-    flags.argv = words
-    return flags

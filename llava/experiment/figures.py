@@ -3,7 +3,7 @@
 import base64
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ import numpy as np
 
 from llava.eval.paired import MEAN, Difference
 from llava.experiment.arms import parse_arm
-from llava.experiment.runs import STAGES, Run
+from llava.experiment.stage import Log
 from llava.experiment.study_record import Study, has_intervals
 from llava.utils.presentation import COLOURS, STYLE, import_pyplot
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 STYLES = ("-", "--", ":")
 MAX_POINTS = 300  # of a curve; more are averaged in blocks
 MAX_SVG = 400_000  # bytes; of a larger drawing the PNG is shown
+VISUAL, TEXT = "norm/llm_input", "norm/text_embeddings"
 CURVES = {
     "loss": ("Loss", False),
-    "norm/llm_input": ("Norm of visual tokens at the LLM's input", True),
-    "norm/text_embeddings": ("Norm of text embeddings", False),
+    VISUAL: ("Norm of visual tokens (dotted: text) at the LLM's input", True),
+    TEXT: ("Norm of text embeddings", False),
     "norm/gain_mean_abs": ("Mean |gain| of the norm", False),
     "grad_norm": ("Gradient norm, all weights", True),
     "grad_norm/llm_input": ("Gradient at the LLM's input", True),
@@ -100,40 +101,44 @@ def _bar(
     axes.plot(by_seed, [y] * len(by_seed), "o", color=colour, fillstyle="none", markersize=5)
 
 
-def training_curves(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """One picture per logged quantity, both stages one after the other, one line per run, colour by arm."""
-    logs = {run: [run.log(stage) for stage in STAGES] for run in runs}
-    drawn = [(title, svg(_curve, logs, key, title, logarithmic)) for key, (title, logarithmic) in CURVES.items()]
+def training_curves(runs: Sequence[tuple[str, Sequence[Log]]]) -> list[dict[str, str]]:
+    """One picture per logged quantity, both stages one after the other, one line per run, colour by arm.
+
+    Args:
+        runs: the arm of each run, and the optimizer steps that its stages logged.
+    """
+    drawn = [(title, svg(_curve, runs, key, title, logarithmic)) for key, (title, logarithmic) in CURVES.items()]
     return [{"title": title, "uri": data_uri(content, "svg+xml")} for title, content in drawn if content]
 
 
 def _curve(
-    logs: Mapping[Run, Sequence[Sequence[Mapping[str, float]]]],
-    key: str,
-    title: str,
-    logarithmic: bool,
-    pyplot: ModuleType,
+    runs: Sequence[tuple[str, Sequence[Log]]], key: str, title: str, logarithmic: bool, pyplot: ModuleType
 ) -> "Figure | None":
-    arms = list(dict.fromkeys(run.arm for run in logs))
-    lines = []
-    for run, stages in logs.items():
-        start = 0
-        for steps in stages:
-            points = np.array([(start + s["step"], s[key]) for s in steps if s.get(key) is not None])
-            start += steps[-1]["step"] if steps else 0
-            if len(points):
-                lines.append((run.arm, thinned(points)))
+    arms = list(dict.fromkeys(arm for arm, _ in runs))
+    lines = [(arm, points) for arm, stages in runs for points in _points(stages, key)]
     if not lines:
         return None
     figure, axes = pyplot.subplots(figsize=(4.8, 3.0), layout="constrained")
     for arm, points in lines:
         axes.plot(*points.T, color=colour_of(arms, arm), linewidth=1.2, alpha=0.8)
-    boundary = max((stages[0][-1]["step"] for stages in logs.values() if stages[0]), default=0)
+    for points in _points(runs[0][1], TEXT) if key == VISUAL else ():
+        axes.plot(*points.T, color="black", linestyle=":")
+    boundary = max((stages[0][-1]["step"] for _, stages in runs if stages[0]), default=0)
     axes.axvline(boundary + 0.5, color="grey", linewidth=0.8)
     axes.set(xlabel="optimizer step (stage 1 | stage 2)", title=title)
     if logarithmic:
         axes.set_yscale("log")
     return figure
+
+
+def _points(stages: Sequence[Log], key: str) -> Iterator[np.ndarray]:
+    """What each stage logged under `key` [K, 2]; the steps of a stage follow those of the stage before."""
+    start = 0
+    for steps in stages:
+        points = np.array([(start + s["step"], s[key]) for s in steps if s.get(key) is not None])
+        start += steps[-1]["step"] if steps else 0
+        if len(points):
+            yield thinned(points)
 
 
 def thinned(points: np.ndarray) -> np.ndarray:

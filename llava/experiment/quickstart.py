@@ -14,7 +14,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from playground.options import PICTURES
 from playground.store import PlaygroundError, read_manifest, shown_python
 
 ROOT_OF_INPUTS = Path("playground/data")
+ANSWERS = "answers"  # folder of what each arm answered
 TIMES = "times.json"  # seconds of every step
 SET_UP = "set-up of .venv"
 SETTINGS = "settings.json"  # beside a stage's folder: what it is made from
@@ -58,8 +59,12 @@ class Quickstart(Experiment):
         """The quickstart on these pictures.
 
         Raises:
-            ValueError: a variable that it decides itself, or one that the stages' scripts refuse.
+            ValueError: no such norm, a variable that it decides itself, or one that the stages' scripts refuse.
         """
+        from llava.model.multimodal_projector.norm import NORM_TYPES  # takes seconds
+
+        if unknown := [arm for arm in arms if arm not in NORM_TYPES]:
+            raise ValueError(f"NORM={unknown[0]} is not one of: {', '.join(NORM_TYPES)}")
         quickstart = cls(DEMO, arms, [], folder, data, root=root)
         refuse_ignored(quickstart.every_settings())
         quickstart.recipes  # noqa: B018 (refused before anything runs)
@@ -115,17 +120,12 @@ class Quickstart(Experiment):
         return step
 
     def answers(self, run: Run) -> Step:
-        checkpoint = str(run.folder(STAGES[-1]))
-
-        def is_done() -> bool:
-            return answers.is_recorded(run.arm, checkpoint, self.root / self.data, self.folder)
-
-        words = ["playground", "answers", "--arm", run.arm, checkpoint, *self.measured_on()]
+        checkpoint, place, controls = run.folder(STAGES[-1]), self.folder / ANSWERS / run.arm, (answers.UNTOUCHED,)
+        words = ["playground", "controls", "--checkpoint", checkpoint, "--controls", *controls]
+        words += ["--data", self.root / self.data, "--output-dir", place]
         threads = self.threads(len(self.places()))
-        return self.python(f"{run.arm}, answers", run.folder("answers.log"), *words, settings=threads, is_done=is_done)
-
-    def measured_on(self) -> list[str]:
-        return ["--data", str(self.root / self.data), "--output-dir", str(self.folder)]
+        done = partial(answers.is_answered, checkpoint, place, controls)
+        return self.python(f"{run.arm}, answers", run.folder("answers.log"), *words, settings=threads, is_done=done)
 
     # --- the flow -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,8 @@ class Quickstart(Experiment):
         self.times["all"] = self.times.get(SET_UP, 0.0) + sum(self.parts.values())
         keep_longest(self.times, self.folder / TIMES)
         arms = [word for arm in self.runs for word in ("--arm", arm.arm, *(str(arm.folder(stage)) for stage in STAGES))]
-        step = self.python("page", self.folder / "page.log", "playground", "compare", *arms, *self.measured_on())
+        data = ("--data", self.root / self.data, "--output-dir", self.folder)
+        step = self.python("page", self.folder / "page.log", "playground", "compare", *arms, *data)
         self.part("page", {"page": [step]})
         print("\n" + (self.folder / "table.md").read_text())
 

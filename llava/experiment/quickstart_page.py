@@ -1,32 +1,44 @@
-"""The quickstart's page: scores, figures, answers and commands in one file that needs no network."""
+"""Scores trained checkpoints on held-out pictures and shows arms side by side: results, table and one page.
+
+Answers that `python -m playground controls` has left in the output folder are taken as they are.
+"""
 
 import argparse
 import io
 import json
+import math
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
-from llava.eval.paired import UNCHANGED
+from llava.eval.paired import Difference, compare_benchmarks
+from llava.eval.results import Answered
 from llava.experiment import answers
-from llava.experiment.figures import analysis_figures, colour_of, data_uri
-from llava.experiment.quickstart import TIMES
-from llava.experiment.report import render
-from llava.utils.presentation import STYLE, import_pyplot
+from llava.experiment.figures import TEXT, VISUAL, analysis_figures, colour_of, data_uri, training_curves
+from llava.experiment.quickstart import ANSWERS, TIMES
+from llava.experiment.report import aligned, render
+from llava.experiment.report_tables import Rows, analysis_tables
+from llava.experiment.stage import LOG_FILE, Log, logged_steps
+from llava.experiment.study_page import differences as difference_rows
+from llava.experiment.study_record import as_json, start_and_ends
+from llava.utils.commands import whole
+from llava.utils.files import write_json
+from llava.utils.intervals import share_interval
 from llava.utils.versions import git_commit
-from playground.store import shown_python
+from playground.store import PlaygroundError, shown_python
 
 FILE = "index.html"
-EXAMPLES = 3
-SHOWN_SIDE = 256  # longest side of a picture on the page, in pixels
-Logs = Mapping[str, Sequence[Sequence[Mapping[str, float]]]]
-
 ALL = "all questions"
-ROWS = (
+SCORES = "held-out accuracy, % (95 % interval)"
+LOSS_STEPS = 10  # last steps, whose mean loss is shown
+EXAMPLES = 3
+PICTURES = 24  # pictures on which update rates are measured
+SHOWN_SIDE = 256  # longest side of a picture on the page, in pixels
+LOGGED = (
     ("final loss, stage 1", "final_loss", 0),
     ("final loss, stage 2", "final_loss", 1),
     ("visual token norm, start", "visual_norm", 0),
@@ -36,66 +48,217 @@ ROWS = (
     ("text token norm, after stage 2", "text_norm", 2),
 )
 """Rows below the scores: label, key of an arm's summary, index."""
+Results = Mapping[str, Any]
+"""The content of `results.json`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `python -m playground compare`."""
+    parser.add_argument(
+        "--arm",
+        nargs=3,
+        action="append",
+        required=True,
+        metavar=("NAME", "STAGE1", "STAGE2"),
+        help="an arm's name and the output folders of its two stages; repeat for every arm, the baseline first",
+    )
+    answers.add_shared_arguments(parser)
+    parser.add_argument(
+        "--pictures", type=whole(0), default=PICTURES, help="pictures on which update rates are measured; 0: none"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes `results.json`, `table.md` and `index.html`, and prints table and examples.
+
+    Raises:
+        PlaygroundError: an arm named twice, a folder without a finished training, or data without questions.
+    """
+    names = [name for name, _, _ in args.arm]
+    if len(set(names)) < len(names):
+        raise PlaygroundError(f"--arm: {', '.join(names)}: expected different names")
+    records = answers.held_out(args.data)
+    logs = {name: [read_log(Path(folder)) for folder in folders] for name, *folders in args.arm}
+    given = {name: answered(name, Path(folder), records, args) for name, _, folder in args.arm}
+    texts = {name: [one.answer for one in of_arm] for name, of_arm in given.items()}
+    right = {name: np.array([one.score for one in of_arm]) for name, of_arm in given.items()}
+    compared = differences(records, right)
+    results = {
+        "chance_percent": chance_percent(records),
+        "arms": {
+            name: {"folder": folder, **summarize(logs[name], records, right[name])} for name, _, folder in args.arm
+        },
+        "differences": {name: {kind: points(one) for kind, one in of_arm.items()} for name, of_arm in compared.items()},
+        "records": [
+            {
+                "id": record["id"],
+                "kind": record["kind"],
+                "expected": answers.expected_answer(record),
+                **{name: of_arm[i] for name, of_arm in texts.items()},
+            }
+            for i, record in enumerate(records)
+        ],
+    }
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    write_json(args.output_dir / "results.json", results)
+    table = markdown_table(results)
+    (args.output_dir / "table.md").write_text(table + "\n")
+    shown = examples(records, texts, args.data / "images")
+    write_page(args, results, compared, logs, shown)
+    for one in shown:
+        print(f"{one['image']}: {one['question']} expected: {one['expected']} | " + " | ".join(one["replies"]))
+    print(table)
+    print(f"page: {args.output_dir / FILE}")
+
+
+def read_log(folder: Path) -> Log:
+    """The optimizer steps that a run logged.
+
+    Raises:
+        PlaygroundError: there is no log, or no step in it.
+    """
+    path = folder / LOG_FILE
+    if not (steps := logged_steps(folder) if path.is_file() else []):
+        raise PlaygroundError(f"{path}: no optimizer step there; --arm wants the output folders of a finished training")
+    return steps
+
+
+def answered(
+    name: str, checkpoint: Path, records: Sequence[answers.Record], args: argparse.Namespace
+) -> list[Answered]:
+    """An arm's answers, in the order of the questions; those that are recorded are not asked for again."""
+    place = args.output_dir / ANSWERS / name
+    asked = answers.ask(checkpoint, args.data, {answers.UNTOUCHED: records}, place, args.batch_size)
+    of_kind = {kind: iter(task.samples) for kind, task in asked[answers.UNTOUCHED].tasks.items()}
+    return [next(of_kind[record["kind"]]) for record in records]
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+def kinds_of(records: Sequence[answers.Record]) -> dict[str, np.ndarray]:
+    """Indices of the questions of every kind, in order of appearance, and of all."""
+    kinds = np.array([record["kind"] for record in records])
+    return {kind: np.flatnonzero(kinds == kind) for kind in dict.fromkeys(kinds.tolist())} | {
+        ALL: np.arange(len(kinds))
+    }
+
+
+def chance_percent(records: Sequence[answers.Record]) -> dict[str, float]:
+    """What guessing one of the possible answers scores, per kind of question and for all."""
+    chance = np.array(list(map(answers.chance_of, records)))
+    return {kind: float(chance[chosen].mean()) for kind, chosen in kinds_of(records).items()}
+
+
+def summarize(logs: Sequence[Log], records: Sequence[answers.Record], right: np.ndarray) -> dict[str, Any]:
+    """Accuracy per kind with its interval, last losses, and norms at the LLM's input before and after training."""
+    chosen = kinds_of(records)
+    percent = {kind: 100 * float(right[one].mean()) for kind, one in chosen.items()}
+    interval = {
+        kind: [100 * end for end in share_interval(int(right[one].sum()), len(one))] for kind, one in chosen.items()
+    }
+    return {
+        "accuracy_percent": percent,
+        "accuracy_interval": interval,
+        "final_loss": [float(np.mean([step["loss"] for step in log[-LOSS_STEPS:]])) for log in logs],
+        "visual_norm": start_and_ends(logs, VISUAL, math.nan),
+        "text_norm": start_and_ends(logs, TEXT, math.nan),
+    }
+
+
+def differences(records: Sequence[answers.Record], right: Mapping[str, np.ndarray]) -> dict[str, dict[str, Difference]]:
+    """Every arm minus the first, per kind and over all questions, paired by question."""
+    baseline, *others = right
+    chosen = kinds_of(records)
+    found = {}
+    for name in others:
+        change = right[name] - right[baseline]
+        each, _ = compare_benchmarks([change[None, one] for one in chosen.values()], [None] * len(chosen))
+        found[name] = dict(zip(chosen, each, strict=True))
+    return found
+
+
+def points(found: Difference) -> dict[str, Any]:
+    """A difference in `results.json`."""
+    named = {"points": found.delta, "interval": [found.low, found.high], "verdict": found.verdict}
+    return named | {"won": found.won, "lost": found.lost, "p": found.p}
+
+
+# --- table and page ---------------------------------------------------------------------------------------------------
+
+
+def score_rows(results: Results) -> Rows:
+    """Percent of right answers with its 95 % interval, per kind of question and for all, and what chance gives."""
+    rows = []
+    for kind, chance in results["chance_percent"].items():
+        row = {SCORES: kind}
+        for name, arm in results["arms"].items():
+            low, high = arm["accuracy_interval"][kind]
+            row[name] = f"{arm['accuracy_percent'][kind]:.1f} ({low:.0f} to {high:.0f})"
+        rows.append(row | {"chance": f"{chance:.1f}"})
+    return rows
+
+
+def logged_rows(results: Results) -> Rows:
+    """What the arms logged at the start and at the end of each stage."""
+    arms = results["arms"].items()
+    return [{"logged": label} | {name: f"{arm[key][at]:.3g}" for name, arm in arms} for label, key, at in LOGGED]
+
+
+def markdown_table(results: Results) -> str:
+    """One column per arm, and what chance gives."""
+    arms = list(results["arms"])
+    rows = [["", *arms, ""], [SCORES, *[""] * len(arms), "chance"]]
+    rows += [[f"  {row[SCORES]}", *[row[name] for name in [*arms, "chance"]]] for row in score_rows(results)]
+    rows += [[*row.values(), ""] for row in logged_rows(results)]
+    return aligned(rows)
 
 
 def write_page(
-    args: argparse.Namespace, results: Mapping[str, Any], logs: Logs, examples: Sequence[Mapping[str, Any]]
+    args: argparse.Namespace,
+    results: Results,
+    compared: Mapping[str, Mapping[str, Difference]],
+    logs: Mapping[str, Sequence[Log]],
+    examples: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Writes `index.html` and its figures.
+    """Writes `index.html`.
 
     Args:
         args: the command line of `compare`.
-        results: what `results.json` holds.
+        compared: see `differences`.
         logs: every arm's optimizer steps, by stage.
         examples: see `examples`.
     """
-    folder = args.output_dir
-    draw_norms(logs, folder / "norms")
-    arms = list(results["arms"])
+    folder, arms = args.output_dir, list(results["arms"])
+    analysis = folder / "analysis"
+    if args.pictures:
+        measure(args, analysis)
+    times = json.loads((folder / TIMES).read_text()) if (folder / TIMES).is_file() else {}
     context = {
         "title": f"{' and '.join(arms)} on {args.data.name}",
-        "arms": arms,
-        "colours": {arm: colour_of(arms, arm) for arm in arms},
         "results": results,
-        "log_rows": ROWS,
         "all": ALL,
-        "verdict": verdict(results, logs, ALL),
-        "norms": data_uri((folder / "norms.svg").read_bytes(), "svg+xml"),
-        "analysis": update_rates(args) if args.pictures else [],
-        "rates": rate_rows(folder / answers.ANALYSIS) if args.pictures else [],
+        "steps": " + ".join(str(int(log[-1]["step"])) for log in logs[arms[0]]),
+        "scores": score_rows(results),
+        "differences": difference_rows({f"{name} minus {arms[0]}": as_json(one) for name, one in compared.items()}),
+        "logged": logged_rows(results),
+        "colours": {arm: colour_of(arms, arm) for arm in arms},
+        "curves": training_curves(list(logs.items())),
+        "analysis": analysis_figures(analysis) if args.pictures else [],
+        "measured": analysis_tables(analysis) if args.pictures else {},
         "measured_pictures": args.pictures,
         "examples": examples,
-        "times": json.loads((folder / TIMES).read_text()) if (folder / TIMES).is_file() else {},
+        "times": [{"step": name, "seconds": round(seconds)} for name, seconds in times.items()],
         "logs": log_links(args),
-        "commands": commands(args, examples),
+        "python": shown_python(),
+        "models": [f"{name}={arm['folder']}" for name, arm in results["arms"].items()],
         "commit": git_commit(),
     }
     (folder / FILE).write_text(render("page.html.jinja", **context), encoding="utf-8")
 
 
-def verdict(results: Mapping[str, Any], logs: Logs, everything: str) -> str:
-    """What the run can tell and what it cannot, in words."""
-    arms, chance = results["arms"], results["chance_percent"][everything]
-    scores = ", ".join(f"{name} {arm['accuracy_percent'][everything]:.0f} %" for name, arm in arms.items())
-    said = [f"Right answers to {len(results['records'])} held-out questions: {scores}; guessing gives {chance:.0f} %."]
-    for name, found in results["differences"].items():
-        one = found[everything]
-        shown = "no difference is shown" if one["verdict"] == UNCHANGED else f"{one['verdict']} on such questions"
-        interval = "{:+.1f} to {:+.1f}".format(*one["interval"])
-        said.append(
-            f"{name} against {next(iter(arms))}: {one['points']:+.1f} points (95 % interval {interval}): {shown}."
-        )
-    steps = " + ".join(str(log[-1]["step"]) for log in next(iter(logs.values())))
-    said.append(
-        f"This is one training of {steps} steps: it tells whether an arm reads the pictures, and how large its visual "
-        "tokens are. It cannot rank the arms: the intervals cover the choice of questions, not what another training "
-        "would have given."
-    )
-    return " ".join(said)
-
-
 def examples(
-    records: Sequence[Mapping[str, Any]], given: Mapping[str, Sequence[str]], images: Path
+    records: Sequence[answers.Record], given: Mapping[str, Sequence[str]], images: Path
 ) -> list[dict[str, Any]]:
     """Held-out pictures, at first one per kind of question, with question, expected answer and all arms' answers."""
     chosen: dict[str, int] = {}
@@ -105,20 +268,13 @@ def examples(
             chosen[record["kind"]] = index
             pictures.add(record["image"])
     others = (i for i, record in enumerate(records) if record["image"] not in pictures)
-    indices = [*chosen.values(), *others][:EXAMPLES]
     found = []
-    for index in indices:
+    for index in [*chosen.values(), *others][:EXAMPLES]:
         question, expected = (message["value"] for message in records[index]["conversations"][:2])
-        found.append(
-            {
-                "image": records[index]["image"],
-                "path": str(images / records[index]["image"]),
-                "uri": picture_uri(images / records[index]["image"]),
-                "question": question.replace("<image>\n", ""),
-                "expected": expected,
-                "replies": [f"{name}: {texts[index]}" for name, texts in given.items()],
-            }
-        )
+        path = images / records[index]["image"]
+        found.append({"image": records[index]["image"], "path": str(path), "uri": picture_uri(path)})
+        found[-1] |= {"question": question.replace("<image>\n", ""), "expected": expected}
+        found[-1] |= {"replies": [f"{name}: {texts[index]}" for name, texts in given.items()]}
     return found
 
 
@@ -132,41 +288,19 @@ def picture_uri(path: Path) -> str:
     return data_uri(stream.getvalue(), "png")
 
 
-def draw_norms(logs: Logs, path: Path) -> None:
-    """Draws the mean norm of visual and text tokens at the LLM's input over both stages: a line per arm, log scale."""
-    pyplot = import_pyplot()
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-        boundary = 0
-        for name, (stage_1, stage_2) in logs.items():
-            boundary = stage_1[-1]["step"]
-            steps = [(s["step"], s) for s in stage_1] + [(boundary + s["step"], s) for s in stage_2]
-            points = [(x, s["norm/llm_input"]) for x, s in steps if "norm/llm_input" in s]
-            axes.plot(*zip(*points, strict=True), color=colour_of(list(logs), name), label=f"visual tokens, {name}")
-        points = [(x, s["norm/text_embeddings"]) for x, s in steps if "norm/text_embeddings" in s]
-        axes.plot(*zip(*points, strict=True), color="black", linestyle=":", label="text tokens")
-        axes.axvline(boundary + 0.5, color="grey", linewidth=0.8)
-        axes.set(yscale="log", xlabel="optimizer step (stage 1 | stage 2)", ylabel="mean L2 norm at the LLM's input")
-        axes.legend()
-        for kind in ("png", "svg"):
-            figure.savefig(f"{path}.{kind}", metadata={"Software": None} if kind == "png" else {"Date": None})
-        pyplot.close(figure)
-
-
-def update_rates(args: argparse.Namespace) -> list[dict[str, str]]:
-    """The figures of `python -m llava.analysis update-rates` for all arms; what `answers` measured is not repeated."""
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    """Writes tables and figures of `python -m llava.analysis update-rates` into `folder`."""
     from llava.analysis import update_rates
+    from llava.analysis.__main__ import parser
 
-    update_rates.run(answers.update_rates_arguments([(name, folder) for name, _, folder in args.arm], args))
-    return analysis_figures(args.output_dir / answers.ANALYSIS)
-
-
-def rate_rows(folder: Path) -> list[dict[str, Any]]:
-    """The part of the measurement's summary that a reader needs: how much of a token's direction a layer keeps."""
-    rows = json.loads((folder / f"{answers.UPDATE_RATES}.json").read_text())["rows"]
-    names = {"model": "arm", "tokens": "tokens", "count": "tokens seen", "cosine mean": "cosine of successive layers"}
-    shown = [{new: row[old] for old, new in names.items()} for row in rows if "with sinks" not in row["tokens"]]
-    return [{name: f"{v:.3f}" if isinstance(v, float) else v for name, v in row.items()} for row in shown]
+    words = ["update-rates", "--data", str(args.data / answers.RECORDS), "--output-dir", str(folder)]
+    words += [word for name, _, checkpoint in args.arm for word in ("--model", f"{name}={checkpoint}")]
+    words += ["--samples", str(args.pictures), "--batch-size", "8"]
+    if dtype := answers.fastest_dtype():
+        words += ["--dtype", dtype]
+    flags = parser(words[0]).parse_args(words)
+    flags.argv = words
+    update_rates.run(flags)
 
 
 def log_links(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -174,21 +308,7 @@ def log_links(args: argparse.Namespace) -> list[tuple[str, str]]:
     found = []
     for name, *folders in args.arm:
         for number, folder in enumerate(map(Path, folders), 1):
-            for file in (folder / "train_log.jsonl", folder.with_suffix(".log")):
+            for file in (folder / LOG_FILE, folder.with_suffix(".log")):
                 if file.is_file():
                     found.append((f"{name}, stage {number}: {file.name}", os.path.relpath(file, args.output_dir)))
     return found
-
-
-def commands(args: argparse.Namespace, examples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What to type next: a command for each thing it does."""
-    python, last = shown_python(), args.arm[-1][2]
-    talk = [python, "-m", "llava.serve.cli", "--model-path", last, "--image-file", examples[0]["path"]]
-    return {
-        "talk to the model": shlex.join(talk),
-        "every table and figure of the paper for these models": shlex.join(
-            ["bash", "scripts/analyze.sh", *(f"{name}={folder}" for name, _, folder in args.arm)]
-        ),
-        "a comparison of arms over several seeds": "bash scripts/compare.sh --preset demo --seeds 2",
-        "the paper's recipe on GPUs": "PRESET=llama-3.2-3b NORM=gwc_layernorm bash scripts/pretrain.sh",
-    }

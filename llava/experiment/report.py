@@ -7,6 +7,7 @@ import base64
 import csv
 import hashlib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from llava.experiment.report_tables import (
     headline_table,
     sentence,
 )
-from llava.experiment.runs import Run
+from llava.experiment.runs import STAGES, Run
 from llava.utils.presentation import column_names
 from llava.utils.versions import git_commit
 
@@ -54,7 +55,7 @@ def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> 
     }
     figures = {
         "intervals": intervals({arm: named(found) for arm, found in stats.results.items()}, stats.arms),
-        "curves": training_curves(runs),
+        "curves": training_curves([(run.arm, [run.log(stage) for stage in STAGES]) for run in runs]),
         "analysis": analysis_figures(folder / "analysis"),
         "colours": {arm: colour_of(stats.arms, arm) for arm in stats.arms},
     }
@@ -87,6 +88,14 @@ def markdown_text(value: object) -> str:
     return re.sub(r"([\\`*_{}\[\]<>|&#~])", r"\\\1", text)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table that is also read as text; the first row is its header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    header, *lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([f"| {' | '.join(header)} |", rule, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
 def render(template: str, **context: Any) -> str:
     """Renders a template, with the escaping that its format, HTML or Markdown, needs."""
     html = template.endswith(".html.jinja")
@@ -98,7 +107,7 @@ def render(template: str, **context: Any) -> str:
         finalize=None if html else markdown_text,
     )
     helpers: dict[str, Any] = {"column_names": column_names, "shown": shown, "script_hash": script_hash}
-    environment.globals.update(helpers)
+    environment.globals.update(helpers | {"quoted": shlex.join})
     return environment.get_template(template).render(**context)
 
 

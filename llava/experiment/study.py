@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from llava.eval.results import CONTROLS, LLAVA_CODE
+from llava.eval.results import CONTROLS
+from llava.experiment import answers
 from llava.experiment.arms import parse_arms, parse_seeds
 from llava.experiment.comparison import Comparison
 from llava.experiment.engine import DEMO, at_work, show_times
@@ -44,10 +45,8 @@ from llava.experiment.study_page import write_page
 from llava.experiment.study_record import ANALYSIS, answers_of, record, write_record
 from llava.launch.devices import available_cores, count_of, resolve_devices
 from llava.launch.recipe import resolved_run
-from llava.utils.digests import revision
 from llava.utils.paths import ROOT
 from llava.utils.provenance import DONE
-from llava.utils.versions import PLAYGROUND, code_digest
 
 ARMS = (
     "none,scale,scale-fixed,clip,rmsnorm,layernorm,layernorm@default,gwc_layernorm,gwc_rmsnorm,"
@@ -248,14 +247,7 @@ PILOT_STEPS = 20  # of a recipe that counts epochs
 
 def is_answered(run: Run) -> bool:
     """Whether the run has answers of its present weights under every control, by the present code."""
-    if not run.has_finished("finetune"):
-        return False
-    try:
-        answers = [answers_of(run, control) for control in CONTROLS]
-    except ValueError:
-        return False
-    now = (revision(str(run.folder("finetune"))), code_digest(PLAYGROUND))
-    return all((found.fingerprint, found.versions.get(LLAVA_CODE)) == now for found in answers)
+    return run.has_finished("finetune") and answers.is_answered(run.folder("finetune"), run.folder("heldout"))
 
 
 def pilot_of(run: Run) -> Pilot:

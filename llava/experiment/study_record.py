@@ -17,6 +17,7 @@ from llava.experiment.learning import LEVELS, samples_to_reach
 from llava.experiment.plan import POWER, Plan
 from llava.experiment.report_tables import Rows, Statistics, batch_of, seconds_of_steps
 from llava.experiment.runs import STAGES, Run
+from llava.experiment.stage import Log
 from llava.model.multimodal_projector.norm import NORM_TYPES, PAPER_ARMS
 from llava.utils.files import write_text
 from llava.utils.versions import git_commit
@@ -212,11 +213,14 @@ def learning(runs: Sequence[Run]) -> dict[str, Any]:
 
 def logged(run: Run) -> dict[str, list[float | None]]:
     """What `LOGGED` names: at the start, and at the end of each stage."""
-    found = {}
-    for name, key in LOGGED.items():
-        values = [[line[key] for line in run.log(stage) if key in line] or [None] for stage in STAGES]
-        found[name] = [values[0][0], *(one[-1] for one in values)]
-    return found
+    logs = [run.log(stage) for stage in STAGES]
+    return {name: start_and_ends(logs, key) for name, key in LOGGED.items()}
+
+
+def start_and_ends(logs: Sequence[Log], key: str, absent: float | None = None) -> list[Any]:
+    """What was logged under `key` at the start, and at the end of each stage."""
+    values = [[line[key] for line in log if key in line] or [absent] for log in logs]
+    return [values[0][0], *(one[-1] for one in values)]
 
 
 # --- controls and measurements ----------------------------------------------------------------------------------------

@@ -197,12 +197,10 @@ def test_the_template_is_the_checkpoints_never_guessed_from_its_path(assistant):
         choose_template(SimpleNamespace(), "llava-v1.5-7b")
 
 
-def test_the_demos_scoring_asks_the_same_way(checkpoint, images):
-    records = [
-        {"image": f"{colour}.png", "conversations": [{"from": "human", "value": f"<image>\n{ASK}"}, {"from": "gpt"}]}
-        for colour in COLOURS
-    ]
-    texts = answers.answer(checkpoint, records, images, batch_size=3, max_new_tokens=8, name="x")
+def test_the_demos_scoring_asks_the_same_way(assistant, images):
+    turns = [{"from": "human", "value": f"<image>\n{ASK}"}, {"from": "gpt", "value": "Yes"}]
+    records = [{"image": f"{colour}.png", "conversations": turns} for colour in COLOURS]
+    texts = answers.asked_under(answers.UNTOUCHED, assistant, records, images, batch_size=3)
     assert texts == ["Yes" if colour in WARM else "No" for colour in COLOURS]
 
 

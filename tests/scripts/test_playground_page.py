@@ -3,10 +3,12 @@
 import html
 import json
 import re
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from llava import asking
 from llava.experiment import answers
 from llava.experiment import quickstart_page as page
 from llava.utils.intervals import share_interval
@@ -44,11 +46,13 @@ def arms(tmp_path, monkeypatch):
     (data / "heldout.json").write_text(json.dumps(records))
     words = [word for name in ARMS for word in write_arm(out, name)]
 
-    def answer(checkpoint, asked, images, batch_size, max_new_tokens, name):
+    def asked_under(control, checkpoint, records, images, batch_size):
+        name = Path(checkpoint).parent.name
         run.asked.append(name)
-        return ["Right." if i >= QUESTIONS - RIGHT[name] else HOSTILE for i in range(len(asked))]
+        return ["Right." if i >= QUESTIONS - RIGHT[name] else HOSTILE for i in range(len(records))]
 
-    monkeypatch.setattr(answers, "answer", answer)
+    monkeypatch.setattr(asking, "load_assistant", lambda checkpoint, **_: checkpoint)
+    monkeypatch.setattr(answers, "asked_under", asked_under)
 
     def run(*flags):
         run.asked.clear()
@@ -84,7 +88,7 @@ def test_answers_are_asked_once_until_what_decides_them_changes(arms, capsys, mo
     capsys.readouterr()
     Image.new("RGB", (400, 300), "grey").save(arms.data / "images/3.png")
     assert arms() == 0 and arms.asked == list(ARMS)
-    assert capsys.readouterr().out.count("made with other pictures; asked again") == 2
+    assert capsys.readouterr().out.count("made with other questions or pictures; asked again") == 2
     monkeypatch.setattr(answers, "code_digest", lambda sources: "another")
     assert arms() == 0 and arms.asked == list(ARMS)
 

@@ -38,7 +38,8 @@ case "$*" in
     echo '{}' >"$out/config.json" ;;
   *playground*)
     shift 2
-    name="$1"; [ "$1" != answers ] || name="answers $3"
+    name="$1"
+    [ "$1" != controls ] || { arm=${3%/finetune}; name="answers ${arm##*/}"; }
     note begin
     [ "$1" != compare ] || echo "the table" >"$OUT/table.md" ;;
   *) exit 1 ;;
@@ -319,7 +320,7 @@ def test_deepspeed_and_tensorboard_are_installed_for_those_who_ask(tmp_path, var
 
 
 def test_the_command_line_starts_without_loading_models_or_figures():
-    code = "import sys; from playground.__main__ import parser; parser('quickstart'); parser('answers')\n"
+    code = "import sys; from playground.__main__ import parser; parser('quickstart'); parser('controls')\n"
     code += "print({'torch', 'transformers', 'matplotlib'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
