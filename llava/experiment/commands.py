@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llava.experiment import comparison, study, study_page, study_record
 from llava.experiment.report import write_report
-from llava.experiment.runs import Run, check_all, check_present, check_runs
+from llava.experiment.runs import Run, check_all, check_runs
 from llava.experiment.stage import STAGES, StepError
 from llava.utils.commands import Parser, program_name
 from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT
@@ -35,9 +35,8 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--docs", action="store_true", help="write docs/study.md and docs/study.json instead")
     check_command = add("check", "refuse runs that differ in more than the arm", check)
-    present_command = add("present", "refuse to go on with other code or packages than the finished runs had", present)
     report_command = add("report", "check, and write the page", report)
-    for command in (check_command, present_command, report_command):
+    for command in (check_command, report_command):
         command.add_argument("--output-dir", type=Path, required=True, help="folder with seed-<seed>/<arm>/<stage>")
         command.add_argument(
             "--arms", type=lambda text: text.split(","), required=True, help="joined by commas, none first"
@@ -99,11 +98,6 @@ def check(args: argparse.Namespace) -> None:
     if finished:
         check_runs(finished, args.stage)
     print(f"{args.stage}: {len(finished)} run(s), equal in everything but the arm")
-
-
-def present(args: argparse.Namespace) -> None:
-    """The command `present`."""
-    check_present(runs_of(args))
 
 
 def report(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import pytest
 from comparison_runs import change, write_run, write_scores
 
 from llava.experiment.commands import main
-from llava.experiment.runs import arm_differences, check_results, check_runs
+from llava.experiment.runs import arm_differences, check_present, check_results, check_runs
 from llava.utils.provenance import DONE, RUN_FILE
 from llava.utils.versions import code_digest, version_of
 
@@ -125,17 +125,18 @@ def test_check_looks_at_what_is_there_and_says_how_much(runs, capsys):
 
 def test_seeds_that_are_no_numbers_are_refused_in_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["present", "--output-dir", "runs", "--arms", "none,layernorm", "--seeds", "42,x"])
+        main(["report", "--output-dir", "runs", "--arms", "none,layernorm", "--seeds", "42,x"])
     said = capsys.readouterr().err
     assert said.startswith("error: argument --seeds: expected seeds joined by commas") and said.count("\n") == 1
 
 
-def test_changed_code_or_packages_are_refused_and_another_commit_is_not(runs, capsys):
-    assert command(runs, "present") == 2
-    message = capsys.readouterr().err
+def test_changed_code_or_packages_are_refused_and_another_commit_is_not(runs):
+    with pytest.raises(ValueError) as refused:
+        check_present(runs)
+    message = str(refused.value)
     assert "code.digest: 'd' (none, seed 1)" in message and "versions.torch: '0.1.0' (none, seed 1)" in message
     for run in runs:
         for stage in ("pretrain", "finetune"):
             change(run, stage, "code", {"digest": code_digest(), "commit": "an older one"})
             change(run, stage, "versions", {"torch": version_of("torch"), "not-installed": None})
-    assert command(runs, "present") == 0
+    check_present(runs)
