@@ -15,7 +15,7 @@ from llava.eval.results import CONTROLS, Results, TaskResult, read_results
 from llava.experiment.arms import parse_arm
 from llava.experiment.learning import LEVELS, samples_to_reach
 from llava.experiment.plan import POWER, Plan
-from llava.experiment.report_tables import Rows, Statistics, batch_of, seconds_of_steps
+from llava.experiment.report_tables import Rows, Statistics, analysis_tables, batch_of, seconds_of_steps
 from llava.experiment.runs import STAGES, Run
 from llava.experiment.stage import Log
 from llava.model.multimodal_projector.norm import NORM_TYPES, PAPER_ARMS
@@ -257,14 +257,10 @@ def measured(folder: Path) -> dict[str, Rows]:
     Tables with a row per layer are left out, as are columns that `KEPT` does not name: the analysis' files have them.
     """
     found = {}
-    for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text())
-        rows = content.get("rows") if isinstance(content, dict) else None
-        if not rows or "model" not in rows[0] or "layer" in rows[0]:
-            continue
-        kept = KEPT.get(path.stem)
-        if kept != ():
-            found[path.stem] = [{name: in_digits(row[name], 4) for name in kept or row} for row in rows]
+    for name, rows in analysis_tables(folder).items():
+        kept = KEPT.get(name)
+        if kept != () and "model" in rows[0] and "layer" not in rows[0]:
+            found[name] = [{column: in_digits(row[column], 4) for column in kept or row} for row in rows]
     return found
 
 
