@@ -303,7 +303,8 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
                 raise ValueError(
                     "images were given to a model without a vision tower (config.mm_vision_tower is unset)"
                 )
-            if tower is None and not self.cuts(labels):
+            answering = past_key_values is not None and past_key_values.get_seq_length() > 0
+            if tower is None and not answering and not self.cuts(labels):
                 check_fits(text_lengths(input_ids, attention_mask), self.config)
             return input_ids, position_ids, attention_mask, past_key_values, None, labels
 
