@@ -4,10 +4,8 @@ Both follow from the model, whatever its family, so that no configuration file h
 """
 
 import logging
-import sys
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
@@ -21,13 +19,6 @@ logger = logging.getLogger(__name__)
 _READ_AS_FP16 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
-WRONG_ON_CPU = sys.version_info >= (3, 12)
-"""Whether weights that ZeRO-3 gathers on a CPU may change while they are read, with no communication going on.
-
-Seen on Python 3.12 and 3.13 with PyTorch 2.11 to 2.13 and DeepSpeed 0.19.2 and 0.19.8, never on Python 3.11.
-"""
-
-
 def check_zero(args: TrainingArguments) -> None:
     """The part of `check_flags` about the file that `--deepspeed` names."""
     if not args.deepspeed:
@@ -37,12 +28,6 @@ def check_zero(args: TrainingArguments) -> None:
         raise ValueError(
             f"--deepspeed {args.deepspeed}: stage3_gather_16bit_weights_on_model_save must be true under ZeRO-3, or "
             "the final folder would hold no weights"
-        )
-    on_cpu = args.world_size > 1 and not torch.accelerator.is_available()
-    if zero.get("stage") == 3 and on_cpu and WRONG_ON_CPU:
-        raise ValueError(
-            f"--deepspeed {args.deepspeed}: ZeRO-3 over several CPU ranks computes with wrong weights on Python 3.12 "
-            "and newer; use Python 3.11, deepspeed_configs/zero2.json, or one process without the flag"
         )
     options = [name for name in _READ_AS_FP16 if zero.get(name)]
     if options and not args.fp16:
