@@ -51,9 +51,8 @@ def test_a_killed_holders_lock_is_free_although_its_forked_worker_lives(tmp_path
         from pathlib import Path
         from llava.utils.locks import FolderLock
         FolderLock(Path(sys.argv[1])).acquire()
-        worker = os.fork()
-        if worker:
-            print(worker, flush=True)
+        if not os.fork():
+            print(os.getpid(), flush=True)  # by the worker, once it runs
         time.sleep(60)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
