@@ -223,7 +223,7 @@ def test_settings_that_trained_nothing_hinder_no_later_call(start):
     ("flags", "extra", "said"),
     [
         (["--arms", "none none"], {}, "each once"),
-        (["--arms", "none,batchnorm"], {}, "'batchnorm' is not one of"),
+        (["--arms", "none,batchnorm"], {}, "NORM=batchnorm is not one of"),
         ([], {"MAX_STEPS": "many"}, "MAX_STEPS=many is not a whole number"),
     ],
 )
