@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        print("interrupted: rerun the same command to resume", file=sys.stderr)
         return 130
     return 0
 

@@ -2,7 +2,7 @@
 
 A preset (`comparison`, `study`, `quickstart`, `measurements`) says what its runs are trained on, which lanes it has and
 what it writes at the end. Locks, progress, signals and the times of steps are the engine's. Every step keeps what it
-finished, so that the same command goes on after an interruption.
+finished, so that the same command resumes after an interruption.
 """
 
 import os

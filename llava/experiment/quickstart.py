@@ -245,7 +245,7 @@ def run(args: argparse.Namespace) -> None:
         with at_work(args.output_dir) as quickstart.lock:
             quickstart.work()
     except StepError as error:
-        raise PlaygroundError(f"{error}\nthe same command goes on from here") from None
+        raise PlaygroundError(f"{error}\nrerun the same command to resume") from None
     except (ValueError, Refusal) as error:
         raise PlaygroundError(str(error)) from None
     show_end(quickstart)

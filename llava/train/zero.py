@@ -6,17 +6,23 @@ Both follow from the model, whatever its family, so that no configuration file h
 import logging
 from collections.abc import Iterator
 
+from packaging.version import Version
 from torch import nn
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.zero3 import full_shape
 from llava.train.arguments import TrainingArguments
+from llava.utils.versions import version_of
 
 logger = logging.getLogger(__name__)
 
 
 # Options of ZeRO++ whose kernels take every number that they are given for fp16.
 _READ_AS_FP16 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+
+
+OLDEST = Version("0.19.8")
+"""0.19.2 to 0.19.7 were seen to gather wrong weights over CPU ranks, with PyTorch 2.11 to 2.13; GPUs are untested."""
 
 
 def check_zero(args: TrainingArguments) -> None:
@@ -28,6 +34,12 @@ def check_zero(args: TrainingArguments) -> None:
         raise ValueError(
             f"--deepspeed {args.deepspeed}: stage3_gather_16bit_weights_on_model_save must be true under ZeRO-3, or "
             "the final folder would hold no weights"
+        )
+    installed = version_of("deepspeed")
+    if zero.get("stage") == 3 and installed and Version(installed) < OLDEST:
+        raise ValueError(
+            f"--deepspeed {args.deepspeed}: DeepSpeed {installed} gathers wrong weights now and then under ZeRO-3; "
+            f"install DeepSpeed {OLDEST} or newer"
         )
     options = [name for name in _READ_AS_FP16 if zero.get(name)]
     if options and not args.fp16:

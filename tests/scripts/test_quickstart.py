@@ -165,7 +165,7 @@ def test_a_failed_step_names_its_log_and_ends_the_other_arm(start):
     assert failed.returncode == 1
     log = start.out / "none/finetune.log"
     assert "none, stage 2 failed with status 3" in failed.stderr and "| no such flag\n" in failed.stderr
-    assert failed.stderr.endswith(f"its log: {log}\nthe same command goes on from here\n")
+    assert failed.stderr.endswith(f"its log: {log}\nrerun the same command to resume\n")
     assert "Traceback" not in failed.stderr
     start.calls()
     assert start().returncode == 0

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -245,6 +246,18 @@ def test_zero3_that_would_write_no_weights_is_refused():
     with pytest.raises(ValueError, match="--deepspeed zero.json: stage3_gather_16bit_weights_on_model_save must be"):
         check_zero(zero_arguments(3, 2, config={"zero_optimization": zero}))
     check_zero(zero_arguments(3, 2, config={"zero_optimization": dict.fromkeys(zero, True) | {"stage": 3}}))
+
+
+@pytest.mark.parametrize(
+    ("stage", "version", "refused"),
+    [(3, "0.19.7", True), (3, "0.19.8", False), (3, "0.20.0", False), (2, "0.19.7", False)],
+)
+def test_zero3_of_a_deepspeed_that_gathers_wrong_weights_is_refused(monkeypatch, stage, version, refused):
+    monkeypatch.setattr("llava.train.zero.version_of", lambda package: version)
+    config = {"zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}}
+    message = f"--deepspeed zero.json: DeepSpeed {version} gathers wrong weights .* 0.19.8 or newer"
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
+        check_zero(zero_arguments(stage, 2, config=config))
 
 
 def test_a_layer_without_input_gradient_is_gathered_module_by_module(tiny):
