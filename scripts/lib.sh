@@ -35,7 +35,7 @@ plain_python() {
   for candidate in "${PYTHON:-python3}" .venv/bin/python "${LLAVA_PYTHON:-python3}"; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$candidate" && return; fi
   done
-  die "${PYTHON:-python3} is not a Python of at least 3.11; set PYTHON to one"
+  die "${PYTHON:-python3} is not a Python of at least 3.11; set PYTHON to a newer Python"
 }
 
 # .venv of this repository, or the caller's own environment by LLAVA_PYTHON.

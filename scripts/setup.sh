@@ -74,7 +74,7 @@ make_venv() {
   version=$(python_version "$python")
   [ -n "$version" ] || fail "PYTHON=$python does not run; set PYTHON to a Python 3.11 or newer"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    fail "PYTHON=$python is Python $version; 3.11 or newer is needed, set PYTHON to one"
+    fail "PYTHON=$python is Python $version; 3.11 or newer is needed; set PYTHON to a newer Python"
   step "virtual environment .venv (Python $version)" "$python" -m venv --clear .venv
 }
 

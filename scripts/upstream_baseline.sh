@@ -39,7 +39,7 @@ ensure_upstream() {
   wanted="$version $LLAVA $(sha256sum <"$REQUIREMENTS")"
   if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && "$UPSTREAM_VENV/bin/python" -c '' 2>/dev/null; then return; fi
   [[ "$version" =~ ^3\.1[0-2]$ ]] ||
-    die "PYTHON=$PYTHON is Python $version; upstream's tokenizers 0.15.1 needs 3.10 to 3.12, set PYTHON to one"
+    die "PYTHON=$PYTHON is Python $version; upstream's tokenizers 0.15.1 needs 3.10 to 3.12; set PYTHON to such a Python"
   echo "upstream_baseline: making $UPSTREAM_VENV, some minutes"
   "$PYTHON" -m venv --clear "$UPSTREAM_VENV"
   "${pip[@]}" install -q "$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$REQUIREMENTS")"

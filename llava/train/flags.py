@@ -50,7 +50,7 @@ REFUSED = {
     "a checkpoint is written at SIGTERM without it": "enable_jit_checkpoint",
     "training never uses a cache": "use_cache",
     "text embeddings go into one row with visual tokens, where its noise cannot be added": "neftune_noise_alpha",
-    "samples are dealt to ranks here, not by Accelerate": "accelerator_config",
+    "this trainer assigns samples to ranks, not Accelerate": "accelerator_config",
     "samples always come in the same order, so that a run can be continued": "dataloader_in_order",
     "worker processes are started in PyTorch's default way": "dataloader_multiprocessing_context",
 }

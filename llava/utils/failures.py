@@ -113,7 +113,7 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             stacks = file.read()
-        text = f"no progress for {waited:.0f} s (--hang_timeout {self.timeout:g}); this is where it stands:\n{stacks}"
+        text = f"no progress for {waited:.0f} s (--hang_timeout {self.timeout:g}); its stack traces:\n{stacks}"
         self.report(text, lost_peer=False)
         print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
         os._exit(HANG_EXIT_CODE)  # the main thread may be inside a call that never returns

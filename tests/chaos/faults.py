@@ -228,7 +228,7 @@ FAULTS = [
         "one rank hangs",
         (
             "the first of 2 errors in ...:\nrank 1 on ..., process ..., ...",
-            "no progress for ... s (--hang_timeout 15); this is where it stands:",
+            "no progress for ... s (--hang_timeout 15); its stack traces:",
             IN_STRIKE,
         ),
         2,
