@@ -1,131 +1,239 @@
-"""The paper's statements (sections 3 and B) checked numerically; exit status 1 if one is refuted.
+"""How far the paper's theory (sections 3 and B) holds in a model: its assumptions and predictions, layer by layer.
 
-With `--model` it also measures how far their assumptions hold in a real model.
+The update is measured as the theory defines it: between what enters a layer and what leaves it. Attention sinks
+(see `layer_statistics`) are counted and left out; the table also has the values with them.
+
+Shapes: N tokens of one modality, D LLM hidden size.
 """
 
 import argparse
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
-from llava.analysis import inputs, loading, resume, theory_model
-from llava.analysis import theory_checks as turning
-from llava.analysis import theory_formulas as formulas
-from llava.analysis import theory_spectrum as attention
+from llava.analysis import inputs, loading, resume
 from llava.analysis.commands import Needs
-from llava.analysis.models import required_models
+from llava.analysis.inputs import PicturePrompt, Samples
+from llava.analysis.layer_statistics import sink_mask
+from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import TableRow, figure, write_result
-from llava.analysis.theory_checks import Check
-from llava.utils.commands import whole
-from llava.utils.presentation import COLOURS
-from llava.utils.progress import progress
+from llava.analysis.probe import SPECIAL, TEXT_AFTER, TEXT_BEFORE, Probe
+from llava.analysis.probe import VISUAL as VISUAL_GROUP
+from llava.analysis.resume import resumed
+from llava.analysis.statistics import Stream
+from llava.utils.presentation import TEXT_COLOUR, VISUAL_COLOUR
 
 NEEDS = Needs()
 
-CHECKS: tuple[Callable[[np.random.Generator, int], Check], ...] = (
-    turning.update_ignores_norm,
-    turning.angular_velocity,
-    turning.slower_with_norm,
-    turning.theorem_1,
-    turning.lemma_1,
-    turning.lag_angle,
-    attention.damped_spectrum,
-    attention.spectral_bound,
-    attention.snr_and_entropy,
-)
-"""Each takes a random stream and the number of draws."""
+RESULT = "theory-model"
+MODALITIES = {"visual": (VISUAL_GROUP,), "text": (TEXT_BEFORE, TEXT_AFTER, SPECIAL)}
+QUANTITIES = ("norm", "C", "phi", "w")
+PARTS = WITHOUT_SINKS, WITH_SINKS = "without sinks", "with sinks"
+# Means over pairs of a visual and a text token of one sample.
+PAIRS = ("cos before", "cos predicted", "cos measured", "rotations' product")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draws", type=whole(1), default=40_000, help="random vectors per Monte Carlo comparison")
-    parser.add_argument(
-        "--norm-ratios", type=float, nargs="+", default=[2, 5, 15, 40], help="visual over text norm, in the figure"
-    )
-    parser.add_argument("--layers", type=whole(1), default=28, help="layers in the figure")
     loading.add_arguments(parser)
     inputs.add_arguments(parser, samples=40)
     resume.add_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints and writes every statement's verdict; 1 where one is refuted."""
-    if args.draws < 1000:
-        raise ValueError(f"--draws {args.draws}: expected at least 1000; fewer leave the bounds too wide to refute")
-    if not min(args.norm_ratios) >= 1:
-        raise ValueError("--norm-ratios: expected numbers of at least 1")
-    checks = run_checks(args.seed, args.draws)
-    write_result(args, [table_row(check) for check in checks], {"checks": [check._asdict() for check in checks]})
-    for check in checks:
-        print(f"\n{check.statement} ({check.equation}): {verdict(check)}\n  found: {check.example}")
-        if check.condition:
-            print(f"  holds where: {check.condition}")
-    draw(args)
-    if args.models:
-        measure_models(args)
-    refuted = [check.statement for check in checks if not check.confirmed]
-    print(
-        f"\n{len(checks) - len(refuted)} of {len(checks)} statements confirmed"
-        + "".join(f"; REFUTED: {s}" for s in refuted)
-    )
-    return 1 if refuted else 0
+def run(args: argparse.Namespace) -> None:
+    """Writes each assumption's measure per model, every layer's numbers (in the JSON) and the figure."""
+    samples = inputs.choose(args)
+    measured = {model.name: measure_assumptions(model, samples, args) for model in required_models(args.models)}
+    summaries = [line for rows in measured.values() for line in summary(rows)]
+    write_result(args, summaries, [row for rows in measured.values() for row in rows], name=RESULT)
+    draw(args, measured)
 
 
-def run_checks(seed: int, draws: int) -> list[Check]:
-    """Every check, each with a random stream of its own, so that none depends on the others."""
-    streams = np.random.default_rng(seed).spawn(len(CHECKS))
-    pairs = zip(CHECKS, streams, strict=True)
-    return [check(random, draws) for check, random in progress(pairs, "checking", "statements", total=len(CHECKS))]
+def angular_velocity(norm: np.ndarray | float, update: float, phi: float) -> np.ndarray:
+    """Angle by which an update turns a hidden state: `tan(w) = C sin(phi) / (|h| + C cos(phi))` (paper eq. 8, 13).
+
+    Args:
+        norm: |h|.
+        update: C, the length of the update.
+        phi: angle between update and hidden state, in radians.
+
+    Returns:
+        w in [0, pi]; above pi/2 where the update more than undoes the state, C cos(phi) < -|h|.
+    """
+    return np.arctan2(update * np.sin(phi), norm + update * np.cos(phi))
 
 
-def verdict(check: Check) -> str:
-    if not check.confirmed:
-        return "REFUTED"
-    return "confirmed, under a condition" if check.condition else "confirmed"
+class LayerTally:
+    """One layer's streams: |h|, C, phi and w per modality, the prediction of w, and what Theorem 1 says of pairs."""
+
+    def __init__(self) -> None:
+        names = (*QUANTITIES, "w predicted", "error")
+        self.streams = {name: {quantity: Stream() for quantity in names} for name in MODALITIES}
+        self.sinks = dict.fromkeys(MODALITIES, 0)
+        self.turns: dict[str, torch.Tensor] = {}
+        self.pairs = {name: Stream() for name in PAIRS}
+
+    def add(self, states: torch.Tensor, after: torch.Tensor, groups: torch.Tensor, sinks: torch.Tensor) -> None:
+        """Adds one sample: what enters the layer and the next one [S, D], groups, and which tokens are sinks [S]."""
+        states, after = states.double().cpu(), after.double().cpu()
+        norms = states.norm(dim=-1)
+        members = self._members(groups, sinks)
+        update, units = after - states, states / norms[:, None]
+        along = (update * units).sum(dim=-1)
+        across = update - along[:, None] * units
+        length, turn = update.norm(dim=-1), across.norm(dim=-1)
+        turns = across / turn.clamp(min=1e-30)[:, None]
+        phi, w = torch.atan2(turn, along), torch.atan2(turn, norms + along)
+        # The paper's assumption: one C and one phi for all tokens of the layer, here their means.
+        keep = members["visual"] | members["text"]
+        shared = length[keep].mean().item(), phi[keep].mean().item()
+        for name, inside in members.items():
+            streams = self.streams[name]
+            predicted = torch.from_numpy(angular_velocity(norms[inside].numpy(), *shared))
+            values = (norms[inside], length[inside], phi[inside], w[inside], predicted, (predicted - w[inside]).abs())
+            for stream, value in zip(streams.values(), values, strict=True):
+                stream.add(value)
+            self.turns[name] = self.turns.get(name, 0) + turns[inside].sum(dim=0)
+        # Means over all pairs of a visual and a text token are products of the modalities' means.
+        visual, text = members["visual"], members["text"]
+
+        def pairs(vectors: torch.Tensor) -> float:
+            return (vectors[visual].mean(dim=0) @ vectors[text].mean(dim=0)).item()
+
+        before = pairs(units)
+        rho = (w[visual].cos().mean() * w[text].cos().mean()).item()
+        means = (before, rho * before, pairs(after / after.norm(dim=-1, keepdim=True)), pairs(turns))
+        for stream, value in zip(self.pairs.values(), means, strict=True):
+            stream.add(value)
+
+    def _members(self, groups: torch.Tensor, sinks: torch.Tensor) -> dict[str, torch.Tensor]:
+        # The tokens of each modality [S] without its sinks, which are counted.
+        members = {}
+        for name, ids in MODALITIES.items():
+            inside = torch.isin(groups, torch.tensor(ids, dtype=groups.dtype))
+            members[name] = inside & ~sinks
+            self.sinks[name] += int((inside & sinks).sum())
+            if not members[name].any():
+                raise ValueError(f"a sample has no {name} tokens besides sinks; the theory is about pairs of both")
+        return members
+
+    def row(self) -> dict[str, float]:
+        """The layer's numbers; angles in degrees."""
+        row: dict[str, float] = {}
+        for name in MODALITIES:
+            streams = self.streams[name]
+            row |= {f"{name} |h|": streams["norm"].mean, f"{name} C": streams["C"].mean}
+            for quantity in ("phi", "w", "w predicted", "error"):
+                row[f"{name} {quantity}"] = math.degrees(streams[quantity].mean)
+            row[f"{name} phi std"] = math.degrees(streams["phi"].std)
+            row[f"{name} C spread"] = streams["C"].std / streams["C"].mean
+            count = streams["w"].count
+            row[f"{name} drift"] = self.turns[name].norm().item() / count
+            row[f"{name} drift if symmetric"] = 1 / math.sqrt(count)
+            row[f"{name} sinks"] = self.sinks[name]
+        return row | {name: stream.mean for name, stream in self.pairs.items()}
 
 
-def measure_models(args: argparse.Namespace) -> None:
-    """Prints and writes how far the assumptions hold in every model (`theory-model`), with a figure over its layers."""
-    samples, rows = inputs.choose(args), []
-    for model in required_models(args.models):
-        rows += theory_model.measure_assumptions(model, samples, args)
-    by_model = [[row for row in rows if row["model"] == model.name] for model in args.models]
-    summary = [line for own_rows in by_model for line in theory_model.summary(own_rows)]
-    write_result(args, summary, rows, name="theory-model")
-    theory_model.draw(args, args.models, rows)
+class Tallies:
+    """Every layer's tally, without sinks and with them (a `resume.State`)."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.kinds = [LayerTally, Stream]
+        self.parts: dict[str, list[LayerTally]] = {part: [] for part in PARTS}
+
+    @torch.no_grad()
+    def add(self, probe: Probe, sample: PicturePrompt) -> None:
+        """Runs one sample through the model."""
+        seen = probe.run(probe.prepare([sample]))
+        groups, sinks = seen.groups.cpu()[0], sink_mask(seen)[0]
+        for part, tallies in self.parts.items():
+            tallies += [LayerTally() for _ in probe.parts.layers[len(tallies) :]]
+            left_out = sinks if part == WITHOUT_SINKS else torch.zeros_like(sinks)
+            for tally, (states, after) in zip(tallies, seen.steps(), strict=True):
+                tally.add(states[0], after[0], groups, left_out)
+
+    def rows(self, model: str) -> list[dict[str, Any]]:
+        """Two rows per layer: without attention sinks, and with them."""
+        return [
+            {"model": model, "layer": index, "tokens": part} | tally.row()
+            for part, tallies in self.parts.items()
+            for index, tally in enumerate(tallies)
+        ]
 
 
-def table_row(check: Check) -> TableRow:
+def measure_assumptions(named: NamedModel, samples: Samples, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """`Tallies.rows` over all samples, continuing from what `--output-dir` has."""
+
+    def start() -> Callable[[Tallies, Sequence[PicturePrompt]], None]:
+        probe = loading.load_with_vision(named, args)
+        return lambda state, some: [state.add(probe, sample) for sample in some]
+
+    return resumed(Tallies(), "theory", named, samples, start, args).rows(named.name)
+
+
+def summary(rows: list[dict[str, Any]]) -> list[TableRow]:
+    """Each assumption's measure over one model's layers: median, mean, and the range of the middle 80 % of the layers.
+
+    Sinks are left out; the last column is the median with them.
+    """
+    without, with_sinks = (_assumptions([row for row in rows if row["tokens"] == part]) for part in PARTS)
+    table = []
+    for name, values in without.items():
+        low, middle, high = np.percentile(values, (10, 50, 90))
+        cells = {"median layer": float(middle), "mean": float(np.mean(values))}
+        cells |= {"10 % of layers below": float(low), "90 % below": float(high)}
+        cells["median layer with sinks"] = float(np.median(with_sinks[name]))
+        table.append({"model": rows[0]["model"], "assumption": name} | cells)
+    return table
+
+
+def _assumptions(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    # Each assumption's measure in every layer.
     return {
-        "statement": check.statement,
-        "equation": check.equation,
-        "verdict": verdict(check),
-        "comparisons": check.cases,
-        "worst deviation": float(check.deviation),
-        "allowed": float(check.allowed),
-        "unit": check.unit,
+        "norm, visual over text": [row["visual |h|"] / row["text |h|"] for row in rows],
+        "C, visual over text (assumed 1)": [row["visual C"] / row["text C"] for row in rows],
+        "C, std over mean within visual (assumed 0)": [row["visual C spread"] for row in rows],
+        "C, std over mean within text (assumed 0)": [row["text C spread"] for row in rows],
+        "phi, visual minus text, degrees (assumed 0)": [row["visual phi"] - row["text phi"] for row in rows],
+        "phi, std within visual, degrees (assumed 0)": [row["visual phi std"] for row in rows],
+        "phi, std within text, degrees (assumed 0)": [row["text phi std"] for row in rows],
+        "drift of visual rotations over chance (assumed 1)": [
+            row["visual drift"] / row["visual drift if symmetric"] for row in rows
+        ],
+        "drift of text rotations over chance (assumed 1)": [
+            row["text drift"] / row["text drift if symmetric"] for row in rows
+        ],
+        "product of a visual and a text rotation (assumed 0)": [row["rotations' product"] for row in rows],
+        "cosine of a visual and a text token, change by a layer": [
+            row["cos measured"] - row["cos before"] for row in rows
+        ],
+        "the same, predicted (Theorem 1)": [row["cos predicted"] - row["cos before"] for row in rows],
+        "w, text over visual, measured": [row["text w"] / row["visual w"] for row in rows],
+        "w, text over visual, predicted (eq. 8)": [row["text w predicted"] / row["visual w predicted"] for row in rows],
     }
 
 
-def draw(args: argparse.Namespace) -> None:
-    """Left: angular velocity over the norm. Right: lag angle over layers, against Lemma 1's balance and alignment."""
-    with figure(args, 1, 2, figsize=(11, 4)) as (_, (left, right)):
-        norms = np.geomspace(0.5, 200, 200)
-        for phi, colour in zip((60, 90, 120), COLOURS, strict=False):
-            w = np.degrees(formulas.angular_velocity(norms, 1.0, np.radians(phi)))
-            left.loglog(norms, w, color=colour, label=f"phi = {phi} degrees")
-        left.set(
-            xlabel="norm of the hidden state, in update lengths (|h| / C)", ylabel="angle turned per layer (degrees)"
-        )
-        left.set_title("A large norm turns slowly (eq. 8)")
-        left.legend()
-        layers = np.arange(args.layers + 1)
-        settings = {"update": 0.25, "phi": np.pi / 2, "theta": 0.3, "layers": args.layers}
-        aligned = formulas.angles_over_layers(1.0, 1.0, **settings)[0]
-        for ratio, colour in zip(args.norm_ratios, COLOURS * len(args.norm_ratios), strict=False):
-            imbalanced, balanced = formulas.angles_over_layers(ratio, 1.0, **settings)
-            right.plot(layers, np.degrees(imbalanced - balanced), color=colour, label=f"norm ratio {ratio:g}")
-            right.plot(layers, np.degrees(imbalanced - aligned), color=colour, linestyle="--", linewidth=1.2)
-        right.axhline(0, color="black", linewidth=0.8)
-        right.set(xlabel="layer", ylabel="extra angle between the tokens (degrees)")
-        right.set_title("Lag (eq. 17): solid against equal product of tangents,\ndashed against both at the text norm")
-        right.legend()
+def draw(args: argparse.Namespace, measured: dict[str, list[dict[str, Any]]]) -> None:
+    """Per model: update length, phi, and angular velocity measured against predicted, over the layers."""
+    size = (12, 3.2 * len(measured) + 0.6)
+    with figure(args, len(measured), 3, figsize=size, squeeze=False, name=RESULT) as (drawn, axes):
+        for (model, rows), (left, middle, right) in zip(measured.items(), axes, strict=True):
+            own = [row for row in rows if row["tokens"] == WITHOUT_SINKS]
+            layers = [row["layer"] for row in own]
+            for name, colour in (("visual", VISUAL_COLOUR), ("text", TEXT_COLOUR)):
+                left.plot(layers, [row[f"{name} C"] for row in own], color=colour, label=name)
+                left.plot(layers, [row[f"{name} |h|"] for row in own], color=colour, linestyle=":")
+                phi, spread = (np.array([row[f"{name} {key}"] for row in own]) for key in ("phi", "phi std"))
+                middle.plot(layers, phi, color=colour)
+                middle.fill_between(layers, phi - spread, phi + spread, color=colour, alpha=0.15, linewidth=0)
+                right.plot(layers, [row[f"{name} w"] for row in own], color=colour)
+                right.plot(layers, [row[f"{name} w predicted"] for row in own], color=colour, linestyle="--")
+            left.set(yscale="log", ylabel=model, title="update C (solid), norm |h| (dotted)")
+            middle.set(title="phi, with std (degrees)")
+            right.set(yscale="log", title="w (degrees): measured, predicted (dashed)")
+            for axis in (left, middle, right):
+                axis.set_xlabel("layer")
+        drawn.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)

@@ -1,4 +1,4 @@
-"""`attention`, `interventions`, `theory --model` on tiny models, against the library's own attention and cache."""
+"""`attention`, `interventions`, `theory` on tiny models, against the library's own attention and cache."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from llava.analysis import attention, attention_watch, interventions, loading, theory_model
+from llava.analysis import attention, attention_watch, interventions, loading, theory
 from llava.analysis.__main__ import main, parser
 from llava.analysis.attention_figures import overlaid
 from llava.analysis.attention_watch import watched, watched_attention
@@ -654,7 +654,7 @@ def test_the_tally_of_a_layer_equals_plain_geometry():
     states[:20] *= 5
     sinks = torch.arange(40) == 39
     groups = torch.tensor([VISUAL] * 20 + [TEXT_AFTER] * 20, dtype=torch.uint8)
-    tally = theory_model.LayerTally()
+    tally = theory.LayerTally()
     tally.add(states, after, groups, sinks)
     row = tally.row()
     update = (after - states).double().numpy()
@@ -680,8 +680,8 @@ def test_the_tally_of_a_layer_equals_plain_geometry():
 def test_assumptions_are_measured_without_and_with_sinks(probe, question, monkeypatch):
     seen = probe.run(probe.prepare([question]))
     sink = seen.visual & (seen.visual.cumsum(1) == 2)
-    monkeypatch.setattr(theory_model, "sink_mask", lambda seen: sink)
-    tallies = theory_model.Tallies()
+    monkeypatch.setattr(theory, "sink_mask", lambda seen: sink)
+    tallies = theory.Tallies()
     tallies.add(probe, question)
     rows = tallies.rows("m")
     assert [(row["layer"], row["tokens"], row["visual sinks"]) for row in rows] == [
@@ -689,7 +689,7 @@ def test_assumptions_are_measured_without_and_with_sinks(probe, question, monkey
     ]  # fmt: skip
     for row, chosen in ((rows[0], seen.visual & ~sink), (rows[2], seen.visual)):
         assert row["visual |h|"] == pytest.approx(seen.hidden_states[0][chosen].norm(dim=-1).mean().item(), rel=1e-5)
-    line = theory_model.summary(rows)[0]
+    line = theory.summary(rows)[0]
     assert line["median layer"] == pytest.approx(np.median([r["visual |h|"] / r["text |h|"] for r in rows[:2]]))
     assert line["median layer with sinks"] == pytest.approx(
         np.median([r["visual |h|"] / r["text |h|"] for r in rows[2:]])
@@ -704,7 +704,7 @@ def test_one_shared_update_is_predicted_exactly():
     states = torch.tensor([[1.0, 0, 0], [0, 2.0, 0], [0, 0, 7.0]])
     turns = torch.tensor([[0, 1.0, 0], [0, 0, 1.0], [1.0, 0, 0]])
     groups = torch.tensor([TEXT_BEFORE, TEXT_AFTER, VISUAL], dtype=torch.uint8)
-    tally = theory_model.LayerTally()
+    tally = theory.LayerTally()
     tally.add(states, states + 0.5 * turns, groups, torch.zeros(3, dtype=torch.bool))
     row = tally.row()
     assert row["visual error"] == pytest.approx(0, abs=1e-9) and row["text error"] == pytest.approx(0, abs=1e-9)
@@ -760,8 +760,8 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
     shared += ["--image-folder", str(tiny / "data/images")]
     assert main(["attention", *shared, "--query", "colour"]) == 0
     assert main(["interventions", *shared, "--alphas", "0.5", "2"]) == 0
-    assert main(["theory", *shared, "--draws", "2000"]) == 0
-    names = ["attention-heatmaps", "attention-rollout", "attention-profiles", "interventions", "theory", "theory-model"]
+    assert main(["theory", *shared]) == 0
+    names = ["attention-heatmaps", "attention-rollout", "attention-profiles", "interventions", "theory-model"]
     for name in names:
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000, name
     rows = json.loads((tmp_path / "interventions.json").read_text())["rows"]
@@ -775,14 +775,14 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
     assert "two: visual tokens enter with" in capsys.readouterr().out
     with monkeypatch.context() as patch:  # what is measured is taken as it is
         patch.setattr(loading, "load", lambda *args: pytest.fail("measured again"))
-        for command, *more in (
-            ["attention", "--query", "colour"],
-            ["interventions", "--alphas", "2", "0.5"],
-            ["theory"],
+        for result, command, *flags in (
+            ["attention", "attention", "--query", "colour"],
+            ["interventions", "interventions", "--alphas", "2", "0.5"],
+            ["theory-model", "theory"],
         ):
-            before = json.loads((tmp_path / f"{command}.json").read_text())
-            assert main([command, *shared, *more, *(["--draws", "2000"] if command == "theory" else [])]) == 0
-            after = json.loads((tmp_path / f"{command}.json").read_text())
+            before = json.loads((tmp_path / f"{result}.json").read_text())
+            assert main([command, *shared, *flags]) == 0
+            after = json.loads((tmp_path / f"{result}.json").read_text())
             assert (after["rows"], after["details"]) == (before["rows"], before["details"])
         with pytest.raises(pytest.fail.Exception):
             main(["interventions", *shared, "--alphas", "3"])
