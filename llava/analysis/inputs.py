@@ -9,27 +9,27 @@ What `--data` may be, found by what is there:
 
 import argparse
 import hashlib
-import io
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.data.checks import IMAGE_KEYS, starts_from
+from llava.data.checks import IMAGE_KEYS, Record, starts_from
+from llava.data.checks import Image as Place
 from llava.data.errors import DataError, named_by
 from llava.data.hub_files import is_hub_name
-from llava.data.images import ImageError, ImageStore, decoded, picture_header
+from llava.data.images import ImageError, ImageStore
 from llava.data.mixture import MIXTURES
-from llava.data.parquet_files import turn_columns
+from llava.data.parquet_files import read_rows, turn_columns, with_row_images
 from llava.data.records import data_files, load_records, record_images, record_name
 from llava.utils.commands import whole
-from llava.utils.digests import bytes_digest, remembered_digest
+from llava.utils.digests import remembered_digest
 from llava.utils.pixels import ORIENTATIONS, to_rgb, upright
 
 PLAYGROUND = ("playground/data/scenes/heldout.json", "playground/data/stamps/heldout.json")
@@ -214,20 +214,19 @@ def _source(path: Path, args: argparse.Namespace) -> Source:
     if path.is_dir():
         pictures = sorted(file for file in path.rglob("*") if file.suffix.lower() in PICTURES)
         if pictures:
-            return _folder(pictures, args.prompt)
+            return _folder(path, [str(file.relative_to(path)) for file in pictures], args.prompt)
         raise DataError(path, "the folder holds neither pictures nor Parquet files")
     expected = "a folder, .json, .jsonl, .parquet, .yaml"
     raise DataError(path, f"expected {expected}; found none of that name{starts_from(path)}")
 
 
-def _folder(pictures: list[Path], prompt: str) -> Source:
+def _folder(folder: Path, pictures: list[str], prompt: str) -> Source:
+    store = ImageStore(folder, follow_links=True, setting="--data")
+
     def read(index: int) -> PicturePrompt:
-        return PicturePrompt(pictures[index].name, open_picture(pictures[index], str(pictures[index])), prompt)
+        return PicturePrompt(Path(pictures[index]).name, _opened(store, pictures[index], str(folder)), prompt)
 
-    def content(indices: Sequence[int]) -> str:
-        return " ".join(f"{pictures[index].name} {bytes_digest(pictures[index])}" for index in indices)
-
-    return Source([1] * len(pictures), read, content)
+    return Source([1] * len(pictures), read, lambda indices: store.content(pictures[index] for index in indices))
 
 
 def _records(path: Path, folder: Path | None) -> Source:
@@ -241,10 +240,7 @@ def _records(path: Path, folder: Path | None) -> Source:
     def read(index: int) -> PicturePrompt:
         record = records[index]
         name = record_name(record, index)
-        try:
-            picture = to_rgb(store.open(record_images(record)[0]))
-        except ImageError as error:
-            raise Unreadable(f"--data {path}, {name}: {error}") from error
+        picture = _opened(store, record_images(record)[0], f"{path}, {name}")
         return PicturePrompt(name, picture, *first_turns(record["conversations"]))
 
     def content(indices: Sequence[int]) -> str:
@@ -262,82 +258,56 @@ def first_turns(conversations: list[dict[str, str]]) -> tuple[str, str | None]:
 
 
 def _benchmark(shards: list[Path]) -> Source:
-    tables = [pq.ParquetFile(shard) for shard in shards]
-    pictures = [count for table, shard in zip(tables, shards, strict=True) for count in _row_pictures(table, shard)]
-    groups = [(t, shard, g) for t, shard in zip(tables, shards, strict=True) for g in range(t.num_row_groups)]
-    ends, total = [], 0
-    for table, _, group in groups:
-        total += table.metadata.row_group(group).num_rows
-        ends.append(total)
-    cached: dict[int, pa.Table] = {}
+    rows = [(f"{shard}, row {number}", row) for shard in shards for number, row in enumerate(_benchmark_rows(shard))]
+    store = ImageStore(None, follow_links=True, setting="--data")
 
     def read(index: int) -> PicturePrompt:
-        number = next(i for i, end in enumerate(ends) if index < end)
-        table, shard, group = groups[number]
-        if number not in cached:  # one group of rows at a time stays in memory
-            cached.clear()
-            cached[number] = table.read_row_group(group)
-        place = index - (ends[number - 1] if number else 0)
-        first = sum(table.metadata.row_group(before).num_rows for before in range(group))
-        return row_sample(cached[number].slice(place, 1).to_pylist()[0], f"{shard}, row {first + place}")
+        name, row = rows[index]
+        picture = _opened(store, record_images(row)[0], name)
+        return PicturePrompt(name, picture, *question_and_answer(row, name))
 
     def content(indices: Sequence[int]) -> str:
-        return f"{[remembered_digest(shard) for shard in shards]} {[*indices]}"
+        shown = store.content(record_images(rows[index][1])[0] for index in indices)
+        return f"{[remembered_digest(shard) for shard in shards]} {shown} {[*indices]}"
 
-    return Source(pictures, read, content)
+    return Source([len(record_images(row)) for _, row in rows], read, content)
 
 
-def _row_pictures(table: pq.ParquetFile, shard: Path) -> list[int]:
-    """How many pictures each row has; reads the short `path` beside the pictures' bytes where there is one.
+def _benchmark_rows(shard: Path) -> list[Record]:
+    """The rows of a benchmark's file, of a picture in the file its place.
 
     Raises:
         ValueError: the columns of a benchmark are missing; the message names those that are there.
     """
-    names = table.schema_arrow.names
-    column = next((name for name in IMAGE_KEYS if name in names), None)
-    for columns, present in (("image or images", column), ("conversations or question", "question" in names)):
+    names = pq.read_schema(shard).names
+    for columns, present in (
+        ("image or images", any(name in names for name in IMAGE_KEYS)),
+        ("conversations or question", "question" in names),
+    ):
         if not present:
             raise ValueError(f"--data {shard}: Parquet without a column {columns}; it has {', '.join(names)}")
-    leaves = [table.schema.column(i).path for i in range(len(table.schema))]
-    leaf = next((leaf for leaf in leaves if leaf.startswith(f"{column}.") and leaf.endswith(".path")), column)
-    counts: list[int] = []
-    for batch in table.iter_batches(columns=[leaf]):
-        values = batch.column(0)
-        is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
-        there = pc.list_value_length(values) if is_list else values.is_valid().cast(pa.int64())
-        counts += pc.fill_null(there, 0).to_pylist()
-    return counts
+    elements = read_rows(shard, [name for name in ("hint", "question", "answer", *OPTIONS) if name in names])
+    rows = [(json.loads(element.text), element.row) for element in elements]
+    return [row if number is None else with_row_images(row, str(shard), number) for row, number in rows]
 
 
-def row_sample(row: dict[str, Any], name: str) -> PicturePrompt:
-    """A sample of a benchmark's Parquet row, which has one picture.
+def question_and_answer(row: Record, name: str) -> tuple[str, str | None]:
+    """The prompt of a benchmark's row, with hint and options, and the answer.
 
     Raises:
-        Unreadable: its question is null, or its picture cannot be read.
+        Unreadable: its question is null.
     """
-    picture = next(row[key] for key in IMAGE_KEYS if row.get(key) is not None)
-    image = open_picture(picture[0] if isinstance(picture, list) else picture, name)
     if row["question"] is None:
         raise Unreadable(f"--data {name}: its question is null")
     parts = [row.get("hint") or "", row["question"]]
     parts += [f"{letter}. {row[letter]}" for letter in OPTIONS if isinstance(row.get(letter), str)]
     answer = row.get("answer")
-    return PicturePrompt(name, image, "\n".join(p for p in parts if p), None if answer is None else str(answer))
+    return "\n".join(part for part in parts if part), None if answer is None else str(answer)
 
 
-def open_picture(source: Any, name: str) -> Image.Image:
-    """The picture at a path, in bytes, or in a struct of `bytes` and `path`, in RGB.
-
-    Raises:
-        Unreadable: there is none, or it cannot be read.
-    """
-    if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
-    if source is None:
-        raise Unreadable(f"--data {name}: no picture")
+def _opened(store: ImageStore, image: Place, name: str) -> Image.Image:
+    """A sample's picture in RGB; raises Unreadable if it cannot be read."""
     try:
-        with picture_header(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            return to_rgb(decoded(image))
-    except Exception as error:  # decoders raise all kinds of errors
-        where = starts_from(source) if isinstance(error, FileNotFoundError) else ""
-        raise Unreadable(f"--data {name}: the picture cannot be read ({error}{where})") from error
+        return to_rgb(store.open(image))
+    except ImageError as error:
+        raise Unreadable(f"--data {name}: {error}") from error

@@ -29,8 +29,12 @@ _ROWS = 1024
 _IMAGES = 8  # rows whose image bytes are held at a time
 
 
-def read_rows(path: Path) -> Iterator[Element]:
+def read_rows(path: Path, text_columns: list[str] | None = None) -> Iterator[Element]:
     """The records of a shard, in order, each checked separately.
+
+    Args:
+        path: the shard.
+        text_columns: what is read besides the images; by default what makes a record.
 
     Raises:
         ValueError: the file is not Parquet, or a column is missing or of another type; the message names it.
@@ -38,7 +42,7 @@ def read_rows(path: Path) -> Iterator[Element]:
     try:
         with pq.ParquetFile(path) as file:
             image = image_leaf(file, path)
-            columns = _text_columns(file.schema_arrow, path)
+            columns = _text_columns(file.schema_arrow, path) if text_columns is None else text_columns
             unread = dict.fromkeys(_unread(file.schema_arrow), "a column of another type")
             start = 0
             for group in range(file.num_row_groups):

@@ -201,7 +201,7 @@ def test_unusable_data_is_refused_with_what_is_expected(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             chosen("--data", path)
-    with pytest.raises(ValueError, match="bad.parquet, row 0: the picture cannot be read"):
+    with pytest.raises(ValueError, match="bad.parquet, row 0: image in row 0 of .* cannot be decoded"):
         chosen("--data", tmp_path / "bad.parquet")[0]
     with pytest.raises(ValueError, match="none of 1 pictures can be read, the last because of .*bad.parquet, row 0"):
         chosen("--data", tmp_path / "bad.parquet")[:]
