@@ -10,6 +10,7 @@ import base64
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -179,7 +180,7 @@ def is_as_expected(report: dict[str, Any]) -> bool:
 
 
 def export(checkpoint: Path, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier comparison
     command = ["-m", "llava.export", "hf", "--model-path", str(checkpoint), "--output-dir", str(folder)]
     if subprocess.run([sys.executable, *command]).returncode:
         raise ValueError(f"python {' '.join(command)} failed, see above")
