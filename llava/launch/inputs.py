@@ -24,7 +24,6 @@ PREPARED = "playground/data"  # what this tree's own commands prepare lies here
 RECORDS = (".json", ".jsonl", ".parquet")
 MIXTURES = (".yaml", ".yml")
 ADAPTER_FILE = "mm_projector.bin"
-_ENTRY = re.compile(r"""\b(json_path|image_folder)["']?\s*:\s*("[^"]*"|'[^']*'|\S[^\n]*)""")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
@@ -99,12 +98,6 @@ def _check_records(what: str, part: str, hint: str, caller: str) -> Iterator[Inp
         yield Input(FOUND, what, part)
         return
     yield from check_file(what, part, hint, caller, records_fault)
-    if part.endswith(MIXTURES) and Path(part).is_file():
-        for key, path in mixture_paths(Path(part)):
-            if key == "json_path":
-                yield from _check_records("  of it", path, f"correct json_path in {part}", caller)
-            else:
-                yield from check_file("  its images", path, f"correct image_folder in {part}", caller, images_fault)
 
 
 def _no_fault(path: Path) -> str:
@@ -170,15 +163,13 @@ def model_fault(path: Path) -> str:
 
 
 def records_fault(path: Path) -> str:
-    """Of a file of records, a folder of them, or a mixture."""
+    """Of a file of records, a folder of them, or a mixture, whose entries the trainer checks."""
     if path.is_dir():
         if any(next(path.rglob(f"*{suffix}"), None) for suffix in RECORDS):
             return ""
         return f"expected records, found a folder without {', '.join(RECORDS)}"
     if path.suffix not in RECORDS + MIXTURES:
         return f"expected a file that ends in {', '.join(RECORDS + MIXTURES)}, found {path.suffix or 'no ending'}"
-    if path.suffix in MIXTURES and not mixture_paths(path):
-        return "expected a mixture (docs/data.md), found no json_path in it"
     return ""
 
 
@@ -221,27 +212,6 @@ def output_fault(path: Path) -> str:
     if not nearest.is_dir():
         return f"expected a folder, found the file {nearest}"
     return "" if os.access(nearest, os.W_OK) else f"expected a folder that can be written, which {nearest} cannot"
-
-
-def mixture_paths(mixture: Path) -> list[tuple[str, str]]:
-    """The (`json_path` or `image_folder`, path) pairs of a mixture, in order, each path placed as the trainer does."""
-    return [(key, _place(mixture, name)) for key, names in _entries(mixture) for name in names]
-
-
-def _entries(mixture: Path) -> Iterator[tuple[str, list[str]]]:
-    text = re.sub(r"(?m)(^|\s)#.*$", "", mixture.read_text(errors="replace"))
-    for match in _ENTRY.finditer(text):
-        key, value = match.groups()
-        in_braces = "{" in text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
-        value = re.split(r"[,}]", value)[0] if in_braces and value[0] not in "\"'" else value
-        value = value.strip().strip("\"'")
-        yield key, [part.strip() for part in value.split(",")] if key == "json_path" else [value]
-
-
-def _place(mixture: Path, name: str) -> str:
-    beside = mixture.parent / name
-    is_elsewhere = not (name.startswith("hf:") or Path(name).exists() or glob(name, recursive=True))
-    return str(beside) if is_elsewhere and (beside.exists() or glob(str(beside), recursive=True)) else name
 
 
 def _json_fault(file: Path) -> str:
