@@ -8,23 +8,15 @@ from pathlib import Path
 
 import torch
 
-from llava.asking import choose_template, is_captioner
-from llava.conversation import conv_templates
-from llava.export import gguf_file, gguf_language, gguf_vision
+from llava.export import gguf_file, gguf_language, gguf_vision, source
 from llava.model.builder import load_pretrained_model
 from llava.utils.files import replacing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
+    source.add_arguments(parser)
     parser.add_argument("--output-dir", type=Path, required=True, help="folder of the two files")
     parser.add_argument("--dtype", choices=gguf_file.DTYPES, default="f16", help="precision of the matrices")
-    parser.add_argument(
-        "--conv-mode",
-        choices=list(conv_templates),
-        metavar="TEMPLATE",
-        help="conversation template (default: the one that the checkpoint was trained with)",
-    )
     parser.add_argument("--overwrite", action="store_true", help="replace files of an earlier export")
 
 
@@ -42,9 +34,8 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"{file} is there already; pass --overwrite to replace it, or another --output-dir")
     options = {"device": "cpu", "torch_dtype": "auto"}
     tokenizer, model, image_processor, _ = load_pretrained_model(args.model_path, None, "llava", **options)
-    template = choose_template(model.config, args.model_path, args.conv_mode)
-    if is_captioner(template):
-        raise ValueError(f"{args.model_path} is of stage 1 (template plain) and answers no questions; export stage 2")
+    template = source.answering_template(model.config, args.model_path, args.conv_mode)
+    source.refuse_crops(model.config, args.model_path)
     gguf_vision.check(model, image_processor)
     gguf_language.check(model, tokenizer)
     args.output_dir.mkdir(parents=True, exist_ok=True)

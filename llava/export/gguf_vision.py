@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers.image_utils import PILImageResampling
 
-from llava.anyres import has_newline, is_anyres
 from llava.export.gguf_file import library
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.norm import AlignedLayerNorm, UniformScale, projector_norm
@@ -64,10 +63,6 @@ def check(model: LlavaMetaForCausalLM, image_processor: ImageProcessor) -> None:
         raise ValueError(
             f"the image processor resizes by filter {image_processor.resample}; llama.cpp by bicubic alone"
         )
-    if is_anyres(mode := getattr(config, "image_aspect_ratio", None)):
-        raise ValueError(f"--image_aspect_ratio {mode}: crops are not exported to llama.cpp")
-    if has_newline(merge := getattr(config, "mm_patch_merge_type", None)):
-        raise ValueError(f"--mm_patch_merge_type {merge}: image_newline is not exported to llama.cpp")
 
 
 def notes(model: LlavaMetaForCausalLM, image_processor: ImageProcessor) -> list[str]:

@@ -23,14 +23,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from llava.anyres import has_newline, is_anyres
-from llava.asking import choose_template, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.conversation import Conversation, answer_end, conv_templates
-from llava.export import modeling_llava_norm
+from llava.conversation import Conversation, answer_end
+from llava.export import modeling_llava_norm, source
 from llava.export.chat_template import chat_template
 from llava.export.folder import whole_folder
 from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration, LlavaNormModel
+from llava.export.source import answering_template, refuse_crops
 from llava.mm_utils import ADDED_BY_EXPORT, encode_chunk, follow_umask, load_tokenizer, save_tokenizer
 from llava.model.builder import load_as_stored, read_config
 from llava.model.context import context_length
@@ -60,16 +59,10 @@ _IMPORT = "from llava.model.multimodal_projector.norm import EPS, MIN_GAIN, NORM
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
+    source.add_arguments(parser)
     parser.add_argument("--output-dir", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--dtype", choices=DTYPES, help="precision of the written weights (default: the checkpoint's)")
     parser.add_argument("--max-shard-size", default="5GB", help="largest size of a weight file")
-    parser.add_argument(
-        "--conv-mode",
-        choices=list(conv_templates),
-        metavar="TEMPLATE",
-        help="conversation template (default: the one that the checkpoint was trained with)",
-    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -91,12 +84,7 @@ def export(
             something else.
     """
     config = exportable_config(model_path)
-    template = choose_template(config, model_path, conv_mode)
-    recorded = getattr(config, "mm_conv_version", None) or conv_mode
-    if is_captioner(template) or is_captioner(choose_template(config, model_path, recorded)):
-        raise ValueError(
-            f"--model-path {model_path}: of stage 1 (template plain), which answers no questions; export stage 2"
-        )
+    template = answering_template(config, model_path, conv_mode)
     config.mm_conv_version = conv_mode or config.mm_conv_version
     with whole_folder(output_dir, "hf", model_path) as folder:
         model = load_as_stored(model_path, config, dtype).eval()
@@ -140,16 +128,7 @@ def exportable_config(model_path: str) -> PretrainedConfig:
         raise ValueError(
             f"--model-path {model_path}: a language model without a vision tower; expected a LLaVA checkpoint"
         )
-    if is_anyres(aspect := getattr(config, "image_aspect_ratio", None)):
-        raise ValueError(
-            f"--model-path {model_path}: image_aspect_ratio={aspect} (several crops for a picture) "
-            "cannot be written in this format; use the checkpoint as it is, or train one with --image_aspect_ratio pad"
-        )
-    if has_newline(merge := getattr(config, "mm_patch_merge_type", None)):
-        raise ValueError(
-            f"--model-path {model_path}: mm_patch_merge_type={merge} (image_newline after every picture) cannot be "
-            "written in this format; use the checkpoint as it is, or train one with --mm_patch_merge_type flat"
-        )
+    refuse_crops(config, model_path)
     return config
 
 

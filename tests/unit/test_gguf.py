@@ -158,8 +158,8 @@ def test_one_factor_for_all_tokens_becomes_part_of_the_last_linear_layer():
         ({"norm": "gwc_rmsnorm"}, "the projector ends in gwc_rmsnorm, and llama.cpp's LLaVA graph in a linear layer"),
         ({"tower": "clip"}, "the vision tower is a clip_vision_model"),
         ({"mm_projector_type": "linear"}, "--mm_projector_type linear"),
-        ({"image_aspect_ratio": "anyres", "image_grid_pinpoints": "[[16,32]]"}, "--image_aspect_ratio anyres"),
-        ({"mm_patch_merge_type": "spatial_unpad"}, "--mm_patch_merge_type spatial_unpad: image_newline"),
+        ({"image_aspect_ratio": "anyres", "image_grid_pinpoints": "[[16,32]]"}, "image_aspect_ratio=anyres"),
+        ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type=spatial_unpad (image_newline"),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused_by_name(checkpoint, tmp_path, capsys, options, message):
@@ -202,6 +202,15 @@ def test_a_failure_in_the_second_file_leaves_neither(checkpoint, tmp_path, capsy
     monkeypatch.setattr(gguf_language, "tensors", lambda model: {"output.weight": torch.full((2, 2), 1e6)})
     assert main(["gguf", "--model-path", str(checkpoint()), "--output-dir", str(tmp_path)]) == 2
     assert "does not fit f16" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags", [[], ["--conv-mode", "chatml"]])
+def test_stage_1_is_refused_whatever_template_is_given(checkpoint, tmp_path, capsys, flags):
+    folder = checkpoint()
+    config = json.loads((folder / "config.json").read_text()) | {"mm_conv_version": "plain"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["gguf", "--model-path", str(folder), "--output-dir", str(tmp_path), *flags]) == 2
+    assert "of stage 1 (template plain), which answers no questions" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_a_template_is_exported_with_conv_mode(checkpoint, tmp_path, capsys):
