@@ -91,10 +91,10 @@ class WeightFiles:
         """The name of the text embedding matrix; where the files hold only a tied output matrix, that one's.
 
         Args:
-            wanted: `--embedding-name`, which is taken as it is.
+            requested: `--embedding-name`, which is taken as it is.
 
         Raises:
-            ValueError: none or several candidates, or `wanted` is not there; the message says how to name it.
+            ValueError: none or several candidates, or `requested` is not there; the message says how to name it.
         """
         if requested is not None:
             if requested not in self._file_of:

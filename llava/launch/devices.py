@@ -58,10 +58,10 @@ def resolve_devices(environment: Mapping[str, str]) -> Devices:
         nodes, gpus = read_hostfile(hostfile, nodes, gpus)
     nodes_number = whole_number("NNODES", nodes or "1", 1)
     gpus_number = whole_number("NUM_GPUS", gpus, 0) if gpus else count_gpus(environment)
-    given = environment.get("SLURM_GPUS_ON_NODE", "")  # of this task's own node
-    if given.isdecimal() and gpus_number > int(given):
+    allocated = environment.get("SLURM_GPUS_ON_NODE", "")  # of this task's own node
+    if allocated.isdecimal() and gpus_number > int(allocated):
         raise Refusal(
-            f"NUM_GPUS={gpus_number}, but SLURM gave {socket.gethostname()} SLURM_GPUS_ON_NODE={given}; "
+            f"NUM_GPUS={gpus_number}, but SLURM gave {socket.gethostname()} SLURM_GPUS_ON_NODE={allocated}; "
             "every node needs the same number: sbatch --gpus-per-node=..., or set NUM_GPUS"
         )
     cpu_ranks = whole_number("CPU_RANKS", environment.get("CPU_RANKS") or "1", 1)

@@ -44,8 +44,8 @@ def env_file_text(variables: Mapping[str, str], own_lines: Sequence[str] = ()) -
     Raises:
         Refusal: a line cannot hold one of the values.
     """
-    given = {line.split("=", 1)[0].strip() for line in own_lines}
-    lines = [f"{name}={_line_value(name, value)}" for name, value in variables.items() if name not in given]
+    named = {line.split("=", 1)[0].strip() for line in own_lines}
+    lines = [f"{name}={_line_value(name, value)}" for name, value in variables.items() if name not in named]
     return "".join(f"{line}\n" for line in (*lines, *own_lines))
 
 

@@ -24,9 +24,9 @@ def resolved_run(stage: str, *flags: str, **variables: object) -> dict[str, Any]
     Raises:
         ValueError: the script refuses; the message is its own.
     """
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHON") if name in os.environ}
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHON") if name in os.environ}
     env = (
-        kept
+        inherited
         | ({} if IS_CHECKOUT else INTERPRETER)
         | {name: str(value) for name, value in variables.items()}
         | {"DRY_RUN": "json"}

@@ -162,8 +162,8 @@ def json_object(flag: str, value: dict[str, Any] | str | None) -> dict[str, Any]
     if not isinstance(value, str):
         return value
     with contextlib.suppress(json.JSONDecodeError):
-        if isinstance(found := json.loads(value), dict):
-            return found
+        if isinstance(content := json.loads(value), dict):
+            return content
     raise ValueError(f"--{flag}: expected a JSON object such as '{{\"use_reentrant\": true}}', found {value!r}")
 
 

@@ -130,13 +130,13 @@ class FlagParser(Parser, HfArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """Parses as the library does, but refuses flags that are unknown, have no effect or cannot work."""
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse_unknown(unknown)
         for name, reason in _REASONS.items():
-            if getattr(found, name) != self.get_default(name):
-                self.error(f"--{name} {getattr(found, name)}: {reason}")
-        return found, unknown
+            if getattr(parsed, name) != self.get_default(name):
+                self.error(f"--{name} {getattr(parsed, name)}: {reason}")
+        return parsed, unknown
 
     def _refuse_unknown(self, words: list[str]) -> None:
         flag = next((word for word in words if word.startswith("--")), words[0])
@@ -158,12 +158,12 @@ class _Formatter(argparse.HelpFormatter):
 def main() -> int:
     """Returns 0, or ends the process with status 2 if a flag is wrong; does not check what needs model or device."""
     parser = FlagParser()
-    found, _ = parser.parse_known_args(sys.argv[1:])
+    parsed, _ = parser.parse_known_args(sys.argv[1:])
     try:
-        get_template(found.version)
-        ProjectorNormArguments(**{name: getattr(found, name) for name in NORM_FIELDS})
-        DataArguments(**{field.name: getattr(found, field.name) for field in dataclasses.fields(DataArguments)})
-        check_modes(found.image_aspect_ratio, found.mm_patch_merge_type)
+        get_template(parsed.version)
+        ProjectorNormArguments(**{name: getattr(parsed, name) for name in NORM_FIELDS})
+        DataArguments(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(DataArguments)})
+        check_modes(parsed.image_aspect_ratio, parsed.mm_patch_merge_type)
     except ValueError as error:
         parser.error(str(error))
     return 0
