@@ -48,30 +48,41 @@ def pictures(tmp_path_factory):
 
 
 def run(command, folder, out, pictures, *flags) -> list[dict]:
-    given = ("--model", f"m={folder}", "--data", str(pictures), "--samples", "3", "--prompt", PROMPT, "--device", "cpu")
-    assert main([command, *given, "--output-dir", str(out), *flags]) == 0
+    shared = (
+        "--model",
+        f"m={folder}",
+        "--data",
+        str(pictures),
+        "--samples",
+        "3",
+        "--prompt",
+        PROMPT,
+        "--device",
+        "cpu",
+    )
+    assert main([command, *shared, "--output-dir", str(out), *flags]) == 0
     return json.loads((out / f"{command}.json").read_text())["rows"]
 
 
 @contextlib.contextmanager
 def watching(saved, model):
     """Within the block, a forward fills the dict with the tokens of encoder and projector, hooked by module path."""
-    found = {kind: [] for kind in KINDS}
+    tokens = {kind: [] for kind in KINDS}
 
     def see_encoder(module, args, kwargs, result):
-        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        given = given | given.pop("kwargs", {})
-        found[KINDS[0]].append(saved.encoder[1](given, result).flatten(0, -2))
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        bound = bound | bound.pop("kwargs", {})
+        tokens[KINDS[0]].append(saved.encoder[1](bound, result).flatten(0, -2))
 
     def see_projector(module, args, kwargs, result):
         first = next(iter((*args, *kwargs.values())))
         for rows in result if isinstance(result, list) else [result]:
             if first.is_floating_point():  # Ovis also looks its markers up
-                found[KINDS[1]].append((rows if isinstance(rows, torch.Tensor) else rows[0]).flatten(0, -2))
+                tokens[KINDS[1]].append((rows if isinstance(rows, torch.Tensor) else rows[0]).flatten(0, -2))
 
     handles = [model.get_submodule(saved.encoder[0]).register_forward_hook(see_encoder, with_kwargs=True)]
     handles.append(model.get_submodule(saved.projector).register_forward_hook(see_projector, with_kwargs=True))
-    yield found
+    yield tokens
     for handle in handles:
         handle.remove()
 
@@ -86,7 +97,7 @@ def alone(name, model, folder, pictures) -> dict[str, torch.Tensor]:
     else:
         text = f"user: {saved.mark}{PROMPT}\nassistant:"
     layers = []
-    with watching(saved, model) as found:
+    with watching(saved, model) as tokens:
         for file in sorted(pictures.iterdir()):
             picture = Image.open(file)
             images = [picture] if family.page_lists else [[picture]]
@@ -95,9 +106,9 @@ def alone(name, model, folder, pictures) -> dict[str, torch.Tensor]:
             inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}  # Llama 4's are bf16
             states = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
             visual = inputs["input_ids"] == IMAGE
-            found[KINDS[2]].append(states[0][visual])
+            tokens[KINDS[2]].append(states[0][visual])
             layers.append([state[visual] for state in states[:-1]])
-    rows = found | dict(enumerate(zip(*layers, strict=True)))
+    rows = tokens | dict(enumerate(zip(*layers, strict=True)))
     return {kind: torch.cat(parts).norm(dim=-1).double() for kind, parts in rows.items()}
 
 
@@ -169,15 +180,15 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 @torch.no_grad()
 def test_a_family_that_needs_torchvision_is_right_from_tensors(name):
-    counts, given = TENSORS[name]
+    counts, tensors = TENSORS[name]
     model = saved_models.filled(SAVED[name].model()).eval()
     probe = Probe("m", model, find_parts(model, family_of(model.config.model_type)))
-    batch = batch_of(**ids_for(counts), **given)
+    batch = batch_of(**ids_for(counts), **tensors)
     seen = probe.run(batch)
-    with watching(SAVED[name], model) as found:
+    with watching(SAVED[name], model) as watched:
         first = model(**batch.inputs, output_hidden_states=True, use_cache=False).hidden_states[0]
     for tokens, kind in ((seen.vision_features, KINDS[0]), (seen.projector_output, KINDS[1])):
-        assert torch.allclose(tokens, torch.cat(found[kind]), atol=1e-6), kind
+        assert torch.allclose(tokens, torch.cat(watched[kind]), atol=1e-6), kind
     assert torch.allclose(seen.hidden_states[0][seen.visual], first[batch.input_ids == IMAGE], atol=1e-6)
 
 
@@ -204,13 +215,13 @@ def cells_of(area, size, grid) -> dict[tuple[int, int], tuple[int, ...]]:
         [round(length * (start + (end - start) * step / count)) for step in range(count + 1)]
         for length, start, end, count in zip(size, area[:2], area[2:], grid[::-1], strict=True)
     ]
-    found = {}
+    cells = {}
     for row, column in itertools.product(*map(range, grid)):
         left, right = (max(0, min(size[0], x)) for x in edges[0][column : column + 2])
         top, bottom = (max(0, min(size[1], y)) for y in edges[1][row : row + 2])
         if left < right and top < bottom:  # the others are margins
-            found[row, column] = left, top, right, bottom
-    return found
+            cells[row, column] = left, top, right, bottom
+    return cells
 
 
 def assert_lit(place, changes: dict[tuple[int, int], torch.Tensor], grid) -> None:
@@ -270,18 +281,18 @@ PLACED_TENSORS = {
 @pytest.mark.parametrize("name", PLACED_TENSORS)
 @torch.no_grad()
 def test_a_marked_place_of_the_inputs_lights_its_cell(name):
-    model, (given, grid) = saved_models.filled(SAVED[name].model()).eval(), PLACED_TENSORS[name]
+    model, (tensors, grid) = saved_models.filled(SAVED[name].model()).eval(), PLACED_TENSORS[name]
     probe = Probe("m", model, find_parts(model, family_of(model.config.model_type)))
     count = grid[0] * grid[1]
 
     def entering(pixels):
-        batch = batch_of(**{k: v[:1] for k, v in ids_for([count]).items()}, **given | {PIXELS: pixels})
+        batch = batch_of(**{k: v[:1] for k, v in ids_for([count]).items()}, **tensors | {PIXELS: pixels})
         seen = probe.run(batch)
         return batch, seen.groups, seen.hidden_states[0][seen.visual]
 
-    plain = given[PIXELS]
+    plain = tensors[PIXELS]
     batch, groups, before = entering(plain)
-    is_picture, shapes = plain.shape[-2:] != (4, 4) and plain.ndim == 4, [given[k] for k in given if k != PIXELS]
+    is_picture, shapes = plain.shape[-2:] != (4, 4) and plain.ndim == 4, [tensors[k] for k in tensors if k != PIXELS]
     rows, columns = plain.shape[-2:] if is_picture else shapes[0][0, -2:].tolist()
     draws = torch.randn(8, *plain.shape, generator=torch.Generator().manual_seed(0))
     changes = {}
@@ -318,7 +329,7 @@ def test_a_projector_of_zeros_is_refused(pictures, tmp_path, capsys):
     for parameter in model.model.multi_modal_projector.parameters():
         torch.nn.init.zeros_(parameter)
     model.save_pretrained(tmp_path)
-    given = (
+    flags = (
         "--model",
         str(tmp_path),
         "--data",
@@ -329,7 +340,7 @@ def test_a_projector_of_zeros_is_refused(pictures, tmp_path, capsys):
         str(tmp_path / "out"),
     )
     for command in ("interventions", "theory"):
-        assert main([command, *given]) == 2
+        assert main([command, *flags]) == 2
         assert "every weight of its projector is zero" in capsys.readouterr().err.splitlines()[-1]
 
 

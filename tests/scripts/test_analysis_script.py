@@ -28,9 +28,9 @@ def analyze(tmp_path, monkeypatch, capfd):
         calls.write_text("")
         monkeypatch.setenv("FAILING", failing)
         monkeypatch.setenv("STATUS", str(status))
-        found = main(["all", *map(str, words), "--output-dir", "out"])
+        code = main(["all", *map(str, words), "--output-dir", "out"])
         lines = [line.split() for line in calls.read_text().splitlines()]
-        return found, capfd.readouterr(), {line[0]: line[1:] for line in lines}
+        return code, capfd.readouterr(), {line[0]: line[1:] for line in lines}
 
     return run
 

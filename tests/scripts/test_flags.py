@@ -25,11 +25,11 @@ REQUIRED = ["--model_name_or_path", "x", "--output_dir", "y"]
 @pytest.fixture(scope="module")
 def sections():
     """The help's groups by title, each a mapping from an option as it is shown to its text."""
-    found = {}
+    groups = {}
     for group in FlagParser()._action_groups:
         shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
-        found[group.title] = {"/".join(action.option_strings): action.help for action in shown}
-    return found
+        groups[group.title] = {"/".join(action.option_strings): action.help for action in shown}
+    return groups
 
 
 def test_help_is_grouped_and_every_flag_stands_in_it_once_with_a_text(sections):
@@ -96,10 +96,10 @@ def refusal(argument: list[str], capsys) -> str:
 
 
 def test_spellings_of_llavas_scripts_and_of_the_library_are_taken():
-    given = ["--evaluation_strategy", "no", "--per_device_eval_batch_size", "4", "--lazy_preprocess", "True"]
-    given += ["--gradient_checkpointing", "True", "--mm_use_im_start_end", "False", "--max-steps", "7", "--bf16"]
-    given += ["--no_padding_free", "--no-trial-save", "--local_rank=0", "--mm_patch_merge_type", "flat"]
-    _, _, training = parse_flags([*REQUIRED, *given])
+    words = ["--evaluation_strategy", "no", "--per_device_eval_batch_size", "4", "--lazy_preprocess", "True"]
+    words += ["--gradient_checkpointing", "True", "--mm_use_im_start_end", "False", "--max-steps", "7", "--bf16"]
+    words += ["--no_padding_free", "--no-trial-save", "--local_rank=0", "--mm_patch_merge_type", "flat"]
+    _, _, training = parse_flags([*REQUIRED, *words])
     assert (training.max_steps, training.bf16, training.padding_free) == (7, True, False)
     assert training.trial_save is False and training.activation_checkpointing is True
 

@@ -64,13 +64,13 @@ def refused(capsys):
 def test_without_execute_it_only_says_what_it_would_do(folder, hub, capsys, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     assert push(folder) == 0 and not hub.models
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for name in SENT:
-        assert f"  {name}\n" in said
+        assert f"  {name}\n" in printed
     for name in ("checkpoint-10/", "optimizer.pt", ".env", "notes.txt", "dump.bin"):
-        assert f"left out: {name} (not part of a model)\n" in said
-    assert "left out: figures/ (except what the card shows)\n" in said
-    assert "nothing was sent" in said and f"in {len(SENT)} files" in said
+        assert f"left out: {name} (not part of a model)\n" in printed
+    assert "left out: figures/ (except what the card shows)\n" in printed
+    assert "nothing was sent" in printed and f"in {len(SENT)} files" in printed
 
 
 def test_what_is_sent_arrives_whole_and_the_rest_stays(folder, hub, capsys):
@@ -204,7 +204,7 @@ def test_files_that_tell_of_the_machine_are_named(folder, hub, capsys):
     for name in ("config.json", "run.json"):
         (folder / name).write_text('{"model_type": "llava_llama", "a": "/home/me"}')
     assert push(folder) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for name in ("config.json", "run.json"):
-        assert f"note: {name} names folders of the machine that wrote it, and is sent as it is\n" in said
-    assert said.count("note: ") == 2
+        assert f"note: {name} names folders of the machine that wrote it, and is sent as it is\n" in printed
+    assert printed.count("note: ") == 2

@@ -90,8 +90,8 @@ def test_every_familys_attention_is_watched(family):
         logits = probe.run(batch).logits
     assert torch.allclose(logits, expected.logits, atol=1e-5)
     assert len(weights) == len(probe.parts.layers)
-    for found, layer in zip(weights, expected.outputs.attentions, strict=True):
-        assert torch.allclose(found, layer[0], atol=1e-6)
+    for watched_weights, layer in zip(weights, expected.outputs.attentions, strict=True):
+        assert torch.allclose(watched_weights, layer[0], atol=1e-6)
 
 
 LLMS = {
@@ -120,21 +120,25 @@ def strong(text) -> Probe:
 
 @pytest.mark.parametrize("name", LLMS)
 @torch.no_grad()
-def test_what_a_language_models_attention_has_of_its_own_is_watched_too(name):
+def test_sinks_caps_and_windows_of_a_language_model_are_watched_too(name):
     if name == "soft cap" and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("this transformers leaves the soft cap out where attention is not eager, and is refused")
     probe = strong(LLMS[name]())
-    found = {}
-    seen = attention_watch.run(probe, probe.batch, see=lambda index, one: found.update({index: one.weights.clone()}))
+    weights_by_layer = {}
+    seen = attention_watch.run(
+        probe,
+        probe.batch,
+        see=lambda index, expected_weights: weights_by_layer.update({index: expected_weights.weights.clone()}),
+    )
     probe.model.set_attn_implementation("eager")
     eager = probe.run(probe.batch, output_attentions=True)
     assert torch.allclose(seen.logits, eager.logits, atol=1e-3)
     expected = [weights[0] for weights in eager.outputs.attentions if weights is not None]
-    assert list(found) == ([1] if name == "hybrid" else [0, 1, 2]) and len(expected) == len(found)
-    for weights, one in zip(found.values(), expected, strict=True):
-        assert torch.allclose(weights, one, atol=1e-5)
+    assert list(weights_by_layer) == ([1] if name == "hybrid" else [0, 1, 2]) and len(expected) == len(weights_by_layer)
+    for weights, expected_weights in zip(weights_by_layer.values(), expected, strict=True):
+        assert torch.allclose(weights, expected_weights, atol=1e-5)
     if name == "learned sinks":
-        assert found[0].sum(dim=-1).max() < 1
+        assert weights_by_layer[0].sum(dim=-1).max() < 1
 
 
 @torch.no_grad()
@@ -171,24 +175,24 @@ def test_no_argument_of_an_attention_is_swallowed():
             ({"attention_mask": None, "sliding_window": 3}, "sliding window but no mask"),
             ({"key": key[:, :, :4], "value": key[:, :, :4]}, "5 queries look at 4 keys"),
         ):
-            given = {"query": query, "key": key, "value": key, "attention_mask": mask} | wrong
+            arguments_with_fault = {"query": query, "key": key, "value": key, "attention_mask": mask} | wrong
             with pytest.raises(ValueError, match=message):
-                watched_attention(layers[0].self_attn, **given)
+                watched_attention(layers[0].self_attn, **arguments_with_fault)
 
 
 def test_a_mask_says_the_same_in_numbers_in_bools_and_by_its_absence():
-    probe, found = strong(None), []
+    probe, looks = strong(None), []
     query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
     causal = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
     numbers = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
     module = probe.parts.layers[0].self_attn
-    with watched(probe.parts.layers, see=lambda index, one: found.append(one)):
+    with watched(probe.parts.layers, see=lambda index, look: looks.append(look)):
         for mask in (causal, numbers, None):
             watched_attention(module, query, key, key, mask)
         watched_attention(module, query, key, key, None, is_causal=False)
-    for one in found[1:3]:
-        assert torch.equal(one.weights, found[0].weights) and torch.equal(one.allowed, causal[0])
-    assert found[3].allowed.all() and (found[3].weights > 0).all()
+    for look in looks[1:3]:
+        assert torch.equal(look.weights, looks[0].weights) and torch.equal(look.allowed, causal[0])
+    assert looks[3].allowed.all() and (looks[3].weights > 0).all()
 
 
 def looking(case, **changes) -> attention.Picture:
@@ -218,16 +222,16 @@ def test_uniform_is_what_the_mask_allows():
     case = models.llava()
     assert looking(case).uniform == pytest.approx([share_of(causal, case)] * 3)
     case = models.paligemma()  # the whole prompt sees itself
-    found = looking(case)
-    assert found.uniform == pytest.approx([share_of(lambda q, k: True, case)] * 3)
-    assert found.uniform[0] < 0.9 * share_of(causal, case)
+    picture = looking(case)
+    assert picture.uniform == pytest.approx([share_of(lambda q, k: True, case)] * 3)
+    assert picture.uniform[0] < 0.9 * share_of(causal, case)
     windowed = models.llava(transformers.Gemma2Config(**models.TEXT, head_dim=8, sliding_window=6))
     inside = share_of(lambda q, k: q - 6 < k <= q, windowed)
     assert looking(windowed).uniform == pytest.approx([inside, share_of(causal, windowed), inside])
     chunks = {"head_dim": 8, "attention_chunk_size": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}
     chunked = models.llava(transformers.Llama4TextConfig(**models.TEXT | chunks))
-    found = looking(chunked)
-    assert found.uniform == pytest.approx([share_of(lambda q, k: k <= q and q // 8 == k // 8, chunked)] * 3)
+    picture = looking(chunked)
+    assert picture.uniform == pytest.approx([share_of(lambda q, k: k <= q and q // 8 == k // 8, chunked)] * 3)
 
 
 @torch.no_grad()
@@ -235,9 +239,9 @@ def test_uniform_attention_has_uniform_share_and_entropy_1_in_any_window():
     case = models.llava(transformers.MistralConfig(**models.TEXT, sliding_window=9))
     for layer in case.model.model.language_model.layers:
         layer.self_attn.q_proj.weight.zero_()
-    found = looking(case, query="last")  # six words follow the picture, so three of its sixteen tokens are in sight
-    assert found.share == pytest.approx([3 / 9] * 3) and found.uniform == pytest.approx([3 / 9] * 3)
-    assert found.entropy == pytest.approx([1] * 3) and found.top == pytest.approx([1 / 3] * 3)
+    picture = looking(case, query="last")  # six words follow the picture, so three of its sixteen tokens are in sight
+    assert picture.share == pytest.approx([3 / 9] * 3) and picture.uniform == pytest.approx([3 / 9] * 3)
+    assert picture.entropy == pytest.approx([1] * 3) and picture.top == pytest.approx([1 / 3] * 3)
     with pytest.raises(ValueError, match="first: no layer lets the query 'last' look at the picture"):
         looking(models.llava(transformers.MistralConfig(**models.TEXT, sliding_window=6)), query="last")
 
@@ -260,30 +264,30 @@ def test_every_familys_visual_cache_can_be_swapped(family):
     assert not torch.allclose(picture.log_probs, blank.log_probs, atol=1e-3)
 
 
-def test_shares_and_entropy_are_also_given_without_sinks(probe, question, eager, monkeypatch):
+def test_shares_and_entropy_are_also_measured_without_sinks(probe, question, eager, monkeypatch):
     groups = probe.groups(probe.prepare([question]))[0]
     visual = (groups == VISUAL).nonzero().flatten().tolist()
     mask = torch.zeros(1, len(groups), dtype=torch.bool)
     mask[0, visual[1]] = mask[0, 0] = True  # the second visual token, and a text token, which plays no part
     monkeypatch.setattr(attention, "sink_mask", lambda seen: mask)
-    found = attention.look(probe, question, flags())
-    rows, kept = np.flatnonzero(groups == TEXT_AFTER), [visual[0], *visual[2:]]
+    picture = attention.look(probe, question, flags())
+    rows, columns = np.flatnonzero(groups == TEXT_AFTER), [visual[0], *visual[2:]]
     for layer, weights in enumerate(eager[0].double().numpy()):
-        looks = weights[:, rows][:, :, kept].mean(axis=1)
+        looks = weights[:, rows][:, :, columns].mean(axis=1)
         p = looks / looks.sum(axis=1, keepdims=True)
-        entropy = -(p * np.log(p)).sum(axis=1) / np.log(len(kept))
-        assert found.share_without_sinks[layer] == pytest.approx(looks.sum(axis=1).mean(), rel=1e-5)
-        assert found.entropy_without_sinks[layer] == pytest.approx(entropy.mean(), rel=1e-5)
-    assert found.sinks == [1]
-    assert attention.curves([found, found])["visual sinks: pictures by place"] == {1: 2}
-    row = attention.table_row("m", [found])
-    assert row["visual share without sinks"] == pytest.approx(found.share_without_sinks.mean())
-    assert row["entropy without sinks, median"] == pytest.approx(np.median(found.entropy_without_sinks))
+        entropy = -(p * np.log(p)).sum(axis=1) / np.log(len(columns))
+        assert picture.share_without_sinks[layer] == pytest.approx(looks.sum(axis=1).mean(), rel=1e-5)
+        assert picture.entropy_without_sinks[layer] == pytest.approx(entropy.mean(), rel=1e-5)
+    assert picture.sinks == [1]
+    assert attention.curves([picture, picture])["visual sinks: pictures by place"] == {1: 2}
+    row = attention.table_row("m", [picture])
+    assert row["visual share without sinks"] == pytest.approx(picture.share_without_sinks.mean())
+    assert row["entropy without sinks, median"] == pytest.approx(np.median(picture.entropy_without_sinks))
 
 
 @pytest.mark.parametrize("layers, heads", [("all", "all"), ("1", "0,2-3")])
 def test_maps_shares_and_entropy_equal_sums_over_the_librarys_weights(probe, question, eager, layers, heads):
-    found = attention.look(probe, question, flags(layers=layers, heads=heads))
+    picture = attention.look(probe, question, flags(layers=layers, heads=heads))
     groups = probe.groups(probe.prepare([question]))[0]
     use_layers = range(2) if layers == "all" else [1]
     use_heads = range(4) if heads == "all" else [0, 2, 3]
@@ -299,16 +303,16 @@ def test_maps_shares_and_entropy_equal_sums_over_the_librarys_weights(probe, que
             p = looks / looks.sum()
             entropy.append(-(p * np.log(p)).sum() / np.log(len(p)))
             top.append(p.max())
-        assert found.share[layer] == pytest.approx(np.mean(share), rel=1e-5)
-        assert found.entropy[layer] == pytest.approx(np.mean(entropy), rel=1e-5)
-        assert found.top[layer] == pytest.approx(np.mean(top), rel=1e-5)
-    assert found.maps["mean"].ravel() == pytest.approx(expected / expected.sum(), rel=1e-5)
+        assert picture.share[layer] == pytest.approx(np.mean(share), rel=1e-5)
+        assert picture.entropy[layer] == pytest.approx(np.mean(entropy), rel=1e-5)
+        assert picture.top[layer] == pytest.approx(np.mean(top), rel=1e-5)
+    assert picture.maps["mean"].ravel() == pytest.approx(expected / expected.sum(), rel=1e-5)
     rolled = np.eye(len(visual))
     for layer in range(2):
         rolled = (weights[layer, list(use_heads)].mean(axis=0) / 2 + np.eye(len(visual)) / 2) @ rolled
     rolled = rolled[rows][:, visual].mean(axis=0)
-    assert found.maps["rollout"].ravel() == pytest.approx(rolled / rolled.sum(), rel=1e-5)
-    assert found.maps["mean"].shape == (2, 2)
+    assert picture.maps["rollout"].ravel() == pytest.approx(rolled / rolled.sum(), rel=1e-5)
+    assert picture.maps["mean"].shape == (2, 2)
 
 
 def test_the_query_is_the_tokens_that_hold_its_words():
@@ -478,8 +482,8 @@ def test_the_area_of_our_checkpoints_is_where_their_pixels_come_from(tiny, tmp_p
     marked[:8, 16:32] = 255
     for mode in (None, "square", "pad"):
         loaded.model.config.image_aspect_ratio = mode
-        batches = [loaded.prepare([PicturePrompt("x", Image.fromarray(one), QUESTION)]) for one in (plain, marked)]
-        before, after = (one.inputs["images"][0] for one in batches)
+        batches = [loaded.prepare([PicturePrompt("x", Image.fromarray(item), QUESTION)]) for item in (plain, marked)]
+        before, after = (item.inputs["images"][0] for item in batches)
         changed = F.interpolate((after - before).abs().sum(dim=0)[None, None], (size, size))[0, 0].numpy()
         changed = changed > changed.max() / 2
         left, top, right, bottom = batches[0].areas[0]
@@ -509,7 +513,7 @@ def test_a_profile_in_other_rows_keeps_its_sum_and_its_place():
 
 @pytest.fixture(scope="module")
 def outcomes(probe, question):
-    return {one.name: one for one in interventions.outcomes_of(probe, question, [0.5, 1.0, 2.0])}
+    return {outcome.name: outcome for outcome in interventions.outcomes_of(probe, question, [0.5, 1.0, 2.0])}
 
 
 def test_alpha_one_and_the_whole_swap_are_exact_controls(probe, question, outcomes):
@@ -535,8 +539,8 @@ def test_a_processor_without_text_only_inputs_skips_that_control(checkpoint, tin
         return prepare(probe, samples)
 
     monkeypatch.setattr(Probe, "prepare", with_pictures_alone)
-    given = ["--model", f"m={checkpoint}", "--data", str(tiny / "data/finetune.json"), "--samples", "1"]
-    assert main(["interventions", *given, "--device", "cpu", "--output-dir", str(tmp_path), "--alphas", "2"]) == 0
+    flags = ["--model", f"m={checkpoint}", "--data", str(tiny / "data/finetune.json"), "--samples", "1"]
+    assert main(["interventions", *flags, "--device", "cpu", "--output-dir", str(tmp_path), "--alphas", "2"]) == 0
     assert "m: not run: no picture; its processor makes no inputs of text alone" in capsys.readouterr().out
     rows = json.loads((tmp_path / "interventions.json").read_text())["rows"]
     assert interventions.TEXT_ONLY not in [row["intervention"] for row in rows] and len(rows) == 8
@@ -558,10 +562,10 @@ def plain_run(probe, question, scale):
 def test_shuffling_equals_the_models_own_run_on_reordered_tokens(probe, question, outcomes):
     with torch.no_grad():
         expected, _, tokens = plain_run(probe, question, lambda tokens: tokens)
-        found, _, moved = plain_run(probe, question, interventions.shuffled)
+        log_probs, _, moved = plain_run(probe, question, interventions.shuffled)
     assert not torch.equal(tokens, moved) and torch.equal(tokens.sum(dim=-1).sort()[0], moved.sum(dim=-1).sort()[0])
     outcome = outcomes[interventions.SHUFFLED]
-    kl = F.kl_div(found, expected, log_target=True, reduction="sum").item()
+    kl = F.kl_div(log_probs, expected, log_target=True, reduction="sum").item()
     assert outcome.kl == pytest.approx(kl, rel=1e-3, abs=1e-10)
     assert outcome.visual_norm == pytest.approx(outcomes[interventions.UNTOUCHED].visual_norm)
 
@@ -574,14 +578,14 @@ def test_scaling_equals_the_models_own_run_on_scaled_embeddings(probe, question,
     with torch.no_grad():
         expected, cache, tokens = plain_run(probe, question, lambda tokens: tokens)
         if name == interventions.TEXT_NORM:
-            found, other, _ = plain_run(probe, question, lambda x: x / x.norm(dim=-1, keepdim=True) * target)
+            log_probs, other, _ = plain_run(probe, question, lambda x: x / x.norm(dim=-1, keepdim=True) * target)
         else:
-            found, other, _ = plain_run(probe, question, lambda x: x * float(name.split()[1]))
+            log_probs, other, _ = plain_run(probe, question, lambda x: x * float(name.split()[1]))
     outcome = outcomes[name]
     assert outcome.kl == pytest.approx(
-        F.kl_div(found, expected, log_target=True, reduction="sum").item(), rel=1e-3, abs=1e-10
+        F.kl_div(log_probs, expected, log_target=True, reduction="sum").item(), rel=1e-3, abs=1e-10
     )
-    assert outcome.rank == 1 + int((found > found[expected.argmax()]).sum())
+    assert outcome.rank == 1 + int((log_probs > log_probs[expected.argmax()]).sum())
     for layer in range(2):
         for measured, which in ((outcome.keys, 0), (outcome.values, 1)):
             cosine = F.cosine_similarity(cache[layer][which], other[layer][which], dim=-1).mean().item()
@@ -604,21 +608,21 @@ def made_run(probabilities, keys):
 def test_an_outcome_equals_its_definition():
     untouched = made_run([0.7, 0.2, 0.1], [[1.0, 0.0], [0.0, 2.0]])
     other = made_run([0.1, 0.6, 0.3], [[3.0, 0.0], [5.0, 0.0]])
-    found = interventions.compare("x", untouched, other)
-    assert found.kl == pytest.approx(0.7 * np.log(7) + 0.2 * np.log(1 / 3) + 0.1 * np.log(1 / 3), rel=1e-6)
-    assert (found.rank, found.visual_share, found.visual_norm, found.sinks) == (3, 0.25, 15.5, 1)
-    assert found.keys == pytest.approx([np.nan, 0.5], nan_ok=True)
-    assert found.values == pytest.approx([np.nan, 0.5], nan_ok=True)
+    compared = interventions.compare("x", untouched, other)
+    assert compared.kl == pytest.approx(0.7 * np.log(7) + 0.2 * np.log(1 / 3) + 0.1 * np.log(1 / 3), rel=1e-6)
+    assert (compared.rank, compared.visual_share, compared.visual_norm, compared.sinks) == (3, 0.25, 15.5, 1)
+    assert compared.keys == pytest.approx([np.nan, 0.5], nan_ok=True)
+    assert compared.values == pytest.approx([np.nan, 0.5], nan_ok=True)
     # The second visual token is a sink.
-    assert (found.visual_share_without_sinks, found.visual_norm_without_sinks) == (0.2, 1)
-    for cosines in (found.keys_without_sinks, found.values_without_sinks):
+    assert (compared.visual_share_without_sinks, compared.visual_norm_without_sinks) == (0.2, 1)
+    for cosines in (compared.keys_without_sinks, compared.values_without_sinks):
         assert cosines == pytest.approx([np.nan, 1], nan_ok=True)
-    assert interventions.table_row("m", [found])["cos of keys"] == pytest.approx(0.5)
+    assert interventions.table_row("m", [compared])["cos of keys"] == pytest.approx(0.5)
     none = torch.zeros(0)
     text_only = other._replace(keys={1: torch.zeros(1, 0, 2)}, norms=none, shares=none, sinks=none.bool())
-    found = interventions.compare("x", untouched, text_only)
-    assert found.keys is None and found.values is None and found.visual_norm is None
-    row = interventions.table_row("m", [found])
+    compared = interventions.compare("x", untouched, text_only)
+    assert compared.keys is None and compared.values is None and compared.visual_norm is None
+    row = interventions.table_row("m", [compared])
     assert row["cos of keys"] is None and row["visual attention without sinks"] == 0
 
 
@@ -627,9 +631,9 @@ def outcome(kl, cosine=0.5):
     return [interventions.Outcome("x", kl, 1 + (kl > 0.3), 1.0, 3.0, 1.0, 0.1, *layers, 0, 1.0, 0.1, *layers)]
 
 
-def of_one_model(visual, with_sinks=None, text=3.0, table=3.0, **outcomes):
+def of_one_model(outcomes, visual, with_sinks=None, text=3.0, table=3.0):
     norms = {"visual norm": visual, "visual norm with sinks": with_sinks or visual, "text norm": text}
-    return {"outcomes": outcomes["found"], **norms, "embedding norm as it enters": table}
+    return {"outcomes": outcomes, **norms, "embedding norm as it enters": table}
 
 
 @pytest.mark.parametrize(
@@ -637,14 +641,14 @@ def of_one_model(visual, with_sinks=None, text=3.0, table=3.0, **outcomes):
     [(1.0, 0.01, "HARMLESS"), (1.0, 0.3, "WEAKENS"), (1.0, 0.9, "BREAKS"), (0.001, 5.0, "NOT DECIDED")],
 )
 def test_the_verdict_measures_scaling_by_the_blank_picture(blank, scaled, word):
-    found = {interventions.BLANK: outcome(blank), interventions.TEXT_NORM: outcome(scaled)}
-    text = interventions.verdict("m", of_one_model(6.0, 9.0, found=found))
+    measured = {interventions.BLANK: outcome(blank), interventions.TEXT_NORM: outcome(scaled)}
+    text = interventions.verdict("m", of_one_model(measured, 6.0, 9.0))
     assert word in text and "2.00 times the text norm (medians; with sinks 3.00" in text
     assert word == "NOT DECIDED" or "values turn (cos 0.500) more than keys (cos 0.900)" in text
     # Aligned to the text of these samples, or to the embedding matrix as it enters the LLM.
-    for aligned in (of_one_model(3.1, 300.0, found=found), of_one_model(3.1, text=2.0, found=found)):
+    for aligned in (of_one_model(measured, 3.1, 300.0), of_one_model(measured, 3.1, text=2.0)):
         assert ("ALIGNED ALREADY" in interventions.verdict("m", aligned)) == (word != "NOT DECIDED")
-    raw = of_one_model(3.1, text=0.3, table=0.3, found=found)
+    raw = of_one_model(measured, 3.1, text=0.3, table=0.3)
     assert "ALIGNED ALREADY" not in interventions.verdict("m", raw)
 
 
@@ -720,17 +724,17 @@ def test_layers_of_a_hybrid_keep_their_numbers_in_both_commands(tiny, tmp_path, 
     for _ in range(2):  # the second time from what is saved
         assert main(["attention", *shared]) == 0
         assert main(["interventions", *shared, "--alphas", "2"]) == 0
-        said = capsys.readouterr().out
-        assert "m: no attention, so no values, in layers 0, 2" in said
-        assert "m: no attention, so no keys and values to compare or to take, in layers 0, 2" in said
+        printed = capsys.readouterr().out
+        assert "m: no attention, so no values, in layers 0, 2" in printed
+        assert "m: no attention, so no keys and values to compare or to take, in layers 0, 2" in printed
         details = json.loads((tmp_path / "attention.json").read_text())["details"]["m"]
         for name in ("share per layer", "entropy per layer", "share per layer if uniform"):
             assert [value is None for value in details[name]["mean"]] == [True, False, True]
         assert json.loads((tmp_path / "attention.json").read_text())["rows"][0]["visual share of attention"] > 0
-        found = json.loads((tmp_path / "interventions.json").read_text())
-        cosines = found["details"]["m"]["per layer"]["alpha 2"]["cos of keys"]
+        result = json.loads((tmp_path / "interventions.json").read_text())
+        cosines = result["details"]["m"]["per layer"]["alpha 2"]["cos of keys"]
         assert [value is None for value in cosines] == [True, False, True]
-        assert found["rows"][1]["cos of keys"] == pytest.approx(cosines[1])
+        assert result["rows"][1]["cos of keys"] == pytest.approx(cosines[1])
     assert main(["attention", *shared, "--layers", "0-1", "--fresh"]) == 2
     assert "--layers 0-1: m has no attention in layers 0" in capsys.readouterr().err
 
@@ -744,10 +748,10 @@ def test_the_text_norm_is_that_of_text_as_it_enters_the_llm(tiny, tmp_path):
     ids = probe.prepare([sample]).input_ids[0]
     words = ids[(ids != probe.parts.image_token_id) & ~torch.isin(ids, probe.special_ids)]
     expected = 32**0.5 * float(np.median(probe.embedding_weight[words].norm(dim=1)))
-    found = {one.name: one for one in interventions.outcomes_of(probe, sample, [1.0])}
-    assert found[interventions.UNTOUCHED].text_norm == pytest.approx(expected, rel=1e-5)
-    assert found[interventions.TEXT_NORM].visual_norm == pytest.approx(expected, rel=1e-5)
-    assert found[interventions.UNTOUCHED].embedding_scale == pytest.approx(32**0.5, rel=1e-5)
+    outcomes_by_name = {outcome.name: outcome for outcome in interventions.outcomes_of(probe, sample, [1.0])}
+    assert outcomes_by_name[interventions.UNTOUCHED].text_norm == pytest.approx(expected, rel=1e-5)
+    assert outcomes_by_name[interventions.TEXT_NORM].visual_norm == pytest.approx(expected, rel=1e-5)
+    assert outcomes_by_name[interventions.UNTOUCHED].embedding_scale == pytest.approx(32**0.5, rel=1e-5)
     with pytest.raises(ValueError, match="first: no text enters beside the picture"):
         list(interventions.outcomes_of(probe, sample._replace(prompt=""), [1.0]))
 

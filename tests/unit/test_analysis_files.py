@@ -43,9 +43,9 @@ def embedding(rows=40, seed=0):
 @pytest.mark.parametrize("name", ["llama", "qwen", "qwen_tied"])
 def test_norms_from_the_file_equal_those_of_the_loaded_model(tiny, name):
     weight = AutoModelForCausalLM.from_pretrained(tiny / name).get_input_embeddings().weight.detach().double()
-    found = read_embedding_norms(NamedModel(name, str(tiny / name)))
-    assert torch.allclose(torch.from_numpy(found.norms), weight.norm(dim=1), rtol=1e-6)
-    assert found.tokens[65] == "b" and found.tokens[-1] == "(unused row)"
+    embedding = read_embedding_norms(NamedModel(name, str(tiny / name)))
+    assert torch.allclose(torch.from_numpy(embedding.norms), weight.norm(dim=1), rtol=1e-6)
+    assert embedding.tokens[65] == "b" and embedding.tokens[-1] == "(unused row)"
 
 
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="needs python -m playground smollm2")

@@ -26,7 +26,7 @@ def setting(tiny, path):
     return NamedModel("m", path), inputs.choose(args), args
 
 
-def by_hand(named, samples, args, gain, bias, kept=slice(None)):
+def by_hand(named, samples, args, gain, bias, tokens=slice(None)):
     """Norms of the loss's gradients at LLM input, norm input and features, each a leaf of a graph of its own."""
     tokenizer, model, image_processor = loading.load_ours(named, args)
     batch, labels_of = gradients.training_batch(samples[:], tokenizer, image_processor, model, get_template("chatml"))
@@ -53,7 +53,7 @@ def by_hand(named, samples, args, gain, bias, kept=slice(None)):
         count += int((targets != IGNORE_INDEX).sum())
     (loss / count).backward()
     points = ((INPUT, visual), (BEFORE, projected), (FEATURES, features))
-    return {point: tensor.grad.flatten(0, 1)[kept].norm().item() for point, tensor in points}
+    return {point: tensor.grad.flatten(0, 1)[tokens].norm().item() for point, tensor in points}
 
 
 @pytest.mark.parametrize("norm", ["none", "gwc_layernorm"])
@@ -86,23 +86,23 @@ def test_a_trained_norm_keeps_its_gain_in_both_arms(tiny, tmp_path):
         model.model.mm_projector[3].bias.fill_(0.1)
     model.save_pretrained(path)
     arms = gradients.measure_gradients(named, samples, args)
-    found = by_hand(named, samples, args, torch.linspace(0.5, 2, 32), torch.full((32,), 0.1))
-    assert arms["layernorm"].norms[BEFORE] == pytest.approx(found[BEFORE], rel=1e-4)
-    assert arms["gwc_layernorm"].norms[BEFORE] == pytest.approx(found[BEFORE] / 1.25, rel=1e-4)
+    expected = by_hand(named, samples, args, torch.linspace(0.5, 2, 32), torch.full((32,), 0.1))
+    assert arms["layernorm"].norms[BEFORE] == pytest.approx(expected[BEFORE], rel=1e-4)
+    assert arms["gwc_layernorm"].norms[BEFORE] == pytest.approx(expected[BEFORE] / 1.25, rel=1e-4)
 
 
-def test_above_the_tower_gradients_are_also_given_without_sinks(tiny, tmp_path, monkeypatch):
+def test_above_the_tower_gradients_are_also_measured_without_sinks(tiny, tmp_path, monkeypatch):
     named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m"))
     sinks = torch.zeros(3 * 4, dtype=torch.bool)
     sinks[[1, 7]] = True
     monkeypatch.setattr(gradients, "visual_sinks", lambda model, batch: sinks)
     arms = gradients.measure_gradients(named, samples, args)
-    found = by_hand(named, samples, args, None, None, ~sinks)
-    assert arms["none"].without_sinks == pytest.approx(found, rel=1e-4)
+    expected = by_hand(named, samples, args, None, None, ~sinks)
+    assert arms["none"].without_sinks == pytest.approx(expected, rel=1e-4)
     assert all(arm.sinks == 2 and arm.without_sinks[BEFORE] < arm.norms[BEFORE] for arm in arms.values())
 
 
-def test_a_visual_token_of_large_norm_is_found_to_be_a_sink(tiny, tmp_path):
+def test_a_visual_token_of_large_norm_is_a_sink(tiny, tmp_path):
     named, samples, args = setting(tiny, our_checkpoint(tiny, tmp_path / "m"))
     tokenizer, model, image_processor = loading.load_ours(named, args)
     batch, _ = gradients.training_batch(samples[:], tokenizer, image_processor, model, get_template("chatml"))
@@ -137,9 +137,9 @@ def in_crops(tiny, tmp_path, aspect_ratio):
 def test_every_visual_token_of_crops_is_traced_to_the_projector(tiny, tmp_path):
     named, samples, args, model, batch = in_crops(tiny, tmp_path, "anyres")
     rows = gradients.projector_rows(model, batch)
-    given = batch.inputs
+    passed = batch.inputs
     layout, crops = model.lay_out(
-        given["input_ids"], given["attention_mask"], None, given["images"], given["image_sizes"]
+        passed["input_ids"], passed["attention_mask"], None, passed["images"], passed["image_sizes"]
     )
     with torch.no_grad():
         tokens, entered = model.encode_images(crops).flatten(0, 1), model.splice(layout, crops)[0]

@@ -1,4 +1,4 @@
-"""Samples from pictures, records and Parquet tables, and what is said of data that cannot be used."""
+"""Samples from pictures, records and Parquet tables, and the messages about data that cannot be used."""
 
 import io
 import json
@@ -57,8 +57,8 @@ def test_benchmarks_and_llava_nexts_parquet(tmp_path):
         pq.write_table(pa.table(table), tmp_path / name / "data-00000.parquet", row_group_size=1)
 
     def read(name):
-        found = chosen("--data", tmp_path / name)
-        return sorted((s.prompt, s.answer, s.image.getpixel((0, 0))) for s in found)
+        samples = chosen("--data", tmp_path / name)
+        return sorted((s.prompt, s.answer, s.image.getpixel((0, 0))) for s in samples)
 
     red, blue = (255, 0, 0), (0, 0, 255)
     assert read("star") == [("What?", "B", blue), ("Which?\nOptions: A: one", "A", red)]
@@ -72,12 +72,12 @@ def test_benchmarks_and_llava_nexts_parquet(tmp_path):
 def records(folder, *images):
     """Records about these pictures, each a name, a list of names or nothing; returns their file."""
     folder.mkdir(exist_ok=True)
-    found = []
+    elements = []
     for image in images:
         names = [image] if isinstance(image, str) else image
         turns = [{"from": "human", "value": "<image>" * len(names) + "\nSee?"}, {"from": "gpt", "value": "Yes"}]
-        found.append({"id": "x", "conversations": turns} | ({"image": image} if image != () else {}))
-    (folder / "records.json").write_text(json.dumps(found))
+        elements.append({"id": "x", "conversations": turns} | ({"image": image} if image != () else {}))
+    (folder / "records.json").write_text(json.dumps(elements))
     return folder / "records.json"
 
 
@@ -124,8 +124,8 @@ def test_a_mixture_takes_each_data_sets_pictures_from_its_own_folder(tmp_path):
     entries = [{"json_path": "a/records.json", "image_folder": "a"}, {"json_path": "b.parquet"}]
     (tmp_path / "mix.yaml").write_text(json.dumps({"datasets": entries}))  # JSON is YAML
     samples = chosen("--data", tmp_path / "mix.yaml")[:]
-    found = sorted((s.prompt, s.answer, s.image.getpixel((0, 0))) for s in samples)
-    assert found == [("See?", "Yes", (0, 0, 255)), ("See?", "Yes", (255, 0, 0))]
+    read = sorted((s.prompt, s.answer, s.image.getpixel((0, 0))) for s in samples)
+    assert read == [("See?", "Yes", (0, 0, 255)), ("See?", "Yes", (255, 0, 0))]
     assert len(chosen("--data", tmp_path / "b.parquet")) == 1
     with pytest.raises(ValueError, match="^--data .*mix.yaml: entry 0 .c.: json_path .*c.json: no such file"):
         (tmp_path / "mix.yaml").write_text(json.dumps({"datasets": [{"json_path": "c.json"}]}))

@@ -60,12 +60,12 @@ def test_interface_norms_equal_the_plain_reference_on_every_family(family):
     case = family()
     probe = Probe("x", case.model, find_parts(case.model, family_of(case.model.config.model_type)))
     batch = models.batch_of(**case.inputs)
-    found = Measurement()
-    layer_statistics.observe(found, probe.run(batch), batch, probe)
+    measurement = Measurement()
+    layer_statistics.observe(measurement, probe.run(batch), batch, probe)
     expected = {"vision features": case.features, "projector output": case.projected, "norm": case.inserted}
     for what, tensor in expected.items():
         norms = np.linalg.norm(tensor.double().numpy(), axis=-1)
-        stream = found.stream(what, VISUAL, 0, WITH_SINKS)
+        stream = measurement.stream(what, VISUAL, 0, WITH_SINKS)
         assert stream.count == len(norms)
         assert (stream.mean, stream.std, stream.max) == pytest.approx(
             (norms.mean(), norms.std(), norms.max()), abs=1e-5
@@ -89,9 +89,9 @@ def observation(states, groups, left=None) -> Observation:
 def test_each_layers_statistics_equal_plain_numpy():
     states = [torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(3)]
     groups = [[SPECIAL, VISUAL, VISUAL, TEXT_AFTER, TEXT_AFTER], [VISUAL, TEXT_AFTER, TEXT_AFTER, 0, 0]]
-    found = Measurement()
+    measurement = Measurement()
     batch = SimpleNamespace(input_ids=torch.zeros(2, 5, dtype=torch.long))
-    layer_statistics.observe(found, observation(states, groups), batch, SimpleNamespace(name="x", token_text=str))
+    layer_statistics.observe(measurement, observation(states, groups), batch, SimpleNamespace(name="x", token_text=str))
     for group in (SPECIAL, VISUAL, TEXT_AFTER):
         picked = [state.numpy()[np.array(groups) == group] for state in states]
         for layer in range(2):
@@ -105,8 +105,8 @@ def test_each_layers_statistics_equal_plain_numpy():
                 "update": np.linalg.norm(new - old, axis=1) / np.linalg.norm(old, axis=1),
             }
             for what, values in expected.items():
-                assert found.stream(what, group, layer).mean == pytest.approx(values.mean(), rel=1e-5, abs=1e-6)
-            drift = found.stream("drift", group, layer + 1).mean
+                assert measurement.stream(what, group, layer).mean == pytest.approx(values.mean(), rel=1e-5, abs=1e-6)
+            drift = measurement.stream("drift", group, layer + 1).mean
             assert drift == pytest.approx(np.rad2deg(np.arccos(start)).mean(), rel=1e-5)
 
 
@@ -120,8 +120,8 @@ def test_features_added_between_layers_are_in_no_layers_turn():
         layer.register_forward_pre_hook(lambda _, args, index=index: entered.update({index: args[0].double()}))
         layer.register_forward_hook(lambda _, args, output, index=index: left.update({index: output.double()}))
     probe = Probe("x", case.model, find_parts(case.model, family_of("qwen3_vl")))
-    batch, found = models.batch_of(**case.inputs), Measurement()
-    layer_statistics.observe(found, probe.run(batch), batch, probe)
+    batch, measurement = models.batch_of(**case.inputs), Measurement()
+    layer_statistics.observe(measurement, probe.run(batch), batch, probe)
     visual = case.inputs["input_ids"] == models.IMAGE
     assert [bool((left[layer] != entered[layer + 1])[visual].any()) for layer in (0, 1)] == [True, True]
 
@@ -130,14 +130,14 @@ def test_features_added_between_layers_are_in_no_layers_turn():
         return torch.rad2deg(torch.acos(cosine.clamp(-1, 1))).mean().item()
 
     for layer in range(3):
-        own = found.stream("turn", VISUAL, layer, WITH_SINKS)
+        own = measurement.stream("turn", VISUAL, layer, WITH_SINKS)
         assert own.mean == pytest.approx(angles(entered[layer], left[layer]), rel=1e-3)
         if layer < 2:
-            added = found.stream("added turn", VISUAL, layer, WITH_SINKS)
+            added = measurement.stream("added turn", VISUAL, layer, WITH_SINKS)
             assert added.mean == pytest.approx(angles(left[layer], entered[layer + 1]), rel=1e-3)
             whole = angles(entered[layer], entered[layer + 1])
             assert own.mean != pytest.approx(whole, rel=1e-2)
-    rows = [row for row in layer_rows({"x": found}, ("norm", "cosine", "turn")) if "added" in row["tokens"]]
+    rows = [row for row in layer_rows({"x": measurement}, ("norm", "cosine", "turn")) if "added" in row["tokens"]]
     assert [(row["tokens"], row["layer"], row["count with sinks"]) for row in rows] == [
         ("visual: added after the layer", 0, 6),
         ("visual: added after the layer", 1, 6),
@@ -146,35 +146,39 @@ def test_features_added_between_layers_are_in_no_layers_turn():
 
 def test_small_angles_are_exact():
     tiny = torch.tensor([1e-4, 1e-6], dtype=torch.float64)
-    one = torch.tensor([[1.0, 0.0]]).expand(2, 2)
+    first = torch.tensor([[1.0, 0.0]]).expand(2, 2)
     two = torch.stack([tiny.cos(), tiny.sin()], dim=-1).float()
-    assert layer_statistics.angle(one, two).tolist() == pytest.approx(torch.rad2deg(tiny).tolist(), rel=1e-4)
+    assert layer_statistics.angle(first, two).tolist() == pytest.approx(torch.rad2deg(tiny).tolist(), rel=1e-4)
 
 
-def test_a_sink_is_named_and_kept_apart():
+def test_a_sink_is_named_and_measured_separately():
     states = [torch.ones(1, 8, 4), torch.ones(1, 8, 4), torch.ones(1, 8, 4)]
     states[1][0, 0] *= 1000  # first text token
     states[2][0, 4] *= 30  # third visual token
     states[2][0, 5] *= 9  # large, but no sink
     groups = [[SPECIAL, TEXT_AFTER, VISUAL, VISUAL, VISUAL, VISUAL, VISUAL, TEXT_AFTER]]
-    found = Measurement()
+    measurement = Measurement()
     batch = SimpleNamespace(input_ids=torch.arange(8)[None] + 70)
     probe = SimpleNamespace(name="x", token_text=lambda i: f"<{i}>")
     for _ in range(2):
-        layer_statistics.observe(found, observation(states, groups), batch, probe)
-    assert found.sinks == {
+        layer_statistics.observe(measurement, observation(states, groups), batch, probe)
+    assert measurement.sinks == {
         (SPECIAL, 0, "<70>"): {"samples": 2, "first": 1, "last": 1, "norm": 2000.0, "ratio": 1000.0},
         (VISUAL, 2, ""): {"samples": 2, "first": 2, "last": 2, "norm": 60.0, "ratio": 30.0},
     }
-    assert found.stream("norm", VISUAL, 2).max == 18 and found.stream("norm", VISUAL, 2, WITH_SINKS).max == 60
-    assert found.stream("norm", VISUAL, 0, ONLY_SINKS).count == 2 and found.stream("norm", SPECIAL).count == 0
+    assert (
+        measurement.stream("norm", VISUAL, 2).max == 18 and measurement.stream("norm", VISUAL, 2, WITH_SINKS).max == 60
+    )
+    assert (
+        measurement.stream("norm", VISUAL, 0, ONLY_SINKS).count == 2 and measurement.stream("norm", SPECIAL).count == 0
+    )
 
 
 def test_results_do_not_depend_on_the_batch_size(checkpoint, data, tmp_path):
-    one = measured(checkpoint, data, tmp_path / "1", "--samples", 7, "--batch-size", 1)
+    single = measured(checkpoint, data, tmp_path / "1", "--samples", 7, "--batch-size", 1)
     five = measured(checkpoint, data, tmp_path / "5", "--samples", 7, "--batch-size", 5)
-    assert one.streams.keys() == five.streams.keys() and one.done == five.done == 7
-    for key, stream in one.streams.items():
+    assert single.streams.keys() == five.streams.keys() and single.done == five.done == 7
+    for key, stream in single.streams.items():
         other = five.streams[key]
         assert stream.count == other.count
         assert (stream.mean, stream.std, stream.min) == pytest.approx((other.mean, other.std, other.min), abs=1e-4)
@@ -269,10 +273,10 @@ def test_commands_write_tables_and_figures_of_several_checkpoints(tiny, checkpoi
     run(tmp_path / "out", "layer-norms", *shared, *several)
     for name in ("update-rates", "update-rates-gap", "update-rates-checkpoints", "layer-norms"):
         assert (tmp_path / f"out/{name}.png").stat().st_size > 10_000
-    found = run(
+    result = run(
         tmp_path / "out", "interface-norms", *shared, "--model", f"aligned={aligned}", "--model", tiny / "llama"
     )
-    rows = {(row["model"], row["norms of"]): row for row in found["rows"]}
+    rows = {(row["model"], row["norms of"]): row for row in result["rows"]}
     target = json.loads((tmp_path / "run/checkpoint-4/config.json").read_text())["mm_projector_norm_target"]
     assert rows["aligned", "visual tokens entering the LLM"]["mean"] == pytest.approx(target, rel=1e-3)
     assert rows["aligned", "text embedding matrix"]["mean"] == pytest.approx(target, rel=1e-6)
@@ -376,7 +380,7 @@ def test_siglip_2_sees_pictures_in_their_shape_and_its_padding_is_left_out(tmp_p
     assert count == [6, 4]
     states = encoder(**batch, output_hidden_states=True).hidden_states
     for layer in (-2, 0):
-        expected = torch.cat([one[:n] for one, n in zip(states[layer], count, strict=True)])
+        expected = torch.cat([state[:n] for state, n in zip(states[layer], count, strict=True)])
         torch.testing.assert_close(load_encoder(tmp_path, layer)(samples), expected, rtol=1e-5, atol=1e-5)
     depth = encoder.config.num_hidden_layers
     with pytest.raises(ValueError, match=f"^--vision-layer 9: the tower has {depth} layers"):
@@ -458,8 +462,8 @@ def text_and_visual_norms(path, data) -> tuple[list[float], list[float]]:
 )
 def test_visual_tokens_are_compared_with_text_as_it_enters_the_llm(tiny, data, tmp_path, capsys, text, factor):
     path = models.saved_llava(tiny, tmp_path / "model", text)
-    found = run(tmp_path / "out", "interface-norms", "--data", data, "--samples", 3, "--model", f"m={path}")["rows"]
-    rows = {row["norms of"]: row for row in found}
+    table = run(tmp_path / "out", "interface-norms", "--data", data, "--samples", 3, "--model", f"m={path}")["rows"]
+    rows = {row["norms of"]: row for row in table}
     words, visual = text_and_visual_norms(path, data)
     assert rows[interface_norms.TEXT_IN]["p50"] == pytest.approx(np.median(words), rel=3e-3)
     expected = np.median(visual) / np.median(words)
@@ -482,11 +486,11 @@ def test_embeddings_that_no_one_factor_scales_have_no_scaled_table():
 
 
 def test_one_sink_does_not_move_the_headline(checkpoint, data, tmp_path, monkeypatch, capsys):
-    found = Measurement()
+    measurement = Measurement()
     for group, values, sinks in ((VISUAL, [0.9, 1.0, 1.1], [500.0]), (TEXT_AFTER, [2.0, 3.0, 4.0], [])):
-        found.add("norm", group, 0, False, values)
-        found.add("norm", group, 0, True, sinks)
-    monkeypatch.setattr(layer_statistics, "measure_layers", lambda *args: found)
+        measurement.add("norm", group, 0, False, values)
+        measurement.add("norm", group, 0, True, sinks)
+    monkeypatch.setattr(layer_statistics, "measure_layers", lambda *args: measurement)
     rows = run(tmp_path / "out", "interface-norms", "--data", data, "--model", f"m={checkpoint}")["rows"]
     text = capsys.readouterr().out
     assert "0.333 times the norm of text tokens (medians without sinks; with sinks 0.35" in text
@@ -502,28 +506,30 @@ def test_one_sink_does_not_move_the_headline(checkpoint, data, tmp_path, monkeyp
 def test_gap_is_the_ratio_of_median_angles():
     from llava.analysis.curves import gap, verdict
 
-    found = Measurement()
-    found.layers = 2
+    measurement = Measurement()
+    measurement.layers = 2
     for layer, (visual, text) in enumerate(((2.0, 8.0), (5.0, 5.0))):
-        found.add("turn", VISUAL, layer, False, [visual] * 3)
-        found.add("turn", TEXT_GROUPS[1], layer, False, [text] * 2)
-    assert gap(found).tolist() == pytest.approx([4, 1], rel=3e-3)
-    assert "by 2.00 times the angle" in verdict("x", found) and "slower in 1 of 2 layers" in verdict("x", found)
+        measurement.add("turn", VISUAL, layer, False, [visual] * 3)
+        measurement.add("turn", TEXT_GROUPS[1], layer, False, [text] * 2)
+    assert gap(measurement).tolist() == pytest.approx([4, 1], rel=3e-3)
+    assert "by 2.00 times the angle" in verdict("x", measurement) and "slower in 1 of 2 layers" in verdict(
+        "x", measurement
+    )
 
 
 def test_quantiles_are_those_of_the_cosines_and_rows_count_the_sinks():
     from llava.analysis.curves import curve, layer_rows
 
-    found, degrees = Measurement(), np.linspace(1, 41, 81)
-    found.layers = 1
+    measurement, degrees = Measurement(), np.linspace(1, 41, 81)
+    measurement.layers = 1
     for what, values in (("turn", degrees), ("cosine", np.cos(np.deg2rad(degrees)))):
-        found.add(what, VISUAL, 0, False, values)
-    found.add("cosine", VISUAL, 0, True, [1.0])
-    one = curve(found, "cosine", VISUAL)
+        measurement.add(what, VISUAL, 0, False, values)
+    measurement.add("cosine", VISUAL, 0, True, [1.0])
+    of_layers = curve(measurement, "cosine", VISUAL)
     cosines = np.cos(np.deg2rad(degrees))
     quantiles = np.percentile(cosines, [25, 50, 75])
-    assert [one.low[0], one.median[0], one.high[0]] == pytest.approx(quantiles, abs=1e-3)
-    (row,) = layer_rows({"x": found}, ("cosine",))
+    assert [of_layers.low[0], of_layers.median[0], of_layers.high[0]] == pytest.approx(quantiles, abs=1e-3)
+    (row,) = layer_rows({"x": measurement}, ("cosine",))
     assert (row["count with sinks"], row["sinks"]) == (82, 1)
     assert row["cosine mean"] == pytest.approx(cosines.mean())
     assert row["cosine mean with sinks"] == pytest.approx((cosines.sum() + 1) / 82)

@@ -62,13 +62,13 @@ def test_welford_keeps_the_spread_of_values_far_from_zero():
 
 def test_merged_streams_equal_one_stream_and_survive_a_file(tmp_path):
     values = np.random.default_rng(1).normal(size=900) * 7
-    one, two = stream_of(values[:400]), stream_of(values[400:])
-    one.merge(two)
-    torch.save({"full": one, "empty": Stream()}, tmp_path / "streams.pt")
+    first, second = stream_of(values[:400]), stream_of(values[400:])
+    first.merge(second)
+    torch.save({"full": first, "empty": Stream()}, tmp_path / "streams.pt")
     saved = resume.load(tmp_path / "streams.pt", [Stream])
     restored = saved["full"]
     restored.merge(saved["empty"])
-    for stream in (one, restored):
+    for stream in (first, restored):
         assert stream.summary() == pytest.approx(stream_of(values).summary(), rel=1e-12)
     edges = np.linspace(-30, 30, 13)
     assert np.abs(restored.histogram(edges) - np.histogram(values, edges)[0]).sum() <= 8  # those at an edge
@@ -196,23 +196,23 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
 def drawn(monkeypatch):
     """The figures that a command has written, in order."""
     pyplot = output.import_pyplot()
-    found = []
+    figures = []
     monkeypatch.setitem(output.STYLE, "savefig.dpi", 30)
-    monkeypatch.setattr(pyplot, "close", found.append)
-    yield found
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    yield figures
     monkeypatch.undo()
-    for one in found:
-        pyplot.close(one)
+    for figure in figures:
+        pyplot.close(figure)
 
 
-def covered_points(one) -> int:
+def covered_points(figure) -> int:
     """How many points of a figure's curves lie under one of its legends."""
-    one.canvas.draw()
-    legends = [*one.legends, *(axis.get_legend() for axis in one.axes if axis.get_legend())]
+    figure.canvas.draw()
+    legends = [*figure.legends, *(axis.get_legend() for axis in figure.axes if axis.get_legend())]
     assert legends
     boxes = [legend.get_window_extent() for legend in legends]
     count = 0
-    for axis in one.axes:
+    for axis in figure.axes:
         paths = [line.get_transform().transform(line.get_xydata()) for line in axis.lines if len(line.get_xdata()) > 2]
         paths += [patch.get_transform().transform(patch.get_path().vertices) for patch in axis.patches]
         count += sum(box.count_contains(path) for box in boxes for path in paths)
@@ -220,12 +220,12 @@ def covered_points(one) -> int:
 
 
 def curves_of(angles):
-    found = Measurement()
-    found.layers = len(angles)
+    measurement = Measurement()
+    measurement.layers = len(angles)
     for layer, (visual, text) in enumerate(angles):
-        found.add("turn", VISUAL, layer, False, [visual])
-        found.add("turn", TEXT_AFTER, layer, False, [text])
-    return found
+        measurement.add("turn", VISUAL, layer, False, [visual])
+        measurement.add("turn", TEXT_AFTER, layer, False, [text])
+    return measurement
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_a_legend_covers_no_curve_however_long_the_names_are(tmp_path, drawn):
     ]
     details = dict.fromkeys(names, {"text norm": 1.0, "visual norm": 10.0})
     interventions.draw(arguments(tmp_path), rows, details)
-    assert [covered_points(one) for one in drawn] == [0, 0, 0]
+    assert [covered_points(figure) for figure in drawn] == [0, 0, 0]
 
 
 def test_the_gaps_axis_fits_curves_of_any_height(tmp_path, drawn):

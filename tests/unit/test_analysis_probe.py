@@ -27,13 +27,13 @@ def arguments(*flags) -> argparse.Namespace:
     return parser.parse_args(["--device", "cpu", *map(str, flags)])
 
 
-def same_rows(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same_rows(rows: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two matrices have the same rows, in any order."""
-    nearest = torch.cdist(found.double(), expected.double()).argmin(dim=1)
+    nearest = torch.cdist(rows.double(), expected.double()).argmin(dim=1)
     return (
-        found.shape == expected.shape
-        and sorted(nearest.tolist()) == list(range(len(found)))
-        and torch.allclose(found, expected[nearest], atol=1e-6)
+        rows.shape == expected.shape
+        and sorted(nearest.tolist()) == list(range(len(rows)))
+        and torch.allclose(rows, expected[nearest], atol=1e-6)
     )
 
 
@@ -62,9 +62,9 @@ def test_what_the_probe_sees_equals_the_model_run_part_by_part(family):
     plain = model(**case.inputs, output_hidden_states=True, use_cache=False)
     assert torch.allclose(seen.logits, plain.logits, atol=1e-5)
     assert len(seen.hidden_states) == len(plain.hidden_states) == 4
-    for layer, (found, expected) in enumerate(zip(seen.hidden_states[:-1], plain.hidden_states, strict=False)):
+    for layer, (states, expected) in enumerate(zip(seen.hidden_states[:-1], plain.hidden_states, strict=False)):
         if layer == 0 or model.config.model_type != "qwen3_vl":
-            assert torch.allclose(found[seen.mask], expected[seen.mask], atol=1e-5)
+            assert torch.allclose(states[seen.mask], expected[seen.mask], atol=1e-5)
     last = final_norm(model)(seen.hidden_states[-1])
     assert torch.allclose(last[seen.mask], plain.hidden_states[-1][seen.mask], atol=1e-5)
 
@@ -73,9 +73,9 @@ def test_every_position_has_its_group():
     probe = SimpleNamespace(parts=SimpleNamespace(image_token_id=9), special_ids=torch.tensor([1, 2]))
     ids = torch.tensor([[1, 5, 2, 9, 9, 2, 6, 7], [1, 9, 5, 9, 6, 0, 0, 0]])
     mask = torch.arange(8) < torch.tensor([[8], [5]])
-    found = Probe.groups(probe, SimpleNamespace(input_ids=ids, mask=mask))
+    groups = Probe.groups(probe, SimpleNamespace(input_ids=ids, mask=mask))
     after, before = TEXT_AFTER, TEXT_BEFORE
-    assert found.tolist() == [
+    assert groups.tolist() == [
         [SPECIAL, before, SPECIAL, VISUAL, VISUAL, SPECIAL, after, after],
         [SPECIAL, VISUAL, after, VISUAL, after, PADDING, PADDING, PADDING],
     ]
@@ -106,8 +106,8 @@ def test_our_checkpoints_of_every_norm(tiny, tmp_path, norm, language_model):
         alone = probe.run(probe.prepare([sample]))
         mask = seen.mask[index]
         assert torch.equal(alone.groups[0], seen.groups[index][mask])
-        for one, several in zip(alone.hidden_states, seen.hidden_states, strict=True):
-            assert torch.allclose(one[0], several[index][mask], atol=1e-5)
+        for state, states in zip(alone.hidden_states, seen.hidden_states, strict=True):
+            assert torch.allclose(state[0], states[index][mask], atol=1e-5)
 
 
 def test_a_stage_1_folder_with_its_base_and_an_edit_of_the_llms_input(tiny, tmp_path):
@@ -262,8 +262,8 @@ def test_vision_path_names_the_module_whose_result_is_the_encoders_tokens():
 def test_padding_is_not_a_token_of_the_encoder(tokens):
     rows, mask = torch.arange(24.0).view(2, 2, 6), torch.tensor([[True, False], [True, True]])
     features = Features("input", nn.Identity(), tokens, width=3)
-    found = features.of((rows,), {"mask": mask if tokens == "mask" else ~mask}, None)
-    assert torch.equal(found, rows[mask])
+    tokens_of = features.of((rows,), {"mask": mask if tokens == "mask" else ~mask}, None)
+    assert torch.equal(tokens_of, rows[mask])
     assert features.may_join_patches(rows) and not features.may_join_patches(rows[..., :3])
     assert not features.may_join_patches(rows[..., :4])
     assert not Features("output", nn.Identity(), width=3).may_join_patches(rows)  # the rows of a named module are whole

@@ -49,11 +49,11 @@ def results(score, scores, name="scenes"):
 def test_the_hub_can_read_the_metadata_and_nothing_in_it_is_invented(write_card, capsys):
     bare = ModelCard(write_card()).data.to_dict()
     assert bare == {"pipeline_tag": "image-text-to-text", "tags": ["llava", "vision-language", "gwc_layernorm"]}
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for flag in ("--license", "--language", "--base-model", "--dataset"):
-        assert f"left out, as nothing records it for certain; give it by {flag}" in said
-    given = ("--license", "apache-2.0", "--language", "en", "--base-model", "a/llm", "--base-model", "b/tower")
-    full = ModelCard(write_card(*given, "--dataset", "c/pictures")).data.to_dict()
+        assert f"left out, as nothing records it for certain; give it by {flag}" in printed
+    flags = ("--license", "apache-2.0", "--language", "en", "--base-model", "a/llm", "--base-model", "b/tower")
+    full = ModelCard(write_card(*flags, "--dataset", "c/pictures")).data.to_dict()
     assert full["license"] == "apache-2.0" and full["language"] == ["en"] and full["datasets"] == ["c/pictures"]
     assert full["base_model"] == ["a/llm", "b/tower"]
 
@@ -194,8 +194,8 @@ def test_only_what_the_hub_cache_holds_is_called_a_hub_id(hub_cache, tmp_path, m
 
 def test_base_models_are_all_recorded_or_none_is(hub_cache, tmp_path):
     def bases(llm, tower):
-        given = {"model_name_or_path": llm, "vision_tower": tower}
-        return recorded_bases([Stage({"model": given}, tmp_path, 1, [], None)])
+        settings = {"model_name_or_path": llm, "vision_tower": tower}
+        return recorded_bases([Stage({"model": settings}, tmp_path, 1, [], None)])
 
     assert bases("Qwen/Qwen2.5-7B", "owner/tower") == ["Qwen/Qwen2.5-7B", "owner/tower"]
     assert bases("Qwen/Qwen2.5-7B", None) == ["Qwen/Qwen2.5-7B"]

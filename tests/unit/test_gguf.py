@@ -54,8 +54,8 @@ def value(reader, name):
 
 
 def tensor(reader, name):
-    found = next(t for t in reader.tensors if t.name == name)
-    return torch.from_numpy(np.array(found.data)).reshape(list(reversed(found.shape.tolist())))
+    stored = next(t for t in reader.tensors if t.name == name)
+    return torch.from_numpy(np.array(stored.data)).reshape(list(reversed(stored.shape.tolist())))
 
 
 @pytest.mark.parametrize("model", ["llama", "llama_tied", "qwen"])
@@ -103,10 +103,10 @@ def test_the_tower_ends_at_the_selected_layer_and_the_projector_is_whole(export)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("f16", "F16"), ("bf16", "BF16")])
-def test_matrices_have_the_type_that_was_asked_for_and_vectors_are_whole(export, dtype, kind):
+def test_matrices_have_the_requested_type_and_vectors_stay_float32(export, dtype, kind):
     for reader in export(dtype=dtype)[:2]:
-        for found in reader.tensors:
-            assert found.tensor_type.name == (kind if len(found.shape) > 1 else "F32"), found.name
+        for stored in reader.tensors:
+            assert stored.tensor_type.name == (kind if len(stored.shape) > 1 else "F32"), stored.name
 
 
 def test_a_rotary_embedding_with_scaled_frequencies_comes_with_its_factors(export, checkpoint):
@@ -118,14 +118,14 @@ def test_a_rotary_embedding_with_scaled_frequencies_comes_with_its_factors(expor
     torch.testing.assert_close(tensor(language, "rope_freqs.weight"), torch.full((4,), 4.0))
 
 
-def yi_graph(features, found, eps):
+def yi_graph(features, weights, eps):
     """llama.cpp's projector with two norms, in float32, with the exact GELU."""
 
     def norm(x, name):
-        return torch.nn.functional.layer_norm(x, x.shape[-1:], found[f"{name}.weight"], found[f"{name}.bias"], eps)
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], eps)
 
-    hidden = norm(features @ found["mm.0.weight"].T + found["mm.0.bias"], "mm.1")
-    return norm(torch.nn.functional.gelu(hidden) @ found["mm.3.weight"].T + found["mm.3.bias"], "mm.4")
+    hidden = norm(features @ weights["mm.0.weight"].T + weights["mm.0.bias"], "mm.1")
+    return norm(torch.nn.functional.gelu(hidden) @ weights["mm.3.weight"].T + weights["mm.3.bias"], "mm.4")
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
@@ -137,9 +137,9 @@ def test_the_graph_with_two_norms_computes_our_layernorm_at_any_scale(size):
     with torch.no_grad():
         for parameter in projector.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
-        found = projector_tensors(projector, features[:3], eps=1e-6)
+        weights = projector_tensors(projector, features[:3], eps=1e-6)
         ours = projector(features)
-        assert ((yi_graph(features, found, 1e-6) - ours).norm() / ours.norm()).item() < 5e-5
+        assert ((yi_graph(features, weights, 1e-6) - ours).norm() / ours.norm()).item() < 5e-5
 
 
 def test_one_factor_for_all_tokens_becomes_part_of_the_last_linear_layer():
@@ -147,9 +147,9 @@ def test_one_factor_for_all_tokens_becomes_part_of_the_last_linear_layer():
     config.mm_projector_norm, config.mm_projector_norm_target = "gwc_scale", 2.0
     config.mm_projector_norm_init_gain = 0.03
     projector, features = build_vision_projector(config), torch.randn(5, 8)
-    found = projector_tensors(projector, features, eps=1e-6)
-    hidden = torch.nn.functional.gelu(features @ found["mm.0.weight"].T + found["mm.0.bias"])
-    torch.testing.assert_close(hidden @ found["mm.2.weight"].T + found["mm.2.bias"], projector(features))
+    weights = projector_tensors(projector, features, eps=1e-6)
+    hidden = torch.nn.functional.gelu(features @ weights["mm.0.weight"].T + weights["mm.0.bias"])
+    torch.testing.assert_close(hidden @ weights["mm.2.weight"].T + weights["mm.2.bias"], projector(features))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_name(checkpoint, tmp_pa
 def test_what_happens_to_pictures_that_are_not_square_is_reported(checkpoint, tmp_path, capsys, mode, note):
     folder = checkpoint(image_aspect_ratio=mode)
     assert main(["gguf", "--model-path", str(folder), "--output-dir", str(tmp_path)]) == 0
-    assert "note: llama.cpp pads pictures to squares" in (said := capsys.readouterr().out) and note in said
+    assert "note: llama.cpp pads pictures to squares" in (printed := capsys.readouterr().out) and note in printed
 
 
 def test_files_that_are_there_stay_unless_they_may_be_replaced(checkpoint, tmp_path, capsys):

@@ -71,7 +71,7 @@ def make_wrong(folder: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "said"),
+    ("name", "what", "problem"),
     [
         ("MODEL_PATH", "model", "expected a model's folder, found no config.json in it"),
         ("VISION_TOWER", "vision tower", "expected a model's folder, found no config.json in it"),
@@ -81,24 +81,24 @@ def make_wrong(folder: Path, name: str) -> str:
         ("OUTPUT_DIR", "output", "expected a folder, found the file"),
     ],
 )
-def test_a_path_that_is_something_else_is_named_as_what_it_is(inputs, tmp_path, name, what, said):
+def test_a_path_that_is_something_else_is_named_as_what_it_is(inputs, tmp_path, name, what, problem):
     inputs[name] = make_wrong(tmp_path, name)
     state, hint = states(inputs)[what]
-    assert state == "WRONG" and hint.startswith(said)
+    assert state == "WRONG" and hint.startswith(problem)
     assert sum(state == "WRONG" for state, _ in states(inputs).values()) == 1
 
 
-@pytest.mark.parametrize(("path", "said"), [("data.csv", "found .csv"), ("data", "found no ending")])
-def test_a_file_of_another_kind_is_no_file_of_records(inputs, tmp_path, path, said):
+@pytest.mark.parametrize(("path", "problem"), [("data.csv", "found .csv"), ("data", "found no ending")])
+def test_a_file_of_another_kind_is_not_taken_for_records(inputs, tmp_path, path, problem):
     (tmp_path / path).touch()
     state, hint = states(inputs | {"DATA_PATH": tmp_path / path})["data"]
-    assert state == "WRONG" and said in hint and ".jsonl, .parquet, .yaml" in hint
+    assert state == "WRONG" and problem in hint and ".jsonl, .parquet, .yaml" in hint
 
 
-@pytest.mark.parametrize(("norm", "said"), [("none", "NORM=none"), ("layernorm", "NORM=layernorm")])
-def test_an_adapter_of_another_arm_is_named_with_both_arms(inputs, norm, said):
+@pytest.mark.parametrize(("norm", "arm"), [("none", "NORM=none"), ("layernorm", "NORM=layernorm")])
+def test_an_adapter_of_another_arm_is_named_with_both_arms(inputs, norm, arm):
     state, hint = states(inputs, norm)["adapter"]
-    assert (state, hint) == ("WRONG", f"expected an adapter of {said}, found one of NORM=gwc_layernorm")
+    assert (state, hint) == ("WRONG", f"expected an adapter of {arm}, found one of NORM=gwc_layernorm")
     (inputs["PRETRAIN_ADAPTER"].parent / "config.json").write_text("{}")  # as LLaVA writes it
     assert states(inputs, norm)["adapter"] == ("found", "")
 
@@ -120,7 +120,7 @@ def test_a_dry_run_with_an_input_missing_has_status_2_and_lists_it_as_json(input
 
 
 @pytest.mark.parametrize(
-    ("path", "preset", "said"),
+    ("path", "preset", "advice"),
     [
         (f"{PREPARED}/no/such.json", "run: python -m playground", "run: python -m playground"),
         (f"{PREPARED}/no/such.json", "", "run python -m llava.data.prepare, or set DATA_PATH"),
@@ -128,9 +128,9 @@ def test_a_dry_run_with_an_input_missing_has_status_2_and_lists_it_as_json(input
         ("/mine.json", "", "set DATA_PATH"),
     ],
 )
-def test_how_our_data_are_prepared_is_said_of_our_own_paths_alone(path, preset, said):
+def test_only_missing_paths_of_ours_name_the_command_that_prepares_them(path, preset, advice):
     variables = {"INPUT_HINT": preset, "DATA_SOURCE": "run python -m llava.data.prepare"}
     variables |= {"GLOBAL_BATCH": "1", "NUM_GPUS": "1"}
     words = ["--data_path", path, "--per_device_train_batch_size", "1", "--output_dir", "out"]
     (hint,) = [each.hint for each in resolve(variables, "train.py", words).inputs if each.what == "data"]
-    assert hint.startswith(said)
+    assert hint.startswith(advice)

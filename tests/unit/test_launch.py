@@ -96,8 +96,8 @@ def test_count_that_is_not_a_whole_number_is_refused_by_name(name, value):
 def test_batches_are_paired_by_length_where_devices_have_few_samples(gpus, grouped, window):
     words = ["--per_device_train_batch_size", "1", "--output_dir", "out", "--group_by_modality_length", grouped]
     environment = {"NUM_GPUS": gpus, "GLOBAL_BATCH": "128"}
-    for given, expected in (("auto", window), ("4", "4")):
-        plan = resolve(environment, "train.py", [*words, "--length_group_window", given])
+    for value, expected in (("auto", window), ("4", "4")):
+        plan = resolve(environment, "train.py", [*words, "--length_group_window", value])
         assert plan.flags.value("length_group_window") == expected
 
 
@@ -182,7 +182,7 @@ def test_rendezvous_without_address_is_listed_as_missing():
     environment = {"NUM_GPUS": "8", "NNODES": "4"}
     devices = resolve_devices(environment)
     launch = resolve_launch(environment, devices, "", "name", "python", 8)
-    missing = [found.what for found in check_inputs(environment, parse_flags([]), devices, launch)]
+    missing = [entry.what for entry in check_inputs(environment, parse_flags([]), devices, launch)]
     assert missing == ["MASTER_ADDR", "NODE_RANK"]
 
 
@@ -212,7 +212,7 @@ def test_cpu_ranks_run_under_deepspeed_and_share_the_cores():
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "message"),
     [
         ({"LAUNCHER": "nonsense"}, "LAUNCHER=nonsense is not one of: auto python deepspeed torchrun"),
         ({"LAUNCHER": "python"}, "one process, not NNODES=1 x NUM_GPUS=8"),
@@ -220,16 +220,16 @@ def test_cpu_ranks_run_under_deepspeed_and_share_the_cores():
         ({"LAUNCHER": "deepspeed", "NNODES": 2}, "needs HOSTFILE"),
     ],
 )
-def test_launcher_that_does_not_fit_is_refused(variables, said):
-    with pytest.raises(Refusal, match=said):
+def test_launcher_that_does_not_fit_is_refused(variables, message):
+    with pytest.raises(Refusal, match=message):
         launcher(**variables)
 
 
 def test_precision_follows_the_devices_unless_it_is_chosen():
     def flags(*words, **environment):
-        given = {"GLOBAL_BATCH": "8", "NUM_GPUS": "1"} | environment
+        variables = {"GLOBAL_BATCH": "8", "NUM_GPUS": "1"} | environment
         return resolve(
-            given, "e", ["--per_device_train_batch_size", "auto", "--output_dir", "a/b", *words]
+            variables, "e", ["--per_device_train_batch_size", "auto", "--output_dir", "a/b", *words]
         ).flags.values()
 
     assert (flags()["bf16"], flags()["tf32"], flags()["run_name"]) == ("True", "True", "b")
@@ -257,14 +257,14 @@ def test_reports_go_to_tensorboard_unless_the_callers_environment_lacks_it(monke
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
-def test_hub_names_are_no_local_paths_and_missing_files_say_what_to_do(tmp_path):
+def test_hub_names_are_not_local_paths_and_missing_files_have_a_hint(tmp_path):
     (tmp_path / "data.json").write_text("[]")
     data = f"{tmp_path}/data.json,{tmp_path}/*.json,/no/such.json,hf:owner/set:en[train],hf:{tmp_path}[test],hf:/no[a]"
     words = ["--model_name_or_path", "owner/model", "--vision_tower", "./no/such/tower", "--data_path", data]
     words += ["--pretrain_mm_mlp_adapter", "llava/no-such-folder", "--deepspeed", "deepspeed_configs/zero3.json"]
     devices = Devices(1, 1, True)
     launch = resolve_launch({"LAUNCHER": "torchrun"}, devices, "", "name", "python", 1)
-    found = check_inputs({}, parse_flags(words), devices, launch)
+    listed = check_inputs({}, parse_flags(words), devices, launch)
     expected = [
         ("hub", "model"),
         ("MISSING", "vision tower"),
@@ -275,10 +275,10 @@ def test_hub_names_are_no_local_paths_and_missing_files_say_what_to_do(tmp_path)
         ("found", "data"),
         ("MISSING", "data"),
     ]
-    assert [(f.state, f.what) for f in found] == [*expected, ("MISSING", "adapter"), ("found", "deepspeed")]
-    hints = {f.what: f.hint for f in found if f.state == "MISSING"}
+    assert [(f.state, f.what) for f in listed] == [*expected, ("MISSING", "adapter"), ("found", "deepspeed")]
+    hints = {f.what: f.hint for f in listed if f.state == "MISSING"}
     assert "VISION_TOWER" in hints["vision tower"] and "hf:OWNER/NAME[SPLIT]" in hints["data"]
-    assert "set DATA_PATH to records that are there (docs/data.md)" in [f.hint for f in found]
+    assert "set DATA_PATH to records that are there (docs/data.md)" in [f.hint for f in listed]
     assert "scripts/pretrain.sh" in hints["adapter"] and "PRETRAIN_ADAPTER" in hints["adapter"]
 
 
@@ -293,9 +293,9 @@ def test_an_absent_interface_is_listed_as_missing_where_ranks_must_meet():
     for devices, expected in ((Devices(1, 2, True), ["GLOO_SOCKET_IFNAME"]), (Devices(1, 1, True), [])):
         environment = {"GLOO_SOCKET_IFNAME": "nosuch0"}
         launch = resolve_launch(environment, devices, "zero3.json", "name", "python", 1)
-        found = check_inputs(environment, parse_flags([]), devices, launch)
-        found = [f for f in found if f.state == "MISSING" and "interfaces: lo" in f.hint]
-        assert [f.what for f in found] == expected and not any(f.is_relative for f in found)
+        missing = check_inputs(environment, parse_flags([]), devices, launch)
+        missing = [f for f in missing if f.state == "MISSING" and "interfaces: lo" in f.hint]
+        assert [f.what for f in missing] == expected and not any(f.is_relative for f in missing)
 
 
 def test_an_unresolvable_master_is_refused_and_a_remote_one_is_reported(capsys):
@@ -312,7 +312,7 @@ def test_an_unresolvable_master_is_refused_and_a_remote_one_is_reported(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--max_grad_nrm", "1"], "--max_grad_nrm is not a flag; did you mean --max_grad_norm?"),
         (["--learning_rate", "abc"], "--learning_rate.* 'abc'"),
@@ -320,7 +320,7 @@ def test_an_unresolvable_master_is_refused_and_a_remote_one_is_reported(capsys):
         (["--label_masking", "all"], "--label_masking"),
     ],
 )
-def test_the_trainers_own_parser_names_the_flag_at_fault(words, said, monkeypatch, capsys):
+def test_the_trainers_own_parser_names_the_flag_at_fault(words, message, monkeypatch, capsys):
     needed = ["flags", "--model_name_or_path", "x", "--output_dir", "y"]
     monkeypatch.setattr("sys.argv", [*needed, "--mm_projector_norm_init", "2.5", "--no_lazy_preprocess"])
     assert flags.main() == 0
@@ -328,7 +328,7 @@ def test_the_trainers_own_parser_names_the_flag_at_fault(words, said, monkeypatc
     with pytest.raises(SystemExit) as refused:
         flags.main()
     line = capsys.readouterr().err
-    assert refused.value.code == 2 and re.search(said, line) and line.count("\n") == 1
+    assert refused.value.code == 2 and re.search(message, line) and line.count("\n") == 1
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
@@ -347,8 +347,10 @@ def test_a_cpu_run_beside_other_work_says_what_it_sets(monkeypatch, capsys):
     words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]
     plans = [resolve({"GLOBAL_BATCH": "8", "NUM_GPUS": gpus}, "entry", words, cores=2) for gpus in ("0", "1")]
     assert considerate(plans[0], {})["OMP_WAIT_POLICY"] == "passive"
-    said = capsys.readouterr().out
-    assert said.startswith("note: other programs use ") and said.count("\n") == 1 and "GOMP_SPINCOUNT=100" in said
+    printed = capsys.readouterr().out
+    assert (
+        printed.startswith("note: other programs use ") and printed.count("\n") == 1 and "GOMP_SPINCOUNT=100" in printed
+    )
     assert not for_the_cpu(plans[1], {})
     assert not considerate(plans[0], {"GOMP_SPINCOUNT": "10000"})
     assert not capsys.readouterr().out
@@ -363,8 +365,8 @@ def test_a_cpu_run_beside_other_work_says_what_it_sets(monkeypatch, capsys):
     ],
 )
 def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatch, capsys, installed, variables):
-    found = "llava.launch.cpu.find_library"
-    monkeypatch.setattr(found, lambda name: f"lib{name}.so.4" if name in installed else None)
+    find_library = "llava.launch.cpu.find_library"
+    monkeypatch.setattr(find_library, lambda name: f"lib{name}.so.4" if name in installed else None)
     monkeypatch.setattr("llava.launch.__main__.idle_cores", lambda cores: 99.0)
     words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]
     plan = resolve({"GLOBAL_BATCH": "8", "NUM_GPUS": "0"}, "entry", words, cores=2)

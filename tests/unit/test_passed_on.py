@@ -110,13 +110,13 @@ def test_the_users_file_wins_and_lines_fatal_to_deepspeed_are_not_passed(tmp_pat
 def test_passed_on_variables_are_shown_and_of_secrets_only_the_names():
     environment = {"HF_TOKEN": "hidden", "WANDB_API_KEY": "hidden", "HTTPS_PROXY": "hidden", "HF_HOME": "/a b"}
     environment |= {"TOKENIZERS_PARALLELISM": "false"}
-    for by_ssh, more, said in (
+    for by_ssh, more, heading in (
         (True, {}, "deepspeed passes on"),
         (False, {"SLURM_JOB_ID": "7"}, "srun passes on every"),
         (False, {}, "nothing is passed on; set these on every node alike"),
     ):
         first, *lines = other_nodes(environment | more, by_ssh)
-        assert first.startswith(said)
+        assert first.startswith(heading)
         assert lines == [
             "  HF_HOME='/a b'",
             "  HF_TOKEN",
