@@ -7,7 +7,8 @@ from pathlib import Path
 from llava.experiment import comparison, study, study_page, study_record
 from llava.experiment.report import write_report
 from llava.experiment.runs import Run, check_all, check_runs
-from llava.experiment.stage import STAGES, StepError
+from llava.experiment.stage import StepError
+from llava.launch.recipe import STAGES
 from llava.utils.commands import Parser, program_name
 from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT
 
@@ -27,12 +28,6 @@ def parser() -> argparse.ArgumentParser:
     study.add_arguments(add("study", summary, study.run, ". See docs/compare.md."))
     command = add("page", "write a study's page again from its study.json", page)
     command.add_argument("study", type=Path, metavar="STUDY_JSON", help="the file, or its folder")
-    command.add_argument(
-        "--measured",
-        type=Path,
-        metavar="STUDY_JSON",
-        help="the same of a study that trained the first seed again: take what it measured inside the models",
-    )
     command.add_argument("--docs", action="store_true", help="write docs/study.md and docs/study.json instead")
     check_command = add("check", "refuse runs that differ in more than the arm", check)
     report_command = add("report", "check, and write the page", report)
@@ -81,8 +76,6 @@ def main(argv: list[str] | None = None) -> int:
 def page(args: argparse.Namespace) -> None:
     """The command `page`."""
     content = study_record.read_record(args.study)
-    if args.measured:
-        content = study_record.with_measurements(content, study_record.read_record(args.measured))
     folder = args.study if args.study.is_dir() else args.study.parent
     for path in study_page.write_docs(content) if args.docs else study_page.write_page(content, folder):
         print(f"written: {path}")

@@ -13,7 +13,8 @@ from llava.experiment.lanes import Step
 from llava.experiment.paper import ARMS
 from llava.experiment.report import write_report
 from llava.experiment.runs import Run, check_all
-from llava.experiment.stage import STAGES, refuse_ignored
+from llava.experiment.stage import refuse_ignored
+from llava.launch.recipe import STAGES
 from llava.utils.paths import ROOT
 from llava.utils.provenance import DONE
 

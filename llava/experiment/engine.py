@@ -11,14 +11,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llava.eval.results import CONTROLS
+from llava.experiment.answers import is_answered
 from llava.experiment.arms import parse_arm
 from llava.experiment.lanes import Measurement, StageStep, Step, run_lanes, words_of
 from llava.experiment.runs import Run
-from llava.experiment.stage import STAGES, WHOLE_RUNS, interpreter
+from llava.experiment.stage import WHOLE_RUNS, interpreter
 from llava.launch.devices import available_cores, resolve_devices
+from llava.launch.recipe import STAGES, resolved_run
 from llava.utils.locks import take
 
 DEMO = "demo"
@@ -70,6 +74,15 @@ class Experiment:
         """The variables of every run."""
         return (self.settings(run, stage) for run in self.runs for stage in STAGES)
 
+    def recipe(self, run: Run, stage: str) -> dict[str, Any]:
+        """The command that a stage's script makes of the run's variables: its flags, its batch and more.
+
+        Raises:
+            ValueError: the script refuses them.
+        """
+        environment = {name: value for name, value in os.environ.items() if name.isupper()}
+        return resolved_run(stage, **environment | self.settings(run, stage))
+
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def places(self) -> list[dict[str, str]]:
@@ -92,6 +105,15 @@ class Experiment:
     def python(self, title: str, log: Path, *words: object, **more: Any) -> Step:
         """A module of this tree, run by the caller's own interpreter or else by this one; see `Step` for `more`."""
         return Step(title, [interpreter(), "-m", *map(str, words)], log, **more)
+
+    def held_out(
+        self, run: Run, data: Path, place: Path, log: Path, *flags: object, controls: Sequence[str] = CONTROLS
+    ) -> Step:
+        """A run's answers to the held-out questions of `data` under each control, kept in `place`."""
+        checkpoint = run.folder(STAGES[-1])
+        words = ["playground", "controls", "--checkpoint", checkpoint, "--data", data, "--output-dir", place]
+        is_done = partial(is_answered, checkpoint, place, controls)
+        return self.python(f"{run.name}, answers", log, *words, "--controls", *controls, *flags, is_done=is_done)
 
     def inputs(self, *commands: Sequence[str]) -> list[Step]:
         """The playground's commands that prepare inputs, each with its flags."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -163,10 +163,24 @@ def analysis_figures(folder: Path) -> list[dict[str, str]]:
 # --- the study's, each drawn from `study.json` alone ------------------------------------------------------------------
 
 
-def figures(study: Study) -> dict[str, tuple[str, bytes]]:
-    """Every figure that the study has data for: its title and its SVG, by name."""
-    drawn = {name: (title, svg(draw, study)) for name, (title, draw) in _FIGURES.items()}
-    return {name: (title, content) for name, (title, content) in drawn.items() if content}
+class Picture(NamedTuple):
+    """A figure of the study: `caption` says what it shows, and of which arms and seeds."""
+
+    title: str
+    caption: str
+    svg: bytes
+
+
+def figures(study: Study) -> dict[str, Picture]:
+    """Every figure that the study has data for, by name."""
+    seeds = [str(seed) for seed in study["seeds"]]
+    facts = {"arms": len(study["arms"]), "baseline": study["arms"][0], "first": seeds[0], "seeds": ", ".join(seeds)}
+    facts |= {"asked": study["training"]["questions"]}
+    drawn = {
+        name: Picture(title, caption.format(**facts), svg(draw, study))
+        for name, (title, caption, draw) in _FIGURES.items()
+    }
+    return {name: picture for name, picture in drawn.items() if picture.svg}
 
 
 def look_of(study: Study, arm: str) -> dict[str, str]:
@@ -289,12 +303,47 @@ def _gradients(study: Study, pyplot: ModuleType) -> "Figure | None":
     return figure
 
 
-_FIGURES: dict[str, tuple[str, Callable[[Study, ModuleType], "Figure | None"]]] = {
-    "intervals": ("Differences from the baseline, and of arms from each other", _intervals),
-    "training": ("Accuracy over the samples of stage 2 (bands: seeds)", _curves),
-    "dose": ("Dose and response: initial norm of the visual tokens", _dose),
-    "controls": ("Answers with the picture taken away", _controls),
-    "rescaling": ("Rescaling visual tokens of the trained arms at inference", _rescaling),
-    "norms": ("Norms where visual tokens meet the text", _norms),
-    "gradients": ("Gradients on their way down to the tower", _gradients),
+_FIGURES: dict[str, tuple[str, str, Callable[[Study, ModuleType], "Figure | None"]]] = {
+    "intervals": (
+        "Differences from the baseline, and of arms from each other",
+        "Points over all tasks, each arm minus {baseline}; below the line, pairs of arms. Bars: intervals corrected "
+        "for the number of arms, or of pairs. Circles: seeds {seeds}.",
+        _intervals,
+    ),
+    "training": (
+        "Accuracy over the samples of stage 2",
+        "Right answers to {asked} held-out questions during stage 2, {arms} arms. Lines: mean of seeds {seeds}. Bands: "
+        "lowest and highest seed. Grey: chance.",
+        _curves,
+    ),
+    "dose": (
+        "Dose and response",
+        "Score over all tasks by the initial norm of visual tokens, a multiple of the text norm. Line: mean of seeds "
+        "{seeds}. Circles: each seed. Grey: the baseline, {baseline}.",
+        _dose,
+    ),
+    "controls": (
+        "Answers with the picture taken away",
+        "Right answers of {arms} arms, seeds {seeds} together: with the picture, with a blank picture, with visual "
+        "tokens in another order, and without a picture.",
+        _controls,
+    ),
+    "rescaling": (
+        "Rescaling visual tokens at inference",
+        "How far the outputs of {arms} trained arms change when their visual tokens are multiplied by alpha, and how "
+        "far keys and values turn. Seed {first}.",
+        _rescaling,
+    ),
+    "norms": (
+        "Norms where visual tokens meet the text",
+        "Norm of visual tokens over that of text embeddings at the LLM's input, {arms} arms, seed {first}. Grey: equal "
+        "norms.",
+        _norms,
+    ),
+    "gradients": (
+        "Gradients on their way down to the tower",
+        "L2 norm of the loss gradient from the LLM's input to the tower's layers after stage 2, {arms} arms, seed "
+        "{first}.",
+        _gradients,
+    ),
 }

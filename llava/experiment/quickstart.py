@@ -14,18 +14,18 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llava.experiment import answers
+from llava.experiment.answers import UNTOUCHED
 from llava.experiment.engine import DEMO, Experiment, at_work, show_times
 from llava.experiment.lanes import StageStep, Step, StepError, runs_at_once
 from llava.experiment.runs import Run
-from llava.experiment.stage import STAGES, WHOLE_RUNS, last_step, refuse_ignored
+from llava.experiment.stage import WHOLE_RUNS, last_step, refuse_ignored
 from llava.launch.cpu import POLICY
 from llava.launch.devices import available_cores, count_of, resolve_devices
-from llava.launch.recipe import resolved_run
+from llava.launch.recipe import STAGES
 from llava.launch.settings import Refusal
 from llava.utils.files import write_json
 from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT
@@ -103,13 +103,10 @@ class Quickstart(Experiment):
         Raises:
             ValueError: the script refuses them.
         """
-        environment = {name: value for name, value in os.environ.items() if name.isupper()}
-        recipes = {}
-        for run in self.runs:
-            for stage in STAGES:
-                recipe = recipes[run.arm, stage] = resolved_run(stage, **environment | self.settings(run, stage))
-                if not (steps := recipe["flags"]["max_steps"]).removeprefix("-").isdecimal():
-                    raise ValueError(f"MAX_STEPS={steps} is not a whole number")
+        recipes = {(run.arm, stage): self.recipe(run, stage) for run in self.runs for stage in STAGES}
+        for recipe in recipes.values():
+            if not (steps := recipe["flags"]["max_steps"]).removeprefix("-").isdecimal():
+                raise ValueError(f"MAX_STEPS={steps} is not a whole number")
         return recipes
 
     def stage(self, run: Run, stage: str, part: str = "", more: Mapping[str, str] | None = None) -> StageStep:
@@ -119,12 +116,10 @@ class Quickstart(Experiment):
         return step
 
     def answers(self, run: Run) -> Step:
-        checkpoint, place, controls = run.folder(STAGES[-1]), self.folder / ANSWERS / run.arm, (answers.UNTOUCHED,)
-        words = ["playground", "controls", "--checkpoint", checkpoint, "--controls", *controls]
-        words += ["--data", self.root / self.data, "--output-dir", place]
-        threads = self.threads(len(self.places()))
-        done = partial(answers.is_answered, checkpoint, place, controls)
-        return self.python(f"{run.arm}, answers", run.folder("answers.log"), *words, settings=threads, is_done=done)
+        data, place, log = self.root / self.data, self.folder / ANSWERS / run.arm, run.folder("answers.log")
+        step = self.held_out(run, data, place, log, controls=(UNTOUCHED,))
+        step.settings = self.threads(len(self.places()))
+        return step
 
     # --- the flow -----------------------------------------------------------------------------------------------------
 
@@ -138,8 +133,9 @@ class Quickstart(Experiment):
         self.keep_settings()
         width = len(self.places())
         said = "one after the other" if width == 1 else f"{width} at a time"
+        title = f"{count_of(len(self.arms), 'arm')}, {said}: stage 1, stage 2, answers"
         lanes = {run.arm: [*(self.stage(run, stage) for stage in STAGES), self.answers(run)] for run in self.runs}
-        self.part(f"{count_of(len(self.arms), 'arm')}, {said}: stage 1, stage 2, answers", lanes)
+        self.part(title, lanes)
         self.page()
 
     def prepare(self) -> None:

@@ -27,7 +27,8 @@ from llava.experiment.report_tables import (
     headline_table,
     sentence,
 )
-from llava.experiment.runs import STAGES, Run
+from llava.experiment.runs import Run
+from llava.launch.recipe import STAGES
 from llava.utils.presentation import column_names
 from llava.utils.versions import git_commit
 
@@ -41,13 +42,14 @@ def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> 
     stats = Statistics(runs, lambda run: run.results.tasks | (run.own_results.tasks if questions else {}))
     model = runs[0].configuration("pretrain")["model.model_name_or_path"]
     llm = paper.language_model_of(model)
+    tables = every_table(stats, runs, llm, folder)
     context = {
         "title": f"{', '.join(stats.arms)} on {Path(model).name}",
         "stats": stats,
         "verdicts": {arm: {task: sentence(one) for task, one in found.items()} for arm, found in stats.results.items()},
         "caveats": caveats(stats, runs),
-        "headline": headline_table(stats, llm),
-        "tables": every_table(stats, runs, llm, folder),
+        "headline": headline_table(tables["results"], llm),
+        "tables": tables,
         "measured": analysis_tables(folder / "analysis"),
         "mean": MEAN,
         "titles": TITLES,
@@ -62,7 +64,7 @@ def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> 
     written = [folder / "report.html", folder / "report.md"]
     written[0].write_text(render("page.html.jinja", **context, **figures), encoding="utf-8")
     written[1].write_text(render("page.md.jinja", **context), encoding="utf-8")
-    for name, rows in context["tables"].items():
+    for name, rows in tables.items():
         written.append(folder / f"report-{name}.csv")
         with open(written[-1], "w", newline="", encoding="utf-8") as stream:
             writer = csv.DictWriter(stream, column_names(rows))

@@ -11,10 +11,12 @@ from llava.eval.paired import MEAN, UNCHANGED, Difference, compare_benchmarks
 from llava.eval.results import LLAVA_COMMIT, PAPER_COLUMNS, TaskResult
 from llava.eval.tasks import TASKS, mean_of_groups
 from llava.experiment import paper
-from llava.experiment.runs import STAGES, Run, arm_differences
+from llava.experiment.runs import ABSENT, Run, asked
+from llava.launch.recipe import STAGES
 
 TITLES = {task: title for title, task in PAPER_COLUMNS.items()}
 EXAMPLES = 6  # answers shown per benchmark and arm: won and lost
+EVALUATION = "evaluation"
 TOLERANCE = 0.05  # points by which a recorded score may differ from its samples'
 Rows = list[dict[str, Any]]
 
@@ -105,16 +107,15 @@ class Statistics:
 
 def every_table(stats: Statistics, runs: Sequence[Run], llm: str | None, folder: Path) -> dict[str, Rows]:
     """The comparison's tables by name, without those that have no rows."""
+    differing, shared = configuration_tables(runs)
     tables = {
         "results": results_table(stats, llm),
         "kinds": kinds_table(stats),
         "cost": cost_table(runs),
-        "differences": arm_differences(runs),
+        "differences": differing,
+        "settings": shared,
         "provenance": provenance_table(runs),
-        "versions": versions_table(runs),
-        "settings": settings_table(runs),
         "examples": examples_table(stats),
-        "paper": paper_table(),
         "upstream": upstream_table(folder / "upstream/comparison.json"),
     }
     return {name: rows for name, rows in tables.items() if rows}
@@ -124,6 +125,8 @@ def results_table(stats: Statistics, llm: str | None) -> Rows:
     """One row per benchmark and arm, the mean last."""
     rows = []
     for task in [*stats.tasks, MEAN]:
+        # The paper's mean is over its nine benchmarks; beside a mean over others it would mislead.
+        printed = llm if task != MEAN or set(stats.tasks) == set(TITLES) else None
         for arm in stats.arms:
             scores, found = stats.scores[arm][task], stats.results.get(arm, {}).get(task)
             row = {"benchmark": TITLES.get(task, task), "arm": arm, "score": round(float(np.mean(scores)), 2)}
@@ -132,7 +135,8 @@ def results_table(stats: Statistics, llm: str | None) -> Rows:
             row |= {"verdict": found.verdict if found else "baseline"}
             row |= {"won": found and found.won, "lost": found and found.lost, "p": found and float(f"{found.p:.2g}")}
             row |= {f"seed {seed}": round(score, 2) for seed, score in zip(stats.seeds, scores, strict=True)}
-            row |= {"paper": paper_score(llm, arm, task), "paper delta": paper_delta(llm, arm, stats.baseline, task)}
+            row |= {"paper": paper_score(printed, arm, task)}
+            row |= {"paper delta": paper_delta(printed, arm, stats.baseline, task)}
             if task != MEAN:
                 one = stats.first(task)
                 samples = [sample for seed in stats.seeds for sample in stats.by_run[arm, seed][task].samples]
@@ -233,24 +237,19 @@ def provenance_table(runs: Sequence[Run]) -> Rows:
     return rows
 
 
-def versions_table(runs: Sequence[Run]) -> Rows:
-    """Packages of training and of evaluation, which the check found equal in all runs."""
-    training = runs[0].starts("finetune")[-1]["configuration"]["versions"]
-    both = {
-        name: (training.get(name), runs[0].results.versions.get(name))
-        for name in {**training, **runs[0].results.versions}
-    }
-    return [{"package": name, "training": t, "evaluation": e} for name, (t, e) in sorted(both.items())]
-
-
-def settings_table(runs: Sequence[Run]) -> Rows:
-    """What all runs of a stage have in common."""
-    rows = []
-    for stage in STAGES:
-        first, *others = [run.configuration(stage) for run in runs]
-        shared = {name: value for name, value in first.items() if all(o.get(name, ...) == value for o in others)}
-        rows += [{"stage": stage, "field": name, "value": json.dumps(value)} for name, value in sorted(shared.items())]
-    return rows
+def configuration_tables(runs: Sequence[Run]) -> tuple[Rows, Rows]:
+    """Fields in which the runs differ, with each run's value, and those that all share; of the evaluation too."""
+    differing: Rows = []
+    shared: Rows = []
+    for stage in (*STAGES, EVALUATION):
+        by_run = {run.name: asked(run.results) if stage == EVALUATION else run.configuration(stage) for run in runs}
+        for field in sorted({name for configuration in by_run.values() for name in configuration}):
+            values = [json.dumps(configuration.get(field, ABSENT)) for configuration in by_run.values()]
+            if len(set(values)) == 1:
+                shared.append({"stage": stage, "field": field, "value": values[0]})
+            else:
+                differing.append({"stage": stage, "field": field, **dict(zip(by_run, values, strict=True))})
+    return differing, shared
 
 
 def examples_table(stats: Statistics) -> Rows:
@@ -269,20 +268,6 @@ def examples_table(stats: Statistics) -> Rows:
                         row | {"expected": ours.target, "answer": ours.answer, "baseline's answer": theirs.answer}
                     )
     return rows
-
-
-def paper_table() -> Rows:
-    """The paper's Table 4."""
-    return [
-        {
-            "LLM": llm,
-            "arm": name,
-            **{TITLES[t]: score for t, score in paper.TABLE_4[llm][arm].items()},
-            MEAN: paper.MEANS[llm][arm],
-        }
-        for llm in paper.TABLE_4
-        for arm, name in paper.ARMS.items()
-    ]
 
 
 def upstream_table(path: Path) -> Rows:
@@ -344,20 +329,12 @@ def caveats(stats: Statistics, runs: Sequence[Run]) -> list[str]:
     return said
 
 
-def headline_table(stats: Statistics, llm: str | None) -> dict[str, Any]:
-    """Columns and rows in the layout of the paper's Table 4; a cell has score, difference and verdict."""
-    columns = [*stats.tasks, MEAN]
-    rows: list[dict[str, Any]] = []
-    for arm in stats.arms:
-        cells: list[dict[str, Any]] = []
-        for task in columns:
-            found = stats.results.get(arm, {}).get(task)
-            cells.append({"score": float(np.mean(stats.scores[arm][task])), "found": found})
-        rows.append({"name": arm, "kind": "ours", "cells": cells})
-    for arm, name in paper.ARMS.items() if llm and any(task in TITLES for task in stats.tasks) else ():
-        cells = []
-        for task in columns:
-            delta = paper_delta(llm, arm, stats.baseline, task)
-            cells.append({"score": paper_score(llm, arm, task), "found": None, "delta": delta})
-        rows.append({"name": f"paper: {llm}, {name}", "kind": "paper", "cells": cells})
-    return {"columns": [TITLES.get(task, task) for task in columns], "rows": rows}
+def headline_table(results: Rows, llm: str | None) -> list[dict[str, Any]]:
+    """The results in the layout of the paper's Table 4: rows of arms, then the paper's; a cell per benchmark."""
+    arms = {row["arm"]: [other for other in results if other["arm"] == row["arm"]] for row in results}
+    rows: list[dict[str, Any]] = [{"name": arm, "kind": "ours", "cells": cells} for arm, cells in arms.items()]
+    for arm, cells in arms.items():
+        if any(cell["paper"] is not None for cell in cells):
+            numbers = [{"score": cell["paper"], "delta": cell["paper delta"]} for cell in cells]
+            rows.append({"name": f"paper: {llm}, {paper.ARMS[arm]}", "kind": "paper", "cells": numbers})
+    return rows

@@ -15,7 +15,8 @@ from llava.eval.answer_file import recorded
 from llava.eval.results import LLAVA_COMMIT, Results, read_results
 from llava.eval.score import task_result
 from llava.experiment.arms import BASELINE, parse_arm
-from llava.experiment.stage import LOG_FILE, STAGES, logged_steps
+from llava.experiment.stage import LOG_FILE, logged_steps
+from llava.launch.recipe import STAGES
 from llava.utils.digests import revision
 from llava.utils.provenance import DONE, RUN_FILE, differences, read_starts
 from llava.utils.versions import software
@@ -218,15 +219,3 @@ def asked(results: Results) -> dict[str, object]:
     tasks = {name: {"data": task.data, "metric": task.metric} for name, task in results.tasks.items()}
     versions = {name: version for name, version in results.versions.items() if name != LLAVA_COMMIT}
     return dict(flattened({"settings": results.settings, "versions": versions, "tasks": tasks}))
-
-
-def arm_differences(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Every field in which the runs do differ, with each run's value, for the report."""
-    rows = []
-    for stage in STAGES:
-        found = {run.name: run.configuration(stage) for run in runs}
-        for name in sorted({field for values in found.values() for field in values}):
-            values = [str(values.get(name, ABSENT)) for values in found.values()]
-            if len(set(values)) > 1:
-                rows.append({"stage": stage, "field": name, **dict(zip(found, values, strict=True))})
-    return rows

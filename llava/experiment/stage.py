@@ -11,7 +11,6 @@ from llava.utils.processes import tail
 from llava.utils.provenance import DONE
 
 LOG_FILE = "train_log.jsonl"
-STAGES = ("pretrain", "finetune")
 Log = Sequence[Mapping[str, float]]
 """The optimizer steps that a stage logged."""
 

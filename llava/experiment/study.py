@@ -36,15 +36,14 @@ from llava.experiment.plan import (
     points_in_words,
     predicted_hours,
     read_plan,
-    smallest_differences,
 )
 from llava.experiment.report_tables import seconds_of_steps
 from llava.experiment.runs import Run, check_results, check_runs
-from llava.experiment.stage import STAGES, refuse_ignored
+from llava.experiment.stage import refuse_ignored
 from llava.experiment.study_page import write_page
 from llava.experiment.study_record import ANALYSIS, answers_of, record, write_record
 from llava.launch.devices import available_cores, count_of, resolve_devices
-from llava.launch.recipe import resolved_run
+from llava.launch.recipe import STAGES
 from llava.utils.paths import ROOT
 from llava.utils.provenance import DONE
 
@@ -123,12 +122,11 @@ class Study(Comparison):
         if self.measures_start and run.seed == self.seeds[0]:
             untrained = {**threads, "MAX_STEPS": "1", "LEARNING_RATE": "0"}
             steps.insert(0, self.stage(run, STAGES[0], START, untrained))
-        words = ["playground", "controls", "--checkpoint", run.folder("finetune"), "--data", self.pictures]
-        words += ["--output-dir", run.folder("heldout"), "--control-questions", QUESTIONS_UNDER_CONTROLS]
-        words += ["--questions", self.plan.questions, *([] if self.demo else ["--batch-size", 8])]
-        done = partial(is_answered, run)
-        log, title = run.folder("heldout.log"), f"{run.name}, answers"
-        return [*steps, self.python(title, log, *words, settings=threads, is_done=done)]
+        flags = ["--questions", self.plan.questions, "--control-questions", QUESTIONS_UNDER_CONTROLS]
+        flags += [] if self.demo else ["--batch-size", 8]
+        step = self.held_out(run, self.pictures, run.folder("heldout"), run.folder("heldout.log"), *flags)
+        step.settings = threads
+        return [*steps, step]
 
     def places(self) -> list[dict[str, str]]:
         """Variables of the runs that train side by side."""
@@ -185,14 +183,10 @@ class Study(Comparison):
 
     def full_steps(self) -> dict[str, int]:
         """The recipe's steps of each stage; -1 where it counts epochs."""
-        environment = {name: value for name, value in os.environ.items() if name.isupper()}
-        found = {}
-        for stage in STAGES:
-            settings = self.settings(self.runs[0], stage)
-            found[stage] = int(resolved_run(stage, **environment | settings)["flags"]["max_steps"])
+        steps = {stage: int(self.recipe(self.runs[0], stage)["flags"]["max_steps"]) for stage in STAGES}
         if self.quick:
-            found = {stage: max(FEWEST_STEPS, int(count * QUICK_SHARE)) for stage, count in found.items()}
-        return found
+            return {stage: max(FEWEST_STEPS, int(count * QUICK_SHARE)) for stage, count in steps.items()}
+        return steps
 
     def planned(self, hours: float | None, seeds: Sequence[int] | None) -> Plan:
         """The plan for these hours, made by a pilot; without hours the recipe's steps and the given or fewest seeds."""
@@ -224,18 +218,9 @@ class Study(Comparison):
         full = {stage: count if count > 0 else epoch_steps(run, stage) for stage, count in full.items()}
         steps, count = fitting(hours, pilot, full, len(self.arms), at_once, len(given) if given else None)
         chosen = list(given or parse_seeds(str(count)))
-        others = len(self.arms) - 1
-        return Plan(
-            self.preset_name,
-            self.arms,
-            chosen,
-            steps,
-            questions,
-            hours,
-            predicted_hours(pilot, steps, len(self.arms) * count, at_once),
-            smallest_differences(pilot.right, pilot.questions, others, count),
-            pilot,
-        )
+        hours_taken = predicted_hours(pilot, steps, len(self.arms) * count, at_once)
+        plan = Plan(self.preset_name, self.arms, chosen, steps, questions, hours, hours_taken, pilot=pilot)
+        return plan.with_seeds(chosen)
 
     @property
     def preset_name(self) -> str:

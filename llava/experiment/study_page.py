@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from llava.eval.paired import MEAN
-from llava.experiment.figures import data_uri, figures
+from llava.experiment.figures import Picture, data_uri, figures
 from llava.experiment.plan import POWER, points_in_words
 from llava.experiment.report import render
 from llava.experiment.report_tables import Rows
@@ -15,7 +15,9 @@ from llava.experiment.study_record import KEPT, Study, has_intervals, in_digits,
 from llava.launch.devices import count_of
 from llava.utils.paths import ROOT
 
-FIGURE = "study-{}.svg"
+PAGE, NUMBERS, FIGURE = "study.md", "study-numbers.md", "study-{}.svg"
+SCORES = "Scores"
+"""The title of the one table that the page has; the others are on the page of numbers."""
 # Parts of a run, in their order.
 WHEN = {"start": "before training", "pretrain": "after stage 1", "finetune": "after stage 2"}
 ACROSS = ("interface-norms", "update-rates", "theory-model", "interventions")
@@ -25,35 +27,41 @@ START, END = "<!-- generated: python -m llava.compare page STUDY_JSON --docs -->
 
 
 def write_page(study: Study, folder: Path) -> list[Path]:
-    """Writes `study.html`, which stands alone, and `study.md` with its figures; returns their paths."""
+    """Writes `study.html`, which stands alone, and the Markdown pages with their figures; returns their paths."""
     drawn = figures(study)
     page = folder / "study.html"
-    shown = [{"title": title, "uri": data_uri(svg, "svg+xml")} for title, svg in drawn.values()]
-    page.write_text(render("page.html.jinja", **context(study), figures=shown), encoding="utf-8")
-    return [page, *write_markdown(study, folder / "study.md", folder / "figures", drawn)]
+    pictures = [{**picture._asdict(), "uri": data_uri(picture.svg, "svg+xml")} for picture in drawn.values()]
+    text = render("page.html.jinja", title=title_of(study), notes=notes(study), numbers=tables(study), figures=pictures)
+    page.write_text(text, encoding="utf-8")
+    return [page, *write_markdown(study, folder / PAGE, folder / "figures", drawn)]
 
 
 def write_docs(study: Study) -> list[Path]:
-    """Writes `docs/study.json`, the figures, and what is generated of `docs/study.md`."""
+    """Writes `docs/study.json`, the figures, the page of numbers, and what is generated of `docs/study.md`."""
     docs = ROOT / "docs"
-    page = docs / "study.md"
+    page = docs / PAGE
     return [write_record(study, docs), *write_markdown(study, page, docs / "figures", figures(study), by_hand(page))]
 
 
 def write_markdown(
-    study: Study, page: Path, folder: Path, drawn: Mapping[str, tuple[str, bytes]], around: tuple[str, str] = ("", "")
+    study: Study, page: Path, folder: Path, drawn: Mapping[str, Picture], around: tuple[str, str] = ("", "")
 ) -> list[Path]:
-    """Writes the Markdown page, between what is written by hand `around` it, and its figures into `folder`."""
+    """Writes the figures into `folder`, the page within the text `around` it, and the page of numbers next to it."""
     folder.mkdir(exist_ok=True)
-    written = [page]
-    shown = []
-    for name, (title, svg) in drawn.items():
+    numbers, pictures = page.with_name(NUMBERS), []
+    written = [page, numbers]
+    for name, picture in drawn.items():
         written.append(folder / FIGURE.format(name))
-        written[-1].write_bytes(svg)
-        shown.append({"title": title, "uri": written[-1].relative_to(page.parent).as_posix()})
-    text = render("page.md.jinja", **context(study), figures=shown).strip()
-    before, after = around if any(around) else (f"# Study: {title_of(study)}\n\n", "\n")
+        written[-1].write_bytes(picture.svg)
+        pictures.append({**picture._asdict(), "uri": written[-1].relative_to(page.parent).as_posix()})
+    shown, title = tables(study), title_of(study)
+    scores = {SCORES: shown.pop(SCORES)}
+    text = render("page.md.jinja", notes=notes(study), numbers=scores, figures=pictures).strip()
+    before, after = around if any(around) else (f"# {title}\n\n", "\n")
+    text += f"\n\nAll other tables: [{NUMBERS}]({NUMBERS})."
     page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    text = render("page.md.jinja", numbers=shown).strip()
+    numbers.write_text(f"# {title}, numbers\n\nGenerated with [{PAGE}]({PAGE}).\n\n{text}\n", encoding="utf-8")
     return written
 
 
@@ -70,18 +78,12 @@ def by_hand(page: Path) -> tuple[str, str]:
 
 
 def title_of(study: Study) -> str:
-    return f"{len(study['arms'])} arms, {count_of(len(study['seeds']), 'seed')}: {study['plan']['preset']}"
+    return f"Study: {len(study['arms'])} arms, {count_of(len(study['seeds']), 'seed')}: {study['plan']['preset']}"
 
 
-def context(study: Study) -> dict[str, Any]:
-    """What both templates show."""
-    return {
-        "title": f"Study: {title_of(study)}",
-        "done": done(study),
-        "limits": limits(study),
-        "power": power(study),
-        "numbers": tables(study),
-    }
+def notes(study: Study) -> dict[str, list[str]]:
+    """What the pages say in words, by heading."""
+    return {"What was done": done(study), "Limits": limits(study), "Power": power(study)}
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -90,7 +92,7 @@ def context(study: Study) -> dict[str, Any]:
 def tables(study: Study) -> dict[str, Rows]:
     """Tables by title, without those that have no rows."""
     found = {
-        "Scores": scores(study),
+        SCORES: scores(study),
         "Differences from the baseline": differences(study["results"]),
         "Differences of arms from each other": differences(study["contrasts"]),
         "Samples of stage 2 to reach an accuracy": reached(study),
@@ -235,10 +237,6 @@ def power(study: Study) -> list[str]:
     return found
 
 
-UNLIKE = 3.0
-"""Ratio of standard deviations over seeds from which an arm's runs are said to vary otherwise than the others'."""
-
-
 def limits(study: Study) -> list[str]:
     """What the verdicts do not cover."""
     seeds = len(study["seeds"])
@@ -253,8 +251,6 @@ def limits(study: Study) -> list[str]:
         "Training runs of all arms are taken to vary alike, and the tasks as fixed.",
         "Measurements inside the models are of the first seed and have no intervals over seeds.",
     ]
-    if seeds >= 3:
-        found += unlike(study["results"])
     if missing := len(study["plan"]["seeds"]) - seeds:
         found.insert(
             0, f"{count_of(missing, 'seed')} of {seeds + missing} not trained yet: this is how it stands so far."
@@ -263,19 +259,4 @@ def limits(study: Study) -> list[str]:
         found.insert(0, f"{seeds} seed{'s' if seeds > 1 else ''}: how much training runs vary is hardly known.")
     if study["plan"]["questions"]:
         found.insert(0, f"Only {study['plan']['questions']} questions were asked: a trial of the whole, not a result.")
-    return found
-
-
-def unlike(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A sentence for each arm whose seeds differ more than `UNLIKE` times as much as those of the other arms."""
-    varies = {arm: float(np.var(found[MEAN]["by_seed"], ddof=1)) for arm, found in results.items()}
-    found = []
-    for arm, own in varies.items():
-        others = [one for name, one in varies.items() if name != arm]
-        if others and own > UNLIKE**2 * np.mean(others):
-            found.append(
-                f"The seeds of {arm} differ far more than those of the other arms: standard deviations of "
-                f"{np.sqrt(own):.1f} and {np.sqrt(np.mean(others)):.1f} points. All arms share one estimate of how "
-                "training runs vary, so this widens every interval."
-            )
     return found

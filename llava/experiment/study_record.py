@@ -16,8 +16,9 @@ from llava.experiment.arms import parse_arm
 from llava.experiment.learning import LEVELS, samples_to_reach
 from llava.experiment.plan import POWER, Plan
 from llava.experiment.report_tables import Rows, Statistics, analysis_tables, batch_of, seconds_of_steps
-from llava.experiment.runs import STAGES, Run
+from llava.experiment.runs import Run
 from llava.experiment.stage import Log
+from llava.launch.recipe import STAGES
 from llava.model.multimodal_projector.norm import NORM_TYPES, PAPER_ARMS
 from llava.utils.files import write_text
 from llava.utils.versions import git_commit
@@ -124,14 +125,14 @@ def read_record(path: Path) -> Study:
     """
     path = path / FILE if path.is_dir() else path
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        study = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; python -m llava.compare study writes it") from None
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); run the study again, which keeps its runs") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ValueError(f"{path}: not a study of format {FORMAT}; run the study again, which keeps its runs")
-    return found
+        raise ValueError(f"{path}: not JSON ({error}); rerun the study, which keeps its runs") from error
+    if not isinstance(study, dict) or study.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a study of format {FORMAT}; rerun the study, which keeps its runs")
+    return study
 
 
 # --- differences ------------------------------------------------------------------------------------------------------
@@ -267,25 +268,3 @@ def measured(folder: Path) -> dict[str, Rows]:
 def in_digits(value: Any, digits: int) -> Any:
     """A float rounded to this many significant digits; anything else as it is."""
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
-
-
-def with_measurements(study: Study, other: Study) -> Study:
-    """`study` with what was measured inside another study's models, which trained the first seed again.
-
-    Raises:
-        ValueError: the other study has another model, first seed or budget, other arms, or other questions.
-    """
-    for name in ("model", "arms", "tasks", "samples"):
-        if study[name] != other[name]:
-            raise ValueError(f"--measured: expected a study of the same {name}, {study[name]}; found {other[name]}")
-    if study["seeds"][0] != other["seeds"][0]:
-        raise ValueError(f"--measured: expected a study from seed {study['seeds'][0]} on; found {other['seeds'][0]}")
-    again = {
-        "trained_at": other["trained_at"],
-        "apart": max(
-            round(abs(found[task][0] - other["scores"][arm][task][0]), 6)
-            for arm, found in study["scores"].items()
-            for task in found
-        ),
-    }
-    return {**study, "measured": other["measured"], "measured_in": again}

@@ -16,8 +16,8 @@ from shell import kill, new_lines, only
 from warm_python import warm_python
 
 from llava.experiment.commands import main
-from llava.experiment.stage import STAGES
 from llava.experiment.study import MEASURED
+from llava.launch.recipe import STAGES
 
 ARMS = "none,gwc_layernorm"
 
@@ -73,7 +73,7 @@ def test_quick_runs_every_part_and_a_rerun_trains_and_measures_nothing(study):
     assert found["controls"]["blank"]["gwc_layernorm"]["score"] < 40
     assert [one["arm"] for one in found["training"]["reached"][:2]] == ARMS.split(",")
     assert '<td class="improved">improved</td>' in (study.out / "study.html").read_text()
-    assert "| improved |" in (study.out / "study.md").read_text()
+    assert "| improved |" in (study.out / "study-numbers.md").read_text()
     assert (study.out / "figures/study-rescaling.svg").is_file()
 
     again = study("--quick", "--hours", "0.5", "--arms", ARMS)

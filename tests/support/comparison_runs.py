@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from llava.eval.results import Answered, Results, TaskResult, write_results
-from llava.experiment.runs import STAGES, Run
+from llava.experiment.runs import Run
+from llava.launch.recipe import STAGES
 from llava.train.run_identity import adapter_digest
 from llava.utils.digests import revision
 from llava.utils.provenance import DONE, RUN_FILE

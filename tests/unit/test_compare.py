@@ -6,7 +6,8 @@ import pytest
 from comparison_runs import change, write_run, write_scores
 
 from llava.experiment.commands import main
-from llava.experiment.runs import arm_differences, check_present, check_results, check_runs
+from llava.experiment.report_tables import configuration_tables
+from llava.experiment.runs import check_present, check_results, check_runs
 from llava.utils.provenance import DONE, RUN_FILE
 from llava.utils.versions import code_digest, version_of
 
@@ -26,7 +27,7 @@ def test_runs_that_differ_in_arm_and_seed_alone_are_accepted(runs):
     for stage in ("pretrain", "finetune"):
         check_runs(runs, stage)
     check_results(runs)
-    fields = {row["field"] for row in arm_differences(runs) if row["stage"] == "pretrain"}
+    fields = {row["field"] for row in configuration_tables(runs)[0] if row["stage"] == "pretrain"}
     assert fields == {"model.mm_projector_norm", "model.mm_projector_norm_init", "config.mm_projector_norm"} | {
         "training.seed",
         "order",

@@ -1,6 +1,5 @@
 """The study's page says what the intervals allow and nothing else, for as many arms as there are."""
 
-import copy
 import json
 
 import numpy as np
@@ -14,7 +13,6 @@ from llava.experiment.plan import MEAN
 from llava.experiment.study import ARMS
 from llava.experiment.study_page import (
     by_hand,
-    done,
     limits,
     measurements,
     power,
@@ -22,7 +20,7 @@ from llava.experiment.study_page import (
     write_markdown,
     write_page,
 )
-from llava.experiment.study_record import CONTRASTS, doses, measured, read_record, with_measurements
+from llava.experiment.study_record import CONTRASTS, doses, measured, read_record
 
 NAMES = ARMS.split(",")
 
@@ -120,18 +118,6 @@ def test_power_and_limits_say_what_the_study_could_not_show(study):
     assert limits(study)[0] == "1 seed of 4 not trained yet: this is how it stands so far."
 
 
-def test_an_arm_whose_seeds_differ_far_more_than_the_others_is_named(study):
-    study["seeds"] = [1, 2, 3]
-    for arm, found in study["results"].items():
-        found[MEAN]["by_seed"] = [0, 2, 4] if arm != "clip" else [0, 5, 10]
-    assert "differ far more" not in " ".join(limits(study))
-    study["results"]["clip"][MEAN]["by_seed"] = [0, 10, 20]
-    assert (
-        "The seeds of clip differ far more than those of the other arms: standard deviations of 10.0 and 2.0"
-        in (limits(study)[-1])
-    )
-
-
 def test_the_record_keeps_tables_of_arms_and_columns_of_long_ones(tmp_path):
     tables = {
         "sinks": {"model": "none", "share": 0.123456, "position": 12345},
@@ -164,22 +150,6 @@ def test_a_measurement_has_one_table_with_an_arms_rows_together(study):
     ]
 
 
-def test_measurements_of_a_retrained_first_seed_are_reused_and_named(study, tmp_path, capsys):
-    again = copy.deepcopy(study) | {"seeds": [42], "trained_at": "decade"}
-    again["scores"]["clip"]["color"] = [study["scores"]["clip"]["color"][0] - 1.5]
-    found = with_measurements(study | {"measured": {}}, again)
-    assert found["measured"] == again["measured"] and found["scores"] == study["scores"]
-    again_at = "seed 42 that were trained again, at commit decade; their scores on every task"
-    assert f"{again_at} differ from those above by at most 1.5 points." in " ".join(done(found))
-    same = with_measurements(study, study | {"trained_at": "decade"})
-    assert f"{again_at} are the same." in " ".join(done(same)) and again_at not in " ".join(done(study))
-    for folder, one in ((tmp_path, study), (tmp_path / "again", again | {"seeds": [43]})):
-        folder.mkdir(exist_ok=True)
-        (folder / "study.json").write_text(json.dumps(one))
-    assert main(["page", str(tmp_path), "--measured", str(tmp_path / "again")]) == 2
-    assert "--measured: expected a study from seed 42 on; found 43" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_both_pages_and_every_figure_hold_every_arm_and_escape_names(study, tmp_path):
     (tmp_path / "study.json").write_text(json.dumps(study))
@@ -204,9 +174,12 @@ def test_doses_are_the_multiples_of_the_text_norm_in_their_order():
 
 def test_the_generated_part_of_the_page_in_docs_is_what_its_numbers_give(tmp_path):
     found, docs = read_record(ROOT / "docs/study.json"), ROOT / "docs/study.md"
-    page, *drawn = write_markdown(found, tmp_path / "study.md", tmp_path / "figures", figures(found), by_hand(docs))
+    pictures = figures(found)
+    page, numbers, *drawn = write_markdown(found, tmp_path / "study.md", tmp_path / "figures", pictures, by_hand(docs))
     assert page.read_text() == docs.read_text()
+    assert numbers.read_text() == (ROOT / "docs/study-numbers.md").read_text()
     assert all((ROOT / "docs/figures" / path.name).is_file() for path in drawn)
+    assert all(str(found["seeds"][0]) in picture.caption for picture in pictures.values())
 
 
 def test_what_a_page_has_by_hand_stays(study, tmp_path):
