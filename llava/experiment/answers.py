@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
     records = held_out(args.data)[: args.questions or None]
     fewer = records[: args.control_questions or None]
     parts = {name: records if name == UNTOUCHED else fewer for name in args.controls}
-    ask(args.checkpoint, args.data, parts, args.output_dir, args.batch_size)
+    evaluated(args.checkpoint, args.data, parts, args.output_dir, args.batch_size)
 
 
 # --- questions --------------------------------------------------------------------------------------------------------
@@ -117,14 +117,14 @@ def content_of(data: Path) -> str:
 def is_answered(checkpoint: Path, folder: Path, controls: Sequence[str] = CONTROLS) -> bool:
     """Whether `folder` has answers of the checkpoint's present weights under every control, by the present code."""
     try:
-        found = [read_results(folder / control) for control in controls]
+        answered = [read_results(folder / control) for control in controls]
     except ValueError:
         return False
     now = (revision(str(checkpoint)), code_digest(PLAYGROUND))
-    return all((results.fingerprint, results.versions.get(LLAVA_CODE)) == now for results in found)
+    return all((results.fingerprint, results.versions.get(LLAVA_CODE)) == now for results in answered)
 
 
-def ask(
+def evaluated(
     checkpoint: Path, data: Path, parts: Mapping[str, Sequence[Record]], output_dir: Path, batch_size: int
 ) -> dict[str, Results]:
     """A checkpoint's answers under every control; those that are not recorded yet are asked for.
@@ -137,22 +137,22 @@ def ask(
         PlaygroundError: there is no checkpoint.
     """
     content = content_of(data)
-    wanted = {control: described(checkpoint, len(part)) for control, part in parts.items()}
-    found = {control: recorded(output_dir / control, now, content) for control, now in wanted.items()}
-    kept = {control: results for control, results in found.items() if results}
-    if len(kept) == len(parts):
+    requested = {control: described(checkpoint, len(part)) for control, part in parts.items()}
+    earlier = {control: recorded(output_dir / control, now, content) for control, now in requested.items()}
+    reusable = {control: results for control, results in earlier.items() if results}
+    if len(reusable) == len(parts):
         print(f"{output_dir}: all answers are recorded already")
-        return kept
+        return reusable
     from llava.asking import load_assistant
 
     assistant = load_assistant(str(checkpoint), torch_dtype=fastest_dtype())
-    for control in (control for control in parts if control not in kept):
-        start, results = time.monotonic(), wanted[control]
-        said = asked_under(control, assistant, parts[control], data / "images", batch_size)
-        results.tasks = scored(parts[control], said, time.monotonic() - start, content)
+    for control in (control for control in parts if control not in reusable):
+        start, results = time.monotonic(), requested[control]
+        texts = answers_under(control, assistant, parts[control], data / "images", batch_size)
+        results.tasks = scored(parts[control], texts, time.monotonic() - start, content)
         results.created = datetime.now(UTC).isoformat(timespec="seconds")
         print(f"written: {write_results(results, output_dir / control)}")
-    return wanted | kept
+    return requested | reusable
 
 
 def described(checkpoint: Path, questions: int) -> Results:
@@ -189,11 +189,11 @@ def recorded(folder: Path, now: Results, content: str) -> Results | None:
     return None if changed else before
 
 
-def scored(records: Sequence[Record], said: Sequence[str], seconds: float, content: str) -> dict[str, TaskResult]:
+def scored(records: Sequence[Record], texts: Sequence[str], seconds: float, content: str) -> dict[str, TaskResult]:
     """A task for every kind of question; `content` says which questions they are."""
     samples: dict[str, list[Answered]] = {}
     chance: dict[str, list[float]] = {}
-    for record, text in zip(records, said, strict=True):
+    for record, text in zip(records, texts, strict=True):
         kind, expected = record["kind"], expected_answer(record)
         right = float(is_right(text, expected))
         samples.setdefault(kind, []).append(Answered(record["id"], right, text, expected, kind))
@@ -201,13 +201,13 @@ def scored(records: Sequence[Record], said: Sequence[str], seconds: float, conte
     return {
         kind: TaskResult(
             "accuracy",
-            100 * sum(one.score for one in found) / len(found),
-            found,
-            sum(chance[kind]) / len(found),
-            seconds * len(found) / len(records),
+            100 * sum(answer.score for answer in answers) / len(answers),
+            answers,
+            sum(chance[kind]) / len(answers),
+            seconds * len(answers) / len(records),
             content,
         )
-        for kind, found in samples.items()
+        for kind, answers in samples.items()
     }
 
 
@@ -223,7 +223,7 @@ def fastest_dtype() -> str | None:
     return "bfloat16" if has_bf16_instructions() else "float32"
 
 
-def asked_under(control: str, assistant: Any, records: Sequence[Record], images: Path, batch_size: int) -> list[str]:
+def answers_under(control: str, assistant: Any, records: Sequence[Record], images: Path, batch_size: int) -> list[str]:
     """The greedy answer to every record's first question, with its picture changed as the control says."""
     from PIL import Image
 

@@ -58,10 +58,10 @@ def parse_arms(text: str) -> list[str]:
         ValueError: they are not so; or see `parse_arm`.
     """
     names = text.split(",")
-    found = [parse_arm(name) for name in names]
+    arms = [parse_arm(name) for name in names]
     if names[0] != BASELINE or len(names) < 2:
         raise ValueError(f"--arms {text}: expected {BASELINE}, the baseline, first, and at least one more")
-    if len(set(found)) < len(found):
+    if len(set(arms)) < len(arms):
         raise ValueError(f"--arms {text} names an arm twice")
     return names
 

@@ -176,8 +176,8 @@ def at_work(folder: Path) -> Iterator[int]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
     except OSError as error:
-        said = f"{folder} cannot be written: {error.strerror}"
-        raise ValueError(f"{said}; set OUTPUT_ROOT or --output-dir to another folder") from None
+        problem = f"{folder} cannot be written: {error.strerror}"
+        raise ValueError(f"{problem}; set OUTPUT_ROOT or --output-dir to another folder") from None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with lock:
         busy = f"{folder} is in use by another call or by a training that it left"

@@ -82,9 +82,9 @@ def _intervals_by_task(
     height = 1.0 + 0.32 * len(names) * len(results)
     figure, axes = pyplot.subplots(figsize=(6.4, height), layout="constrained")
     for row, name in enumerate(names):
-        for index, (arm, found) in enumerate(results.items()):
-            y, colour, one = row + 0.8 * (index + 0.5) / len(results), colour_of(arms, arm), found[name]
-            _bar(axes, one.low, one.high, one.delta, one.by_seed, y, colour, "_" if row else arm)
+        for index, (arm, by_task) in enumerate(results.items()):
+            y, colour, result = row + 0.8 * (index + 0.5) / len(results), colour_of(arms, arm), by_task[name]
+            _bar(axes, result.low, result.high, result.delta, result.by_seed, y, colour, "_" if row else arm)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks([row + 0.4 for row in range(len(names))], names)
     axes.set(ylim=(len(names), -0.1), xlabel="points above the baseline: 95 % interval, circles: seeds")
@@ -144,8 +144,8 @@ def _points(stages: Sequence[Log], key: str) -> Iterator[np.ndarray]:
 def thinned(points: np.ndarray) -> np.ndarray:
     """At most about `MAX_POINTS` of [K, 2], neighbours averaged."""
     block = max(1, len(points) // MAX_POINTS)
-    kept = len(points) - len(points) % block
-    return points[:kept].reshape(-1, block, 2).mean(axis=1)
+    length = len(points) - len(points) % block
+    return points[:length].reshape(-1, block, 2).mean(axis=1)
 
 
 def analysis_figures(folder: Path) -> list[dict[str, str]]:
@@ -190,12 +190,12 @@ def look_of(study: Study, arm: str) -> dict[str, str]:
 
 
 def _intervals(study: Study, pyplot: ModuleType) -> "Figure | None":
-    results = {arm: found[MEAN] for arm, found in study["results"].items()}
-    results |= {name: found[MEAN] for name, found in study["contrasts"].items()}
+    results = {arm: by_task[MEAN] for arm, by_task in study["results"].items()}
+    results |= {name: by_task[MEAN] for name, by_task in study["contrasts"].items()}
     figure, axes = pyplot.subplots(figsize=(7, 1 + 0.32 * len(results)), layout="constrained")
-    for row, (name, one) in enumerate(results.items()):
+    for row, (name, difference) in enumerate(results.items()):
         colour = look_of(study, name)["color"] if name in study["results"] else "black"
-        _bar(axes, one["low"], one["high"], one["delta"], one["by_seed"], row, colour)
+        _bar(axes, difference["low"], difference["high"], difference["delta"], difference["by_seed"], row, colour)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.axhline(len(study["results"]) - 0.5, color="grey", linewidth=0.8)
     axes.set_yticks(range(len(results)), list(results))
@@ -239,13 +239,13 @@ def _controls(study: Study, pyplot: ModuleType) -> "Figure | None":
     arms = study["arms"]
     figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.4 * len(arms)), layout="constrained")
     width = 0.8 / len(study["controls"])
-    for index, (control, found) in enumerate(study["controls"].items()):
+    for index, (control, by_arm) in enumerate(study["controls"].items()):
         rows = [row + (index - (len(study["controls"]) - 1) / 2) * width for row in range(len(arms))]
-        scores = [found[arm]["score"] for arm in arms]
+        scores = [by_arm[arm]["score"] for arm in arms]
         error = None
         if has_intervals(study):
-            error = [[found[arm]["score"] - found[arm]["low"] for arm in arms]]
-            error += [[found[arm]["high"] - found[arm]["score"] for arm in arms]]
+            error = [[by_arm[arm]["score"] - by_arm[arm]["low"] for arm in arms]]
+            error += [[by_arm[arm]["high"] - by_arm[arm]["score"] for arm in arms]]
         axes.barh(rows, scores, width, xerr=error, color=COLOURS[index], label=control, error_kw={"linewidth": 0.8})
     axes.set_yticks(range(len(arms)), arms)
     axes.set(ylim=(len(arms) - 0.5, -0.5), xlabel="% of answers right, all seeds")
@@ -264,7 +264,7 @@ def _rescaling(study: Study, pyplot: ModuleType) -> "Figure | None":
         for arm in study["arms"]:
             points = [(float(row["intervention"].split()[1]), row[value]) for row in sweep if row["model"] == arm]
             points.append((1.0, 0.0 if value == values[0] else 1.0))
-            points = sorted((alpha, math.nan if one is None else one) for alpha, one in points)
+            points = sorted((alpha, math.nan if measured is None else measured) for alpha, measured in points)
             panel.plot(*zip(*points, strict=True), label=arm, **look_of(study, arm))
         panel.set(xscale="log", xlabel="alpha (factor on visual tokens)", title=value)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
@@ -274,8 +274,8 @@ def _rescaling(study: Study, pyplot: ModuleType) -> "Figure | None":
 def _norms(study: Study, pyplot: ModuleType) -> "Figure | None":
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     points = ["start", "after stage 1", "after stage 2"]
-    for arm, found in study["logged"].items():
-        pairs = zip(found["visual norm"], found["text norm"], strict=True)
+    for arm, norms in study["logged"].items():
+        pairs = zip(norms["visual norm"], norms["text norm"], strict=True)
         ratios = [visual / text if visual and text else math.nan for visual, text in pairs]
         axes.plot(range(len(points)), ratios, "o", label=arm, **look_of(study, arm))
     axes.axhline(1, color="grey", linewidth=0.8)

@@ -194,7 +194,7 @@ def run_lanes(
                 shown = time.monotonic()
                 for lane in active:
                     if lane.running.log:
-                        _say(lane, lane.running.progress())
+                        _show(lane, lane.running.progress())
             time.sleep(POLL_SECONDS if active else 0)
     finally:  # a failure, Ctrl-C or SIGTERM; nothing is left to end otherwise
         end([lane.process for lane in active if lane.process])
@@ -213,22 +213,22 @@ def _advance(lane: Lane, times: dict[str, float], keep_open: Sequence[int]) -> b
             lane.running.failed(code)
         else:
             lane.running.succeeded(seconds)
-            _say(lane, f"done in {seconds:.0f} s")
+            _show(lane, f"done in {seconds:.0f} s")
     while lane.steps:
         lane.running = lane.steps.pop(0)
         if lane.running.is_done():
-            _say(lane, "is complete, skipped")
+            _show(lane, "is complete, skipped")
             continue
         if lane.running.log:
             lane.running.log.parent.mkdir(parents=True, exist_ok=True)
         lane.since = time.monotonic()
         lane.process = lane.running.start(keep_open, lane.place)
-        _say(lane, f"log: {lane.running.log}" if lane.running.log else "started")
+        _show(lane, f"log: {lane.running.log}" if lane.running.log else "started")
         return True
     return False
 
 
-def _say(lane: Lane, text: str) -> None:
+def _show(lane: Lane, text: str) -> None:
     print(f"  {lane.running.title:<28} {text}", flush=True)
 
 

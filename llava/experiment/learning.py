@@ -46,5 +46,5 @@ def first_reached(accuracy: float, samples: Sequence[float], curves: np.ndarray)
     before = np.maximum(at - 1, 0)
     low, high = curves[rows, before], curves[rows, at]
     part = np.where(at > 0, (accuracy - low) / np.where(high > low, high - low, 1), 0)
-    found = seen[before] + part * (seen[at] - seen[before])
-    return np.where(above.any(axis=1), found, np.inf)
+    reached = seen[before] + part * (seen[at] - seen[before])
+    return np.where(above.any(axis=1), reached, np.inf)

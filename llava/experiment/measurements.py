@@ -45,8 +45,8 @@ def chosen(text: str) -> tuple[str, ...]:
     """The value of `--commands`, separated by spaces or commas."""
     names = tuple(text.replace(",", " ").split())
     if not names or (unknown := [name for name in names if name not in COMMANDS]):
-        found = ", ".join(unknown) if names else "none"
-        raise argparse.ArgumentTypeError(f"expected names from {', '.join(COMMANDS)}; found {found}")
+        listed = ", ".join(unknown) if names else "none"
+        raise argparse.ArgumentTypeError(f"expected names from {', '.join(COMMANDS)}; found {listed}")
     return names
 
 
@@ -93,10 +93,10 @@ def quickstart_models() -> list[NamedModel]:
     Raises:
         ValueError: it has trained nothing.
     """
-    found = sorted(config.parent for config in QUICKSTART.glob("*/finetune/config.json"))
-    if not found:
+    folders = sorted(config.parent for config in QUICKSTART.glob("*/finetune/config.json"))
+    if not folders:
         raise ValueError(f"no checkpoint given, and {QUICKSTART} has none; run bash scripts/quickstart.sh")
-    return [named_model(str(folder)) for folder in found]
+    return [named_model(str(folder)) for folder in folders]
 
 
 def fits(needs: Needs, fields: dict[str, Any]) -> bool:

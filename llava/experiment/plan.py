@@ -103,12 +103,12 @@ def read_plan(folder: Path) -> Plan | None:
         raise ValueError(f"{file}: not a study's plan ({error!r}); remove it to plan again") from error
 
 
-def check_same(kept: Plan, wanted: Mapping[str, object], folder: Path) -> None:
+def check_same(plan: Plan, requested: Mapping[str, object], folder: Path) -> None:
     """Raises ValueError where the flags ask for something else than the plan that was kept."""
-    for name, value in wanted.items():
-        if value is not None and value != getattr(kept, name):
+    for name, value in requested.items():
+        if value is not None and value != getattr(plan, name):
             raise ValueError(
-                f"--{name} {value}: {folder / PLAN_FILE} has {getattr(kept, name)}; leave the flag out to go on with "
+                f"--{name} {value}: {folder / PLAN_FILE} has {getattr(plan, name)}; leave the flag out to go on with "
                 "that plan, or take another --output-dir"
             )
 
@@ -144,8 +144,8 @@ def fitting(
 
 def predicted_hours(pilot: Pilot, steps: Mapping[str, int], runs: int, at_once: int) -> float:
     """Hours that training and answering take for this many runs, `at_once` of them side by side."""
-    one = pilot.overhead + sum(count * pilot.per_step[stage] for stage, count in steps.items())
-    return math.ceil(runs / at_once) * one / 3600
+    seconds = pilot.overhead + sum(count * pilot.per_step[stage] for stage, count in steps.items())
+    return math.ceil(runs / at_once) * seconds / 3600
 
 
 def smallest_differences(
@@ -161,9 +161,9 @@ def smallest_differences(
     tasks = len(right)
     single = {task: _variances(right[task], questions[task], seeds) for task in right}
     of_runs = 2 * SEED_DEVIATION**2 / seeds
-    found = {task: _smallest(*single[task], of_runs, arms * tasks) for task in right}
+    smallest = {task: _smallest(*single[task], of_runs, arms * tasks) for task in right}
     varies, drawn = (sum(pair[i] for pair in single.values()) / tasks**2 for i in (0, 1))
-    return found | {MEAN: _smallest(varies, drawn, of_runs, arms)}
+    return smallest | {MEAN: _smallest(varies, drawn, of_runs, arms)}
 
 
 def _variances(right: float, questions: int, seeds: int) -> tuple[float, float]:

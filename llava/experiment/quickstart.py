@@ -132,8 +132,8 @@ class Quickstart(Experiment):
         self.prepare()
         self.keep_settings()
         width = len(self.places())
-        said = "one after the other" if width == 1 else f"{width} at a time"
-        title = f"{count_of(len(self.arms), 'arm')}, {said}: stage 1, stage 2, answers"
+        order = "one after the other" if width == 1 else f"{width} at a time"
+        title = f"{count_of(len(self.arms), 'arm')}, {order}: stage 1, stage 2, answers"
         lanes = {run.arm: [*(self.stage(run, stage) for stage in STAGES), self.answers(run)] for run in self.runs}
         self.part(title, lanes)
         self.page()
@@ -179,13 +179,13 @@ class Quickstart(Experiment):
     def made_from(self, arm: str, stage: str) -> dict[str, Any]:
         """Flags of the stage and settings of its inputs by name; of stage 2 also those of stage 1."""
         flags = self.recipes[arm, stage]["flags"]
-        found = {name: value for name, value in flags.items() if not name.startswith(_NO_SETTINGS)}
+        settings = {name: value for name, value in flags.items() if not name.startswith(_NO_SETTINGS)}
         for name in ("model_name_or_path", "vision_tower"):
-            found[f"made as, {name}"] = (read_manifest(Path(flags[name])) or {}).get("settings")
-        found["made as, data"] = (read_manifest(Path(flags["data_path"]).parent) or {}).get("settings")
+            settings[f"made as, {name}"] = (read_manifest(Path(flags[name])) or {}).get("settings")
+        settings["made as, data"] = (read_manifest(Path(flags["data_path"]).parent) or {}).get("settings")
         if stage != STAGES[0]:
-            found |= {f"stage 1, {name}": value for name, value in self.made_from(arm, STAGES[0]).items()}
-        return found
+            settings |= {f"stage 1, {name}": value for name, value in self.made_from(arm, STAGES[0]).items()}
+        return settings
 
 
 def settings_file(folder: Path) -> Path:

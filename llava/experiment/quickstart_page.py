@@ -79,16 +79,18 @@ def run(args: argparse.Namespace) -> None:
         raise PlaygroundError(f"--arm: {', '.join(names)}: expected different names")
     records = answers.held_out(args.data)
     logs = {name: [read_log(Path(folder)) for folder in folders] for name, *folders in args.arm}
-    given = {name: answered(name, Path(folder), records, args) for name, _, folder in args.arm}
-    texts = {name: [one.answer for one in of_arm] for name, of_arm in given.items()}
-    right = {name: np.array([one.score for one in of_arm]) for name, of_arm in given.items()}
+    replies = {name: answered(name, Path(folder), records, args) for name, _, folder in args.arm}
+    texts = {name: [sample.answer for sample in of_arm] for name, of_arm in replies.items()}
+    right = {name: np.array([sample.score for sample in of_arm]) for name, of_arm in replies.items()}
     compared = differences(records, right)
     results = {
         "chance_percent": chance_percent(records),
         "arms": {
             name: {"folder": folder, **summarize(logs[name], records, right[name])} for name, _, folder in args.arm
         },
-        "differences": {name: {kind: points(one) for kind, one in of_arm.items()} for name, of_arm in compared.items()},
+        "differences": {
+            name: {kind: points(result) for kind, result in kinds.items()} for name, kinds in compared.items()
+        },
         "records": [
             {
                 "id": record["id"],
@@ -105,8 +107,8 @@ def run(args: argparse.Namespace) -> None:
     (args.output_dir / "table.md").write_text(table + "\n")
     shown = examples(records, texts, args.data / "images")
     write_page(args, results, compared, logs, shown)
-    for one in shown:
-        print(f"{one['image']}: {one['question']} expected: {one['expected']} | " + " | ".join(one["replies"]))
+    for row in shown:
+        print(f"{row['image']}: {row['question']} expected: {row['expected']} | " + " | ".join(row["replies"]))
     print(table)
     print(f"page: {args.output_dir / FILE}")
 
@@ -128,7 +130,7 @@ def answered(
 ) -> list[Answered]:
     """An arm's answers, in the order of the questions; those that are recorded are not asked for again."""
     place = args.output_dir / ANSWERS / name
-    asked = answers.ask(checkpoint, args.data, {answers.UNTOUCHED: records}, place, args.batch_size)
+    asked = answers.evaluated(checkpoint, args.data, {answers.UNTOUCHED: records}, place, args.batch_size)
     of_kind = {kind: iter(task.samples) for kind, task in asked[answers.UNTOUCHED].tasks.items()}
     return [next(of_kind[record["kind"]]) for record in records]
 
@@ -153,9 +155,9 @@ def chance_percent(records: Sequence[answers.Record]) -> dict[str, float]:
 def summarize(logs: Sequence[Log], records: Sequence[answers.Record], right: np.ndarray) -> dict[str, Any]:
     """Accuracy per kind with its interval, last losses, and norms at the LLM's input before and after training."""
     chosen = kinds_of(records)
-    percent = {kind: 100 * float(right[one].mean()) for kind, one in chosen.items()}
+    percent = {kind: 100 * float(right[rows].mean()) for kind, rows in chosen.items()}
     interval = {
-        kind: [100 * end for end in share_interval(int(right[one].sum()), len(one))] for kind, one in chosen.items()
+        kind: [100 * end for end in share_interval(int(right[rows].sum()), len(rows))] for kind, rows in chosen.items()
     }
     return {
         "accuracy_percent": percent,
@@ -170,18 +172,18 @@ def differences(records: Sequence[answers.Record], right: Mapping[str, np.ndarra
     """Every arm minus the first, per kind and over all questions, paired by question."""
     baseline, *others = right
     chosen = kinds_of(records)
-    found = {}
+    by_arm = {}
     for name in others:
         change = right[name] - right[baseline]
-        each, _ = compare_benchmarks([change[None, one] for one in chosen.values()], [None] * len(chosen))
-        found[name] = dict(zip(chosen, each, strict=True))
-    return found
+        each, _ = compare_benchmarks([change[None, rows] for rows in chosen.values()], [None] * len(chosen))
+        by_arm[name] = dict(zip(chosen, each, strict=True))
+    return by_arm
 
 
-def points(found: Difference) -> dict[str, Any]:
+def points(difference: Difference) -> dict[str, Any]:
     """A difference in `results.json`."""
-    named = {"points": found.delta, "interval": [found.low, found.high], "verdict": found.verdict}
-    return named | {"won": found.won, "lost": found.lost, "p": found.p}
+    named = {"points": difference.delta, "interval": [difference.low, difference.high], "verdict": difference.verdict}
+    return named | {"won": difference.won, "lost": difference.lost, "p": difference.p}
 
 
 # --- table and page ---------------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def write_page(
         "all": ALL,
         "steps": " + ".join(str(int(log[-1]["step"])) for log in logs[arms[0]]),
         "scores": score_rows(results),
-        "differences": difference_rows({f"{name} minus {arms[0]}": as_json(one) for name, one in compared.items()}),
+        "differences": difference_rows({f"{name} minus {arms[0]}": as_json(kinds) for name, kinds in compared.items()}),
         "logged": logged_rows(results),
         "colours": {arm: colour_of(arms, arm) for arm in arms},
         "curves": training_curves(list(logs.items())),
@@ -258,7 +260,7 @@ def write_page(
 
 
 def examples(
-    records: Sequence[answers.Record], given: Mapping[str, Sequence[str]], images: Path
+    records: Sequence[answers.Record], replies: Mapping[str, Sequence[str]], images: Path
 ) -> list[dict[str, Any]]:
     """Held-out pictures, at first one per kind of question, with question, expected answer and all arms' answers."""
     chosen: dict[str, int] = {}
@@ -268,14 +270,14 @@ def examples(
             chosen[record["kind"]] = index
             pictures.add(record["image"])
     others = (i for i, record in enumerate(records) if record["image"] not in pictures)
-    found = []
+    shown = []
     for index in [*chosen.values(), *others][:EXAMPLES]:
         question, expected = (message["value"] for message in records[index]["conversations"][:2])
         path = images / records[index]["image"]
-        found.append({"image": records[index]["image"], "path": str(path), "uri": picture_uri(path)})
-        found[-1] |= {"question": question.replace("<image>\n", ""), "expected": expected}
-        found[-1] |= {"replies": [f"{name}: {texts[index]}" for name, texts in given.items()]}
-    return found
+        shown.append({"image": records[index]["image"], "path": str(path), "uri": picture_uri(path)})
+        shown[-1] |= {"question": question.replace("<image>\n", ""), "expected": expected}
+        shown[-1] |= {"replies": [f"{name}: {texts[index]}" for name, texts in replies.items()]}
+    return shown
 
 
 def picture_uri(path: Path) -> str:
@@ -305,10 +307,10 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 def log_links(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Titles and relative paths of every stage's log."""
-    found = []
+    links = []
     for name, *folders in args.arm:
         for number, folder in enumerate(map(Path, folders), 1):
             for file in (folder / LOG_FILE, folder.with_suffix(".log")):
                 if file.is_file():
-                    found.append((f"{name}, stage {number}: {file.name}", os.path.relpath(file, args.output_dir)))
-    return found
+                    links.append((f"{name}, stage {number}: {file.name}", os.path.relpath(file, args.output_dir)))
+    return links

@@ -46,7 +46,9 @@ def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> 
     context = {
         "title": f"{', '.join(stats.arms)} on {Path(model).name}",
         "stats": stats,
-        "verdicts": {arm: {task: sentence(one) for task, one in found.items()} for arm, found in stats.results.items()},
+        "verdicts": {
+            arm: {task: sentence(result) for task, result in tasks.items()} for arm, tasks in stats.results.items()
+        },
         "caveats": caveats(stats, runs),
         "headline": headline_table(tables["results"], llm),
         "tables": tables,
@@ -56,7 +58,7 @@ def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> 
         "commit": git_commit(),
     }
     figures = {
-        "intervals": intervals({arm: named(found) for arm, found in stats.results.items()}, stats.arms),
+        "intervals": intervals({arm: named(by_task) for arm, by_task in stats.results.items()}, stats.arms),
         "curves": training_curves([(run.arm, [run.log(stage) for stage in STAGES]) for run in runs]),
         "analysis": analysis_figures(folder / "analysis"),
         "colours": {arm: colour_of(stats.arms, arm) for arm in stats.arms},
@@ -73,8 +75,8 @@ def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> 
     return written
 
 
-def named(found: Mapping[str, Difference]) -> dict[str, Difference]:
-    return {TITLES.get(task, task): one for task, one in found.items()}
+def named(by_task: Mapping[str, Difference]) -> dict[str, Difference]:
+    return {TITLES.get(task, task): difference for task, difference in by_task.items()}
 
 
 def shown(value: Any) -> str:

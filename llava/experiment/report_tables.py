@@ -11,7 +11,7 @@ from llava.eval.paired import MEAN, UNCHANGED, Difference, compare_benchmarks
 from llava.eval.results import LLAVA_COMMIT, PAPER_COLUMNS, TaskResult
 from llava.eval.tasks import TASKS, mean_of_groups
 from llava.experiment import paper
-from llava.experiment.runs import ABSENT, Run, asked
+from llava.experiment.runs import ABSENT, Run, evaluation_settings
 from llava.launch.recipe import STAGES
 
 TITLES = {task: title for title, task in PAPER_COLUMNS.items()}
@@ -25,7 +25,7 @@ def each_alone(
     differences: Mapping[str, Sequence[np.ndarray]], strata: Sequence[np.ndarray | None]
 ) -> dict[str, tuple[list[Difference], Difference]]:
     """Every arm's results, each with intervals that take no account of the other arms."""
-    return {arm: compare_benchmarks(found, strata) for arm, found in differences.items()}
+    return {arm: compare_benchmarks(by_task, strata) for arm, by_task in differences.items()}
 
 
 class Statistics:
@@ -78,8 +78,8 @@ class Statistics:
         order = [sample.id for sample in self.first(task).samples]
         rows = []
         for seed in self.seeds:
-            found = {sample.id: sample.score for sample in self.by_run[arm, seed][task].samples}
-            rows.append([found[name] for name in order])
+            score_of = {sample.id: sample.score for sample in self.by_run[arm, seed][task].samples}
+            rows.append([score_of[name] for name in order])
         scores = np.array(rows)
         self._check(arm, task, scores)
         return scores
@@ -128,23 +128,27 @@ def results_table(stats: Statistics, llm: str | None) -> Rows:
         # The paper's mean is over its nine benchmarks; beside a mean over others it would mislead.
         printed = llm if task != MEAN or set(stats.tasks) == set(TITLES) else None
         for arm in stats.arms:
-            scores, found = stats.scores[arm][task], stats.results.get(arm, {}).get(task)
+            scores, result = stats.scores[arm][task], stats.results.get(arm, {}).get(task)
             row = {"benchmark": TITLES.get(task, task), "arm": arm, "score": round(float(np.mean(scores)), 2)}
-            row |= {"delta": found and round(found.delta, 2)}
-            row |= {"low": found and round(found.low, 2), "high": found and round(found.high, 2)}
-            row |= {"verdict": found.verdict if found else "baseline"}
-            row |= {"won": found and found.won, "lost": found and found.lost, "p": found and float(f"{found.p:.2g}")}
+            row |= {"delta": result and round(result.delta, 2)}
+            row |= {"low": result and round(result.low, 2), "high": result and round(result.high, 2)}
+            row |= {"verdict": result.verdict if result else "baseline"}
+            row |= {
+                "won": result and result.won,
+                "lost": result and result.lost,
+                "p": result and float(f"{result.p:.2g}"),
+            }
             row |= {f"seed {seed}": round(score, 2) for seed, score in zip(stats.seeds, scores, strict=True)}
             row |= {"paper": paper_score(printed, arm, task)}
             row |= {"paper delta": paper_delta(printed, arm, stats.baseline, task)}
             if task != MEAN:
-                one = stats.first(task)
+                first = stats.first(task)
                 samples = [sample for seed in stats.seeds for sample in stats.by_run[arm, seed][task].samples]
                 row |= {"empty answers": sum(not sample.answer.strip() for sample in samples)}
                 row |= {
-                    "chance": one.chance and round(one.chance, 1),
-                    "questions": len(one.samples),
-                    "metric": one.metric,
+                    "chance": first.chance and round(first.chance, 1),
+                    "questions": len(first.samples),
+                    "metric": first.metric,
                 }
             rows.append(row)
     return rows
@@ -167,11 +171,11 @@ def kinds_table(stats: Statistics) -> Rows:
     """Mean score over the seeds for every kind of question."""
     rows = []
     for task in stats.tasks:
-        found = {arm: [stats.by_run[arm, seed][task].by_group() for seed in stats.seeds] for arm in stats.arms}
-        for kind in found[stats.baseline][0]:
+        by_arm = {arm: [stats.by_run[arm, seed][task].by_group() for seed in stats.seeds] for arm in stats.arms}
+        for kind in by_arm[stats.baseline][0]:
             row = {"benchmark": TITLES.get(task, task), "kind": kind}
             row |= {"questions": sum(sample.group == kind for sample in stats.first(task).samples)}
-            row |= {arm: round(float(np.mean([groups[kind] for groups in seeds])), 1) for arm, seeds in found.items()}
+            row |= {arm: round(float(np.mean([groups[kind] for groups in seeds])), 1) for arm, seeds in by_arm.items()}
             rows.append(row)
     return rows
 
@@ -224,16 +228,16 @@ def provenance_table(runs: Sequence[Run]) -> Rows:
                 rows.append({"run": run.name, "step": stage, "time": start["provenance"]["started"]})
                 rows[-1] |= {"commit": start["configuration"]["code"]["commit"]}
                 rows[-1] |= {"command": start["provenance"]["command"], "weights": None}
-        found = run.results
+        results = run.results
         rows.append(
             {
                 "run": run.name,
                 "step": "evaluation",
-                "time": found.created,
-                "commit": found.versions.get(LLAVA_COMMIT),
+                "time": results.created,
+                "commit": results.versions.get(LLAVA_COMMIT),
             }
         )
-        rows[-1] |= {"command": found.command, "weights": found.fingerprint}
+        rows[-1] |= {"command": results.command, "weights": results.fingerprint}
     return rows
 
 
@@ -242,7 +246,10 @@ def configuration_tables(runs: Sequence[Run]) -> tuple[Rows, Rows]:
     differing: Rows = []
     shared: Rows = []
     for stage in (*STAGES, EVALUATION):
-        by_run = {run.name: asked(run.results) if stage == EVALUATION else run.configuration(stage) for run in runs}
+        by_run = {
+            run.name: evaluation_settings(run.results) if stage == EVALUATION else run.configuration(stage)
+            for run in runs
+        }
         for field in sorted({name for configuration in by_run.values() for name in configuration}):
             values = [json.dumps(configuration.get(field, ABSENT)) for configuration in by_run.values()]
             if len(set(values)) == 1:
@@ -277,56 +284,56 @@ def upstream_table(path: Path) -> Rows:
         {
             "arm": arm,
             "stage": stage,
-            "steps": len(one["ours"]),
-            "largest difference of the loss": one["largest_loss_difference"],
+            "steps": len(losses["ours"]),
+            "largest difference of the loss": losses["largest_loss_difference"],
         }
         for arm, stages in arms.items()
-        for stage, one in stages.items()
+        for stage, losses in stages.items()
     ]
 
 
 def analysis_tables(folder: Path) -> dict[str, Rows]:
     """The tables that `scripts/analyze.sh` wrote, by name."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    contents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     return {
-        name: content["rows"] for name, content in found.items() if isinstance(content, dict) and content.get("rows")
+        name: content["rows"] for name, content in contents.items() if isinstance(content, dict) and content.get("rows")
     }
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def sentence(found: Difference) -> str:
+def sentence(result: Difference) -> str:
     """Verdict, difference and interval in words."""
-    return f"{found.verdict}: {found.delta:+.2f} points (95 % interval {found.low:+.2f} to {found.high:+.2f})"
+    return f"{result.verdict}: {result.delta:+.2f} points (95 % interval {result.low:+.2f} to {result.high:+.2f})"
 
 
 def caveats(stats: Statistics, runs: Sequence[Run]) -> list[str]:
     """What limits the verdicts of this comparison."""
     count = len(stats.results) * (len(stats.tasks) + 1)
-    said = [
+    notes = [
         f"“{UNCHANGED}” means that the interval contains zero: no difference is shown; one within it is not excluded."
     ]
-    said.append(
+    notes.append(
         f"Of {count} verdicts at 95 % about {count / 20:.1f} would not be “{UNCHANGED}” by chance if no arm differed."
     )
     if len(stats.seeds) == 1:
-        said.append(
+        notes.append(
             "One seed: the intervals cover the choice of questions, not what another training run would have given."
         )
     elif len(stats.seeds) < 5:
-        said.append(
+        notes.append(
             f"{len(stats.seeds)} seeds: how much training runs vary is only roughly known, and where that decides, the "
             "intervals are too narrow."
         )
     if len(stats.seeds) > 1:
-        said.append(
+        notes.append(
             "p leaves aside how training runs vary, so it may be small where no difference is shown: "
             "verdicts are those of the intervals."
         )
     if limit := runs[0].results.settings.get("limit"):
-        said.append(f"Only the first {limit} samples of every benchmark were asked: these are not real scores.")
-    return said
+        notes.append(f"Only the first {limit} samples of every benchmark were asked: these are not real scores.")
+    return notes
 
 
 def headline_table(results: Rows, llm: str | None) -> list[dict[str, Any]]:

@@ -65,8 +65,8 @@ class Run:
             ValueError: the run was continued with another configuration than it was started with.
         """
         first, *later = [dict(flattened(start["configuration"])) for start in self.starts(stage)]
-        for one in (first, *later):
-            one.pop("code.commit", None)
+        for record in (first, *later):
+            record.pop("code.commit", None)
         for again in later:
             if changed := differences(first, again, ABSENT):
                 raise ValueError(
@@ -139,8 +139,8 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
         allowed = ARM_FIELDS if run.arm != other.arm else ()
         allowed += SEED_FIELDS if run.seed != other.seed else ()
         allowed += OWN_STAGE_1 if stage == "finetune" else ()
-        found = differences(other.configuration(stage), run.configuration(stage), ABSENT)
-        refused = {name: pair for name, pair in found.items() if not name.startswith(allowed)}
+        changed = differences(other.configuration(stage), run.configuration(stage), ABSENT)
+        refused = {name: pair for name, pair in changed.items() if not name.startswith(allowed)}
         if refused:
             again = TRAIN_AGAIN.format(run.folder(stage))
             raise ValueError(f"{stage}: runs to be compared differ{listed(refused, (other.name, run.name))}\n{again}")
@@ -149,8 +149,8 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
 def check_present(runs: Sequence[Run]) -> None:
     """Raises ValueError if code or packages have changed since the finished stages were trained."""
     for run, stage in [(run, stage) for run in runs for stage in STAGES if run.has_finished(stage)]:
-        found = run.configuration(stage)
-        recorded = {name: found[name] for name in found if name.startswith(("code.", "versions."))}
+        configuration = run.configuration(stage)
+        recorded = {name: configuration[name] for name in configuration if name.startswith(("code.", "versions."))}
         packages = [name.removeprefix("versions.") for name in recorded if name.startswith("versions.")]
         present = dict(flattened(software(packages)))
         now = {name: present[name] for name in recorded}
@@ -164,14 +164,14 @@ def check_present(runs: Sequence[Run]) -> None:
 
 def check_arm(run: Run, stage: str) -> None:
     """Raises ValueError unless the run is what its folder's name says, and its stage 2 starts from its own stage 1."""
-    found = run.configuration(stage)
+    actual = run.configuration(stage)
     arm = parse_arm(run.arm)
-    wanted = {"training.seed": run.seed, "model.mm_projector_norm": arm.norm}
+    expected = {"training.seed": run.seed, "model.mm_projector_norm": arm.norm}
     if arm.norm != BASELINE:
-        wanted |= {"model.mm_projector_norm_init": arm.init, "model.mm_projector_norm_learnable": arm.learnable}
+        expected |= {"model.mm_projector_norm_init": arm.init, "model.mm_projector_norm_learnable": arm.learnable}
     if stage == "finetune":
-        wanted["adapter"] = hashlib.sha256((run.folder("pretrain") / "mm_projector.bin").read_bytes()).hexdigest()
-    changed = {name: (value, found.get(name)) for name, value in wanted.items() if found.get(name) != value}
+        expected["adapter"] = hashlib.sha256((run.folder("pretrain") / "mm_projector.bin").read_bytes()).hexdigest()
+    changed = {name: (value, actual.get(name)) for name, value in expected.items() if actual.get(name) != value}
     if changed:
         raise ValueError(
             f"{run.folder(stage)}: not the run that the folder's name says{listed(changed, ('expected', 'found'))}"
@@ -182,18 +182,18 @@ def check_results(runs: Sequence[Run], results_of: Callable[[Run], Results] = la
     """Raises ValueError unless all runs were asked the same questions in the same way, with their present weights."""
     first = results_of(runs[0])
     for run in runs:
-        found = results_of(run)
+        own = results_of(run)
         now = revision(str(run.folder("finetune")))
-        if found.fingerprint != now:
+        if own.fingerprint != now:
             raise ValueError(
-                f"{run.name}, evaluation: of other weights ({found.fingerprint}) than {run.folder('finetune')} "
+                f"{run.name}, evaluation: of other weights ({own.fingerprint}) than {run.folder('finetune')} "
                 f"has now ({now}); evaluate again"
             )
-        changed = differences(asked(first), asked(found), ABSENT)
+        changed = differences(evaluation_settings(first), evaluation_settings(own), ABSENT)
         if changed:
             raise ValueError(f"evaluation: runs were asked differently{listed(changed, (runs[0].name, run.name))}")
         for task in first.tasks:
-            ids = [[sample.id for sample in results.tasks[task].samples] for results in (first, found)]
+            ids = [[sample.id for sample in results.tasks[task].samples] for results in (first, own)]
             if sorted(ids[0]) != sorted(ids[1]):
                 only = sorted(set(ids[0]) ^ set(ids[1]))[:5]
                 raise ValueError(
@@ -214,7 +214,7 @@ def check_all(runs: Sequence[Run], questions: bool = False) -> None:
         check_results(runs, lambda run: run.own_results)
 
 
-def asked(results: Results) -> dict[str, object]:
+def evaluation_settings(results: Results) -> dict[str, object]:
     """What decides the questions and how answers are counted, by dotted name."""
     tasks = {name: {"data": task.data, "metric": task.metric} for name, task in results.tasks.items()}
     versions = {name: version for name, version in results.versions.items() if name != LLAVA_COMMIT}

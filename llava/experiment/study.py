@@ -100,9 +100,9 @@ class Study(Comparison):
 
     def data_settings(self, stage: str) -> dict[str, str]:
         """Pictures, steps, and in stage 2 the questions that are asked during training."""
-        found = {"MAX_STEPS": str(self.plan.steps[stage])} if self.plan else {}
+        settings = {"MAX_STEPS": str(self.plan.steps[stage])} if self.plan else {}
         if self.demo:
-            found["DEMO_DATA"] = self.data
+            settings["DEMO_DATA"] = self.data
         if stage == "finetune":
             held_out = {
                 "EVAL_DATA_PATH": str(self.folder / ASKED),
@@ -111,8 +111,8 @@ class Study(Comparison):
                 "EVAL_GENERATE": str(self.asked_in_training),
                 "EVAL_ON_START": "True",
             }
-            found |= {name: os.environ.get(name) or value for name, value in held_out.items()}
-        return found
+            settings |= {name: os.environ.get(name) or value for name, value in held_out.items()}
+        return settings
 
     def lane(self, run: Run) -> list[Step]:
         """The steps of one run."""
@@ -148,8 +148,8 @@ class Study(Comparison):
             records = json.loads((self.pictures / "heldout.json").read_text(encoding="utf-8"))
             self.folder.mkdir(exist_ok=True)
             (self.folder / ASKED).write_text(json.dumps(records[: self.asked_in_training]), encoding="utf-8")
-        said = f"{count_of(len(self.runs), 'run')}, {len(self.places())} at a time: stage 1, stage 2, answers"
-        self.part(said, {run.name: self.lane(run) for run in self.runs})
+        title = f"{count_of(len(self.runs), 'run')}, {len(self.places())} at a time: stage 1, stage 2, answers"
+        self.part(title, {run.name: self.lane(run) for run in self.runs})
         self.check_all()
 
     def check_all(self) -> None:
@@ -174,9 +174,9 @@ class Study(Comparison):
     def page(self) -> None:
         """Writes study.json, and the page from it."""
         assert self.plan is not None
-        found = record(self.runs, self.plan, self.folder, not self.demo)
-        print(f"written: {write_record(found, self.folder)}")
-        for path in write_page(found, self.folder):
+        study = record(self.runs, self.plan, self.folder, not self.demo)
+        print(f"written: {write_record(study, self.folder)}")
+        for path in write_page(study, self.folder):
             print(f"written: {path}")
 
     # --- the plan -----------------------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ class Study(Comparison):
         """The plan for these hours, made by a pilot; without hours the recipe's steps and the given or fewest seeds."""
         full = self.full_steps()
         questions = QUICK_QUESTIONS if self.quick else 0
-        given = seeds or (parse_seeds(str(QUICK_SEEDS)) if self.quick else None)
-        fewest = list(given or parse_seeds(str(FEWEST_SEEDS)))
+        requested = seeds or (parse_seeds(str(QUICK_SEEDS)) if self.quick else None)
+        fewest = list(requested or parse_seeds(str(FEWEST_SEEDS)))
         if hours is None:
             return Plan(self.preset_name, self.arms, fewest, full, questions)
         short = {
@@ -216,15 +216,15 @@ class Study(Comparison):
         run = pilot_study.runs[0]
         pilot = pilot_of(run)
         full = {stage: count if count > 0 else epoch_steps(run, stage) for stage, count in full.items()}
-        steps, count = fitting(hours, pilot, full, len(self.arms), at_once, len(given) if given else None)
-        chosen = list(given or parse_seeds(str(count)))
+        steps, count = fitting(hours, pilot, full, len(self.arms), at_once, len(requested) if requested else None)
+        chosen = list(requested or parse_seeds(str(count)))
         hours_taken = predicted_hours(pilot, steps, len(self.arms) * count, at_once)
         plan = Plan(self.preset_name, self.arms, chosen, steps, questions, hours, hours_taken, pilot=pilot)
         return plan.with_seeds(chosen)
 
     @property
     def preset_name(self) -> str:
-        return next((name for name, one in PRESETS.items() if one == (self.preset, self.data)), self.preset)
+        return next((name for name, recipe in PRESETS.items() if recipe == (self.preset, self.data)), self.preset)
 
 
 PILOT_STEPS = 20  # of a recipe that counts epochs
@@ -296,7 +296,7 @@ def run(args: argparse.Namespace) -> None:
     refuse_ignored(study.every_settings())
     os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
     os.environ.setdefault("REPORT_TO", "none")
-    plan = study.plan = going_on(folder, args, arms, seeds)
+    plan = study.plan = resumed_plan(folder, args, arms, seeds)
     if plan is not None:
         study.arms, study.seeds = plan.arms, plan.seeds
     if args.so_far:
@@ -320,25 +320,25 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def going_on(folder: Path, args: argparse.Namespace, arms: list[str], seeds: list[int] | None) -> Plan | None:
+def resumed_plan(folder: Path, args: argparse.Namespace, arms: list[str], seeds: list[int] | None) -> Plan | None:
     """The plan that the folder keeps, if any, with the seeds that `--seeds` adds to its own.
 
     Raises:
         ValueError: the flags ask for something else.
     """
-    kept = read_plan(folder)
-    if kept is None:
+    plan = read_plan(folder)
+    if plan is None:
         return None
-    if seeds and seeds[: len(kept.seeds)] == kept.seeds:
-        kept = kept.with_seeds(seeds)
-    wanted = {"preset": args.preset, "hours": args.hours, "seeds": seeds}
-    check_same(kept, wanted | ({"arms": arms} if args.arms else {}), folder)
-    if args.quick != bool(kept.questions):
-        said = "with" if kept.questions else "without"
+    if seeds and seeds[: len(plan.seeds)] == plan.seeds:
+        plan = plan.with_seeds(seeds)
+    requested = {"preset": args.preset, "hours": args.hours, "seeds": seeds}
+    check_same(plan, requested | ({"arms": arms} if args.arms else {}), folder)
+    if args.quick != bool(plan.questions):
+        made = "with" if plan.questions else "without"
         raise ValueError(
-            f"{folder / PLAN_FILE} was made {said} --quick; take another --output-dir, or run it {said} --quick"
+            f"{folder / PLAN_FILE} was made {made} --quick; take another --output-dir, or run it {made} --quick"
         )
-    return kept
+    return plan
 
 
 def so_far(study: Study) -> None:

@@ -11,7 +11,7 @@ from llava.experiment.figures import Picture, data_uri, figures
 from llava.experiment.plan import POWER, points_in_words
 from llava.experiment.report import render
 from llava.experiment.report_tables import Rows
-from llava.experiment.study_record import KEPT, Study, has_intervals, in_digits, write_record
+from llava.experiment.study_record import COLUMNS, Study, has_intervals, in_digits, write_record
 from llava.launch.devices import count_of
 from llava.utils.paths import ROOT
 
@@ -21,7 +21,7 @@ SCORES = "Scores"
 # Parts of a run, in their order.
 WHEN = {"start": "before training", "pretrain": "after stage 1", "finetune": "after stage 2"}
 ACROSS = ("interface-norms", "update-rates", "theory-model", "interventions")
-"""Long tables, of a row for each value of their second column (`KEPT`): here these values are columns."""
+"""Long tables, of a row for each value of their second column (`COLUMNS`): here these values are columns."""
 START, END = "<!-- generated: python -m llava.compare page STUDY_JSON --docs -->", "<!-- end of what is generated -->"
 """What stands in `docs/study.md` between these lines is written from `docs/study.json`, all else by hand."""
 
@@ -91,7 +91,7 @@ def notes(study: Study) -> dict[str, list[str]]:
 
 def tables(study: Study) -> dict[str, Rows]:
     """Tables by title, without those that have no rows."""
-    found = {
+    by_title = {
         SCORES: scores(study),
         "Differences from the baseline": differences(study["results"]),
         "Differences of arms from each other": differences(study["contrasts"]),
@@ -99,17 +99,17 @@ def tables(study: Study) -> dict[str, Rows]:
         "With the picture taken away": controls(study),
         "Norms and gradients while training, first seed": logged(study),
     }
-    found |= measurements(study)
-    return {title: rows for title, rows in found.items() if rows}
+    by_title |= measurements(study)
+    return {title: rows for title, rows in by_title.items() if rows}
 
 
 def scores(study: Study) -> Rows:
     """Percent of every arm, mean over the seeds, per task, with chance."""
     tasks = study["tasks"]
-    chance = {"arm": "chance"} | {task: one["chance"] and round(one["chance"], 1) for task, one in tasks.items()}
+    chance = {"arm": "chance"} | {task: facts["chance"] and round(facts["chance"], 1) for task, facts in tasks.items()}
     rows = [
-        {"arm": arm} | {task: round(float(np.mean(found[task])), 1) for task in [*tasks, MEAN]}
-        for arm, found in study["scores"].items()
+        {"arm": arm} | {task: round(float(np.mean(by_task[task])), 1) for task in [*tasks, MEAN]}
+        for arm, by_task in study["scores"].items()
     ]
     return [*rows, chance]
 
@@ -117,21 +117,21 @@ def scores(study: Study) -> Rows:
 def differences(results: Mapping[str, Mapping[str, Any]]) -> Rows:
     """Points with interval, verdict and questions won and lost, the mean of all tasks first."""
     rows = []
-    for name, found in results.items():
-        for task in sorted(found, key=lambda task: task != MEAN):
-            one = found[task]
-            rows.append({"difference": name, "task": task, "points": round(one["delta"], 1)})
-            rows[-1] |= {"low": round(one["low"], 1), "high": round(one["high"], 1), "verdict": one["verdict"]}
-            rows[-1] |= {"won": one["won"], "lost": one["lost"]}
+    for name, by_task in results.items():
+        for task in sorted(by_task, key=lambda task: task != MEAN):
+            result = by_task[task]
+            rows.append({"difference": name, "task": task, "points": round(result["delta"], 1)})
+            rows[-1] |= {"low": round(result["low"], 1), "high": round(result["high"], 1), "verdict": result["verdict"]}
+            rows[-1] |= {"won": result["won"], "lost": result["lost"]}
     return rows
 
 
 def reached(study: Study) -> Rows:
     """Samples with the interval; `not reached` is more than were seen."""
     rows = []
-    for one in study["training"]["reached"]:
-        ends = {name: "not reached" if one[name] is None else round(one[name]) for name in ("samples", "low", "high")}
-        rows.append({"accuracy, %": round(100 * one["accuracy"], 1), "arm": one["arm"]} | ends)
+    for row in study["training"]["reached"]:
+        ends = {name: "not reached" if row[name] is None else round(row[name]) for name in ("samples", "low", "high")}
+        rows.append({"accuracy, %": round(100 * row["accuracy"], 1), "arm": row["arm"]} | ends)
     return rows
 
 
@@ -139,7 +139,7 @@ def controls(study: Study) -> Rows:
     """Percent of right answers under each control, with the 95 % interval where the record has it."""
     shown = "{score:.1f} ({low:.1f} to {high:.1f})" if has_intervals(study) else "{score:.1f}"
     return [
-        {"arm": arm} | {control: shown.format(**found[arm]) for control, found in study["controls"].items()}
+        {"arm": arm} | {control: shown.format(**by_arm[arm]) for control, by_arm in study["controls"].items()}
         for arm in study["arms"]
     ]
 
@@ -147,9 +147,9 @@ def controls(study: Study) -> Rows:
 def logged(study: Study) -> Rows:
     """Norms and gradients at the start, and at the end of each stage."""
     rows = []
-    for arm, found in study["logged"].items():
+    for arm, by_name in study["logged"].items():
         points = [{"arm": arm, "when": when} for when in WHEN.values()]
-        for name, values in found.items():
+        for name, values in by_name.items():
             for point, value in zip(points, values, strict=True):
                 point[name] = in_digits(value, 3)
         rows += points
@@ -158,35 +158,35 @@ def logged(study: Study) -> Rows:
 
 def measurements(study: Study) -> dict[str, Rows]:
     """What was measured inside the models: an arm's rows follow each other, before training and after each stage."""
-    found: dict[str, Rows] = {}
+    shown: dict[str, Rows] = {}
     for part, when in WHEN.items():
         for name, rows in study["measured"].get(part, {}).items():
             titled = {name: rows}
             if name in ACROSS:
-                _, column, *values = KEPT[name]
+                _, column, *values = COLUMNS[name]
                 titled = {f"{name}, {value}": spread(rows, column, value) for value in values}
             for title, lines in titled.items():
                 own = [{name: in_digits(value, 3) for name, value in line.items()} for line in lines]
-                found.setdefault(title, []).extend({"model": line["model"], "when": when} | line for line in own)
+                shown.setdefault(title, []).extend({"model": line["model"], "when": when} | line for line in own)
     place = {arm: index for index, arm in enumerate(study["arms"])}
-    return {title: sorted(rows, key=lambda row: place.get(row["model"], len(place))) for title, rows in found.items()}
+    return {title: sorted(rows, key=lambda row: place.get(row["model"], len(place))) for title, rows in shown.items()}
 
 
 def spread(rows: Rows, column: str, value: str) -> Rows:
     """A row for each model, with `value` in columns that are called by what `column` holds."""
-    found: dict[str, dict[str, Any]] = {}
+    by_model: dict[str, dict[str, Any]] = {}
     for row in rows:
-        found.setdefault(row["model"], {"model": row["model"]})[row[column]] = row[value]
-    return list(found.values())
+        by_model.setdefault(row["model"], {"model": row["model"]})[row[column]] = row[value]
+    return list(by_model.values())
 
 
 def done(study: Study) -> list[str]:
     """What was trained and asked, in numbers."""
     plan, training = study["plan"], study["training"]
-    questions = sum(one["questions"] for one in study["tasks"].values())
+    questions = sum(task["questions"] for task in study["tasks"].values())
     samples = " and ".join(f"{count} samples in {stage}" for stage, count in study["samples"].items())
     models = ", ".join(Path(str(name)).name for name in study["model"].values())
-    found = [
+    facts = [
         f"Command: {command(plan)}.",
         f"Arms: {', '.join(study['arms'])}. Seeds: {', '.join(map(str, study['seeds']))}. Each with the same data, "
         "order, initial weights and budget, as the runs recorded; runs that differ in more than the arm are refused.",
@@ -199,13 +199,13 @@ def done(study: Study) -> list[str]:
     if "measured_in" in study:
         again = study["measured_in"]
         apart = f"differ from those above by at most {again['apart']:.1f} points" if again["apart"] else "are the same"
-        found.append(
+        facts.append(
             f"Measured inside models of seed {study['seeds'][0]} that were trained again, at commit "
             f"{again['trained_at']}; their scores on every task {apart}."
         )
     if plan["hours"] is not None:
-        found.append(f"Steps and seeds were planned from a pilot for {plan['hours']:g} hours.")
-    return found
+        facts.append(f"Steps and seeds were planned from a pilot for {plan['hours']:g} hours.")
+    return facts
 
 
 def command(plan: Mapping[str, Any]) -> str:
@@ -221,26 +221,26 @@ def command(plan: Mapping[str, Any]) -> str:
 
 def power(study: Study) -> list[str]:
     """What the plan expected to show, and what the intervals could have."""
-    found = []
+    facts = []
     plan = study["plan"]
     if plan["smallest"]:
         single = [f"{task} {points_in_words(points)}" for task, points in plan["smallest"].items() if task != MEAN]
-        found.append(
+        facts.append(
             f"Planned from a pilot: over all tasks a difference of {plan['smallest'][MEAN]:.1f} points would be shown "
             f"with {100 * POWER:.0f} % probability; on single tasks {', '.join(single)}."
         )
     points = list(study["resolved"].values())
-    found.append(
+    facts.append(
         f"By the intervals that came out, differences of {min(points):.1f} to {max(points):.1f} points over all tasks "
         f"would be shown with {100 * POWER:.0f} % probability, by the arm. Smaller ones may be there and are not shown."
     )
-    return found
+    return facts
 
 
 def limits(study: Study) -> list[str]:
     """What the verdicts do not cover."""
     seeds = len(study["seeds"])
-    found = [
+    caveats = [
         "Intervals of a family together cover at 95 % (Bonferroni), and each family spends its own 5 %: over all tasks "
         f"({count_of(len(study['results']), 'arm')}), on single tasks (arms times {len(study['tasks'])}), and both of "
         "arms against each other. All four together may leave out a true value in one study of five.",
@@ -252,11 +252,13 @@ def limits(study: Study) -> list[str]:
         "Measurements inside the models are of the first seed and have no intervals over seeds.",
     ]
     if missing := len(study["plan"]["seeds"]) - seeds:
-        found.insert(
+        caveats.insert(
             0, f"{count_of(missing, 'seed')} of {seeds + missing} not trained yet: this is how it stands so far."
         )
     if seeds < 3:
-        found.insert(0, f"{seeds} seed{'s' if seeds > 1 else ''}: how much training runs vary is hardly known.")
+        caveats.insert(0, f"{seeds} seed{'s' if seeds > 1 else ''}: how much training runs vary is hardly known.")
     if study["plan"]["questions"]:
-        found.insert(0, f"Only {study['plan']['questions']} questions were asked: a trial of the whole, not a result.")
-    return found
+        caveats.insert(
+            0, f"Only {study['plan']['questions']} questions were asked: a trial of the whole, not a result."
+        )
+    return caveats

@@ -36,7 +36,7 @@ CONTRASTS = (
 """Arms that are also compared with each other, the first minus the second, where both were trained."""
 ANALYSIS = "analysis-"
 """Beginning of the names of the folders in which `llava.analysis` wrote."""
-KEPT = {
+COLUMNS = {
     "interface-norms": ("model", "norms of", "mean"),
     "update-rates": ("model", "tokens", "cosine mean", "update mean"),
     "theory-model": ("model", "assumption", "median layer"),
@@ -94,7 +94,7 @@ def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> S
         "samples": {stage: samples_seen(runs[0], stage) for stage in STAGES},
         "confidence": {"mean": confidence_of(others), "task": confidence_of(others * len(stats.tasks))},
         "scores": stats.scores,
-        "results": {arm: as_json(found) for arm, found in stats.results.items()},
+        "results": {arm: as_json(by_task) for arm, by_task in stats.results.items()},
         "contrasts": contrasts(stats),
         "resolved": resolved(stats, confidence_of(others)),
         "dose": doses(stats.arms),
@@ -108,11 +108,11 @@ def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> S
     }
 
 
-def write_record(found: Study, folder: Path) -> Path:
+def write_record(study: Study, folder: Path) -> Path:
     """Writes `study.json`, a line for each part, at once, so that a reader never sees half of it; returns its path."""
     path = folder / FILE
     dense = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-    lines = (f"{dense(name)}: {dense(part)}" for name, part in found.items())
+    lines = (f"{dense(name)}: {dense(part)}" for name, part in study.items())
     write_text(path, "{{\n{}\n}}\n".format(",\n".join(lines)))
     return path
 
@@ -138,25 +138,25 @@ def read_record(path: Path) -> Study:
 # --- differences ------------------------------------------------------------------------------------------------------
 
 
-def as_json(found: Mapping[str, Difference]) -> dict[str, dict[str, Any]]:
+def as_json(by_task: Mapping[str, Difference]) -> dict[str, dict[str, Any]]:
     """Results by task, with their verdicts."""
-    return {task: asdict(one) | {"verdict": one.verdict} for task, one in found.items()}
+    return {task: asdict(difference) | {"verdict": difference.verdict} for task, difference in by_task.items()}
 
 
 def contrasts(stats: Statistics) -> dict[str, dict[str, dict[str, object]]]:
     """Arms of `CONTRASTS` against each other; their intervals are corrected for their number."""
-    zero = [np.zeros_like(one) for one in next(iter(stats.differences.values()))]
+    zero = [np.zeros_like(scores) for scores in next(iter(stats.differences.values()))]
     by_arm = {stats.baseline: zero} | stats.differences
     pairs = [pair for pair in CONTRASTS if set(pair) <= by_arm.keys()]
-    wanted = {
+    differences = {
         f"{ours} minus {theirs}": [a - b for a, b in zip(by_arm[ours], by_arm[theirs], strict=True)]
         for ours, theirs in pairs
     }
     strata = [stats.strata(task) for task in stats.tasks]
-    found = compare_arms(wanted, strata) if wanted else {}
+    compared = compare_arms(differences, strata) if differences else {}
     return {
         name: as_json(dict(zip([*stats.tasks, MEAN], [*each, mean], strict=True)))
-        for name, (each, mean) in found.items()
+        for name, (each, mean) in compared.items()
     }
 
 
@@ -164,19 +164,19 @@ def resolved(stats: Statistics, confidence: float) -> dict[str, float]:
     """The points over all tasks that the study would have shown in four of five repetitions, by its own intervals."""
     normal = NormalDist()
     edge = normal.inv_cdf((1 + confidence) / 2)
-    widths = {arm: (found[MEAN].high - found[MEAN].low) / 2 for arm, found in stats.results.items()}
+    widths = {arm: (by_task[MEAN].high - by_task[MEAN].low) / 2 for arm, by_task in stats.results.items()}
     return {arm: half * (1 + normal.inv_cdf(POWER) / edge) for arm, half in widths.items()}
 
 
 def doses(arms: Sequence[str]) -> dict[str, float]:
     """The arms whose initial norm is a multiple of the text's, with that multiple, in ascending order."""
-    found = {}
+    by_arm = {}
     for name in arms:
         arm = parse_arm(name)
         norm = NORM_TYPES[arm.norm]
         if norm and norm.doses and arm.learnable and (arm.init == "text_norm" or arm.init.endswith("x")):
-            found[name] = 1.0 if arm.init == "text_norm" else float(arm.init.removesuffix("x"))
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+            by_arm[name] = 1.0 if arm.init == "text_norm" else float(arm.init.removesuffix("x"))
+    return dict(sorted(by_arm.items(), key=lambda item: item[1]))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -189,15 +189,15 @@ def samples_seen(run: Run, stage: str) -> int:
 def learning(runs: Sequence[Run]) -> dict[str, Any]:
     """Accuracy over the samples of stage 2 for every arm and seed, and the samples to reach given accuracies."""
     stage = STAGES[-1]
-    points = {run: {one["step"]: one for one in run.evaluations(stage) if "eval/accuracy" in one} for run in runs}
+    points = {run: {line["step"]: line for line in run.evaluations(stage) if "eval/accuracy" in line} for run in runs}
     # A signal may have cut an evaluation short; a point counts where every run has it.
-    shared = sorted(set.intersection(*(set(found) for found in points.values())))
+    shared = sorted(set.intersection(*(set(by_step) for by_step in points.values())))
     if len(shared) < 2:
         raise ValueError(f"{stage}: all runs were asked at {shared or 'no'} steps in training; train them again")
     samples = [step * batch_of(runs[0], stage) for step in shared]
     curves: dict[str, list[list[float]]] = {}
-    for run, found in points.items():
-        curves.setdefault(run.arm, []).append([found[step]["eval/accuracy"] for step in shared])
+    for run, by_step in points.items():
+        curves.setdefault(run.arm, []).append([by_step[step]["eval/accuracy"] for step in shared])
     questions = int(points[runs[0]][shared[0]]["eval/questions"])
     tasks = answers_of(runs[0], CONTROLS[0]).tasks
     asked = sum(len(task.samples) for task in tasks.values())
@@ -221,7 +221,7 @@ def logged(run: Run) -> dict[str, list[float | None]]:
 def start_and_ends(logs: Sequence[Log], key: str, absent: float | None = None) -> list[Any]:
     """What was logged under `key` at the start, and at the end of each stage."""
     values = [[line[key] for line in log if key in line] or [absent] for log in logs]
-    return [values[0][0], *(one[-1] for one in values)]
+    return [values[0][0], *(stage[-1] for stage in values)]
 
 
 # --- controls and measurements ----------------------------------------------------------------------------------------
@@ -231,38 +231,38 @@ def controls(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, float]]]:
     """Percent of right answers of every arm under every control, all tasks together, with `score_intervals`."""
     arms, seeds = dict.fromkeys(run.arm for run in runs), dict.fromkeys(run.seed for run in runs)
     by_run = {(run.arm, run.seed): run for run in runs}
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    by_control: dict[str, dict[str, dict[str, float]]] = {}
     for control in CONTROLS:
         scores = {arm: np.array([_scores(by_run[arm, seed], control) for seed in seeds]) for arm in arms}
-        found[control] = {
+        by_control[control] = {
             arm: dict(zip(("score", "low", "high"), values, strict=True))
             for arm, values in score_intervals(scores).items()
         }
-    return found
+    return by_control
 
 
 def _scores(run: Run, control: str) -> list[float]:
     """The scores of a run's answers under a control, in the order of tasks and ids."""
     tasks = answers_of(run, control).tasks
-    return [score for task in sorted(tasks) for _, score in sorted((one.id, one.score) for one in tasks[task].samples)]
+    return [score for task in sorted(tasks) for _, score in sorted((s.id, s.score) for s in tasks[task].samples)]
 
 
 def has_intervals(study: Study) -> bool:
     """Whether the scores with the picture taken away have intervals: docs/study.json lost the answers they need."""
-    return all("low" in one for found in study["controls"].values() for one in found.values())
+    return all("low" in score for by_arm in study["controls"].values() for score in by_arm.values())
 
 
 def measured(folder: Path) -> dict[str, Rows]:
     """The rows of what `llava.analysis` measured in the arms, by table, in four digits.
 
-    Tables with a row per layer are left out, as are columns that `KEPT` does not name: the analysis' files have them.
+    Tables with a row per layer are left out, as are columns that `COLUMNS` does not name: the analysis has them.
     """
-    found = {}
+    tables = {}
     for name, rows in analysis_tables(folder).items():
-        kept = KEPT.get(name)
-        if kept != () and "model" in rows[0] and "layer" not in rows[0]:
-            found[name] = [{column: in_digits(row[column], 4) for column in kept or row} for row in rows]
-    return found
+        columns = COLUMNS.get(name)
+        if columns != () and "model" in rows[0] and "layer" not in rows[0]:
+            tables[name] = [{column: in_digits(row[column], 4) for column in columns or row} for row in rows]
+    return tables
 
 
 def in_digits(value: Any, digits: int) -> Any:

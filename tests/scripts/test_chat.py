@@ -200,7 +200,7 @@ def test_the_template_is_the_checkpoints_never_guessed_from_its_path(assistant):
 def test_the_demos_scoring_asks_the_same_way(assistant, images):
     turns = [{"from": "human", "value": f"<image>\n{ASK}"}, {"from": "gpt", "value": "Yes"}]
     records = [{"image": f"{colour}.png", "conversations": turns} for colour in COLOURS]
-    texts = answers.asked_under(answers.UNTOUCHED, assistant, records, images, batch_size=3)
+    texts = answers.answers_under(answers.UNTOUCHED, assistant, records, images, batch_size=3)
     assert texts == ["Yes" if colour in WARM else "No" for colour in COLOURS]
 
 

@@ -256,7 +256,7 @@ def test_own_questions_are_asked_in_every_arm_after_its_evaluation(tmp_path):
 )
 def test_own_questions_without_a_score_are_refused_before_anything_runs(tmp_path, capsys, record, message):
     good = {"question_id": 0, "text": "Was it?", "expected": "yes"}
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (good, record)))
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(question) + "\n" for question in (good, record)))
     words = ["run", "--output-dir", str(tmp_path / "out"), "--questions", str(tmp_path / "mine.jsonl")]
     assert main([*words, "--question-images", str(tmp_path)]) == 2
     error = capsys.readouterr().err

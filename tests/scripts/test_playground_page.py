@@ -46,13 +46,13 @@ def arms(tmp_path, monkeypatch):
     (data / "heldout.json").write_text(json.dumps(records))
     words = [word for name in ARMS for word in write_arm(out, name)]
 
-    def asked_under(control, checkpoint, records, images, batch_size):
+    def answers_under(control, checkpoint, records, images, batch_size):
         name = Path(checkpoint).parent.name
         run.asked.append(name)
         return ["Right." if i >= QUESTIONS - RIGHT[name] else HOSTILE for i in range(len(records))]
 
     monkeypatch.setattr(asking, "load_assistant", lambda checkpoint, **_: checkpoint)
-    monkeypatch.setattr(answers, "asked_under", asked_under)
+    monkeypatch.setattr(answers, "answers_under", answers_under)
 
     def run(*flags):
         run.asked.clear()
@@ -70,9 +70,9 @@ def test_scores_have_their_intervals_and_arms_their_paired_difference(arms, caps
     low, high = share_interval(9, 24)
     assert summary["accuracy_interval"]["all questions"] == pytest.approx([100 * low, 100 * high])
     assert results["chance_percent"] == {"color": 25.0, "shape": 25.0, "all questions": 25.0}
-    found = results["differences"]["gwc_layernorm"]["all questions"]
-    assert (found["won"], found["lost"], found["points"]) == (9, 0, pytest.approx(37.5))
-    assert found["interval"][0] < 37.5 < found["interval"][1]
+    difference = results["differences"]["gwc_layernorm"]["all questions"]
+    assert (difference["won"], difference["lost"], difference["points"]) == (9, 0, pytest.approx(37.5))
+    assert difference["interval"][0] < 37.5 < difference["interval"][1]
     table = (arms.out / "table.md").read_text()
     assert f"37.5 ({100 * low:.0f} to {100 * high:.0f})" in table and table in capsys.readouterr().out
 
@@ -128,7 +128,7 @@ def test_pictures_shown_are_different_ones(tmp_path):
     turns = [{"value": "<image>\nWhich?"}, {"value": "this"}]
     records = [{"image": f"{n}.png", "kind": kind, "conversations": turns} for n in "ab" for kind in ("is", "has")]
     shown = page.examples(records, {"none": list("1234")}, tmp_path)
-    assert [(one["image"], one["replies"]) for one in shown] == [("a.png", ["none: 1"]), ("b.png", ["none: 4"])]
+    assert [(row["image"], row["replies"]) for row in shown] == [("a.png", ["none: 1"]), ("b.png", ["none: 4"])]
 
 
 @pytest.mark.parametrize("missing", ["train_log.jsonl", "config.json"])

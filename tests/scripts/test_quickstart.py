@@ -258,8 +258,8 @@ def test_a_lane_is_taken_up_when_another_has_ended_and_no_earlier(tmp_path):
         return Step(name, ["bash", "-c", f"echo {name} >>order; sleep {seconds}"], tmp_path / name, {"HOME": "/"})
 
     steps = {name: [step(name, seconds)] for name, seconds in (("a", 0.6), ("b", 0.1), ("c", 0.1))}
-    for one in steps.values():
-        one[0].command = [*one[0].command[:2], one[0].command[2].replace("order", str(tmp_path / "order"))]
+    for lane in steps.values():
+        lane[0].command = [*lane[0].command[:2], lane[0].command[2].replace("order", str(tmp_path / "order"))]
     times = run_lanes(steps, 2)
     assert (tmp_path / "order").read_text().split()[2] == "c" and times["a"] >= 0.6 > times["b"]
 

@@ -68,10 +68,10 @@ def test_quick_runs_every_part_and_a_rerun_trains_and_measures_nothing(study):
     assert plan["seeds"] == [42, 43] and plan["pilot"]["questions"] == {"binding": 100, "color": 100, "count": 100}
     assert f"    mean         {plan['smallest']['mean']:.1f}\n" in done.stdout
 
-    found = json.loads((study.out / "study.json").read_text())
-    assert found["results"]["gwc_layernorm"]["mean"]["verdict"] == "improved"
-    assert found["controls"]["blank"]["gwc_layernorm"]["score"] < 40
-    assert [one["arm"] for one in found["training"]["reached"][:2]] == ARMS.split(",")
+    record = json.loads((study.out / "study.json").read_text())
+    assert record["results"]["gwc_layernorm"]["mean"]["verdict"] == "improved"
+    assert record["controls"]["blank"]["gwc_layernorm"]["score"] < 40
+    assert [point["arm"] for point in record["training"]["reached"][:2]] == ARMS.split(",")
     assert '<td class="improved">improved</td>' in (study.out / "study.html").read_text()
     assert "| improved |" in (study.out / "study-numbers.md").read_text()
     assert (study.out / "figures/study-rescaling.svg").is_file()
@@ -79,9 +79,9 @@ def test_quick_runs_every_part_and_a_rerun_trains_and_measures_nothing(study):
     again = study("--quick", "--hours", "0.5", "--arms", ARMS)
     assert again.returncode == 0, again.stdout + again.stderr
     assert not [line for line in study.seen() if line.startswith(("train", "measure"))]
-    for flags, said in ((["--quick", "--hours", "3"], "--hours 3.0: "), (["--hours", "0.5"], "with --quick")):
+    for flags, message in ((["--quick", "--hours", "3"], "--hours 3.0: "), (["--hours", "0.5"], "with --quick")):
         other = study(*flags)
-        assert other.returncode == 2 and said in other.stderr and "plan.json" in other.stderr
+        assert other.returncode == 2 and message in other.stderr and "plan.json" in other.stderr
 
 
 @pytest.mark.slow
@@ -148,10 +148,10 @@ def test_wrong_flags_are_refused_by_name_before_anything_is_made(tmp_path, capsy
 
 
 def test_a_page_of_something_else_is_refused_by_name(tmp_path, capsys):
-    for name, content, said in (("none", None, "no such file"), ("text", "{", "not JSON"), ("other", "{}", "format 2")):
+    for name, content, problem in (("a", None, "no such file"), ("b", "{", "not JSON"), ("c", "{}", "format 2")):
         file = Path(tmp_path, name)
         if content is not None:
             file.write_text(content)
         assert main(["page", str(file)]) == 2
         error = capsys.readouterr().err
-        assert said in error and str(file) in error
+        assert problem in error and str(file) in error

@@ -286,10 +286,10 @@ def test_commands_write_tables_and_figures_of_several_checkpoints(tiny, checkpoi
 @pytest.mark.slow
 def test_the_columns_that_a_study_keeps_are_those_that_the_commands_write(checkpoint, data, tmp_path):
     made_by = {"theory-model": "theory", "layer-norms-sinks": "layer-norms"}
-    for command in dict.fromkeys(made_by.get(table, table) for table in study_record.KEPT):
+    for command in dict.fromkeys(made_by.get(table, table) for table in study_record.COLUMNS):
         flags = ["--data", str(data), "--samples", "2", "--model", f"m={checkpoint}", "--device", "cpu"]
         assert main([command, *flags, "--output-dir", str(tmp_path)]) == 0
-    assert set(study_record.measured(tmp_path)) == study_record.KEPT.keys() - {"layer-norms-sinks"}
+    assert set(study_record.measured(tmp_path)) == study_record.COLUMNS.keys() - {"layer-norms-sinks"}
 
 
 def test_a_model_of_transformers_is_measured_through_its_own_processor(tiny, data, tmp_path):

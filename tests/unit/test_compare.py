@@ -127,8 +127,8 @@ def test_check_looks_at_what_is_there_and_says_how_much(runs, capsys):
 def test_seeds_that_are_no_numbers_are_refused_in_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["report", "--output-dir", "runs", "--arms", "none,layernorm", "--seeds", "42,x"])
-    said = capsys.readouterr().err
-    assert said.startswith("error: argument --seeds: expected seeds joined by commas") and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: argument --seeds: expected seeds joined by commas") and message.count("\n") == 1
 
 
 def test_changed_code_or_packages_are_refused_and_another_commit_is_not(runs):

@@ -54,12 +54,12 @@ def read_csv(root, name):
 def test_tables_say_what_the_samples_say(report):
     root, runs = report
     rows = {(row["arm"], row["benchmark"]): row for row in read_csv(root, "results")}
-    found = [run.results.tasks["scenes"].score for run in runs if run.arm == "gwc_layernorm"]
+    scores = [run.results.tasks["scenes"].score for run in runs if run.arm == "gwc_layernorm"]
     base = [run.results.tasks["scenes"].score for run in runs if run.arm == "none"]
     row = rows["gwc_layernorm", "scenes"]
-    assert float(row["score"]) == pytest.approx(sum(found) / 2, abs=0.01)
-    assert float(row["delta"]) == pytest.approx((sum(found) - sum(base)) / 2, abs=0.01)
-    assert [float(row["seed 1"]), float(row["seed 2"])] == pytest.approx(found, abs=0.01)
+    assert float(row["score"]) == pytest.approx(sum(scores) / 2, abs=0.01)
+    assert float(row["delta"]) == pytest.approx((sum(scores) - sum(base)) / 2, abs=0.01)
+    assert [float(row["seed 1"]), float(row["seed 2"])] == pytest.approx(scores, abs=0.01)
     verdicts = {
         arm: rows[arm, "mean"]["verdict"] for arm in ("none", "gwc_layernorm", "layernorm_default", "layernorm")
     }

@@ -96,9 +96,9 @@ def study():
 
 def test_controls_without_intervals_are_shown_and_called_so(study):
     assert "95 %, over other questions and other seeds" in " ".join(limits(study))
-    for found in study["controls"].values():
-        for arm in found:
-            found[arm] = {"score": found[arm]["score"]}
+    for by_arm in study["controls"].values():
+        for arm in by_arm:
+            by_arm[arm] = {"score": by_arm[arm]["score"]}
     assert tables(study)["With the picture taken away"][0]["blank"] == "25.0"
     assert "picture taken away there are no intervals" in " ".join(limits(study))
 
@@ -141,9 +141,9 @@ def test_a_measurement_has_one_table_with_an_arms_rows_together(study):
         for c in (0.5, 0.98765)
     )
     study["measured"] = {"finetune": {"update-rates": after}, "start": {"update-rates": before}}
-    found = measurements(study)
-    assert list(found) == ["update-rates, cosine mean", "update-rates, update mean"]
-    assert found["update-rates, cosine mean"] == [
+    shown = measurements(study)
+    assert list(shown) == ["update-rates, cosine mean", "update-rates, update mean"]
+    assert shown["update-rates, cosine mean"] == [
         {"model": arm, "when": when, "a": value, "b": value}
         for arm in ("none", "clip")
         for when, value in (("before training", 0.5), ("after stage 2", 0.988))
@@ -173,13 +173,13 @@ def test_doses_are_the_multiples_of_the_text_norm_in_their_order():
 
 
 def test_the_generated_part_of_the_page_in_docs_is_what_its_numbers_give(tmp_path):
-    found, docs = read_record(ROOT / "docs/study.json"), ROOT / "docs/study.md"
-    pictures = figures(found)
-    page, numbers, *drawn = write_markdown(found, tmp_path / "study.md", tmp_path / "figures", pictures, by_hand(docs))
+    study, docs = read_record(ROOT / "docs/study.json"), ROOT / "docs/study.md"
+    pictures = figures(study)
+    page, numbers, *drawn = write_markdown(study, tmp_path / "study.md", tmp_path / "figures", pictures, by_hand(docs))
     assert page.read_text() == docs.read_text()
     assert numbers.read_text() == (ROOT / "docs/study-numbers.md").read_text()
     assert all((ROOT / "docs/figures" / path.name).is_file() for path in drawn)
-    assert all(str(found["seeds"][0]) in picture.caption for picture in pictures.values())
+    assert all(str(study["seeds"][0]) in picture.caption for picture in pictures.values())
 
 
 def test_what_a_page_has_by_hand_stays(study, tmp_path):

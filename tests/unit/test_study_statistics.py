@@ -49,9 +49,9 @@ def simulated(rng, shifts, seeds=3, deviation=SEED_DEVIATION, right=0.7, spread=
 
 
 def verdicts(differences):
-    found = compare_arms(differences, [None] * TASKS, resamples=2000)
-    return {arm: mean.verdict for arm, (_, mean) in found.items()}, {
-        arm: [one.verdict for one in each] for arm, (each, _) in found.items()
+    compared = compare_arms(differences, [None] * TASKS, resamples=2000)
+    return {arm: mean.verdict for arm, (_, mean) in compared.items()}, {
+        arm: [benchmark.verdict for benchmark in each] for arm, (each, _) in compared.items()
     }
 
 
@@ -70,7 +70,7 @@ def test_equal_arms_of_other_seeds_are_unchanged_in_19_of_20_studies(deviation):
     wrong = 0
     for _ in range(20):
         overall, single = verdicts(simulated(rng, [0] * 6, deviation=deviation, spread=0.6))
-        wrong += {*overall.values(), *(one for each in single.values() for one in each)} != {UNCHANGED}
+        wrong += {*overall.values(), *(verdict for each in single.values() for verdict in each)} != {UNCHANGED}
     assert wrong <= 1
 
 
@@ -82,12 +82,12 @@ def test_the_planned_smallest_difference_is_found_in_80_percent_of_studies(seeds
     rng = np.random.default_rng(3)
     studies = 40
     # The effect is set around the share, so that the answers vary as the plan assumes.
-    found = sum(
+    improved = sum(
         verdicts(simulated(rng, [smallest] + [0] * (arms - 1), seeds=seeds, right=right - smallest / 2))[0][0]
         == IMPROVED
         for _ in range(studies)
     )
-    assert found / studies == pytest.approx(POWER, abs=3 * math.sqrt(POWER * (1 - POWER) / studies))
+    assert improved / studies == pytest.approx(POWER, abs=3 * math.sqrt(POWER * (1 - POWER) / studies))
 
 
 def test_more_seeds_questions_and_fewer_arms_show_smaller_differences():
@@ -109,8 +109,8 @@ def test_intervals_of_scores_hold_the_truth_in_95_percent_of_studies(arms, seeds
         hard = rng.beta(0.7, 0.7, size=144)  # mean 0.5; the answers of several seeds to a question are much alike
         luck = rng.normal(0, deviation, size=(arms, seeds, 1))
         scores = (rng.random((arms, seeds, 144)) < np.clip(hard + luck, 0, 1)).astype(float)
-        found = score_intervals(dict(enumerate(scores)), resamples=1000)
-        inside += [low <= 50 <= high for _, low, high in found.values()]
+        intervals = score_intervals(dict(enumerate(scores)), resamples=1000)
+        inside += [low <= 50 <= high for _, low, high in intervals.values()]
     assert 0.92 < np.mean(inside) < 0.999
 
 
@@ -138,8 +138,8 @@ def test_controls_pair_the_seeds_answers_by_question(monkeypatch):
     monkeypatch.setattr(study_record, "answers_of", lambda run, control: run.tasks())
     runs = [AnsweredRun(arm, seed, "ab") for seed in (1, 2) for arm in ("none", "clip")]
     (_, low, high) = score_intervals({"none": np.array([[1.0, 1, 0, 0]])})["none"]
-    for found in study_record.controls(runs).values():
-        assert found["none"] == pytest.approx({"score": 50, "low": low, "high": high})
+    for by_arm in study_record.controls(runs).values():
+        assert by_arm["none"] == pytest.approx({"score": 50, "low": low, "high": high})
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
