@@ -1,8 +1,8 @@
-"""Asks one checkpoint the held-out questions as they are and under controls, and scores each kind of question.
+"""Evaluates a checkpoint on the held-out questions, as they are and under controls, and scores each kind of question.
 
 Answers go to `<control>/results.json` (`llava.eval.results`), with a task for every kind of question. The controls take
 the picture away in three ways: a grey one of the same size, visual tokens in another order, and the question alone.
-What is recorded is not asked again while checkpoint, questions, pictures, code and packages stay the same.
+Recorded answers are reused while checkpoint, questions, pictures, code and packages stay the same.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from playground.store import PlaygroundError
 
 UNTOUCHED, BLANK, SHUFFLED, TEXT_ONLY = CONTROLS
 RECORDS = "heldout.json"
-SHORTEST = 8  # tokens that an answer may always have
+SHORTEST = 8  # tokens that every answer may have
 Record = Mapping[str, Any]
 
 
@@ -52,28 +52,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=CONTROLS,
         default=list(CONTROLS),
-        help="which to run (default: all, with untouched)",
+        help="controls to run (default: all, and untouched pictures)",
     )
     parser.add_argument(
-        "--questions", type=whole(0), default=0, help="how many, from the first; kinds take turns; 0: all"
+        "--questions", type=whole(0), default=0, help="number of questions, from the first; kinds alternate; 0: all"
     )
     parser.add_argument(
         "--control-questions",
         type=whole(0),
         default=0,
-        help="how many of those are also asked with the picture taken away; 0: all",
+        help="number of those that are also evaluated without their picture; 0: all",
     )
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that `compare` has as well."""
+    """The flags that `compare` shares."""
     parser.add_argument("--data", type=Path, required=True, help=f"prepared folder with {RECORDS} and images/")
-    parser.add_argument("--output-dir", type=Path, required=True, help="where everything goes")
-    parser.add_argument("--batch-size", type=whole(1), default=80, help="questions answered at a time")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--batch-size", type=whole(1), default=80, help="questions per batch")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Asks the questions under every control whose answers are not recorded yet.
+    """Evaluates the questions under every control without recorded answers.
 
     Raises:
         PlaygroundError: there is no checkpoint, or there are no questions.
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
 def held_out(data: Path) -> list[dict[str, Any]]:
     """The held-out records of a prepared folder."""
     if not (data / RECORDS).is_file():
-        raise PlaygroundError(f"{data}: no {RECORDS} there. Run `python -m playground {data.name}` first.")
+        raise PlaygroundError(f"{data}: no {RECORDS}. Run `python -m playground {data.name}` first.")
     return json.loads((data / RECORDS).read_text(encoding="utf-8"))
 
 
@@ -111,11 +111,11 @@ def content_of(data: Path) -> str:
     return f"{hashlib.sha256((data / RECORDS).read_bytes()).hexdigest()}-{pictures}"
 
 
-# --- answers that are kept --------------------------------------------------------------------------------------------
+# --- recorded answers -------------------------------------------------------------------------------------------------
 
 
 def is_answered(checkpoint: Path, folder: Path, controls: Sequence[str] = CONTROLS) -> bool:
-    """Whether `folder` has answers of the checkpoint's present weights under every control, by the present code."""
+    """Whether `folder` has answers of the checkpoint's current weights under every control, by the current code."""
     try:
         answered = [read_results(folder / control) for control in controls]
     except ValueError:
@@ -127,11 +127,11 @@ def is_answered(checkpoint: Path, folder: Path, controls: Sequence[str] = CONTRO
 def evaluated(
     checkpoint: Path, data: Path, parts: Mapping[str, Sequence[Record]], output_dir: Path, batch_size: int
 ) -> dict[str, Results]:
-    """A checkpoint's answers under every control; those that are not recorded yet are asked for.
+    """A checkpoint's answers under every control; only missing ones are generated.
 
     Args:
         data: the prepared folder of the questions.
-        parts: the questions that are asked under each control.
+        parts: the questions of each control.
 
     Raises:
         PlaygroundError: there is no checkpoint.
@@ -141,7 +141,7 @@ def evaluated(
     earlier = {control: recorded(output_dir / control, now, content) for control, now in requested.items()}
     reusable = {control: results for control, results in earlier.items() if results}
     if len(reusable) == len(parts):
-        print(f"{output_dir}: all answers are recorded already")
+        print(f"{output_dir}: all answers are already recorded")
         return reusable
     from llava.asking import load_assistant
 
@@ -156,13 +156,13 @@ def evaluated(
 
 
 def described(checkpoint: Path, questions: int) -> Results:
-    """What decides a checkpoint's answers to so many questions, as a result without tasks.
+    """What decides a checkpoint's answers to this many questions, as a result without tasks.
 
     Raises:
         PlaygroundError: there is no checkpoint.
     """
     if not (checkpoint / "config.json").is_file():
-        raise PlaygroundError(f"{checkpoint} holds no checkpoint; --arm wants the output folder of a finished training")
+        raise PlaygroundError(f"{checkpoint}: no checkpoint; --arm expects the output folder of a finished training")
     versions = {package: version_of(package) for package in PACKAGES}
     versions |= {LLAVA_CODE: code_digest(PLAYGROUND), LLAVA_COMMIT: git_commit()}
     settings = {"questions": questions, "dtype": fastest_dtype()}
@@ -171,7 +171,7 @@ def described(checkpoint: Path, questions: int) -> Results:
 
 
 def recorded(folder: Path, now: Results, content: str) -> Results | None:
-    """The results in `folder` if they are of what `now` describes; if they are of something else, a line says of what.
+    """The results in `folder` if `now` describes them; otherwise prints what differs.
 
     Args:
         content: see `content_of`.
@@ -185,12 +185,12 @@ def recorded(folder: Path, now: Results, content: str) -> Results | None:
     changed += [*differences(before.settings, now.settings)]
     changed += [name for name in differences(before.versions, now.versions) if name != LLAVA_COMMIT]
     if changed:
-        print(f"{folder}: made with other {', '.join(changed)}; asked again")
+        print(f"{folder}: made with different {', '.join(changed)}; answering again")
     return None if changed else before
 
 
 def scored(records: Sequence[Record], texts: Sequence[str], seconds: float, content: str) -> dict[str, TaskResult]:
-    """A task for every kind of question; `content` says which questions they are."""
+    """A task for every kind of question; `content` identifies the questions."""
     samples: dict[str, list[Answered]] = {}
     chance: dict[str, list[float]] = {}
     for record, text in zip(records, texts, strict=True):
@@ -211,11 +211,11 @@ def scored(records: Sequence[Record], texts: Sequence[str], seconds: float, cont
     }
 
 
-# --- asking -----------------------------------------------------------------------------------------------------------
+# --- answering--------------------------------------------------------------------------------------------------------
 
 
 def fastest_dtype() -> str | None:
-    """The precision to answer in: on a GPU the checkpoint's own (None), on a CPU bf16 if it has instructions for it."""
+    """The answers' precision: on a GPU the checkpoint's own (None), on a CPU bf16 if it has instructions for it."""
     import torch
 
     if torch.accelerator.is_available():
@@ -224,7 +224,7 @@ def fastest_dtype() -> str | None:
 
 
 def answers_under(control: str, assistant: Any, records: Sequence[Record], images: Path, batch_size: int) -> list[str]:
-    """The greedy answer to every record's first question, with its picture changed as the control says."""
+    """The greedy answer to every record's first question, with its picture changed by the control."""
     from PIL import Image
 
     from llava.analysis.interventions import GREY
@@ -265,6 +265,6 @@ def reordered(model: Any) -> Iterator[None]:
 
 
 def longest_answer(records: Sequence[Record], tokenizer: Any) -> int:
-    """Tokens of the longest expected answer plus one, so that an answer that goes on after it is not taken for it."""
+    """Tokens of the longest expected answer plus one, so that a longer answer is not mistaken for it."""
     expected = tokenizer(list(map(expected_answer, records)))["input_ids"]
     return max(SHORTEST, 1 + max(map(len, expected)))

@@ -1,5 +1,5 @@
-"""What an arm of a comparison is called: a norm of `NORM_TYPES`, with its initial norm after an @ where it is not the
-text norm, as in `layernorm@4x` or `layernorm@default`, and `-fixed` at the end where it is not trained, as in
+"""The names of a comparison's arms: a norm of `NORM_TYPES`, with its initial norm after an @ unless that is the
+text norm, as in `layernorm@4x` or `layernorm@default`, and `-fixed` at the end if it is not trained, as in
 `scale-fixed`. `layernorm_default` is the older spelling of `layernorm@default`."""
 
 from typing import NamedTuple
@@ -32,7 +32,7 @@ def parse_arm(name: str) -> Arm:
     """The arm called `name`.
 
     Raises:
-        ValueError: there is no such norm, its initial norm is malformed, or the baseline is given one.
+        ValueError: an unknown norm, a malformed initial norm, or a baseline that has either suffix.
     """
     from llava.model.multimodal_projector.norm import NORM_TYPES, ProjectorNormArguments, parse_init  # takes seconds
 
@@ -44,7 +44,7 @@ def parse_arm(name: str) -> Arm:
         raise ValueError(f"--arms {name}: {norm!r} is not one of: {', '.join(NORM_TYPES)}")
     if norm == BASELINE:
         if at or not learnable:
-            raise ValueError(f"--arms {name}: without a norm there is no initial norm to set or to keep")
+            raise ValueError(f"--arms {name}: the baseline has no norm to initialize or to fix")
         return Arm(norm, "")
     if at:
         parse_init(init)
@@ -55,7 +55,7 @@ def parse_arms(text: str) -> list[str]:
     """The names of arms, joined by commas: the baseline first, at least one more, none twice.
 
     Raises:
-        ValueError: they are not so; or see `parse_arm`.
+        ValueError: another list; or see `parse_arm`.
     """
     names = text.split(",")
     arms = [parse_arm(name) for name in names]

@@ -24,11 +24,13 @@ def parser() -> argparse.ArgumentParser:
 
     summary = "train, score and measure every arm, and write one page with a verdict"
     comparison.add_arguments(add("run", summary, comparison.run, ". See docs/compare.md."))
-    summary = "train many arms with seeds and controls by a plan, and write one page on what that shows"
+    summary = "train many arms by a plan, with seeds and controls, and write one page about the result"
     study.add_arguments(add("study", summary, study.run, ". See docs/compare.md."))
-    command = add("page", "write a study's page again from its study.json", page)
+    command = add("page", "rewrite a study's pages from its study.json", page)
     command.add_argument("study", type=Path, metavar="STUDY_JSON", help="the file, or its folder")
-    command.add_argument("--docs", action="store_true", help="write docs/study.md and docs/study.json instead")
+    command.add_argument(
+        "--docs", action="store_true", help="write docs/study.md, docs/study-numbers.md and docs/study.json instead"
+    )
     check_command = add("check", "refuse runs that differ in more than the arm", check)
     report_command = add("report", "check, and write the page", report)
     for command in (check_command, report_command):
@@ -37,9 +39,9 @@ def parser() -> argparse.ArgumentParser:
             "--arms", type=lambda text: text.split(","), required=True, help="joined by commas, none first"
         )
         command.add_argument("--seeds", type=listed, required=True, help="joined by commas")
-    report_command.add_argument("--questions", action="store_true", help="with the answers to the caller's questions")
+    report_command.add_argument("--questions", action="store_true", help="include the answers to your own questions")
     check_command.add_argument(
-        "--stage", choices=STAGES, required=True, help="the runs that have finished this stage are compared"
+        "--stage", choices=STAGES, required=True, help="compare the runs that have finished this stage"
     )
     return top
 
@@ -48,7 +50,7 @@ def listed(text: str) -> list[int]:
     """Seeds joined by commas.
 
     Raises:
-        argparse.ArgumentTypeError: one of them is no number.
+        argparse.ArgumentTypeError: not all are numbers.
     """
     try:
         return [int(seed) for seed in text.removesuffix(",").split(",")]
@@ -57,7 +59,7 @@ def listed(text: str) -> list[int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns 0, 2 if it refuses something or a step failed, and 130 after Ctrl-C."""
+    """Runs the command; returns 0, 2 after a refusal or a failed step, and 130 after Ctrl-C."""
     args = parser().parse_args(argv)
     if args.command in ("run", "study") and not IS_CHECKOUT:
         print(f"error: {args.command}: {NEEDS_CHECKOUT}", file=sys.stderr)

@@ -19,7 +19,7 @@ from llava.utils.paths import ROOT
 from llava.utils.provenance import DONE
 
 _ANALYSIS = "interface-norms layer-norms update-rates norm-params attention"
-# Settings of a preset's runs that its upstream baseline, which has models and data of its own, must not see.
+# Settings of a preset that must not reach its upstream baseline, which has its own models and data.
 _NOT_UPSTREAMS = (
     "MODEL_PATH", "VISION_TOWER", "MAX_STEPS", "PER_DEVICE_BATCH", "SEED", "BF16", "MODEL_MAX_LENGTH", "TOLERANCE",
     "GRADIENT_CHECKPOINTING",
@@ -32,8 +32,8 @@ class Comparison(Experiment):
 
     Attributes:
         tasks: of scripts/evaluate.sh, joined by commas; empty: its own.
-        upstream: whether upstream LLaVA trains the baseline as well.
-        questions: the caller's own questions, asked in every run; their pictures lie below `pictures_of_questions`.
+        upstream: whether upstream LLaVA also trains the baseline.
+        questions: the user's own questions, evaluated in every run; their pictures are in `pictures_of_questions`.
     """
 
     tasks: str = ""
@@ -49,7 +49,7 @@ class Comparison(Experiment):
         return own | {"DEMO_DATA": "scenes"}
 
     def evaluation(self, run: Run) -> Step:
-        """The questions of every task; the script finds out which tasks are finished."""
+        """Evaluates every task; the script skips finished ones."""
         # A model this small may have nothing to say about a photo; two small tasks start faster together.
         default = "--allow-empty --together --batch-size 8" if self.demo else ""
         flags = shlex.split(os.environ.get("EVALUATE_FLAGS") or default)
@@ -59,7 +59,7 @@ class Comparison(Experiment):
         return Step(f"{run.name}, evaluation", words, run.folder("eval.log"))
 
     def own_questions(self, run: Run) -> Step:
-        """The caller's own questions; answers are kept."""
+        """The user's own questions."""
         words = ["llava.eval.answer", "--model-path", run.folder("finetune").resolve(), "--data", self.questions]
         words += ["--image-folder", self.pictures_of_questions] if self.pictures_of_questions else []
         log = run.folder("questions.log")
@@ -71,7 +71,7 @@ class Comparison(Experiment):
         return [*(self.stage(run, stage) for stage in STAGES), self.evaluation(run), *asked]
 
     def upstream_baseline(self) -> Step:
-        """The baseline by upstream LLaVA, on models and data of its own, since it cannot load the presets'."""
+        """The baseline by upstream LLaVA, on its own models and data, since it cannot load the presets'."""
         own = dict(pair.split("=", 1) for pair in shlex.split(os.environ.get("UPSTREAM_SETTINGS", "")))
         folder = self.folder / "upstream"
         unset = [word for name in _NOT_UPSTREAMS if name not in own for word in ("-u", name)]
@@ -81,7 +81,7 @@ class Comparison(Experiment):
         return Step("upstream LLaVA, baseline", words, self.folder / "upstream.log", settings, mark.is_file, mark)
 
     def prepared(self) -> list[str]:
-        """The playground's inputs that the preset needs, and the analysis if the caller gives no data for it."""
+        """The playground's inputs for the preset, and for the analysis unless the caller names its data."""
         if self.demo:
             own_data = bool(os.environ.get("DATA_PATH"))
             stamps = [] if own_data and "stamps" not in self.tasks.split(",") else ["stamps"]  # a download of 160 MB
@@ -114,12 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arms", default=",".join(ARMS), help="joined by commas, none first; with another initial norm as in "
         "layernorm@4x or layernorm@default (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--seeds", default="1", help="how many (42, 43, ...), or which, as in 1,2 (default: 1)")
+    parser.add_argument("--seeds", default="1", help="number of seeds (42, 43, ...), or a list, as in 1,2 (default: 1)")
     parser.add_argument(
         "--tasks",
         help="tasks of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps, or scenes with DATA_PATH)",
     )
-    parser.add_argument("--questions", type=Path, help="own questions with their answers, also asked in every run")
+    parser.add_argument("--questions", type=Path, help="your own questions with answers, also evaluated in every run")
     parser.add_argument("--question-images", type=Path, help="folder or zip file of their pictures (default: .)")
     parser.add_argument("--output-dir", type=Path, help="default: outputs/compare-<preset>")
     parser.add_argument(
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
         comparison.pictures_of_questions = args.question_images and args.question_images.resolve()
         check_questions(str(comparison.questions), comparison.pictures_of_questions)
     if args.preset == DEMO and not os.environ.get("DATA_PATH"):
-        # A quarter of the records are stamps: half as many steps again leave the scenes what the quickstart gives them.
+        # A quarter of the records are stamps: with half as many steps again, scenes get as many as in the quickstart.
         os.environ["MAX_STEPS"] = os.environ.get("MAX_STEPS") or "120"
         os.environ.setdefault("IMAGE_FOLDER", "playground/data")
     os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")

@@ -1,8 +1,8 @@
-"""One engine for every experiment: arms x seeds x stages on some data, as steps in lanes that stand side by side.
+"""One engine for every experiment: arms x seeds x stages on some data, as steps in parallel lanes.
 
-A preset (`comparison`, `study`, `quickstart`, `measurements`) says what its runs are trained on, which lanes it has and
-what it writes at the end. Locks, progress, signals and the times of steps are the engine's. Every step keeps what it
-finished, so that the same command resumes after an interruption.
+A preset (`comparison`, `study`, `quickstart`, `measurements`) defines what its runs are trained on, its lanes and
+what it writes at the end. The engine has locks, progress, signals and the times of steps. Finished steps are skipped,
+so that the same command resumes after an interruption.
 """
 
 import os
@@ -34,8 +34,8 @@ class Experiment:
 
     Attributes:
         preset: the recipe, a file of scripts/presets.
-        data: name of the playground's pictures, where they are trained on or asked about.
-        lock: file descriptor that says the folder is in use; what is started inherits it.
+        data: name of the playground's pictures, for training or for questions.
+        lock: file descriptor of the folder's lock, which started processes inherit.
         times: seconds of every step, by its title.
         parts: seconds of every part.
     """
@@ -86,7 +86,7 @@ class Experiment:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def places(self) -> list[dict[str, str]]:
-        """Variables of the lanes that run side by side: one after the other, unless a preset has more."""
+        """Variables of each parallel lane; a preset that does not override this has a single lane."""
         return [{}]
 
     def threads(self, at_once: int) -> dict[str, str]:
@@ -103,7 +103,7 @@ class Experiment:
         return StageStep(f"{run.name}, {part or stage}", command, log, settings, folder=folder, compared=self.runs)
 
     def python(self, title: str, log: Path, *words: object, **more: Any) -> Step:
-        """A module of this tree, run by the caller's own interpreter or else by this one; see `Step` for `more`."""
+        """A module of this tree, run by the caller's interpreter or else by this one; see `Step` for `more`."""
         return Step(title, [interpreter(), "-m", *map(str, words)], log, **more)
 
     def held_out(
@@ -135,7 +135,7 @@ class Experiment:
     # --- the flow -----------------------------------------------------------------------------------------------------
 
     def part(self, title: str, work: Mapping[str, Sequence[Step]] | Callable[[], object], width: int = 0) -> None:
-        """Runs lanes, `width` at a time or one in each place, or calls a function, under a title.
+        """Runs lanes, at most `width` in parallel or one in each place, or calls a function, under a title.
 
         Raises:
             StepError: a step failed.
@@ -165,9 +165,9 @@ def show_times(times: Mapping[str, float]) -> None:
 
 @contextmanager
 def at_work(folder: Path) -> Iterator[int]:
-    """Makes and locks the folder, for which it yields the lock's descriptor; SIGTERM ends what runs, as Ctrl-C does.
+    """Creates and locks the folder, and yields the lock's descriptor; SIGTERM ends the experiment, as Ctrl-C does.
 
-    A training that outlives this process keeps the lock, so that no second one writes there.
+    A training that outlives this process keeps the lock, so that no second training writes there.
 
     Raises:
         ValueError: another call, or a training that it left, holds the folder; or it cannot be written.

@@ -33,7 +33,7 @@ CURVES = {
     "grad_norm/before_norm": ("Gradient before the norm", True),
     "grad_norm/vision_features": ("Gradient at the vision features", True),
 }
-"""Keys of `train_log.jsonl`: title, and whether the axis is logarithmic."""
+"""Keys of `train_log.jsonl`, each with its title and whether the axis is logarithmic."""
 DRAWN = {
     "interface-norms": "Norms where visual and text tokens meet",
     "layer-norms": "Norms per layer",

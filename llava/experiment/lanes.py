@@ -1,4 +1,4 @@
-"""Lanes of steps: the steps of one lane run in order, lanes run side by side, and each step has its own log."""
+"""Lanes of steps: the steps of a lane run in order, lanes run in parallel, and each step has its own log."""
 
 import math
 import os
@@ -32,9 +32,9 @@ class Step:
     """A command whose output goes to `log`, or to the terminal where that is None.
 
     Attributes:
-        settings: environment variables that it gets besides those that are set.
-        is_done: tells whether there is nothing left to do.
-        mark: file that is made when the command has succeeded.
+        settings: additional environment variables.
+        is_done: whether the step can be skipped.
+        mark: file that is created when the command succeeds.
         cwd: where the command starts.
     """
 
@@ -53,12 +53,12 @@ class Step:
             return start(self.command, env, output, cwd=self.cwd, keep_open=keep_open)
 
     def succeeded(self, seconds: float) -> None:
-        """Called when the command has ended with status 0."""
+        """Called when the command ends with status 0."""
         if self.mark:
             self.mark.touch()
 
     def failed(self, code: int) -> None:
-        """Called when the command has ended with another status.
+        """Called when the command ends with another status.
 
         Raises:
             StepError: always; a step that may fail overrides this.
@@ -82,7 +82,7 @@ class StageStep(Step):
     Attributes:
         steps: number of optimizer steps; 0 where its length is given in epochs.
         batch: samples in a step.
-        compared: runs that must equal this one in everything but the arm, checked before the stage and after it.
+        compared: runs that must equal this one in everything but the arm, checked before and after the stage.
     """
 
     folder: Path = Path()
@@ -119,7 +119,7 @@ class StageStep(Step):
 
 @dataclass
 class Measurement(Step):
-    """Measurements of `llava.analysis`; what decided them is noted in `mark`.
+    """Measurements of `llava.analysis`; `mark` records what decided them.
 
     Attributes:
         models: folders of the models by their names.
@@ -131,7 +131,7 @@ class Measurement(Step):
         self.is_done = self.is_measured
 
     def is_measured(self) -> bool:
-        """Whether these models were measured with their present weights, by the present code."""
+        """Whether these models were measured with their current weights, by the current code."""
         return self.mark is not None and self.mark.is_file() and self.mark.read_text() == self.origin()
 
     def origin(self) -> str:
@@ -151,7 +151,7 @@ def words_of(models: Mapping[str, Path]) -> list[str]:
 
 @dataclass
 class Lane:
-    """A lane at work: the steps to come, the running one with its process, when it began, and the lane's place."""
+    """A running lane: its remaining steps, the running step with its process and start time, and its place."""
 
     name: str
     steps: list[Step]
@@ -167,11 +167,11 @@ def run_lanes(
     keep_open: Sequence[int] = (),
     places: Sequence[Mapping[str, str]] = (),
 ) -> dict[str, float]:
-    """Runs every lane's steps in order, at most `width` lanes at a time; returns each step's seconds by its title.
+    """Runs every lane's steps in order, at most `width` lanes in parallel; returns each step's seconds by its title.
 
     Args:
         keep_open: file descriptors that the commands inherit, such as a lock's.
-        places: for each of the `width` lanes that run at a time, variables that set it apart, such as its GPU.
+        places: for each of the `width` parallel lanes, its own variables, such as its GPU.
 
     Raises:
         StepError: a step failed; the other running steps were asked to save and stop.
@@ -233,6 +233,6 @@ def _show(lane: Lane, text: str) -> None:
 
 
 def runs_at_once(runs: int, cores: int) -> int:
-    """How many runs of the demo train side by side on a CPU: each needs a core and the memory of a training."""
+    """Number of demo runs that train in parallel on a CPU: each needs a core and the memory of a training."""
     free = min(psutil.virtual_memory().available, memory_quota() or math.inf)
     return max(1, min(runs, cores, int(free / 2**30 / MEMORY_OF_RUN)))

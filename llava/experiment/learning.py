@@ -1,9 +1,9 @@
 """Accuracy over training: how many samples an arm needs to reach a given accuracy, with an interval.
 
-The trainer asks held-out questions every so many steps (`--eval_generate`) and logs the share of right answers. An
+The trainer evaluates held-out questions at intervals (`--eval_generate`) and logs the share of right answers. An
 arm's curve is the mean over its seeds, with straight lines between the points; it reaches an accuracy where it first
 gets there. The interval draws seeds with replacement, and the right answers at each point from a binomial of as many
-questions as one seed was asked: all seeds were asked the same ones, so their answers are not further evidence.
+questions as a seed has: all seeds have the same questions, so more seeds are not more questions.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ RESAMPLES = 2000
 def samples_to_reach(
     accuracy: float, samples: Sequence[float], shares: np.ndarray, questions: int, seed: int = 0
 ) -> tuple[float | None, float | None, float | None]:
-    """Samples that the mean curve needs to reach `accuracy`, and the ends of the interval; None stands for more
+    """Samples that the mean curve needs to reach `accuracy`, and the bounds of the interval; None means more
     than were seen.
 
     Args:
@@ -39,7 +39,7 @@ def samples_to_reach(
 
 
 def first_reached(accuracy: float, samples: Sequence[float], curves: np.ndarray) -> np.ndarray:
-    """The samples [B] at which each curve [B, K] over `samples` [K] first has `accuracy`; infinity if it never has."""
+    """The samples [B] at which each curve [B, K] over `samples` [K] first has `accuracy`; infinity if it never does."""
     seen, rows = np.asarray(samples, dtype=float), np.arange(len(curves))
     above = curves >= accuracy
     at = above.argmax(axis=1)

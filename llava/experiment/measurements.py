@@ -1,6 +1,6 @@
 """Every measurement, table and figure of the paper for the given checkpoints: an experiment that trains nothing.
 
-A command that fails is reported at the end; the others run all the same.
+A failed command is reported at the end; the others still run.
 """
 
 import argparse
@@ -52,19 +52,19 @@ def chosen(text: str) -> tuple[str, ...]:
 
 @dataclass
 class Command(Step):
-    """A command of `llava.analysis`, which prints its tables to the terminal; that it failed is noted in `errors`."""
+    """A command of `llava.analysis`, which prints its tables to the terminal; its failure is recorded in `errors`."""
 
     errors: list[str] = field(default_factory=list)
 
     def failed(self, code: int) -> None:
-        """Notes a failure; an interruption of the command is one of the whole."""
+        """Records a failure; an interrupted command interrupts the experiment."""
         if code in (INTERRUPTED, -signal.SIGINT):
             raise KeyboardInterrupt
         self.errors.append(self.title)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs every command in a process of its own, and prints how long each took.
+    """Runs every command in its own process, and prints how long each took.
 
     Raises:
         ValueError: no checkpoint, or one without a config; some commands failed.

@@ -1,13 +1,13 @@
-"""The plan of a study: how many steps and seeds fit into its hours, and which difference it would show.
+"""The plan of a study: the steps and seeds that fit into its hours, and the difference that it would show.
 
-A short pilot of the baseline says how long a step takes and how many of its answers are right. What a study would show
-is worked out for the test that it makes (`paired.compare_arms`): an arm that is better by the *smallest difference*
+A short pilot of the baseline measures the time of a step and the share of right answers. What a study would show
+is computed for the test that it makes (`paired.compare_arms`): an arm that is better by the *smallest difference*
 gets an interval above zero with probability `POWER`.
 
-Two trained models are taken to answer a question independently of each other, each right with the pilot's share p: one
-question of one seed then varies by v = 2 p (1 - p). Real models err on the same hard questions, so v is an upper bound.
-A pilot is short and its share will grow, so a share below one half counts as one half. Beyond their answers, training
-runs are taken to vary by `SEED_DEVIATION`. With N questions, S seeds and T tasks:
+Two trained models are assumed to answer a question independently, each right with the pilot's share p: a question of a
+seed then varies by v = 2 p (1 - p). Real models err on the same hard questions, so v is an upper bound. A pilot is
+short and its share will grow, so a share below one half counts as one half. Beyond their answers, training runs are
+assumed to vary by `SEED_DEVIATION`. With N questions, S seeds and T tasks:
 
     D varies by       Q + 2 SEED_DEVIATION^2 / S,      Q = sum over tasks of v / (S N) / T^2
     the interval by   Q' + Q + 2 SEED_DEVIATION^2 / S,  Q' as Q with the two questions that the interval adds
@@ -58,7 +58,7 @@ class Plan:
         arms, seeds: every arm is trained with every seed; the baseline is the first arm.
         steps: optimizer steps of each stage.
         questions: how many held-out questions are asked; 0: all.
-        hours: those of `--hours`; None if it was not given, and steps and seeds were not planned.
+        hours: value of `--hours`; None without the flag, when steps and seeds were not planned.
         predicted_hours: how long training and answering take, judged by the pilot.
         smallest: `smallest[task or mean]`, the difference in points that would be shown with probability `POWER`; None
             without a pilot.
@@ -82,12 +82,12 @@ class Plan:
         return replace(self, seeds=seeds, smallest=smallest)
 
     def write(self, folder: Path) -> None:
-        """Keeps it in `folder`, where `read_plan` finds it."""
+        """Writes it into `folder`, for `read_plan`."""
         write_json(folder / PLAN_FILE, asdict(self))
 
 
 def read_plan(folder: Path) -> Plan | None:
-    """The plan that `folder` keeps, or None.
+    """The plan in `folder`, or None.
 
     Raises:
         ValueError: the file there is not a plan.
@@ -104,12 +104,12 @@ def read_plan(folder: Path) -> Plan | None:
 
 
 def check_same(plan: Plan, requested: Mapping[str, object], folder: Path) -> None:
-    """Raises ValueError where the flags ask for something else than the plan that was kept."""
+    """Raises ValueError if a flag contradicts the recorded plan."""
     for name, value in requested.items():
         if value is not None and value != getattr(plan, name):
             raise ValueError(
-                f"--{name} {value}: {folder / PLAN_FILE} has {getattr(plan, name)}; leave the flag out to go on with "
-                "that plan, or take another --output-dir"
+                f"--{name} {value}: {folder / PLAN_FILE} has {getattr(plan, name)}; omit the flag to resume that plan, "
+                "or choose another --output-dir"
             )
 
 
@@ -120,8 +120,8 @@ def fitting(
 
     Args:
         full_steps: the recipe's steps of each stage.
-        at_once: number of runs that train side by side.
-        seeds: number of seeds, if they were given; else `FEWEST_SEEDS` to `MOST_SEEDS`.
+        at_once: number of runs that train in parallel.
+        seeds: number of seeds if it is fixed; else `FEWEST_SEEDS` to `MOST_SEEDS`.
 
     Raises:
         ValueError: not even the fewest steps with the fewest seeds fit.
@@ -137,13 +137,13 @@ def fitting(
         )
         raise ValueError(
             f"--hours {hours:g}: {arms} arms with {count} seeds need at least "
-            f"{least / 3600 / (1 - FOR_MEASURING):.2g} by the pilot; give more, or fewer --arms"
+            f"{least / 3600 / (1 - FOR_MEASURING):.2g} by the pilot; raise it, or name fewer --arms"
         )
     return steps, count
 
 
 def predicted_hours(pilot: Pilot, steps: Mapping[str, int], runs: int, at_once: int) -> float:
-    """Hours that training and answering take for this many runs, `at_once` of them side by side."""
+    """Hours that training and answering take for this many runs, `at_once` of them in parallel."""
     seconds = pilot.overhead + sum(count * pilot.per_step[stage] for stage, count in steps.items())
     return math.ceil(runs / at_once) * seconds / 3600
 

@@ -1,11 +1,11 @@
-"""The quickstart: inputs, both stages of every arm side by side, answers to held-out questions, and one page.
+"""The quickstart: inputs, both stages of every arm in parallel, answers to held-out questions, and one page.
 
     inputs     language model | pictures, then the vision tower
     arms       stage 1, stage 2, answers | the same for the next arm
     page       table, figures, answers
 
-`|` stands for side by side: on a CPU as many arms train at once as there are cores and memory for, each with its share
-of the cores; on a GPU one after the other. Finished steps are kept: the same call goes on where the last one ended.
+`|` means in parallel: on a CPU as many arms train at once as cores and memory allow, each with its share of the cores;
+on a GPU arms train in sequence. Finished steps are skipped: rerun the same command to resume.
 """
 
 import argparse
@@ -38,14 +38,14 @@ ROOT_OF_INPUTS = Path("playground/data")
 ANSWERS = "answers"  # folder of what each arm answered
 TIMES = "times.json"  # seconds of every step
 SET_UP = "set-up of .venv"
-SETTINGS = "settings.json"  # beside a stage's folder: what it is made from
+SETTINGS = "settings.json"  # next to a stage's folder: what decides it
 # Flags that decide where and how often something is written, and nothing about the result.
 _NO_SETTINGS = ("output_dir", "run_name", "report_to", "save_", "logging_", "pretrain_mm_mlp_adapter", "dataloader_")
 
 
 @dataclass
 class Quickstart(Experiment):
-    """An experiment with the recipe's seed, on inputs that are made here.
+    """An experiment with the recipe's seed, on inputs that it prepares.
 
     Attributes:
         root: folder of the prepared inputs.
@@ -58,7 +58,7 @@ class Quickstart(Experiment):
         """The quickstart on these pictures.
 
         Raises:
-            ValueError: no such norm, a variable that it decides itself, or one that the stages' scripts refuse.
+            ValueError: an unknown norm, a variable that the quickstart sets, or one that a stage's script refuses.
         """
         from llava.model.multimodal_projector.norm import NORM_TYPES  # takes seconds
 
@@ -76,7 +76,7 @@ class Quickstart(Experiment):
         return [Run(self.folder, None, arm) for arm in self.arms]
 
     def settings(self, run: Run, stage: str) -> dict[str, str]:
-        """Variables of scripts/pretrain.sh and finetune.sh; those that the caller set stay as they are."""
+        """Variables of scripts/pretrain.sh and finetune.sh; the caller's values take precedence."""
         data = self.root / self.data
         own = {
             "MODEL_PATH": self.root / smollm2.FOLDER,
@@ -92,16 +92,16 @@ class Quickstart(Experiment):
         return settings | self.threads(len(self.places()))
 
     def places(self) -> list[dict[str, str]]:
-        """On a CPU as many lanes as cores and memory allow; GPUs train one arm after the other."""
+        """On a CPU as many lanes as cores and memory allow; GPUs train one arm at a time."""
         on_gpu = resolve_devices(os.environ).on_gpu
         return [{}] * (1 if on_gpu else runs_at_once(len(self.arms), available_cores()))
 
     @cached_property
     def recipes(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """The run (flags, batch and more) that the script of a stage makes of its variables, by arm and stage.
+        """See `recipe`, by arm and stage.
 
         Raises:
-            ValueError: the script refuses them.
+            ValueError: a script refuses its variables.
         """
         recipes = {(run.arm, stage): self.recipe(run, stage) for run in self.runs for stage in STAGES}
         for recipe in recipes.values():
@@ -127,19 +127,19 @@ class Quickstart(Experiment):
         """Every part in its order.
 
         Raises:
-            StepError, PlaygroundError: a step failed, or the folder holds something else.
+            StepError, PlaygroundError: a step failed, or the folder holds another quickstart.
         """
         self.prepare()
         self.keep_settings()
         width = len(self.places())
-        order = "one after the other" if width == 1 else f"{width} at a time"
+        order = "in sequence" if width == 1 else f"{width} at a time"
         title = f"{count_of(len(self.arms), 'arm')}, {order}: stage 1, stage 2, answers"
         lanes = {run.arm: [*(self.stage(run, stage) for stage in STAGES), self.answers(run)] for run in self.runs}
         self.part(title, lanes)
         self.page()
 
     def prepare(self) -> None:
-        """The language model beside pictures and tower. All cores train the tower, so waiting threads may sleep."""
+        """The language model | pictures, then the tower. All cores train the tower, so waiting threads may sleep."""
         root = ("--root", str(self.root))
         model, pictures, tower = self.inputs(
             ("smollm2", *root), (self.data, *root), ("tower", "--data", self.data, *root)
@@ -151,7 +151,7 @@ class Quickstart(Experiment):
         self.part("inputs: language model, pictures, vision tower", lanes, width)
 
     def page(self) -> None:
-        """Writes the page, which cannot have the time of its own step, and prints the table."""
+        """Writes the page, without the time of its own step, and prints the table."""
         self.times["all"] = self.times.get(SET_UP, 0.0) + sum(self.parts.values())
         keep_longest(self.times, self.folder / TIMES)
         arms = [word for arm in self.runs for word in ("--arm", arm.arm, *(str(arm.folder(stage)) for stage in STAGES))]
@@ -163,10 +163,10 @@ class Quickstart(Experiment):
     # --- a folder holds one quickstart --------------------------------------------------------------------------------
 
     def keep_settings(self) -> None:
-        """Writes beside every stage's folder what it is made from.
+        """Writes next to every stage's folder what decides it.
 
         Raises:
-            PlaygroundError: the folder holds a stage that was made from something else.
+            PlaygroundError: the folder holds a stage with other settings.
         """
         now = {self.folder / arm / stage: self.made_from(arm, stage) for arm, stage in self.recipes}
         for folder, made_from in now.items():
@@ -177,7 +177,7 @@ class Quickstart(Experiment):
             write_json(settings_file(folder), made_from)
 
     def made_from(self, arm: str, stage: str) -> dict[str, Any]:
-        """Flags of the stage and settings of its inputs by name; of stage 2 also those of stage 1."""
+        """The stage's flags and its inputs' settings by name; for stage 2 also those of stage 1."""
         flags = self.recipes[arm, stage]["flags"]
         settings = {name: value for name, value in flags.items() if not name.startswith(_NO_SETTINGS)}
         for name in ("model_name_or_path", "vision_tower"):
@@ -189,12 +189,12 @@ class Quickstart(Experiment):
 
 
 def settings_file(folder: Path) -> Path:
-    """The file that says what the stage in `folder` is made from."""
+    """The file that records what decides the stage in `folder`."""
     return folder.with_name(f"{folder.name}-{SETTINGS}")
 
 
 def refuse_other(folder: Path, made_from: Mapping[str, Any]) -> None:
-    """Raises PlaygroundError where `folder` was made from something else, naming what differs."""
+    """Raises PlaygroundError if other settings decided `folder`, with what differs."""
     try:
         before = json.loads(settings_file(folder).read_text())
     except (OSError, ValueError):
@@ -203,30 +203,30 @@ def refuse_other(folder: Path, made_from: Mapping[str, Any]) -> None:
         listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, (old, new) in list(changed.items())[:3])
         more = f"; and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise PlaygroundError(
-            f"{folder} was made with other settings ({listed}{more}); remove it, or set OUTPUT_ROOT to another folder"
+            f"{folder} was made with different settings ({listed}{more}); remove it, or choose another OUTPUT_ROOT"
         )
 
 
 def keep_longest(times: Mapping[str, float], file: Path) -> None:
-    """Adds `times` to those in `file`; the longer one stays, since a step that was finished before takes no time."""
+    """Adds `times` to those in `file`; the longer time is kept, since a skipped step takes none."""
     before = json.loads(file.read_text()) if file.is_file() else {}
     write_json(file, before | {name: max(seconds, before.get(name, 0.0)) for name, seconds in times.items()})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `python -m playground quickstart`."""
-    parser.add_argument("--data", choices=PICTURES, default=PICTURES[0], help="pictures that are asked about")
+    parser.add_argument("--data", choices=PICTURES, default=PICTURES[0], help="pictures of training and questions")
     parser.add_argument("--arms", default="none gwc_layernorm", help="norms to train, separated by spaces")
     parser.add_argument("--root", type=Path, default=ROOT_OF_INPUTS, help="folder of the prepared inputs")
-    parser.add_argument("--output-dir", type=Path, required=True, help="where everything goes")
-    parser.add_argument("--set-up-seconds", type=float, default=0.0, help="seconds that set-up took before this call")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--set-up-seconds", type=float, default=0.0, help="seconds of the set-up before this command")
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the whole quickstart and prints where everything is.
 
     Raises:
-        PlaygroundError: wrong settings, a folder that holds something else, or a step that failed.
+        PlaygroundError: wrong settings, a folder of another quickstart, or a failed step.
         KeyboardInterrupt: Ctrl-C, or SIGTERM.
     """
     if not IS_CHECKOUT:

@@ -1,6 +1,6 @@
 """Scores trained checkpoints on held-out pictures and shows arms side by side: results, table and one page.
 
-Answers that `python -m playground controls` has left in the output folder are taken as they are.
+Answers that `python -m playground controls` left in the output folder are reused.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     """Writes `results.json`, `table.md` and `index.html`, and prints table and examples.
 
     Raises:
-        PlaygroundError: an arm named twice, a folder without a finished training, or data without questions.
+        PlaygroundError: an arm with two entries, a folder without a finished training, or data without questions.
     """
     names = [name for name, _, _ in args.arm]
     if len(set(names)) < len(names):
@@ -117,18 +117,18 @@ def read_log(folder: Path) -> Log:
     """The optimizer steps that a run logged.
 
     Raises:
-        PlaygroundError: there is no log, or no step in it.
+        PlaygroundError: no log, or no step in it.
     """
     path = folder / LOG_FILE
     if not (steps := logged_steps(folder) if path.is_file() else []):
-        raise PlaygroundError(f"{path}: no optimizer step there; --arm wants the output folders of a finished training")
+        raise PlaygroundError(f"{path}: no optimizer step; --arm expects the output folders of a finished training")
     return steps
 
 
 def answered(
     name: str, checkpoint: Path, records: Sequence[answers.Record], args: argparse.Namespace
 ) -> list[Answered]:
-    """An arm's answers, in the order of the questions; those that are recorded are not asked for again."""
+    """An arm's answers, in the order of the questions; recorded ones are reused."""
     place = args.output_dir / ANSWERS / name
     asked = answers.evaluated(checkpoint, args.data, {answers.UNTOUCHED: records}, place, args.batch_size)
     of_kind = {kind: iter(task.samples) for kind, task in asked[answers.UNTOUCHED].tasks.items()}
@@ -147,7 +147,7 @@ def kinds_of(records: Sequence[answers.Record]) -> dict[str, np.ndarray]:
 
 
 def chance_percent(records: Sequence[answers.Record]) -> dict[str, float]:
-    """What guessing one of the possible answers scores, per kind of question and for all."""
+    """The score of guessing among the possible answers, per kind of question and for all."""
     chance = np.array(list(map(answers.chance_of, records)))
     return {kind: float(chance[chosen].mean()) for kind, chosen in kinds_of(records).items()}
 

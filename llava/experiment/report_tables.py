@@ -1,4 +1,4 @@
-"""What a comparison's page says: scores with differences and intervals, and a table for everything else."""
+"""The content of a comparison's page: scores with differences and intervals, and a table for everything else."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +17,14 @@ from llava.launch.recipe import STAGES
 TITLES = {task: title for title, task in PAPER_COLUMNS.items()}
 EXAMPLES = 6  # answers shown per benchmark and arm: won and lost
 EVALUATION = "evaluation"
-TOLERANCE = 0.05  # points by which a recorded score may differ from its samples'
+TOLERANCE = 0.05  # points by which a recorded score may differ from that of its samples
 Rows = list[dict[str, Any]]
 
 
 def each_alone(
     differences: Mapping[str, Sequence[np.ndarray]], strata: Sequence[np.ndarray | None]
 ) -> dict[str, tuple[list[Difference], Difference]]:
-    """Every arm's results, each with intervals that take no account of the other arms."""
+    """Every arm's results, each with intervals that are not corrected for the other arms."""
     return {arm: compare_benchmarks(by_task, strata) for arm, by_task in differences.items()}
 
 
@@ -188,7 +188,7 @@ def batch_of(run: Run, stage: str) -> int:
 
 
 def seconds_of_steps(run: Run, stage: str) -> list[float]:
-    """How long the stage's steps took, from one line of its log to the next."""
+    """Seconds of the stage's steps, from each line of its log to the next."""
     log, batch = run.log(stage), batch_of(run, stage)
     before = [0, *(line["step"] for line in log[:-1])]
     return [(line["step"] - b) * batch / line["samples_per_second"] for line, b in zip(log, before, strict=True)]
@@ -300,7 +300,7 @@ def analysis_tables(folder: Path) -> dict[str, Rows]:
     }
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- in words --------------------------------------------------------------------------------------------------------
 
 
 def sentence(result: Difference) -> str:
@@ -312,19 +312,17 @@ def caveats(stats: Statistics, runs: Sequence[Run]) -> list[str]:
     """What limits the verdicts of this comparison."""
     count = len(stats.results) * (len(stats.tasks) + 1)
     notes = [
-        f"“{UNCHANGED}” means that the interval contains zero: no difference is shown; one within it is not excluded."
+        f"“{UNCHANGED}” means that the interval contains zero: no difference is shown, and none within it is excluded."
     ]
     notes.append(
         f"Of {count} verdicts at 95 % about {count / 20:.1f} would not be “{UNCHANGED}” by chance if no arm differed."
     )
     if len(stats.seeds) == 1:
-        notes.append(
-            "One seed: the intervals cover the choice of questions, not what another training run would have given."
-        )
+        notes.append("One seed: the intervals cover the choice of questions, not the variance between training runs.")
     elif len(stats.seeds) < 5:
         notes.append(
-            f"{len(stats.seeds)} seeds: how much training runs vary is only roughly known, and where that decides, the "
-            "intervals are too narrow."
+            f"{len(stats.seeds)} seeds: how much training runs vary is only roughly known, so intervals may be too "
+            "narrow."
         )
     if len(stats.seeds) > 1:
         notes.append(
@@ -332,7 +330,7 @@ def caveats(stats: Statistics, runs: Sequence[Run]) -> list[str]:
             "verdicts are those of the intervals."
         )
     if limit := runs[0].results.settings.get("limit"):
-        notes.append(f"Only the first {limit} samples of every benchmark were asked: these are not real scores.")
+        notes.append(f"Only the first {limit} samples of every benchmark were evaluated: these are not real scores.")
     return notes
 
 

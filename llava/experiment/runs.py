@@ -23,8 +23,8 @@ from llava.utils.versions import software
 
 QUESTIONS = "questions"
 """The name of the caller's own questions in the table."""
-ABSENT = "(absent)"  # stands for the value of a field that a run does not have
-# Runs may differ in the fields whose names begin so, and in nothing else.
+ABSENT = "(absent)"  # in place of a field that a run does not have
+# Prefixes of the fields in which runs may differ.
 ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")
 SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")
 # Stage 2 starts from stage 1 of its own arm, which `check_arm` demands.
@@ -33,7 +33,7 @@ OWN_STAGE_1 = ("model.pretrain_mm_mlp_adapter", "adapter", "initial_weights.mm_m
 
 @dataclass(frozen=True)
 class Run:
-    """One arm trained with one seed; without a seed it has the recipe's, and its folder does not name one."""
+    """One arm trained with one seed; without a seed it has the recipe's, and its folder names none."""
 
     root: Path
     seed: int | None
@@ -62,7 +62,7 @@ class Run:
         The commit need not be equal: `code.digest` covers the files that training runs.
 
         Raises:
-            ValueError: the run was continued with another configuration than it was started with.
+            ValueError: the run was resumed with another configuration.
         """
         first, *later = [dict(flattened(start["configuration"])) for start in self.starts(stage)]
         for record in (first, *later):
@@ -91,7 +91,7 @@ class Run:
         """The scores of `answers`, in the form of an evaluation's."""
         record = recorded(self.answers)
         if record is None:
-            raise ValueError(f"{self.answers}: no record of what was asked beside it; run the comparison again")
+            raise ValueError(f"{self.answers}: no record of its questions next to it; rerun the comparison")
         model = record["asked"].pop("--model-path")
         tasks = {QUESTIONS: task_result(self.answers)}
         fingerprint = model.rpartition("content ")[2]
@@ -103,7 +103,7 @@ class Run:
         return [line for line in lines if "eval/loss" in line]
 
 
-TRAIN_AGAIN = "Runs may differ in the arm alone. Remove {} and run the comparison again."
+TRAIN_AGAIN = "Runs may differ in the arm alone. Remove {} and rerun the comparison."
 
 
 def flattened(value: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -116,7 +116,7 @@ def flattened(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def listed(changed: Mapping[str, tuple[object, object]], names: tuple[str, str]) -> str:
-    """Fields and both values, a line each."""
+    """A line per field with both values."""
     return "".join(f"\n  {field}: {a!r} ({names[0]}), {b!r} ({names[1]})" for field, (a, b) in sorted(changed.items()))
 
 
@@ -157,13 +157,13 @@ def check_present(runs: Sequence[Run]) -> None:
         if changed := differences(recorded, now):
             names = (run.name, "now")
             raise ValueError(
-                f"what is trained now would not be comparable{listed(changed, names)}\n"
-                f"Go back to that state, or remove {run.root} and train every run again."
+                f"new runs would not be comparable{listed(changed, names)}\n"
+                f"Restore that state, or remove {run.root} and retrain every run."
             )
 
 
 def check_arm(run: Run, stage: str) -> None:
-    """Raises ValueError unless the run is what its folder's name says, and its stage 2 starts from its own stage 1."""
+    """Raises ValueError unless folder name and run agree, and stage 2 starts from its own stage 1."""
     actual = run.configuration(stage)
     arm = parse_arm(run.arm)
     expected = {"training.seed": run.seed, "model.mm_projector_norm": arm.norm}
@@ -173,31 +173,29 @@ def check_arm(run: Run, stage: str) -> None:
         expected["adapter"] = hashlib.sha256((run.folder("pretrain") / "mm_projector.bin").read_bytes()).hexdigest()
     changed = {name: (value, actual.get(name)) for name, value in expected.items() if actual.get(name) != value}
     if changed:
-        raise ValueError(
-            f"{run.folder(stage)}: not the run that the folder's name says{listed(changed, ('expected', 'found'))}"
-        )
+        raise ValueError(f"{run.folder(stage)}: folder name and run disagree{listed(changed, ('expected', 'found'))}")
 
 
 def check_results(runs: Sequence[Run], results_of: Callable[[Run], Results] = lambda run: run.results) -> None:
-    """Raises ValueError unless all runs were asked the same questions in the same way, with their present weights."""
+    """Raises ValueError unless all runs have the same questions and settings, and their current weights."""
     first = results_of(runs[0])
     for run in runs:
         own = results_of(run)
         now = revision(str(run.folder("finetune")))
         if own.fingerprint != now:
             raise ValueError(
-                f"{run.name}, evaluation: of other weights ({own.fingerprint}) than {run.folder('finetune')} "
-                f"has now ({now}); evaluate again"
+                f"{run.name}, evaluation: used different weights ({own.fingerprint}) than {run.folder('finetune')} "
+                f"has now ({now}); rerun the evaluation"
             )
         changed = differences(evaluation_settings(first), evaluation_settings(own), ABSENT)
         if changed:
-            raise ValueError(f"evaluation: runs were asked differently{listed(changed, (runs[0].name, run.name))}")
+            raise ValueError(f"evaluation: runs were evaluated differently{listed(changed, (runs[0].name, run.name))}")
         for task in first.tasks:
             ids = [[sample.id for sample in results.tasks[task].samples] for results in (first, own)]
             if sorted(ids[0]) != sorted(ids[1]):
                 only = sorted(set(ids[0]) ^ set(ids[1]))[:5]
                 raise ValueError(
-                    f"{task}: {runs[0].name} and {run.name} have other samples, such as {only}; evaluate again"
+                    f"{task}: {runs[0].name} and {run.name} have different samples, such as {only}; evaluate again"
                 )
 
 

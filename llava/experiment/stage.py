@@ -1,4 +1,4 @@
-"""What the steps of an experiment stand on: the files of a stage, and the variables that a larger command decides."""
+"""What the steps of an experiment share: a stage's files, and the variables that the experiment sets."""
 
 import json
 import os
@@ -20,24 +20,24 @@ class StepError(RuntimeError):
 
 
 WHOLE_RUNS = {"DRY_RUN": "", "CHECK": ""}
-"""Variables of every run of a larger command: a stage that trains nothing would count as finished."""
-_DECIDED_BY = {
-    "PRESET": "--preset decides it",
-    "DEMO_DATA": "--preset, or the quickstart's --data, decides it",
-    "SEED": "--seeds decides it",
-    "NORM": "--arms decides it",
-    "NORM_INIT": "--arms decides it, as in layernorm@4x",
-    "NORM_LEARNABLE": "--arms decides it, as in layernorm-fixed",
+"""Variables of every run of an experiment: a stage that trains nothing would count as finished."""
+_SET_BY = {
+    "PRESET": "--preset sets it",
+    "DEMO_DATA": "--preset, or the quickstart's --data, sets it",
+    "SEED": "--seeds sets it",
+    "NORM": "--arms sets it",
+    "NORM_INIT": "--arms sets it, as in layernorm@4x",
+    "NORM_LEARNABLE": "--arms sets it, as in layernorm-fixed",
     "PRETRAIN_ADAPTER": "every stage 2 takes the adapter of its own stage 1",
-    "OUTPUT_DIR": "--output-dir, or the quickstart's OUTPUT_ROOT, decides it",
-    "RUN_NAME": "every run has a name of its own",
-    "DRY_RUN": "only a stage alone can be shown: bash scripts/pretrain.sh",
-    "CHECK": "only a stage alone can be checked: bash scripts/pretrain.sh",
+    "OUTPUT_DIR": "--output-dir, or the quickstart's OUTPUT_ROOT, sets it",
+    "RUN_NAME": "every run has its own name",
+    "DRY_RUN": "only a single stage can be shown: bash scripts/pretrain.sh",
+    "CHECK": "only a single stage can be checked: bash scripts/pretrain.sh",
 }
 
 
 def refuse_ignored(runs: Iterable[Mapping[str, str]]) -> None:
-    """Refuses variables of the recipe that the caller set to something else than some run will get.
+    """Refuses a variable of the recipe whose value from the caller some run would not get.
 
     Args:
         runs: the variables that each run's script is called with, besides the caller's.
@@ -46,13 +46,13 @@ def refuse_ignored(runs: Iterable[Mapping[str, str]]) -> None:
         ValueError: there is one; the message names it.
     """
     for settings in runs:
-        for name, reason in _DECIDED_BY.items():
+        for name, reason in _SET_BY.items():
             if name in settings and os.environ.get(name, settings[name]) != settings[name]:
                 raise ValueError(f"{name}={os.environ[name]}: {reason}; leave the variable out")
 
 
 def interpreter() -> str:
-    """Python for a step of its own: the caller's, or else the one that runs this."""
+    """Python for a step's process: the caller's, or else the current one."""
     return os.environ.get("LLAVA_PYTHON") or sys.executable
 
 
@@ -68,7 +68,7 @@ def logged_steps(folder: Path) -> list[dict[str, float]]:
 
 
 def last_step(folder: Path) -> dict | None:
-    """The newest line about an optimizer step, or None; a line that is still being written is left out."""
+    """The newest line about an optimizer step, or None; an incomplete last line is skipped."""
     try:
         lines = tail(folder / LOG_FILE).splitlines()
     except OSError:

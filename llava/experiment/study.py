@@ -1,4 +1,4 @@
-"""The study: every arm, and the norm's dose, trained side by side with seeds and controls, and one page about it.
+"""The study: every arm, and the norm's dose, trained in parallel with seeds and controls, and one page about it.
 
     inputs     the playground's language model, pictures and tower
     plan       with `--hours`: a short pilot of the baseline decides steps and seeds (`llava.experiment.plan`)
@@ -6,8 +6,8 @@
     measured   `llava.analysis` before training | after stage 1 | after stage 2, on the first seed's models
     page       study.json, study.html, study.md (`llava.experiment.study_record`, `study_page`)
 
-`|` stands for side by side: one process per GPU for the demo, on a CPU as many as cores and memory allow. Steps and
-checks are those of every experiment (`llava.experiment.engine`). Every step keeps what it finished.
+`|` means in parallel: one process per GPU for the demo, on a CPU as many as cores and memory allow. Steps and checks
+are those of every experiment (`llava.experiment.engine`).
 """
 
 import argparse
@@ -54,15 +54,15 @@ ARMS = (
 QUICK_ARMS = "none,scale-fixed,gwc_layernorm,gwc_layernorm@4x"
 PRESETS = {DEMO: (DEMO, "probes"), "stamps": (DEMO, "stamps")}
 """Recipe and pictures of presets that are not named after their recipe; others ask about the pictures of `demo`."""
-EVALUATIONS = 6  # during stage 2, besides the one before it
-ASKED = "asked.json"  # the questions asked then: the first held-out ones, whose kinds take turns
+EVALUATIONS = 6  # during stage 2, after a first evaluation before it
+ASKED = "asked.json"  # their questions: the first held-out ones, whose kinds alternate
 ASKED_IN_TRAINING, ASKED_IN_QUICK_TRAINING = 64, 24
 QUICK_QUESTIONS = 54  # six of every kind of `probes`
-QUESTIONS_UNDER_CONTROLS = 144  # these answers fall to chance: a few of every kind and seed show it
+QUESTIONS_UNDER_CONTROLS = 144  # these answers fall to chance, as few of every kind and seed show
 QUICK_SHARE, QUICK_SEEDS = 1 / 6, 2
 PILOT_SHARE = 1 / 4
 START = "start"
-"""Folder of a run's model as stage 1 finds it: one step of stage 1 at learning rate 0, for the first seed alone."""
+"""Folder of a run's untrained model: one step of stage 1 at learning rate 0, for the first seed alone."""
 MEASURED = {
     START: "interface-norms update-rates attention theory",
     STAGES[0]: "interface-norms update-rates attention theory",
@@ -73,14 +73,14 @@ MEASURED = {
 
 @dataclass
 class Study(Comparison):
-    """A comparison with a plan, whose runs stand side by side.
+    """A comparison with a plan, whose runs train in parallel.
 
     Attributes:
         plan: see `Plan`.
         quick: few questions in training and few samples measured.
-        measures_start: keeps the first seed's models as they are before training.
-        beside: how many runs share the cores, if more than run side by side here: a pilot's run, though alone, must
-            not train faster than the study's will.
+        measures_start: saves the first seed's models before training.
+        beside: number of runs among which the cores are shared, if more than run here: the pilot, though alone, must
+            not train faster than the study.
     """
 
     plan: Plan | None = None
@@ -99,7 +99,7 @@ class Study(Comparison):
     # --- what a run is ------------------------------------------------------------------------------------------------
 
     def data_settings(self, stage: str) -> dict[str, str]:
-        """Pictures, steps, and in stage 2 the questions that are asked during training."""
+        """Pictures, steps, and in stage 2 the questions of evaluations during training."""
         settings = {"MAX_STEPS": str(self.plan.steps[stage])} if self.plan else {}
         if self.demo:
             settings["DEMO_DATA"] = self.data
@@ -143,7 +143,7 @@ class Study(Comparison):
     # --- the flow -----------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Every run with its answers, and the check that they may be compared."""
+        """Trains and answers every run, and checks that the runs may be compared."""
         if not os.environ.get("EVAL_DATA_PATH"):
             records = json.loads((self.pictures / "heldout.json").read_text(encoding="utf-8"))
             self.folder.mkdir(exist_ok=True)
@@ -160,7 +160,7 @@ class Study(Comparison):
             check_results(self.runs, partial(answers_of, control=control))
 
     def work(self) -> None:
-        """Every part in its order, from a plan that is made."""
+        """Every part in its order, from the plan on."""
         self.train()
         if not self.demo:
             self.part("benchmarks", {run.name: [self.evaluation(run)] for run in self.runs}, width=1)
@@ -189,7 +189,7 @@ class Study(Comparison):
         return steps
 
     def planned(self, hours: float | None, seeds: Sequence[int] | None) -> Plan:
-        """The plan for these hours, made by a pilot; without hours the recipe's steps and the given or fewest seeds."""
+        """The plan for these hours, by a pilot; without hours the recipe's steps, and the requested or fewest seeds."""
         full = self.full_steps()
         questions = QUICK_QUESTIONS if self.quick else 0
         requested = seeds or (parse_seeds(str(QUICK_SEEDS)) if self.quick else None)
@@ -231,12 +231,12 @@ PILOT_STEPS = 20  # of a recipe that counts epochs
 
 
 def is_answered(run: Run) -> bool:
-    """Whether the run has answers of its present weights under every control, by the present code."""
+    """Whether the run has answers of its current weights under every control, by the current code."""
     return run.has_finished("finetune") and answers.is_answered(run.folder("finetune"), run.folder("heldout"))
 
 
 def pilot_of(run: Run) -> Pilot:
-    """What a finished short run says about time and answers."""
+    """Time and accuracy of a finished short run."""
     overhead, per_step = 0.0, {}
     for stage in STAGES:
         seconds = seconds_of_steps(run, stage)
@@ -250,7 +250,7 @@ def pilot_of(run: Run) -> Pilot:
 
 
 def epoch_steps(run: Run, stage: str) -> int:
-    """Optimizer steps of an epoch, from how far a short run came."""
+    """Optimizer steps of an epoch, from the progress of a short run."""
     last = run.log(stage)[-1]
     return max(1, round(last["step"] / last["epoch"]))
 
@@ -266,13 +266,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--arms", help=f"joined by commas, none first (default: {ARMS}; --quick: {QUICK_ARMS})")
     parser.add_argument(
-        "--seeds", help="how many (42, 43, ...), or which, as in 1,2 (default: 3, or what fits); can be added later"
+        "--seeds",
+        help="number of seeds (42, 43, ...), or a list, as in 1,2 (default: 3, or what fits); more can be added later",
     )
-    parser.add_argument("--hours", type=float, help="plan steps and seeds so that the study takes about this long")
+    parser.add_argument("--hours", type=float, help="fit steps and seeds to about this many hours")
     parser.add_argument("--quick", action="store_true", help="run every part, with few steps, questions and arms")
-    parser.add_argument(
-        "--so-far", action="store_true", help="train nothing: write the page of the seeds that are finished"
-    )
+    parser.add_argument("--so-far", action="store_true", help="train nothing: write the page from completed seeds")
     parser.add_argument("--output-dir", type=Path, help="default: outputs/study-<preset>, with -quick")
 
 
@@ -321,10 +320,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def resumed_plan(folder: Path, args: argparse.Namespace, arms: list[str], seeds: list[int] | None) -> Plan | None:
-    """The plan that the folder keeps, if any, with the seeds that `--seeds` adds to its own.
+    """The plan in the folder, if any, with the seeds that `--seeds` adds to its own.
 
     Raises:
-        ValueError: the flags ask for something else.
+        ValueError: a flag contradicts it.
     """
     plan = read_plan(folder)
     if plan is None:
@@ -336,27 +335,27 @@ def resumed_plan(folder: Path, args: argparse.Namespace, arms: list[str], seeds:
     if args.quick != bool(plan.questions):
         made = "with" if plan.questions else "without"
         raise ValueError(
-            f"{folder / PLAN_FILE} was made {made} --quick; take another --output-dir, or run it {made} --quick"
+            f"{folder / PLAN_FILE} was made {made} --quick; choose another --output-dir, or run it {made} --quick"
         )
     return plan
 
 
 def so_far(study: Study) -> None:
-    """Writes the page of the seeds for which every arm is trained and answered; other seeds may still be training.
+    """Writes the page from completed seeds, in which every arm is trained and answered; others may still be training.
 
     Raises:
         ValueError: there is no such seed.
     """
     done = [seed for seed in study.seeds if all(is_answered(Run(study.folder, seed, arm)) for arm in study.arms)]
     if not done or study.plan is None:
-        raise ValueError(f"--so-far: in {study.folder} no seed has all its arms trained and answered yet")
+        raise ValueError(f"--so-far: {study.folder} has no completed seed, with every arm trained and answered")
     study.seeds = done
     study.check_all()
     study.page()
 
 
 def show_plan(plan: Plan, folder: Path) -> None:
-    """Prints the plan, and the smallest differences that it would show."""
+    """Prints the plan with the smallest differences that it would show."""
     steps = " + ".join(str(count) if count > 0 else "an epoch's" for count in plan.steps.values())
     seeds = ", ".join(map(str, plan.seeds))
     print(f"\nplan ({folder / 'plan.json'}): {len(plan.arms)} arms, seeds {seeds}, {steps} steps")

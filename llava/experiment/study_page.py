@@ -1,4 +1,4 @@
-"""The study's page, HTML and Markdown, written from `study.json`: no number on it is typed by hand."""
+"""The study's pages, HTML and Markdown, generated from `study.json`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +21,9 @@ SCORES = "Scores"
 # Parts of a run, in their order.
 WHEN = {"start": "before training", "pretrain": "after stage 1", "finetune": "after stage 2"}
 ACROSS = ("interface-norms", "update-rates", "theory-model", "interventions")
-"""Long tables, of a row for each value of their second column (`COLUMNS`): here these values are columns."""
-START, END = "<!-- generated: python -m llava.compare page STUDY_JSON --docs -->", "<!-- end of what is generated -->"
-"""What stands in `docs/study.md` between these lines is written from `docs/study.json`, all else by hand."""
+"""Long tables with a row per value of their second column (`COLUMNS`); the pages have a column per value."""
+START, END = "<!-- generated: python -m llava.compare page STUDY_JSON --docs -->", "<!-- end of the generated part -->"
+"""Between these lines `docs/study.md` is generated from `docs/study.json`; the rest is written by hand."""
 
 
 def write_page(study: Study, folder: Path) -> list[Path]:
@@ -190,9 +190,9 @@ def done(study: Study) -> list[str]:
         f"Command: {command(plan)}.",
         f"Arms: {', '.join(study['arms'])}. Seeds: {', '.join(map(str, study['seeds']))}. Each with the same data, "
         "order, initial weights and budget, as the runs recorded; runs that differ in more than the arm are refused.",
-        f"Every run: {samples}, on {study['devices']} ({models}); {study['hours']:.2g} hours of training in all.",
+        f"Every run: {samples}, on {study['devices']} ({models}); {study['hours']:.2g} hours of training in total.",
         f"Every run answered {questions} questions of {len(study['tasks'])} tasks; also with a blank picture, visual "
-        f"tokens in another order, and no picture. During stage 2 {training['questions']} questions were asked "
+        f"tokens in another order, and no picture. During stage 2, {training['questions']} questions were evaluated "
         f"{len(training['samples'])} times.",
         f"Trained at commit {study['trained_at']}, written at {study['commit']}, {study['created']}.",
     ]
@@ -200,7 +200,7 @@ def done(study: Study) -> list[str]:
         again = study["measured_in"]
         apart = f"differ from those above by at most {again['apart']:.1f} points" if again["apart"] else "are the same"
         facts.append(
-            f"Measured inside models of seed {study['seeds'][0]} that were trained again, at commit "
+            f"Measured inside models of seed {study['seeds'][0]} that were retrained at commit "
             f"{again['trained_at']}; their scores on every task {apart}."
         )
     if plan["hours"] is not None:
@@ -209,18 +209,18 @@ def done(study: Study) -> list[str]:
 
 
 def command(plan: Mapping[str, Any]) -> str:
-    """The call that the study's plan came from; the arms stand beside it on the page."""
+    """The command of the study's plan, without its arms."""
     hours = f" --hours {plan['hours']:g}" if plan["hours"] is not None else ""
     quick = " --quick" if plan["questions"] else ""
     seeds = ",".join(map(str, plan["seeds"]))
     return f"python -m llava.compare study --preset {plan['preset']}{hours} --seeds {seeds}{quick}"
 
 
-# --- what the study could have shown, and what its verdicts do not cover ----------------------------------------------
+# --- power and limits -------------------------------------------------------------------------------------------------
 
 
 def power(study: Study) -> list[str]:
-    """What the plan expected to show, and what the intervals could have."""
+    """The differences that plan and intervals would show."""
     facts = []
     plan = study["plan"]
     if plan["smallest"]:
@@ -231,8 +231,8 @@ def power(study: Study) -> list[str]:
         )
     points = list(study["resolved"].values())
     facts.append(
-        f"By the intervals that came out, differences of {min(points):.1f} to {max(points):.1f} points over all tasks "
-        f"would be shown with {100 * POWER:.0f} % probability, by the arm. Smaller ones may be there and are not shown."
+        f"By the resulting intervals, differences of {min(points):.1f} to {max(points):.1f} points over all tasks, "
+        f"depending on the arm, would be shown with {100 * POWER:.0f} % probability. Smaller ones may exist."
     )
     return facts
 
@@ -241,24 +241,24 @@ def limits(study: Study) -> list[str]:
     """What the verdicts do not cover."""
     seeds = len(study["seeds"])
     caveats = [
-        "Intervals of a family together cover at 95 % (Bonferroni), and each family spends its own 5 %: over all tasks "
-        f"({count_of(len(study['results']), 'arm')}), on single tasks (arms times {len(study['tasks'])}), and both of "
-        "arms against each other. All four together may leave out a true value in one study of five.",
+        "All intervals of a family together cover at 95 % (Bonferroni), and each family spends its own 5 %: "
+        f"{count_of(len(study['results']), 'arm')} over all tasks, these arms on {len(study['tasks'])} single tasks, "
+        "and both for pairs of arms. One study of five may have an interval that excludes the true value.",
         "With the picture taken away each interval covers at 95 %, over other questions and other seeds; it is not "
         "corrected for the number of arms."
         if has_intervals(study)
         else "With the picture taken away there are no intervals: answers by question and seed were not kept.",
-        "Training runs of all arms are taken to vary alike, and the tasks as fixed.",
+        "Training runs of all arms are assumed to vary equally, and tasks are treated as fixed.",
         "Measurements inside the models are of the first seed and have no intervals over seeds.",
     ]
     if missing := len(study["plan"]["seeds"]) - seeds:
         caveats.insert(
-            0, f"{count_of(missing, 'seed')} of {seeds + missing} not trained yet: this is how it stands so far."
+            0, f"{count_of(missing, 'seed')} of {seeds + missing} not trained yet: the result is preliminary."
         )
     if seeds < 3:
-        caveats.insert(0, f"{seeds} seed{'s' if seeds > 1 else ''}: how much training runs vary is hardly known.")
-    if study["plan"]["questions"]:
         caveats.insert(
-            0, f"Only {study['plan']['questions']} questions were asked: a trial of the whole, not a result."
+            0, f"{seeds} seed{'s' if seeds > 1 else ''}: the variance between training runs is hardly known."
         )
+    if study["plan"]["questions"]:
+        caveats.insert(0, f"Only {study['plan']['questions']} questions were asked: a trial run, not a result.")
     return caveats

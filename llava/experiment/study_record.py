@@ -1,4 +1,4 @@
-"""What a study found, as one JSON file: everything that its page says is read from here."""
+"""The results of a study as one JSON file, from which its pages are generated."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ COLUMNS = {
     "layer-norms": ("model", "tokens", "input mean", "end mean"),
     "layer-norms-sinks": (),  # those of update-rates
 }
-"""The columns of tables that a study keeps; of other tables it keeps all."""
+"""The columns that a study records of these tables; of other tables it records all."""
 LOGGED = {
     "visual norm": "norm/llm_input",
     "text norm": "norm/text_embeddings",
@@ -109,7 +109,7 @@ def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> S
 
 
 def write_record(study: Study, folder: Path) -> Path:
-    """Writes `study.json`, a line for each part, at once, so that a reader never sees half of it; returns its path."""
+    """Writes `study.json`, a line for each part, atomically; returns its path."""
     path = folder / FILE
     dense = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
     lines = (f"{dense(name)}: {dense(part)}" for name, part in study.items())
@@ -118,7 +118,7 @@ def write_record(study: Study, folder: Path) -> Path:
 
 
 def read_record(path: Path) -> Study:
-    """The content of a `study.json`, given the file or its folder.
+    """The content of a `study.json`, by the file or its folder.
 
     Raises:
         ValueError: no such file, or not one of this format.
@@ -193,7 +193,7 @@ def learning(runs: Sequence[Run]) -> dict[str, Any]:
     # A signal may have cut an evaluation short; a point counts where every run has it.
     shared = sorted(set.intersection(*(set(by_step) for by_step in points.values())))
     if len(shared) < 2:
-        raise ValueError(f"{stage}: all runs were asked at {shared or 'no'} steps in training; train them again")
+        raise ValueError(f"{stage}: all runs share {shared or 'no'} steps of evaluation in training; retrain them")
     samples = [step * batch_of(runs[0], stage) for step in shared]
     curves: dict[str, list[list[float]]] = {}
     for run, by_step in points.items():

@@ -96,7 +96,7 @@ def test_runs_that_differ_stop_the_comparison_before_more_is_trained(compare):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_killed_while_training_it_goes_on_where_it_was(compare, sent):
+def test_killed_while_training_a_rerun_resumes(compare, sent):
     run, seen = compare
     process = run("--arms", "none,layernorm", start=True, HANGS="train 42 layernorm pretrain")
     wait_for("train 42 layernorm pretrain", seen)

@@ -60,7 +60,7 @@ def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, train
     Image.new("RGB", (20, 16), "grey").save(picture)
     with pytest.raises(AssertionError, match="asked again"):
         main(words)
-    assert "made with other questions or pictures; asked again" in capsys.readouterr().out
+    assert "made with different questions or pictures; answering again" in capsys.readouterr().out
 
 
 def test_a_negative_count_of_questions_is_refused_not_cut_off_the_end(tmp_path, capsys):

@@ -78,7 +78,7 @@ def test_scores_have_their_intervals_and_arms_their_paired_difference(arms, caps
 
 
 @pytest.mark.slow
-def test_answers_are_asked_once_until_what_decides_them_changes(arms, capsys, monkeypatch):
+def test_answers_are_reused_until_what_decides_them_changes(arms, capsys, monkeypatch):
     assert arms() == 0 and arms.asked == list(ARMS)
     assert arms() == 0 and arms.asked == []
     (arms.out / "none/finetune/config.json").write_text("{}")
@@ -88,7 +88,7 @@ def test_answers_are_asked_once_until_what_decides_them_changes(arms, capsys, mo
     capsys.readouterr()
     Image.new("RGB", (400, 300), "grey").save(arms.data / "images/3.png")
     assert arms() == 0 and arms.asked == list(ARMS)
-    assert capsys.readouterr().out.count("made with other questions or pictures; asked again") == 2
+    assert capsys.readouterr().out.count("made with different questions or pictures; answering again") == 2
     monkeypatch.setattr(answers, "code_digest", lambda sources: "another")
     assert arms() == 0 and arms.asked == list(ARMS)
 
@@ -103,7 +103,7 @@ def test_page_stands_alone_escapes_answers_and_leads_to_every_log(arms):
     assert "guessing gives 25 %" in page and "It cannot rank the arms" in page and "+37.5 points" in page
 
 
-def test_page_fits_a_phone_and_says_nothing_to_the_console(arms, browse, tmp_path):
+def test_page_fits_a_phone_and_logs_nothing_to_the_console(arms, browse, tmp_path):
     assert arms() == 0
     _, console = browse(arms.out / "index.html")
     assert not console
@@ -122,7 +122,7 @@ def test_an_answer_may_be_one_token_longer_than_the_longest_expected(tokenizer):
     assert answers.longest_answer(records[:1], tokenizer) == answers.SHORTEST
 
 
-def test_pictures_shown_are_different_ones(tmp_path):
+def test_the_page_shows_different_pictures(tmp_path):
     Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
     Image.new("RGB", (9, 9)).save(tmp_path / "b.png")
     turns = [{"value": "<image>\nWhich?"}, {"value": "this"}]
@@ -136,7 +136,7 @@ def test_a_folder_without_a_finished_training_is_refused_in_one_line(arms, missi
     (arms.out / "none/finetune" / missing).unlink()
     assert arms() == 1
     error = capsys.readouterr().err
-    assert "none/finetune" in error and "--arm wants" in error and len(error.splitlines()) == 1
+    assert "none/finetune" in error and "--arm expects" in error and len(error.splitlines()) == 1
 
 
 def test_data_without_questions_says_how_to_make_them(arms, capsys):

@@ -86,7 +86,7 @@ def test_quick_runs_every_part_and_a_rerun_trains_and_measures_nothing(study):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_killed_while_training_it_goes_on_where_it_was(study, sent):
+def test_killed_while_training_a_rerun_resumes(study, sent):
     flags = ("--quick", "--arms", ARMS, "--seeds", "7,8")
     process = study(*flags, start=True, ANALYSIS="theory", HANGS="train 8 none finetune")
     lines = []

@@ -110,11 +110,11 @@ def test_scores_of_other_questions_settings_or_weights_are_refused(runs):
     with pytest.raises(ValueError, match="tasks.pope"):
         check_results(runs)
     (runs[0].folder("finetune") / "mm_projector.bin").write_text("trained again")
-    with pytest.raises(ValueError, match="other weights"):
+    with pytest.raises(ValueError, match="different weights"):
         check_results(runs)
 
 
-def test_check_looks_at_what_is_there_and_says_how_much(runs, capsys):
+def test_check_compares_and_counts_the_finished_runs(runs, capsys):
     for run in runs[3:]:  # being trained, or interrupted
         (run.folder("finetune") / DONE).unlink()
         (run.folder("finetune") / "config.json").unlink()
@@ -124,7 +124,7 @@ def test_check_looks_at_what_is_there_and_says_how_much(runs, capsys):
     assert "config.json" in capsys.readouterr().err
 
 
-def test_seeds_that_are_no_numbers_are_refused_in_one_line(capsys):
+def test_seeds_that_are_not_numbers_are_refused_in_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["report", "--output-dir", "runs", "--arms", "none,layernorm", "--seeds", "42,x"])
     message = capsys.readouterr().err

@@ -51,7 +51,7 @@ def read_csv(root, name):
 
 
 @pytest.mark.slow
-def test_tables_say_what_the_samples_say(report):
+def test_tables_have_the_scores_of_the_samples(report):
     root, runs = report
     rows = {(row["arm"], row["benchmark"]): row for row in read_csv(root, "results")}
     scores = [run.results.tasks["scenes"].score for run in runs if run.arm == "gwc_layernorm"]
@@ -106,7 +106,7 @@ def test_only_intervals_without_zero_are_bold(report):
     assert page.count('<strong class="improved">') == 3 and page.count('<strong class="worse">') == 3
 
 
-def test_of_several_seeds_it_says_that_p_does_not_decide(report):
+def test_with_several_seeds_the_page_says_that_p_does_not_decide(report):
     text = (report[0] / "report.md").read_text()
     assert "2 seeds: how much training runs vary" in text and "p leaves aside how training runs vary" in text
 

@@ -76,7 +76,7 @@ def test_equal_arms_of_other_seeds_are_unchanged_in_19_of_20_studies(deviation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seeds", "arms", "right"), [(3, 3, 0.5), (3, 6, 0.7), (6, 3, 0.7)])
-def test_the_planned_smallest_difference_is_found_in_80_percent_of_studies(seeds, arms, right):
+def test_the_planned_smallest_difference_is_shown_in_80_percent_of_studies(seeds, arms, right):
     tasks = {str(task): right for task in range(TASKS)}
     smallest = smallest_differences(tasks, dict.fromkeys(tasks, QUESTIONS), arms, seeds)["mean"] / 100
     rng = np.random.default_rng(3)
