@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from llava.eval.paired import MEAN, Difference
+from llava.eval.paired import MEAN
 from llava.experiment.arms import parse_arm
+from llava.experiment.report_tables import TITLES
 from llava.experiment.stage import Log
 from llava.experiment.study_record import Study, has_intervals
 from llava.utils.presentation import COLOURS, STYLE, import_pyplot
@@ -70,35 +71,34 @@ def data_uri(content: bytes, kind: str) -> str:
     return f"data:image/{kind};base64," + base64.b64encode(content).decode()
 
 
-def intervals(results: Mapping[str, Mapping[str, Difference]], arms: Sequence[str]) -> str:
+def intervals(results: Mapping[str, Mapping[str, Mapping[str, Any]]], arms: Sequence[str]) -> str:
     """Per benchmark (and mean) and arm: difference, interval as a bar, every seed as a point."""
     return data_uri(svg(_intervals_by_task, results, arms), "svg+xml")
 
 
 def _intervals_by_task(
-    results: Mapping[str, Mapping[str, Difference]], arms: Sequence[str], pyplot: ModuleType
+    results: Mapping[str, Mapping[str, Mapping[str, Any]]], arms: Sequence[str], pyplot: ModuleType
 ) -> "Figure":
     names = list(next(iter(results.values())))
     height = 1.0 + 0.32 * len(names) * len(results)
     figure, axes = pyplot.subplots(figsize=(6.4, height), layout="constrained")
     for row, name in enumerate(names):
         for index, (arm, by_task) in enumerate(results.items()):
-            y, colour, result = row + 0.8 * (index + 0.5) / len(results), colour_of(arms, arm), by_task[name]
-            _bar(axes, result.low, result.high, result.delta, result.by_seed, y, colour, "_" if row else arm)
+            y = row + 0.8 * (index + 0.5) / len(results)
+            _bar(axes, by_task[name], y, colour_of(arms, arm), "_" if row else arm)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks([row + 0.4 for row in range(len(names))], names)
+    axes.set_yticks([row + 0.4 for row in range(len(names))], [TITLES.get(name, name) for name in names])
     axes.set(ylim=(len(names), -0.1), xlabel="points above the baseline: 95 % interval, circles: seeds")
     axes.grid(axis="y", visible=False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1 + 0.5 / height), ncols=3)
     return figure
 
 
-def _bar(
-    axes, low: float, high: float, delta: float, by_seed: Sequence[float], y: float, colour: str, label: str = "_"
-) -> None:
-    axes.plot((low, high), (y, y), color=colour, linewidth=3, solid_capstyle="butt", alpha=0.5)
-    axes.plot(delta, y, "|", color=colour, markersize=12, markeredgewidth=2.5, label=label)
-    axes.plot(by_seed, [y] * len(by_seed), "o", color=colour, fillstyle="none", markersize=5)
+def _bar(axes, result: Mapping[str, Any], y: float, colour: str, label: str = "_") -> None:
+    seeds = result["by_seed"]
+    axes.plot((result["low"], result["high"]), (y, y), color=colour, linewidth=3, solid_capstyle="butt", alpha=0.5)
+    axes.plot(result["delta"], y, "|", color=colour, markersize=12, markeredgewidth=2.5, label=label)
+    axes.plot(seeds, [y] * len(seeds), "o", color=colour, fillstyle="none", markersize=5)
 
 
 def training_curves(runs: Sequence[tuple[str, Sequence[Log]]]) -> list[dict[str, str]]:
@@ -195,7 +195,7 @@ def _intervals(study: Study, pyplot: ModuleType) -> "Figure | None":
     figure, axes = pyplot.subplots(figsize=(7, 1 + 0.32 * len(results)), layout="constrained")
     for row, (name, difference) in enumerate(results.items()):
         colour = look_of(study, name)["color"] if name in study["results"] else "black"
-        _bar(axes, difference["low"], difference["high"], difference["delta"], difference["by_seed"], row, colour)
+        _bar(axes, difference, row, colour)
     axes.axvline(0, color="black", linewidth=0.8)
     axes.axhline(len(study["results"]) - 0.5, color="grey", linewidth=0.8)
     axes.set_yticks(range(len(results)), list(results))

@@ -8,26 +8,24 @@ import csv
 import hashlib
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from llava.eval.paired import MEAN, Difference
 from llava.experiment import paper
 from llava.experiment.figures import analysis_figures, colour_of, intervals, training_curves
 from llava.experiment.report_tables import (
-    TITLES,
     Statistics,
     analysis_tables,
     caveats,
     every_table,
     headline_table,
-    sentence,
 )
 from llava.experiment.runs import Run
+from llava.experiment.study_record import as_json
 from llava.launch.recipe import STAGES
 from llava.utils.presentation import column_names
 from llava.utils.versions import git_commit
@@ -46,19 +44,14 @@ def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> 
     context = {
         "title": f"{', '.join(stats.arms)} on {Path(model).name}",
         "stats": stats,
-        "verdicts": {
-            arm: {task: sentence(result) for task, result in tasks.items()} for arm, tasks in stats.results.items()
-        },
         "caveats": caveats(stats, runs),
         "headline": headline_table(tables["results"], llm),
         "tables": tables,
         "measured": analysis_tables(folder / "analysis"),
-        "mean": MEAN,
-        "titles": TITLES,
         "commit": git_commit(),
     }
     figures = {
-        "intervals": intervals({arm: named(by_task) for arm, by_task in stats.results.items()}, stats.arms),
+        "intervals": intervals({arm: as_json(by_task) for arm, by_task in stats.results.items()}, stats.arms),
         "curves": training_curves([(run.arm, [run.log(stage) for stage in STAGES]) for run in runs]),
         "analysis": analysis_figures(folder / "analysis"),
         "colours": {arm: colour_of(stats.arms, arm) for arm in stats.arms},
@@ -73,10 +66,6 @@ def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> 
             writer.writeheader()
             writer.writerows(rows)
     return written
-
-
-def named(by_task: Mapping[str, Difference]) -> dict[str, Difference]:
-    return {TITLES.get(task, task): difference for task, difference in by_task.items()}
 
 
 def shown(value: Any) -> str:

@@ -303,11 +303,6 @@ def analysis_tables(folder: Path) -> dict[str, Rows]:
 # --- in words --------------------------------------------------------------------------------------------------------
 
 
-def sentence(result: Difference) -> str:
-    """Verdict, difference and interval in words."""
-    return f"{result.verdict}: {result.delta:+.2f} points (95 % interval {result.low:+.2f} to {result.high:+.2f})"
-
-
 def caveats(stats: Statistics, runs: Sequence[Run]) -> list[str]:
     """What limits the verdicts of this comparison."""
     count = len(stats.results) * (len(stats.tasks) + 1)
