@@ -251,11 +251,11 @@ def configuration_tables(runs: Sequence[Run]) -> tuple[Rows, Rows]:
             for run in runs
         }
         for field in sorted({name for configuration in by_run.values() for name in configuration}):
-            values = [json.dumps(configuration.get(field, ABSENT)) for configuration in by_run.values()]
-            if len(set(values)) == 1:
-                shared.append({"stage": stage, "field": field, "value": values[0]})
+            values = [configuration.get(field, ABSENT) for configuration in by_run.values()]
+            if all(value == values[0] for value in values):
+                shared.append({"stage": stage, "field": field, "value": json.dumps(values[0])})
             else:
-                differing.append({"stage": stage, "field": field, **dict(zip(by_run, values, strict=True))})
+                differing.append({"stage": stage, "field": field, **dict(zip(by_run, map(str, values), strict=True))})
     return differing, shared
 
 
