@@ -27,8 +27,8 @@ MASKED = ("sdpa", "eager", "flex_attention")
 FLASH = ("flash_attention_2", "flash_attention_3")
 PACKED_BACKENDS = (*FLASH, VARLEN, SEGMENTS, *MASKED)
 
-# PyTorch 2.11's kernel takes as many key and value heads as query heads.
-TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# The kernel takes fewer key heads than query heads; only from PyTorch 2.12 on does its function want to be told.
+NAMES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 # Arguments that decoders pass to attention and that do not change what a token sees, given the samples' boundaries.
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"} | {
@@ -85,8 +85,12 @@ def _fastest(device: torch.device, dtype: torch.dtype, compiled: bool) -> tuple[
             f"--compile_layers True: attention over packed samples {reason}; leave the flag out, or pass "
             "--attn_implementation sdpa, whose mask covers all pairs of a batch's tokens"
         )
-    logger.warning("attention over packed samples in one kernel %s; here each layer calls one per sample", reason)
-    return SEGMENTS, "slower the shorter the samples are"
+    logger.warning(
+        "attention over packed samples in one kernel %s; here each layer calls one per sample, which is slower the "
+        "shorter the samples are",
+        reason,
+    )
+    return SEGMENTS, ""
 
 
 def installed_flash() -> str | None:
@@ -202,10 +206,7 @@ def varlen_attention(
         raise ValueError(f"{VARLEN} has no attention dropout; pass --attn_implementation {SEGMENTS}, or set it to 0")
     # Under autocast the rotary positions, which are fp32, make queries and keys fp32; the kernel needs one half type.
     query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-    groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
-    if not TAKES_GROUPS:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        groups = {}
+    groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if NAMES_GROUPS else {}
     output = varlen_attn(
         query,
         key,

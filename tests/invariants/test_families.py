@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from training import LORA, fit, flags, load, logits, rotary_frequencies, training_arguments
 from transformers import AutoModelForCausalLM
+from varlen_stubs import VARLENS, use_varlen
 
 from llava.model import attention
 from llava.model.attention import SEGMENTS, VARLEN, packed_attention, segments_attention, varlen_attention
@@ -199,7 +200,7 @@ def windowed(query, key, value, lengths, window):
 
 
 @pytest.mark.parametrize("window", [1, 4, 100])
-def test_a_sliding_window_reaches_inside_samples_only(monkeypatch, window):
+def test_a_sliding_window_reaches_inside_samples_only(window):
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8)
     lengths = [3, 9]
@@ -207,65 +208,32 @@ def test_a_sliding_window_reaches_inside_samples_only(monkeypatch, window):
     ours, _ = segments_attention(None, query, key, value, None, segment_lengths=lengths, sliding_window=window)
     torch.testing.assert_close(ours, expected)
 
-    def varlen_attn(query, key, value, boundaries, *args, window_size, **kwargs):
-        before, after = window_size
-        assert after == 0
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        return windowed(q, k, v, boundaries.diff().tolist(), before + 1)[0]
 
-    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("release", VARLENS)
+def test_varlen_of_every_release_gets_one_half_precision_and_key_heads_as_they_are(monkeypatch, release, window, heads):
+    """Under autocast rotary positions are fp32, and so are queries and keys; the values are not."""
+    use_varlen(monkeypatch, release)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, n, 12, 8).bfloat16() for n in (4, heads, heads))
     boundaries = torch.tensor([0, 3, 12], dtype=torch.int32)
     options = {"cu_seq_lens_q": boundaries, "max_length_q": 9, "sliding_window": window}
-    torch.testing.assert_close(varlen_attention(None, query, key, value, None, **options)[0], expected)
+    ours, _ = varlen_attention(None, query.float(), key.float(), value, None, **options)
+    exact = windowed(query.double(), key.double(), value.double(), [3, 9], window or 12)
+    torch.testing.assert_close(ours, exact.bfloat16(), rtol=2e-2, atol=2e-2)
 
 
-def test_the_varlen_kernel_gets_one_half_precision_and_known_arguments(monkeypatch):
-    """Under autocast rotary positions are fp32, and so are queries and keys; the values are not."""
-    given = {}
-
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        given.update(locals())
-        return query
-
-    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(attention, "TAKES_GROUPS", True)
-    query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8).bfloat16()
-    boundaries = torch.tensor([0, 3, 12], dtype=torch.int32)
-    output, _ = varlen_attention(None, query, key, value, None, 0.5, cu_seq_lens_q=boundaries, max_length_q=9)
-    assert {given[name].dtype for name in ("query", "key", "value")} == {torch.bfloat16} and output.shape == (
-        1,
-        12,
-        4,
-        8,
-    )
-    assert given["cu_seq_q"].dtype == torch.int32 and given["enable_gqa"] and given["scale"] == 0.5
-
-
-def test_a_varlen_kernel_without_groups_gets_a_key_head_per_query_head(monkeypatch):
-    """PyTorch 2.11's has no `enable_gqa`; the result is that of attention in groups."""
-
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        assert query.shape == key.shape == value.shape
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        return windowed(q, k, v, cu_seq_q.diff().tolist(), len(query))[0]
-
-    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(attention, "TAKES_GROUPS", False)
-    torch.manual_seed(0)
-    query, key, value = torch.randn(1, 4, 12, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 8)
-    boundaries = torch.tensor([0, 3, 12], dtype=torch.int32)
-    ours, _ = varlen_attention(None, query, key, value, None, cu_seq_lens_q=boundaries, max_length_q=9)
-    torch.testing.assert_close(ours, windowed(query, key, value, [3, 9], 12))
-
-
+@pytest.mark.parametrize("release", VARLENS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_cuda_packed_samples_never_get_a_mask_over_all_pairs(monkeypatch, caplog, dtype):
+def test_on_cuda_packed_samples_never_get_a_mask_over_all_pairs(monkeypatch, caplog, dtype, release):
     """As on a GPU before Ampere, without FlashAttention."""
+    use_varlen(monkeypatch, release)
     monkeypatch.setattr(attention, "installed_flash", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     cuda = torch.device("cuda")
     assert packed_attention(None, cuda, dtype) == SEGMENTS
-    assert "needs an NVIDIA GPU from Ampere on" in caplog.text and "calls one per sample" in caplog.text
+    assert "needs an NVIDIA GPU from Ampere on" in caplog.text and "slower the shorter the samples" in caplog.text
     with pytest.raises(ValueError, match="--compile_layers True: .* --attn_implementation sdpa, whose mask"):
         packed_attention(None, cuda, dtype, compiled=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))

@@ -1,7 +1,6 @@
 """Compiled layers and Liger's kernels compute what the plain layers compute."""
 
 import functools
-import inspect
 import os
 import re
 import subprocess
@@ -18,9 +17,10 @@ from paths import ROOT
 from tiny_models import STAGE_1, STAGE_2, trained
 from training import flags
 from transformers import modeling_flash_attention_utils as flash
+from varlen_stubs import VARLENS, attend, use_varlen
 
 from llava.model import attention
-from llava.model.attention import SEGMENTS, VARLEN, packed_attention
+from llava.model.attention import SEGMENTS, packed_attention
 from llava.model.language_model.families import FAMILIES
 from llava.train import building, liger
 from llava.train import train as train_module
@@ -96,19 +96,6 @@ def test_both_stages_train_compiled(tiny, tmp_path, monkeypatch):
 # --- what kernels that need a GPU are given --------------------------------------------------------------------------
 
 
-def attend(q, k, v, cu_seqlens, longest: int, scale: float) -> torch.Tensor:
-    """What every variable-length kernel computes [T, H, C], after a check that the arguments are what it takes."""
-    assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16)
-    assert q.ndim == k.ndim == v.ndim == 3 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    assert cu_seqlens.dtype == torch.int32 and cu_seqlens.is_contiguous() and cu_seqlens.device == q.device
-    lengths = cu_seqlens.diff().tolist()
-    assert type(longest) is int and longest == max(lengths) and sum(lengths) == len(q) == len(k) == len(v)
-    parts = zip(*(x.transpose(0, 1).float().split(lengths, dim=1) for x in (q, k, v)), strict=True)
-    options = {"is_causal": True, "scale": scale, "enable_gqa": True}
-    outputs = [torch.nn.functional.scaled_dot_product_attention(*part, **options) for part in parts]
-    return torch.cat(outputs, dim=1).transpose(0, 1).to(q.dtype)
-
-
 def flash_attention_2(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
@@ -132,50 +119,41 @@ def flash_attention_3(
     return attend(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale)
 
 
-@pytest.fixture
-def kernel_calls(monkeypatch):
-    """Lets the backends that need a GPU run on stand-ins; lists the calls' names."""
-    calls = []
+def backend_of(kernel, monkeypatch, calls: list[str]) -> str:
+    """The backend that a GPU with this kernel gets; each call goes to the kernel's stub, and its name into `calls`."""
 
-    def counted(function):
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            calls.append(function.__name__)
-            return function(*args, **kwargs)
+    @functools.wraps(kernel)
+    def counted(*args, **kwargs):
+        calls.append(kernel.__name__)
+        return kernel(*args, **kwargs)
 
-        return call
-
-    own = inspect.signature(attention.varlen_attn)
-
-    def varlen_attn(*args, **kwargs):
-        given = own.bind(*args, **kwargs).arguments
-        assert given["window_size"] == (-1, 0) and torch.equal(given["cu_seq_q"], given["cu_seq_k"])
-        assert given.get("enable_gqa", True) and given["max_q"] == given["max_k"]
-        return attend(*args[:4], given["max_q"], given["scale"])
-
-    monkeypatch.setattr(attention, "varlen_attn", counted(varlen_attn))
-    stand_ins = {f.__name__: counted(f) for f in (flash_attention_2, flash_attention_3)}
-    monkeypatch.setattr(flash, "_lazy_imports", lambda name, *args, **kwargs: (None, stand_ins[name], None, None, None))
+    if kernel in VARLENS:
+        use_varlen(monkeypatch, counted)
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *args, **kwargs: (None, counted, None, None, None))
     for name in ("_loaded_implementation", "_flash_varlen_fn", "_process_flash_kwargs_fn"):
         monkeypatch.setattr(flash, name, None)
-    return calls
+    monkeypatch.setattr(attention, "installed_flash", lambda: None if kernel in VARLENS else kernel.__name__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    return packed_attention(None, torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("language_model", ["llama", "qwen"])
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("backend", [VARLEN, "flash_attention_2", "flash_attention_3"])
-def test_a_kernel_is_given_one_half_precision_and_arguments_that_it_has(
-    tiny, kernel_calls, backend, autocast, language_model
+@pytest.mark.parametrize("kernel", [*VARLENS, flash_attention_2, flash_attention_3])
+def test_a_gpus_kernel_is_called_with_one_half_precision_and_arguments_that_it_has(
+    tiny, monkeypatch, kernel, autocast, language_model
 ):
     """Also under autocast, where rotary positions make queries and keys fp32; results are plain attention's."""
+    calls = []
+    backend = backend_of(kernel, monkeypatch, calls)
     model = trained(tiny, STAGE_2, language_model=language_model)
     if not autocast:
         model.to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected = results(model, backend=SEGMENTS)
         assert_same(results(model, backend=backend), expected, atol=2e-2)
-    assert kernel_calls == [backend if backend != VARLEN else "varlen_attn"] * 2 * len(ROWS)
+    assert calls == [kernel.__name__] * 2 * len(ROWS)  # and no attention with a mask over all pairs of tokens
 
 
 def fused_loss(
