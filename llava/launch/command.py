@@ -41,7 +41,7 @@ def resolve_launch(
         deepspeed: path of the DeepSpeed configuration, or empty.
         run_name: names the rendezvous where nothing else does.
         python: the interpreter that has the package's requirements.
-        cores: number of cores of this node, which CPU ranks share.
+        cores: number of cores of this node, which its ranks share.
 
     Raises:
         Refusal: variables contradict each other.
@@ -99,10 +99,11 @@ def added_environment(
     if environment.get("LLAVA_PYTHON"):  # where the package is not installed
         added["PYTHONPATH"] = ":".join(filter(None, [str(CODE), environment.get("PYTHONPATH", "")]))
     if not devices.on_gpu:
-        threads = environment.get("OMP_NUM_THREADS") or str(max(1, cores // devices.ranks))
-        added |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
+        added |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     elif launcher == "python":  # with more in sight the Trainer would use DataParallel
         added["CUDA_VISIBLE_DEVICES"] = (environment.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+    # CPU ranks compute in these threads, and so does the Adam of offload, for which torchrun would leave one.
+    added["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS") or str(max(1, cores // devices.ranks))
     if restarts:  # the store that torchrun shares with its ranks has addresses of dead ones (pytorch#135712)
         added["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return added

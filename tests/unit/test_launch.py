@@ -121,7 +121,7 @@ def test_hostfile_gives_nodes_and_gpus(tmp_path):
     hostfile.write_text("# comment slots=99\nnode-1 slots=8\nnode-2 slots=8\n")
     assert str(resolve_devices({"HOSTFILE": str(hostfile)})) == "16 = 2 nodes x 8 GPUs"
     assert resolve_devices({"HOSTFILE": str(hostfile), "NUM_GPUS": "4", "NNODES": "1"}) == Devices(1, 4, True)
-    words = launcher(HOSTFILE=hostfile, NNODES=2, MASTER_PORT=7).removeprefix("python -m deepspeed.launcher.runner ")
+    words = launcher(HOSTFILE=hostfile, NNODES=2, MASTER_PORT=7).partition(" -m deepspeed.launcher.runner ")[2]
     assert words == f"--hostfile {hostfile} --num_nodes 2 --num_gpus 8 --log_level warning --master_port 7"
     hostfile.write_text("node-1 slots=8\nnode-2 slots=4\n")
     with pytest.raises(Refusal, match="NUM_GPUS"):
@@ -156,17 +156,19 @@ def test_shared_memory_that_is_small_for_the_loader_processes_is_reported(monkey
 
 
 def test_one_node_runs_under_deepspeed():
-    assert launcher(MASTER_PORT=29600) == "python -m deepspeed.launcher.runner --num_gpus 8 --master_port 29600"
+    words = "env OMP_NUM_THREADS=1 python -m deepspeed.launcher.runner --num_gpus 8 --master_port 29600"
+    assert launcher(MASTER_PORT=29600) == words
     assert launcher().split()[-2] == "--master_port"
 
 
 def test_one_gpu_without_deepspeed_is_one_process_that_sees_one_gpu():
-    assert launcher(deepspeed="", NUM_GPUS=1, CUDA_VISIBLE_DEVICES="3,5") == "env CUDA_VISIBLE_DEVICES=3 python"
+    words = launcher(deepspeed="", NUM_GPUS=1, CUDA_VISIBLE_DEVICES="3,5")
+    assert words == "env CUDA_VISIBLE_DEVICES=3 OMP_NUM_THREADS=8 python"
 
 
 def test_cuda_visible_devices_needs_torchrun_since_deepspeed_ignores_it():
     words = launcher(NUM_GPUS=2, CUDA_VISIBLE_DEVICES="2,3")
-    assert words == "python -m torch.distributed.run --standalone --nproc_per_node 2"
+    assert words == "env OMP_NUM_THREADS=4 python -m torch.distributed.run --standalone --nproc_per_node 2"
     with pytest.raises(Refusal, match="CUDA_VISIBLE_DEVICES=2,3"):
         launcher(NUM_GPUS=2, CUDA_VISIBLE_DEVICES="2,3", LAUNCHER="deepspeed")
 
@@ -174,7 +176,7 @@ def test_cuda_visible_devices_needs_torchrun_since_deepspeed_ignores_it():
 def test_torchrun_rendezvous_over_nodes():
     words = launcher(NNODES=4, MASTER_ADDR="node-1", MASTER_PORT=29611, NODE_RANK=2)
     meeting = "--node_rank 2 --master_addr node-1 --master_port 29611"
-    assert words == f"python -m torch.distributed.run --nnodes 4 --nproc_per_node 8 {meeting}"
+    assert words == f"env OMP_NUM_THREADS=1 python -m torch.distributed.run --nnodes 4 --nproc_per_node 8 {meeting}"
     assert "--node_rank 3 " in launcher(NNODES=4, MASTER_ADDR="node-1", SLURM_NODEID=3)
 
 
@@ -196,7 +198,7 @@ def test_restarts_over_nodes_meet_again_without_node_numbers():
 
 def test_restarts_use_torchrun_alone_with_a_store_per_start():
     words = launcher(MAX_RESTARTS=1)
-    assert words.startswith("env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ") and "--max_restarts 1" in words
+    assert " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 " in words and "--max_restarts 1" in words
     for other in ({"LAUNCHER": "deepspeed"}, {"HOSTFILE": "hosts", "NNODES": 1}):
         with pytest.raises(Refusal, match="MAX_RESTARTS=1 needs LAUNCHER=torchrun"):
             launcher(MAX_RESTARTS=1, **other)
@@ -209,6 +211,15 @@ def test_cpu_ranks_run_under_deepspeed_and_share_the_cores():
     assert "OMP_NUM_THREADS=1 " in launcher(**CPU, CPU_RANKS=16)
     with pytest.raises(Refusal, match="DEEPSPEED_CONFIG"):  # without it each rank would train alone
         launcher(deepspeed="", **CPU, CPU_RANKS=2)
+
+
+@pytest.mark.parametrize("variables", [{"LAUNCHER": "torchrun"}, {"LAUNCHER": "deepspeed"}, CPU | {"CPU_RANKS": 4}])
+def test_ranks_share_the_nodes_cores_unless_the_user_sets_threads(variables):
+    """On GPUs too: torchrun would leave the Adam of offload a single thread."""
+    variables = {"NUM_GPUS": 4} | variables
+    assert " OMP_NUM_THREADS=24 " in launcher(cores=96, **variables)
+    assert " OMP_NUM_THREADS=1 " in launcher(cores=3, **variables)
+    assert " OMP_NUM_THREADS=7 " in launcher(cores=96, **variables, OMP_NUM_THREADS=7)
 
 
 @pytest.mark.parametrize(
