@@ -15,6 +15,7 @@ from llava.train.arguments import DataArguments, ModelArguments, TrainingArgumen
 from llava.train.flags import parse_flags
 from llava.train.ranks import joined, leave_process_group
 from llava.train.stop_signal import StoppedEarly, StopSignal
+from llava.train.zero import let_ninja_be_found
 from llava.utils.failures import Watchdog, refusal
 from llava.utils.locks import InUse
 from llava.utils.network import interface_fault
@@ -30,10 +31,12 @@ def parse_arguments(
     """
     if "RANK" in os.environ and (fault := interface_fault()):
         raise ValueError(fault)
-    if not torch.accelerator.is_available() and any(arg.startswith("--deepspeed") for arg in argv):
-        from llava.train.cpu_distributed import use_gloo_backend
+    if any(arg.startswith("--deepspeed") for arg in argv):
+        let_ninja_be_found()
+        if not torch.accelerator.is_available():
+            from llava.train.cpu_distributed import use_gloo_backend
 
-        use_gloo_backend()
+            use_gloo_backend()
     return parse_flags(argv, attn_implementation=attn_implementation)
 
 

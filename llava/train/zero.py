@@ -4,6 +4,8 @@ Both follow from the model, whatever its family, so that no configuration file h
 """
 
 import logging
+import os
+import sysconfig
 from collections.abc import Iterator
 
 from packaging.version import Version
@@ -47,6 +49,33 @@ def check_zero(args: TrainingArguments) -> None:
             f"--deepspeed {args.deepspeed}: {', '.join(options)}: DeepSpeed's kernels read them as fp16, and the "
             f"run computes in {'bf16' if args.bf16 else 'fp32'}; take it out of the file, or pass --fp16 True"
         )
+    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+        build_cpu_adam(args.deepspeed)
+
+
+def build_cpu_adam(file: str) -> None:
+    """Compiles DeepSpeed's Adam for offloaded states before a model is loaded, if it is not compiled yet.
+
+    Raises:
+        ValueError: it cannot be compiled.
+    """
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    try:
+        CPUAdamBuilder().load()
+    except Exception as error:  # the compiler's, of any kind
+        lines = str(error).splitlines()
+        reason = next((line for line in lines if "not found" in line or "error:" in line), lines[0])
+        raise ValueError(
+            f"--deepspeed {file}: offload runs Adam on the CPU, which DeepSpeed could not compile ({reason.strip()}); "
+            "install a C++ compiler and Python's headers (Debian: apt-get install g++ python3-dev), or take a file "
+            "without offload_optimizer"
+        ) from error
+
+
+def let_ninja_be_found() -> None:
+    """Appends the environment's programs to PATH: DeepSpeed builds its ops by `ninja`, which pip installs there."""
+    os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), sysconfig.get_path("scripts"))))
 
 
 def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:

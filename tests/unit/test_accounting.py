@@ -2,8 +2,12 @@
 
 import dataclasses
 import json
+import os
 import re
+import shutil
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +29,7 @@ from llava.train.arguments import TrainingArguments
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
 from llava.train.memory import CheckpointPlan, MemoryEstimate, checkpoint_layers, estimate_memory, plan_checkpointing
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, set_trainable
-from llava.train.zero import check_zero, fit_zero, gathered_units
+from llava.train.zero import check_zero, fit_zero, gathered_units, let_ninja_be_found
 
 V = 4  # visual tokens per image: 16 px in patches of 8
 # Weight elements of the tiny models, by hand: width 32, 4 heads of 8, 2 of them for keys; tower 24 wide.
@@ -258,6 +262,27 @@ def test_zero3_of_a_deepspeed_that_gathers_wrong_weights_is_refused(monkeypatch,
     message = f"--deepspeed zero.json: DeepSpeed {version} gathers wrong weights .* 0.19.8 or newer"
     with pytest.raises(ValueError, match=message) if refused else nullcontext():
         check_zero(zero_arguments(stage, 2, config=config))
+
+
+def test_offload_whose_adam_cannot_be_compiled_is_refused_before_a_model_is_loaded(monkeypatch, tmp_path):
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    let_ninja_be_found()
+    check_zero(zero_arguments(2, 2, config={"zero_optimization": {"stage": 2}}))
+    message = r"--deepspeed zero.json: offload .* could not compile \(.*no-such-compiler:.* not found\); install a C"
+    with pytest.raises(ValueError, match=message):
+        check_zero(zero_arguments(2, 2, offload="cpu"))
+
+
+def test_ninja_is_found_where_the_environment_is_not_activated(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert shutil.which("ninja") is None
+    let_ninja_be_found()
+    assert Path(shutil.which("ninja")).parent == Path(sys.executable).parent
 
 
 def test_a_layer_without_input_gradient_is_gathered_module_by_module(tiny):
