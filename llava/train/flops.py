@@ -19,6 +19,7 @@ from llava.constants import IGNORE_INDEX
 from llava.data.collate import Batch
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.zero3 import full_shape
+from llava.train.optim import is_trained
 
 Count = int | float | torch.Tensor
 
@@ -106,9 +107,9 @@ def flop_costs(model: LlavaMetaForCausalLM) -> FlopCosts:
     """The costs of a LLaVA whose `requires_grad` is set; LoRA's matrices count like any others."""
     decoder, tower = model.get_model(), model.get_model().vision_tower
     config = decoder.config
-    tower_trained, projector_trained = _trained(tower), _trained(decoder.mm_projector)
-    into_decoder = tower_trained or projector_trained or _trained(decoder.embed_tokens)
-    through_decoder = into_decoder or _trained(decoder.layers)
+    tower_trained, projector_trained = is_trained(tower), is_trained(decoder.mm_projector)
+    into_decoder = tower_trained or projector_trained or is_trained(decoder.embed_tokens)
+    through_decoder = into_decoder or is_trained(decoder.layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pair = 4 * config.num_attention_heads * head_dim * (3 if through_decoder else 1)
     windowed = _windowed_layers(config)
@@ -160,10 +161,6 @@ def _projector_flops(projector: nn.Module, tower_trained: bool) -> int:
             flops += _matmul_flops(module, passes_gradient)
         passes_gradient = passes_gradient or any(p.requires_grad for p in module.parameters(recurse=False))
     return flops
-
-
-def _trained(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
 
 
 def peak_tflops(device: torch.device) -> float | None:

@@ -18,11 +18,12 @@ from torch import nn
 
 from llava.model.attention import SEGMENTS
 from llava.model.llava_arch import LlavaMetaForCausalLM
-from llava.model.lora import is_adapted
+from llava.model.lora import is_adapted, is_adapter
 from llava.model.loss import LMHead, rows_at_a_time
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.zero3 import full_shape
 from llava.train.arguments import TrainingArguments
+from llava.train.optim import is_trained
 from llava.train.ranks import from_all
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def estimate_memory(
     # The most squares that the tower can see in a micro-batch.
     images = max(1, tokens // tower.num_tokens if crops_per_token is None else math.ceil(tokens * crops_per_token))
     tower_tokens = images * tower.num_inner_tokens
-    tower_trained = any(p.requires_grad for p in tower.parameters())
+    tower_trained = is_trained(tower)
     parameters, gradients, optimizer = _state_bytes(model, args)
     width = config.hidden_size
     return MemoryEstimate(
@@ -150,25 +151,35 @@ def _decoder_layer_bytes(
     width, mlp = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     layer = model.get_model().layers[0]
-    lora = is_adapted(layer)
-    norms = [(name, m.weight) for name, m in layer.named_modules() if name.endswith("norm")]
-    trained = any(weight.requires_grad for _, weight in norms)
+    linears = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear) and not is_adapter(f".{name}")}
+    fed = sum(m.in_features for m in linears.values())
+    norms = {name: module for name, module in layer.named_modules() if name.endswith("norm")}
+    trained = any(norm.weight.requires_grad for norm in norms.values())
     backend = config._attn_implementation
     if backend == "eager":
         keys = queries
 
     of_heads = {"self_attn.q_norm": queries, "self_attn.k_norm": keys}
-    normed = sum(of_heads.get(name, width) for name, _ in norms)
-    norm = normed * (residual if fused else 4 + residual * trained)
+    norm = sum(
+        of_heads.get(name, width)
+        # RMSNorm in PyTorch computes in fp32, and keeps what it multiplies with a trained weight.
+        * (residual if fused or isinstance(module, nn.LayerNorm) else 4 + residual * trained)
+        for name, module in norms.items()
+    )
     attention = matmul * 2 * (queries + keys)
     if hasattr(layer.self_attn, "qkv_proj"):  # values are a view of all three, which keeps all beside the rotated ones
         attention += matmul * (queries + keys)
-    mlp_kept = matmul * mlp * (2 if fused else 3)
-    if lora:
-        inputs = (5 * width + queries + mlp) * _dropout_bytes(layer, matmul, device)
+    in_mlp = sum(m.in_features * m.out_features for name, m in linears.items() if name.startswith("mlp."))
+    if in_mlp > 2 * width * mlp:  # gate, its activation, and what the gate multiplies; Liger recomputes the activation
+        mlp_kept = matmul * mlp * (2 if fused else 3)
+    else:
+        mlp_kept = matmul * mlp
+    if is_adapted(layer):
+        inputs = fed * _dropout_bytes(layer, matmul, device)
     elif trained:
-        copies = 2 if matmul == residual else 5  # autocast makes one per product; else products after a norm share one
-        inputs = matmul * (copies * width + mlp + (queries if backend == SEGMENTS else 0))
+        # Products after a norm share its output; autocast makes a copy for each.
+        normed_inputs = 2 * width if matmul == residual else fed - queries - mlp
+        inputs = matmul * (normed_inputs + mlp + (queries if backend == SEGMENTS else 0))
     else:
         inputs = 0
     pairs = tokens * config.num_attention_heads * (4 + (matmul if matmul < 4 else 0)) if backend == "eager" else 0

@@ -51,6 +51,11 @@ def tunable_parts(model_args: ModelArguments) -> frozenset[str]:
     return frozenset(parts)
 
 
+def is_trained(module: nn.Module) -> bool:
+    """Whether any parameter inside `module` is trained."""
+    return any(p.requires_grad for p in module.parameters())
+
+
 def part_of(parameter_name: str) -> str:
     """The part that a parameter of the causal LM belongs to, by its name."""
     if ".vision_tower." in parameter_name:
@@ -79,7 +84,7 @@ def set_trainable(model: LlavaMetaForCausalLM, parts: frozenset[str]) -> None:
     for parameter in tower.unused_parameters():
         parameter.requires_grad_(False)
     freeze_fixed_norm(model.get_model().mm_projector)
-    if not any(p.requires_grad for p in model.parameters()):
+    if not is_trained(model):
         raise ValueError(f"training {', '.join(sorted(parts))} leaves no trainable parameter")
 
 

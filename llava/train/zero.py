@@ -3,17 +3,21 @@
 Both follow from the model, whatever its family, so that no configuration file has to name classes or numbers.
 """
 
+import functools
 import logging
 import os
 import sysconfig
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from packaging.version import Version
 from torch import nn
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.zero3 import full_shape
 from llava.train.arguments import TrainingArguments
+from llava.train.optim import is_trained
 from llava.utils.versions import version_of
 
 logger = logging.getLogger(__name__)
@@ -92,6 +96,7 @@ def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:
     sizes = {"reduce_bucket_size": min(layer, trained)}
     if zero.get("stage") == 3:
         sizes["stage3_prefetch_bucket_size"] = layer
+        keep_no_input_of_frozen_weights()
         units = list(gathered_units(model))
         for unit in units:
             _mark(unit)
@@ -106,6 +111,23 @@ def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:
             zero[name] = size
 
 
+@functools.cache
+def keep_no_input_of_frozen_weights() -> None:
+    """Lets ZeRO-3's linear layers keep their input for the backward pass only where the weight's gradient needs it.
+
+    `zero.Init` puts a function of DeepSpeed in the place of `F.linear` (`memory_efficient_linear`), which does not keep
+    gathered weights, but every input: in stage 1 of the 7B recipe 16.7 GiB for nothing. No number changes.
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3 as Linear
+
+    keep_all = Linear.setup_context
+
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        keep_all(ctx, inputs if ctx.needs_input_grad[1] else (None, *inputs[1:]), output)
+
+    Linear.setup_context = staticmethod(setup_context)
+
+
 def gathered_units(model: LlavaMetaForCausalLM) -> Iterator[nn.Module]:
     """The decoder's and the tower's layers that ZeRO-3 may gather as one.
 
@@ -115,7 +137,7 @@ def gathered_units(model: LlavaMetaForCausalLM) -> Iterator[nn.Module]:
     """
     for layers, before in _stacks(model):
         for number, layer in enumerate(layers):
-            if number > 0 or not _is_trained(layer) or _is_trained(before):
+            if number > 0 or not is_trained(layer) or is_trained(before):
                 yield layer
 
 
@@ -130,10 +152,6 @@ def _mark(module: nn.Module) -> None:
     from deepspeed.utils import set_z3_leaf_module
 
     set_z3_leaf_module(module, True)
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
 
 
 def _elements(module: nn.Module) -> int:

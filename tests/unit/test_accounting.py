@@ -1,6 +1,8 @@
 """Operations and memory: what is counted equals hand counts, PyTorch's own counter, and what autograd really keeps."""
 
 import dataclasses
+import functools
+import importlib
 import json
 import os
 import re
@@ -16,12 +18,13 @@ from activations import Kept, kept_by_one_layer
 from batches import IMG, batch, collated
 from paths import ROOT
 from rotary_product import no_rotary_product
-from tiny_models import STAGE_1, STAGE_2, make, trained
+from tiny_models import SIZES, STAGE_1, STAGE_2, VISION_SIZES, make, trained
 from torch.utils.flop_counter import FlopCounterMode
 from training import training_arguments
 
 from llava.launch.recipe import resolved_run
 from llava.model.attention import SEGMENTS
+from llava.model.language_model.families import Family, llava_classes
 from llava.model.language_model.llava_llama import LlavaLlamaForCausalLM
 from llava.model.language_model.llava_qwen import LlavaQwenForCausalLM
 from llava.model.lora import add_lora
@@ -124,6 +127,28 @@ def test_peak_is_the_datasheets_dense_bf16(monkeypatch, name, expected):
 @pytest.mark.parametrize("parts", [STAGE_1, STAGE_2])
 def test_a_layers_activations_are_what_autograd_keeps(tiny, tmp_path, parts, autocast):
     model, tokens = trained(tiny, parts), 64
+    model.config._attn_implementation = SEGMENTS
+    estimate = estimate_memory(model, training_arguments(tmp_path, bf16=autocast), tokens)
+    assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, autocast), rel=0.1)
+
+
+@functools.cache
+def without_gate(name: str) -> torch.nn.Module:
+    """A tiny LLaVA of a family that the table lacks, whose MLP has no gate."""
+    modules = importlib.import_module(f"transformers.models.{name.lower()}")
+    classes = [getattr(modules, f"{name}{suffix}") for suffix in ("Config", "Model", "ForCausalLM")]
+    made = llava_classes(Family(name, *classes))
+    vision = {"mm_vision_tower": "siglip", "mm_vision_config": VISION_SIZES | {"model_type": "siglip_vision_model"}}
+    config = made.config(**SIZES, **vision, mm_projector_type="mlp2x_gelu", residual_dropout=0.0)
+    return made.causal_lm(config).train()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("parts", [STAGE_1, STAGE_2])
+@pytest.mark.parametrize("name", ["Arcee", "Starcoder2"])
+def test_an_mlp_without_gate_keeps_less(tmp_path, name, parts, autocast):
+    model, tokens = without_gate(name), 64
+    set_trainable(model, parts)
     model.config._attn_implementation = SEGMENTS
     estimate = estimate_memory(model, training_arguments(tmp_path, bf16=autocast), tokens)
     assert estimate.layer == pytest.approx(kept_by_one_layer(model, tokens, autocast), rel=0.1)
