@@ -186,12 +186,38 @@ def page() -> str:
     for heading, targets in TARGETS.items():
         lines += ["", f"## {heading}", "", "| what | target | measured | |", "|---|---|---|---|"]
         lines += [target.line() for target in targets]
+    lines += ["", *estimate()]
     notes = ROOT / "benchmarks/notes.md"
     if notes.is_file():
         lines += ["", notes.read_text(encoding="utf-8").strip()]
     for path in sorted(RESULTS.glob("*.json"), key=lambda path: (not path.name.startswith("gpu_"), path.name)):
         lines += ["", *section(json.loads(path.read_text(encoding="utf-8")))]
     return "\n".join(lines) + "\n"
+
+
+def estimate() -> list[str]:
+    """The section with the estimated pieces of a micro-batch."""
+    from benchmarks import scale
+
+    shares = ", ".join(f"{piece} {share:g}" for piece, share in scale.EFFICIENCY.items())
+    return [
+        "## Estimated pieces of a micro-batch",
+        "",
+        "By `python -m benchmarks.scale --print pieces`, for an H100; nothing here was measured. Products reach a "
+        f"share of {scale.PEAK:g} TFLOP/s ({shares}). Elementwise kernels move {scale.PASSES} times what the "
+        f"decoder's layers keep, at {scale.HBM / 1e12:g} TB/s. Communication is that of a step of one micro-batch on "
+        f"8 GPUs, at {scale.NVLINK / 1e9:g} GB/s; the sum is without it, because it overlaps with arithmetic where it "
+        "can.",
+        "",
+        'A run\'s own seconds of a full micro-batch, such as `{"LLM products": 0.26, "tower": 0.08}`, are shown beside '
+        "the estimate, with the largest gap:",
+        "",
+        "```bash",
+        "python -m benchmarks.scale --print pieces --preset llama-3.2-3b --stage 2 --measured pieces.json",
+        "```",
+        "",
+        "\n\n".join(scale.piece_tables()),
+    ]
 
 
 def section(result: dict) -> list[str]:

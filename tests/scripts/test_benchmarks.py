@@ -284,3 +284,56 @@ def test_the_page_on_scale_is_what_the_command_prints(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scale"])
     scale.main()
     assert capsys.readouterr().out == (common.ROOT / "docs/scale.md").read_text()
+
+
+@pytest.mark.slow
+def test_tables_of_traffic_and_pieces_are_what_the_command_prints():
+    scale = pytest.importorskip("benchmarks.scale")
+    assert scale.traffic_table() in (common.ROOT / "docs/clusters.md").read_text()
+    assert "\n\n".join(scale.piece_tables()) in (common.ROOT / "docs/performance.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_recipes_zero_sends_the_fewest_bytes_of_those_that_fit():
+    """On 8 GPUs of 80 GB, without recomputing."""
+    scale = pytest.importorskip("benchmarks.scale")
+    for (name, stage), run in scale.RUNS.items():
+        model, sent = scale.build(name, stage), {}
+        for layout in ("zero2", "zero3"):
+            arguments = scale.arguments(layout, 8)
+            scale.fit_zero(model, arguments)
+            estimate = scale.estimate_memory(model, arguments, scale.CAPS[name, stage])
+            if estimate.total(scale.CheckpointPlan()) <= 0.9 * 79 * scale.GIB:
+                _, micro_batches = scale.step_work(name, stage, 8)
+                sent[layout] = scale.step_traffic(model, scale.zero_section(layout), 8, micro_batches).everywhere
+        assert run["flags"]["deepspeed"] == f"deepspeed_configs/{min(sent, key=sent.get)}.json", (name, stage)
+
+
+@pytest.mark.slow
+def test_measured_seconds_are_laid_beside_the_estimate(tmp_path, capsys, monkeypatch):
+    scale = pytest.importorskip("benchmarks.scale")
+    estimated = scale.pieces("llama-3.2-3b", 2, 989.0)
+    file = tmp_path / "measured.json"
+    words = ["scale", "--print", "pieces", "--preset", "llama-3.2-3b", "--stage", "2", "--measured", str(file)]
+
+    def printed(seconds):
+        file.write_text(json.dumps(seconds))
+        monkeypatch.setattr(sys, "argv", words)
+        scale.main()
+        return capsys.readouterr().out
+
+    page = printed(estimated | {"tower": estimated["tower"] + 0.030, "other": 0.0125})
+    assert "largest gap: tower, +30.0 ms" in page
+    assert f"| tower | {1e3 * estimated['tower']:.1f} | {1e3 * estimated['tower'] + 30:.1f} | +30.0 |" in page
+    assert "| other |  | 12.5 | +12.5 |" in page
+    for wrong, found in (({"towers": 1.0}, "towers"), ([1], "[1]"), ({"tower": "1"}, '{"tower": "1"}')):
+        with pytest.raises(SystemExit, match="2"):
+            printed(wrong)
+        assert (
+            f'expected {{"piece": seconds}} with pieces from LLM products, attention, tower, head, elementwise, '
+            f"communication, other, found {found}" in capsys.readouterr().err
+        )
+    monkeypatch.setattr(sys, "argv", [*words[:3], *words[-2:]])
+    with pytest.raises(SystemExit, match="2"):
+        scale.main()
+    assert "--measured: only with --print pieces, --preset and --stage" in capsys.readouterr().err
