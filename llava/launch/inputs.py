@@ -81,8 +81,9 @@ def _check_paths(environment: Mapping[str, str], flags: Flags) -> Iterator[Input
     advice = "run scripts/pretrain.sh with the same PRESET and NORM first, or set PRETRAIN_ADAPTER"
     fault = partial(adapter_fault, norm=flags.value("mm_projector_norm"))
     yield from check_file("adapter", flags.value("pretrain_mm_mlp_adapter"), advice, caller, fault)
-    advice = f"set DEEPSPEED_CONFIG to one of: {deepspeed_configs()}"
-    yield from check_file("deepspeed", flags.value("deepspeed"), advice, caller, deepspeed_fault)
+    advice = f"set DEEPSPEED_CONFIG to auto or one of: {deepspeed_configs()}"
+    if flags.value("deepspeed") != "auto":
+        yield from check_file("deepspeed", flags.value("deepspeed"), advice, caller, deepspeed_fault)
     hosts = environment.get("HOSTFILE", "")
     yield from check_file("hostfile", hosts, "write lines 'host slots=8'", caller, hostfile_fault)
     if fault_of_output := output_fault(Path(flags.value("output_dir"))):

@@ -66,7 +66,8 @@ VARIABLES: dict[str, dict[str, str]] = {
         "RDZV_ID": "name of the job where nodes find each other again, with MAX_RESTARTS (default: RUN_NAME)",
         "LAUNCHER": "auto, python, deepspeed or torchrun (default: auto)",
         "MAX_RESTARTS": "how many times torchrun restarts all ranks after a failure (default: 0)",
-        "DEEPSPEED_CONFIG": "a file of deepspeed_configs; empty: without DeepSpeed",
+        "DEEPSPEED_CONFIG": "a file of deepspeed_configs; auto: ZeRO-2 with compiled layers if that fits, else ZeRO-3; "
+        "empty: without DeepSpeed",
         "BF16": "compute in bf16 (default: True on GPUs and on CPUs with instructions for it)",
         "TF32": "fp32 products in TF32 (default: True on GPUs)",
         "ATTN_IMPLEMENTATION": "attention of the language model (default: the fastest installed)",

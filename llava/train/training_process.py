@@ -16,6 +16,7 @@ from llava.train.flags import parse_flags
 from llava.train.ranks import joined, leave_process_group
 from llava.train.stop_signal import StoppedEarly, StopSignal
 from llava.train.zero import let_ninja_be_found
+from llava.train.zero_choice import resolve_auto
 from llava.utils.failures import Watchdog, refusal
 from llava.utils.locks import InUse
 from llava.utils.network import interface_fault
@@ -37,7 +38,7 @@ def parse_arguments(
             from llava.train.cpu_distributed import use_gloo_backend
 
             use_gloo_backend()
-    return parse_flags(argv, attn_implementation=attn_implementation)
+    return parse_flags(resolve_auto(argv), attn_implementation=attn_implementation)
 
 
 def watchdog_of(training_args: TrainingArguments) -> Watchdog:

@@ -5,7 +5,9 @@ import json
 import kept_under_zero
 import pytest
 import sent_by_zero
-from two_ranks import run_on_ranks
+import train_by_auto
+from training import flags
+from two_ranks import COMPARABLE, assert_same, run_on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -44,3 +46,17 @@ def test_a_step_sends_the_bytes_that_step_traffic_says(tiny):
     for run, sent in zip(RUNS, results, strict=True):
         for group, said in sent["said"].items():
             assert sent[group] == pytest.approx(said, rel=1e-3, abs=200), run
+
+
+def test_auto_takes_zero2_if_whole_weights_fit_and_else_zero3(tiny, tmp_path):
+    folders = {stage: tmp_path / f"zero{stage}" for stage in (2, 3)}
+    runs = [flags(tiny, folder, 2, deepspeed="auto", **COMPARABLE) for folder in folders.values()]
+    file = tmp_path / "runs.json"
+    file.write_text(json.dumps(runs))
+    output = run_on_ranks(2, train_by_auto.__file__, [str(file), json.dumps([1e12, 0])], timeout=900)
+    for stage, folder in folders.items():
+        config = json.loads((folder / "run.json").read_text())["starts"][0]["configuration"]["deepspeed_config"]
+        assert config["zero_optimization"]["stage"] == stage
+        chosen = f"--deepspeed auto: --deepspeed deepspeed_configs/zero{stage}.json, since ZeRO-2 without recomputation"
+        assert output.count(chosen) == 1
+    assert_same(folders[2], folders[3])

@@ -108,6 +108,11 @@ def test_recipe_presets_carry_the_papers_hyper_parameters(preset, model, version
     assert Path(stage1["data_path"]).name == "blip_laion_cc_sbu_558k.json"
 
 
+def test_deepspeed_auto_is_left_to_the_trainer():
+    run = resolved_run("finetune", DEEPSPEED_CONFIG="auto", NUM_GPUS=8)
+    assert run["flags"]["deepspeed"] == "auto" and "deepspeed" not in {each["what"] for each in run["inputs"]}
+
+
 @pytest.mark.parametrize(("stage", "gpus", "batch"), [("pretrain", 64, (2, 2, 256)), ("finetune", 32, (1, 4, 128))])
 def test_the_papers_batch_on_the_papers_gpus(stage, gpus, batch):
     run = resolved_run(stage, NUM_GPUS=8, NNODES=gpus // 8)["batch"]
