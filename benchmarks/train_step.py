@@ -33,14 +33,15 @@ from llava.model.attention import SEGMENTS, VARLEN, packed_attention
 from llava.model.loss import has_liger
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.train.arguments import TrainingArguments
-from llava.train.compilation import compile_layers
+from llava.train.compilation import compile_layers, compile_tower
 from llava.train.flops import batch_work, flop_costs, peak_tflops, required_flops
-from llava.train.liger import apply_liger
+from llava.train.liger import apply_liger, apply_liger_to_tower
 from llava.train.memory import estimate_memory, memory_budget, plan_checkpointing
 from llava.train.optim import set_trainable
 from llava.utils.commands import whole
 
-PLAIN, COMPILED, LIGER = "plain", "compiled", "liger"  # Liger last: it exchanges a function for the whole process
+# Liger last: it exchanges a function for the whole process.
+PLAIN, COMPILED, LIGER, LIGER_AND_COMPILED_TOWER = "plain", "compiled", "liger", "liger_compiled_tower"
 LONGEST = 2048  # tokens of the longest sample
 CPU_TOKENS = 2048  # of a micro-batch on a CPU, and of presets whose recipe has no cap
 
@@ -96,7 +97,7 @@ def main() -> int:
         parser.error(f"--arms: unknown {', '.join(sorted(unknown))}; this machine has {', '.join(arms)}")
     names = args.arms or [name for name, arm in arms.items() if gpu or arm.layers != COMPILED]
     rows = []
-    for layers in (PLAIN, COMPILED, LIGER):
+    for layers in (PLAIN, COMPILED, LIGER, LIGER_AND_COMPILED_TOWER):
         for stage in args.stages if any(arms[name].layers == layers for name in names) else ():
             rows += measure(args, stage, [arms[n] for n in names if arms[n].layers == layers], device, dtype)
             release(device)  # the model of one stage must be gone before the next
@@ -125,7 +126,7 @@ def runnable_arms(device: torch.device, dtype: torch.dtype) -> list[Arm]:
     if liger:
         arms += [Arm("liger_loss", loss_head="liger")]
     arms += [Arm("no_norm", norm="none"), Arm("layernorm", norm="layernorm"), Arm("compiled", layers=COMPILED)]
-    return arms + [Arm("liger", layers=LIGER)] * liger
+    return arms + [Arm(layers, layers=layers) for layers in (LIGER, LIGER_AND_COMPILED_TOWER) if liger]
 
 
 def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -211,10 +212,14 @@ class Bench:
         if args.activation_checkpointing:
             self.model.gradient_checkpointing_enable()
         self.layers = arms[0].layers
-        if self.layers == LIGER:
+        torch._dynamo.reset()
+        if self.layers in (LIGER, LIGER_AND_COMPILED_TOWER):
             apply_liger(self.model)
+        if self.layers == LIGER:
+            apply_liger_to_tower(self.model)
+        elif self.layers == LIGER_AND_COMPILED_TOWER:
+            compile_tower(self.model)
         elif self.layers == COMPILED:
-            torch._dynamo.reset()
             compile_layers(self.model)
         self.projectors = {arm.norm: projector_for(self.model, arm.norm, device, dtype) for arm in arms}
         set_trainable(self.model, frozenset(STAGES[stage]))
@@ -223,7 +228,7 @@ class Bench:
         # Weights stay as they are, so that losses agree.
         self.optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)
         self.arguments = TrainingArguments(output_dir="unused", report_to="none")
-        self.arguments.use_liger_kernel = self.layers == LIGER
+        self.arguments.use_liger_kernel = self.layers in (LIGER, LIGER_AND_COMPILED_TOWER)
 
     def prepare(self, arm: Arm) -> None:
         """Sets the model to compute as the arm does."""

@@ -118,11 +118,13 @@ class TrainingArguments(
                 raise ValueError(f"--deepspeed {self.deepspeed}: no such file; the recipes' are in deepspeed_configs/")
         if self.remove_unused_columns:
             raise ValueError("--remove_unused_columns must be False: it would drop the images")
-        # From here on these two hold a choice; as fields they hold the text from which the parser makes flags.
+        # From here on these hold a choice; as fields they hold the text from which the parser makes flags.
         # pyrefly: ignore[bad-assignment]
         self.activation_checkpointing = checkpointing_choice(self.activation_checkpointing, self.gradient_checkpointing)
         # pyrefly: ignore[bad-assignment]
-        self.use_liger_kernel = liger_choice(self.use_liger_kernel)
+        self.use_liger_kernel = choice("use_liger_kernel", self.use_liger_kernel, "auto")
+        # pyrefly: ignore[bad-assignment]
+        self.compile_layers = choice("compile_layers", self.compile_layers, "auto", "tower")
         self.gradient_checkpointing = None  # the library sets it from the newer name
         for flag in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
             setattr(self, flag, json_object(flag, getattr(self, flag)))
@@ -167,13 +169,13 @@ def json_object(flag: str, value: dict[str, Any] | str | None) -> dict[str, Any]
     raise ValueError(f"--{flag}: expected a JSON object such as '{{\"use_reentrant\": true}}', found {value!r}")
 
 
-def liger_choice(value: bool | str) -> bool | str:
-    """`--use_liger_kernel` as True, False or `auto`.
+def choice(flag: str, value: bool | str, *names: str) -> bool | str:
+    """The value of `--<flag>` as True, False or one of `names`.
 
     Raises:
         ValueError: the value is none of these.
     """
-    choices = {"auto": "auto", "true": True, "1": True, "false": False, "0": False}
+    choices = {name: name for name in names} | {"true": True, "1": True, "false": False, "0": False}
     if (text := str(value).lower()) not in choices:
-        raise ValueError(f"--use_liger_kernel: expected auto, True or False; found {value!r}")
+        raise ValueError(f"--{flag}: expected {', '.join(names)}, True or False; found {value!r}")
     return choices[text]

@@ -20,7 +20,7 @@ from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.batches import largest_micro_batch, log_micro_batches, most_crops
-from llava.train.compilation import compile_layers
+from llava.train.compilation import set_up_compilation
 from llava.train.first_tokens import fit_norm_to_first_images
 from llava.train.heldout import HeldOut, eval_data_arguments, sources_of
 from llava.train.liger import set_up_liger
@@ -78,7 +78,7 @@ def build_model(
     attention = model_args.attn_implementation
     if training_args.padding_free:
         attention = packed_attention(
-            attention, training_args.device, frozen_dtype, compiled=training_args.compile_layers
+            attention, training_args.device, frozen_dtype, compiled=training_args.compile_layers is True
         )
     model = load_language_model(
         model_args.model_name_or_path,
@@ -103,9 +103,8 @@ def build_model(
         rebuild_rotary(model)  # `zero.Init`, under which ZeRO-3 loads, makes them in the type of the weights
     add_lora_by_flags(model, training_args, trained_dtype)
     set_trainable(model, parts)
+    set_up_compilation(model, training_args)
     set_up_liger(model, training_args)
-    if training_args.compile_layers:
-        compile_layers(model)
     model.padding_free = training_args.padding_free
     model.lm_head.loss_head = training_args.loss_head
     record_choices(model, parts, model_args, data_args, training_args)

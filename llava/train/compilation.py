@@ -1,12 +1,18 @@
-"""Compiles the decoder's and the tower's layers, each kind once, for any number of tokens."""
+"""Compiles the decoder's and the tower's layers, or the tower's alone, each kind once, for any number of tokens."""
 
 import logging
-from collections.abc import Callable
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava.model.llava_arch import LlavaMetaForCausalLM
@@ -20,6 +26,39 @@ _RECOMPILE_LIMIT = 8
 _FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
 
 
+def set_up_compilation(model: LlavaMetaForCausalLM, args: Any) -> None:
+    """Compiles what `--compile_layers` names, and replaces `auto` by the decision: the tower's layers, or none."""
+    if args.compile_layers == "auto":
+        reason = _obstacle()
+        args.compile_layers = False if reason else "tower"
+        if reason and torch.cuda.is_available():  # on a CPU nobody expects it
+            logger.info("the vision tower is not compiled: %s", reason)
+    if args.compile_layers == "tower":
+        compile_tower(model)
+    elif args.compile_layers:
+        compile_layers(model)
+
+
+def _obstacle() -> str | None:
+    """Why the tower's layers cannot be compiled for this GPU; None if they can."""
+    if not torch.cuda.is_available():
+        return "compiling pays only on a GPU, and none was found"
+    if is_deepspeed_zero3_enabled():
+        return "ZeRO-3 gathers weights module by module, so that a layer cannot be compiled"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    return missing_compiler()
+
+
+def missing_compiler() -> str | None:
+    """What Triton lacks on this machine to build its launchers; None if nothing is missing."""
+    if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
+        return "Triton needs a C compiler, and none was found (CC, gcc, clang)"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Triton needs Python's header files, and Python.h was not found (Debian: python3-dev)"
+    return None
+
+
 def compile_layers(model: LlavaMetaForCausalLM, backend: str = "inductor") -> None:
     """Replaces the forward pass of every decoder layer, and of every tower layer that runs, by a compiled one.
 
@@ -30,10 +69,18 @@ def compile_layers(model: LlavaMetaForCausalLM, backend: str = "inductor") -> No
         model: the model, with its vision tower.
         backend: backend of `torch.compile`.
     """
+    decoder = model.get_model()
+    _compile((*decoder.layers, *decoder.vision_tower.layers), backend)
+
+
+def compile_tower(model: LlavaMetaForCausalLM, backend: str = "inductor") -> None:
+    """As `compile_layers`, for the tower's layers alone."""
+    _compile(model.get_vision_tower().layers, backend)
+
+
+def _compile(layers: Iterable[Any], backend: str) -> None:
     torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
     kinds: dict[type, Callable[..., Any]] = {}
-    decoder = model.get_model()
-    layers: tuple[Any, ...] = (*decoder.layers, *decoder.vision_tower.layers)
     for layer in layers:
         if type(layer) not in kinds:
             forward = type(layer).forward

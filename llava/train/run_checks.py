@@ -117,12 +117,15 @@ def check_kernels(training_args: TrainingArguments) -> None:
         check_liger("--use_liger_kernel True")
     if training_args.loss_head == "liger":
         check_liger("--loss_head liger")
-    if training_args.compile_layers and training_args.use_liger_kernel is True:
-        raise ValueError("--compile_layers and --use_liger_kernel both fuse the layers' kernels; pass one of them")
-    if training_args.compile_layers and is_deepspeed_zero3_enabled():
+    if training_args.compile_layers is True and training_args.use_liger_kernel is True:
         raise ValueError(
-            "--compile_layers True: ZeRO-3 gathers weights module by module, so that a layer cannot be compiled; "
-            "use deepspeed_configs/zero2.json or leave the flag out"
+            "--compile_layers True and --use_liger_kernel True both fuse the decoder's kernels; pass one of them, or "
+            "--compile_layers tower"
+        )
+    if training_args.compile_layers in (True, "tower") and is_deepspeed_zero3_enabled():
+        raise ValueError(
+            f"--compile_layers {training_args.compile_layers}: ZeRO-3 gathers weights module by module, so that a "
+            "layer cannot be compiled; use deepspeed_configs/zero2.json or leave the flag out"
         )
 
 

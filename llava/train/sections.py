@@ -306,9 +306,9 @@ class SpeedFlags:
     )
     use_liger_kernel: str = flag(
         "False",
-        "Run the language model's norms, MLPs and rotary embedding on Liger's fused kernels (NVIDIA GPUs, package "
-        "liger-kernel): True, False, or auto (where they can run; the log says which and why). For the loss see "
-        "--loss_head.",
+        "Run the language model's norms, MLPs and rotary embedding, and a tower's norms and gated MLPs unless it is "
+        "compiled, on Liger's fused kernels (NVIDIA GPUs, package liger-kernel): True, False, or auto (where they can "
+        "run; the log says which and why). For the loss see --loss_head.",
         changeable=ROUNDING,
         nargs="?",
         const="True",
@@ -333,11 +333,14 @@ class SpeedFlags:
         "Seconds without progress after which a rank reports where it hangs and ends the run; 0: never.",
         identity=False,
     )
-    compile_layers: bool = flag(
-        False,
-        "Compile every layer of the language model and the tower with torch.compile, once for all lengths. Not with "
-        "ZeRO-3.",
+    compile_layers: str = flag(
+        "auto",
+        "Compile layers with torch.compile, once for all lengths: True (language model and tower), tower (the tower's "
+        "alone, beside Liger's kernels in the language model), False, or auto (tower on a GPU, where it can be "
+        "compiled). Not with ZeRO-3.",
         changeable=ROUNDING,
+        nargs="?",
+        const="True",
     )
 
 

@@ -17,12 +17,13 @@ from paths import ROOT
 from tiny_models import STAGE_1, STAGE_2, trained
 from training import flags
 from transformers import modeling_flash_attention_utils as flash
+from triton_interpreter import let_triton_interpret
 from varlen_stubs import VARLENS, attend, use_varlen
 
 from llava.model import attention
 from llava.model.attention import SEGMENTS, packed_attention
 from llava.model.language_model.families import FAMILIES
-from llava.train import building, liger
+from llava.train import compilation, liger
 from llava.train import train as train_module
 from llava.train.compilation import _FORWARD_CHECKPOINTS, compile_layers
 
@@ -88,7 +89,7 @@ def test_compiled_layers_take_a_backend_that_is_compiled_once():
 
 def test_both_stages_train_compiled(tiny, tmp_path, monkeypatch):
     compiled = []
-    monkeypatch.setattr(building, "compile_layers", compiled.append)
+    monkeypatch.setattr(compilation, "compile_layers", compiled.append)
     train_module.train(flags(tiny, tmp_path, 1, compile_layers=True, max_steps=1))
     assert compiled[0].config._attn_implementation == "sdpa"
 
@@ -255,26 +256,6 @@ def test_liger_is_applied_to_the_decoder_of_every_family(tiny, monkeypatch, name
     delattr(fake, f"apply_liger_kernel_to_{calls['type']}")
     with pytest.raises(ValueError, match=f"--use_liger_kernel: Liger has no kernels for {calls['type']} decoders"):
         liger.apply_liger(model)
-
-
-def let_triton_interpret() -> None:
-    """Gives Triton's interpreter what it lacks for Liger's kernels: float arguments and CUDA's library functions."""
-    import numpy as np
-    from liger_kernel.ops import geglu, rms_norm
-    from triton import language
-    from triton.runtime import interpreter
-
-    convert = interpreter._implicit_cvt
-
-    def convert_floats_too(arg):
-        if isinstance(arg, float):
-            handle = interpreter.TensorHandle(np.array([arg], dtype=np.float32), language.float32)
-            return language.tensor(handle, language.float32)
-        return convert(arg)
-
-    interpreter._implicit_cvt = convert_floats_too
-    rms_norm.rsqrt = lambda x: 1.0 / language.sqrt(x)
-    geglu.tanh = lambda x: 2.0 * language.sigmoid(2.0 * x) - 1.0
 
 
 def compare_liger(folder: str) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_towers import CONFIGS, LAYERS, PATCH, SIDE, E
 from torch import nn
 from training import rotary_frequencies
 from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
@@ -12,19 +13,6 @@ from llava.mm_utils import process_images
 from llava.model.multimodal_encoder.builder import build_vision_tower, load_image_processor, read_vision_config
 from llava.model.multimodal_encoder.towers import TOWERS
 
-LAYERS, SIDE, PATCH, E = 4, 24, 6, 32
-SIZES = {"hidden_size": E, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "patch_size": PATCH}
-WITH_IMAGE_SIZE = SIZES | {"image_size": SIDE}
-MLP = {"intermediate_size": 48}
-CONFIGS = {
-    "siglip_vision_model": WITH_IMAGE_SIZE | MLP,
-    "siglip2_vision_model": SIZES | MLP | {"num_patches": (SIDE // PATCH) ** 2},
-    "clip_vision_model": WITH_IMAGE_SIZE | MLP,
-    "dinov2": WITH_IMAGE_SIZE,
-    "dinov2_with_registers": WITH_IMAGE_SIZE | {"use_swiglu_ffn": True},
-    "dinov3_vit": WITH_IMAGE_SIZE | MLP | {"num_register_tokens": 3, "use_gated_mlp": True},
-    "aimv2_vision_model": WITH_IMAGE_SIZE | MLP,
-}
 # (tokens before the patches, width of the MLP)
 FACTS = {
     "siglip_vision_model": (0, 48),
