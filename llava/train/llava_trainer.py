@@ -59,6 +59,7 @@ from llava.train.telemetry import (
     SourceLosses,
     Throughput,
     measures_step,
+    read,
     without_pauses,
 )
 from llava.train.training_progress import TrainingProgress
@@ -245,6 +246,8 @@ class LLaVATrainer(Trainer):
     def _clip_grad_norm(self, model):
         """Clips the gradients that the optimizer sees, and drops them if they are not finite; returns their norm."""
         grad_norm: Any = super()._clip_grad_norm(nn.ParameterList(updated_parameters(self.optimizer)))
+        if not self.args.fp16:
+            grad_norm = float(grad_norm)  # the only value that the host waits for between log lines
         if self.args.fp16 or self.guard.is_applicable(grad_norm, self.state.global_step + 1):
             self.optimizer._is_overflow = False
         elif not self.is_deepspeed_enabled:
@@ -262,10 +265,10 @@ class LLaVATrainer(Trainer):
         if "loss" in logs:
             if self.guard.total:
                 logs["nonfinite_steps"] = self.guard.total
-            logs |= self.throughput.metrics(self.accelerator)
-            logs |= self.source_losses.metrics(self.accelerator)
+            readings = [self.throughput.reading(self.accelerator), self.source_losses.reading()]
             if measures_step(self.args, self.state, self.state.global_step):
-                logs |= self.probe.metrics(self.accelerator)
+                readings.append(self.probe.reading(self.accelerator))
+            logs |= read(readings, self.accelerator)
             logs = {k: float(f"{v:.6g}") if k != "loss" and isinstance(v, float) else v for k, v in logs.items()}
         if "train_runtime" in logs:
             logs |= without_pauses(logs, self.throughput.paused_seconds)

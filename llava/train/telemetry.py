@@ -1,5 +1,7 @@
 """Measures training from inside: gradient norms and token norms along the visual path, and throughput.
 
+What is measured stays on the device. A log line sums it over the ranks and copies it to the host once.
+
 Logged keys:
     `grad_norm/{llm_input,before_norm,vision_features}`: L2 norm, over the whole optimizer step, of the loss's gradient
         at the visual tokens there; left out, like their norms, if a step has no picture;
@@ -24,7 +26,8 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,40 @@ logger = logging.getLogger(__name__)
 GRADIENTS = ("llm_input", "before_norm", "vision_features")
 TOKENS = (*GRADIENTS, "text_embeddings")
 LOG_FILE = "train_log.jsonl"
+
+
+@dataclass
+class Reading:
+    """What a rank measured.
+
+    Attributes:
+        values: [K] in fp64 on the device, to be summed over the ranks.
+        metrics: the logged figures, from the sums.
+    """
+
+    values: torch.Tensor
+    metrics: Callable[[list[float]], dict[str, float]]
+
+
+def read(readings: Sequence[Reading], accelerator: Accelerator) -> dict[str, float]:
+    """The logged figures of all readings, by one sum over the ranks and one copy; every rank must call."""
+    sums = accelerator.reduce(torch.cat([reading.values for reading in readings]), reduction="sum").tolist()
+    metrics = {}
+    for reading in readings:
+        own, sums = sums[: len(reading.values)], sums[len(reading.values) :]
+        metrics |= reading.metrics(own)
+    return metrics
+
+
+def on_device(values: Sequence[torch.Tensor | float], device: torch.device) -> torch.Tensor:
+    """Scalars of the host or the device in fp64 on the device; the host does not wait."""
+    known = sent(torch.tensor([0.0 if isinstance(v, torch.Tensor) else v for v in values], dtype=torch.float64), device)
+    return torch.stack([v.double() if isinstance(v, torch.Tensor) else k for v, k in zip(values, known, strict=True)])
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on the device; a GPU fetches it from pinned memory while the host goes on."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class NormProbe:
@@ -120,23 +157,27 @@ class NormProbe:
             self.norm_sums[place] = self.norm_sums[place] + norms.sum()
             self.token_counts[place] += norms.numel()
 
-    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
-        """The step's measurements over all ranks; every rank must call."""
-        values = [*self.squared_gradients.values(), *self.norm_sums.values(), *self.token_counts.values()]
-        totals = torch.tensor([float(v) for v in values], dtype=torch.float64, device=accelerator.device)
-        totals = accelerator.reduce(totals, reduction="sum").tolist()
-        squares, sums, counts = totals[:3], totals[3:7], totals[7:]
-        # The Trainer multiplies each rank's loss by the number of ranks, because gradients are averaged afterwards.
-        ranks = accelerator.num_processes
-        metrics = {f"norm/{p}": s / n for p, s, n in zip(TOKENS, sums, counts, strict=True) if n}
-        seen = [(p, s) for p, s in zip(GRADIENTS, squares, strict=True) if f"norm/{p}" in metrics]
-        metrics |= {f"grad_norm/{p}": s**0.5 / ranks for p, s in seen}
+    def reading(self, accelerator: Accelerator) -> Reading:
+        """The step's measurements; every rank must call."""
+        shared = {}  # what is the same on all ranks, so that the first rank's counts
         if self.mean_abs_gain is not None:
-            metrics["norm/gain_mean_abs"] = float(self.mean_abs_gain)
+            shared["norm/gain_mean_abs"] = self.mean_abs_gain
         if self.newline is not None:
             with gathered(self.newline):
-                metrics["norm/image_newline"] = float(self.newline.detach().float().norm())
-        return metrics
+                shared["norm/image_newline"] = self.newline.detach().float().norm()
+        values = [*self.squared_gradients.values(), *self.norm_sums.values(), *self.token_counts.values()]
+        values += shared.values() if accelerator.is_main_process else [0.0] * len(shared)
+        # The Trainer multiplies each rank's loss by the number of ranks, because gradients are averaged afterwards.
+        ranks = accelerator.num_processes
+
+        def metrics(totals: list[float]) -> dict[str, float]:
+            squares, sums, counts, others = totals[:3], totals[3:7], totals[7:11], totals[11:]
+            norms = {f"norm/{p}": s / n for p, s, n in zip(TOKENS, sums, counts, strict=True) if n}
+            seen = [(p, s) for p, s in zip(GRADIENTS, squares, strict=True) if f"norm/{p}" in norms]
+            gradients = {f"grad_norm/{p}": s**0.5 / ranks for p, s in seen}
+            return norms | gradients | dict(zip(shared, others, strict=True))
+
+        return Reading(on_device(values, accelerator.device), metrics)
 
 
 class Throughput:
@@ -183,26 +224,31 @@ class Throughput:
         for batch in batches:
             self.work += batch_work(batch, self.costs.sliding_window)
 
-    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
-        """Rates over all ranks since the last call; every rank must call."""
-        seconds = time.perf_counter() - self.start
-        counts = [*map(float, self.work.values()), self.data_wait / seconds]
-        counts = torch.tensor(counts, dtype=torch.float64, device=accelerator.device)
-        *counts, wait = accelerator.reduce(counts, reduction="sum").tolist()
-        peak_memory = torch.tensor([peak_memory_gib(self.device)], device=accelerator.device)
+    def reading(self, accelerator: Accelerator) -> Reading:
+        """Rates since the last call."""
+        seconds, ranks = time.perf_counter() - self.start, accelerator.num_processes
+        memory = [0.0] * ranks
+        memory[accelerator.process_index] = peak_memory_gib(self.device)
+        own = [*self.work.values(), self.data_wait / seconds, *memory]  # all of the host
+        values = sent(torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in own]), self.device)
         self.reset()
-        work, ranks = Work(*counts), accelerator.num_processes
-        tokens, positions = float(work.tokens), float(work.positions)
-        tflops = required_flops(self.costs, work) / seconds / ranks / 1e12
-        return {
-            "tokens_per_second": tokens / seconds,
-            "samples_per_second": float(work.samples) / seconds,
-            "model_tflops_per_second": tflops,
-            **({} if self.peak is None else {"mfu": tflops / self.peak}),
-            "peak_memory_gib": accelerator.gather(peak_memory).max().item(),
-            "padding_share": 1 - tokens / positions if positions and not self.padding_free else 0.0,
-            "data_wait_share": wait / ranks,
-        }
+
+        def metrics(totals: list[float]) -> dict[str, float]:
+            *counts, wait = totals[:-ranks]
+            work = Work(*counts)
+            tokens, positions = float(work.tokens), float(work.positions)
+            tflops = required_flops(self.costs, work) / seconds / ranks / 1e12
+            return {
+                "tokens_per_second": tokens / seconds,
+                "samples_per_second": float(work.samples) / seconds,
+                "model_tflops_per_second": tflops,
+                **({} if self.peak is None else {"mfu": tflops / self.peak}),
+                "peak_memory_gib": max(totals[-ranks:]),
+                "padding_share": 1 - tokens / positions if positions and not self.padding_free else 0.0,
+                "data_wait_share": wait / ranks,
+            }
+
+        return Reading(values, metrics)
 
 
 class SourceLosses:
@@ -215,7 +261,7 @@ class SourceLosses:
     """
 
     def __init__(self, records: Any, lm_head: LMHead, device: torch.device):
-        self.records, self.lm_head = records, lm_head
+        self.records, self.lm_head, self.device = records, lm_head, device
         self.names = getattr(records, "source_names", [])
         self.tally = LossTally(len(self.names), device) if self.names else None
         self.samples = torch.zeros(len(self.names), dtype=torch.float64)
@@ -235,25 +281,28 @@ class SourceLosses:
     def of_micro_batch(self, number: int) -> Iterator[None]:
         """A context in which the losses that are computed belong to micro-batch `number` of the step."""
         if self.rows and self.tally is not None:
-            device = self.tally.sums.device
-            rows = self.rows[number].pin_memory() if device.type == "cuda" else self.rows[number]
-            self.tally.rows, self.lm_head.tally = rows.to(device, non_blocking=True), self.tally
+            self.tally.rows, self.lm_head.tally = sent(self.rows[number], self.tally.sums.device), self.tally
         try:
             yield
         finally:
             self.lm_head.tally = None
 
-    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
-        """Means and shares over all ranks since the last call; every rank must call."""
+    def reading(self) -> Reading:
+        """Means and shares since the last call."""
         if self.tally is None:
-            return {}
-        totals = accelerator.reduce(torch.stack([*self.tally.sums, self.samples.to(self.tally.sums.device)]), "sum")
-        losses, targets, samples = totals.tolist()
+            return Reading(torch.zeros(0, dtype=torch.float64, device=self.device), lambda totals: {})
+        values = torch.cat([*self.tally.sums, sent(self.samples, self.device)])
         self.tally.sums.zero_()
-        self.samples.zero_()
-        whole = max(sum(samples), 1.0)
-        means = {f"loss/{n}": loss / t for n, loss, t in zip(self.names, losses, targets, strict=True) if t}
-        return means | {f"share/{n}": count / whole for n, count in zip(self.names, samples, strict=True)}
+        self.samples = torch.zeros_like(self.samples)  # the copy may not have been made yet
+
+        def metrics(totals: list[float]) -> dict[str, float]:
+            size = len(self.names)
+            losses, targets, samples = totals[:size], totals[size : 2 * size], totals[2 * size :]
+            whole = max(sum(samples), 1.0)
+            means = {f"loss/{n}": loss / t for n, loss, t in zip(self.names, losses, targets, strict=True) if t}
+            return means | {f"share/{n}": count / whole for n, count in zip(self.names, samples, strict=True)}
+
+        return Reading(values, metrics)
 
 
 def samples_of_rows(layout: Layout) -> torch.Tensor:
