@@ -125,6 +125,8 @@ class TrainingArguments(
         self.use_liger_kernel = choice("use_liger_kernel", self.use_liger_kernel, "auto")
         # pyrefly: ignore[bad-assignment]
         self.compile_layers = choice("compile_layers", self.compile_layers, "auto", "tower")
+        if self.profile_steps is not None:
+            steps_to_profile(self.profile_steps)
         self.gradient_checkpointing = None  # the library sets it from the newer name
         for flag in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
             setattr(self, flag, json_object(flag, getattr(self, flag)))
@@ -179,3 +181,15 @@ def choice(flag: str, value: bool | str, *names: str) -> bool | str:
     if (text := str(value).lower()) not in choices:
         raise ValueError(f"--{flag}: expected {', '.join(names)}, True or False; found {value!r}")
     return choices[text]
+
+
+def steps_to_profile(text: str) -> range:
+    """The steps that `--profile_steps` names.
+
+    Raises:
+        ValueError: the text is not FIRST:LAST.
+    """
+    first, colon, last = text.partition(":")
+    if colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last):
+        return range(int(first), int(last) + 1)
+    raise ValueError(f"--profile_steps: expected FIRST:LAST with 1 <= FIRST <= LAST, such as 5:8; found {text!r}")

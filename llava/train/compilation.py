@@ -75,7 +75,7 @@ def compile_layers(model: LlavaMetaForCausalLM, backend: str = "inductor") -> No
 
 def compile_tower(model: LlavaMetaForCausalLM, backend: str = "inductor") -> None:
     """As `compile_layers`, for the tower's layers alone."""
-    _compile(model.get_vision_tower().layers, backend)
+    _compile(model.get_model().vision_tower.layers, backend)
 
 
 def _compile(layers: Iterable[Any], backend: str) -> None:

@@ -101,7 +101,7 @@ def apply_liger_to_tower(model: LlavaMetaForCausalLM) -> None:
 
     Liger has no kernel for MLPs that are not gated, as in SigLIP and CLIP.
     """
-    modules = [module for layer in model.get_vision_tower().layers for module in layer.modules()]
+    modules = [module for layer in model.get_model().vision_tower.layers for module in layer.modules()]
     norms = [module for module in modules if isinstance(module, nn.LayerNorm)]
     mlps = [m for m in modules if hasattr(m, "gate_proj") and isinstance(m.act_fn, nn.SiLU | SiLUActivation)]
     for norm in norms:

@@ -30,7 +30,7 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora, lora_state_dict, save_non_lora
 from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.model.rotary import rebuild_rotary
-from llava.train.arguments import TrainingArguments
+from llava.train.arguments import TrainingArguments, steps_to_profile
 from llava.train.batches import SampleOrder, global_batch_size, sample_order, step_loader
 from llava.train.checkpoint import (
     STAGING,
@@ -47,6 +47,7 @@ from llava.train.heldout import HeldOut, best_checkpoint, evaluating, note_best
 from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups, restore_groups
+from llava.train.profiling import StepProfiler
 from llava.train.questions import accuracy, show_answers
 from llava.train.ranks import barrier
 from llava.train.resume import ResumeError, moved_step
@@ -167,6 +168,10 @@ class LLaVATrainer(Trainer):
         self.throughput = Throughput(self.model, self.args.device, self.args.peak_tflops)
         self.source_losses = SourceLosses(self.train_dataset.records, self.model.lm_head, self.args.device)
         self.add_callback(JsonlCallback())
+        self.profiler = None
+        if args.profile_steps:
+            self.profiler = StepProfiler(steps_to_profile(args.profile_steps), self.model, self.args.output_dir)
+            self.add_callback(self.profiler)
         if self.pop_callback(ProgressCallback):  # it prints every step's figures as a dict over several lines
             self.add_callback(TrainingProgress(global_batch_size(args), lambda: self.throughput.paused_seconds))
 
@@ -330,6 +335,8 @@ class LLaVATrainer(Trainer):
 
     def begin(self) -> None:
         """What has to wait for the engine and the loaded checkpoint: repairs, and the last checks before any step."""
+        if self.profiler is not None:
+            self.profiler.check(self.first_step, self.state.max_steps)
         if self.is_deepspeed_enabled:
             rebuild_rotary(self.model)  # its engine may have cast all buffers
         if self.resumed is not None:

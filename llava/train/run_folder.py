@@ -22,6 +22,7 @@ from llava.train.checkpoint import (
     find_checkpoint,
     finished_step,
 )
+from llava.train.profiling import PROFILE
 from llava.train.ranks import barrier, from_first
 from llava.train.resume import ResumeError, accepted_changes, check_identity
 from llava.train.run_identity import ALLOWED, Settings
@@ -173,7 +174,7 @@ def begin_run(args: TrainingArguments, start: Start, identity: Settings, num_sam
 
 def remove_run(folder: Path) -> None:
     """Removes what an earlier run wrote into the folder; other files there stay."""
-    for path in [folder / STAGING, *checkpoints(folder)]:
+    for path in [folder / STAGING, folder / PROFILE, *checkpoints(folder)]:
         shutil.rmtree(path, ignore_errors=True)
     named = [folder / name for name in (MANIFEST, IDENTITY, LOG_FILE, RUN_FILE, "trainer_state.json")]
     for path in named + _model_files(folder):

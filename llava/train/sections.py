@@ -450,6 +450,12 @@ class LoggingFlags:
         "for known NVIDIA GPUs.",
         identity=False,
     )
+    profile_steps: str | None = flag(
+        None,
+        "Steps to profile on rank 0, FIRST:LAST, counted from 1 over the whole run: a trace, a table of kernels and "
+        "the seconds of each piece, in the folder profile of --output_dir.",
+        identity=False,
+    )
 
 
 TRAINING_SECTIONS = (OptimisationFlags, LoraFlags, SpeedFlags, SavingFlags, HeldOutFlags, LoggingFlags)

@@ -30,7 +30,7 @@ def model_with(kind: str) -> SimpleNamespace:
     with torch.no_grad():
         for parameter in tower.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return SimpleNamespace(get_vision_tower=tower.train)
+    return SimpleNamespace(get_vision_tower=tower.train, get_model=lambda: SimpleNamespace(vision_tower=tower))
 
 
 def features_and_gradients(model, pictures: int) -> dict[str, torch.Tensor]:
