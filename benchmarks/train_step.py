@@ -8,6 +8,7 @@ an arm takes the same samples in several pieces.
 """
 
 import argparse
+import contextlib
 import gc
 import math
 import random
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.utils import send_to_device
@@ -399,16 +401,27 @@ def _case(line: dict[str, Any]) -> tuple[int, int]:
 
 
 def host_syncs(compute: Callable[[], Any]) -> int:
-    """How often `compute` makes the host wait for the GPU, as far as PyTorch sees it."""
+    """How often `compute` makes the host wait for the GPU: by reading a value, or by a call that waits."""
     torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as seen:
+    calls = 0
+
+    def counted(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return wait(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):  # PyTorch warns only where a value is read
+            stack.enter_context(mock.patch.object(owner, "synchronize", counted(owner.synchronize)))
+        seen = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        try:
-            compute()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing CUDA operation" in str(warning.message) for warning in seen)
+        stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        compute()
+    return calls + sum("synchronizing CUDA operation" in str(warning.message) for warning in seen)
 
 
 def synchronize(device: torch.device) -> None:

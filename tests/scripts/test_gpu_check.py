@@ -128,6 +128,22 @@ def test_host_syncs_are_the_warnings_that_pytorch_gives(monkeypatch):
     assert modes == ["warn", "default"]
 
 
+def test_host_syncs_count_calls_that_wait_which_pytorch_does_not_warn_of(monkeypatch):
+    owners = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
+    for owner in owners:
+        monkeypatch.setattr(owner, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    before = [owner.synchronize for owner in owners]
+
+    def compute():
+        torch.cuda.synchronize()
+        torch.cuda.Stream.synchronize("a stream")
+        torch.cuda.Event.synchronize("an event")
+
+    assert train_step.host_syncs(compute) == 3
+    assert [owner.synchronize for owner in owners] == before
+
+
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
