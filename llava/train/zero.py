@@ -54,10 +54,10 @@ def check_zero(args: TrainingArguments) -> None:
             f"run computes in {'bf16' if args.bf16 else 'fp32'}; take it out of the file, or pass --fp16 True"
         )
     if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
-        build_cpu_adam(args.deepspeed)
+        build_cpu_adam(args)
 
 
-def build_cpu_adam(file: str) -> None:
+def build_cpu_adam(args: TrainingArguments) -> None:
     """Compiles DeepSpeed's Adam for offloaded states before a model is loaded, if it is not compiled yet.
 
     Raises:
@@ -71,9 +71,9 @@ def build_cpu_adam(file: str) -> None:
         lines = str(error).splitlines()
         reason = next((line for line in lines if "not found" in line or "error:" in line), lines[0])
         raise ValueError(
-            f"--deepspeed {file}: offload runs Adam on the CPU, which DeepSpeed could not compile ({reason.strip()}); "
-            "install a C++ compiler and Python's headers (Debian: apt-get install g++ python3-dev), or take a file "
-            "without offload_optimizer"
+            f"--deepspeed {args.deepspeed}: offload runs Adam on the CPU, which DeepSpeed could not compile "
+            f"({reason.strip()}); install a C++ compiler and Python's headers (Debian: apt-get install g++ "
+            "python3-dev), or take a file without offload_optimizer"
         ) from error
 
 

@@ -303,6 +303,13 @@ def test_offload_whose_adam_cannot_be_compiled_is_refused_before_a_model_is_load
         check_zero(zero_arguments(2, 2, offload="cpu"))
 
 
+def test_offloads_adam_is_compiled_without_cudas_toolkit_on_gpus_too():
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    assert not issubclass(CUDA_Accelerator().get_op_builder("CPUAdamBuilder"), CUDAOpBuilder)
+
+
 def test_ninja_is_found_where_the_environment_is_not_activated(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert shutil.which("ninja") is None
