@@ -7,6 +7,7 @@ import pytest
 import torch
 from pairwise import pairwise
 from safetensors.torch import load_file
+from tiny_models import make
 from training import flags, greedy_tokens, loaded
 from two_ranks import COMPARABLE, assert_same, launch_in_turn, zero_1
 
@@ -76,3 +77,13 @@ def test_a_half_precision_folder_gives_the_trained_models_outputs(two_ranks, con
         tokens = greedy_tokens(model)
         if requested is dtype:
             assert tokens == json.loads((folder / "greedy_tokens.json").read_text())
+
+
+@pytest.mark.parametrize(("config", "precision"), PRECISE)
+def test_every_buffer_has_type_and_values_of_a_model_made_without_zero(tiny, two_ranks, config, precision):
+    """`zero.Init` makes buffers in the training's precision, and the engine may cast them again."""
+    buffers = torch.load(two_ranks / f"{config}-{precision}" / "buffers.pt")
+    expected = dict(make(tiny, "llama").named_buffers())
+    assert buffers.keys() == expected.keys() and any(buffer.is_floating_point() for buffer in expected.values())
+    for name, buffer in expected.items():
+        assert buffers[name].dtype is buffer.dtype and torch.equal(buffers[name], buffer), name

@@ -1,7 +1,7 @@
 """Trains several runs one after the other in one process group: starting takes longer than a tiny model's three steps.
 
 Every rank calls `python train_in_turn.py RUNS`, a JSON file with the flags of each run. Each final folder gets a
-`greedy_tokens.json`, what the trained model said in training's own precision and partitioning.
+`greedy_tokens.json`, what the trained model said in training's own precision and partitioning, and its `buffers.pt`.
 """
 
 import json
@@ -42,6 +42,7 @@ def generate_before_the_final_folder() -> None:
         save_final(trainer)
         if trainer.args.should_save:
             Path(trainer.args.output_dir, "greedy_tokens.json").write_text(json.dumps(tokens))
+            torch.save(dict(trainer.model.named_buffers()), Path(trainer.args.output_dir, "buffers.pt"))
 
     LLaVATrainer.save_final = generate_and_save
 
