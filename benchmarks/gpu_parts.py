@@ -6,6 +6,7 @@ import os
 import platform
 import random
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,7 @@ MEASURED, FAILED, NOT_RUN = "measured", "failed", "not run"
 SCRIPTS = {1: "pretrain", 2: "finetune"}
 # What is turned off if a package is missing.
 LACKING = {
-    "deepspeed": "parts zero2_* and zero3_* do not run",
+    "deepspeed": "parts zero2_*, zero3_* and offload_3b do not run",
     "flash-attn": "attention by PyTorch's own variable-length kernel, or by SDPA with a mask",
     "liger-kernel": "plain norms, MLPs and rotary embedding; the chunked loss head",
     "peft": "no LoRA",
@@ -84,6 +85,7 @@ class Setting:
 def run(setting: Setting) -> None:
     """Runs the part and writes what it found, or why it found nothing."""
     start, status, reason = time.monotonic(), MEASURED, ""
+    shutil.rmtree(setting.work, ignore_errors=True)  # of a call that was killed
     setting.work.mkdir(parents=True)
     try:
         PARTS[setting.name].run(setting)
@@ -219,36 +221,36 @@ def demo_language_model(setting: Setting) -> tuple[Path, str]:
     return setting.work / "language_model", "random weights"
 
 
-def zero(setting: Setting, preset: str, zero_stage: int) -> None:
-    """Both stages in a preset's shapes under DeepSpeed on one GPU; their peak memory beside the estimate."""
+def zero(setting: Setting, preset: str, config: str) -> None:
+    """Both stages in a preset's shapes with a file of deepspeed_configs on one GPU; peak memory beside the estimate."""
     need("deepspeed")
     shapes = "tiny" if setting.cpu else preset
     write_models(setting, shapes)
-    config = f"deepspeed_configs/zero{zero_stage}.json"
-    common = {"PRESET": preset, "VISION_TOWER": setting.work / "tower", "DEEPSPEED_CONFIG": config}
+    common = {"PRESET": preset, "VISION_TOWER": setting.work / "tower"}
+    common |= {"DEEPSPEED_CONFIG": f"deepspeed_configs/{config}.json"}
     common |= {"GLOBAL_BATCH": 4 if setting.cpu else 64, "PER_DEVICE_BATCH": 1, "IMAGE_FOLDER": setting.work}
     common |= {"MAX_STEPS": 2 if setting.cpu else 6}
     if setting.cpu:
         common |= {"MAX_TOKENS_PER_MICRO_BATCH": 512, "MODEL_MAX_LENGTH": 256}
     # On a CPU both presets have the same tiny shapes, so the second one runs only stage 2.
     for stage in (2,) if setting.cpu and preset == "qwen2.5-7b" else SCRIPTS:
-        model, layers = fitting_model(setting, shapes, stage, zero_stage)
+        model, layers = fitting_model(setting, shapes, stage, config)
         write_records(setting.work / "records.json", stage, common["GLOBAL_BATCH"] * common["MAX_STEPS"])
         run_variables = common | {"MODEL_PATH": model, "DATA_PATH": setting.work / "records.json"}
         lines, log = train(setting, stage, run_variables)
-        row = {"stage": stage, "zero": zero_stage, "layers": layers} | training_row(lines)
+        row = {"stage": stage, "config": config, "layers": layers} | training_row(lines)
         row["estimate_gib"] = estimated_gib(log)
         if not setting.cpu:  # on a CPU the peak is that of the whole process
             row["estimate_error"] = abs(row["estimate_gib"] / row["peak_memory_gib"] - 1)
         setting.rows.append(row)
 
 
-def fitting_model(setting: Setting, shapes: str, stage: int, zero_stage: int) -> tuple[Path, str]:
+def fitting_model(setting: Setting, shapes: str, stage: int, config: str) -> tuple[Path, str]:
     """The folder of the language model with as many layers as fit by the memory estimate; and how many, as text."""
     from benchmarks.shapes import sizes_of, with_fewer_layers
 
     full = sizes_of(shapes)["num_hidden_layers"]
-    fit = full if setting.cpu else layers_that_fit(shapes, stage, zero_stage, full)
+    fit = full if setting.cpu else layers_that_fit(shapes, stage, config, full)
     folder, described = setting.work / "language_model", f"{fit} of {full}"
     if fit == full:
         return folder, described
@@ -256,7 +258,7 @@ def fitting_model(setting: Setting, shapes: str, stage: int, zero_stage: int) ->
     return with_fewer_layers(folder, fit, setting.work / f"language_model_{fit}"), described
 
 
-def layers_that_fit(shapes: str, stage: int, zero_stage: int, full: int) -> int:
+def layers_that_fit(shapes: str, stage: int, config: str, full: int) -> int:
     """The most decoder layers with which a run that recomputes all activations fits on the GPU.
 
     Raises:
@@ -276,7 +278,7 @@ def layers_that_fit(shapes: str, stage: int, zero_stage: int, full: int) -> int:
         model = build_llava(PRESETS[shapes], torch.device("meta"), torch.bfloat16, num_hidden_layers=layers)
         set_trainable(model, frozenset(STAGES[stage]))
         model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
-        options = arguments(f"zero{zero_stage}", 1)
+        options = arguments(config, 1)
         fit_zero(model, options)  # the buckets' sizes
         estimate = estimate_memory(model, options, CAPS[shapes, stage])
         if estimate.total(plan_checkpointing(True, estimate, 0)) <= 0.9 * free:
@@ -357,11 +359,11 @@ def write_records(path: Path, stage: int, count: int) -> None:
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def train_step(setting: Setting) -> None:
+def step(setting: Setting, stage: int) -> None:
     """The arms of benchmarks/train_step.py at the recipe's micro-batches."""
     options = ["--steps", 4, "--repeats", 2, "--micro-batches", 2]
     tiny = ["--quick", "--micro-batch-tokens", 512, "--arms", "packed", "padded_plain", "packed_sdpa", "no_norm"]
-    step_rows(setting, tiny if setting.cpu else options)
+    step_rows(setting, ["--stages", stage, *(tiny if setting.cpu else options)])
 
 
 def mfu(setting: Setting) -> None:
@@ -459,25 +461,36 @@ def last_error(text: str) -> str:
 
 @dataclass(frozen=True)
 class Part:
+    """What a part shows, and its estimated minutes on one GPU, which decide what --minutes skips."""
+
     what: str
+    minutes: float
     run: Callable[[Setting], None]
 
 
-def zero_part(preset: str, stage: int) -> Part:
+def zero_part(preset: str, config: str, minutes: float) -> Part:
     return Part(
-        f"ZeRO-{stage}, shapes of {preset}: both stages, memory", partial(zero, preset=preset, zero_stage=stage)
+        f"{config}.json, shapes of {preset}: both stages, memory", minutes, partial(zero, preset=preset, config=config)
     )
 
 
+def step_part(stage: int, minutes: float) -> Part:
+    what = f"stage {stage}, arms of a step in 3B shapes: MFU, tokens/s, memory, host syncs"
+    return Part(what, minutes, partial(step, stage=stage))
+
+
+# The most valuable first: what --minutes leaves no time for is at the end.
 PARTS = {
-    "environment": Part("GPU, driver and versions; what is missing and what that turns off", environment),
-    "tests": Part("tests marked `gpu`: kernels against float64, both model classes against the CPU", tests),
-    "demo": Part("the demo preset, both stages", demo),
-    "zero2_3b": zero_part("llama-3.2-3b", 2),
-    "zero3_3b": zero_part("llama-3.2-3b", 3),
-    "zero2_7b": zero_part("qwen2.5-7b", 2),
-    "zero3_7b": zero_part("qwen2.5-7b", 3),
-    "train_step": Part("arms of a step in 3B shapes: MFU, tokens/s, memory, host syncs", train_step),
-    "vs_upstream": Part("tokens/s over upstream's own code path in bf16", vs_upstream),
-    "mfu": Part("MFU over the size of the micro-batch, with a figure", mfu),
+    "environment": Part("GPU, driver and versions; what is missing and what that turns off", 1, environment),
+    "demo": Part("the demo preset, both stages", 3, demo),
+    "tests": Part("tests marked `gpu`: kernels against float64, both model classes against the CPU", 2, tests),
+    "step1_3b": step_part(1, 4),
+    "step2_3b": step_part(2, 5),
+    "zero3_3b": zero_part("llama-3.2-3b", "zero3", 3),
+    "zero2_3b": zero_part("llama-3.2-3b", "zero2", 3),
+    "zero3_7b": zero_part("qwen2.5-7b", "zero3", 5),
+    "zero2_7b": zero_part("qwen2.5-7b", "zero2", 5),
+    "vs_upstream": Part("tokens/s over upstream's own code path in bf16", 6, vs_upstream),
+    "mfu": Part("MFU over the size of the micro-batch, with a figure", 6, mfu),
+    "offload_3b": zero_part("llama-3.2-3b", "zero3_offload", 5),
 }

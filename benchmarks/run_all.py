@@ -114,12 +114,12 @@ def best_mfu(stage: int) -> Callable[[dict], float | None]:
 
 
 GPU_TARGETS = (
-    Target("one GPU, 3B shapes, stage 1, MFU", 0.5, True, "gpu_train_step", best_mfu(1)),
-    Target("one GPU, 3B shapes, stage 2, MFU", 0.5, True, "gpu_train_step", best_mfu(2)),
+    Target("one GPU, 3B shapes, stage 1, MFU", 0.5, True, "gpu_step1_3b", best_mfu(1)),
+    Target("one GPU, 3B shapes, stage 2, MFU", 0.5, True, "gpu_step2_3b", best_mfu(2)),
     Target("one GPU, 3B shapes, samples/s over upstream's own code path", 2.0, True, "gpu_vs_upstream",
            least("ratio")),
-    Target("one GPU, host syncs of a micro-batch", 0.0, False, "gpu_train_step",
-           largest("syncs", lambda row: row["arm"] == "packed")),
+    *(Target(f"one GPU, stage {stage}, host syncs of a micro-batch", 0.0, False, f"gpu_step{stage}_3b",
+             largest("syncs", lambda row: row["arm"] == "packed")) for stage in (1, 2)),
     *(Target(f"one GPU, {size.upper()} shapes, ZeRO-{stage}, memory estimate off by", 0.1, False,
              f"gpu_zero{stage}_{size}", largest("estimate_error")) for size in ("3b", "7b") for stage in (2, 3)),
 )  # fmt: skip

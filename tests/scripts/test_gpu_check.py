@@ -6,7 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
+import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from warm_python import warm_python
 from benchmarks import gpu_check, gpu_parts, shapes, train_step
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, Setting
 from llava.train.memory import CheckpointPlan, MemoryEstimate, memory_line, memory_table
-from llava.utils.processes import descendants
+from llava.utils.processes import descendants, is_running
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NO_UPSTREAM = {"UPSTREAM_VENV": "/nowhere"}
@@ -168,9 +171,9 @@ def test_shapes_have_the_published_number_of_parameters(preset, billions):
 def test_layers_are_as_many_as_fit(monkeypatch):
     """80 GB hold a frozen 3B model whole; the states of a trained 3B hardly fit, those of a trained 7B do not."""
     monkeypatch.setattr(gpu_parts, "run_json", lambda command: 79 * 2**30)
-    assert gpu_parts.layers_that_fit("llama-3.2-3b", 1, 3, 28) == 28
-    assert 20 <= gpu_parts.layers_that_fit("llama-3.2-3b", 2, 3, 28) <= 28
-    assert 2 <= gpu_parts.layers_that_fit("qwen2.5-7b", 2, 3, 28) < 20
+    assert gpu_parts.layers_that_fit("llama-3.2-3b", 1, "zero3", 28) == 28
+    assert 20 <= gpu_parts.layers_that_fit("llama-3.2-3b", 2, "zero3", 28) <= 28
+    assert 2 <= gpu_parts.layers_that_fit("qwen2.5-7b", 2, "zero3", 28) < 20
 
 
 def test_the_estimate_is_read_from_the_table_that_a_run_prints():
@@ -199,7 +202,7 @@ def gpu_check_sh(*words: object, cpu: bool = True, **variables: str) -> subproce
 @pytest.mark.slow
 def test_wrong_calls_are_refused(tmp_path):
     unknown = gpu_check_sh("--parts", "tests,zero9", "--output-dir", tmp_path)
-    assert unknown.returncode == 2 and "--parts: unknown zero9; expected some of environment,tests," in unknown.stderr
+    assert unknown.returncode == 2 and "--parts: unknown zero9; expected some of environment,demo," in unknown.stderr
     listed = gpu_check_sh("--help").stdout
     assert all(name in listed for name in gpu_parts.PARTS)
     if not torch.cuda.is_available():
@@ -247,24 +250,140 @@ def test_ctrl_c_ends_everything_and_keeps_nothing_of_the_part(tmp_path):
     assert not (tmp_path / "gpu_environment.json").exists() and not (tmp_path / "work/environment").exists()
 
 
+@pytest.mark.slow
+def test_a_killed_call_ends_its_part_and_can_be_repeated(tmp_path):
+    words = ["--cpu", "--parts", "environment", "--output-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu_check", *words]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    until(lambda: (tmp_path / "work/environment").exists())
+    started = descendants(process.pid)
+    process.kill()
+    process.wait()
+    until(lambda: not any(map(is_running, started)))
+    assert started and (tmp_path / "work/environment").exists() and not (tmp_path / "gpu_environment.json").exists()
+    again = gpu_check_sh(*words[1:])
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "environment  measured in" in again.stdout and not (tmp_path / "work/environment").exists()
+
+
+def until(holds, seconds: float = 60.0) -> None:
+    """Waits until `holds()`."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Calls:
+    """Calls of gpu_check whose parts take their estimated time on a clock of their own."""
+
+    def __init__(self, monkeypatch, folder: Path, *words: str):
+        self.folder, self.words, self.now, self.limits = folder, words, 1e9, []
+        self.monkeypatch = monkeypatch
+        monkeypatch.setattr(gpu_check, "run_part", self.run_part)
+
+    def run_part(self, name, args, limit):
+        self.limits.append(limit)
+        seconds = 60 * gpu_parts.PARTS[name].minutes
+        self.now += seconds
+        Setting(name, args.output_dir, args.cpu).write(MEASURED, "", seconds)
+
+    def call(self) -> set[str]:
+        """Runs one call, which starts now, and returns the parts that it measured."""
+        before = self.measured()
+        words = ["gpu_check", "--cpu", "--output-dir", str(self.folder), "--started", str(self.now), *self.words]
+        self.monkeypatch.setattr(sys, "argv", words)
+        args = gpu_check.parse_arguments()
+        gpu_check.run_parts(args, gpu_check.Clock(args, lambda: self.now))
+        return self.measured() - before
+
+    def measured(self) -> set[str]:
+        return {path.stem.removeprefix("gpu_") for path in self.folder.glob("gpu_*.json")}
+
+
+VALUABLE = {"environment", "demo", "tests", "step1_3b", "step2_3b", "zero3_3b", "zero2_3b"}
+
+
+@pytest.mark.parametrize(("minutes", "more"), [(25, set()), (40, {"zero3_7b", "zero2_7b", "vs_upstream"})])
+def test_the_total_over_calls_of_ten_minutes_holds(monkeypatch, tmp_path, capsys, minutes, more):
+    calls = Calls(monkeypatch, tmp_path, "--minutes", str(minutes), "--call-minutes", "10")
+    first = calls.now
+    while True:
+        before = calls.now
+        if not calls.call():
+            break
+        assert calls.now - before < 600
+    assert calls.measured() == VALUABLE | more and calls.now - first <= 60 * minutes
+    assert all(60 < limit < 600 for limit in calls.limits)
+    out = capsys.readouterr().out
+    skipped = gpu_parts.PARTS.keys() - VALUABLE - more
+    assert all(f"{name:12} skipped: takes about {gpu_parts.PARTS[name].minutes:g} min, " in out for name in skipped)
+    assert f"are left of --minutes {minutes}" in out and "rerun the same command to continue" in out
+
+
+def test_a_killed_part_counts_with_its_estimate(monkeypatch, tmp_path):
+    calls = Calls(monkeypatch, tmp_path, "--minutes", "5", "--parts", "demo,tests")
+
+    def killed(*_):
+        left.append((tmp_path / "seconds").read_text())
+        raise SystemExit
+
+    left: list[str] = []
+    monkeypatch.setattr(gpu_check, "run_part", killed)
+    with pytest.raises(SystemExit):
+        calls.call()
+    assert float(left[0]) == 60 * gpu_parts.PARTS["demo"].minutes
+    (tmp_path / "seconds").write_text(left[0])
+    monkeypatch.setattr(gpu_check, "run_part", calls.run_part)
+    assert calls.call() == set()  # two of five minutes are left, less what ending takes
+
+
+def test_results_and_logs_are_copied_after_every_part(monkeypatch, tmp_path):
+    calls = Calls(monkeypatch, tmp_path / "out", "--parts", "environment,demo", "--copy-to", str(tmp_path / "copy"))
+    (tmp_path / "out/logs").mkdir(parents=True)
+    (tmp_path / "out/logs/demo.log").write_text("step 1")
+    (tmp_path / "out/work").mkdir()
+    (tmp_path / "out/work/model.safetensors").write_text("large")
+    run_part, copies = calls.run_part, []
+
+    def look(*words):
+        copies.append(sorted(path.name for path in (tmp_path / "copy").glob("*")))
+        run_part(*words)
+
+    monkeypatch.setattr(gpu_check, "run_part", look)
+    calls.call()
+    assert copies == [[], [gpu_check.ARCHIVE]]
+    with tarfile.open(tmp_path / "copy" / gpu_check.ARCHIVE) as archive:
+        names = ["summary.md", "seconds", "gpu_demo.json", "gpu_environment.json", "logs/demo.log"]
+        assert archive.getnames() == names
+
+
+# --- tables and logs --------------------------------------------------------------------------------------------------
+
+
 def test_the_table_has_every_state_and_the_targets(tmp_path):
-    rows = [{"stage": 2, "zero": 3, "layers": "28 of 28", "estimate_error": 0.04}]
+    rows = [{"stage": 2, "config": "zero3", "layers": "28 of 28", "estimate_error": 0.04}]
     Setting("zero3_3b", tmp_path, False, rows=rows).write(MEASURED, "", 90)
     arms = [
         {"stage": 1, "arm": "packed", "mfu": 0.41, "syncs": 0},
         {"stage": 1, "arm": "liger", "mfu": 0.52, "syncs": 0},
     ]
-    Setting(
-        "train_step", tmp_path, False, rows=[*arms, {"stage": 2, "arm": "packed", "failed": "out of memory"}]
-    ).write(FAILED, "train_step ended with 1: error: stage 2\npacked", 3)
+    Setting("step1_3b", tmp_path, False, rows=arms).write(MEASURED, "", 60)
+    failed = [{"stage": 2, "arm": "packed", "failed": "out of memory"}]
+    reason = "train_step ended with 1: error: stage 2\npacked"
+    Setting("step2_3b", tmp_path, False, rows=failed).write(FAILED, reason, 3)
     Setting("tests", tmp_path, False).write(NOT_RUN, "pytest is not installed", 0)
     Setting("demo", tmp_path, cpu=True).write(MEASURED, "", 5)  # of a CPU, so not what the GPU's table wants
     page = gpu_check.summary(tmp_path, cpu=False)
     assert "| measured | 90" in page and "| failed: train_step ended with 1: error: stage 2 packed | 3" in page
     assert "| open, pytest is not installed: `bash benchmarks/gpu_check.sh --parts tests` |" in page
     assert "| demo | the demo preset, both stages | open: `bash" in page
-    assert "stage 1, MFU | >= 0.5 | 0.52 | met |" in page and "host syncs of a micro-batch | <= 0 | 0 | met |" in page
-    assert "stage 2, MFU | >= 0.5 | not measured | open: `bash benchmarks/gpu_check.sh --parts train_step` |" in page
+    assert "stage 1, MFU | >= 0.5 | 0.52 | met |" in page
+    assert "stage 1, host syncs of a micro-batch | <= 0 | 0 | met |" in page
+    assert "stage 2, MFU | >= 0.5 | not measured | open: `bash benchmarks/gpu_check.sh --parts step2_3b` |" in page
     assert "ZeRO-3, memory estimate off by | <= 0.1 | 0.04 | met |" in page and "out of memory" in page
 
 
