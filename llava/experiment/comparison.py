@@ -90,6 +90,7 @@ class Comparison(Experiment):
 
     def work(self) -> None:
         """Every part in its order."""
+        self.check_settings()
         self.part("inputs", {"inputs": self.inputs(*([name] for name in self.prepared()))})
         if self.upstream:
             self.part("upstream LLaVA, baseline", {"upstream": [self.upstream_baseline()]})

@@ -19,7 +19,7 @@ from llava.eval.results import CONTROLS
 from llava.experiment.answers import is_answered
 from llava.experiment.arms import parse_arm
 from llava.experiment.lanes import Measurement, StageStep, Step, run_lanes, words_of
-from llava.experiment.runs import Run
+from llava.experiment.runs import Run, check_flags
 from llava.experiment.stage import WHOLE_RUNS, interpreter
 from llava.launch.devices import available_cores, resolve_devices
 from llava.launch.recipe import STAGES, resolved_run
@@ -81,7 +81,19 @@ class Experiment:
             ValueError: the script refuses them.
         """
         environment = {name: value for name, value in os.environ.items() if name.isupper()}
-        return resolved_run(stage, **environment | self.settings(run, stage))
+        return resolved_run(stage, **environment | self.settings(run, stage) | self.places()[0])
+
+    def check_settings(self) -> None:
+        """Refuses a folder whose runs were trained with other flags than a run would get now.
+
+        Raises:
+            ValueError: such a run; the message has the flags and both values.
+        """
+        for stage in STAGES:
+            if begun := [run for run in self.runs if run.has_begun(stage)]:
+                flags = self.recipe(begun[0], stage)["flags"]
+                for run in begun:
+                    check_flags(run, stage, flags)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import Any
 from llava.experiment.answers import UNTOUCHED
 from llava.experiment.engine import DEMO, Experiment, at_work, show_times
 from llava.experiment.lanes import StageStep, Step, StepError, runs_at_once
-from llava.experiment.runs import Run
+from llava.experiment.runs import NOT_IDENTITY, Run
 from llava.experiment.stage import WHOLE_RUNS, last_step, refuse_ignored
 from llava.launch.cpu import POLICY
 from llava.launch.devices import available_cores, count_of, resolve_devices
@@ -39,8 +39,6 @@ ANSWERS = "answers"  # folder of what each arm answered
 TIMES = "times.json"  # seconds of every step
 SET_UP = "set-up of .venv"
 SETTINGS = "settings.json"  # next to a stage's folder: what decides it
-# Flags that decide where and how often something is written, and nothing about the result.
-_NO_SETTINGS = ("output_dir", "run_name", "report_to", "save_", "logging_", "pretrain_mm_mlp_adapter", "dataloader_")
 
 
 @dataclass
@@ -179,7 +177,7 @@ class Quickstart(Experiment):
     def made_from(self, arm: str, stage: str) -> dict[str, Any]:
         """The stage's flags and its inputs' settings by name; for stage 2 also those of stage 1."""
         flags = self.recipes[arm, stage]["flags"]
-        settings = {name: value for name, value in flags.items() if not name.startswith(_NO_SETTINGS)}
+        settings = {name: value for name, value in flags.items() if not name.startswith(NOT_IDENTITY)}
         for name in ("model_name_or_path", "vision_tower"):
             settings[f"made as, {name}"] = (read_manifest(Path(flags[name])) or {}).get("settings")
         settings["made as, data"] = (read_manifest(Path(flags["data_path"]).parent) or {}).get("settings")

@@ -5,6 +5,7 @@ A comparison trains and scores into `<folder>/seed-<seed>/<arm>/{pretrain,finetu
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,7 @@ from llava.eval.results import LLAVA_COMMIT, Results, read_results
 from llava.eval.score import task_result
 from llava.experiment.arms import BASELINE, parse_arm
 from llava.experiment.stage import LOG_FILE, logged_steps
+from llava.launch.flags import parse_flags
 from llava.launch.recipe import STAGES
 from llava.utils.digests import revision
 from llava.utils.provenance import DONE, RUN_FILE, differences, read_starts
@@ -24,6 +26,10 @@ from llava.utils.versions import software
 QUESTIONS = "questions"
 """The name of the caller's own questions in the table."""
 ABSENT = "(absent)"  # in place of a field that a run does not have
+# Prefixes of the flags that decide where and how often something is written, and no weights.
+NOT_IDENTITY = (
+    "output_dir", "run_name", "report_to", "save_", "logging_", "pretrain_mm_mlp_adapter", "dataloader_", "eval_",
+)  # fmt: skip
 # Prefixes of the fields in which runs may differ.
 ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")
 SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")
@@ -49,8 +55,17 @@ class Run:
     def has_finished(self, stage: str) -> bool:
         return (self.folder(stage) / DONE).is_file()
 
+    def has_begun(self, stage: str) -> bool:
+        return (self.folder(stage) / RUN_FILE).is_file()
+
     def starts(self, stage: str) -> list[dict[str, Any]]:
         return read_starts(self.folder(stage) / RUN_FILE)
+
+    def flags(self, stage: str) -> dict[str, str]:
+        """The flags that the stage was last started with."""
+        words = shlex.split(self.starts(stage)[-1]["provenance"]["command"])
+        first = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
+        return parse_flags(words[first:]).values()
 
     def log(self, stage: str) -> list[dict[str, float]]:
         """The optimizer steps that the stage logged."""
@@ -144,6 +159,18 @@ def check_runs(runs: Sequence[Run], stage: str) -> None:
         if refused:
             again = TRAIN_AGAIN.format(run.folder(stage))
             raise ValueError(f"{stage}: runs to be compared differ{listed(refused, (other.name, run.name))}\n{again}")
+
+
+def check_flags(run: Run, stage: str, flags: Mapping[str, str]) -> None:
+    """Raises ValueError if the stage was trained with other flags than `flags`, but for those of its arm and seed."""
+    own = (*NOT_IDENTITY, "mm_projector_norm", "seed", "local_rank")
+    before, now = ({name: value for name, value in given.items() if not name.startswith(own)}
+                   for given in (run.flags(stage), flags))  # fmt: skip
+    if changed := differences(before, now, ABSENT):
+        raise ValueError(
+            f"{run.folder(stage)} was trained with different flags{listed(changed, ('trained', 'now'))}\n"
+            "Set the variables as they were, or choose another --output-dir."
+        )
 
 
 def check_present(runs: Sequence[Run]) -> None:

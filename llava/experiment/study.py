@@ -144,6 +144,7 @@ class Study(Comparison):
 
     def train(self) -> None:
         """Trains and answers every run, and checks that the runs may be compared."""
+        self.check_settings()
         if not os.environ.get("EVAL_DATA_PATH"):
             records = json.loads((self.pictures / "heldout.json").read_text(encoding="utf-8"))
             self.folder.mkdir(exist_ok=True)

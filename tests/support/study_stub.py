@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import shlex
 import signal
 import sys
 import time
@@ -95,7 +96,8 @@ def train(flags: dict[str, str], other: bool) -> None:
         "devices": {"ranks": 1, "kind": "cpu"},
         **software(("numpy",)),
     }
-    record = {"configuration": start, "provenance": {"started": "2026-01-01T00:00:00+00:00", "command": "train"}}
+    provenance = {"started": "2026-01-01T00:00:00+00:00", "command": shlex.join(sys.argv)}
+    record = {"configuration": start, "provenance": provenance}
     (folder / RUN_FILE).write_text(json.dumps({"format": 1, "starts": [record]}))
     lines, steps = [], max(2, int(flags["max_steps"]))  # -1: an epoch
     every = max(1, round(steps * float(flags.get("eval_steps") or 1)))
