@@ -10,7 +10,6 @@ import base64
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -180,7 +179,7 @@ def is_as_expected(report: dict[str, Any]) -> bool:
 
 
 def export(checkpoint: Path, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier comparison
+    folder.parent.mkdir(parents=True, exist_ok=True)
     command = ["-m", "llava.export", "hf", "--model-path", str(checkpoint), "--output-dir", str(folder)]
     if subprocess.run([sys.executable, *command]).returncode:
         raise ValueError(f"python {' '.join(command)} failed, see above")
