@@ -27,16 +27,21 @@ _FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
 
 
 def set_up_compilation(model: LlavaMetaForCausalLM, args: Any) -> None:
-    """Compiles what `--compile_layers` names, and replaces `auto` by the decision: the tower's layers, or none."""
+    """Compiles what `--compile_layers` names."""
+    decide_compilation(args)
+    if args.compile_layers == "tower":
+        compile_tower(model)
+    elif args.compile_layers:
+        compile_layers(model)
+
+
+def decide_compilation(args: Any) -> None:
+    """Replaces `--compile_layers auto` by what it means here, the tower's layers or none, so that a run records it."""
     if args.compile_layers == "auto":
         reason = _obstacle()
         args.compile_layers = False if reason else "tower"
         if reason and torch.cuda.is_available():  # on a CPU nobody expects it
             logger.info("the vision tower is not compiled: %s", reason)
-    if args.compile_layers == "tower":
-        compile_tower(model)
-    elif args.compile_layers:
-        compile_layers(model)
 
 
 def _obstacle() -> str | None:

@@ -15,6 +15,7 @@ from llava.train.arguments import DataArguments, ModelArguments, TrainingArgumen
 from llava.train.building import build_model, build_trainer, training_tokenizer
 from llava.train.checkpoint import named_save_errors
 from llava.train.closing import print_next_steps
+from llava.train.compilation import decide_compilation
 from llava.train.launch_check import check_launch, spans_nodes
 from llava.train.resume import use_universal_checkpoint
 from llava.train.run_checks import (
@@ -73,6 +74,7 @@ def run(
 ) -> None:
     """Checks flags and launch, and trains while it holds the output folder."""
     check_flags(model_args, data_args, training_args)
+    decide_compilation(training_args)
     if spans_nodes():
         inputs = (model_args.model_name_or_path, model_args.vision_tower, data_args.image_folder)
         inputs += (*(data_args.data_path or "").split(","), model_args.pretrain_mm_mlp_adapter)

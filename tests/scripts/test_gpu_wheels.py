@@ -33,7 +33,7 @@ def test_the_parts_import_nothing_that_is_neither_there_nor_in_a_wheel(tmp_path)
     packages = gpu_wheels.closure(gpu_wheels.BARE, installed, version, {"pydantic"})
     packages |= gpu_wheels.closure(gpu_wheels.needed(), installed, version, gpu_wheels.BARE)
     for name in packages:
-        for distribution in metadata.distributions(name=name):
+        for distribution in list(metadata.distributions(name=name))[:1]:  # setuptools brings copies of some
             for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
                 (tmp_path / top).symlink_to(distribution.locate_file(top))
     modules = "deepspeed, deepspeed.ops.adam, deepspeed.runtime.zero.stage3, pytest, peft, llava.train.train"

@@ -7,7 +7,7 @@ import torch
 from training import LM_AND_PROJECTOR, LORA, flags
 
 from llava.train import zero_choice
-from llava.train.arguments import liger_choice
+from llava.train.arguments import choice
 from llava.train.building import build_model
 from llava.train.flags import FlagParser, parse_flags
 from llava.train.memory import estimate_memory
@@ -39,7 +39,8 @@ def test_auto_compiles_layers_that_fit_unless_the_user_says_otherwise(monkeypatc
     def parsed(argv):
         given = FlagParser().parse_known_args(argv)[0]
         fields = {name: getattr(given, name) for name in ("bits", "lora_enable", "lora_use_dora", "padding_free")}
-        fields |= {"device": torch.device("cuda"), "use_liger_kernel": liger_choice(given.use_liger_kernel)}
+        fields["use_liger_kernel"] = choice("use_liger_kernel", given.use_liger_kernel, "auto")
+        fields["device"] = torch.device("cuda")
         return None, None, SimpleNamespace(**fields, max_tokens_per_micro_batch=64, process_index=0)
 
     config = SimpleNamespace(_attn_implementation="flash_attention_2")
@@ -49,7 +50,7 @@ def test_auto_compiles_layers_that_fit_unless_the_user_says_otherwise(monkeypatc
     for name, stub in stubs.items():
         monkeypatch.setattr(zero_choice, name, stub)
     given = FlagParser().parse_known_args(zero_choice.resolve_auto([*MODEL, "--deepspeed", "auto", *words]))[0]
-    assert (given.deepspeed, given.compile_layers) == (f"deepspeed_configs/zero{zero}.json", compiles)
+    assert (given.deepspeed, given.compile_layers == "True") == (f"deepspeed_configs/zero{zero}.json", compiles)
 
 
 def test_without_auto_the_command_line_stays():
