@@ -22,6 +22,7 @@ BENCHMARKS = (
     "norm_layer",
     "loss_head",
     "train_step",
+    "host_syncs",
     "cpu_step",
     "vs_upstream",
     "vs_peers",

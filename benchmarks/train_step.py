@@ -8,25 +8,24 @@ an arm takes the same samples in several pieces.
 """
 
 import argparse
-import contextlib
 import gc
 import math
 import random
 import sys
 import time
-import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from accelerate.utils import send_to_device
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from benchmarks.common import alternate, spread, write_result
+from benchmarks.host_syncs import TREE, Lines, gpu_syncs
 from benchmarks.shapes import PRESETS, STAGES, build_llava
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
@@ -318,7 +317,7 @@ def measure_size(bench: Bench, tokens: int, arms: list[Arm]) -> list[dict[str, A
             return
         facts[arm.name]["estimate_gib"] = bench.estimate(max(b.positions for b in batches[arm.name])) / 2**30
         bench.backward(batches[arm.name][0])  # compiles and chooses kernels, which waits for the device
-        facts[arm.name]["syncs"] = host_syncs(lambda: bench.backward(batches[arm.name][0]))
+        facts[arm.name] |= host_syncs(lambda: bench.backward(batches[arm.name][0]))
         bench.optimizer.zero_grad(set_to_none=True)
         torch.cuda.reset_peak_memory_stats()
 
@@ -362,7 +361,7 @@ def row(
     if peak := peak_tflops(bench.device):
         line |= {"mfu": tflops / peak}
     if bench.device.type == "cuda":
-        line |= {name: facts[name] for name in ("peak_gib", "estimate_gib", "syncs")}
+        line |= {name: facts[name] for name in ("peak_gib", "estimate_gib", "syncs", "library_syncs")}
     return show(line | {"loss": facts["loss"], "speed_over_padded_plain": None})
 
 
@@ -400,28 +399,14 @@ def _case(line: dict[str, Any]) -> tuple[int, int]:
     return line["stage"], line["micro_batch_tokens"]
 
 
-def host_syncs(compute: Callable[[], Any]) -> int:
-    """How often `compute` makes the host wait for the GPU: by reading a value, or by a call that waits."""
+def host_syncs(compute: Callable[[], Any]) -> dict[str, int]:
+    """How often `compute` makes the host wait for the GPU, and how often of these in code of libraries."""
     torch.cuda.synchronize()
-    calls = 0
-
-    def counted(wait: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return wait(*args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):  # PyTorch warns only where a value is read
-            stack.enter_context(mock.patch.object(owner, "synchronize", counted(owner.synchronize)))
-        seen = stack.enter_context(warnings.catch_warnings(record=True))
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        stack.callback(torch.cuda.set_sync_debug_mode, "default")
+    lines: Lines = Counter()
+    with gpu_syncs(lines):
         compute()
-    return calls + sum("synchronizing CUDA operation" in str(warning.message) for warning in seen)
+    libraries = sum(count for (package, _), count in lines.items() if package not in TREE)
+    return {"syncs": lines.total(), "library_syncs": libraries}
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,0 +1,75 @@
+"""Waits of the host for the device in a step under DeepSpeed are counted, each for the code that waits."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from training import flags
+from two_ranks import run_on_ranks, zero_1, zero_file
+
+from benchmarks import host_syncs
+
+# In a micro-batch and in a step of three. ZeRO-1 synchronizes for gradients once per step, ZeRO-2 in every micro-batch,
+# ZeRO-3 also for its stream's events, as often as there are modules.
+TIMER, NORM = {"deepspeed.utils.timer": (1, 4)}, {"accelerate.utils.deepspeed": (0, 1)}
+PARTITIONING = "deepspeed.runtime.zero.stage_1_and_2"
+CASES = {
+    "zero1": (zero_1(), TIMER | NORM | {PARTITIONING: (0, 1)}),
+    "zero2": ("zero2", TIMER | NORM | {PARTITIONING: (1, 3)}),
+    "zero3": ("zero3", TIMER | NORM),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_libraries_wait_in_a_step_under_deepspeed_and_this_tree_never(tiny, tmp_path, case):
+    config, expected = CASES[case]
+    steps = {"max_steps": host_syncs.STEPS, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
+    argv = flags(tiny, tmp_path / "run", 2, deepspeed=zero_file(config, tmp_path), trial_save=False, **steps)
+    output = run_on_ranks(1, Path(host_syncs.__file__), ["--train", *argv], timeout=600)
+    lines = json.loads(next(line for line in output.splitlines() if line.startswith('[{"package"')))
+    waits = {}
+    for row in lines:
+        micro_batch, step = waits.get(module := row["line"].partition(":")[0], (0, 0))
+        waits[module] = micro_batch + row["in_a_micro_batch"], step + row["in_a_step"]
+    assert expected.items() <= waits.items(), waits
+    packages = {row["package"]: row for row in host_syncs.totals(lines)}
+    assert packages.keys() == set(host_syncs.CODE)
+    assert packages["llava"]["in_a_step"] == packages["transformers"]["in_a_step"] == 0
+    assert packages["accelerate"]["in_a_step"] == 1
+    if case == "zero3":
+        events = waits["deepspeed.runtime.zero.partitioned_param_coordinator"]
+        assert events[0] > 5 and events[1] == 3 * events[0]
+
+
+def own_lines(compute) -> int:
+    """How many waits of `compute` belong to this file."""
+    lines = host_syncs.Counter()
+    with host_syncs.cpu_syncs(lines):
+        compute()
+    assert set(lines) <= {(__name__, line) for _, line in lines}
+    return lines.total()
+
+
+@pytest.mark.parametrize(
+    ("wait", "count"),
+    [
+        (lambda: get_accelerator().synchronize(), 1),
+        (lambda: get_accelerator().current_stream().synchronize(), 1),
+        (lambda: get_accelerator().Stream().synchronize(), 1),
+        (lambda: get_accelerator().Event().synchronize(), 1),
+        (lambda: torch.ones(()).item(), 1),
+        (lambda: bool(torch.ones(()) > 0), 1),
+        (lambda: torch.ones(2).tolist(), 1),
+        (lambda: torch.tensor(1.0, device="cpu"), 1),
+        (lambda: get_accelerator().current_stream().wait_stream(get_accelerator().Stream()), 0),
+        (lambda: get_accelerator().current_stream().wait_event(get_accelerator().Event()), 0),
+        (lambda: get_accelerator().Event().query(), 0),
+        (lambda: torch.tensor(1.0), 0),
+    ],
+)
+def test_calls_that_stop_the_host_are_counted_and_those_that_order_work_are_not(wait, count):
+    assert own_lines(wait) == count
+    assert get_accelerator().is_synchronized_device() and get_accelerator().Stream is None
