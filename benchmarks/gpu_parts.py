@@ -385,12 +385,16 @@ def mfu(setting: Setting) -> None:
 def step_rows(setting: Setting, options: list[Any]) -> None:
     """Adds the rows of a run of benchmarks/train_step.py, even if an arm failed."""
     command = [sys.executable, "-m", "benchmarks.train_step", "--output-dir", setting.work, *options]
-    result = setting.work / "train_step.json"
     try:
         run_logged(setting, "train_step", command)
     finally:
-        if result.is_file():
-            setting.rows += json.loads(result.read_text())["rows"]
+        setting.rows += measured_steps(setting)
+
+
+def measured_steps(setting: Setting) -> list[dict[str, Any]]:
+    """The rows that benchmarks/train_step.py has written for this part so far."""
+    result = setting.work / "train_step.json"
+    return json.loads(result.read_text(encoding="utf-8"))["rows"] if result.is_file() else []
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -14,8 +14,9 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,15 +98,19 @@ def main() -> int:
     if unknown := set(args.arms or ()) - arms.keys():
         parser.error(f"--arms: unknown {', '.join(sorted(unknown))}; this machine has {', '.join(arms)}")
     names = args.arms or [name for name, arm in arms.items() if gpu or arm.layers != COMPILED]
-    rows = []
-    for layers in (PLAIN, COMPILED, LIGER, LIGER_AND_COMPILED_TOWER):
-        for stage in args.stages if any(arms[name].layers == layers for name in names) else ():
-            rows += measure(args, stage, [arms[n] for n in names if arms[n].layers == layers], device, dtype)
-            release(device)  # the model of one stage must be gone before the next
-    rows = compared(rows, 1e-4 if dtype == torch.float32 else 2e-2)
     meta = {name: getattr(args, name) for name in ("preset", "micro_batches", "steps", "repeats")}
     meta["activation_checkpointing"] = args.activation_checkpointing
-    print(write_result(f"train_step{args.suffix}", rows, folder=args.output_dir, dtype=str(dtype), **meta))
+    write = partial(write_result, f"train_step{args.suffix}", folder=args.output_dir, dtype=str(dtype), **meta)
+    measured, rows = [], []
+    for layers in (PLAIN, COMPILED, LIGER, LIGER_AND_COMPILED_TOWER):
+        for stage in args.stages if any(arms[name].layers == layers for name in names) else ():
+            for of_size in measure(args, stage, [arms[n] for n in names if arms[n].layers == layers], device, dtype):
+                measured += of_size
+                rows = compared(measured, 1e-4 if dtype == torch.float32 else 2e-2)
+                if args.output_dir:  # what a killed run has measured; benchmarks/results has whole runs only
+                    write(rows=rows)
+            release(device)  # the model of one stage must be gone before the next
+    print(write(rows=rows))
     failed = [f"stage {row['stage']} {row['arm']}: {row['failed']}" for row in rows if "failed" in row]
     if failed:
         print("error: " + "; ".join(failed), file=sys.stderr)
@@ -292,14 +297,12 @@ class Bench:
 
 def measure(
     args: argparse.Namespace, stage: int, arms: list[Arm], device: torch.device, dtype: torch.dtype
-) -> list[dict[str, Any]]:
-    """One row per size and arm; one that failed has the field `failed`."""
+) -> Iterator[list[dict[str, Any]]]:
+    """For every size, a row per arm; one that failed has the field `failed`."""
     bench = Bench(args, stage, arms, device, dtype)
     bench.prepare(arms[0])
-    rows = []
     for tokens in sizes(args, stage, device, bench.too_large):
-        rows += measure_size(bench, tokens, arms)
-    return rows
+        yield measure_size(bench, tokens, arms)
 
 
 def measure_size(bench: Bench, tokens: int, arms: list[Arm]) -> list[dict[str, Any]]:
@@ -389,7 +392,7 @@ def compared(rows: list[dict[str, Any]], tolerance: float) -> list[dict[str, Any
             checked.append(line)
         elif not abs(line["loss"] - first) <= tolerance * abs(first):
             short = {name: line[name] for name in ("stage", "arm", "micro_batch_tokens", "norm")}
-            checked.append(show(short | {"failed": f"its loss is {line['loss']:.6g}, expected {first:.6g}"}))
+            checked.append(short | {"failed": f"its loss is {line['loss']:.6g}, expected {first:.6g}"})
         else:
             checked.append(line | {"speed_over_padded_plain": slow / line["seconds"] if slow else None})
     return checked

@@ -1,6 +1,7 @@
 """benchmarks/gpu_check.sh on the CPU, and benchmarks/train_step.py, which measures most of its figures."""
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from paths import ROOT
 from transformers import AutoModelForCausalLM
 from warm_python import warm_python
 
-from benchmarks import gpu_check, gpu_parts, shapes, train_step
+from benchmarks import common, gpu_check, gpu_parts, shapes, train_step
 from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, Setting
 from llava.train.memory import CheckpointPlan, MemoryEstimate, memory_line, memory_table
 from llava.utils.processes import descendants, is_running
@@ -88,6 +89,27 @@ def test_a_padded_arm_splits_a_batch_that_does_not_fit(monkeypatch, tmp_path):
     monkeypatch.setattr(train_step.Bench, "on_device", remember)
     status, rows = step_rows(monkeypatch, tmp_path, "--micro-batch-tokens", "800", "--arms", "packed", "padded_plain")
     assert status == 0 and rows[800, "packed"]["pieces"] == 1 and rows[800, "padded_plain"]["pieces"] > 1
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_killed_run_leaves_its_rows_but_no_part_of_the_results(monkeypatch, tmp_path, whole):
+    def sizes(*_):
+        yield [{"stage": 2, "arm": "packed", "micro_batch_tokens": 100, "norm": "none", "loss": 1.0, "seconds": 2.0}]
+        if not whole:
+            raise KeyboardInterrupt
+
+    def written(*options: str) -> list[str]:
+        words = ["train_step", "--preset", "tiny", "--stages", "2", "--arms", "packed", *options]
+        monkeypatch.setattr(sys, "argv", words)
+        with contextlib.nullcontext() if whole else pytest.raises(KeyboardInterrupt):
+            train_step.main()
+        files = list(tmp_path.rglob("train_step.json"))
+        return [row["arm"] for file in files for row in json.loads(file.read_text())["rows"]]
+
+    monkeypatch.setattr(train_step, "measure", sizes)
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    assert written() == ["packed"] * whole
+    assert written("--output-dir", str(tmp_path / "results")) == ["packed"]
 
 
 def test_micro_batches_fit_the_memory(capsys):
@@ -275,6 +297,20 @@ def until(holds, seconds: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_part_that_runs_into_its_limit_keeps_the_rows_of_its_steps(monkeypatch, tmp_path):
+    args = argparse.Namespace(output_dir=tmp_path, cpu=True, limit=2.0)
+    work = Setting("step2_3b", tmp_path, cpu=True).work
+    work.mkdir(parents=True)
+    program = tmp_path / "python"
+    program.write_text(f"""#!/bin/sh\necho '{{"rows": [{{"arm": "packed"}}]}}' >{work}/train_step.json\nsleep 60\n""")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    gpu_check.run_part("step2_3b", args, limit=2.0)
+    result = gpu_check.read(tmp_path, "step2_3b", cpu=True)
+    assert (result["status"], result["reason"]) == (FAILED, "it took longer than 2 s (--limit)")
+    assert result["rows"] == [{"arm": "packed"}] and not work.exists()
 
 
 class Calls:
