@@ -370,7 +370,8 @@ def mfu(setting: Setting) -> None:
     """MFU over the size of the micro-batch, and its figure."""
     from llava.model.loss import has_liger
 
-    arms = ["--arms", "packed", *["liger"] * (has_liger() and not setting.cpu)]
+    # Besides PyTorch's own kernels, what a recipe chooses where Liger is installed and no ZeRO-3 splits the tower.
+    arms = ["--arms", "packed", *["liger_compiled_tower"] * (has_liger() and not setting.cpu)]
     sizes = [1024, 2048, 4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768]
     options = ["--micro-batch-tokens", *sizes, "--steps", 4, "--repeats", 1, "--micro-batches", 2]
     tiny = ["--quick", "--micro-batch-tokens", 256, 512]

@@ -111,7 +111,8 @@ def least(field: str, of: Callable[[dict], bool] = bool) -> Callable[[dict], flo
 
 def best_mfu(stage: int) -> Callable[[dict], float | None]:
     """The best MFU of the arms that compute as the recipe does, with whatever fused kernels there are."""
-    return largest("mfu", lambda row: row["stage"] == stage and row["arm"] in ("packed", "compiled", "liger"))
+    arms = ("packed", "compiled", "liger", "liger_compiled_tower")
+    return largest("mfu", lambda row: row["stage"] == stage and row["arm"] in arms)
 
 
 GPU_TARGETS = (

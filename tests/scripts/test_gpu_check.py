@@ -405,7 +405,8 @@ def test_the_table_has_every_state_and_the_targets(tmp_path):
     Setting("zero3_3b", tmp_path, False, rows=rows).write(MEASURED, "", 90)
     arms = [
         {"stage": 1, "arm": "packed", "mfu": 0.41, "syncs": 0},
-        {"stage": 1, "arm": "liger", "mfu": 0.52, "syncs": 0},
+        {"stage": 1, "arm": "liger_compiled_tower", "mfu": 0.52, "syncs": 0},
+        {"stage": 1, "arm": "no_norm", "mfu": 0.6, "syncs": 0},
     ]
     Setting("step1_3b", tmp_path, False, rows=arms).write(MEASURED, "", 60)
     failed = [{"stage": 2, "arm": "packed", "failed": "out of memory"}]
