@@ -17,10 +17,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from llava.utils.files import write_json
+from llava.utils.files import write_json, write_text
+from llava.utils.versions import code_digest, git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
+COMMIT_NOTE = "commit.txt"
+SOURCES = (
+    "benchmarks/**/*.py", "benchmarks/models/*.json", "deepspeed_configs/*.json", "llava/**/*.py", "playground/**/*.py",
+    "scripts/**/*.sh", "tests/**/*.py",
+)  # fmt: skip
+"""What a figure may depend on; a noted commit is that of a copy only if these are the same."""
 _PACKAGES = (
     "torch", "transformers", "tokenizers", "accelerate", "deepspeed", "numpy", "pillow", "pyarrow",
     "flash-attn", "liger-kernel",
@@ -29,8 +36,6 @@ _PACKAGES = (
 
 def environment() -> dict[str, Any]:
     """Machine, versions and commit, without names of hosts, users or folders."""
-    from llava.utils.versions import git_commit
-
     return {
         "machine": {
             "cpu": _cpu_name(),
@@ -41,9 +46,24 @@ def environment() -> dict[str, Any]:
         },
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "versions": {"python": platform.python_version()} | package_versions(_PACKAGES),
-        # Benchmarks write the results themselves, so a change there is no change of the measured code.
-        "commit": git_commit(ignored=("benchmarks/results", "docs")),
+        "commit": commit(),
     }
+
+
+def commit() -> str | None:
+    """The commit of this tree; in a copy without .git the noted one beside WHEELS, unless the sources have changed."""
+    # Benchmarks write the results themselves, so a change there is no change of the measured code.
+    if known := git_commit(ignored=("benchmarks/results", "docs")):
+        return known
+    note = ROOT / os.environ.get("WHEELS", "") / COMMIT_NOTE
+    noted, _, digest = (note.read_text(encoding="utf-8") if note.is_file() else "").strip().partition(" ")
+    return noted if digest == code_digest(SOURCES) else None
+
+
+def write_commit(folder: Path) -> None:
+    """Notes this tree's commit and the digest of its sources in `folder`; nothing if the commit is unknown."""
+    if known := commit():
+        write_text(folder / COMMIT_NOTE, f"{known} {code_digest(SOURCES)}\n")
 
 
 def package_versions(names: Sequence[str]) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 They are the wheels of the dependencies in pyproject.toml, of DeepSpeed, Liger's kernels and pytest, and of all that
 these require, except what every supported PyTorch and transformers require, and except --have. They have the versions
-of constraints.txt, and are for Linux on x86-64. The folder appears only when it is complete.
+of constraints.txt, and are for Linux on x86-64. The folder appears only when it is complete. It also notes the commit,
+which the results of a copy of this tree without .git then name, as long as the copy's sources are unchanged.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-from benchmarks.common import ROOT
+from benchmarks.common import ROOT, write_commit
 
 EXTRA = ("deepspeed", "liger-kernel", "pytest")
 # What every supported release of PyTorch and transformers requires. Newer releases require more (pydantic), so that the
@@ -81,11 +82,12 @@ def collect(folder: Path, python: str, have: set[str], max_mib: float) -> list[P
                 f"the wheels take {total:.1f} MiB, expected at most {max_mib:g} (--max-mib); name what the other "
                 f"machine has by --have\n{table(collected.iterdir())}"
             )
+        write_commit(collected)
         if folder.exists():
             folder.rmdir()
         collected.chmod(0o755)
         shutil.move(collected, folder)
-    return sorted(folder.iterdir())
+    return sorted(folder.glob("*.whl"))
 
 
 def needed() -> set[str]:

@@ -8,7 +8,8 @@ from importlib import metadata
 import pytest
 from paths import ROOT
 
-from benchmarks import gpu_wheels
+from benchmarks import common, gpu_wheels
+from llava.utils import versions
 
 
 def installed(names: set[str]) -> dict[str, list[str]]:
@@ -43,6 +44,22 @@ def test_the_parts_import_nothing_that_is_neither_there_nor_in_a_wheel(tmp_path)
         command, env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_copy_without_git_has_the_commit_noted_beside_its_wheels(monkeypatch, tmp_path):
+    source = tmp_path / "tree/llava/model.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("a = 1\n")
+    monkeypatch.setattr(versions, "CODE", tmp_path / "tree")
+    monkeypatch.setattr(gpu_wheels, "fetch", lambda names, *_: dict.fromkeys(names, []))
+    monkeypatch.setattr(common, "git_commit", lambda ignored: "8c1f+changes")
+    assert gpu_wheels.collect(tmp_path / "wheels", "3.12", set(), 1) == []
+    monkeypatch.setattr(common, "git_commit", lambda ignored: None)
+    assert common.commit() is None
+    monkeypatch.setenv("WHEELS", str(tmp_path / "wheels"))
+    assert common.environment()["commit"] == "8c1f+changes"
+    source.write_text("a = 2\n")
+    assert common.commit() is None
 
 
 @pytest.mark.parametrize("limit", [1, 3])
