@@ -5,6 +5,8 @@ text norm, as in `layernorm@4x` or `layernorm@default`, and `-fixed` at the end 
 from typing import NamedTuple
 
 BASELINE = "none"
+SEEDS = "number of seeds (42, 43, ...), or a list, as in 1,2 or 7,"
+"""What `parse_seeds` reads, for the help of `--seeds`."""
 FIXED = "-fixed"
 _DEFAULT = "_default"
 

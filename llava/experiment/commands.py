@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from llava.experiment import comparison, study, study_page, study_record
+from llava.experiment.arms import SEEDS, parse_seeds
 from llava.experiment.report import write_report
 from llava.experiment.runs import Run, check_all, check_runs
 from llava.experiment.stage import StepError
@@ -38,24 +39,12 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--arms", type=lambda text: text.split(","), required=True, help="joined by commas, none first"
         )
-        command.add_argument("--seeds", type=listed, required=True, help="joined by commas")
+        command.add_argument("--seeds", required=True, help=SEEDS)
     report_command.add_argument("--questions", action="store_true", help="include the answers to your own questions")
     check_command.add_argument(
         "--stage", choices=STAGES, required=True, help="compare the runs that have finished this stage"
     )
     return top
-
-
-def listed(text: str) -> list[int]:
-    """Seeds joined by commas.
-
-    Raises:
-        argparse.ArgumentTypeError: not all are numbers.
-    """
-    try:
-        return [int(seed) for seed in text.removesuffix(",").split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected seeds joined by commas, as in 42,43; found {text!r}") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,7 +73,7 @@ def page(args: argparse.Namespace) -> None:
 
 
 def runs_of(args: argparse.Namespace) -> list[Run]:
-    return [Run(args.output_dir, seed, arm) for seed in args.seeds for arm in args.arms]
+    return [Run(args.output_dir, seed, arm) for seed in parse_seeds(args.seeds) for arm in args.arms]
 
 
 def check(args: argparse.Namespace) -> None:

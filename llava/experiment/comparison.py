@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llava.eval.score import check_questions
-from llava.experiment.arms import BASELINE, parse_arms, parse_seeds
+from llava.experiment.arms import BASELINE, SEEDS, parse_arms, parse_seeds
 from llava.experiment.engine import DEMO, Experiment, at_work, show_times
 from llava.experiment.lanes import Step
 from llava.experiment.paper import ARMS
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arms", default=",".join(ARMS), help="joined by commas, none first; with another initial norm as in "
         "layernorm@4x or layernorm@default (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--seeds", default="1", help="number of seeds (42, 43, ...), or a list, as in 1,2 (default: 1)")
+    parser.add_argument("--seeds", default="1", help=f"{SEEDS} (default: 1)")
     parser.add_argument(
         "--tasks",
         help="tasks of scripts/evaluate.sh (default: the paper's nine; demo: scenes,stamps, or scenes with DATA_PATH)",

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from llava.eval.results import CONTROLS
 from llava.experiment import answers
-from llava.experiment.arms import parse_arms, parse_seeds
+from llava.experiment.arms import SEEDS, parse_arms, parse_seeds
 from llava.experiment.comparison import Comparison
 from llava.experiment.engine import DEMO, at_work, show_times
 from llava.experiment.lanes import Step, runs_at_once
@@ -266,10 +266,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is trained (default: %(default)s)",
     )
     parser.add_argument("--arms", help=f"joined by commas, none first (default: {ARMS}; --quick: {QUICK_ARMS})")
-    parser.add_argument(
-        "--seeds",
-        help="number of seeds (42, 43, ...), or a list, as in 1,2 (default: 3, or what fits); more can be added later",
-    )
+    parser.add_argument("--seeds", help=f"{SEEDS} (default: 3, or what fits); more can be added later")
     parser.add_argument("--hours", type=float, help="fit steps and seeds to about this many hours")
     parser.add_argument("--quick", action="store_true", help="run every part, with few steps, questions and arms")
     parser.add_argument("--so-far", action="store_true", help="train nothing: write the page from completed seeds")

@@ -5,7 +5,7 @@ import json
 import pytest
 from comparison_runs import change, write_run, write_scores
 
-from llava.experiment.commands import main
+from llava.experiment.commands import main, parser, runs_of
 from llava.experiment.report_tables import configuration_tables
 from llava.experiment.runs import check_present, check_results, check_runs
 from llava.utils.provenance import DONE, RUN_FILE
@@ -124,11 +124,16 @@ def test_check_compares_and_counts_the_finished_runs(runs, capsys):
     assert "config.json" in capsys.readouterr().err
 
 
-def test_seeds_that_are_not_numbers_are_refused_in_one_line(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", "--output-dir", "runs", "--arms", "none,layernorm", "--seeds", "42,x"])
+@pytest.mark.parametrize("name", ["check", "report"])
+def test_check_and_report_read_seeds_as_run_does(tmp_path, capsys, name):
+    words = [name, "--output-dir", str(tmp_path), "--arms", "none,layernorm"]
+    words += ["--stage", "finetune"] * (name == "check")
+    assert main([*words, "--seeds", "42,x"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: argument --seeds: expected seeds joined by commas") and message.count("\n") == 1
+    assert message.startswith("error: --seeds 42,x: expected a count, as in 2, or a list") and message.count("\n") == 1
+    for text, seeds in (("2", [42, 43]), ("7,", [7]), ("7,9", [7, 9])):
+        args = parser().parse_args([*words, "--seeds", text])
+        assert [run.seed for run in runs_of(args)] == [seed for seed in seeds for _ in range(2)]
 
 
 def test_changed_code_or_packages_are_refused_and_another_commit_is_not(runs):

@@ -85,7 +85,7 @@ def test_the_caller_s_own_questions_are_scored_in_every_arm(tmp_path, capsys):
     runs = [write_run(tmp_path, 1, arm, 0.5) for arm in ("none", "layernorm")]
     for run, right in zip(runs, (40, 70), strict=True):
         write_answers(run, right)
-    words = ["report", "--output-dir", str(tmp_path), "--arms", "none,layernorm", "--seeds", "1"]
+    words = ["report", "--output-dir", str(tmp_path), "--arms", "none,layernorm", "--seeds", "1,"]
     assert main([*words, "--questions"]) == 0
     rows = {(row["benchmark"], row["arm"]): row for row in read_csv(tmp_path, "results")}
     ours = rows["questions", "layernorm"]
@@ -146,7 +146,7 @@ def test_score_that_its_samples_do_not_give_is_refused(tmp_path, capsys):
 def test_one_seed_names_what_its_interval_excludes(tmp_path):
     for arm in ("none", "layernorm"):
         write_run(tmp_path, 1, arm, 0.5)
-    compare(tmp_path, ("none", "layernorm"), "1")
+    compare(tmp_path, ("none", "layernorm"), "1,")
     page = (tmp_path / "report.html").read_text()
     assert "One seed" in page and "p leaves aside" not in page
     assert {row["paper"] for row in read_csv(tmp_path, "results")} == {""}
