@@ -4,7 +4,6 @@ ZeRO-2 sends no more bytes than ZeRO-3 in any of the recipes (docs/clusters.md),
 The choice is made before the model is loaded, since ZeRO-3 partitions it while it loads.
 """
 
-from shutil import which
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from llava.model.llava_arch import PROJECTOR_FIELDS, LlavaMetaForCausalLM
 from llava.model.multimodal_encoder.builder import read_vision_config
 from llava.train.arguments import ModelArguments, TrainingArguments
 from llava.train.building import arithmetic_dtype
+from llava.train.compilation import missing_compiler
 from llava.train.flags import FlagParser, parse_flags
 from llava.train.lora import add_lora_by_flags
 from llava.train.memory import CheckpointPlan, estimate_memory, memory_budget
@@ -82,11 +82,11 @@ def planned_model(model_args: ModelArguments, args: TrainingArguments) -> LlavaM
 
 
 def can_compile(model: LlavaMetaForCausalLM, args: TrainingArguments) -> bool:
-    """Whether compiled layers would run on this GPU: with a kernel for packed samples, a C compiler and no adapters."""
+    """Whether compiled layers would run here: on a GPU, with a kernel for packed samples, a compiler, no adapters."""
     packed = (VARLEN, "flash_attention_2", "flash_attention_3")
     return bool(
         args.device.type == "cuda"
         and not args.lora_enable
         and model.config._attn_implementation in packed
-        and which("cc")
+        and not missing_compiler()
     )
