@@ -67,7 +67,7 @@ def test_wheels_that_exceed_the_limit_are_named_and_not_left(monkeypatch, tmp_pa
     def fetch(names, python, folder):
         for name in names:
             (folder / f"{name}-1-py3-none-any.whl").write_bytes(bytes(2**20))
-        return {name: ["large>=2; python_version < '3.13'", "old; python_version < '3.12'"] for name in names}
+        return {name: ["large>=2; python_version < '3.13'", "old; python_version < '3.12'", "torch"] for name in names}
 
     monkeypatch.setattr(gpu_wheels, "fetch", fetch)
     monkeypatch.setattr(gpu_wheels, "needed", lambda: {"small", "torch"})
