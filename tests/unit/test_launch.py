@@ -174,9 +174,9 @@ def test_cuda_visible_devices_needs_torchrun_since_deepspeed_ignores_it():
 
 
 def test_torchrun_rendezvous_over_nodes():
-    words = launcher(NNODES=4, MASTER_ADDR="node-1", MASTER_PORT=29611, NODE_RANK=2)
+    words = launcher(cores=96, NNODES=4, MASTER_ADDR="node-1", MASTER_PORT=29611, NODE_RANK=2)
     meeting = "--node_rank 2 --master_addr node-1 --master_port 29611"
-    assert words == f"env OMP_NUM_THREADS=1 python -m torch.distributed.run --nnodes 4 --nproc_per_node 8 {meeting}"
+    assert words == f"env OMP_NUM_THREADS=12 python -m torch.distributed.run --nnodes 4 --nproc_per_node 8 {meeting}"
     assert "--node_rank 3 " in launcher(NNODES=4, MASTER_ADDR="node-1", SLURM_NODEID=3)
 
 
