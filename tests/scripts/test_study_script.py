@@ -125,6 +125,11 @@ def test_seeds_can_be_added_to_a_finished_study_and_none_can_be_taken_away(study
     assert json.loads((study.out / "study.json").read_text())["seeds"] == [7, 9]
     fewer = study(*flags, "--seeds", "9,")
     assert fewer.returncode == 2 and "--seeds [9]" in fewer.stderr and "plan.json" in fewer.stderr
+    study.seen()
+    refused = study(*flags, "--seeds", "7,9", LEARNING_RATE="0.5")
+    assert refused.returncode == 2 and study.seen() == ["prepare all"]
+    assert f"{study.out}/seed-7/none/pretrain was trained with different flags\n  learning_rate: " in refused.stderr
+    assert "(trained), '0.5' (now)" in refused.stderr
 
 
 @pytest.mark.parametrize(
