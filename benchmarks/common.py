@@ -52,7 +52,7 @@ def environment() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit of this tree; in a copy without .git the noted one beside WHEELS, unless the sources have changed."""
-    # Benchmarks write the results themselves, so a change there is no change of the measured code.
+    # Benchmarks write the results themselves, so a change there does not change the measured code.
     if known := git_commit(ignored=("benchmarks/results", "docs")):
         return known
     note = ROOT / os.environ.get("WHEELS", "") / COMMIT_NOTE

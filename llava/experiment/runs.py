@@ -27,9 +27,7 @@ QUESTIONS = "questions"
 """The name of the caller's own questions in the table."""
 ABSENT = "(absent)"  # in place of a field that a run does not have
 # Prefixes of the flags that decide where and how often something is written, and no weights.
-NOT_IDENTITY = (
-    "output_dir", "run_name", "report_to", "save_", "logging_", "pretrain_mm_mlp_adapter", "dataloader_", "eval_",
-)  # fmt: skip
+NOT_IDENTITY = ("output_dir", "run_name", "report_to", "save_", "logging_", "pretrain_mm_mlp_adapter", "dataloader_")
 # Prefixes of the fields in which runs may differ.
 ARM_FIELDS = ("model.mm_projector_norm", "initial_weights.mm_projector_norm", "config.mm_projector_norm")
 SEED_FIELDS = ("training.seed", "training.data_seed", "order", "initial_weights.mm_mlp_adapter")

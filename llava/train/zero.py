@@ -68,7 +68,7 @@ def build_cpu_adam(args: TrainingArguments) -> None:
     try:
         CPUAdamBuilder().load()
     except Exception as error:  # the compiler's, of any kind
-        lines = str(error).splitlines()
+        lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line for line in lines if "not found" in line or "error:" in line), lines[0])
         raise ValueError(
             f"--deepspeed {args.deepspeed}: offload runs Adam on the CPU, which DeepSpeed could not compile "

@@ -303,6 +303,14 @@ def test_offload_whose_adam_cannot_be_compiled_is_refused_before_a_model_is_load
         check_zero(zero_arguments(2, 2, offload="cpu"))
 
 
+def test_offload_is_refused_by_the_kind_of_an_error_without_a_text(monkeypatch):
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    monkeypatch.setattr(CPUAdamBuilder, "load", lambda self: exec("raise AssertionError"))
+    with pytest.raises(ValueError, match=r"could not compile \(AssertionError\)"):
+        check_zero(zero_arguments(2, 2, offload="cpu"))
+
+
 def test_offloads_adam_is_compiled_without_cudas_toolkit_on_gpus_too():
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder

@@ -7,7 +7,7 @@ from comparison_runs import change, write_run, write_scores
 
 from llava.experiment.commands import main, parser, runs_of
 from llava.experiment.report_tables import configuration_tables
-from llava.experiment.runs import check_present, check_results, check_runs
+from llava.experiment.runs import check_flags, check_present, check_results, check_runs
 from llava.utils.provenance import DONE, RUN_FILE
 from llava.utils.versions import code_digest, version_of
 
@@ -146,3 +146,10 @@ def test_changed_code_or_packages_are_refused_and_another_commit_is_not(runs):
             change(run, stage, "code", {"digest": code_digest(), "commit": "an older one"})
             change(run, stage, "versions", {"torch": version_of("torch"), "not-installed": None})
     check_present(runs)
+
+
+def test_a_rerun_with_other_evaluation_data_is_refused_since_it_may_choose_the_best_weights(tmp_path):
+    run = write_run(tmp_path, 1, "none", 0.5)
+    check_flags(run, "pretrain", {"output_dir": "elsewhere", "seed": "1"})
+    with pytest.raises(ValueError, match=r"eval_data_path: '\(absent\)' \(trained\), 'b.json' \(now\)"):
+        check_flags(run, "pretrain", {"eval_data_path": "b.json"})
