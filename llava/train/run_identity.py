@@ -41,6 +41,11 @@ Settings = dict[str, Setting]
 
 # Flags that say where a run writes and what it continues from.
 _PLACES = {"output_dir", "overwrite_output_dir", "run_name", "resume_from_checkpoint", "local_rank", "hub_token"}
+# Sections of a DeepSpeed configuration that only measure or print.
+_DEEPSPEED_REPORTS = {
+    "timers", "wall_clock_breakdown", "memory_breakdown", "steps_per_print", "dump_state", "flops_profiler",
+    "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet",
+}  # fmt: skip
 # The settings in which a continuation may differ, and why.
 ALLOWED = changeable_flags() | {
     "world_size": "samples stay in order; DeepSpeed's states are converted to a universal checkpoint"
@@ -103,7 +108,7 @@ def run_configuration(
         "model": dataclasses.asdict(model_args),
         "data": dataclasses.asdict(data_args) | {"records": records.key} | mixture,
         "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
-        "deepspeed_config": _json_file(training_args.deepspeed),
+        "deepspeed_config": decisive_deepspeed_config(training_args.deepspeed),
         "adapter": adapter_digest(model_args.pretrain_mm_mlp_adapter),
         "order": order_digest(sample_order(dataset, training_args)),
         "initial_weights": weights_digests(model, training_args.process_index == 0),
@@ -175,5 +180,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _json_file(path: Any) -> Any:
-    return json.loads(Path(path).read_text()) if isinstance(path, str) and path else path
+def decisive_deepspeed_config(given: Any) -> Any:
+    """The configuration that `--deepspeed` names, without what only measures or prints; as given if there is none."""
+    config = json.loads(Path(given).read_text()) if isinstance(given, str) and given else given
+    return {key: value for key, value in config.items() if key not in _DEEPSPEED_REPORTS} if config else config

@@ -13,12 +13,12 @@ from benchmarks import host_syncs
 
 # In a micro-batch and in a step of three. ZeRO-1 synchronizes for gradients once per step, ZeRO-2 in every micro-batch,
 # ZeRO-3 also for its stream's events, as often as there are modules.
-TIMER, NORM = {"deepspeed.utils.timer": (1, 4)}, {"accelerate.utils.deepspeed": (0, 1)}
+NORM = {"accelerate.utils.deepspeed": (0, 1)}
 PARTITIONING = "deepspeed.runtime.zero.stage_1_and_2"
 CASES = {
-    "zero1": (zero_1(), TIMER | NORM | {PARTITIONING: (0, 1)}),
-    "zero2": ("zero2", TIMER | NORM | {PARTITIONING: (1, 3)}),
-    "zero3": ("zero3", TIMER | NORM),
+    "zero1": (zero_1(), NORM | {PARTITIONING: (0, 1)}),
+    "zero2": ("zero2", NORM | {PARTITIONING: (1, 3)}),
+    "zero3": ("zero3", NORM),
 }
 
 
@@ -35,6 +35,7 @@ def test_the_libraries_wait_in_a_step_under_deepspeed_and_this_tree_never(tiny, 
         micro_batch, step = waits.get(module := row["line"].partition(":")[0], (0, 0))
         waits[module] = micro_batch + row["in_a_micro_batch"], step + row["in_a_step"]
     assert expected.items() <= waits.items(), waits
+    assert "deepspeed.utils.timer" not in waits  # the shipped files turn the throughput timer off
     packages = {row["package"]: row for row in host_syncs.totals(lines)}
     assert packages.keys() == set(host_syncs.CODE)
     assert packages["llava"]["in_a_step"] == packages["transformers"]["in_a_step"] == 0

@@ -569,6 +569,7 @@ def test_deepspeed_config_leaves_to_the_trainer_what_the_trainer_knows(name, sta
         assert config[key] == "auto", key
     assert config["bf16"]["enabled"] == config["fp16"]["enabled"] == "auto"
     assert config["data_types"]["grad_accum_dtype"] == "fp32"  # a step adds up many micro-batches
+    assert config["timers"]["throughput"]["enabled"] is False  # it waits for the GPU in every micro-batch
     zero = config["zero_optimization"]
     assert zero["stage"] == stage
     assert zero["reduce_bucket_size"] == "auto"

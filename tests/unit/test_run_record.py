@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from paths import ROOT
 from training import flags
 
 from llava.train.resume import ResumeError, check_identity
-from llava.train.run_identity import default_settings, order_digest, weights_digests
+from llava.train.run_identity import decisive_deepspeed_config, default_settings, order_digest, weights_digests
 from llava.train.run_record import IDENTITY
 from llava.train.train import build_model, parse_arguments, train
 from llava.utils.provenance import RUN_FILE, read_starts
@@ -57,6 +58,15 @@ def test_a_flag_that_the_checkpoints_tree_did_not_have_counts_as_left_out(tmp_pa
     check_identity(tmp_path, now, set(), 4)
     with pytest.raises(ResumeError, match="lora_modules: there 'decoder', now 'tower'"):
         check_identity(tmp_path, now | {"lora_modules": "tower"}, set(), 4)
+
+
+def test_what_deepspeed_only_measures_or_prints_is_not_recorded(tmp_path):
+    shipped = json.loads((ROOT / "deepspeed_configs/zero2.json").read_text())
+    assert shipped.pop("timers")
+    for reports in ({}, {"timers": {}, "wall_clock_breakdown": True}, {"steps_per_print": 1, "comms_logger": {}}):
+        (tmp_path / "zero.json").write_text(json.dumps(shipped | reports))
+        assert decisive_deepspeed_config(str(tmp_path / "zero.json")) == shipped
+    assert [decisive_deepspeed_config(none) for none in (None, "")] == [None, ""]
 
 
 def test_one_bit_of_a_weight_or_two_samples_exchanged_change_the_digest(tiny, tmp_path):
