@@ -48,12 +48,12 @@ def test_a_step_sends_the_bytes_that_step_traffic_says(tiny):
             assert sent[group] == pytest.approx(said, rel=1e-3, abs=200), run
 
 
-def test_auto_takes_zero2_if_whole_weights_fit_and_else_zero3(tiny, tmp_path):
+def test_auto_takes_zero2_if_weights_fit_on_every_rank_and_else_zero3(tiny, tmp_path):
     folders = {stage: tmp_path / f"zero{stage}" for stage in (2, 3)}
     runs = [flags(tiny, folder, 2, deepspeed="auto", **COMPARABLE) for folder in folders.values()]
     file = tmp_path / "runs.json"
     file.write_text(json.dumps(runs))
-    output = run_on_ranks(2, train_by_auto.__file__, [str(file), json.dumps([1e12, 0])], timeout=900)
+    output = run_on_ranks(2, train_by_auto.__file__, [str(file), json.dumps([[1e12, 1e12], [1e12, 0]])], timeout=900)
     for stage, folder in folders.items():
         config = json.loads((folder / "run.json").read_text())["starts"][0]["configuration"]["deepspeed_config"]
         assert config["zero_optimization"]["stage"] == stage

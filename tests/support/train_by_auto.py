@@ -1,19 +1,29 @@
 """Trains runs in turn, each with its own usable memory: `python train_by_auto.py RUNS BYTES`.
 
-RUNS is as for `train_in_turn`, and BYTES a JSON list of what the ranks may take in each run.
+RUNS is as for `train_in_turn`, and BYTES a JSON list of what each rank may take in each run. Every rank raises
+AssertionError where ranks choose different flags; they would hang in training.
 """
 
 import json
+import os
 import sys
 
 import train_in_turn
 
-from llava.train import zero_choice
+from llava.train import training_process, zero_choice
+from llava.train.ranks import from_all
+
+
+def resolve_alike(argv: list[str]) -> list[str]:
+    flags = from_all(zero_choice.resolve_auto(argv))
+    assert all(words == flags[0] for words in flags), f"the ranks choose {[words[-1] for words in flags]}"
+    return flags[0]
 
 
 def main() -> None:
     usable = json.loads(sys.argv.pop())
-    zero_choice.memory_budget = lambda device, parameters: usable.pop(0)
+    zero_choice.memory_budget = lambda device, parameters: usable.pop(0)[int(os.environ["RANK"])]
+    training_process.resolve_auto = resolve_alike
     train_in_turn.main()
 
 
