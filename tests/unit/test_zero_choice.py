@@ -27,18 +27,9 @@ def test_the_estimate_of_a_model_without_weights_is_that_of_the_loaded_one(tiny,
     assert planned == estimate_memory(build_model(model_args, data_args, args), args, 64)
 
 
-@pytest.mark.parametrize(
-    ("usable", "words", "zero", "compiles"),
-    [
-        (100, [], 2, True),
-        (99, [], 3, False),
-        (100, ["--compile_layers", "False"], 2, False),
-        (100, ["--use_liger_kernel"], 2, False),
-        (100, ["--use_liger_kernel", "auto"], 2, True),
-        (100, ["--lora_enable"], 2, False),
-    ],
-)
-def test_auto_compiles_layers_that_fit_unless_the_user_says_otherwise(monkeypatch, usable, words, zero, compiles):
+def chosen(monkeypatch, usable, words):
+    """The ZeRO stage and whether layers are compiled, where ZeRO-2 takes 100 of `usable` bytes on a GPU."""
+
     def parsed(argv):
         given = FlagParser().parse_known_args(argv)[0]
         fields = {name: getattr(given, name) for name in ("bits", "lora_enable", "lora_use_dora", "padding_free")}
@@ -53,7 +44,28 @@ def test_auto_compiles_layers_that_fit_unless_the_user_says_otherwise(monkeypatc
     for name, stub in stubs.items():
         monkeypatch.setattr(zero_choice, name, stub)
     given = FlagParser().parse_known_args(zero_choice.resolve_auto([*MODEL, "--deepspeed", "auto", *words]))[0]
-    assert (given.deepspeed, given.compile_layers == "True") == (f"deepspeed_configs/zero{zero}.json", compiles)
+    return given.deepspeed, given.compile_layers == "True"
+
+
+@pytest.mark.parametrize(
+    ("usable", "words", "zero", "compiles"),
+    [
+        (100, [], 2, True),
+        (99, [], 3, False),
+        (100, ["--compile_layers", "False"], 2, False),
+        (100, ["--use_liger_kernel"], 2, False),
+        (100, ["--use_liger_kernel", "auto"], 2, True),
+        (100, ["--lora_enable"], 2, False),
+    ],
+)
+def test_auto_compiles_layers_that_fit_unless_the_user_says_otherwise(monkeypatch, usable, words, zero, compiles):
+    assert chosen(monkeypatch, usable, words) == (f"deepspeed_configs/zero{zero}.json", compiles)
+
+
+@pytest.mark.parametrize("usable", [99, 100])
+@pytest.mark.parametrize("words", [["--bits", "4"], ["--bits", "8"], ["--lora_use_dora"]])
+def test_auto_takes_zero2_uncompiled_for_quantised_and_dora_runs(monkeypatch, usable, words):
+    assert chosen(monkeypatch, usable, words) == ("deepspeed_configs/zero2.json", False)
 
 
 @pytest.mark.parametrize(
