@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT
-from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PARTS, Setting, measured_steps, run
+from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, PARTS, run
+from benchmarks.gpu_setting import Setting
 from benchmarks.run_all import GPU_TARGETS, number, tables
 from llava.utils.commands import whole
 from llava.utils.files import replacing, write_text
@@ -210,7 +211,7 @@ def run_part(name: str, args: argparse.Namespace, limit: float) -> None:
             reason = f"it took longer than {limit:.4g} s ({cause})"
         finally:
             end(process)
-            setting.rows = measured_steps(setting)  # all that is left of a part that was ended
+            setting.rows = setting.measured_rows()  # all that is left of a part that was ended
             shutil.rmtree(setting.work, ignore_errors=True)
     if not read(args.output_dir, name, args.cpu):
         setting.write(FAILED, reason, time.monotonic() - start)

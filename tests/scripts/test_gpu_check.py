@@ -18,8 +18,9 @@ from paths import ROOT
 from transformers import AutoModelForCausalLM
 from warm_python import warm_python
 
-from benchmarks import common, gpu_check, gpu_parts, shapes, train_step
-from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN, Setting
+from benchmarks import common, gpu_check, gpu_parts, gpu_setting, gpu_training, shapes, train_step
+from benchmarks.gpu_parts import FAILED, MEASURED, NOT_RUN
+from benchmarks.gpu_setting import Setting
 from llava.train.memory import CheckpointPlan, MemoryEstimate, memory_line, memory_table
 from llava.utils.processes import descendants, is_running
 
@@ -192,21 +193,21 @@ def test_shapes_have_the_published_number_of_parameters(preset, billions):
 @pytest.mark.slow
 def test_layers_are_as_many_as_fit(monkeypatch):
     """80 GB hold a frozen 3B model whole; the states of a trained 3B hardly fit, those of a trained 7B do not."""
-    monkeypatch.setattr(gpu_parts, "run_json", lambda command: 79 * 2**30)
-    assert gpu_parts.layers_that_fit("llama-3.2-3b", 1, "zero3", 28) == 28
-    assert 20 <= gpu_parts.layers_that_fit("llama-3.2-3b", 2, "zero3", 28) <= 28
-    assert 2 <= gpu_parts.layers_that_fit("qwen2.5-7b", 2, "zero3", 28) < 20
+    monkeypatch.setattr(gpu_training, "run_json", lambda command: 79 * 2**30)
+    assert gpu_training.layers_that_fit("llama-3.2-3b", 1, "zero3", 28) == 28
+    assert 20 <= gpu_training.layers_that_fit("llama-3.2-3b", 2, "zero3", 28) <= 28
+    assert 2 <= gpu_training.layers_that_fit("qwen2.5-7b", 2, "zero3", 28) < 20
 
 
 def test_the_estimate_is_read_from_the_table_that_a_run_prints():
     estimate = MemoryEstimate(*[2**30] * 5, num_layers=2, layer=2**30, layer_input=0, tower_layers=0, tower_layer=0,
                               tower_layer_input=0)  # fmt: skip
     table = memory_table(estimate, CheckpointPlan(1), budget=2.0**34, tokens=100)
-    assert gpu_parts.estimated_gib(f"12:00:00 llava: {table}\nmore") == estimate.total(CheckpointPlan(1)) / 2**30
+    assert gpu_training.estimated_gib(f"12:00:00 llava: {table}\nmore") == estimate.total(CheckpointPlan(1)) / 2**30
     line = memory_line(estimate, CheckpointPlan(1), budget=2.0**34, tokens=100)
-    assert gpu_parts.estimated_gib(f"12:00:00 llava: {line}\nmore") == estimate.total(CheckpointPlan(1)) / 2**30
-    with pytest.raises(gpu_parts.Failed, match="total with working space"):
-        gpu_parts.estimated_gib("nothing")
+    assert gpu_training.estimated_gib(f"12:00:00 llava: {line}\nmore") == estimate.total(CheckpointPlan(1)) / 2**30
+    with pytest.raises(gpu_setting.Failed, match="total with working space"):
+        gpu_training.estimated_gib("nothing")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -299,18 +300,35 @@ def until(holds, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_a_part_that_runs_into_its_limit_keeps_the_rows_of_its_steps(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("name", "file"), [("step2_3b", "train_step.json"), ("zero3_3b", "rows.json")])
+def test_a_part_that_runs_into_its_limit_keeps_the_rows_that_it_wrote(monkeypatch, tmp_path, name, file):
     args = argparse.Namespace(output_dir=tmp_path, cpu=True, limit=2.0)
-    work = Setting("step2_3b", tmp_path, cpu=True).work
+    work = Setting(name, tmp_path, cpu=True).work
     work.mkdir(parents=True)
     program = tmp_path / "python"
-    program.write_text(f"""#!/bin/sh\necho '{{"rows": [{{"arm": "packed"}}]}}' >{work}/train_step.json\nsleep 60\n""")
+    program.write_text(f"""#!/bin/sh\necho '{{"rows": [{{"arm": "packed"}}]}}' >{work}/{file}\nsleep 60\n""")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    gpu_check.run_part("step2_3b", args, limit=2.0)
-    result = gpu_check.read(tmp_path, "step2_3b", cpu=True)
+    gpu_check.run_part(name, args, limit=2.0)
+    result = gpu_check.read(tmp_path, name, cpu=True)
     assert (result["status"], result["reason"]) == (FAILED, "it took longer than 2 s (--limit)")
     assert result["rows"] == [{"arm": "packed"}] and not work.exists()
+
+
+@pytest.mark.parametrize("name", ["demo", "zero3_3b"])
+def test_the_row_of_a_stage_is_written_before_the_next_stage_trains(monkeypatch, tmp_path, name):
+    def train(setting, stage, variables):
+        written.append([row["stage"] for row in setting.measured_rows()])
+        return [{"loss": 1.0, "peak_memory_gib": 1.0}], "total with working space 1.0"
+
+    written: list[list[int]] = []
+    stubs = {"train": train, "run_logged": lambda *_: "", "write_records": lambda *_: None}
+    for stubbed, stub in stubs.items():
+        monkeypatch.setattr(gpu_training, stubbed, stub)
+    gpu_parts.run(setting := Setting(name, tmp_path, cpu=True))
+    result = gpu_check.read(tmp_path, name, cpu=True)
+    assert written == [[], [1]] and [row["stage"] for row in setting.measured_rows()] == [1, 2]
+    assert result["status"] == MEASURED and result["rows"] == setting.measured_rows()
 
 
 class Calls:
@@ -401,8 +419,9 @@ def test_results_and_logs_are_copied_after_every_part(monkeypatch, tmp_path):
 
 
 def test_the_table_has_every_state_and_the_targets(tmp_path):
-    rows = [{"stage": 2, "config": "zero3", "layers": "28 of 28", "estimate_error": 0.04}]
+    rows = [{"stage": stage, "layers": "28 of 28", "estimate_error": 0.02 * stage} for stage in (1, 2)]
     Setting("zero3_3b", tmp_path, False, rows=rows).write(MEASURED, "", 90)
+    Setting("zero2_3b", tmp_path, False, rows=rows[:1]).write(FAILED, "it took longer than 600 s (--limit)", 600)
     arms = [
         {"stage": 1, "arm": "packed", "mfu": 0.41, "syncs": 0},
         {"stage": 1, "arm": "liger_compiled_tower", "mfu": 0.52, "syncs": 0},
@@ -421,21 +440,22 @@ def test_the_table_has_every_state_and_the_targets(tmp_path):
     assert "stage 1, MFU | >= 0.5 | 0.52 | met |" in page
     assert "stage 1, host syncs of a micro-batch | <= 0 | 0 | met |" in page
     assert "stage 2, MFU | >= 0.5 | not measured | open: `bash benchmarks/gpu_check.sh --parts step2_3b` |" in page
-    assert "ZeRO-3, memory estimate off by | <= 0.1 | 0.04 | met |" in page and "out of memory" in page
+    assert "3B shapes, ZeRO-3, memory estimate off by | <= 0.1 | 0.04 | met |" in page and "out of memory" in page
+    assert "3B shapes, ZeRO-2, memory estimate off by | <= 0.1 | not measured | open: " in page  # stage 1 alone
 
 
 @pytest.mark.parametrize(("name", "package"), [("zero2_3b", "deepspeed"), ("tests", "pytest")])
 def test_a_part_whose_package_is_missing_stays_open(tmp_path, monkeypatch, name, package):
-    monkeypatch.setattr(gpu_parts, "find_spec", lambda module: None)
+    monkeypatch.setattr(gpu_setting, "find_spec", lambda module: None)
     gpu_parts.run(Setting(name, tmp_path, cpu=True))
     assert f"| open, {package} is not installed: `bash" in gpu_check.part_table(tmp_path, cpu=True)
 
 
 def test_the_error_that_a_log_ends_with_is_found():
     log = "step 1\nTraceback:\nValueError: --deepspeed x: no such file\n[INFO] Killing subprocess 7\n\n"
-    assert gpu_parts.last_error(log) == "ValueError: --deepspeed x: no such file"
-    assert gpu_parts.last_error("rank 0: error: out of memory\nbye") == "rank 0: error: out of memory"
-    assert gpu_parts.last_error("") == "it printed nothing"
+    assert gpu_setting.last_error(log) == "ValueError: --deepspeed x: no such file"
+    assert gpu_setting.last_error("rank 0: error: out of memory\nbye") == "rank 0: error: out of memory"
+    assert gpu_setting.last_error("") == "it printed nothing"
 
 
 def test_a_figure_is_drawn_of_what_did_not_fail(tmp_path):
