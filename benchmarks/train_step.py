@@ -3,8 +3,8 @@
 Random weights in the shapes of a preset, synthetic micro-batches with lengths like LLaVA's, one device, data in memory.
 Each arm differs from the first in one thing. Arms take turns; compiled layers and Liger's kernels come after the rest.
 The losses of all arms with the same norm must agree. A failed arm says why, the others continue, and the exit status
-is 1. A micro-batch has the recipe's tokens, or as many as fit by the memory estimate; where padding makes it too large,
-an arm takes the same samples in several pieces.
+is 1, as it is for a stage in which no size fits. A micro-batch has the recipe's tokens, or as many as fit by the memory
+estimate; where padding makes it too large, an arm takes the same samples in several pieces.
 """
 
 import argparse
@@ -62,6 +62,10 @@ class Arm:
     layers: str = PLAIN
 
 
+class NothingFits(Exception):
+    """No requested size fits by the memory estimate; the message names the sizes and their estimates."""
+
+
 @dataclass
 class Pieces:
     """A micro-batch on the device, whole or in pieces, with its counts."""
@@ -101,17 +105,22 @@ def main() -> int:
     meta = {name: getattr(args, name) for name in ("preset", "micro_batches", "steps", "repeats")}
     meta["activation_checkpointing"] = args.activation_checkpointing
     write = partial(write_result, f"train_step{args.suffix}", folder=args.output_dir, dtype=str(dtype), **meta)
-    measured, rows = [], []
+    measured, rows, failed = [], [], []
     for layers in (PLAIN, COMPILED, LIGER, LIGER_AND_COMPILED_TOWER):
-        for stage in args.stages if any(arms[name].layers == layers for name in names) else ():
-            for of_size in measure(args, stage, [arms[n] for n in names if arms[n].layers == layers], device, dtype):
-                measured += of_size
-                rows = compared(measured, 1e-4 if dtype == torch.float32 else 2e-2)
-                if args.output_dir:  # what a killed run has measured; benchmarks/results has whole runs only
-                    write(rows=rows)
+        chosen = [arms[name] for name in names if arms[name].layers == layers]
+        for stage in args.stages if chosen else ():
+            try:
+                for of_size in measure(args, stage, chosen, device, dtype):
+                    measured += of_size
+                    rows = compared(measured, 1e-4 if dtype == torch.float32 else 2e-2)
+                    if args.output_dir:  # what a killed run has measured; benchmarks/results has whole runs only
+                        write(rows=rows)
+            except NothingFits as reason:
+                failed.append(f"stage {stage}, {layers} layers: {reason}")
             release(device)  # the model of one stage must be gone before the next
-    print(write(rows=rows))
-    failed = [f"stage {row['stage']} {row['arm']}: {row['failed']}" for row in rows if "failed" in row]
+    if rows:
+        print(write(rows=rows))
+    failed += [f"stage {row['stage']} {row['arm']}: {row['failed']}" for row in rows if "failed" in row]
     if failed:
         print("error: " + "; ".join(failed), file=sys.stderr)
     return int(bool(failed))
@@ -180,9 +189,16 @@ def expanded(sample: Sample, visual: int) -> int:
 
 
 def sizes(args: argparse.Namespace, stage: int, device: torch.device, fits: Callable[[int], str]) -> list[int]:
-    """Tokens of a micro-batch: those requested if they fit, or the recipe's, lowered until they fit."""
+    """Tokens of a micro-batch: those requested if they fit, or the recipe's, lowered until they fit.
+
+    Raises:
+        NothingFits: none of those requested fits.
+    """
     if args.micro_batch_tokens:
         reasons = {tokens: fits(tokens) for tokens in args.micro_batch_tokens}
+        if all(reasons.values()):
+            tried = "; ".join(f"{tokens} tokens: {reason}" for tokens, reason in reasons.items())
+            raise NothingFits(f"no --micro-batch-tokens fits ({tried}); pass smaller sizes")
         for tokens, reason in reasons.items():
             if reason:
                 print(f"stage {stage}: micro-batches of {tokens} tokens are left out: {reason}", flush=True)

@@ -113,6 +113,31 @@ def test_a_killed_run_leaves_its_rows_but_no_part_of_the_results(monkeypatch, tm
     assert written("--output-dir", str(tmp_path / "results")) == ["packed"]
 
 
+def test_a_stage_for_which_no_size_fits_is_an_error_that_names_the_sizes(monkeypatch, tmp_path, capsys):
+    def budget(device, parameters):
+        return 2**60 if trained["projector"] else 0
+
+    trained = {}
+    set_trainable = train_step.set_trainable
+
+    def remember(model, parts):
+        trained["projector"] = parts == frozenset(train_step.STAGES[1])
+        set_trainable(model, parts)
+
+    monkeypatch.setattr(train_step, "memory_budget", budget)
+    monkeypatch.setattr(train_step, "set_trainable", remember)
+    words = ["--preset", "tiny", "--quick", "--arms", "packed", "--micro-batch-tokens", "100", "300"]
+    for stages, measured in (("2",), []), (("1", "2"), [(1, 100), (1, 300)]):
+        output = tmp_path / "".join(stages)
+        monkeypatch.setattr(sys, "argv", ["train_step", *words, "--output-dir", str(output), "--stages", *stages])
+        assert train_step.main() == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: stage 2, plain layers: no --micro-batch-tokens fits (100 tokens: 0.")
+        assert " GiB estimated, 0.0 usable; 300 tokens: " in error
+        rows = [row for file in output.glob("*.json") for row in json.loads(file.read_text())["rows"]]
+        assert [(row["stage"], row["micro_batch_tokens"]) for row in rows] == measured
+
+
 def test_micro_batches_fit_the_memory(capsys):
     def fits(tokens):
         return "80.1 GiB estimated, 71.0 usable" if tokens > 5000 else ""
