@@ -281,7 +281,7 @@ def summary(output_dir: Path, cpu: bool) -> str:
         part_table(output_dir, cpu),
     ]
     if not cpu:
-        lines += ["", "| what | target | measured | |", "|---|---|---|---|"]
+        lines += ["", "| what | target | measured | status |", "|---|---|---|---|"]
         lines += [target.line(output_dir) for target in GPU_TARGETS]
     for name in PARTS:
         if result := read(output_dir, name, cpu):

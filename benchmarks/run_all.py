@@ -16,21 +16,23 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it also runs as a file
 
 from benchmarks.common import RESULTS, ROOT
+from benchmarks.gpu_parts import PARTS
 
 PAGE = ROOT / "docs/performance.md"
-BENCHMARKS = (
-    "norm_layer",
-    "loss_head",
-    "train_step",
-    "host_syncs",
-    "cpu_step",
-    "vs_upstream",
-    "vs_peers",
-    "data_pipeline",
-    "data_preflight",
-    "startup",
-    "scaling",
-)
+BENCHMARKS = {
+    "norm_layer": "The norm layer",
+    "loss_head": "The loss over the vocabulary",
+    "train_step": "A training step",
+    "host_syncs": "Waits of the host for the device",
+    "cpu_step": "The demo's step on a CPU",
+    "vs_upstream": "Against LLaVA",
+    "vs_peers": "Against other tools",
+    "data_pipeline": "From record to tensors",
+    "data_preflight": "Preparing and preflighting data",
+    "startup": "First batch, and memory of workers",
+    "scaling": "Full micro-batches and even ranks",
+}
+"""The titles of the modules' sections."""
 ON_GPU = "bash benchmarks/gpu_check.sh --parts {part}"  # fills gpu_<part>.json
 
 
@@ -197,7 +199,7 @@ def page() -> str:
         "machine.",
     ]
     for heading, targets in TARGETS.items():
-        lines += ["", f"## {heading}", "", "| what | target | measured | |", "|---|---|---|---|"]
+        lines += ["", f"## {heading}", "", "| what | target | measured | status |", "|---|---|---|---|"]
         lines += [target.line() for target in targets]
     lines += ["", *estimate()]
     notes = ROOT / "benchmarks/notes.md"
@@ -242,7 +244,7 @@ def section(result: dict) -> list[str]:
     meta = {k: v for k, v in result.items() if k not in apart}
     upstream = ", ".join(f"{k} {v}" for k, v in result.get("upstream", {}).items())
     lines = [
-        f"## {result['name']}",
+        f"## {title_of(result['name'])}",
         "",
         f"`{result.get('command') or 'python -m benchmarks.' + module_of(result['name'])}`, {where}, "
         f"torch {environment['versions'].get('torch')}, "
@@ -259,9 +261,25 @@ def tables(rows: list[dict]) -> list[str]:
         kinds.setdefault(tuple(row), []).append(row)
     lines = []
     for columns, alike in kinds.items():
-        lines += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        lines += ["", f"| {' | '.join(map(heading, columns))} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(number(row[column]).replace('|', '/') for column in columns)} |" for row in alike]
     return lines
+
+
+def heading(column: str) -> str:
+    """The words of a column's name, with its unit after a comma."""
+    words, units = column.split("_"), {"s": "s", "ms": "ms", "mib": "MiB", "mb": "MB"}
+    if words[-1] in units and words[-2:-1] != ["per"]:
+        return f"{' '.join(words[:-1])}, {units[words[-1]]}"
+    return " ".join(words)
+
+
+def title_of(name: str) -> str:
+    """What a result is about: a part of the GPU check, or a benchmark and what its command added to the name."""
+    if name.startswith("gpu_"):
+        return f"GPU: {PARTS[name.removeprefix('gpu_')].what}"
+    module = module_of(name)
+    return BENCHMARKS.get(module, module) + name.removeprefix(module).replace("_", ", ", 1)
 
 
 def module_of(name: str) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import re
 import sys
 
 import numpy as np
@@ -11,7 +12,18 @@ import tiny_models
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from benchmarks import common, data_pipeline, data_preflight, inputs, scaling, shapes, startup, vs_peers, vs_upstream
+from benchmarks import (
+    common,
+    data_pipeline,
+    data_preflight,
+    inputs,
+    run_all,
+    scaling,
+    shapes,
+    startup,
+    vs_peers,
+    vs_upstream,
+)
 from benchmarks.peers import recording
 from benchmarks.upstream import data_arm
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -339,3 +351,13 @@ def test_measured_seconds_are_laid_beside_the_estimate(tmp_path, capsys, monkeyp
     with pytest.raises(SystemExit, match="2"):
         scale.main()
     assert "--measured: only with --print pieces, --preset and --stage" in capsys.readouterr().err
+
+
+def test_every_section_and_column_of_the_page_of_results_has_a_title():
+    page = (common.ROOT / "docs/performance.md").read_text()
+    titles = re.findall(r"^## (.*)", page, re.MULTILINE)
+    heads = re.findall(r"^\|(.*)\|\n\|-", page, re.MULTILINE)
+    assert {run_all.title_of(path.stem) for path in common.RESULTS.glob("*.json")} <= set(titles)
+    assert not [title for title in titles if "_" in title] and len(set(titles)) == len(titles)
+    assert not [head for head in heads if "_" in head or not all(map(str.strip, head.split("|")))]
+    assert run_all.title_of("gpu_mfu").startswith("GPU: MFU") and run_all.title_of("loss_head_fp32").endswith(", fp32")
