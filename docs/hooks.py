@@ -23,6 +23,13 @@ PAGES = {
     "patches/README.md": "patches.md",
 }
 """Pages whose files stand outside docs/, where the code host expects them."""
+SEARCH_WEIGHTS = {
+    "troubleshooting": 2,
+    "clusters": 1.5,
+    **dict.fromkeys(("architecture", "contributing", "patches", "tests"), 0.2),
+    **dict.fromkeys(("api/", "changelog", "study-numbers"), 0.02),
+}
+"""Weights in the search of pages whose names begin so; other pages have 1, and those that show a file are left out."""
 LINK = re.compile(r"\[(?P<text>[^]]*)\]\((?!https?:|mailto:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]+)?\)")
 
 
@@ -39,6 +46,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page with links that lead to pages of the site."""
+    for name, weight in SEARCH_WEIGHTS.items():
+        if page.file.src_uri.startswith(name):
+            page.meta["search"] = {"boost": weight}
     here, titles = path_of(page.file.src_uri), dict(titled(config.nav))
 
     def moved(link: re.Match) -> str:

@@ -34,12 +34,12 @@ on_instructions() { # PyTorch's name of them, oneDNN's
 # pytest in an environment with the Pillow that Gradio and trackio need, made once for each state of the requirements.
 with_older_pillow() { # tests
   local python=.venv-pillow12/bin/python stamp
-  stamp=$(cat pyproject.toml constraints.txt | sha256sum)
+  stamp=$(cat pyproject.toml constraints.txt scripts/test_all.sh | sha256sum)
   if [ "$(cat .venv-pillow12/stamp 2>/dev/null)" != "$stamp" ]; then
     "${PYTHON:-python3}" -m venv --clear .venv-pillow12 &&
       "$python" -m pip install -q "$(grep '^torch==' constraints.txt)" &&
       "$python" -m pip install -q -c <(grep -v '^pillow==' constraints.txt) \
-        -e ".[train,playground,dev,web,trackio,wandb]" playwright &&
+        -e ".[train,playground,dev,docs,web,trackio,wandb]" playwright &&
       echo "$stamp" >.venv-pillow12/stamp || return
   fi
   "$python" -m pytest "$@"

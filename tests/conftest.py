@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -126,3 +127,28 @@ def browse(tmp_path_factory, chromium):
         return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def browser(chromium):
+    """Playwright's browser."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The folder of the built site; broken links, anchors and docstrings end the build."""
+    for module in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(module, reason=f"{module} is not installed (EXTRAS=docs bash scripts/setup.sh)")
+    from paths import ROOT
+
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder

@@ -22,7 +22,7 @@ from data_files import POPE_SUFFIX, QUESTIONS, encoded, noise
 from paths import ROOT
 
 pytest.importorskip("gradio", reason="the web page needs Gradio: pip install 'llava[web]'")
-api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+pytest.importorskip("playwright", reason="needs Playwright: pip install playwright")
 
 WIDTHS = {"desk": 1280, "phone": 390}
 PATIENCE = 60_000  # milliseconds
@@ -45,14 +45,6 @@ def address(trained, tmp_path_factory):
     yield line.split()[2]
     server.send_signal(2)
     assert server.wait(30) == 130 and "Traceback" not in log.read_text()
-
-
-@pytest.fixture(scope="module")
-def browser(chromium):
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
