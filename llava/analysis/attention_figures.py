@@ -11,7 +11,7 @@ from PIL import Image
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.output import figure
 from llava.analysis.seen_area import WHOLE, Area
-from llava.utils.presentation import COLOURS, import_pyplot
+from llava.utils.presentation import import_pyplot, looks
 
 COLOUR_MAP, OPACITY = "inferno", 0.65
 
@@ -85,8 +85,10 @@ def draw_profiles(args: argparse.Namespace, results: dict[str, dict[str, Any]]) 
     Args:
         results: per model what `attention.curves` returns.
     """
+    look = looks(results)
     with figure(args, 1, 3, figsize=(12, 3.8), name=f"{args.command}-profiles") as (drawn, axes):
-        for (name, curve), colour in zip(results.items(), COLOURS * len(results), strict=False):
+        for name, curve in results.items():
+            colour = look[name]["color"]
             panels = ("share per row, mean", "share per layer", "entropy per layer")
             for axis, key in zip(axes, panels, strict=True):
                 if key not in curve:

@@ -30,7 +30,7 @@ from llava.analysis.models import NamedModel, required_models
 from llava.analysis.norm_params import checkpoints, step_of
 from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.probe import GROUPS, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL
-from llava.utils.presentation import COLOURS, SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
+from llava.utils.presentation import NEUTRAL, SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR, looks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -343,9 +343,9 @@ def draw_runs(args: argparse.Namespace, measured: dict[str, Measurement], runs: 
 def draw_gap(args: argparse.Namespace, measured: dict[str, Measurement]) -> None:
     """One line per model: the angle that a layer turns text by, as a multiple of the visual tokens' angle."""
     with figure(args, name="update-rates-gap", figsize=(7, 4)) as (drawn, axis):
-        for index, (model, measurement) in enumerate(measured.items()):
-            axis.plot(gap(measurement), color=COLOURS[index % len(COLOURS)], label=model)
-        axis.axhline(1, color="black", linewidth=1, linestyle="--")
+        for model, look in looks(measured).items():
+            axis.plot(gap(measured[model]), label=model, **look)
+        axis.axhline(1, color=NEUTRAL, linewidth=1)
         axis.set(xlabel="layer", yscale="log")  # before the limits are read: a linear scale's may lie below 0
         low, high = axis.get_ylim()
         low, high = min(low, 0.7), max(high, 1.5)
@@ -354,8 +354,5 @@ def draw_gap(args: argparse.Namespace, measured: dict[str, Measurement]) -> None
         axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
         axis.set_ylabel("angle text turns by over\nangle visual tokens turn by")
-        axis.text(0.99, 0.97, "visual tokens slower", transform=axis.transAxes, ha="right", va="top", color="#555555")
-        axis.text(
-            0.99, 0.03, "visual tokens faster", transform=axis.transAxes, ha="right", va="bottom", color="#555555"
-        )
+        axis.set_title("above 1 visual tokens are slower, below 1 faster")  # where no curve is
         drawn.legend(loc="outside lower center", ncols=3)

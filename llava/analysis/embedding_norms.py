@@ -20,7 +20,7 @@ from llava.analysis.output import TableRow, figure, with_paper, write_result
 from llava.analysis.weights import WeightFiles
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import whole
-from llava.utils.presentation import COLOURS
+from llava.utils.presentation import looks
 
 NEEDS = Needs(flags=())
 
@@ -155,9 +155,10 @@ def draw(args: argparse.Namespace, models: list[EmbeddingNorms]) -> None:
     """One curve per model: the share of its tokens at each norm, and its mean."""
     largest = max(float(np.percentile(model.norms, 99.9)) for model in models) * 1.1
     edges = np.linspace(0, largest, 121)
+    look = looks(model.name for model in models)
     with figure(args, figsize=(7, 3.8 + 0.2 * len(models))) as (drawn, axis):
         for index, model in enumerate(models):
-            colour = COLOURS[index % len(COLOURS)]
+            colour = look[model.name]["color"]
             share = 100 * np.histogram(np.clip(model.norms, 0, largest), edges)[0] / len(model.norms)
             mean = model.norms.mean()
             axis.stairs(share, edges, color=colour, fill=len(models) == 1, alpha=0.9, linewidth=4 / (1 + index))

@@ -37,7 +37,7 @@ from llava.model.multimodal_projector.norm import (
     projector_norm,
 )
 from llava.model.pictures import line_up
-from llava.utils.presentation import COLOURS
+from llava.utils.presentation import looks
 
 NEEDS = Needs(OURS, flags=("data",))  # it measures one batch: the --samples of the other commands would be too many
 
@@ -268,9 +268,9 @@ def draw(args: argparse.Namespace, measured: dict[str, dict[str, Arm]]) -> None:
     size = (max(4.2 * len(measured), 6), 4)
     with figure(args, 1, len(measured), figsize=size, sharey=True, squeeze=False) as (drawn, axes):
         for axis, (model, arms) in zip(axes[0], measured.items(), strict=True):
-            for arm, colour in zip(ARMS, COLOURS, strict=False):
+            for arm, look in looks(ARMS).items():
                 values = arms[arm].norms
-                axis.plot(range(len(values)), list(values.values()), "o-", color=colour, markersize=4, label=arm)
+                axis.plot(range(len(values)), list(values.values()), marker="o", markersize=4, label=arm, **look)
             axis.set_xticks(range(len(values)), list(values), rotation=40, ha="right")
             axis.set(title=model, yscale="log")
         axes[0, 0].set_ylabel("L2 norm of the gradient")

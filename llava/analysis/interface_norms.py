@@ -25,7 +25,7 @@ from llava.analysis.probe import VISUAL
 from llava.analysis.resume import resumed
 from llava.analysis.statistics import Stream
 from llava.analysis.weights import WeightFiles
-from llava.utils.presentation import SPECIAL_COLOUR, TEXT_BEFORE_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
+from llava.utils.presentation import SPECIAL_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
 
 NEEDS = Needs()
 
@@ -34,7 +34,7 @@ ENTERING, TEXT_IN = "visual tokens entering the LLM", "text tokens entering the 
 TABLE, TABLE_IN, VOCABULARY = "text embedding matrix", "text embedding matrix as it enters the LLM", "visual vocabulary"
 SINKLESS = ", without sinks"
 COLOURS = {FEATURES: SPECIAL_COLOUR, ENTERING: VISUAL_COLOUR, VOCABULARY: VISUAL_COLOUR, TABLE: TEXT_COLOUR}
-COLOURS |= {TABLE_IN: TEXT_COLOUR, TEXT_IN: TEXT_BEFORE_COLOUR}
+COLOURS |= {TABLE_IN: TEXT_COLOUR, TEXT_IN: TEXT_COLOUR}
 UNSCALED, CONSTANT = 0.01, 0.02
 """Factors on the embeddings this close to 1 count as none, and tokens' factors this close together as one factor."""
 

@@ -27,7 +27,7 @@ from llava.analysis.probe import VISUAL, Batch, Edit, Probe
 from llava.analysis.resume import Rows, resumed
 from llava.analysis.statistics import Stream
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
-from llava.utils.presentation import COLOURS
+from llava.utils.presentation import looks
 
 NEEDS = Needs()
 
@@ -382,7 +382,8 @@ def verdict(model: str, measured: dict[str, Any]) -> str:
 def draw(args: argparse.Namespace, rows: list[dict[str, Any]], details: dict[str, Any]) -> None:
     """KL over alpha with the blank picture's as a line; cosines of keys and values over alpha; KL of the swaps."""
     with figure(args, 1, 3, figsize=(13, 4)) as (drawn, (left, middle, right)):
-        for index, (model, colour) in enumerate(zip(details, COLOURS * len(details), strict=False)):
+        for index, (model, look) in enumerate(looks(details).items()):
+            colour = look["color"]
             own = {row["intervention"]: row for row in rows if row["model"] == model}
             sweep = {float(name.split()[1]): row for name, row in own.items() if name.startswith("alpha")}
             sweep[1.0] = own[UNTOUCHED]

@@ -15,7 +15,7 @@ from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import TableRow, figure, write_result
 from llava.analysis.weights import WeightFiles
 from llava.model.multimodal_projector.norm import NORM_TYPES
-from llava.utils.presentation import COLOURS
+from llava.utils.presentation import looks
 from llava.utils.progress import progress
 
 if TYPE_CHECKING:
@@ -148,9 +148,9 @@ def draw(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
             axis.set(title=title, xlabel="optimizer step")
             axis.margins(x=0.1)
         names = list(dict.fromkeys(row["model"] for row in rows))
-        for name, colour in zip(names, COLOURS * (1 + len(names) // len(COLOURS)), strict=False):
+        for name, look in looks(names).items():
             points = sorted((row for row in rows if row["model"] == name), key=lambda row: row["step"] or 0)
-            _draw_run(axes, name, colour, points)
+            _draw_run(axes, name, look["color"], points)
         for axis in axes:
             axis.set_xlim(left=0)
         drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(names) + 1, 4))

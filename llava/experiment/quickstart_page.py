@@ -18,7 +18,7 @@ from PIL import Image
 from llava.eval.paired import Difference, compare_benchmarks
 from llava.eval.results import Answered
 from llava.experiment import answers
-from llava.experiment.figures import TEXT, VISUAL, analysis_figures, colour_of, data_uri, training_curves
+from llava.experiment.figures import TEXT, VISUAL, analysis_figures, data_uri, training_curves
 from llava.experiment.quickstart import ANSWERS, TIMES
 from llava.experiment.report import aligned, render
 from llava.experiment.report_tables import Rows, analysis_tables
@@ -28,6 +28,7 @@ from llava.experiment.study_record import as_json, start_and_ends
 from llava.utils.commands import whole
 from llava.utils.files import write_json
 from llava.utils.intervals import share_interval
+from llava.utils.presentation import looks
 from llava.utils.versions import git_commit
 from playground.store import PlaygroundError, shown_python
 
@@ -244,7 +245,7 @@ def write_page(
         "scores": score_rows(results),
         "differences": difference_rows({f"{name} minus {arms[0]}": as_json(kinds) for name, kinds in compared.items()}),
         "logged": logged_rows(results),
-        "colours": {arm: colour_of(arms, arm) for arm in arms},
+        "colours": {arm: look["color"] for arm, look in looks(arms).items()},
         "curves": training_curves(list(logs.items())),
         "analysis": analysis_figures(analysis) if args.pictures else [],
         "measured": analysis_tables(analysis) if args.pictures else {},

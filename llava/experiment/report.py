@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from llava.experiment import paper
-from llava.experiment.figures import analysis_figures, colour_of, intervals, training_curves
+from llava.experiment.figures import analysis_figures, intervals, training_curves
 from llava.experiment.report_tables import (
     Statistics,
     analysis_tables,
@@ -27,7 +27,7 @@ from llava.experiment.report_tables import (
 from llava.experiment.runs import Run
 from llava.experiment.study_record import as_json
 from llava.launch.recipe import STAGES
-from llava.utils.presentation import column_names
+from llava.utils.presentation import column_names, looks, number_columns
 from llava.utils.versions import git_commit
 
 
@@ -54,7 +54,7 @@ def write_report(runs: Sequence[Run], folder: Path, questions: bool = False) -> 
         "intervals": intervals({arm: as_json(by_task) for arm, by_task in stats.results.items()}, stats.arms),
         "curves": training_curves([(run.arm, [run.log(stage) for stage in STAGES]) for run in runs]),
         "analysis": analysis_figures(folder / "analysis"),
-        "colours": {arm: colour_of(stats.arms, arm) for arm in stats.arms},
+        "colours": {arm: look["color"] for arm, look in looks(stats.arms).items()},
     }
     written = [folder / "report.html", folder / "report.md"]
     written[0].write_text(render("page.html.jinja", **context, **figures), encoding="utf-8")
@@ -99,8 +99,8 @@ def render(template: str, **context: Any) -> str:
         lstrip_blocks=True,
         finalize=None if html else markdown_text,
     )
-    helpers: dict[str, Any] = {"column_names": column_names, "shown": shown, "script_hash": script_hash}
-    environment.globals.update(helpers | {"quoted": shlex.join})
+    helpers: dict[str, Any] = {"column_names": column_names, "number_columns": number_columns, "shown": shown}
+    environment.globals.update(helpers | {"script_hash": script_hash, "quoted": shlex.join})
     return environment.get_template(template).render(**context)
 
 

@@ -1,16 +1,38 @@
 """How tables and figures look, whichever command writes them."""
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 PAPER = " (paper)"
 """Ends the name of a column with the paper's number; the measured column has the same name without it."""
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; a modality has the same colour in every figure.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# A colour has one meaning in all figures: a kind of token, or a norm. The colour-blind can tell them apart.
 VISUAL_COLOUR, TEXT_COLOUR, TEXT_BEFORE_COLOUR, SPECIAL_COLOUR = "#D55E00", "#0072B2", "#56B4E9", "#999999"
+NORM_COLOURS = {
+    "none": "#000000",
+    "layernorm": "#E69F00",
+    "gwc_layernorm": "#009E73",
+    "rmsnorm": "#CC79A7",
+    "gwc_rmsnorm": "#882255",
+    "scale": "#AA99DD",
+    "gwc_scale": "#332288",
+    "clip": "#66331A",
+}
+NEUTRAL = "#777777"
+"""The colour of what is neither an arm nor a kind of token: chance, pairs of arms."""
+_VARIANTS = {
+    "": (0.0, "-"),
+    "@0.25x": (0.5, ":"),
+    "@4x": (0.3, "--"),
+    "@16x": (-0.45, "-."),
+    "@default": (-0.3, ":"),
+    "-fixed": (-0.45, "--"),
+}
+"""How arms of one norm differ: the share of white in the norm's colour (of black where negative), and the line."""
+_ARM = re.compile(rf"(?P<norm>{'|'.join(NORM_COLOURS)})(?P<variant>(?:_default|@[^/]+?)?(?:-fixed)?)(?:/.*)?")
 STYLE = {
     "figure.dpi": 100,
     "savefig.dpi": 200,
@@ -27,10 +49,38 @@ STYLE = {
     "lines.linewidth": 1.8,
     "legend.frameon": False,
     "legend.fontsize": 9.5,
+    "legend.handlelength": 3.5,  # long enough to tell dashes apart
     "svg.fonttype": "none",  # text stays text, which can be searched and edited
     "svg.hashsalt": "llava",  # the same figure gives the same file
 }
 Row = Mapping[str, Any]
+
+
+def looks(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Colour and line of each arm or model of a figure, as Matplotlib's arguments.
+
+    An arm, also as `arm/stage`, has its own, whatever else is drawn. A variant that is not listed, and a model that is
+    not an arm, take what is left in the figure.
+    """
+    arms = {name: _ARM.fullmatch(name) for name in names}
+    chosen = {name: (arm["norm"], arm["variant"].replace("_default", "@default")) for name, arm in arms.items() if arm}
+    norms = {norm for norm, _ in chosen.values()}
+    every = [(norm, variant) for variant in _VARIANTS for norm in NORM_COLOURS]
+    left = [pair for pair in every if pair not in chosen.values()]
+    for name in arms:
+        norm, variant = chosen.get(name, (None, None))
+        if variant not in _VARIANTS:
+            own = [pair for pair in left if (pair[0] == norm if norm else pair[0] not in norms)]
+            chosen[name] = (own or left or every)[0]
+            left = [pair for pair in left if pair != chosen[name]]
+    return {name: _look(*chosen[name]) for name in arms}
+
+
+def _look(norm: str, variant: str) -> dict[str, str]:
+    share, line = _VARIANTS[variant]
+    parts = (int(NORM_COLOURS[norm][i : i + 2], 16) for i in (1, 3, 5))
+    mixed = (round(part + abs(share) * ((255 if share > 0 else 0) - part)) for part in parts)
+    return {"color": "#" + "".join(f"{part:02X}" for part in mixed), "linestyle": line}
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
@@ -40,15 +90,27 @@ def column_names(rows: Sequence[Row]) -> list[str]:
     return sorted(names, key=lambda name: (order.get(name.removesuffix(PAPER), order[name]), name.endswith(PAPER)))
 
 
+def number_columns(rows: Sequence[Row]) -> set[str]:
+    """Columns to align right: some cell is a number, or all are texts that start with one, as `26.6 (20 to 30)`."""
+    right = set()
+    for name in column_names(rows):
+        cells = [row[name] for row in rows if row.get(name) is not None]
+        texts = [cell for cell in cells if isinstance(cell, str)]
+        numbers = any(isinstance(cell, int | float) and not isinstance(cell, bool) for cell in cells)
+        if numbers or (texts == cells and texts and all(re.match(r"[-+]?\d", text) for text in texts)):
+            right.add(name)
+    return right
+
+
 def format_table(rows: Sequence[Row]) -> str:
     """`rows` as aligned text: numbers to the right with four significant digits, text to the left."""
     columns = column_names(rows)
     cells = [columns] + [[_cell(row.get(name)) for name in columns] for row in rows]
-    numeric = [all(isinstance(row.get(n), int | float | None) for row in rows) for n in columns]
+    right = number_columns(rows)
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     lines = []
     for line in cells:
-        parts = [c.rjust(w) if right else c.ljust(w) for c, w, right in zip(line, widths, numeric, strict=True)]
+        parts = [c.rjust(w) if n in right else c.ljust(w) for c, w, n in zip(line, widths, columns, strict=True)]
         lines.append("  ".join(parts).rstrip())
     return "\n".join(lines)
 

@@ -100,6 +100,8 @@ def test_page_stands_alone_escapes_answers_and_leads_to_every_log(arms):
     assert html.escape("<img src=x", quote=False) in page
     links = re.findall(r'href="([^"]*)"', page)
     assert len(links) == 10 and all((arms.out / link).exists() for link in links)
+    alts = re.findall(r'<img [^>]*alt="([^"]*)"', page)
+    assert alts[:3] == ["Which?"] * 3 and all(re.fullmatch(r"[A-Z].*[.?]", alt) for alt in alts)
     assert "guessing gives 25 %" in page and "It cannot rank the arms" in page and "+37.5 points" in page
 
 

@@ -206,11 +206,12 @@ def drawn(monkeypatch):
 
 
 def covered_points(figure) -> int:
-    """How many points of a figure's curves lie under one of its legends."""
+    """How many points of a figure's curves lie under one of its legends or labels."""
     figure.canvas.draw()
     legends = [*figure.legends, *(axis.get_legend() for axis in figure.axes if axis.get_legend())]
     assert legends
-    boxes = [legend.get_window_extent() for legend in legends]
+    labels = [text for axis in figure.axes for text in axis.texts]
+    boxes = [drawn.get_window_extent() for drawn in (*legends, *labels)]
     count = 0
     for axis in figure.axes:
         paths = [line.get_transform().transform(line.get_xydata()) for line in axis.lines if len(line.get_xdata()) > 2]
@@ -229,7 +230,7 @@ def curves_of(angles):
 
 
 @pytest.mark.slow
-def test_a_legend_covers_no_curve_however_long_the_names_are(tmp_path, drawn):
+def test_legends_and_labels_cover_no_curve_however_long_the_names(tmp_path, drawn):
     norms = np.random.default_rng(0).normal(3, 0.6, 5000)
     names = ("gwc_layernorm/finetune", "none/finetune", "layernorm/finetune")
     embeddings = [EmbeddingNorms(name, "x", 8, norms, []) for name in names]

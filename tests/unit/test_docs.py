@@ -48,6 +48,12 @@ def test_every_link_leads_to_a_file_and_a_heading_of_it(page):
     assert wrong == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_pictures_text_is_a_sentence(page):
+    alts = re.findall(r"!\[([^]]*)\]\(", prose(page))
+    assert [alt for alt in alts if not re.fullmatch(r"[A-Z]\S* .{15,}\.", alt)] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_every_file_of_this_tree_that_a_page_names_is_there(page):
     rooms = "llava|scripts|tests|docs|benchmarks|patches|notebooks|deepspeed_configs|playground"

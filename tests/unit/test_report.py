@@ -128,6 +128,11 @@ def test_page_needs_no_network_and_escapes_what_comes_from_data(report):
     assert markdown_text("a|b\n<i>*") == "a\\|b \\<i\\>\\*"
 
 
+def test_a_pictures_text_is_a_sentence(report):
+    alts = re.findall(r'<img [^>]*alt="([^"]*)"', (report[0] / "report.html").read_text())
+    assert len(alts) > 2 and [alt for alt in alts if not re.fullmatch(r"[A-Z]\S* .{15,}\.", html.unescape(alt))] == []
+
+
 def test_a_difference_that_rounds_to_nothing_has_no_sign():
     assert [markdown_text(round(value, 1)) for value in (-4.6e-16, -0.06, 0.0)] == ["0.0", "-0.1", "0.0"]
     assert [markdown_text(value) for value in (None, True, 3)] == ["", "True", "3"]

@@ -1,6 +1,7 @@
 """The pages of a study: what they have of its record, and which part of docs/study.md is generated."""
 
 import json
+import re
 
 import pytest
 from paths import ROOT
@@ -87,6 +88,8 @@ def test_both_pages_and_every_figure_hold_every_arm_and_escape_names(study, tmp_
     assert main(["page", str(tmp_path)]) == 0
     html = (tmp_path / "study.html").read_text()
     assert "<b>small" not in html and "http" not in html.replace("http-equiv", "") and "improved" in html
+    alts = re.findall(r'<img [^>]*alt="([^"]*)"', html)
+    assert len(alts) == 7 and all(re.fullmatch(r"[A-Z]\S* .{15,}\.", alt) for alt in alts)
     figures = sorted(path.stem for path in (tmp_path / "figures").glob("*.svg"))
     names = ("controls", "dose", "gradients", "intervals", "norms", "rescaling", "training")
     assert figures == [f"study-{name}" for name in names]
@@ -111,6 +114,19 @@ def test_the_pages_in_docs_are_generated_from_the_committed_study(study, tmp_pat
     assert numbers.read_text() == (ROOT / "docs/study-numbers.md").read_text()
     assert all((ROOT / "docs/figures" / path.name).is_file() for path in drawn)
     assert all(str(study["seeds"][0]) in picture.caption for picture in pictures.values())
+
+
+@pytest.mark.parametrize("page", ["study.md", "study-numbers.md"])
+def test_columns_of_numbers_are_aligned_right_and_words_left(page):
+    checked = 0
+    for table in re.findall(r"(?:^\|.*\n)+", (ROOT / "docs" / page).read_text(), re.MULTILINE):
+        lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines()]
+        for name, rule, *cells in zip(*lines, strict=True):
+            numbers = [bool(re.match(r"-?\d", cell)) for cell in cells if cell and cell != "not reached"]
+            if all(numbers) or not any(numbers):
+                assert rule == ("---:" if numbers and all(numbers) else "---"), name
+                checked += 1
+    assert checked > 10
 
 
 def test_the_hand_written_parts_of_a_page_stay(study, tmp_path):
