@@ -41,20 +41,19 @@ class Talk:
     """One arm's conversation about a picture, and what is shown of it.
 
     Attributes:
-        turns: LLaVA's, with the answers that are complete.
-        growing: the question that is being answered and the answer so far; empty when none is.
+        turns: LLaVA's.
         heatmap, norms: of the last answer; a picture, and HTML.
+        before: the conversation without the last question, until all arms have answered it.
     """
 
     turns: list[dict[str, str]] = field(default_factory=list)
-    growing: tuple[str, ...] = ()
     heatmap: Image.Image | None = None
     norms: str = ""
+    before: "Talk | None" = None
 
     def messages(self) -> list[dict[str, str]]:
         """The conversation as chat messages, without the placeholder."""
         texts = [(turn["from"], turn["value"].replace(DEFAULT_IMAGE_TOKEN, "").strip()) for turn in self.turns]
-        texts += zip(("human", "gpt"), self.growing, strict=False)
         roles = {"human": "user", "gpt": "assistant"}
         return [{"role": roles[speaker], "content": text or "(no words)"} for speaker, text in texts]
 
@@ -100,6 +99,8 @@ def ask_all(
 ) -> Iterator[list[Talk]]:
     """Yields all arms' conversations at each change; the arms answer one after the other.
 
+    Only the last step has them without `before`: the arms never remember different questions.
+
     Args:
         talks: the conversations so far, which the first question starts.
         options: of `generate`.
@@ -107,20 +108,26 @@ def ask_all(
     Raises:
         ValueError: see `Assistant.answer`.
     """
-    talks = [replace(talk, growing=(question,), heatmap=None, norms="") for talk in talks]
+    talks = [Talk(with_question(talk.turns, question), before=talk) for talk in without_open_question(talks)]
     yield list(talks)
     for number, arm in enumerate(arms):
-        before, asked = talks[number], with_question(talks[number].turns, question)
+        asked = talks[number].turns
         for text in growing_answer(arm.assistant, asked, picture, **options):
-            talks[number] = replace(before, growing=(question, text + " ..."))
+            talks[number] = replace(talks[number], turns=[*asked, {"from": "gpt", "value": text + " ..."}])
             yield list(talks)
-        talks[number] = Talk([*asked, {"from": "gpt", "value": text}])
+        talks[number] = replace(talks[number], turns=[*asked, {"from": "gpt", "value": text}])
         yield list(talks)
         look = look_of(arm.assistant, arm.probe, asked, picture, text)
         seen = arm.assistant.upright(picture)
         heatmap = None if look.heatmap is None else shown_heatmap(seen, look.heatmap, look.area)
-        talks[number] = replace(talks[number], heatmap=heatmap, norms=norm_bars(look))
+        talks[number] = replace(talks[number], heatmap=heatmap, norms=measured(look))
         yield list(talks)
+    yield [replace(talk, before=None) for talk in talks]
+
+
+def without_open_question(talks: Sequence[Talk]) -> list[Talk]:
+    """The conversations without a question that not all arms have answered."""
+    return [talk.before or talk for talk in talks]
 
 
 class Stopped(Exception):
@@ -169,6 +176,22 @@ def shown_heatmap(picture: Image.Image, heatmap: np.ndarray, area: Area = WHOLE)
     factor = min(max(side, SMALL), LARGE) / side
     size = [max(1, round(length * factor)) for length in picture.size]
     return overlaid(picture.resize(size), heatmap, heatmap.max(), area)
+
+
+def measured(look: Look) -> str:
+    """What is below a heatmap, in HTML: the scale of its colours, and the norms."""
+    return ("" if look.heatmap is None else colour_scale(look.heatmap.max())) + norm_bars(look)
+
+
+def colour_scale(most: float) -> str:
+    """The heatmap's colours, over grey, from 0 to the share of the attention that has the brightest colour, in HTML."""
+    steps = 9
+    drawn = overlaid(Image.new("L", (steps, 1), 128), np.linspace(0, 1, steps)[None], 1)
+    colours = ", ".join(f"rgb{drawn.getpixel((at, 0))}" for at in range(steps))
+    return (
+        f'<div class="scale"><span>0</span><div style="background:linear-gradient(90deg, {colours})"></div>'
+        f"<b>{most:.1%}</b></div><p><small>Each place's share of the attention to the picture.</small></p>"
+    )
 
 
 def norm_bars(look: Look) -> str:

@@ -22,7 +22,7 @@ from llava.analysis.inputs import PLAYGROUND
 from llava.asking import sampling_options
 from llava.asking_flags import add_loading_arguments, add_model_arguments
 from llava.constants import DEFAULT_IMAGE_TOKEN
-from llava.serve.arms import Arm, Talk, ask_all, checked_picture, checked_question
+from llava.serve.arms import Arm, Talk, ask_all, checked_picture, checked_question, without_open_question
 from llava.serve.conversation import load_chat_assistant
 from llava.serve.uploads import may_be_served, refuse_other_files
 from llava.utils.commands import REFUSALS, Parser, exit_status, whole
@@ -32,6 +32,7 @@ from llava.utils.presentation import import_pyplot
 MOST_ARMS, EXAMPLES = 2, 6
 WAITING = 20  # questions in the queue; further ones are refused
 MEGABYTE = 10**6
+HEIGHT, SOURCES_HEIGHT = 260, 40  # of a picture, a map or a chat, and of the bar below the picture, in pixels
 # A browser may load only from this server. Gradio's own scripts and styles are in the page.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -43,8 +44,18 @@ STYLE = """
 .norm .track { background: var(--border-color-primary); height: 14px; border-radius: 3px; }
 .norm .track div { height: 14px; border-radius: 3px; min-width: 2px; }
 .norm b { text-align: right; font-variant-numeric: tabular-nums; }
+.scale { display: grid; grid-template-columns: auto 1fr auto; gap: 8px; align-items: center; padding: 0 4px; }
+.scale div { height: 14px; border-radius: 3px; } .scale + p { margin: 0 4px 8px; }
+.seen img { width: 100%; height: 100%; object-fit: contain; }
 .refusal { color: var(--error-text-color, #b91c1c); font-weight: 600; margin: 4px 0; }
 """
+# A question or an answer that is new in the first arm's chat comes into view.
+SHOW_ANSWER = """(messages) => {
+  const chat = document.getElementById("first-chat"), before = Number(chat.dataset.messages || 0);
+  chat.dataset.messages = messages.length;
+  if (messages.length > before && chat.getBoundingClientRect().bottom > innerHeight)
+    chat.closest(".column").scrollIntoView({behavior: "smooth"});
+}"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,6 +98,7 @@ def run(args: argparse.Namespace) -> None:
         gradio = import_gradio(folder)
         arms = load_arms(args)
         page = build_page(gradio, arms, folder, args)
+        theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
         try:
             page.launch(
                 server_name=args.host,
@@ -99,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
                 ssr_mode=False,
                 footer_links=[],
                 quiet=True,
-                theme=gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+                theme=theme.set(block_info_text_color="*body_text_color"),  # Gradio's is too light to read
                 css=STYLE,
             )
             print(f"the page: {page.local_url}" + (f" and {page.share_url}" if page.share_url else ""), flush=True)
@@ -220,29 +232,36 @@ class Page:
         return self.shown(self.start())
 
     def stop(self, talks: Sequence[Talk]) -> list[object]:
-        """Drops the question that was being answered."""
-        return self.shown([Talk(talk.turns) for talk in talks], "The answer was stopped, the question is dropped.")
+        """Drops the question that was being answered, for all arms; without one the message on the page stays."""
+        kept = without_open_question(talks)
+        state, message, *parts = self.shown(kept, "The answer was stopped, the question is dropped.")
+        return [state, self.same if kept == talks else message, *parts]
 
     def ask(
         self, path: str | None, question: str | None, talks: Sequence[Talk], temperature: float, max_new_tokens: int
     ) -> Iterator[list[object]]:
         """Asks all arms, and yields the outputs while their answers are generated."""
-        shown: list[object] = []
+        kept = without_open_question(talks)
+        state, _, *parts = self.shown(talks)
+        shown = [state, None, *parts]  # what the page has; its message may be any
+
+        def changed(now: Sequence[Talk], message: str = "") -> list[object]:
+            # A picture that is sent again is written again, perhaps while the browser reads it.
+            nonlocal shown
+            before, shown = shown, self.shown(now, message)
+            return [self.same if new == old else new for new, old in zip(shown, before, strict=True)]
+
         try:
             picture = checked_picture(path, self.folder, self.most_bytes, **self.limits)
             question = checked_question(question)
             options = sampling_options(temperature) | {"max_new_tokens": int(max_new_tokens)}
-            for now in ask_all(self.arms, talks, picture, question, **options):
-                # A picture that is sent again is written again, perhaps while the browser reads it.
-                before, shown = shown, self.shown(now)
-                yield [
-                    self.same if before and new == old else new for new, old in zip(shown, before or shown, strict=True)
-                ]
+            for now in ask_all(self.arms, kept, picture, question, **options):
+                yield changed(now)
         except REFUSALS as error:
-            yield self.shown([Talk(talk.turns) for talk in talks], str(error))
+            yield changed(kept, str(error))
         except Exception:
             traceback.print_exc()
-            yield self.shown([Talk(talk.turns) for talk in talks], "This failed; the terminal says why.")
+            yield changed(kept, "This failed; the terminal says why.")
 
 
 def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argparse.Namespace) -> Any:
@@ -254,13 +273,25 @@ def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argpa
         gradio.Markdown("# Ask about a picture")
         state = gradio.State(does.start())
         with gradio.Row():
-            with gradio.Column(scale=2, min_width=280):
-                picture = gradio.Image(label="Picture", type="filepath", sources=["upload", "clipboard"], height=260)
+            with gradio.Column(min_width=280):
+                picture = gradio.Image(
+                    label="Picture",
+                    type="filepath",
+                    sources=["upload", "clipboard"],
+                    height=HEIGHT + SOURCES_HEIGHT,
+                    elem_classes="seen",
+                )
                 # The file as it was uploaded: nothing decodes it before `checked_picture`. (A subclass would say this
                 # as well, and Gradio would write a .pyi file beside this one.)
                 picture.preprocess = lambda payload: payload and payload.path
-            with gradio.Column(scale=3, min_width=280):
-                question = gradio.Textbox(label="Question", lines=2, placeholder="What is in the picture?")
+            with gradio.Column(min_width=280):
+                question = gradio.Textbox(
+                    label="Question",
+                    lines=1,
+                    max_lines=6,
+                    placeholder="What is in the picture?",
+                    info="Enter asks, Shift+Enter starts a line.",
+                )
                 with gradio.Row():
                     ask = gradio.Button("Ask", variant="primary", min_width=80)
                     stop = gradio.Button("Stop", min_width=80)
@@ -271,29 +302,41 @@ def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argpa
                     longest = gradio.Slider(1, 1024, args.max_new_tokens, step=1, label="Maximum tokens of an answer")
         outputs, chats = [state, message], []
         with gradio.Row():
-            for arm in arms:
+            for number, arm in enumerate(arms):
                 with gradio.Column(min_width=300):
                     gradio.Markdown(f"### {arm.name}")
-                    chat = gradio.Chatbot(show_label=False, height=260, render_markdown=False, buttons=["copy"])
+                    chat = gradio.Chatbot(
+                        show_label=False,
+                        height=HEIGHT,
+                        render_markdown=False,
+                        buttons=["copy"],
+                        elem_id=None if number else "first-chat",
+                    )
                     heatmap = gradio.Image(
                         label="Where it looked",
                         interactive=False,
-                        height=260,
+                        height=HEIGHT,
                         format="png",
                         buttons=["download", "fullscreen"],
                         alt_text=f"Where {arm.name} looked in the picture",
+                        elem_classes="seen",
                     )
                     outputs += [chat, heatmap, gradio.HTML()]
                     chats.append(chat)
         if shown_examples := examples():
             gradio.Examples(shown_examples, [picture, question], cache_examples=False)
-        inputs, hidden = [picture, question, state, temperature, longest], {"api_visibility": "private"}
-        alone = {"concurrency_limit": 1, "concurrency_id": "model"}
-        events = [on(does.ask, inputs, outputs, **alone, **hidden) for on in (ask.click, question.submit)]
-        stop.click(does.stop, [state], outputs, cancels=events, **hidden)
-        for on in (reset.click, *(chat.clear for chat in chats)):
-            on(does.reset, None, outputs, cancels=events, **hidden)
-        picture.change(does.new_picture, [picture], [picture, *outputs], cancels=events, **hidden)
+        inputs = [picture, question, state, temperature, longest]
+        # Only one event at a time writes the state: those that cancel a question wait until it has ended.
+        alone = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+        asking = gradio.on([ask.click, question.submit], does.ask, inputs, outputs, trigger_mode="once", **alone)
+        for on, function, takes, gives in (
+            (stop.click, does.stop, [state], outputs),
+            (picture.change, does.new_picture, [picture], [picture, *outputs]),
+            *((on, does.reset, None, outputs) for on in (reset.click, *(chat.clear for chat in chats))),
+        ):
+            on(None, cancels=asking)  # sent first; as an argument of the next line it would be sent when that has ended
+            on(function, takes, gives, **alone)
+        chats[0].change(None, [chats[0]], js=SHOW_ANSWER)
     refuse_other_files(gradio, page, folder)
     return page.queue(max_size=WAITING)
 

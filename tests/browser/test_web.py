@@ -24,17 +24,40 @@ from paths import ROOT
 pytest.importorskip("gradio", reason="the web page needs Gradio: pip install 'llava[web]'")
 pytest.importorskip("playwright", reason="needs Playwright: pip install playwright")
 
+# The command with a second arm that answers a question with "slowly" when told to: when the file argv[1] is there.
+SLOW = """
+import pathlib, sys, time
+from llava.serve import arms, web
+gate, answers = pathlib.Path(sys.argv.pop(1)), arms.growing_answer
+def growing_answer(assistant, turns, picture, **options):
+    if "gwc" in assistant.name and "slowly" in turns[-1]["value"]:
+        while not gate.exists():
+            yield "Ye"
+            time.sleep(0.1)
+    yield from answers(assistant, turns, picture, **options)
+arms.growing_answer = growing_answer
+sys.exit(web.main())
+"""
 WIDTHS = {"desk": 1280, "phone": 390}
 PATIENCE = 60_000  # milliseconds
+STOPPED = "The answer was stopped, the question is dropped."
+MAPS_ARE_THERE = """() => [...document.querySelectorAll('img[alt^=Where]')]
+  .filter(i => i.complete && i.naturalWidth == 384).length == 2"""
 
 
 @pytest.fixture(scope="module")
-def address(trained, tmp_path_factory):
+def gate(tmp_path_factory):
+    """The file that lets the second arm go on."""
+    return tmp_path_factory.mktemp("gate") / "open"
+
+
+@pytest.fixture(scope="module")
+def address(trained, gate, tmp_path_factory):
     """Where the page of two arms is served, with uploads of at most 0.2 MB."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "llava.serve.web", "--port", str(port), "--max-upload", "0.2"]
+    command = [sys.executable, "-c", SLOW, str(gate), "--port", str(port), "--max-upload", "0.2"]
     command += [word for norm in ("none", "gwc_layernorm") for word in ("--model-path", str(trained(norm)))]
     log = tmp_path_factory.mktemp("web") / "log.txt"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -82,9 +105,29 @@ def choose(page, file) -> None:
     page.locator("input[type=file]").first.set_input_files(str(file))
 
 
+def box(page):
+    return page.get_by_role("textbox", name="Question")
+
+
 def ask(page, question: str) -> None:
-    page.get_by_role("textbox", name="Question").fill(question)
+    box(page).fill(question)
     page.get_by_role("button", name="Ask").click()
+
+
+def ask_and_wait(page, picture) -> None:
+    """Asks a first question about a picture and waits for all that the page shows of it."""
+    choose(page, picture)
+    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
+    ask(page, QUESTIONS[0] + POPE_SUFFIX)
+    page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
+    page.wait_for_function(MAPS_ARE_THERE, timeout=PATIENCE)
+
+
+def on_the_page(page) -> list[list[str]]:
+    """What the arms have said and been asked, their maps and their norms."""
+    said = [arm.locator(".message").all_inner_texts() for arm in page.get_by_role("log").all()]
+    maps = page.locator("img[alt^=Where]").evaluate_all("all => all.map(image => image.src)")
+    return [*said, maps, page.locator(".scale, .norms").all_inner_texts()]
 
 
 @pytest.mark.parametrize("where", WIDTHS)
@@ -98,9 +141,11 @@ def test_both_arms_answer_about_an_uploaded_picture(visit, tiny, trained, where)
     answers = [text.strip() for text in page.locator(".message.bot").all_inner_texts()]
     assert len(answers) == 2 and all(answer.startswith("Yes") for answer in answers)
     assert page.get_by_text(re.compile(r"with [\d.e+]+ times the norm of text tokens")).count() == 2
-    page.wait_for_function(
-        "[...document.querySelectorAll('img[alt^=Where]')].filter(i => i.complete && i.naturalWidth == 384).length == 2"
-    )
+    page.wait_for_function(MAPS_ARE_THERE)
+    shown = page.locator(".seen img").evaluate_all("all => all.map(i => [i.clientWidth, i.clientHeight])")
+    assert len(shown) == 3 and shown[0][0] > 250 and shown == [shown[0]] * 3
+    scales = page.locator(".scale").all_inner_texts()
+    assert len(scales) == 2 and all(re.fullmatch(r"0\s+\d+\.\d%", scale) for scale in scales)
     keep_screenshot(page, f"{where}-answered")
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[where]
 
@@ -115,6 +160,106 @@ def test_a_conversation_goes_on_and_is_forgotten(visit, tiny, trained):
         page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
     page.get_by_role("button", name="Reset").click()
     page.wait_for_function("document.querySelectorAll('.message, .norms').length == 0", timeout=PATIENCE)
+
+
+@pytest.fixture
+def waiting(visit, tiny, gate):
+    """A page with one answer of both arms, on which the second arm has not ended its next one, and what it showed."""
+    gate.unlink(missing_ok=True)
+    page = visit(WIDTHS["desk"])
+    ask_and_wait(page, tiny / "data/images/red.png")
+    before = on_the_page(page)
+    assert [len(said) for said in before] == [len(before[0]), len(before[0]), 2, 4]
+    ask(page, "slowly?")
+    page.get_by_text("Ye ...").wait_for(timeout=PATIENCE)
+    yield page, before
+    gate.touch()
+
+
+def test_stop_while_the_second_arm_answers_drops_the_question_for_both(waiting, gate):
+    page, before = waiting
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("alert").get_by_text(STOPPED).wait_for(timeout=PATIENCE)
+    page.wait_for_function(MAPS_ARE_THERE, timeout=PATIENCE)
+    assert on_the_page(page) == before
+    gate.touch()
+    ask(page, "Sure?")
+    page.wait_for_function("document.querySelectorAll('.norms').length == 2 && !document.querySelector('[role=alert]')")
+    first, second, *_ = on_the_page(page)
+    assert [text for text in first if "?" in text] == [text for text in second if "?" in text]
+    assert "slowly?" not in "".join(first + second) and "Sure?" in first
+
+
+def test_reset_while_an_arm_answers_leaves_nothing_of_the_conversation(waiting, gate):
+    page, _ = waiting
+    page.get_by_role("button", name="Reset").click()
+    page.wait_for_function("document.querySelectorAll('.message, .norms').length == 0", timeout=PATIENCE)
+    gate.touch()
+    ask(page, "Sure?")
+    page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
+    assert "slowly?" not in "".join(sum(on_the_page(page)[:2], []))
+
+
+def test_a_question_asked_before_its_picture_was_checked_is_answered(waiting, visit, tiny, gate):
+    page = visit(WIDTHS["desk"])
+    choose(page, tiny / "data/images/blue.png")
+    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
+    ask(page, "Why?")
+    page.wait_for_timeout(500)
+    assert page.locator(".message").count() == 0  # picture and question wait for the other visitor's answer
+    gate.touch()
+    page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
+
+
+def test_stop_without_a_question_says_nothing(visit, tiny):
+    page = visit(WIDTHS["desk"])
+    page.get_by_role("button", name="Stop").click()
+    ask_and_wait(page, tiny / "data/images/red.png")
+    before = on_the_page(page)
+    page.get_by_role("button", name="Stop").click()
+    page.wait_for_timeout(500)
+    assert page.get_by_role("alert").count() == 0 and on_the_page(page) == before
+
+
+@pytest.mark.parametrize(
+    ("question", "sentence"),
+    [("", "Please type a question."), ("a" * 10_001, "the limit is 10,000"), ("why? " * 200, "more than the 512 of")],
+)
+def test_a_refused_question_keeps_answers_maps_and_norms(visit, tiny, question, sentence):
+    page = visit(WIDTHS["desk"])
+    ask_and_wait(page, tiny / "data/images/red.png")
+    before = on_the_page(page)
+    ask(page, question)
+    page.get_by_role("alert").get_by_text(sentence).wait_for(timeout=PATIENCE)
+    page.wait_for_function(MAPS_ARE_THERE, timeout=PATIENCE)
+    assert on_the_page(page) == before
+
+
+def test_enter_asks_and_shift_enter_starts_a_line_as_the_box_says(visit):
+    page = visit(WIDTHS["desk"])
+    page.get_by_text("Enter asks, Shift+Enter starts a line.").wait_for(timeout=PATIENCE)
+    box(page).press_sequentially("Why?")
+    one_line = box(page).bounding_box()["height"]
+    box(page).press("Shift+Enter")
+    box(page).press_sequentially("How?")
+    assert box(page).input_value() == "Why?\nHow?" and page.get_by_role("alert").count() == 0
+    assert box(page).bounding_box()["height"] > one_line
+    box(page).press("Enter")
+    page.get_by_role("alert").get_by_text("Please choose a picture first.").wait_for(timeout=PATIENCE)
+    assert box(page).input_value() == "Why?\nHow?"
+
+
+def test_on_a_phone_the_answer_comes_into_view_and_a_refusal_stays(visit, tiny):
+    page = visit(WIDTHS["phone"])
+    ask(page, "Why?")
+    page.get_by_role("alert").wait_for(timeout=PATIENCE)
+    assert page.evaluate("scrollY") == 0
+    ask_and_wait(page, tiny / "data/images/red.png")
+    page.wait_for_function(
+        """() => { const answer = document.querySelector('.message.bot').getBoundingClientRect();
+                   return answer.top >= 0 && answer.bottom <= innerHeight }""",
+        timeout=PATIENCE,
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,7 +395,7 @@ def test_no_event_opens_or_fetches_what_was_not_uploaded(address, inner, tmp_pat
                 data[place] = {"path": path, **form}
                 stream = joined(address, event, data, f"session{next(count)}")
                 assert told(stream)[-1:] == [SENTENCE], (event, kinds, data, stream)
-    assert next(count) >= 4 * len(paths) * len(FORMS) and requests == []
+    assert next(count) >= 3 * len(paths) * len(FORMS) and requests == []
 
 
 @pytest.mark.parametrize("way", ["call", "run", "api"])
@@ -258,7 +403,7 @@ def test_no_direct_call_opens_or_fetches_what_was_not_uploaded(address, inner, w
     server, requests = inner
     picture = {"path": f"{server}/a.png", "is_stream": True}
     names = [name for _, name, kinds in events(address) if "image" in kinds]
-    assert len(names) == 3
+    assert len(names) == 2
     for name in names:
         body = {"data": [picture] if name == "new_picture" else [picture, "why?", None, 0, 8], "session_hash": way}
         _, text = post(f"{address}gradio_api/{way}/{name}", body)

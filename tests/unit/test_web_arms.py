@@ -20,7 +20,16 @@ from llava.analysis.loading import our_batch
 from llava.analysis.probe import VISUAL
 from llava.asking import load_assistant
 from llava.serve import arms, look, web
-from llava.serve.arms import Arm, Talk, ask_all, bar_width, checked_picture, checked_question, growing_answer
+from llava.serve.arms import (
+    Arm,
+    Talk,
+    ask_all,
+    bar_width,
+    checked_picture,
+    checked_question,
+    growing_answer,
+    without_open_question,
+)
 from llava.serve.uploads import REFUSAL, may_be_served, named_files, uploaded_file
 
 ASK = QUESTIONS[0] + POPE_SUFFIX
@@ -168,10 +177,13 @@ def test_what_is_refused_in_the_generating_thread_is_raised_here(pair):
 
 def test_both_arms_answer_one_after_the_other_and_remember(pair):
     seen = list(ask_all(pair, [Talk(), Talk()], RED, ASK, **GREEDY))
-    assert [len(talks[0].turns) for talks in seen][:2] == [0, 0] and seen[0][1].growing == (ASK,)
-    first_done = next(talks for talks in seen if talks[0].turns)
-    assert not first_done[1].turns
-    end = seen[-1]
+    question = {"role": "user", "content": ASK}
+    assert [talk.messages() for talk in seen[0]] == [[question]] * 2
+    second_begins = next(talks for talks in seen if len(talks[1].turns) > 1)
+    assert second_begins[0].heatmap and second_begins[1].heatmap is None
+    *steps, end = seen
+    assert all(without_open_question(talks) == [Talk(), Talk()] for talks in steps)
+    assert without_open_question(end) == end
     expected = "Yes" if "red" in WARM else "No"
     for talk in end:
         assert talk.messages() == [{"role": "user", "content": ASK}, {"role": "assistant", "content": expected}]
@@ -265,6 +277,16 @@ def test_a_place_that_was_seen_more_is_brighter():
     assert corners == sorted(corners) and len(set(corners)) == 4
 
 
+def test_the_scale_has_the_maps_colours_and_ends_at_its_brightest_place():
+    shares = np.array([[0.0, 0.1], [0.275, 0.625]])
+    drawn = arms.shown_heatmap(Image.new("RGB", (400, 400), (128, 128, 128)), shares)
+    text = arms.measured(look.Look(shares, 3.0, 3.0))
+    colours = [tuple(map(int, rgb.split(", "))) for rgb in re.findall(r"rgb\(([^)]*)\)", text)]
+    assert (colours[0], colours[-1]) == (drawn.getpixel((0, 0)), drawn.getpixel((399, 399)))
+    assert "<span>0</span>" in text and "<b>62.5%</b>" in text
+    assert 'class="scale"' not in arms.measured(look.Look(None, 3.0, 3.0, "why"))
+
+
 def test_bars_stay_on_their_scale():
     widths = [bar_width(norm) for norm in (0.0, 0.05, 0.1, 1, 10, 673, 10_000, 1e9)]
     assert widths == sorted(widths) and widths[0] == 0 and widths[-1] == 100
@@ -310,8 +332,9 @@ def test_asking_shows_the_answers_of_both_arms_and_keeps_them(pair, red, tmp_pat
     last = [[step[i] for step in steps if step[i] != "same"] for i in range(len(steps[0]))]
     talks, message, *shown = [values[-1] for values in last]
     assert message == "" and [talk.turns[1]["value"] for talk in talks] == ["Yes", "Yes"]
+    assert without_open_question(talks) == talks
     assert shown == [value for talk in talks for value in (talk.messages(), talk.heatmap, talk.norms)]
-    assert [len(last[i]) for i in (3, 6)] == [2, 2]  # each heatmap is sent once, and none before it
+    assert [len(last[i]) for i in (3, 6)] == [1, 1]  # each heatmap is sent once
 
 
 @pytest.mark.parametrize(
@@ -325,18 +348,19 @@ def test_asking_shows_the_answers_of_both_arms_and_keeps_them(pair, red, tmp_pat
 )
 def test_a_refused_question_is_reported_and_keeps_the_conversation(pair, red, tmp_path, picture, question, message):
     page = web.Page(pair, tmp_path, 1 << 20)
-    before = [Talk(turns("<image>\nIs <b>?", "No"))] * 2
-    *_, (talks, sentence, *_) = page.ask(red if picture == "red" else picture, question, before, 0, 8)
-    assert [talk.turns for talk in talks] == [before[0].turns] * 2
-    assert message in sentence and 'role="alert"' in sentence
+    before = [Talk(turns("<image>\nIs <b>?", "No"), RED, "norms")] * 2
+    steps = list(page.ask(red if picture == "red" else picture, question, before, 0, 8))
+    talks, sentence, *parts = [[step[i] for step in steps if step[i] is not None] for i in range(len(steps[0]))]
+    assert talks[-1:] in ([], [before]) and message in sentence[-1] and 'role="alert"' in sentence[-1]
+    assert [values[-1:] for values in parts] in ([[]] * 6, [[value] for value in page.shown(before)[2:]])
 
 
 def test_a_bug_is_reported_on_the_page_and_shown_in_the_terminal(pair, red, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(web, "ask_all", lambda *_, **__: 1 / 0)
-    page = web.Page(pair, tmp_path, 1 << 20)
-    *_, (talks, message, *_) = page.ask(red, ASK, page.start(), 0, 8)
+    page = web.Page(pair, tmp_path, 1 << 20, same="same")
+    ((talks, message, *parts),) = page.ask(red, ASK, page.start(), 0, 8)
     assert "the terminal says why" in message and "ZeroDivisionError" in capsys.readouterr().err
-    assert not talks[0].turns
+    assert [talks, *parts] == ["same"] * 7
 
 
 def test_a_name_with_markup_stays_text(pair, tmp_path):
@@ -348,9 +372,12 @@ def test_a_name_with_markup_stays_text(pair, tmp_path):
 
 def test_another_picture_resets_and_a_stopped_question_is_dropped(pair, red, tmp_path):
     page = web.Page(pair, tmp_path, 1 << 20)
-    talks = [Talk(turns("<image>\nWhy?", "So"), growing=("And?", "Beca"))] * 2
-    assert page.stop(talks)[0] == [Talk(turns("<image>\nWhy?", "So"))] * 2 and "stopped" in page.stop(talks)[1]
+    kept = [Talk(turns("<image>\nWhy?", "So"), RED, "norms")] * 2
+    first_has_answered = [Talk(turns("<image>\nWhy?", "So", "And?", "Beca"[:end]), before=kept[0]) for end in (4, 2)]
+    stopped = page.stop(first_has_answered)
+    assert "stopped" in stopped[1] and stopped == page.shown(kept, "The answer was stopped, the question is dropped.")
     page.same = "same"
+    assert page.stop(kept)[:2] == [kept, "same"]
     assert page.new_picture(red)[:3] == ["same", page.start(), ""]
     assert page.new_picture(None)[:3] == ["same", page.start(), "same"]  # the reason for taking it away stays readable
     assert page.reset()[:2] == [page.start(), ""]
