@@ -251,6 +251,7 @@ def test_enter_asks_and_shift_enter_starts_a_line_as_the_box_says(visit):
 
 def test_on_a_phone_the_answer_comes_into_view_and_a_refusal_stays(visit, tiny):
     page = visit(WIDTHS["phone"])
+    page.set_viewport_size({"width": WIDTHS["phone"], "height": 740})  # the first chat is below
     ask(page, "Why?")
     page.get_by_role("alert").wait_for(timeout=PATIENCE)
     assert page.evaluate("scrollY") == 0
