@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it also 
 
 from benchmarks.common import RESULTS, ROOT
 from benchmarks.gpu_parts import PARTS
+from llava.utils.terminal import Help
 
 PAGE = ROOT / "docs/performance.md"
 BENCHMARKS = {
@@ -37,9 +38,10 @@ ON_GPU = "bash benchmarks/gpu_check.sh --parts {part}"  # fills gpu_<part>.json
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--quick", action="store_true", help="small runs, together about 15 minutes on two cores")
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
+    names = f"some of: {' '.join(BENCHMARKS)} (default: all)"
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, metavar="NAME", help=names)
     parser.add_argument("--report", action="store_true", help="run nothing, write docs/performance.md from the results")
     args = parser.parse_args()
     failed = []

@@ -33,6 +33,7 @@ from llava.train.optim import set_trainable
 from llava.train.traffic import step_traffic
 from llava.train.zero import fit_zero
 from llava.utils.paths import ROOT
+from llava.utils.terminal import Help
 
 NAMES = ("llama-3.2-3b", "qwen2.5-7b")
 SCRIPTS = {1: "pretrain", 2: "finetune"}
@@ -265,7 +266,7 @@ def table(header: list[str], rows: Iterator[list[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--peak", type=float, default=PEAK, help="TFLOP/s of a GPU, dense bf16")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of it that a single GPU reaches; an assumption")
     parser.add_argument("--hop-us", type=float, default=5.0, help="time from GPU to GPU in a ring, microseconds")

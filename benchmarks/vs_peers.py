@@ -44,6 +44,7 @@ from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict
 from llava.train.arguments import ModelArguments
 from llava.utils.commands import whole
+from llava.utils.terminal import Help
 
 PEERS_FOLDER = Path(__file__).with_name("peers")
 OURS = "this tree"
@@ -200,7 +201,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     names = [peer.name for peer in PEERS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))

@@ -27,6 +27,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from benchmarks.common import ROOT, check_warmup, emptied, ratio, run_json, spread, write_result
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import whole
+from llava.utils.terminal import Help
 
 TOKENIZER = ROOT / "tests/golden/train/inputs/llama"
 WORDS = ("the", "a", "cat", "dog", "red", "house", "near", "tree", "on", "under", "with", "two", "small", "is", "what")
@@ -80,7 +81,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument(
         "--steps",

@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""Puts the norm after the projector of an upstream LLaVA or LLaVA-NeXT tree, or takes it out again.
+"""Puts the norm after the projector of an upstream LLaVA tree, or takes it out.
 
-  python patches/apply.py TREE             apply the patch that fits TREE; again: says that it is applied already
-  python patches/apply.py TREE --check     change nothing; say whether the patch is applied
+  python patches/apply.py TREE             apply the patch that fits TREE;
+                                           again: says that it is applied
+  python patches/apply.py TREE --check     say whether the patch is applied
   python patches/apply.py TREE --reverse   take it out, to the byte
 
-TREE is the folder that holds `llava/`: an unpacked sdist, a site-packages folder or a checkout. It is recognised by the
-SHA-256 of the files that a patch touches (NAME.sha256 beside NAME.patch); any other tree is refused, and each file that
-differs is named. All files are written or none. Nothing but Python 3.10's standard library is needed.
+TREE, of LLaVA or LLaVA-NeXT, is the folder that holds `llava/`: an unpacked
+sdist, a site-packages folder or a checkout. It is recognised by the SHA-256 of
+the files that a patch touches (NAME.sha256 beside NAME.patch); any other tree
+is refused, and each file that differs is named. All files are written or none.
+Nothing but Python 3.10's standard library is needed.
 
-exit status: 0 done, or applied (--check); 1 not applied (--check only); 2 refused, nothing was changed
+exit status: 0 done, or applied (--check); 1 not applied (--check only);
+             2 refused, nothing was changed
 """
 
 import argparse

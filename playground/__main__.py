@@ -8,6 +8,7 @@ from types import ModuleType
 
 from llava.utils.commands import Parser
 from llava.utils.paths import WORK
+from llava.utils.terminal import HelpWithDefaults
 from playground.options import PICTURES, add_options, settings_from
 from playground.store import PlaygroundError
 
@@ -32,8 +33,8 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     shared.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder that holds every output")
     shared.add_argument("--force", action="store_true", help="remake the output, even if it is complete")
     top = Parser(prog="python -m playground", description=__doc__)
-    commands = top.add_subparsers(dest="command", required=True)
-    style = argparse.ArgumentDefaultsHelpFormatter
+    commands = top.add_subparsers(dest="command", required=True, metavar="command")
+    style = HelpWithDefaults
     for name in INPUTS:
         text = module_of(name).__doc__
         sub = commands.add_parser(name, parents=[shared], help=text, description=text, formatter_class=style)

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Checks the sources without running them. scripts/test.sh and the hooks of .pre-commit-config.yaml call this script.
+# Checks the sources without running them. scripts/test.sh and the hooks of
+# .pre-commit-config.yaml call this script.
 #   bash scripts/lint.sh                 all of them
-#   bash scripts/lint.sh ruff shell      only some of: ruff format types shell files
-#   FIX=1                                ruff and format fix what they can; files always does
+#   bash scripts/lint.sh ruff shell      only some of: ruff format types shell
+#                                        files
+#   FIX=1                                ruff and format fix what they can; files
+#                                        always does
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"

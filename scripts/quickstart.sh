@@ -1,16 +1,23 @@
 #!/usr/bin/env bash
-# A real two-stage MLLM on two CPU cores: prepares a language model, a vision tower and pictures, trains the baseline and
-# the aligned, compensated norm through both stages, and compares them on held-out pictures. About 8 minutes.
-#   --data scenes | stamps | probes       drawn scenes (default), photos of Debian's tuxpaint-stamps-default, or pictures for harder questions
-#   ARMS="none layernorm gwc_layernorm"   which arms to train (default: none gwc_layernorm); on a CPU side by side
-#   OUTPUT_ROOT=folder                    where everything goes (default: outputs/quickstart, or -stamps, -probes)
+# A real two-stage MLLM on two CPU cores: prepares a language model, a vision
+# tower and pictures, trains the baseline and the aligned, compensated norm
+# through both stages, and compares them on held-out pictures. About 8 minutes.
+#   --data scenes | stamps | probes       drawn scenes (default), photos of
+#                                         Debian's tuxpaint-stamps-default, or
+#                                         pictures for harder questions
+#   ARMS="none layernorm gwc_layernorm"   which arms to train (default: none
+#                                         gwc_layernorm); on a CPU side by side
+#   OUTPUT_ROOT=folder                    where everything goes (default:
+#                                         outputs/quickstart, or -stamps, -probes)
 #   SEED=42                               seed of data order and initial projector
-# Steps; what stands left and right of a `|` runs at the same time (llava/experiment/quickstart.py):
+# Steps; what stands left and right of a `|` runs at the same time
+# (llava/experiment/quickstart.py):
 #   .venv
 #   language model | pictures, vision tower
 #   stage 1, stage 2, answers of one arm | the same for the next arm
 #   page: outputs/quickstart/index.html
-# Finished steps are kept; a rerun does only what is missing. Variables of scripts/pretrain.sh apply too.
+# Finished steps are kept; a rerun does only what is missing. Variables of
+# scripts/pretrain.sh apply too.
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Makes .venv at the repository root and installs the package with its pinned dependencies. Every other script calls it.
+# Makes .venv at the repository root and installs the package with its pinned
+# dependencies. Every other script calls it.
 #   PYTHON=python3.12      interpreter to make .venv with (default: python3)
-#   EXTRAS=train,dev       extras of pyproject.toml to install (default: train,playground,dev, and liger where
-#                          PyTorch is a build for NVIDIA GPUs); they add up over calls
-#   LLAVA_PYTHON=/path     an interpreter of your own environment: nothing is installed, the scripts run with it
-# A call that finds nothing changed ends at once; calls at the same time wait for each other.
+#   EXTRAS=train,dev       extras of pyproject.toml to install (default:
+#                          train,playground,dev, and liger where PyTorch is a
+#                          build for NVIDIA GPUs); they add up over calls
+#   LLAVA_PYTHON=/path     an interpreter of your own environment: nothing is
+#                          installed, the scripts run with it
+# A call that finds nothing changed ends at once; calls at the same time wait for
+# each other.
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"

@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# The checks of scripts/lint.sh, then the tests. FAST=1 leaves out slow tests; arguments go to pytest: bash scripts/test.sh -k norm
-#   WORKERS=2    processes that share the test files (default: 2); 0 runs all in one, which --pdb needs
+# The checks of scripts/lint.sh, then the tests. FAST=1 leaves out slow tests;
+# arguments go to pytest: bash scripts/test.sh -k norm
+#   WORKERS=2    processes that share the test files (default: 2); 0 runs all in
+#                one, which --pdb needs
 #   ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2   as on a CPU without AVX-512
-#   COVERAGE=1   also measures which branches of llava/ run, in all processes; takes twice as long
+#   COVERAGE=1   also measures which branches of llava/ run, in all processes;
+#                takes twice as long
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"

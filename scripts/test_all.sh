@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# Runs every part of the tests, each in the environment that it needs, and prints one table. Exits with 1 if a part failed.
+# Runs every part of the tests, each in the environment that it needs, and prints
+# one table. Exits with 1 if a part failed.
 #   bash scripts/test_all.sh                    all of them
-#   bash scripts/test_all.sh chaos browser      only some of: suite numeric chaos browser trackers serving peers
-# suite is scripts/test.sh. numeric repeats what compares numbers on the instructions of older CPUs. chaos breaks real runs.
-# browser and trackers get an environment with an older Pillow, .venv-pillow12, because Gradio and trackio need one.
-# serving asks a quickstart's checkpoints through vLLM; peers trains a few steps with each tool of benchmarks/vs_peers.py.
+#   bash scripts/test_all.sh chaos browser      only some of: suite numeric chaos
+#                                               browser trackers serving peers
+# suite is scripts/test.sh. numeric repeats what compares numbers on the
+# instructions of older CPUs. chaos breaks real runs. browser and trackers get an
+# environment with an older Pillow, .venv-pillow12, because Gradio and trackio
+# need one. serving asks a quickstart's checkpoints through vLLM; peers trains a
+# few steps with each tool of benchmarks/vs_peers.py.
 #   OUTPUT_DIR=outputs/test_all                 folder of each part's log
-#   PYTHON=python3                              interpreter for new environments; LLAVA_PYTHON works as in all scripts
+#   PYTHON=python3                              interpreter for new environments;
+#                                               LLAVA_PYTHON works as in all
+#                                               scripts
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"

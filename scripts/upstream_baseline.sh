@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
-# Trains LLaVA 1.2.2.post1 and this tree on the same model and data, both stages, and prints their losses side by side.
-#   bash scripts/upstream_baseline.sh                       tiny models and data of tests/golden, on the CPU, in minutes
-#   MODEL_PATH=lmsys/vicuna-7b-v1.5 VISION_TOWER=openai/clip-vit-large-patch14-336 PRETRAIN_DATA=... PRETRAIN_IMAGES=... \
-#     FINETUNE_DATA=... FINETUNE_IMAGES=... bash scripts/upstream_baseline.sh                       real ones, on one GPU
-#   PREPARE_ONLY=1 bash scripts/upstream_baseline.sh        only makes upstream's environment
-# It also reads ARMS MAX_STEPS PER_DEVICE_BATCH SEED MODEL_MAX_LENGTH BF16 GRADIENT_CHECKPOINTING TOLERANCE OUTPUT_DIR, and
-# UPSTREAM_VENV and PYTHON for upstream's environment. patches/README.md says what the numbers mean.
+# Trains LLaVA 1.2.2.post1 and this tree on the same model and data, both stages,
+# and prints their losses side by side. Tiny models and data of tests/golden, on
+# the CPU, in minutes:
+#   bash scripts/upstream_baseline.sh
+# Real ones, on one GPU:
+#   MODEL_PATH=lmsys/vicuna-7b-v1.5 PRETRAIN_DATA=... PRETRAIN_IMAGES=... \
+#     VISION_TOWER=openai/clip-vit-large-patch14-336 \
+#     FINETUNE_DATA=... FINETUNE_IMAGES=... bash scripts/upstream_baseline.sh
+# Only upstream's environment:
+#   PREPARE_ONLY=1 bash scripts/upstream_baseline.sh
+# It also reads ARMS MAX_STEPS PER_DEVICE_BATCH SEED MODEL_MAX_LENGTH BF16
+# GRADIENT_CHECKPOINTING TOLERANCE OUTPUT_DIR, and UPSTREAM_VENV and PYTHON for
+# upstream's environment. patches/README.md says what the numbers mean.
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"

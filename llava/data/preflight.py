@@ -39,9 +39,7 @@ _SHOWN = 10
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(
-        "python -m llava.data.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m llava.data.preflight", description=__doc__)
     parser.add_argument("--data_path", required=True, help="records, as the trainer takes them")
     parser.add_argument("--image_folder", help="folder or zip file that the records' image paths start from")
     parser.add_argument("--version", default="v1", help="conversation template of the planned training (default v1)")

@@ -81,9 +81,7 @@ SOURCES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(
-        "python -m llava.data.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("python -m llava.data.prepare", description=__doc__)
     parser.add_argument("source", choices=[*SOURCES, "folder"])
     parser.add_argument("--folder", type=Path, help="where the files are or go; default: where the scripts expect them")
     parser.add_argument("--local_only", action="store_true", help="never download; say what is missing")

@@ -265,7 +265,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEMO,
         help="what is trained (default: %(default)s)",
     )
-    parser.add_argument("--arms", help=f"joined by commas, none first (default: {ARMS}; --quick: {QUICK_ARMS})")
+    defaults = f"default: {ARMS}; --quick: {QUICK_ARMS}".replace(",", ", ")  # so that a line can end between two
+    parser.add_argument("--arms", help=f"joined by commas, none first ({defaults})")
     parser.add_argument("--seeds", help=f"{SEEDS} (default: 3, or what fits); more can be added later")
     parser.add_argument("--hours", type=float, help="fit steps and seeds to about this many hours")
     parser.add_argument("--quick", action="store_true", help="run every part, with few steps, questions and arms")

@@ -1,7 +1,6 @@
 """The trainer's flags as the scripts and the caller give them: each name once, the last one given wins."""
 
 import re
-import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,10 +38,6 @@ class Flags:
     def values(self) -> dict[str, str]:
         """The value of each flag by name; `True` for a flag without a value, as the trainer's parser takes a switch."""
         return {name_of(flag): flag.partition("=")[2] or " ".join(rest) or "True" for flag, *rest in self.given}
-
-    def lines(self) -> list[str]:
-        """One line per flag, as a shell reads it back."""
-        return [shlex.join(words) for words in self.given]
 
 
 def name_of(word: str) -> str:
@@ -83,7 +78,7 @@ def check_by_trainer(flags: Flags, python: str, environment: Mapping[str, str]) 
     if not Path(python).exists():
         return False
     quiet = {**environment, "PYTHONPATH": f"{CODE}:{environment.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
-    command = [python, "-m", "llava.train.flags", *flags.words()]
+    command = [python, "-m", "llava.train.check_flags", *flags.words()]
     done = subprocess.run(command, capture_output=True, text=True, env=quiet)
     if done.returncode == 2:
         message = done.stderr.strip().splitlines()[-1].removeprefix("error: ")

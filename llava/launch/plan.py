@@ -17,6 +17,7 @@ from llava.launch.inputs import Input, check_inputs
 from llava.launch.passed_on import other_nodes, word_for_hosts
 from llava.launch.settings import Refusal, is_on, one_of
 from llava.utils.paths import shipped
+from llava.utils.terminal import command, hung
 
 ADDED = ("gradient_accumulation_steps", "bf16", "tf32", "run_name")  # flags that follow from devices and folder
 
@@ -158,22 +159,21 @@ def installed_version(python: str, package: str) -> str:
         return ""
 
 
-def command_text(plan: Plan, entry: str = "", indent: str = "") -> str:
-    """The whole command as a shell reads it, one flag per line."""
-    first = shlex.join([*plan.launch.command(), entry or plan.entry])
-    lines = [first, *(f"  {line}" for line in plan.given_flags.lines())]
-    return " \\\n".join(indent + line for line in lines)
+def command_text(plan: Plan, entry: str, width: int, indent: str = "") -> str:
+    """The whole command as a shell reads it, one flag per line, in lines of at most `width` columns."""
+    lines = [[*plan.launch.command(), entry], *plan.given_flags.given]
+    return command(([shlex.quote(word) for word in words] for words in lines), width, indent)
 
 
-def show(plan: Plan) -> str:
-    """Configuration, command and inputs, as a run prints them first."""
+def show(plan: Plan, width: int) -> str:
+    """Configuration, command and inputs in lines of at most `width` columns, as a run prints them first."""
     lines = ["configuration"]
-    lines += [f"  {name:<20} {text}" for name, text in configuration(plan)]
-    lines += ["command", command_text(plan, indent="  "), "inputs"]
+    lines += [hung(f"  {name:<20} ", text, width) for name, text in configuration(plan)]
+    lines += ["command", command_text(plan, plan.entry, width, indent="  "), "inputs"]
     for each in plan.inputs:
-        lines.append(f"  {each.state:<8} {each.what:<14} {each.value}")
+        lines.append(hung(f"  {each.state:<8} {each.what:<14} ", each.value, width))
         if each.is_problem:
-            lines.append(f"  {'':<8} {'':<14} -> {each.hint}")
+            lines.append(hung(f"  {'':<8} {'':<14} -> ", each.hint, width))
     if any(each.is_relative for each in plan.inputs):
         lines.append(f"  relative paths start at {Path.cwd()}")
     if plan.other_nodes:

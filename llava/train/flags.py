@@ -1,26 +1,23 @@
 """The trainer's command line: it shows every flag in its group, and refuses with a reason what cannot work here.
 
-The flags themselves, with types, defaults and help texts, are the fields of `llava.train.arguments`. A dry run of the
-scripts calls `python -m llava.train.flags FLAGS`, which parses them and does nothing else.
+The flags themselves, with types, defaults and help texts, are the fields of `llava.train.arguments`.
 """
 
 import argparse
 import copy
 import dataclasses
-import sys
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
 from transformers import HfArgumentParser
 
-from llava.anyres import check_modes
-from llava.conversation import get_template
-from llava.model.multimodal_projector.norm import NORM_FIELDS, ProjectorNormArguments
+from llava.model.multimodal_projector.norm import NORM_FIELDS
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.sections import FLAGS, SECTIONS, TRAINING_SECTIONS
 from llava.utils.commands import Parser, program_name
 from llava.utils.names import nearest_name
+from llava.utils.terminal import HelpWithDefaults
 
 REST = "other flags of the Hugging Face Trainer, as its documentation says"
 GROUPS = ("model", "norm", "data", *(section.title for section in TRAINING_SECTIONS), REST)
@@ -105,7 +102,7 @@ class FlagParser(Parser, HfArgumentParser):
             description="Trains a LLaVA, stage 1 or stage 2. A switch --x alone means True; --x False, or --no_x where "
             "the default is True, means False. Hyphens stand for underscores.",
             epilog=f"Accepted as well, with the values that LLaVA's scripts pass: {', '.join(sorted(_HIDDEN))}.",
-            formatter_class=_Formatter,
+            formatter_class=HelpWithDefaults,
             allow_abbrev=False,
         )
         for title in GROUPS:
@@ -144,30 +141,3 @@ class FlagParser(Parser, HfArgumentParser):
         known = [action.option_strings[0] for action in self._actions if action.help != argparse.SUPPRESS]
         meant = nearest_name(name, known)
         self.error(f"{name} is not a flag" + (f"; did you mean {meant}?" if meant else ""))
-
-
-class _Formatter(argparse.HelpFormatter):
-    """Adds the default to a flag's help, if there is one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        if action.default in (None, "", argparse.SUPPRESS) or action.default == []:
-            return action.help or ""
-        return f"{action.help} (default: %(default)s)"
-
-
-def main() -> int:
-    """Returns 0, or ends the process with status 2 if a flag is wrong; does not check what needs model or device."""
-    parser = FlagParser()
-    parsed, _ = parser.parse_known_args(sys.argv[1:])
-    try:
-        get_template(parsed.version)
-        ProjectorNormArguments(**{name: getattr(parsed, name) for name in NORM_FIELDS})
-        DataArguments(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(DataArguments)})
-        check_modes(parsed.image_aspect_ratio, parsed.mm_patch_merge_type)
-    except ValueError as error:
-        parser.error(str(error))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from llava.utils.terminal import Help, HelpWithDefaults
 
 INTERRUPTED = 130
 """The exit status on Ctrl-C, as shells count it."""
@@ -20,7 +22,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the list of all flags."""
+    """A parser whose help fits the terminal, and whose errors are one line, without the list of all flags."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options.setdefault("formatter_class", Help)
+        super().__init__(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with status 2."""
@@ -55,14 +61,13 @@ def command_parser(
     """
     top = Parser(prog=program_name(package), description=description)
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
-    style = argparse.ArgumentDefaultsHelpFormatter
     for name, summary in summaries.items():
         if name != command:
             commands.add_parser(name, help=summary, add_help=False)
             continue
         module = importlib.import_module(modules[name]) if modules and name in modules else module_of(package, name)
         sub = commands.add_parser(
-            name, parents=list(parents), help=summary, description=module.__doc__, formatter_class=style
+            name, parents=list(parents), help=summary, description=module.__doc__, formatter_class=HelpWithDefaults
         )
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)

@@ -324,7 +324,8 @@ def test_words_after_the_script_that_are_not_flags_are_refused():
 
 def test_relative_paths_start_at_the_root_and_the_refusal_says_so(tmp_path):
     (tmp_path / "mine.json").write_text("[]")
-    run = bash(str(ROOT / "scripts/pretrain.sh"), cwd=tmp_path, NUM_GPUS=1, DATA_PATH="mine.json", IMAGE_FOLDER="no")
+    given = {"NUM_GPUS": 1, "DATA_PATH": "mine.json", "IMAGE_FOLDER": "no"}
+    run = bash(str(ROOT / "scripts/pretrain.sh"), cwd=tmp_path, COLUMNS=300, **given)
     assert run.returncode == 2 and "MISSING" in run.stderr
     assert f"MISSING  data           mine.json\n{'':<26}-> give {tmp_path}/mine.json: relative paths" in run.stdout
     assert f"  relative paths start at {ROOT}\n" in run.stdout
@@ -340,7 +341,8 @@ def test_gpus_are_counted_when_num_gpus_is_not_set(tool_path):
 
 def test_own_environment_is_used_and_told_where_the_package_lies(tool_path):
     path = tool_path("mypython", "exit 0")
-    run = bash("scripts/pretrain.sh", path=path, DRY_RUN=1, PRESET="demo", NUM_GPUS=0, LLAVA_PYTHON="mypython")
+    settings = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": "mypython", "COLUMNS": 300}
+    run = bash("scripts/pretrain.sh", path=path, **settings)
     assert (
         f" PYTHONPATH={ROOT} " in run.stdout
         and f" {path.split(':')[0]}/mypython llava/train/train_mem.py" in run.stdout
@@ -360,6 +362,7 @@ def test_slurm_job_starts_one_torchrun_per_node(stage, nodes, global_batch, tool
         "SLURM_CPUS_PER_TASK": 32,
         "LLAVA_PYTHON": "bash",
         "PRETRAIN_ADAPTER": "",
+        "COLUMNS": 300,
     } | inputs_in(tmp_path)
     copy = tmp_path / "slurm_script"  # SLURM runs a copy from its own folder
     shutil.copy(ROOT / f"scripts/slurm/{stage}.sbatch", copy)

@@ -1,16 +1,24 @@
 #!/usr/bin/env bash
-# Serves a quickstart's checkpoints by vLLM on the CPU and compares its answers to the held-out questions with ours:
+# Serves a quickstart's checkpoints by vLLM on the CPU and compares its answers to
+# the held-out questions with ours:
 #   bash tests/serving/run.sh [flags]
-#   --checkpoints DIR                 a quickstart's folder (default: outputs/quickstart)
-#   --data DIR                        its prepared pictures (default: playground/data/scenes)
-#   --arms none gwc_layernorm ...     which of its arms (default: these two)
-#   --questions N                     how many to ask (default: all that are held out), --parallel N of them at a time (8)
-#   --dtype bfloat16 | float32        precision of both sides (default: bfloat16)
-#   --remote-code                     serve by the folder's own code instead of the plugin
-#   --output-dir DIR                  folder of exports, logs and reports (default: outputs/serving)
-# The stock class serves NORM=none, without any plugin; this package's plugin serves the norm. Every difference is explained,
-# and a difference beyond rounding gives status 1. vLLM has an environment of its own, .venv-serving or $SERVING_VENV, made
-# once from requirements.txt beside this file ($PYTHON: Python 3.11 or 3.12). LLAVA_PYTHON works as in all scripts.
+#   --checkpoints DIR               a quickstart's folder (default:
+#                                   outputs/quickstart)
+#   --data DIR                      its prepared pictures (default:
+#                                   playground/data/scenes)
+#   --arms none gwc_layernorm ...   which of its arms (default: these two)
+#   --questions N                   how many to ask (default: all that are held
+#                                   out), --parallel N of them at a time (8)
+#   --dtype bfloat16 | float32      precision of both sides (default: bfloat16)
+#   --remote-code                   serve by the folder's own code instead of the
+#                                   plugin
+#   --output-dir DIR                folder of exports, logs and reports (default:
+#                                   outputs/serving)
+# The stock class serves NORM=none, without any plugin; this package's plugin
+# serves the norm. Every difference is explained, and a difference beyond rounding
+# gives status 1. vLLM has an environment of its own, .venv-serving or
+# $SERVING_VENV, made once from requirements.txt beside this file ($PYTHON: Python
+# 3.11 or 3.12). LLAVA_PYTHON works as in all scripts.
 set -euo pipefail
 # shellcheck source=scripts/help.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../../scripts/help.sh"

@@ -1,0 +1,35 @@
+"""Checks the trainer's flags as a dry run does: `python -m llava.train.check_flags FLAGS`; starts nothing.
+
+What needs a model or a device is not checked.
+"""
+
+import dataclasses
+import sys
+
+if __name__ == "__main__":
+    # With the Trainer's flags Transformers imports peft where it can, and peft every model class: most of the time.
+    sys.modules["peft"] = None  # pyrefly: ignore[unsupported-operation]
+
+from llava.anyres import check_modes
+from llava.conversation import get_template
+from llava.model.multimodal_projector.norm import NORM_FIELDS, ProjectorNormArguments
+from llava.train.arguments import DataArguments
+from llava.train.flags import FlagParser
+
+
+def main() -> int:
+    """Returns 0, or ends the process with status 2 and one line if a flag is wrong."""
+    parser = FlagParser()
+    parsed, _ = parser.parse_known_args(sys.argv[1:])
+    try:
+        get_template(parsed.version)
+        ProjectorNormArguments(**{name: getattr(parsed, name) for name in NORM_FIELDS})
+        DataArguments(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(DataArguments)})
+        check_modes(parsed.image_aspect_ratio, parsed.mm_patch_merge_type)
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
