@@ -204,10 +204,10 @@ def vs_upstream(setting: Setting) -> None:
             "makes it where there is a network"
         )
     need("sentencepiece")
-    shapes = "--hidden 3072 --intermediate 8192 --layers 28 --heads 24 --vocabulary 32000 --vision-hidden 1024 "
-    shapes += "--vision-layers 24 --image-size 336 --bf16 --batch 8 --steps 12 --repeats 1"
+    shapes = "--hidden 3072 --intermediate 8192 --layers 28 --heads 24 --kv-heads 24 --vocabulary 32000 "
+    shapes += "--vision-hidden 1024 --vision-layers 24 --image-size 336 --bf16 --batch 8 --steps 12 --repeats 1"
     options = ["--steps", "6", "--repeats", "1", "--stages", "finetune"] if setting.cpu else shapes.split()
-    command = [sys.executable, "-m", "benchmarks.vs_upstream", "--work", setting.work / "runs"]
+    command = [sys.executable, "-m", "benchmarks.vs_upstream", "--size", "tiny", "--work", setting.work / "runs"]
     run_logged(setting, "vs_upstream", [*command, "--output-dir", setting.work, *options])
     setting.rows += json.loads((setting.work / "vs_upstream.json").read_text())["rows"]
 

@@ -12,7 +12,8 @@ samples form one row.
 
 Environments are made once, in `.venv-peers` or $PEERS_VENV, from `benchmarks/peers/*.txt`.
 
-  python -m benchmarks.vs_peers            each peer at its defaults and at its best settings, both stages
+  python -m benchmarks.vs_peers            each peer at its defaults, at its best settings, and at these with this
+                                           tree's allocator, both stages
   python -m benchmarks.vs_peers --search   every setting that was tried, once
 """
 
@@ -28,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from benchmarks import shapes, vs_upstream
 from benchmarks.common import ROOT, check_warmup, emptied, ratio, write_result
 from llava.data.preprocess import preprocess
 from llava.export.hf import export
+from llava.launch.cpu import keeping_allocator
 from llava.mm_utils import load_tokenizer, save_tokenizer
 from llava.model.builder import load_language_model
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -45,6 +47,7 @@ from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state
 from llava.train.arguments import ModelArguments
 from llava.utils.commands import whole
 from llava.utils.terminal import Help
+from playground import smollm2
 
 PEERS_FOLDER = Path(__file__).with_name("peers")
 OURS = "this tree"
@@ -53,8 +56,6 @@ TEMPLATES = {"pretrain": "plain", "finetune": "qwen_2"}
 LEARNING_RATES = {"pretrain": 1e-3, "finetune": 2e-5}
 # Samples of an optimizer step, by stage. Stage 1 has short samples.
 BATCH = {"pretrain": 32, "finetune": 16}
-VISION = {"vision_hidden": 48, "vision_layers": 3, "image_size": 56}  # as vs_upstream
-VISUAL_TOKENS = (VISION["image_size"] // 14) ** 2
 
 _TEXT = (
     "{% set text %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -119,6 +120,12 @@ def rebalanced(micro: int, batch: int, **options: Any) -> Setting:
 def packed(samples: int) -> Setting:
     """LLaMA-Factory packs this many samples of a step into a row."""
     return Setting(f"neat_packing, {samples} in a row", 1, options={"pack": samples})
+
+
+def with_allocator(setting: Setting) -> Setting:
+    """The same, with the allocator that this tree's scripts start a run with."""
+    name = f"this tree's allocator, {setting.name}"
+    return replace(setting, name=name, options=setting.options | {"allocator": True})
 
 
 # For each peer and stage: the defaults, the best settings that were found, and what else was tried.
@@ -195,6 +202,7 @@ def main() -> int:
         make_inputs(args, work, stage)
         rows += stage_rows(args, work, stage, peers)
     meta = {name: getattr(args, name) for name in ("size", "repeats", "threads", "search")}
+    meta["allocator"] = keeping_allocator(os.environ).get("LD_PRELOAD", "glibc")
     meta["peers"] = ", ".join(version_of(peer) for peer in peers if not peer.cannot)
     print(write_result(f"vs_peers{args.suffix}", rows, folder=args.output_dir, **meta))
     return int(any(row["note"] and row["setting"] for row in rows))
@@ -205,11 +213,11 @@ def parse_arguments() -> argparse.Namespace:
     names = [peer.name for peer in PEERS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--size", choices=("tiny", "demo"), default="tiny", help="size of the decoder: 4 or 30 layers")
+    vs_upstream.add_size(parser, "demo")
     parser.add_argument("--search", action="store_true", help="every setting of the peers, not only the first two")
-    parser.add_argument("--steps", type=whole(1), default=16, help="steps of stage 2; stage 1 takes twice as many")
-    parser.add_argument("--warmup-steps", type=whole(1), default=3, help="first steps, left out of the time")
-    parser.add_argument("--repeats", type=whole(1), default=3)
+    parser.add_argument("--steps", type=whole(1), help="steps of stage 2; stage 1 takes twice as many")
+    parser.add_argument("--warmup-steps", type=whole(1), help="first steps, left out of the time")
+    parser.add_argument("--repeats", type=whole(1), default=5)
     parser.add_argument("--threads", type=whole(1), default=2, help="PyTorch's threads, for all")
     parser.add_argument(
         "--work",
@@ -219,8 +227,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
-    parser.add_argument("--quick", action="store_true", help="one short run of each peer's best settings")
-    args = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="one short run of each peer's best settings, tiny")
+    args = vs_upstream.with_size(parser)
     if args.quick:
         args.steps, args.repeats = 6, 1
     check_warmup(parser, args)
@@ -272,9 +280,11 @@ def steps_of(args: argparse.Namespace, stage: str) -> int:
 
 def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
     """Writes model and data of a stage, for this tree and for the peers: `hf`, and a file of records for each order."""
-    made = argparse.Namespace(**vars(args) | VISION | {"batch": None, "bf16": False, "steps": args.steps})
+    made = argparse.Namespace(**vars(args) | {"batch": None, "bf16": False})
     if not (work / "llama").exists():
         shapes.write_language_model(args.size, work / "llama", torch.device("cpu"), torch.float32)
+        if args.size == "demo":
+            use_tokenizer(smollm2.prepare(smollm2.Settings(), ROOT / "playground/data"), work / "llama")
         vs_upstream.make_tower(made, work)
     torch.manual_seed(0)
     model = load_language_model(str(work / "llama"))
@@ -285,7 +295,8 @@ def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
     write_hf_model(model, work / "clip", work / "llama", stage, work / stage / "hf")
     vs_upstream.make_data(made, work, stage, work / "llama")
     records = json.loads((work / f"{stage}.json").read_text())[: steps_of(args, stage) * BATCH[stage]]
-    tokens = [positions(record, stage, load_tokenizer(str(work / "llama"))) for record in records]
+    visual, tokenizer = (args.image_size // args.patch_size) ** 2, load_tokenizer(str(work / "llama"))
+    tokens = [positions(record, stage, tokenizer, visual) for record in records]
     for order, indices in {"shuffled": range(len(records)), "grouped": grouped(tokens, BATCH[stage])}.items():
         ordered = [records[i] for i in indices]
         (work / stage / f"{order}.json").write_text(json.dumps(ordered))
@@ -305,10 +316,19 @@ def write_hf_model(model: Any, tower: Path, tokenizer: Path, stage: str, folder:
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATES[stage])
 
 
-def positions(record: dict[str, Any], stage: str, tokenizer: Any) -> int:
+def use_tokenizer(source: Path, folder: Path) -> None:
+    """Gives the model in `folder` the tokenizer of the model in `source`, and the ids of its special tokens."""
+    tokenizer = load_tokenizer(str(source))
+    save_tokenizer(tokenizer, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def positions(record: dict[str, Any], stage: str, tokenizer: Any, visual: int) -> int:
     """Tokens of a record, visual ones included."""
     sample = preprocess(record["conversations"], tokenizer, TEMPLATES[stage], has_image="image" in record)
-    return len(sample.input_ids) + (VISUAL_TOKENS - 1 if "image" in record else 0)
+    return len(sample.input_ids) + (visual - 1 if "image" in record else 0)
 
 
 def grouped(tokens: list[int], batch: int) -> list[int]:
@@ -334,6 +354,9 @@ def stage_rows(args: argparse.Namespace, work: Path, stage: str, peers: list[Pee
     """The runs of a stage, in turns, and a row for each way that was run."""
     chosen = slice(None) if args.search else slice(1, 2) if args.quick else slice(0, 2)
     ways = [(peer, setting) for peer in peers for setting in peer.settings.get(stage, ())[chosen]]
+    if keeping_allocator(os.environ) and not args.quick:
+        best = [(peer, peer.settings[stage][1]) for peer in peers if stage in peer.settings]
+        ways += [(peer, with_allocator(setting)) for peer, setting in best]
     orders = dict.fromkeys(setting.order for _, setting in ways)
     ways = [(None, Setting(order, BATCH[stage], order)) for order in orders] + ways
     measured: dict[int, list[dict]] = {index: [] for index in range(len(ways))}
@@ -372,13 +395,19 @@ def measure(args: argparse.Namespace, work: Path, stage: str, peer: Peer | None,
     folder.mkdir(parents=True)
     write_job = ours_job if peer is None else peer_job
     command = write_job(args, work, stage, peer, setting, folder)
-    env = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(args.threads),
-        "PYTHONPATH": "" if peer else str(ROOT),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    # This tree's scripts start a run with the allocator that they find; a peer gets it where its setting says so.
+    allocator = keeping_allocator(os.environ) if peer is None or "allocator" in setting.options else {}
+    env = (
+        os.environ
+        | allocator
+        | {
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(args.threads),
+            "PYTHONPATH": "" if peer else str(ROOT),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+    )
     log_path = folder / "log.txt"
     with log_path.open("w") as log:
         process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=subprocess.STDOUT)

@@ -4,7 +4,8 @@ Upstream runs unchanged in its own environment, which the script makes (`scripts
 alternate. The losses of every step must agree, or nothing is reported. The time is that of consecutive optimizer steps
 without the first ones, with data preparation in the same process.
 
-The default is a small Llama with random weights on the CPU. Shapes of a real model, on a GPU:
+The default is a Llama with random weights on the CPU, in the shapes of the quickstart's model and tower (`demo`).
+Shapes of a real model, on a GPU:
   --hidden 3072 --intermediate 8192 --layers 28 --heads 24 --vocabulary 32000 --vision-hidden 1024 --vision-layers 24 \\
   --image-size 336 --bf16
 """
@@ -25,9 +26,11 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from benchmarks.common import ROOT, check_warmup, emptied, ratio, run_json, spread, write_result
+from llava.launch.cpu import keeping_allocator
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import whole
 from llava.utils.terminal import Help
+from playground.scene_drawing import draw_scene, render
 
 TOKENIZER = ROOT / "tests/golden/train/inputs/llama"
 WORDS = ("the", "a", "cat", "dog", "red", "house", "near", "tree", "on", "under", "with", "two", "small", "is", "what")
@@ -37,6 +40,20 @@ STAGES = {
 }
 # Samples per device in upstream's scripts v1_5/pretrain.sh and v1_5/finetune.sh.
 BATCH = {"pretrain": 32, "finetune": 16}
+# The flags of a size. Small models have short runs of many steps; with `tiny`'s vocabulary the head's share is that of
+# a 3B model.
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "steps": 24, "warmup_steps": 3, "hidden": 256, "intermediate": 688, "layers": 4, "heads": 4, "kv_heads": 4,
+        "vocabulary": 2048, "vision_hidden": 48, "vision_layers": 3, "image_size": 56, "patch_size": 14,
+        "shortest_caption": 5, "shortest_conversation": 8,
+    },
+    "demo": {
+        "steps": 5, "warmup_steps": 1, "hidden": 576, "intermediate": 1536, "layers": 30, "heads": 9, "kv_heads": 3,
+        "vocabulary": 49152, "vision_hidden": 192, "vision_layers": 5, "image_size": 64, "patch_size": 16,
+        "shortest_caption": 10, "shortest_conversation": 30,
+    },
+}  # fmt: skip
 # Losses must agree this well (relative), or the two do not do the same work.
 TOLERANCE = {False: 1e-4, True: 3e-2}
 
@@ -63,11 +80,13 @@ def main() -> None:
                 print(f"{stage}, run {number + 1}, {name}: {measured[name][-1]['rate']:.2f} samples/s", flush=True)
         rows.append(compare(args, stage, measured))
     names = (
+        "size",
         "repeats",
         "hidden",
         "intermediate",
         "layers",
         "heads",
+        "kv_heads",
         "vocabulary",
         "image_size",
         "bf16",
@@ -77,26 +96,25 @@ def main() -> None:
         [upstream / "bin/python", "-c", "import json, torch, transformers as t;"
          "print(json.dumps({'torch': torch.__version__, 'transformers': t.__version__}))"]
     )  # fmt: skip
+    meta["allocator"] = "" if args.bf16 else keeping_allocator(os.environ).get("LD_PRELOAD", "glibc")
     print(write_result(f"vs_upstream{args.suffix}", rows, folder=args.output_dir, upstream=versions, **meta))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    add_size(parser, "demo")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument(
-        "--steps",
-        type=whole(1),
-        default=24,
-        help="steps of stage 2; stage 1, with its short steps, takes three times as many",
+        "--steps", type=whole(1), help="steps of stage 2; stage 1, with its short steps, takes three times as many"
     )
-    parser.add_argument("--warmup-steps", type=whole(1), default=3, help="first steps, left out of the time")
+    parser.add_argument("--warmup-steps", type=whole(1), help="first steps, left out of the time")
     parser.add_argument("--batch", type=whole(1), help="samples per device; default: as upstream's scripts, 32 and 16")
-    parser.add_argument("--repeats", type=whole(1), default=3)
+    parser.add_argument("--repeats", type=whole(1), default=5)
     parser.add_argument("--threads", type=whole(1), default=2, help="PyTorch's threads on the CPU, for both")
-    for name, default in (("hidden", 256), ("intermediate", 688), ("layers", 4), ("heads", 4), ("vocabulary", 2048)):
-        parser.add_argument(f"--{name}", type=whole(1), default=default, help=f"{name} of the language model")
-    for name, default in (("vision-hidden", 48), ("vision-layers", 3), ("image-size", 56)):
-        parser.add_argument(f"--{name}", type=whole(1), default=default, help=f"{name} of the CLIP tower (patch 14)")
+    for name in ("hidden", "intermediate", "layers", "heads", "kv-heads", "vocabulary"):
+        parser.add_argument(f"--{name}", type=whole(1), help=f"{name} of the language model")
+    for name in ("vision-hidden", "vision-layers", "image-size", "patch-size"):
+        parser.add_argument(f"--{name}", type=whole(1), help=f"{name} of the CLIP tower")
     parser.add_argument("--bf16", action="store_true", help="both train in bf16, on a GPU")
     parser.add_argument(
         "--work",
@@ -106,11 +124,28 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output-dir", type=Path, help="folder of the result file; default benchmarks/results")
     parser.add_argument("--suffix", default="", help="suffix of the result file's name")
-    parser.add_argument("--quick", action="store_true", help="one run of 7 steps, in stage 1 of 21")
-    args = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="one run at the size tiny, of 7 steps, in stage 1 of 21")
+    args = with_size(parser)
     if args.quick:
         args.steps, args.repeats = 7, 1
     check_warmup(parser, args)
+    return args
+
+
+def add_size(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds `--size`, whose flags `with_size` takes from SIZES where the command line does not give them."""
+    text = "size of model and data: demo, SmolLM2-135M's shapes and the quickstart's tower; tiny, 4 layers of width 256"
+    parser.add_argument("--size", choices=SIZES, help=f"{text}; default: {default}, with --quick tiny")
+    parser.set_defaults(default_size=default)
+
+
+def with_size(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The parsed command line, completed by its size's flags."""
+    args = parser.parse_args()
+    args.size = args.size or ("tiny" if args.quick else args.default_size)
+    for name, value in SIZES[args.size].items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     return args
 
 
@@ -125,15 +160,16 @@ def steps_of(args: argparse.Namespace, stage: str) -> int:
 
 
 def make_models(args: argparse.Namespace, work: Path) -> None:
-    """Writes a random Llama and CLIP tower; with the small vocabulary the head's share is that of a 3B model."""
+    """Writes a random Llama, tied where the demo's is, and a random CLIP tower."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=args.hidden,
         intermediate_size=args.intermediate,
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
-        num_key_value_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
         vocab_size=args.vocabulary,
+        tie_word_embeddings=args.size == "demo",
         max_position_embeddings=2048,
         bos_token_id=1,
         eos_token_id=2,
@@ -155,7 +191,7 @@ def make_tower(args: argparse.Namespace, work: Path) -> None:
         num_hidden_layers=args.vision_layers,
         num_attention_heads=max(3, args.vision_hidden // 64),
         image_size=args.image_size,
-        patch_size=14,
+        patch_size=args.patch_size,
     )
     tower = CLIPVisionModel(vision)
     tower.config.save_pretrained(work / "clip")
@@ -168,7 +204,7 @@ def make_tower(args: argparse.Namespace, work: Path) -> None:
 
 
 def make_data(args: argparse.Namespace, work: Path, stage: str, tokenizer_folder: Path = TOKENIZER) -> None:
-    """Writes records. Stage 1: captions of 5 to 60 tokens. Stage 2: 8 to 700 tokens, log-normal; a third text only."""
+    """Writes records. Stage 1: captions to 60 tokens. Stage 2: to 700 tokens, log-normal; a third text only."""
     generator = random.Random(0)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     cost = {word: len(tokenizer(f" {word}", add_special_tokens=False).input_ids) for word in WORDS}
@@ -185,13 +221,12 @@ def make_data(args: argparse.Namespace, work: Path, stage: str, tokenizer_folder
     for index in range(steps_of(args, stage) * batch_of(args, stage)):
         name = f"{index % 32}.png"
         if not (work / "images" / name).exists():
-            side = args.image_size
-            Image.effect_noise((side, side * 3 // 4), 60).convert("RGB").save(work / "images" / name)
+            picture(args, index).save(work / "images" / name)
         record = {"id": str(index), "image": name}
         if stage == "pretrain":
-            question, answer = "<image>", text(generator.uniform(5, 60))
+            question, answer = "<image>", text(generator.uniform(args.shortest_caption, 60))
         else:
-            length = min(700, max(8, generator.lognormvariate(5.08, 0.9)))
+            length = min(700, max(args.shortest_conversation, generator.lognormvariate(5.08, 0.9)))
             question, answer = text(length / 3), text(2 * length / 3)
             if index % 3 == 2:
                 del record["image"]
@@ -200,6 +235,13 @@ def make_data(args: argparse.Namespace, work: Path, stage: str, tokenizer_folder
         turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
         records.append(record | {"conversations": turns})
     (work / f"{stage}.json").write_text(json.dumps(records))
+
+
+def picture(args: argparse.Namespace, index: int) -> Image.Image:
+    """A scene of the quickstart; noise at the size tiny."""
+    if args.size == "tiny":
+        return Image.effect_noise((args.image_size, args.image_size * 3 // 4), 60).convert("RGB")
+    return render(draw_scene(random.Random(index), args.image_size, 2), args.image_size)
 
 
 def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Path, path: Path) -> dict:
@@ -235,6 +277,7 @@ def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Pat
     }
     if name == "upstream":
         flags |= {"group_by_modality_length": stage == "finetune"}
+        allocator = {}
     else:
         theirs = work / stage / "upstream"
         records = json.loads((work / f"{stage}.json").read_text())
@@ -246,13 +289,18 @@ def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Pat
             "train_sampling_strategy": "sequential",
             "label_masking": "upstream",
         }
+        allocator = {} if args.bf16 else keeping_allocator(os.environ)  # as the scripts start a run on a CPU
     argv = [str(word) for key, value in flags.items() for word in (f"--{key}", value)] + STAGES[stage]
     (folder / "runs.json").write_text(json.dumps([{"argv": argv, "record": str(folder)}]))
-    env = os.environ | {
-        "PYTHONPATH": str(path),
-        "OMP_NUM_THREADS": str(args.threads),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    env = (
+        os.environ
+        | allocator
+        | {
+            "PYTHONPATH": str(path),
+            "OMP_NUM_THREADS": str(args.threads),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+    )
     if not args.bf16:
         env["CUDA_VISIBLE_DEVICES"] = ""
     log_path = folder / "log.txt"
