@@ -209,7 +209,7 @@ def vs_upstream(setting: Setting) -> None:
     options = ["--steps", "6", "--repeats", "1", "--stages", "finetune"] if setting.cpu else shapes.split()
     command = [sys.executable, "-m", "benchmarks.vs_upstream", "--size", "tiny", "--work", setting.work / "runs"]
     run_logged(setting, "vs_upstream", [*command, "--output-dir", setting.work, *options])
-    setting.rows += json.loads((setting.work / "vs_upstream.json").read_text())["rows"]
+    setting.rows += json.loads((setting.work / "vs_upstream_tiny.json").read_text())["rows"]
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Target:
         value = None if result is None else self.read(result)
         if value is None:
             part = self.result.removeprefix("gpu_")
-            command = ON_GPU.format(part=part) if part != self.result else f"python -m benchmarks.{self.result}"
+            command = ON_GPU.format(part=part) if part != self.result else command_of(self.result)
             return f"| {self.what} | {goal} | not measured | open: `{command}` |"
         met = value >= self.bound if self.at_least else value <= self.bound
         return f"| {self.what} | {goal} | {number(value)}{self.unit} | {'met' if met else '**missed**'} |"
@@ -166,19 +166,24 @@ REAL_SIZES = (
 )  # fmt: skip
 
 
+def least_ratio(stage: int, allocator: bool) -> Callable[[dict], float | None]:
+    """The smallest ratio over a peer in a stage, with this tree's allocator in the peers too, or as they come."""
+    return least("ratio", lambda row: row["stage"] == stage and row["ratio"] and row["tool"] != "this tree"
+                 and ("allocator" in row["setting"]) == allocator)  # fmt: skip
+
+
 SMALL_MODELS = (
-    Target("CPU, stage 2 on mixed lengths, samples/s over upstream", 5.0, True, "vs_upstream",
-           value_of("ratio", stage="finetune")),
-    Target("CPU, stage 1 captions, samples/s over upstream", 2.5, True, "vs_upstream",
-           value_of("ratio", stage="pretrain")),
-    Target("CPU, stage 2 on mixed lengths, samples/s over the best peer at its best settings", 2.5, True, "vs_peers",
-           least("ratio", lambda row: row["stage"] == 2 and row["ratio"] and row["tool"] != "this tree")),
-    Target("CPU, stage 1 captions, samples/s over the best peer at its best settings", 2.0, True, "vs_peers",
-           least("ratio", lambda row: row["stage"] == 1 and row["ratio"] and row["tool"] != "this tree")),
-    Target("CPU, the demo's stage 2 in bf16: share of its products' floor", 0.5, True, "cpu_step",
-           value_of("share_of_floor", arm="bf16 masters")),
-    Target("the same, samples/s over autocast with fp32 weights (the tree before masters)", 3.0, True, "cpu_step",
-           value_of("over_autocast", arm="bf16 masters")),
+    *(Target(f"CPU, the demo's shapes, {what}, samples/s over upstream", bound, True, "vs_upstream_demo",
+             value_of("ratio", stage=stage)) for stage, what, bound in (
+                 ("pretrain", "stage 1", 2.5), ("finetune", "stage 2", 5.0))),
+    *(Target(f"CPU, the demo's shapes, stage {stage}, samples/s over the best peer at its best settings", bound, True,
+             "vs_peers_demo", least_ratio(stage, False)) for stage, bound in ((1, 1.3), (2, 1.5))),
+    *(Target(f"the same, stage {stage}, each peer with this tree's allocator", bound, True,
+             "vs_peers_demo", least_ratio(stage, True)) for stage, bound in ((1, 1.3), (2, 1.5))),
+    *(Target(f"CPU, a model of width 256, stage {stage}, samples/s over the best peer at its best settings", 1.1, True,
+             "vs_peers_tiny", least_ratio(stage, False)) for stage in (1, 2)),
+    *(Target(f"CPU, the demo's stage 2 in {arm}: share of its products' floor", 0.6, True, "cpu_step",
+             value_of("share_of_floor", arm=arm)) for arm in ("fp32", "bf16 masters")),
 )  # fmt: skip
 
 
@@ -248,7 +253,7 @@ def section(result: dict) -> list[str]:
     lines = [
         f"## {title_of(result['name'])}",
         "",
-        f"`{result.get('command') or 'python -m benchmarks.' + module_of(result['name'])}`, {where}, "
+        f"`{result.get('command') or command_of(result['name'])}`, {where}, "
         f"torch {environment['versions'].get('torch')}, "
         f"commit {environment['commit']}; {', '.join(f'{k} {v}' for k, v in meta.items() if v not in (None, ''))}."
         + (f" Upstream: {upstream}." if upstream else ""),
@@ -282,6 +287,12 @@ def title_of(name: str) -> str:
         return f"GPU: {PARTS[name.removeprefix('gpu_')].what}"
     module = module_of(name)
     return BENCHMARKS.get(module, module) + name.removeprefix(module).replace("_", ", ", 1)
+
+
+def command_of(name: str) -> str:
+    """The command that makes a result."""
+    module = module_of(name)
+    return f"python -m benchmarks.{module}" + (" --size tiny" if name == f"{module}_tiny" else "")
 
 
 def module_of(name: str) -> str:

@@ -6,8 +6,8 @@ without the first ones, with data preparation in the same process.
 
 The default is a Llama with random weights on the CPU, in the shapes of the quickstart's model and tower (`demo`).
 Shapes of a real model, on a GPU:
-  --hidden 3072 --intermediate 8192 --layers 28 --heads 24 --vocabulary 32000 --vision-hidden 1024 --vision-layers 24 \\
-  --image-size 336 --bf16
+  --size tiny --hidden 3072 --intermediate 8192 --layers 28 --heads 24 --kv-heads 8 --vocabulary 32000 \\
+  --vision-hidden 1024 --vision-layers 24 --image-size 336 --bf16
 """
 
 import argparse
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from benchmarks import shapes
 from benchmarks.common import ROOT, check_warmup, emptied, ratio, run_json, spread, write_result
 from llava.launch.cpu import keeping_allocator
 from llava.mm_utils import load_tokenizer
@@ -40,20 +41,27 @@ STAGES = {
 }
 # Samples per device in upstream's scripts v1_5/pretrain.sh and v1_5/finetune.sh.
 BATCH = {"pretrain": 32, "finetune": 16}
-# The flags of a size. Small models have short runs of many steps; with `tiny`'s vocabulary the head's share is that of
-# a 3B model.
+# What a size leaves open on the command line; shapes of the language model are those of benchmarks/models/<size>.json.
+# Small models have many short steps; with the vocabulary of `tiny` the head's share is that of a 3B model.
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {
-        "steps": 24, "warmup_steps": 3, "hidden": 256, "intermediate": 688, "layers": 4, "heads": 4, "kv_heads": 4,
-        "vocabulary": 2048, "vision_hidden": 48, "vision_layers": 3, "image_size": 56, "patch_size": 14,
-        "shortest_caption": 5, "shortest_conversation": 8,
+        "steps": 24, "warmup_steps": 3, "shortest_caption": 5, "shortest_conversation": 8,
+        "vision_hidden": 48, "vision_layers": 3, "image_size": 56, "patch_size": 14,
     },
     "demo": {
-        "steps": 5, "warmup_steps": 1, "hidden": 576, "intermediate": 1536, "layers": 30, "heads": 9, "kv_heads": 3,
-        "vocabulary": 49152, "vision_hidden": 192, "vision_layers": 5, "image_size": 64, "patch_size": 16,
-        "shortest_caption": 10, "shortest_conversation": 30,
+        "steps": 5, "warmup_steps": 1, "shortest_caption": 10, "shortest_conversation": 30,
+        "vision_hidden": 192, "vision_layers": 5, "image_size": 64, "patch_size": 16,
     },
 }  # fmt: skip
+# Flags of the language model's shapes, and its config's names of them.
+SHAPES = {
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "vocabulary": "vocab_size",
+}
 # Losses must agree this well (relative), or the two do not do the same work.
 TOLERANCE = {False: 1e-4, True: 3e-2}
 
@@ -79,25 +87,13 @@ def main() -> None:
                 measured[name].append(run(args, work, stage, name, python, path))
                 print(f"{stage}, run {number + 1}, {name}: {measured[name][-1]['rate']:.2f} samples/s", flush=True)
         rows.append(compare(args, stage, measured))
-    names = (
-        "size",
-        "repeats",
-        "hidden",
-        "intermediate",
-        "layers",
-        "heads",
-        "kv_heads",
-        "vocabulary",
-        "image_size",
-        "bf16",
-    )
-    meta = {name: getattr(args, name) for name in names}
+    meta = {name: getattr(args, name) for name in ("size", "repeats", *SHAPES, "image_size", "bf16")}
     versions = run_json(
         [upstream / "bin/python", "-c", "import json, torch, transformers as t;"
          "print(json.dumps({'torch': torch.__version__, 'transformers': t.__version__}))"]
     )  # fmt: skip
     meta["allocator"] = "" if args.bf16 else keeping_allocator(os.environ).get("LD_PRELOAD", "glibc")
-    print(write_result(f"vs_upstream{args.suffix}", rows, folder=args.output_dir, upstream=versions, **meta))
+    print(write_result(f"vs_upstream_{args.size}{args.suffix}", rows, folder=args.output_dir, upstream=versions, **meta))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -111,8 +107,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=whole(1), help="samples per device; default: as upstream's scripts, 32 and 16")
     parser.add_argument("--repeats", type=whole(1), default=5)
     parser.add_argument("--threads", type=whole(1), default=2, help="PyTorch's threads on the CPU, for both")
-    for name in ("hidden", "intermediate", "layers", "heads", "kv-heads", "vocabulary"):
-        parser.add_argument(f"--{name}", type=whole(1), help=f"{name} of the language model")
+    for name, field in SHAPES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=whole(1), help=f"{field} of the language model")
     for name in ("vision-hidden", "vision-layers", "image-size", "patch-size"):
         parser.add_argument(f"--{name}", type=whole(1), help=f"{name} of the CLIP tower")
     parser.add_argument("--bf16", action="store_true", help="both train in bf16, on a GPU")
@@ -143,7 +139,8 @@ def with_size(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The parsed command line, completed by its size's flags."""
     args = parser.parse_args()
     args.size = args.size or ("tiny" if args.quick else args.default_size)
-    for name, value in SIZES[args.size].items():
+    sizes = shapes.sizes_of(args.size)
+    for name, value in (SIZES[args.size] | {name: sizes[field] for name, field in SHAPES.items()}).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     return args
@@ -163,13 +160,8 @@ def make_models(args: argparse.Namespace, work: Path) -> None:
     """Writes a random Llama, tied where the demo's is, and a random CLIP tower."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads,
-        vocab_size=args.vocabulary,
-        tie_word_embeddings=args.size == "demo",
+        **{field: getattr(args, name) for name, field in SHAPES.items()},
+        tie_word_embeddings=shapes.sizes_of(args.size)["tie_word_embeddings"],
         max_position_embeddings=2048,
         bos_token_id=1,
         eos_token_id=2,

@@ -4,11 +4,13 @@ import argparse
 import importlib
 import json
 import re
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import tiny_models
+from PIL import Image
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
@@ -223,10 +225,57 @@ def test_an_environment_that_cannot_be_made_is_not_taken_for_one(tmp_path, monke
 
 @pytest.mark.parametrize("benchmark", [vs_peers, vs_upstream])
 def test_steps_that_are_all_left_out_of_the_time_are_refused(monkeypatch, capsys, benchmark):
-    monkeypatch.setattr(sys, "argv", [benchmark.__name__, "--steps", "3"])
+    monkeypatch.setattr(sys, "argv", [benchmark.__name__, "--size", "tiny", "--steps", "3"])
     with pytest.raises(SystemExit, match="2"):
         benchmark.main()
     assert "--steps 3: expected more than --warmup-steps (3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("benchmark", [vs_peers, vs_upstream])
+def test_a_size_gives_the_flags_that_the_command_line_leaves_open(monkeypatch, benchmark):
+    def chosen(*words):
+        monkeypatch.setattr(sys, "argv", [benchmark.__name__, *words])
+        args = benchmark.parse_arguments()
+        return args.size, args.hidden, args.kv_heads, args.image_size, args.steps, args.repeats
+
+    assert chosen() == ("demo", 576, 3, 64, 5, 5)
+    assert chosen("--steps", "9", "--repeats", "1") == ("demo", 576, 3, 64, 9, 1)
+    assert chosen("--quick")[:4] == ("tiny", 256, 4, 56)
+    assert chosen("--size", "demo", "--quick")[:2] == ("demo", 576)
+
+
+def test_the_demos_records_have_scenes_and_the_lengths_of_its_data(tmp_path):
+    sizes = argparse.Namespace(**vs_upstream.SIZES["demo"], size="demo", batch=4)
+    vs_upstream.make_data(sizes, tmp_path, "pretrain")
+    records = json.loads((tmp_path / "pretrain.json").read_text())
+    words = [len(record["conversations"][1]["value"].split()) for record in records]
+    picture = Image.open(tmp_path / "images" / records[0]["image"])
+    assert len(records) == 60 and picture.size == (64, 64) and max(words) <= 60
+    llama = load_tokenizer(str(vs_upstream.TOKENIZER))
+    texts = [record["conversations"][1]["value"] for record in records]
+    assert min(len(llama(text, add_special_tokens=False).input_ids) for text in texts) >= 10
+
+
+def test_only_a_setting_that_says_so_gives_a_peer_this_trees_allocator(tmp_path, monkeypatch):
+    preloaded = {"LD_PRELOAD": "libkeeps.so"}
+    monkeypatch.setattr(vs_peers, "keeping_allocator", lambda environment: preloaded)
+    monkeypatch.setattr(vs_peers, "read_run", lambda *_: {})
+    monkeypatch.setattr(vs_peers, "peak_mib", lambda process: process.wait())
+    environments = []
+    start = subprocess.Popen
+
+    def started(command, env, **options):
+        environments.append(env.get("LD_PRELOAD"))
+        return start(["true"], **options)
+
+    monkeypatch.setattr(vs_peers.subprocess, "Popen", started)
+    monkeypatch.setattr(vs_peers, "peer_job", lambda *_: [])
+    monkeypatch.setattr(vs_peers, "ours_job", lambda *_: [])
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    peer, setting = vs_peers.Peer("trl"), vs_peers.Setting("2 x 8", 2)
+    for who, how in ((None, setting), (peer, setting), (peer, vs_peers.with_allocator(setting))):
+        vs_peers.measure(argparse.Namespace(threads=1), tmp_path, "finetune", who, how)
+    assert environments == ["libkeeps.so", None, "libkeeps.so"]
 
 
 def test_every_peer_has_its_script_and_versions_or_says_why_not():
@@ -351,6 +400,14 @@ def test_measured_seconds_are_laid_beside_the_estimate(tmp_path, capsys, monkeyp
     with pytest.raises(SystemExit, match="2"):
         scale.main()
     assert "--measured: only with --print pieces, --preset and --stage" in capsys.readouterr().err
+
+
+def test_every_figure_of_the_page_is_of_a_known_machine_and_commit():
+    assert (common.ROOT / "docs/performance.md").read_text() == run_all.page()
+    for path in common.RESULTS.glob("*.json"):
+        result = json.loads(path.read_text())
+        assert result["name"] == path.stem and result["environment"]["machine"]["cpu"]
+        assert result["environment"]["commit"]
 
 
 def test_every_section_and_column_of_the_page_of_results_has_a_title():
