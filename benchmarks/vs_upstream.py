@@ -93,7 +93,8 @@ def main() -> None:
          "print(json.dumps({'torch': torch.__version__, 'transformers': t.__version__}))"]
     )  # fmt: skip
     meta["allocator"] = "" if args.bf16 else keeping_allocator(os.environ).get("LD_PRELOAD", "glibc")
-    print(write_result(f"vs_upstream_{args.size}{args.suffix}", rows, folder=args.output_dir, upstream=versions, **meta))
+    name = f"vs_upstream_{args.size}{args.suffix}"
+    print(write_result(name, rows, folder=args.output_dir, upstream=versions, **meta))
 
 
 def parse_arguments() -> argparse.Namespace:
