@@ -116,7 +116,7 @@ class Quickstart(Experiment):
     def answers(self, run: Run) -> Step:
         data, place, log = self.root / self.data, self.folder / ANSWERS / run.arm, run.folder("answers.log")
         step = self.held_out(run, data, place, log, controls=(UNTOUCHED,))
-        step.settings = self.threads(len(self.places()))
+        step.settings = {**step.settings, **self.threads(len(self.places()))}
         return step
 
     # --- the flow -----------------------------------------------------------------------------------------------------
@@ -143,7 +143,8 @@ class Quickstart(Experiment):
             ("smollm2", *root), (self.data, *root), ("tower", "--data", self.data, *root)
         )
         for step, title in ((model, "language model"), (pictures, f"pictures, {self.data}"), (tower, "vision tower")):
-            step.title, step.settings = title, {name: os.environ.get(name, value) for name, value in POLICY.items()}
+            policy = {name: os.environ.get(name, value) for name, value in POLICY.items()}
+            step.title, step.settings = title, {**step.settings, **policy}
         width = 1 if resolve_devices(os.environ).on_gpu else 2
         lanes = {"language model": [model], "tower": [pictures, tower]}
         self.part("inputs: language model, pictures, vision tower", lanes, width)

@@ -112,7 +112,7 @@ def for_the_cpu(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
     """Variables for a run on the CPU: its allocator, and how it shares the cores; prints a line about each."""
     if plan.devices.on_gpu:
         return {}
-    allocator = keeping_allocator(environment)
+    allocator = keeping_allocator(environment, plan.python)
     if allocator:
         print(
             f"note: memory is allocated by {allocator['LD_PRELOAD']} instead of glibc; LD_PRELOAD= turns that off",

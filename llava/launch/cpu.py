@@ -6,15 +6,19 @@ other. Alone that is fastest; beside a program that takes a core it is several t
 holds the core that another one needs (docs/clusters.md has both measurements).
 """
 
+import sys
 import time
 from collections.abc import Collection, Mapping
 from ctypes.util import find_library
 from pathlib import Path
 
 # The library's name, and the variables that make it keep its memory; the first library that is installed is taken.
+# mimalloc comes as a wheel (pyproject.toml); the system must clear its huge pages, which takes longer than they save.
+MIMALLOC = "mimalloc"
 ALLOCATORS: dict[str, dict[str, str]] = {
     "tcmalloc_minimal": {},
     "tcmalloc": {},
+    MIMALLOC: {"MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ALLOW_THP": "0"},
     "jemalloc": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
 }
 POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "100"}  # GCC's OpenMP takes the second, others the first
@@ -22,14 +26,24 @@ _SAMPLE_SECONDS = 0.3
 _SPARE = 0.3  # of a core, which the machine's own services may take
 
 
-def keeping_allocator(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that put an installed allocator in glibc's place; empty without one, or where the user chose."""
+def keeping_allocator(environment: Mapping[str, str], python: str = sys.executable) -> dict[str, str]:
+    """The variables that put an installed allocator in glibc's place; empty without one, or where the user chose.
+
+    Args:
+        python: the interpreter that will run, whose environment may have the wheel.
+    """
     if "LD_PRELOAD" in environment:
         return {}
     for name, variables in ALLOCATORS.items():
-        if library := find_library(name):
+        if library := wheels_mimalloc(python) if name == MIMALLOC else find_library(name):
             return {"LD_PRELOAD": library} | {k: v for k, v in variables.items() if k not in environment}
     return {}
+
+
+def wheels_mimalloc(python: str) -> str | None:
+    """The path of mimalloc's library in an interpreter's environment; None without the wheel."""
+    found = Path(python).parent.parent.glob("lib/python3*/*-packages/cmeel.prefix/lib/libmimalloc.so.3")
+    return next(map(str, found), None)
 
 
 def wait_policy(environment: Mapping[str, str], threads: int, idle: float) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 from llava.launch.__main__ import considerate, for_the_cpu
 from llava.launch.batch import resolve_batch
 from llava.launch.command import resolve_launch
-from llava.launch.cpu import idle_cores, keeping_allocator, wait_policy
+from llava.launch.cpu import idle_cores, keeping_allocator, wait_policy, wheels_mimalloc
 from llava.launch.devices import Devices, cpu_quota, resolve_devices, shared_memory_note
 from llava.launch.flags import parse_flags
 from llava.launch.inputs import check_inputs, check_master
@@ -371,12 +371,18 @@ def test_a_cpu_run_beside_other_work_says_what_it_sets(monkeypatch, capsys):
     [
         (["jemalloc", "tcmalloc"], {"LD_PRELOAD": "libtcmalloc.so.4"}),
         (["jemalloc"], {"LD_PRELOAD": "libjemalloc.so.4", "MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"}),
+        (
+            ["jemalloc", "mimalloc"],
+            {"LD_PRELOAD": "libmimalloc.so.4", "MIMALLOC_PURGE_DELAY": "10000", "MIMALLOC_ALLOW_THP": "0"},
+        ),
         ([], {}),
     ],
 )
 def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatch, capsys, installed, variables):
     find_library = "llava.launch.cpu.find_library"
     monkeypatch.setattr(find_library, lambda name: f"lib{name}.so.4" if name in installed else None)
+    wheel = "libmimalloc.so.4" if "mimalloc" in installed else None
+    monkeypatch.setattr("llava.launch.cpu.wheels_mimalloc", lambda python: wheel)
     monkeypatch.setattr("llava.launch.__main__.idle_cores", lambda cores: 99.0)
     words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]
     plan = resolve({"GLOBAL_BATCH": "8", "NUM_GPUS": "0"}, "entry", words, cores=2)
@@ -385,6 +391,14 @@ def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatc
     assert keeping_allocator({"LD_PRELOAD": ""}) == {}
     chosen = keeping_allocator({"MALLOC_CONF": "narenas:1"})
     assert "MALLOC_CONF" not in chosen
+
+
+def test_mimallocs_wheel_is_found_in_the_environment_of_the_interpreter_that_trains(tmp_path):
+    python, library = tmp_path / "bin/python", tmp_path / "lib/python3.11/site-packages/cmeel.prefix/lib"
+    assert wheels_mimalloc(str(python)) is None
+    library.mkdir(parents=True)
+    (library / "libmimalloc.so.3").touch()
+    assert wheels_mimalloc(str(python)) == str(library / "libmimalloc.so.3")
 
 
 def test_idle_cores_are_counted_among_those_that_the_run_may_use(tmp_path, monkeypatch):
