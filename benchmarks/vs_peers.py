@@ -202,7 +202,7 @@ def main() -> int:
         make_inputs(args, work, stage)
         rows += stage_rows(args, work, stage, peers)
     meta = {name: getattr(args, name) for name in ("size", "repeats", "threads", "search")}
-    meta["allocator"] = keeping_allocator(os.environ).get("LD_PRELOAD", "glibc")
+    meta["allocator"] = Path(keeping_allocator(os.environ).get("LD_PRELOAD", "glibc")).name
     meta["peers"] = ", ".join(version_of(peer) for peer in peers if not peer.cannot)
     print(write_result(f"vs_peers_{args.size}{args.suffix}", rows, folder=args.output_dir, **meta))
     return int(any(row["note"] and row["setting"] for row in rows))

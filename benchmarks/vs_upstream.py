@@ -92,7 +92,8 @@ def main() -> None:
         [upstream / "bin/python", "-c", "import json, torch, transformers as t;"
          "print(json.dumps({'torch': torch.__version__, 'transformers': t.__version__}))"]
     )  # fmt: skip
-    meta["allocator"] = "" if args.bf16 else keeping_allocator(os.environ).get("LD_PRELOAD", "glibc")
+    preloaded = {} if args.bf16 else keeping_allocator(os.environ)
+    meta["allocator"] = Path(preloaded.get("LD_PRELOAD", "glibc")).name
     name = f"vs_upstream_{args.size}{args.suffix}"
     print(write_result(name, rows, folder=args.output_dir, upstream=versions, **meta))
 
