@@ -12,8 +12,9 @@ samples form one row.
 
 Environments are made once, in `.venv-peers` or $PEERS_VENV, from `benchmarks/peers/*.txt`.
 
-  python -m benchmarks.vs_peers            each peer at its defaults, at its best settings, and at these with this
-                                           tree's allocator, both stages
+  python -m benchmarks.vs_peers            each peer at its best settings, and at these with this tree's allocator
+  python -m benchmarks.vs_peers --bf16     the same in bf16: this tree as its scripts train where a CPU has instructions
+                                           for it, with fp32 masters, and the peers by autocast over fp32 weights
   python -m benchmarks.vs_peers --search   every setting that was tried, once
 """
 
@@ -93,8 +94,8 @@ class Setting:
 class Peer:
     """A tool: its script and requirements are `peers/train_<name>.py` and `peers/<name>.txt`.
 
-    The `settings` of a stage are the defaults, the best ones that were found, and what else was tried. `cannot` says
-    why there are none.
+    The `settings` of a stage are the best ones that were found, and what else was tried, the defaults first. `cannot`
+    says why there are none.
     """
 
     name: str
@@ -122,25 +123,31 @@ def packed(samples: int) -> Setting:
     return Setting(f"neat_packing, {samples} in a row", 1, options={"pack": samples})
 
 
+def in_bf16(setting: Setting) -> Setting:
+    """The same in bf16, by autocast over fp32 weights."""
+    return replace(setting, options=setting.options | {"bf16": True})
+
+
 def with_allocator(setting: Setting) -> Setting:
     """The same, with the allocator that this tree's scripts start a run with."""
     name = f"this tree's allocator, {setting.name}"
     return replace(setting, name=name, options=setting.options | {"allocator": True})
 
 
-# For each peer and stage: the defaults, the best settings that were found, and what else was tried.
+# For each peer and stage: the best settings that were found, the defaults, and what else was tried.
 PEERS = (
     Peer(
         "trl",
         {
             "pretrain": (
+                split(32, 32, "grouped"),
                 split(32, 32),
-                *(split(micro, 32, "grouped") for micro in (32, 8)),
+                split(8, 32, "grouped"),
                 *(rebalanced(micro, 32) for micro in (16, 8, 4, 1)),
             ),
             "finetune": (
-                split(16, 16),
                 rebalanced(1, 16),
+                split(16, 16),
                 *(rebalanced(micro, 16) for micro in (2, 4)),
                 *(split(micro, 16, "grouped") for micro in (16, 4, 2)),
                 rebalanced(2, 16, attention="eager"),
@@ -152,14 +159,14 @@ PEERS = (
         "llamafactory",
         {
             "pretrain": (
-                split(32, 32),
                 split(32, 32, "grouped"),
+                split(32, 32),
                 split(8, 32, "grouped"),
                 packed(32),
             ),
             "finetune": (
-                split(16, 16),
                 split(1, 16),
+                split(16, 16),
                 *(split(micro, 16, "grouped") for micro in (16, 4)),
                 *(packed(samples) for samples in (4, 16)),
             ),
@@ -174,14 +181,14 @@ PEERS = (
         "ms-swift",
         {
             "pretrain": (
-                split(32, 32),
                 split(32, 32, "grouped"),
+                split(32, 32),
                 split(8, 32, "grouped"),
                 split(4, 32),
             ),
             "finetune": (
-                split(16, 16),
                 split(2, 16, "grouped"),
+                split(16, 16),
                 *(split(micro, 16, "grouped") for micro in (16, 4)),
                 *(split(micro, 16) for micro in (2, 1)),
             ),
@@ -201,10 +208,12 @@ def main() -> int:
     for stage in args.stages:
         make_inputs(args, work, stage)
         rows += stage_rows(args, work, stage, peers)
-    meta = {name: getattr(args, name) for name in ("size", "repeats", "threads", "search")}
+    named = ("size", "bf16", "steps", "warmup_steps", "repeats", "threads", "search")
+    meta = {name: getattr(args, name) for name in named}
     meta["allocator"] = Path(keeping_allocator(os.environ).get("LD_PRELOAD", "glibc")).name
     meta["peers"] = ", ".join(version_of(peer) for peer in peers if not peer.cannot)
-    print(write_result(f"vs_peers_{args.size}{args.suffix}", rows, folder=args.output_dir, **meta))
+    name = f"vs_peers_{args.size}{'_bf16' if args.bf16 else ''}{args.suffix}"
+    print(write_result(name, rows, folder=args.output_dir, **meta))
     return int(any(row["note"] and row["setting"] for row in rows))
 
 
@@ -214,7 +223,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", choices=names, default=names)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     vs_upstream.add_size(parser, "demo")
-    parser.add_argument("--search", action="store_true", help="every setting of the peers, not only the first two")
+    parser.add_argument("--search", action="store_true", help="every setting of the peers, not only the best")
+    parser.add_argument("--bf16", action="store_true", help="all train in bf16; their weights start as the same fp32")
     parser.add_argument("--steps", type=whole(1), help="steps of stage 2; stage 1 takes twice as many")
     parser.add_argument("--warmup-steps", type=whole(1), help="first steps, left out of the time")
     parser.add_argument("--repeats", type=whole(1), default=5)
@@ -280,7 +290,7 @@ def steps_of(args: argparse.Namespace, stage: str) -> int:
 
 def make_inputs(args: argparse.Namespace, work: Path, stage: str) -> None:
     """Writes model and data of a stage, for this tree and for the peers: `hf`, and a file of records for each order."""
-    made = argparse.Namespace(**vars(args) | {"batch": None, "bf16": False})
+    made = argparse.Namespace(**vars(args) | {"batch": None, "bf16": False})  # fp32 weights and pictures for all
     if not (work / "llama").exists():
         shapes.write_language_model(args.size, work / "llama", torch.device("cpu"), torch.float32)
         if args.size == "demo":
@@ -352,11 +362,12 @@ def peers_record(record: dict[str, Any], images: Path, tokens: int) -> dict[str,
 
 def stage_rows(args: argparse.Namespace, work: Path, stage: str, peers: list[Peer]) -> list[dict[str, Any]]:
     """The runs of a stage, in turns, and a row for each way that was run."""
-    chosen = slice(None) if args.search else slice(1, 2) if args.quick else slice(0, 2)
-    ways = [(peer, setting) for peer in peers for setting in peer.settings.get(stage, ())[chosen]]
+    best = [(peer, peer.settings[stage][0]) for peer in peers if stage in peer.settings]
+    ways = [(peer, setting) for peer, _ in best for setting in peer.settings[stage]] if args.search else best
     if keeping_allocator(os.environ) and not args.quick:
-        best = [(peer, peer.settings[stage][1]) for peer in peers if stage in peer.settings]
-        ways += [(peer, with_allocator(setting)) for peer, setting in best]
+        ways = ways + [(peer, with_allocator(setting)) for peer, setting in best]
+    if args.bf16:
+        ways = [(peer, in_bf16(setting)) for peer, setting in ways]
     orders = dict.fromkeys(setting.order for _, setting in ways)
     ways = [(None, Setting(order, BATCH[stage], order)) for order in orders] + ways
     measured: dict[int, list[dict]] = {index: [] for index in range(len(ways))}
@@ -378,7 +389,7 @@ def stage_rows(args: argparse.Namespace, work: Path, stage: str, peers: list[Pee
             print(f"{stage}, run {number + 1}, {who}, {setting.name}: {run['rate']:.2f} samples/s", flush=True)
     ours = {setting.order: measured[index] for index, (peer, setting) in enumerate(ways) if peer is None}
     rows = [
-        row(stage, peer, setting, measured[index], ours[setting.order], failures.get(index))
+        row(stage, peer, setting, measured[index], ours[setting.order], failures.get(index), args.bf16)
         for index, (peer, setting) in enumerate(ways)
     ]
     return rows + [no_figures(stage, peer, note=peer.cannot) for peer in peers if peer.cannot]
@@ -499,7 +510,7 @@ def ours_job(args: argparse.Namespace, work: Path, stage: str, _: None, setting:
         "logging_steps": 10**6,
         "report_to": "none",
         "disable_tqdm": True,
-        "bf16": False,
+        "bf16": args.bf16,
     }
     argv = [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
     (folder / "runs.json").write_text(json.dumps([{"argv": argv, "record": str(folder)}]))
@@ -515,7 +526,13 @@ def loss_difference(theirs: list[float], ours: list[float]) -> float:
 
 
 def row(
-    stage: str, peer: Peer | None, setting: Setting, runs: list[dict], ours: list[dict], failure: str | None
+    stage: str,
+    peer: Peer | None,
+    setting: Setting,
+    runs: list[dict],
+    ours: list[dict],
+    failure: str | None,
+    bf16: bool,
 ) -> dict[str, Any]:
     """One line of the table; without figures if the run failed or its first loss differs."""
     line = no_figures(stage, peer, setting, failure or "")
@@ -523,7 +540,7 @@ def row(
         return line
     theirs, own = runs[-1]["losses"], ours[-1]["losses"]
     line["first_loss_difference"] = loss_difference(theirs[:1], own[:1])
-    if line["first_loss_difference"] > vs_upstream.TOLERANCE[False]:
+    if line["first_loss_difference"] > vs_upstream.TOLERANCE[bf16]:
         return line | {"note": f"losses of the first step differ, {theirs[0]:.6f} and {own[0]:.6f}: no speed"}
     line["largest_loss_difference"] = loss_difference(theirs, own)
     ratios = ratio([run["rate"] for run in ours], [run["rate"] for run in runs])

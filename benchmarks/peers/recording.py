@@ -59,8 +59,9 @@ def training_flags(job: dict[str, Any]) -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "adam_beta2": 0.999,  # ms-swift's own default is 0.95
         "optim": "adamw_torch_fused",
-        "bf16": False,
+        "bf16": job["options"].get("bf16", False),
         "fp16": False,
+        "use_cpu": True,  # the Trainer wants to be told before it takes bf16 there
         "gradient_checkpointing": False,
         "logging_steps": 10**6,
         "save_strategy": "no",

@@ -7,6 +7,7 @@ Shapes: T packed tokens, H heads, K key/value heads, C channels per head.
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -148,15 +149,17 @@ def segments_attention(
     if segment_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     _refuse_unknown(SEGMENTS, module, kwargs)
-    grouped, dtype = query.shape[1] != key.shape[1], query.dtype
-    if query.device.type == "cpu":  # PyTorch's attention for half precision is several times slower there
+    grouped, dtype, on_cpu = query.shape[1] != key.shape[1], query.dtype, query.device.type == "cpu"
+    if on_cpu:  # PyTorch's attention for half precision is slower there
         query, key, value = query.float(), key.float(), value.float()
     parts = zip(*(x.split(segment_lengths, dim=2) for x in (query, key, value)), strict=True)
     outputs = []
-    for q, k, v in parts:
-        mask = _window_mask(q.shape[2], sliding_window, q.device)
-        options = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling, "enable_gqa": grouped}
-        outputs.append(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options))
+    # Autocast would halve the precision again.
+    with torch.autocast("cpu", enabled=False) if on_cpu else nullcontext():
+        for q, k, v in parts:
+            mask = _window_mask(q.shape[2], sliding_window, q.device)
+            options = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling, "enable_gqa": grouped}
+            outputs.append(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options))
     return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
 
 

@@ -15,6 +15,7 @@ from batches import IMG, batch, loss_and_gradients
 from decoder_families import NAMES, write_families
 from paths import ROOT
 from tiny_models import STAGE_1, STAGE_2, trained
+from torch.nn import functional as F
 from training import flags
 from transformers import modeling_flash_attention_utils as flash
 from triton_interpreter import let_triton_interpret
@@ -85,6 +86,16 @@ def test_compiled_layers_take_a_backend_that_is_compiled_once():
     assert packed_attention(None, CPU, torch.float32) == SEGMENTS
     with pytest.raises(ValueError, match="packed_segments with --compile_layers True"):
         packed_attention(SEGMENTS, CPU, torch.float32, compiled=True)
+
+
+def test_a_cpu_attends_over_packed_samples_in_fp32_also_under_autocast():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 12, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    parts = [x.float().split([5, 7], dim=2) for x in (query, key, value)]
+    expected = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in zip(*parts, strict=True)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = attention.segments_attention(None, query, key, value, None, segment_lengths=[5, 7])
+    assert torch.equal(output, torch.cat(expected, dim=2).transpose(1, 2).bfloat16())
 
 
 def test_both_stages_train_compiled(tiny, tmp_path, monkeypatch):

@@ -195,10 +195,11 @@ def peers_run(rate, first_loss, later=6.0):
 
 def test_a_row_has_no_speed_where_the_first_losses_differ():
     peer, setting, ours = vs_peers.Peer("trl"), vs_peers.Setting("2 x 8", 2), [peers_run(12.0, 7.0)]
-    line = vs_peers.row("finetune", peer, setting, [peers_run(4.0, 7.00001, later=6.1)], ours, None)
+    line = vs_peers.row("finetune", peer, setting, [peers_run(4.0, 7.00001, later=6.1)], ours, None, False)
     assert line["ratio"] == 3 and line["samples_per_second"] == 4 and not line["note"]
-    line = vs_peers.row("finetune", peer, setting, [peers_run(4.0, 7.01)], ours, None)
+    line = vs_peers.row("finetune", peer, setting, [peers_run(4.0, 7.01)], ours, None, False)
     assert line["ratio"] is None and line["samples_per_second"] is None and "losses of the first step" in line["note"]
+    assert vs_peers.row("finetune", peer, setting, [peers_run(4.0, 7.01)], ours, None, True)["ratio"] == 3
 
 
 def test_a_peer_that_fails_is_a_row_with_its_error(tmp_path, monkeypatch):
@@ -209,7 +210,7 @@ def test_a_peer_that_fails_is_a_row_with_its_error(tmp_path, monkeypatch):
     setting = vs_peers.Setting("2 x 8", 2)
     with pytest.raises(RuntimeError, match="^ended with 1: no such attention$") as failure:
         vs_peers.measure(args, tmp_path, "finetune", peer, setting)
-    line = vs_peers.row("finetune", peer, setting, [], [peers_run(12.0, 7.0)], str(failure.value))
+    line = vs_peers.row("finetune", peer, setting, [], [peers_run(12.0, 7.0)], str(failure.value), False)
     assert "no such attention" in line["note"] and line["ratio"] is None
 
 
