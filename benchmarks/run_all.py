@@ -34,6 +34,8 @@ BENCHMARKS = {
     "scaling": "Full micro-batches and even ranks",
 }
 """The titles of the modules' sections."""
+FLAGS_OF = {"tiny": "--size tiny", "bf16": "--bf16"}
+"""The flags behind a part of a result's name."""
 ON_GPU = "bash benchmarks/gpu_check.sh --parts {part}"  # fills gpu_<part>.json
 
 
@@ -176,10 +178,11 @@ SMALL_MODELS = (
     *(Target(f"CPU, the demo's shapes, {what}, samples/s over upstream", bound, True, "vs_upstream_demo",
              value_of("ratio", stage=stage)) for stage, what, bound in (
                  ("pretrain", "stage 1", 2.5), ("finetune", "stage 2", 5.0))),
-    *(Target(f"CPU, the demo's shapes, stage {stage}, samples/s over the best peer at its best settings", bound, True,
-             "vs_peers_demo", least_ratio(stage, False)) for stage, bound in ((1, 1.3), (2, 1.5))),
-    *(Target(f"the same, stage {stage}, each peer with this tree's allocator", bound, True,
-             "vs_peers_demo", least_ratio(stage, True)) for stage, bound in ((1, 1.3), (2, 1.5))),
+    *(Target(f"CPU, the demo's shapes in {precision}, stage {stage}, samples/s over the best peer{how}", bound, True,
+             f"vs_peers_demo{suffix}", least_ratio(stage, allocator))
+      for precision, suffix in (("fp32", ""), ("bf16", "_bf16"))
+      for allocator, how in ((False, " at its best settings"), (True, " with this tree's allocator"))
+      for stage, bound in ((1, 1.3), (2, 1.5))),
     *(Target(f"CPU, a model of width 256, stage {stage}, samples/s over the best peer at its best settings", 1.1, True,
              "vs_peers_tiny", least_ratio(stage, False)) for stage in (1, 2)),
     *(Target(f"CPU, the demo's stage 2 in {arm}: share of its products' floor", 0.6, True, "cpu_step",
@@ -286,13 +289,14 @@ def title_of(name: str) -> str:
     if name.startswith("gpu_"):
         return f"GPU: {PARTS[name.removeprefix('gpu_')].what}"
     module = module_of(name)
-    return BENCHMARKS.get(module, module) + name.removeprefix(module).replace("_", ", ", 1)
+    return BENCHMARKS.get(module, module) + name.removeprefix(module).replace("_", ", ")
 
 
 def command_of(name: str) -> str:
     """The command that makes a result."""
     module = module_of(name)
-    return f"python -m benchmarks.{module}" + (" --size tiny" if name == f"{module}_tiny" else "")
+    words = name.removeprefix(module).split("_")
+    return " ".join([f"python -m benchmarks.{module}", *(flag for word, flag in FLAGS_OF.items() if word in words)])
 
 
 def module_of(name: str) -> str:

@@ -92,7 +92,8 @@ def test_a_cpu_attends_over_packed_samples_in_fp32_also_under_autocast():
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 12, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
     parts = [x.float().split([5, 7], dim=2) for x in (query, key, value)]
-    expected = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in zip(*parts, strict=True)]
+    samples = zip(*parts, strict=True)
+    expected = [F.scaled_dot_product_attention(*sample, is_causal=True, enable_gqa=True) for sample in samples]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output, _ = attention.segments_attention(None, query, key, value, None, segment_lengths=[5, 7])
     assert torch.equal(output, torch.cat(expected, dim=2).transpose(1, 2).bfloat16())
