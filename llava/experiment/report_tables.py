@@ -293,11 +293,18 @@ def upstream_table(path: Path) -> Rows:
 
 
 def analysis_tables(folder: Path) -> dict[str, Rows]:
-    """The tables that `scripts/analyze.sh` wrote, by name."""
+    """The tables that `scripts/analyze.sh` wrote, by name, in four digits to be read; its files have all."""
     contents = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     return {
-        name: content["rows"] for name, content in contents.items() if isinstance(content, dict) and content.get("rows")
+        name: [{column: in_digits(value, 4) for column, value in row.items()} for row in content["rows"]]
+        for name, content in contents.items()
+        if isinstance(content, dict) and content.get("rows")
     }
+
+
+def in_digits(value: Any, digits: int) -> Any:
+    """A float rounded to this many significant digits; anything else as it is."""
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
 # --- in words --------------------------------------------------------------------------------------------------------

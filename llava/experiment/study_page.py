@@ -10,8 +10,8 @@ from llava.eval.paired import MEAN
 from llava.experiment.figures import Picture, data_uri, figures
 from llava.experiment.plan import POWER, points_in_words
 from llava.experiment.report import render
-from llava.experiment.report_tables import Rows
-from llava.experiment.study_record import COLUMNS, Study, has_intervals, in_digits, write_record
+from llava.experiment.report_tables import Rows, in_digits
+from llava.experiment.study_record import COLUMNS, Study, has_intervals, write_record
 from llava.launch.devices import count_of
 from llava.utils.paths import ROOT
 

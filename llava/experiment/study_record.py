@@ -253,7 +253,7 @@ def has_intervals(study: Study) -> bool:
 
 
 def measured(folder: Path) -> dict[str, Rows]:
-    """The rows of what `llava.analysis` measured in the arms, by table, in four digits.
+    """The rows of what `llava.analysis` measured in the arms, by table.
 
     Tables with a row per layer are left out, as are columns that `COLUMNS` does not name: the analysis has them.
     """
@@ -261,10 +261,5 @@ def measured(folder: Path) -> dict[str, Rows]:
     for name, rows in analysis_tables(folder).items():
         columns = COLUMNS.get(name)
         if columns != () and "model" in rows[0] and "layer" not in rows[0]:
-            tables[name] = [{column: in_digits(row[column], 4) for column in columns or row} for row in rows]
+            tables[name] = [{column: row[column] for column in columns or row} for row in rows]
     return tables
-
-
-def in_digits(value: Any, digits: int) -> Any:
-    """A float rounded to this many significant digits; anything else as it is."""
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value

@@ -35,9 +35,10 @@ def report(tmp_path_factory):
         for arm, right in rights.items()
     ]
     (root / "analysis").mkdir()
-    rows = [{"model": HOSTILE, "layer": i, "norm": 10.0 - i} for i in range(11)]
+    rows = [{"model": HOSTILE, "layer": i, "norm": 10.0 - i, "share": 1 / 7} for i in range(11)]
     (root / "analysis/layer-norms.json").write_text(json.dumps({"rows": rows}))
     (root / "analysis/layer-norms.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"/>')
+    (root / "analysis/update-rates-layers.json").write_text(json.dumps({"rows": rows * 10}))
     (root / "upstream").mkdir()
     stage = {"ours": [1.0, 2.0], "upstream": [1.0, 2.0], "largest_loss_difference": 1.25e-6}
     (root / "upstream/comparison.json").write_text(json.dumps({"arms": {"none": {"pretrain": stage}}}))
@@ -128,6 +129,11 @@ def test_page_needs_no_network_and_escapes_what_comes_from_data(report):
     assert markdown_text("a|b\n<i>*") == "a\\|b \\<i\\>\\*"
 
 
+def test_measured_numbers_are_read_in_four_digits(report):
+    page = (report[0] / "report.html").read_text()
+    assert page.count('<td class="n">0.1429</td>') == 121 and str(1 / 7)[:6] not in page
+
+
 def test_a_pictures_text_is_a_sentence(report):
     alts = re.findall(r'<img [^>]*alt="([^"]*)"', (report[0] / "report.html").read_text())
     assert len(alts) > 2 and [alt for alt in alts if not re.fullmatch(r"[A-Z]\S* .{15,}\.", html.unescape(alt))] == []
@@ -183,7 +189,7 @@ def test_page_renders_without_a_message_and_sorts_its_tables(report, browse, tmp
       [2, 2, 1].forEach(function (i) { table.querySelectorAll("th button")[i].click(); seen.push(column(1)); });
       var broken = Array.from(document.images).filter(function (i) { return !i.naturalWidth; }).length;
       window.dispatchEvent(new Event("beforeprint"));
-      var closed = document.querySelectorAll("details:not([open])").length;
+      var closed = Array.from(document.querySelectorAll("details:not([open]) > summary")).map(e => e.textContent);
       document.title = JSON.stringify([seen, broken, closed, document.title === "hacked"]);
     };</script></body>"""
     (tmp_path / "probe.html").write_text(page.replace("</body>", probe))
@@ -192,7 +198,7 @@ def test_page_renders_without_a_message_and_sorts_its_tables(report, browse, tmp
     seen, broken, closed, hacked = json.loads(html.unescape(re.search("<title>(.*?)</title>", dom)[1]))
     rising, falling = ",".join(map(str, range(11))), ",".join(map(str, range(10, -1, -1)))
     assert seen == [falling, rising, rising]  # norms fall as layers rise; the third click sorts numbers, not text
-    assert (broken, closed, hacked) == (0, 0, False)
+    assert (broken, closed, hacked) == (0, ["update-rates-layers (110)"], False)
 
 
 def test_page_fits_a_phone_and_paper(report, browse, tmp_path):
