@@ -11,20 +11,22 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from filelock import FileLock, Timeout
 
 from llava.anyres import Size
-from llava.asking import Assistant, batch_answers, chosen_assistant, is_captioner, sampling_options
 from llava.asking_flags import add_loading_arguments, add_model_arguments
 from llava.eval.answer_file import complete_windows, read_answers, recorded_count, write_record
-from llava.eval.question_records import Question, QuestionRecords
 from llava.utils.commands import Parser, exit_status, whole
 from llava.utils.digests import revision
 from llava.utils.paths import checkpoint_name
 from llava.utils.progress import progress
 from llava.utils.versions import EVALUATION, code_digest
+
+if TYPE_CHECKING:
+    from llava.asking import Assistant
+    from llava.eval.question_records import Question, QuestionRecords
 
 WINDOW = 8  # batches; questions are sorted by length within a window, and an interruption costs one window
 SHOWN_FAULTS = 10
@@ -79,6 +81,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--chunk-idx {args.chunk_idx}: expected 0 to {args.num_chunks - 1} (--num-chunks)")
     if args.temperature < 0 or (args.top_p is not None and not (0 < args.top_p <= 1 and args.temperature)):
         raise ValueError("--temperature: expected 0 or more; --top-p: above 0 to 1, and with --temperature above 0")
+    from llava.eval.question_records import QuestionRecords  # takes seconds
+
     part = (args.chunk_idx, args.num_chunks)
     questions = QuestionRecords(args.data, args.image_folder, part, args.max_image_aspect_ratio)
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +93,12 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--output {args.output}: another process writes it") from None
 
 
-def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
+def answer_all(questions: "QuestionRecords", args: argparse.Namespace) -> None:
     """Answers the questions that `--output` has no answers to yet."""
+    import torch  # this and what follows take seconds
+
+    from llava.asking import batch_answers, chosen_assistant, is_captioner, sampling_options
+
     output, settings = args.output, answer_settings(questions, args)
     if (
         not args.overwrite
@@ -130,7 +138,7 @@ def answer_all(questions: QuestionRecords, args: argparse.Namespace) -> None:
     print(f"{output}: {len(places)} answers")
 
 
-def answer_line(question: Question, text: str, model_path: str) -> str:
+def answer_line(question: "Question", text: str, model_path: str) -> str:
     """A line with the fields of LLaVA's answer files; `metadata` has what the record says: expected answer, kind."""
     name = checkpoint_name(model_path)
     key = json.dumps([name, question.identifier, question.prompt, text])
@@ -146,7 +154,7 @@ def answer_line(question: Question, text: str, model_path: str) -> str:
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
-def answer_settings(questions: QuestionRecords, args: argparse.Namespace) -> dict[str, object]:
+def answer_settings(questions: "QuestionRecords", args: argparse.Namespace) -> dict[str, object]:
     """Everything that decides the answers, by flag; batch size and device do not."""
     names = ("conv_mode", "dtype", "load_8bit", "load_4bit", "image_aspect_ratio", "max_new_tokens", "temperature")
     names += ("top_p", "num_beams", "seed", "num_chunks", "chunk_idx", "on_bad_record")
@@ -162,7 +170,7 @@ def answer_settings(questions: QuestionRecords, args: argparse.Namespace) -> dic
 # --- what can be answered ---------------------------------------------------------------------------------------------
 
 
-def usable(questions: QuestionRecords, on_bad_record: str) -> dict[int, list[Size]]:
+def usable(questions: "QuestionRecords", on_bad_record: str) -> dict[int, list[Size]]:
     """The picture sizes of every question whose record and pictures are valid.
 
     Raises:
@@ -179,7 +187,7 @@ def usable(questions: QuestionRecords, on_bad_record: str) -> dict[int, list[Siz
 
 
 def fitting(
-    questions: QuestionRecords, sizes: dict[int, list[Size]], assistant: Assistant, on_bad_record: str
+    questions: "QuestionRecords", sizes: dict[int, list[Size]], assistant: "Assistant", on_bad_record: str
 ) -> list[int]:
     """Places of the questions that the template can write and that fit into the context.
 

@@ -11,16 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 
-from llava.asking import choose_template, is_captioner
 from llava.eval.collect import EvaluationError
 from llava.eval.harness import data_fingerprint, data_place, process_groups, require_harnesses, run_group
 from llava.eval.results import LLAVA_CODE, LLAVA_COMMIT, RESULTS_FILE, Results, read_results, write_results
 from llava.eval.tasks import Task, choose
-from llava.model.builder import read_config
-from llava.model.context import context_length
 from llava.utils.commands import Parser, exit_status, whole
 from llava.utils.digests import revision
 from llava.utils.paths import WORK, checkpoint_name
@@ -83,6 +79,8 @@ def evaluate(args: argparse.Namespace) -> None:
         ValueError: refused arguments, or another call writes to the same folder.
         EvaluationError: a task failed.
     """
+    import torch  # takes seconds
+
     tasks = choose(args.tasks)
     require_harnesses(tasks)
     available = torch.cuda.device_count()
@@ -170,6 +168,10 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: the template is not known, or has no questions.
     """
+    from llava.asking import choose_template, is_captioner  # these take seconds
+    from llava.model.builder import read_config
+    from llava.model.context import context_length
+
     config = read_config(args.checkpoint)
     template = choose_template(config, args.checkpoint, args.conv_template)
     if is_captioner(template):

@@ -7,7 +7,6 @@ import argparse
 import sys
 from typing import Any
 
-from llava.asking import is_captioner, load_assistant, load_picture, sampling_options
 from llava.asking_flags import add_model_arguments
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_PLACEHOLDER, MAX_ASPECT_RATIO
 from llava.utils.commands import Parser, exit_status, whole
@@ -39,6 +38,8 @@ def eval_model(args: Any) -> str:
         ValueError: a picture cannot be read, the checkpoint cannot answer, or `<image-placeholder>` is not there once
             for every picture.
     """
+    from llava.asking import is_captioner, load_assistant, load_picture, sampling_options  # takes seconds
+
     bound = getattr(args, "max_image_aspect_ratio", MAX_ASPECT_RATIO)  # LLaVA's function is called without it
     sources = args.image_file.split(args.sep)
     pictures = [load_picture(source.strip(), max_aspect_ratio=bound) for source in sources]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from llava.launch.variable_check import OF_ONE_STAGE
 from llava.utils.processes import tail
 from llava.utils.provenance import DONE
 
@@ -19,8 +20,8 @@ class StepError(RuntimeError):
     """A step failed; the message says which, and names its log where it has one."""
 
 
-WHOLE_RUNS = {"DRY_RUN": "", "CHECK": ""}
-"""Variables of every run of an experiment: a stage that trains nothing would count as finished."""
+WHOLE_RUNS = dict.fromkeys(OF_ONE_STAGE, "")
+"""Variables of every run of an experiment."""
 _SET_BY = {
     "PRESET": "--preset sets it",
     "DEMO_DATA": "--preset, or the quickstart's --data, sets it",
@@ -31,9 +32,7 @@ _SET_BY = {
     "PRETRAIN_ADAPTER": "every stage 2 takes the adapter of its own stage 1",
     "OUTPUT_DIR": "--output-dir, or the quickstart's OUTPUT_ROOT, sets it",
     "RUN_NAME": "every run has its own name",
-    "DRY_RUN": "only a single stage can be shown: bash scripts/pretrain.sh",
-    "CHECK": "only a single stage can be checked: bash scripts/pretrain.sh",
-}
+} | OF_ONE_STAGE
 
 
 def refuse_ignored(runs: Iterable[Mapping[str, str]]) -> None:

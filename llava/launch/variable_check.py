@@ -70,6 +70,13 @@ GENERIC = {
     "NGPUS": "NUM_GPUS", "N_GPUS": "NUM_GPUS", "NGPU": "NUM_GPUS", "NPROC_PER_NODE": "NUM_GPUS", "NODES": "NNODES",
     "NUM_NODES": "NNODES", "WORKERS": "NUM_WORKERS",
 }  # fmt: skip
+OF_RUNS = ("quickstart", "compare")
+"""The scripts that train several runs."""
+OF_ONE_STAGE = {
+    "DRY_RUN": "only a single stage can be shown: bash scripts/pretrain.sh",
+    "CHECK": "only a single stage can be checked: bash scripts/pretrain.sh",
+}
+"""Variables that several runs refuse: a stage that trains nothing would count as finished."""
 _FOREIGN = {"CACHE_DIR", "NUM_CPUS", "PYTHON3", "RESET", "VERSION"}  # near a name or flag of ours, and other programs'
 
 
@@ -77,8 +84,11 @@ def check_variables(script: str, environment: Mapping[str, str]) -> list[str]:
     """Lines about variables that `script` does not read, and that may be meant for other programs.
 
     Raises:
-        Refusal: a variable can only be meant for the script, which has another name for it.
+        Refusal: the script has another name for what a variable can only mean, or a variable is for a single stage.
     """
+    for name, reason in OF_ONE_STAGE.items():
+        if script in OF_RUNS and environment.get(name):
+            raise Refusal(f"{name}={environment[name]}: {reason}; leave the variable out")
     meant = {name: right for name in environment if (right := meant_by(script, name))}
     lines = {
         name: f"{name} is set, but {script}.sh does not read it; did you mean {right}? Give that, or unset {name}"
@@ -108,7 +118,7 @@ def meant_by(script: str, name: str) -> str:
 
 def trains(script: str) -> bool:
     """Whether a script reads the variables of training; any name without a row of `OWN` stands for those that do."""
-    return script not in OWN or script in ("quickstart", "compare")
+    return script not in OWN or script in OF_RUNS
 
 
 @cache

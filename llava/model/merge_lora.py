@@ -10,11 +10,6 @@ import logging
 import sys
 from pathlib import Path
 
-import torch
-
-from llava.mm_utils import get_model_name_from_path, save_tokenizer
-from llava.model.builder import load_pretrained_model
-from llava.model.lora import adapter_dtype, lora_config_file
 from llava.utils.commands import DTYPES, Parser, exit_status
 
 logger = logging.getLogger(__name__)
@@ -32,6 +27,12 @@ def merge_lora(model_path: str, model_base: str | None, save_model_path: str, dt
     Raises:
         ValueError: `model_path` is not a LoRA folder, `save_model_path` holds files, or the recorded base is missing.
     """
+    import torch  # this and what follows take seconds
+
+    from llava.mm_utils import get_model_name_from_path, save_tokenizer
+    from llava.model.builder import load_pretrained_model
+    from llava.model.lora import adapter_dtype, lora_config_file
+
     if lora_config_file(model_path) is None:
         raise ValueError(f"--model-path {model_path}: no adapter_config.json; expected a LoRA folder or hub id")
     output = Path(save_model_path)

@@ -206,7 +206,7 @@ def test_a_rerun_resumes_and_ends_with_the_same_file(ask, asked, monkeypatch, ba
 
 def test_a_finished_file_says_so_and_loads_nothing(ask, asked, monkeypatch):
     ask(LINES)
-    monkeypatch.setattr(answer, "chosen_assistant", None)
+    monkeypatch.setattr(asking, "chosen_assistant", None)
     again = ask(LINES, "--batch-size", "3", "--device", "cpu")
     assert again.status == 0 and "finished before, 4 answers" in again.out and len(asked.calls) == 1
 

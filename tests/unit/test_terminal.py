@@ -150,6 +150,14 @@ def test_a_dry_run_imports_no_package_that_takes_time():
     assert not imported & {"torch", "transformers", "deepspeed", "peft", "numpy", "yaml", "jinja2", "pyarrow"}
 
 
+QUICK = ("llava.serve.web", "llava.serve.cli", "llava.eval.evaluate", "llava.eval.answer", "llava.eval.run_llava")
+
+
+@pytest.mark.parametrize("module", [*QUICK, "llava.model.merge_lora", "benchmarks.run_all"])
+def test_help_imports_no_package_that_takes_time(module):
+    assert not imported_by(module, "--help") & {"torch", "transformers", "gradio", "deepspeed", "numpy", "pyarrow"}
+
+
 @pytest.mark.slow
 def test_the_check_of_a_dry_runs_flags_imports_no_model():
     imported = imported_by("llava.train.check_flags", "--model_name_or_path", "x", "--output_dir", "y")

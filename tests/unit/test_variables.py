@@ -77,6 +77,13 @@ def test_a_misspelt_variable_and_another_trainers_name_are_refused(script, wrong
         check_variables(script, {"PATH": "/bin", wrong: "1"})
 
 
+@pytest.mark.parametrize("name", ["DRY_RUN", "CHECK"])
+@pytest.mark.parametrize("script", ["quickstart", "compare"])
+def test_scripts_of_several_runs_refuse_a_dry_run_before_python_loads(script, name):
+    run = bash(f"scripts/{script}.sh", LLAVA_PYTHON="false", **{name: 1})
+    assert run.returncode == 2 and run.stderr.startswith(f"error: {name}=1: only a single stage can be ")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_variable_of_a_login_shell_a_scheduler_or_a_launcher_is_named(script):
     assert check_variables(script, dict.fromkeys(FOREIGN, "1")) == []

@@ -20,6 +20,7 @@ from llava.analysis.loading import our_batch
 from llava.analysis.probe import VISUAL
 from llava.asking import load_assistant
 from llava.serve import arms, look, web
+from llava.serve import page as web_page
 from llava.serve.arms import (
     Arm,
     Talk,
@@ -327,7 +328,7 @@ def red(tmp_path):
 
 
 def test_asking_shows_the_answers_of_both_arms_and_keeps_them(pair, red, tmp_path):
-    page = web.Page(pair, tmp_path, 1 << 20, same="same")
+    page = web_page.Page(pair, tmp_path, 1 << 20, same="same")
     steps = list(page.ask(red, ASK, page.start(), 0, 8))
     last = [[step[i] for step in steps if step[i] != "same"] for i in range(len(steps[0]))]
     talks, message, *shown = [values[-1] for values in last]
@@ -347,7 +348,7 @@ def test_asking_shows_the_answers_of_both_arms_and_keeps_them(pair, red, tmp_pat
     ],
 )
 def test_a_refused_question_is_reported_and_keeps_the_conversation(pair, red, tmp_path, picture, question, message):
-    page = web.Page(pair, tmp_path, 1 << 20)
+    page = web_page.Page(pair, tmp_path, 1 << 20)
     before = [Talk(turns("<image>\nIs <b>?", "No"), RED, "norms")] * 2
     steps = list(page.ask(red if picture == "red" else picture, question, before, 0, 8))
     talks, sentence, *parts = [[step[i] for step in steps if step[i] is not None] for i in range(len(steps[0]))]
@@ -356,8 +357,8 @@ def test_a_refused_question_is_reported_and_keeps_the_conversation(pair, red, tm
 
 
 def test_a_bug_is_reported_on_the_page_and_shown_in_the_terminal(pair, red, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(web, "ask_all", lambda *_, **__: 1 / 0)
-    page = web.Page(pair, tmp_path, 1 << 20, same="same")
+    monkeypatch.setattr(web_page, "ask_all", lambda *_, **__: 1 / 0)
+    page = web_page.Page(pair, tmp_path, 1 << 20, same="same")
     ((talks, message, *parts),) = page.ask(red, ASK, page.start(), 0, 8)
     assert "the terminal says why" in message and "ZeroDivisionError" in capsys.readouterr().err
     assert [talks, *parts] == ["same"] * 7
@@ -366,12 +367,12 @@ def test_a_bug_is_reported_on_the_page_and_shown_in_the_terminal(pair, red, tmp_
 def test_a_name_with_markup_stays_text(pair, tmp_path):
     path = tmp_path / "<img src=x>.png"
     path.write_bytes(b"no")
-    picture, _, message, *_ = web.Page(pair, tmp_path, 9).new_picture(str(path))
+    picture, _, message, *_ = web_page.Page(pair, tmp_path, 9).new_picture(str(path))
     assert picture is None and "&lt;img src=x&gt;.png: not a picture" in message and "<img" not in message
 
 
 def test_another_picture_resets_and_a_stopped_question_is_dropped(pair, red, tmp_path):
-    page = web.Page(pair, tmp_path, 1 << 20)
+    page = web_page.Page(pair, tmp_path, 1 << 20)
     kept = [Talk(turns("<image>\nWhy?", "So"), RED, "norms")] * 2
     first_has_answered = [Talk(turns("<image>\nWhy?", "So", "And?", "Beca"[:end]), before=kept[0]) for end in (4, 2)]
     stopped = page.stop(first_has_answered)
@@ -385,7 +386,7 @@ def test_another_picture_resets_and_a_stopped_question_is_dropped(pair, red, tmp
 
 def test_examples_are_the_playgrounds_pictures_each_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert web.examples() == []
+    assert web_page.examples() == []
     folder = tmp_path / "playground/data/scenes"
     (folder / "images").mkdir(parents=True)
     for name in "abc":
@@ -393,7 +394,7 @@ def test_examples_are_the_playgrounds_pictures_each_once(tmp_path, monkeypatch):
     records = [{"image": f"{name}.png", "conversations": turns(f"<image>\n{name}?", "x")} for name in "aabdc"]
     (folder / "heldout.json").write_text(json.dumps(records))
     examples = [("playground/data/scenes/images/" + name + ".png", f"{name}?") for name in "abc"]
-    assert [tuple(pair) for pair in web.examples()] == examples
+    assert [tuple(pair) for pair in web_page.examples()] == examples
 
 
 @pytest.mark.parametrize(
@@ -420,14 +421,14 @@ def test_a_port_that_is_taken_is_named_before_anything_is_loaded(capsys):
 
 def test_without_gradio_the_command_says_what_brings_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.setattr(web, "check_free", lambda host, port: None)
+    monkeypatch.setattr(web_page, "check_free", lambda host, port: None)
     assert web.main(["--model-path", "a"]) == 2
     assert "pip install 'llava[web]'" in capsys.readouterr().err
 
 
 def test_two_checkpoints_of_one_name_are_told_apart(monkeypatch, trained):
-    monkeypatch.setattr(web, "load_chat_assistant", lambda args: load_assistant(args.model_path))
+    monkeypatch.setattr(web_page, "load_chat_assistant", lambda args: load_assistant(args.model_path))
     path = str(trained("none"))
     args = web.parser().parse_args(["--model-path", path, "--model-path", path])
-    first, second = web.load_arms(args)
+    first, second = web_page.load_arms(args)
     assert first.name.startswith("1: ") and first.name[3:] == second.name[3:] and second.name[:3] == "2: "
