@@ -5,6 +5,8 @@ A benchmark that fails is reported, the others continue, and the exit status is 
 
 import argparse
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +18,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it also runs as a file
 
 from benchmarks.common import RESULTS, ROOT
-from benchmarks.gpu_parts import PARTS
 from llava.utils.terminal import Help
 
 PAGE = ROOT / "docs/performance.md"
@@ -54,6 +55,7 @@ def main() -> int:
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             failed.append(name)
         print(f"== {name}: {time.perf_counter() - start:.0f} s", flush=True)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, which the estimates import, warns without a GPU
     PAGE.write_text(page(), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)} written" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return int(bool(failed))
@@ -253,15 +255,32 @@ def section(result: dict) -> list[str]:
     apart = ("name", "environment", "rows", "upstream", "command", "on", "figures", "status", "reason")
     meta = {k: v for k, v in result.items() if k not in apart}
     upstream = ", ".join(f"{k} {v}" for k, v in result.get("upstream", {}).items())
+    origin = (
+        f"torch {environment['versions'].get('torch')}, commit {environment['commit']}; "
+        f"{', '.join(f'{words(k)} {in_words(v)}' for k, v in meta.items() if v not in (None, ''))}."
+        + (f" Upstream: {upstream}." if upstream else "")
+    )
     lines = [
         f"## {title_of(result['name'])}",
         "",
-        f"`{result.get('command') or command_of(result['name'])}`, {where}, "
-        f"torch {environment['versions'].get('torch')}, "
-        f"commit {environment['commit']}; {', '.join(f'{k} {v}' for k, v in meta.items() if v not in (None, ''))}."
-        + (f" Upstream: {upstream}." if upstream else ""),
+        f"`{result.get('command') or command_of(result['name'])}`, {where}, {short_hashes(origin)}",
     ]
     return lines + tables(result["rows"])
+
+
+def words(name: str) -> str:
+    """A name of the code as words."""
+    return name.replace("_", " ")
+
+
+def in_words(value: Any) -> str:
+    """A setting's value without the code's spelling."""
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value).removeprefix("torch.")
+
+
+def short_hashes(text: str) -> str:
+    """`text` with nine digits of each commit; the results have all."""
+    return re.sub(r"\b([0-9a-f]{9})[0-9a-f]{31}\b", r"\1", text)
 
 
 def tables(rows: list[dict]) -> list[str]:
@@ -272,21 +291,29 @@ def tables(rows: list[dict]) -> list[str]:
     lines = []
     for columns, alike in kinds.items():
         lines += ["", f"| {' | '.join(map(heading, columns))} |", "|" + "---|" * len(columns)]
-        lines += [f"| {' | '.join(number(row[column]).replace('|', '/') for column in columns)} |" for row in alike]
+        lines += [f"| {' | '.join(cell(column, row[column]) for column in columns)} |" for row in alike]
     return lines
+
+
+def cell(column: str, value: Any) -> str:
+    """A cell's text; what a row compares is called by words."""
+    text = number(value).replace("|", "/")
+    return words(text) if column in ("arm", "kind", "variant") else text
 
 
 def heading(column: str) -> str:
     """The words of a column's name, with its unit after a comma."""
-    words, units = column.split("_"), {"s": "s", "ms": "ms", "mib": "MiB", "mb": "MB"}
-    if words[-1] in units and words[-2:-1] != ["per"]:
-        return f"{' '.join(words[:-1])}, {units[words[-1]]}"
-    return " ".join(words)
+    parts, units = column.split("_"), {"s": "s", "ms": "ms", "mib": "MiB", "mb": "MB"}
+    if parts[-1] in units and parts[-2:-1] != ["per"]:
+        return f"{' '.join(parts[:-1])}, {units[parts[-1]]}"
+    return words(column)
 
 
 def title_of(name: str) -> str:
     """What a result is about: a part of the GPU check, or a benchmark and what its command added to the name."""
     if name.startswith("gpu_"):
+        from benchmarks.gpu_parts import PARTS  # takes seconds, and DeepSpeed prints
+
         return f"GPU: {PARTS[name.removeprefix('gpu_')].what}"
     module = module_of(name)
     return BENCHMARKS.get(module, module) + name.removeprefix(module).replace("_", ", ")

@@ -418,4 +418,6 @@ def test_every_section_and_column_of_the_page_of_results_has_a_title():
     assert {run_all.title_of(path.stem) for path in common.RESULTS.glob("*.json")} <= set(titles)
     assert not [title for title in titles if "_" in title] and len(set(titles)) == len(titles)
     assert not [head for head in heads if "_" in head or not all(map(str.strip, head.split("|")))]
+    origins = re.findall(r"^`python -m benchmarks.*?`, (.*)", page, re.MULTILINE)
+    assert len(origins) > 8 and not [text for text in origins if re.search(r"_|[0-9a-f]{30}|torch\.|True|False", text)]
     assert run_all.title_of("gpu_mfu").startswith("GPU: MFU") and run_all.title_of("loss_head_fp32").endswith(", fp32")
