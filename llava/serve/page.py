@@ -41,8 +41,14 @@ STYLE = """
 .scale { display: grid; grid-template-columns: auto 1fr auto; gap: 8px; align-items: center; padding: 0 4px; }
 .scale div { height: 14px; border-radius: 3px; } .scale + p { margin: 0 4px 8px; }
 .seen img { width: 100%; height: 100%; object-fit: contain; }
+@media (min-width: 768px) { /* one arm's map is below the picture, and as wide */
+  .alone { display: grid !important; grid-template-columns: 1fr 1fr; align-items: start; }
+  .alone > :nth-child(1) { grid-column: 1 / 3; } .alone > :nth-child(2) { grid-column: 2; grid-row: 2 / 4; }
+  .alone > :nth-child(n + 3) { grid-column: 1; }
+}
 .refusal { color: var(--error-text-color, #b91c1c); font-weight: 600; margin: 4px 0; }
 """
+STOPPED = "The answer was stopped, the question is dropped."
 # A question or an answer that is new in the first arm's chat comes into view.
 SHOW_ANSWER = """(messages) => {
   const chat = document.getElementById("first-chat"), before = Number(chat.dataset.messages || 0);
@@ -201,10 +207,14 @@ class Page:
         """Resets the conversations."""
         return self.shown(self.start())
 
+    def say_stopped(self, asked: bool) -> list[object]:
+        """The message of Stop, if a question was asked and is not answered, and that none is any more."""
+        return [refusal(STOPPED) if asked else self.same, False]
+
     def stop(self, talks: Sequence[Talk]) -> list[object]:
         """Drops the question that was being answered, for all arms; without one the message on the page stays."""
         kept = without_open_question(talks)
-        state, message, *parts = self.shown(kept, "The answer was stopped, the question is dropped.")
+        state, message, *parts = self.shown(kept, STOPPED)
         return [state, self.same if kept == talks else message, *parts]
 
     def ask(
@@ -273,7 +283,7 @@ def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argpa
         outputs, chats = [state, message], []
         with gradio.Row():
             for number, arm in enumerate(arms):
-                with gradio.Column(min_width=300):
+                with gradio.Column(min_width=300, elem_classes=None if len(arms) > 1 else "alone"):
                     gradio.Markdown(f"### {arm.name}")
                     chat = gradio.Chatbot(
                         show_label=False,
@@ -295,14 +305,21 @@ def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argpa
                     chats.append(chat)
         if shown_examples := examples():
             gradio.Examples(shown_examples, [picture, question], cache_examples=False)
-        inputs = [picture, question, state, temperature, longest]
+        inputs, asked = [picture, question, state, temperature, longest], gradio.State(False)
         # Only one event at a time writes the state: those that cancel a question wait until it has ended.
         alone = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+        at_once = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+        gradio.on([ask.click, question.submit], lambda: True, None, asked, **at_once)
+        # Stop waits until other visitors' answers have ended, its message does not.
+        stop.click(does.say_stopped, asked, [message, asked], **at_once)
+        clears = [chat.clear for chat in chats]
+        gradio.on([picture.change, reset.click, *clears], lambda: False, None, asked, **at_once)
         asking = gradio.on([ask.click, question.submit], does.ask, inputs, outputs, trigger_mode="once", **alone)
+        asking.then(lambda: False, None, asked, **at_once)
         for on, function, takes, gives in (
             (stop.click, does.stop, [state], outputs),
             (picture.change, does.new_picture, [picture], [picture, *outputs]),
-            *((on, does.reset, None, outputs) for on in (reset.click, *(chat.clear for chat in chats))),
+            *((on, does.reset, None, outputs) for on in (reset.click, *clears)),
         ):
             on(None, cancels=asking)  # sent first; as an argument of the next line it would be sent when that has ended
             on(function, takes, gives, **alone)

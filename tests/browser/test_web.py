@@ -4,6 +4,7 @@ Needs Gradio (`llava[web]`), Playwright (`pip install playwright`; it drives the
 SCREENSHOTS=FOLDER keeps pictures of the page.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 from data_files import POPE_SUFFIX, QUESTIONS, encoded, noise
 from paths import ROOT
+from PIL import Image
 
 pytest.importorskip("gradio", reason="the web page needs Gradio: pip install 'llava[web]'")
 pytest.importorskip("playwright", reason="needs Playwright: pip install playwright")
@@ -51,15 +53,15 @@ def gate(tmp_path_factory):
     return tmp_path_factory.mktemp("gate") / "open"
 
 
-@pytest.fixture(scope="module")
-def address(trained, gate, tmp_path_factory):
-    """Where the page of two arms is served, with uploads of at most 0.2 MB."""
+@contextlib.contextmanager
+def served(folder, gate, *checkpoints):
+    """Where the page of these checkpoints is served, with uploads of at most 0.2 MB."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-c", SLOW, str(gate), "--port", str(port), "--max-upload", "0.2"]
-    command += [word for norm in ("none", "gwc_layernorm") for word in ("--model-path", str(trained(norm)))]
-    log = tmp_path_factory.mktemp("web") / "log.txt"
+    command += [word for checkpoint in checkpoints for word in ("--model-path", str(checkpoint))]
+    log = folder / "log.txt"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with log.open("w") as file:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment, cwd=ROOT)
@@ -68,6 +70,13 @@ def address(trained, gate, tmp_path_factory):
     yield line.split()[2]
     server.send_signal(2)
     assert server.wait(30) == 130 and "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def address(trained, gate, tmp_path_factory):
+    """Where the page of two arms is served."""
+    with served(tmp_path_factory.mktemp("web"), gate, trained("none"), trained("gwc_layernorm")) as place:
+        yield place
 
 
 @pytest.fixture
@@ -209,6 +218,35 @@ def test_a_question_asked_before_its_picture_was_checked_is_answered(waiting, vi
     assert page.locator(".message").count() == 0  # picture and question wait for the other visitor's answer
     gate.touch()
     page.wait_for_function("document.querySelectorAll('.norms').length == 2", timeout=PATIENCE)
+
+
+def test_stop_while_the_question_waits_for_another_visitor_says_so(waiting, visit, tiny, gate):
+    page = visit(WIDTHS["desk"])
+    choose(page, tiny / "data/images/blue.png")
+    page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
+    ask(page, "Why?")
+    page.wait_for_timeout(500)
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("alert").get_by_text(STOPPED).wait_for(timeout=PATIENCE)
+    gate.touch()
+    waiting[0].wait_for_function("!document.body.innerText.includes('Ye ...')", timeout=PATIENCE)
+    page.wait_for_timeout(500)
+    assert page.locator(".message").count() == 0 and page.get_by_role("alert").count() == 1
+
+
+def test_the_map_of_one_checkpoint_is_as_large_as_its_wide_picture(browser, trained, gate, tmp_path):
+    Image.new("RGB", (400, 100), "red").save(tmp_path / "wide.png")
+    with served(tmp_path, gate, trained("none")) as place:
+        page = browser.new_page(viewport={"width": WIDTHS["desk"], "height": 900})
+        page.goto(place)
+        choose(page, tmp_path / "wide.png")
+        page.get_by_role("button", name="Remove Image").wait_for(timeout=PATIENCE)
+        ask(page, QUESTIONS[0] + POPE_SUFFIX)
+        page.locator("img[alt^=Where]").wait_for(timeout=PATIENCE)
+        picture, shown = page.locator(".seen img").evaluate_all("all => all.map(i => [i.clientWidth, i.clientHeight])")
+        keep_screenshot(page, "alone")
+        page.close()
+    assert picture == shown and picture[0] > 500
 
 
 def test_stop_without_a_question_says_nothing(visit, tiny):
