@@ -11,7 +11,7 @@ from PIL import Image
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.output import figure
 from llava.analysis.seen_area import WHOLE, Area
-from llava.utils.presentation import import_pyplot, looks
+from llava.utils.presentation import NEUTRAL, import_pyplot, looks
 
 COLOUR_MAP, OPACITY = "inferno", 0.65
 
@@ -86,8 +86,10 @@ def draw_profiles(args: argparse.Namespace, results: dict[str, dict[str, Any]]) 
         results: per model what `attention.curves` returns.
     """
     look = looks(results)
+    references = [np.array(curve["share per layer if uniform"]["mean"]) for curve in results.values()]
+    alike = all(np.array_equal(reference, references[0], equal_nan=True) for reference in references)
     with figure(args, 1, 3, figsize=(12, 3.8), name=f"{args.command}-profiles") as (drawn, axes):
-        for name, curve in results.items():
+        for (name, curve), uniform in zip(results.items(), references, strict=True):
             colour = look[name]["color"]
             panels = ("share per row, mean", "share per layer", "entropy per layer")
             for axis, key in zip(axes, panels, strict=True):
@@ -98,13 +100,12 @@ def draw_profiles(args: argparse.Namespace, results: dict[str, dict[str, Any]]) 
                 at, mean, std = np.flatnonzero(there) + (1 if axis is axes[0] else 0), mean[there], std[there]
                 axis.plot(at, mean, "o-", markersize=3, color=colour, label=name)
                 axis.fill_between(at, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
-            uniform = np.array(curve["share per layer if uniform"]["mean"])
             at = np.flatnonzero(~np.isnan(uniform))
-            axes[1].plot(at, uniform[at], ".:", color=colour, linewidth=1, markersize=2)
+            axes[1].plot(at, uniform[at], ":", color=NEUTRAL if alike else colour)
             if panels[0] in curve:
                 rows = len(curve[panels[0]]["mean"])
                 axes[0].xaxis.get_major_locator().set_params(integer=True)
-                axes[0].axhline(1 / rows, color="black", linestyle=":", linewidth=1)
+                axes[0].axhline(1 / rows, color=NEUTRAL, linestyle=":")
         axes[0].set(xlabel="row of visual tokens, from the top", ylabel="share of the picture's attention")
         axes[0].set_title("Raster position (dotted: uniform)")
         axes[1].set(xlabel="layer", ylabel="share of the query's attention", ylim=(0, None))

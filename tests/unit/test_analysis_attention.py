@@ -1,6 +1,8 @@
 """`attention`, `interventions`, `theory` on tiny models, against the library's own attention and cache."""
 
+import argparse
 import json
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ from transformers.masking_utils import eager_mask
 
 from llava.analysis import attention, attention_watch, interventions, loading, theory
 from llava.analysis.__main__ import main, parser
-from llava.analysis.attention_figures import overlaid
+from llava.analysis.attention_figures import draw_profiles, overlaid
 from llava.analysis.attention_watch import watched, watched_attention
 from llava.analysis.families import family_of, find_parts
 from llava.analysis.inputs import PicturePrompt
@@ -797,3 +799,12 @@ def test_the_commands_write_their_files(checkpoint, tiny, tmp_path, capsys, monk
     assert main(["attention", *shared, "--query", "elephant"]) == 2
     assert main(["attention", *shared, "--data", "nothing.json"]) == 2
     assert "nothing.json: no such file" in capsys.readouterr().err
+
+
+def test_the_line_of_uniform_attention_looks_like_no_arm(tmp_path):
+    curve = {"mean": [0.25, 0.75], "std": [0.1, 0.1]}
+    names = ("share per row, mean", "share per layer", "share per layer if uniform", "entropy per layer")
+    args = argparse.Namespace(command="attention", output_dir=tmp_path)
+    draw_profiles(args, {arm: dict.fromkeys(names, curve) for arm in ("none", "gwc_layernorm")})
+    drawn = (tmp_path / "attention-profiles.svg").read_text()
+    assert set(re.findall(r"stroke-dasharray: [^;]+;[^\"]* stroke: (#\w+)", drawn)) == {presentation.NEUTRAL}
