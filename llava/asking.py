@@ -21,12 +21,14 @@ from llava.anyres import Picture, Size
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX, MAX_ASPECT_RATIO
 from llava.conversation import Conversation, SeparatorStyle, answer_end, conv_templates, get_template
 from llava.data.checks import Image as Place
+from llava.data.collate import DataCollatorForSupervisedDataset
 from llava.data.images import LARGEST_FILE, decoded, picture_header
-from llava.data.preprocess import generation_ids
+from llava.data.preprocess import generation_ids, preprocess
 from llava.mm_utils import KeywordsStoppingCriteria, expanded_length, get_model_name_from_path, process_prompt_images
 from llava.model.builder import load_pretrained_model
 from llava.model.context import context_length
 from llava.model.llava_arch import LlavaMetaForCausalLM
+from llava.model.loss import LossTally
 from llava.utils.pixels import upright
 from llava.utils.progress import in_terminal
 
@@ -133,18 +135,11 @@ class Assistant(NamedTuple):
         Raises:
             ValueError: see `prompt_ids`; pictures for a text-only checkpoint; too few or too many pictures.
         """
-        if pictures and self.image_processor is None:
-            raise ValueError(f"{self.name} has no vision tower: it is a language model and cannot see pictures")
-        pictures = [self.upright(picture) for picture in pictures]
         counts = [int((self._ids(turns) == IMAGE_TOKEN_INDEX).sum()) for turns in conversations]
-        shown = pictures_of_each(pictures, counts)
+        pictures, shown, images = self._pixels(pictures, counts)
         prompts = [self.prompt_ids(turns, own) for turns, own in zip(conversations, shown, strict=True)]
         input_ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in prompts], batch_first=True)
-        images = []
-        if self.image_processor is not None:
-            for own in filter(None, shown):
-                images += process_prompt_images(own, self.image_processor, self.model.config)
         input_ids = input_ids.to(self.model.device)
         pad = self.tokenizer.pad_token_id
         output = self.model.generate(
@@ -158,6 +153,68 @@ class Assistant(NamedTuple):
         )
         texts = self.tokenizer.batch_decode(output, skip_special_tokens=True)
         return [text.split(self.end)[0].strip() for text in texts]
+
+    @torch.no_grad()
+    def log_probabilities(
+        self, conversations: list[list[dict[str, str]]], pictures: Sequence[Image.Image]
+    ) -> list[float]:
+        """The log-probability, in nats, of each conversation's last turn, an answer, with the marker that closes it.
+
+        It is summed over the answer's tokens, each given the picture, the turns before and the tokens before it.
+
+        Args:
+            conversations: as `prompt_ids` takes them, followed by the answer as a `gpt` turn; no other answers.
+            pictures: see `answer`.
+
+        Raises:
+            ValueError: see `answer`; more or fewer answers than one.
+        """
+        tags = getattr(self.model.config, "mm_use_im_start_end", False)
+        tokens = []
+        for turns in conversations:
+            if [turn["from"] for turn in turns].count("gpt") != 1 or turns[-1]["from"] != "gpt":
+                raise ValueError(f"{self.name}: expected one answer, at the end, found {turns}")
+            shows = any(DEFAULT_IMAGE_TOKEN in turn["value"] for turn in turns)
+            tokens.append(preprocess(turns, self.tokenizer, self.template, mm_use_im_start_end=tags, has_image=shows))
+        counts = [int((sample.input_ids == IMAGE_TOKEN_INDEX).sum()) for sample in tokens]
+        pictures, _, images = self._pixels(pictures, counts)
+        batch = DataCollatorForSupervisedDataset(pad_token_id=0)(
+            [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in tokens]
+        )
+        device = self.model.device
+        mask, labels = batch["attention_mask"].to(device), batch["labels"].to(device)
+        sizes = [picture.size for picture in pictures] or None
+        layout, crops = self.model.lay_out(batch["input_ids"].to(device), mask, labels, images or None, sizes, "right")
+        head, tally = self.model.lm_head, LossTally(len(tokens), device)
+        tally.rows = (layout.predicting // layout.source.shape[1]).int()
+        before, head.tally = (head.loss_head, head.tally), tally
+        head.loss_head = "plain"  # Liger's kernel returns only the sum
+        try:
+            self.model(labels=labels, layout=layout, images=crops, loss_only=True)
+        finally:
+            head.loss_head, head.tally = before
+        losses, finite = tally.sums.tolist()
+        expected = torch.bincount(tally.rows, minlength=len(tokens)).tolist()
+        if finite != expected:
+            raise ValueError(f"{self.name}: an answer's loss is not finite; the checkpoint is damaged")
+        return [-loss for loss in losses]
+
+    def _pixels(
+        self, pictures: Sequence[Image.Image], counts: list[int]
+    ) -> tuple[list[Image.Image], list[list[Image.Image]], list[torch.Tensor]]:
+        """The pictures as the checkpoint sees them, those of each conversation, and their pixels.
+
+        Args:
+            counts: number of pictures of each conversation.
+        """
+        if pictures and self.image_processor is None:
+            raise ValueError(f"{self.name} has no vision tower: it is a language model and cannot see pictures")
+        pictures = [self.upright(picture) for picture in pictures]
+        shown, images = pictures_of_each(pictures, counts), []
+        if self.image_processor is not None:
+            for own in filter(None, shown):
+                images += process_prompt_images(own, self.image_processor, self.model.config)
+        return pictures, shown, images
 
 
 def batch_answers(

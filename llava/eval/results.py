@@ -6,7 +6,8 @@
      "settings": {name: value}, "created": ISO 8601 time,
      "tasks": {task: {"metric": str, "score": 0..100, "chance": 0..100 or null, "seconds": float,
                       "data": str or null,
-                      "samples": [{"id": str, "score": 0..1, "answer": str, "target": str, "group": str or null}]}}}
+                      "samples": [{"id": str, "score": 0..1, "answer": str, "target": str, "group": str or null,
+                                   "log_probability": float or null}]}}}
 """
 
 import json
@@ -50,6 +51,7 @@ class Answered:
         answer: what the model said; for tasks scored by likelihood, the likeliest choice.
         target: what was expected.
         group: the kind of question, such as a subject, where the task has kinds.
+        log_probability: of the target, in nats (`Assistant.log_probabilities`); None where it was not computed.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Answered:
     answer: str
     target: str
     group: str | None = None
+    log_probability: float | None = None
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,8 @@ def evaluated(
     assistant = load_assistant(str(checkpoint), torch_dtype=fastest_dtype())
     for control in (control for control in parts if control not in reusable):
         start, results = time.monotonic(), requested[control]
-        texts = answers_under(control, assistant, parts[control], data / "images", batch_size)
-        results.tasks = scored(parts[control], texts, time.monotonic() - start, content)
+        said = answers_under(control, assistant, parts[control], data / "images", batch_size)
+        results.tasks = scored(parts[control], said, time.monotonic() - start, content)
         results.created = datetime.now(UTC).isoformat(timespec="seconds")
         print(f"written: {write_results(results, output_dir / control)}")
     return requested | reusable
@@ -189,14 +189,16 @@ def recorded(folder: Path, now: Results, content: str) -> Results | None:
     return None if changed else before
 
 
-def scored(records: Sequence[Record], texts: Sequence[str], seconds: float, content: str) -> dict[str, TaskResult]:
-    """A task for every kind of question; `content` identifies the questions."""
+def scored(
+    records: Sequence[Record], said: Sequence[tuple[str, float]], seconds: float, content: str
+) -> dict[str, TaskResult]:
+    """A task for every kind of question, from what `answers_under` gives; `content` identifies the questions."""
     samples: dict[str, list[Answered]] = {}
     chance: dict[str, list[float]] = {}
-    for record, text in zip(records, texts, strict=True):
+    for record, (text, log_probability) in zip(records, said, strict=True):
         kind, expected = record["kind"], expected_answer(record)
         right = float(is_right(text, expected))
-        samples.setdefault(kind, []).append(Answered(record["id"], right, text, expected, kind))
+        samples.setdefault(kind, []).append(Answered(record["id"], right, text, expected, kind, log_probability))
         chance.setdefault(kind, []).append(chance_of(record))
     return {
         kind: TaskResult(
@@ -223,8 +225,13 @@ def fastest_dtype() -> str | None:
     return "bfloat16" if has_bf16_instructions() else "float32"
 
 
-def answers_under(control: str, assistant: Any, records: Sequence[Record], images: Path, batch_size: int) -> list[str]:
-    """The greedy answer to every record's first question, with its picture changed by the control."""
+def answers_under(
+    control: str, assistant: Any, records: Sequence[Record], images: Path, batch_size: int
+) -> list[tuple[str, float]]:
+    """The greedy answer to every record's first question, with its picture changed by the control.
+
+    With each answer comes the log-probability of the expected one, in nats (`Assistant.log_probabilities`).
+    """
     from PIL import Image
 
     from llava.analysis.interventions import GREY
@@ -243,13 +250,23 @@ def answers_under(control: str, assistant: Any, records: Sequence[Record], image
             return Asked([turn | {"value": turn["value"].replace(f"{IMAGE_TOKEN}\n", "")}], [])
         return Asked([turn], [record["image"]])
 
+    questions = list(map(question, records))
     options = {"do_sample": False, "max_new_tokens": longest_answer(records, assistant.tokenizer)}
     texts: dict[int, str] = {}
+    expected: list[float] = []
     with reordered(assistant.model) if control == SHUFFLED else contextlib.nullcontext():
-        batches = batch_answers(assistant, list(map(question, records)), picture, batch_size, **options)
+        batches = batch_answers(assistant, questions, picture, batch_size, **options)
         for batch in progress(batches, f"answering, {control}", "batches", total=math.ceil(len(records) / batch_size)):
             texts |= batch
-    return [texts[number] for number in range(len(records))]
+        for start in range(0, len(records), batch_size):
+            part = slice(start, start + batch_size)
+            answered = [
+                [*asked.turns, record["conversations"][1]]
+                for asked, record in zip(questions[part], records[part], strict=True)
+            ]
+            shown = [picture(place) for asked in questions[part] for place in asked.pictures]
+            expected += assistant.log_probabilities(answered, shown)
+    return [(texts[number], value) for number, value in enumerate(expected)]
 
 
 @contextlib.contextmanager

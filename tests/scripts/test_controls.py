@@ -40,6 +40,11 @@ def test_without_its_picture_every_question_of_a_kind_has_one_answer(data, train
     for control in ("blank", "text-only"):
         for task in found[control].values():
             assert len({sample.answer for sample in task.samples}) == 1 and task.score < 90
+    seen, blank = (
+        [s.log_probability for task in found[control].values() for s in task.samples]
+        for control in ("untouched", "blank")
+    )
+    assert min(seen) < 0 and max(seen) <= 0 and sum(seen) > sum(blank)
     ids = [sample.id for task in found["shuffled"].values() for sample in task.samples]
     assert sorted(ids) == sorted(sample.id for task in found["blank"].values() for sample in task.samples)
     fewer = [*words[:-1], str(tmp_path / "fewer"), "--controls", "untouched", "blank", "--control-questions", "3"]

@@ -49,7 +49,7 @@ def arms(tmp_path, monkeypatch):
     def answers_under(control, checkpoint, records, images, batch_size):
         name = Path(checkpoint).parent.name
         run.asked.append(name)
-        return ["Right." if i >= QUESTIONS - RIGHT[name] else HOSTILE for i in range(len(records))]
+        return [("Right." if i >= QUESTIONS - RIGHT[name] else HOSTILE, -1.0) for i in range(len(records))]
 
     monkeypatch.setattr(asking, "load_assistant", lambda checkpoint, **_: checkpoint)
     monkeypatch.setattr(answers, "answers_under", answers_under)
