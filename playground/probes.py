@@ -61,7 +61,7 @@ class Settings:
     size: int = option(96, "side of the square pictures in pixels")
     num_train: int = option(1200, "training pictures: each gives a caption and a record of questions")
     num_crowded: int = option(2000, "additional pictures of small and marked shapes, only for the vision tower")
-    num_per_kind: int = option(48, f"held-out pictures, and questions, of every kind; a multiple of {TURNS}")
+    num_per_kind: int = option(96, f"held-out pictures, and questions, of every kind; a multiple of {TURNS}")
     num_text: int = option(40, "training records without a picture")
     seed: int = option(0, "seed of everything drawn")
 

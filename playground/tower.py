@@ -20,7 +20,7 @@ INITIAL_SCALE = 10.0  # as SigLIP's
 POSITION_SCALE = 8.0
 # The meaning of a 0 in the settings. The marks on probes need more pixels, and more steps until they are read.
 USUAL = {"image_size": 64, "patch_size": 32, "steps": 240}
-OWN = {"probes": {"image_size": 96, "patch_size": 48, "steps": 600}}
+OWN = {"probes": {"image_size": 96, "patch_size": 24, "steps": 600}}
 QUARTERED = ("scenes", "probes")  # sets that say what each quarter of a picture shows
 
 
@@ -30,7 +30,7 @@ class Settings:
 
     data: str = option(PICTURES[0], "prepared picture set to train on", PICTURES)
     image_size: int = option(0, "side of the tower's input in pixels; 0: 64, for probes 96")
-    patch_size: int = option(0, "side of a patch, which is one visual token; 0: 32, for probes 48")
+    patch_size: int = option(0, "side of a patch, which is one visual token; 0: 32, for probes 24")
     layers: int = option(5, "encoder layers; the visual tokens are read before the last one")
     width: int = option(192, "hidden size")
     heads: int = option(4, "attention heads")
