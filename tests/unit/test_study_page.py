@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 from paths import ROOT
 
@@ -139,3 +140,49 @@ def test_the_hand_written_parts_of_a_page_stay(study, tmp_path):
     page.write_text("Mine alone.\n")
     with pytest.raises(ValueError, match="each once"):
         by_hand(page)
+
+
+def test_every_number_of_the_hand_written_text_is_the_studys(study):
+    text = " ".join(by_hand(ROOT / "docs/study.md")[0].split())
+    results = [r for group in ("results", "contrasts") for by_task in study[group].values() for r in by_task.values()]
+    intervals = {tuple(round(result[name], 1) for name in ("delta", "low", "high")) for result in results}
+    signed, interval = r"([+-]?\d+\.\d)", r"(?:points)?[,:]? ?\(?([+-]?\d+\.\d) to ([+-]?\d+\.\d)"
+    stated = re.findall(rf"(?<![\d.]){signed} ?{interval}", text)
+    assert len(stated) == 14 and {tuple(map(float, numbers)) for numbers in stated} <= intervals
+    text = re.sub(rf"(?<![\d.]){signed} ?{interval}", "", text)
+
+    measured = study["measured"]["finetune"]
+    turns = {row["model"]: row["update mean"] for row in measured["update-rates"] if row["tokens"] == "visual"}
+    text_turns = [row["update mean"] for row in measured["update-rates"] if row["tokens"] == "text after"]
+    kl = {
+        name: {row["model"]: row["KL (nats)"] for row in measured["interventions"] if row["intervention"] == name}
+        for name in ("text norm", "blank picture")
+    }
+    near = [turns[arm] for arm in NAMES if turns[arm] > 0.5]
+    between = [turns[arm] for arm in NAMES if 0.2 < turns[arm] < 0.5]
+    breaking = [kl["text norm"][arm] for arm in ("scale", "layernorm@default", "gwc_layernorm@16x")]
+    harmless = max(value for arm, value in kl["text norm"].items() if value < 0.1)
+    without = [study["controls"]["untouched"][a]["score"] - study["controls"]["blank"][a]["score"] for a in NAMES]
+    spread = {arm: np.var(by_task["mean"]["by_seed"], ddof=1) for arm, by_task in study["results"].items()}
+    wild = spread.pop("gwc_layernorm@0.25x")
+    claims = [
+        f"difference of {round(max(study['resolved'].values())):d} points with 80 %",
+        f"by {turns['none']:.2f} without a norm layer, by {turns['layernorm']:.2f} with `layernorm` and by "
+        f"{turns['gwc_layernorm']:.2f} with `gwc_layernorm`, and a text token by 0.94 to 1.00",
+        "reach {:.0f} or {:.0f} % right".format(
+            *(100 * a for a in sorted({r["accuracy"] for r in study["training"]["reached"]}))
+        ),
+        f"arms lose {min(without):.1f} to {max(without):.1f} points",
+        f"{turns['none']:.2f} for `none`; {min(between):.2f} to {max(between):.2f} for",
+        f"{min(near):.2f} to {max(near):.2f} for arms",
+        f"{min(text_turns):.2f} to {max(text_turns):.2f} for text after",
+        f"of `none` by {kl['text norm']['none']:.3f} nats, of `scale-fixed` by {kl['text norm']['scale-fixed']:.3f}",
+        f"by {min(breaking):.3f} to {max(breaking):.3f}, and of all others by at most {harmless:.3f}",
+        f"by {min(kl['blank picture'].values()):.2f} to {max(kl['blank picture'].values()):.2f}.",
+        f"standard deviations of {wild**0.5:.1f} and {np.mean(list(spread.values())) ** 0.5:.1f} points",
+    ]
+    assert [claim for claim in claims if claim not in text] == []
+    for claim in claims:
+        text = text.replace(claim, "")
+    text = re.sub(r"`[^`]*`|\(arXiv [\d.]*\)|bkal01|May 2026|[Ss]tage \d|[\d.]+x\b", "", text)
+    assert re.findall(r"\d+(?:\.\d+)?", text) == []
