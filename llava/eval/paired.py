@@ -20,6 +20,9 @@ vary, so there v* is drawn from the deviations of every arm's seeds from that ar
 vary alike.
 
 `score_intervals` is about scores themselves. It draws questions in the same way, and seeds from Student's t.
+
+`compare_seeds` is for a study whose comparisons were named before its runs: each has its own variance, from its own
+seeds. `resampled_interval` also draws questions.
 """
 
 import math
@@ -28,7 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llava.utils.intervals import CONFIDENCE
+from llava.utils.intervals import CONFIDENCE, student_cdf, student_quantile
 
 RESAMPLES = 10_000
 RESAMPLES_OF_ARMS = 40_000  # their intervals end further out
@@ -148,6 +151,66 @@ def score_intervals(
         low, high = np.clip(np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]), 0, 1)
         intervals[arm] = (100 * float(of_arm.mean()), 100 * float(low), 100 * float(high))
     return intervals
+
+
+@dataclass(frozen=True)
+class SeedDifference:
+    """An arm minus the baseline, by Student's t over their paired seeds.
+
+    Attributes:
+        delta: mean over the seeds.
+        low, high: bounds of the interval.
+        deviation: standard deviation of the seeds' differences.
+        p: of the two-sided test.
+        by_seed: the difference of each seed.
+    """
+
+    delta: float
+    low: float
+    high: float
+    deviation: float
+    p: float
+    by_seed: tuple[float, ...]
+
+
+def compare_seeds(by_seed: Sequence[float], confidence: float = CONFIDENCE) -> SeedDifference:
+    """The mean of paired differences with its interval and test; the questions are those asked.
+
+    Raises:
+        ValueError: fewer than two seeds, whose variance is unknown.
+    """
+    values = np.asarray(by_seed, dtype=float)
+    if (count := len(values)) < 2:
+        raise ValueError(f"expected the differences of at least two seeds, found {count}")
+    delta, deviation = float(values.mean()), float(values.std(ddof=1))
+    error = deviation / math.sqrt(count)
+    half = student_quantile((1 + confidence) / 2, count - 1) * error
+    # Seeds without any variance: certain, whatever the difference.
+    p = 2 * student_cdf(-abs(delta) / error, count - 1) if error else float(delta == 0)
+    return SeedDifference(delta, delta - half, delta + half, deviation, p, tuple(values.tolist()))
+
+
+def resampled_interval(
+    differences: Sequence[np.ndarray], confidence: float = CONFIDENCE, resamples: int = RESAMPLES
+) -> tuple[float, float]:
+    """Bounds of the interval of the mean over tasks when seeds and, in each task, questions are drawn again.
+
+    The deviations of S drawn seeds are stretched by sqrt(S / (S - 1)), as in `compare_benchmarks`; drawing questions
+    needs no such factor at their number.
+
+    Args:
+        differences: for every task, arm minus baseline [S, N].
+    """
+    rng, num_seeds = np.random.default_rng(0), len(differences[0])
+    shares = rng.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), size=resamples) / num_seeds  # [B, S]
+    stretched = 1 / num_seeds + math.sqrt(num_seeds / (num_seeds - 1)) * (shares - 1 / num_seeds)
+    drawn = np.zeros(resamples)
+    for d in differences:
+        count = d.shape[1]
+        weights = rng.multinomial(count, np.full(count, 1 / count), size=resamples) / count  # [B, N]
+        drawn += ((stretched @ d) * weights).sum(axis=1) / len(differences)
+    low, high = np.quantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
 
 
 def confidence_of(verdicts: int) -> float:

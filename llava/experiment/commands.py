@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from llava.experiment import comparison, study, study_page, study_record
+from llava.experiment import comparison, confirmatory, registered, study, study_page, study_record
 from llava.experiment.arms import SEEDS, parse_seeds
 from llava.experiment.report import write_report
 from llava.experiment.runs import Run, check_all, check_runs
@@ -26,7 +26,9 @@ def parser() -> argparse.ArgumentParser:
     summary = "train, score and measure every arm, and write one page with a verdict"
     comparison.add_arguments(add("run", summary, comparison.run, ". See docs/compare.md."))
     summary = "train many arms by a plan, with seeds and controls, and write one page about the result"
-    study.add_arguments(add("study", summary, study.run, ". See docs/compare.md."))
+    study.add_arguments(add("study", summary, planned_or_not, ". See docs/compare.md."))
+    summary = "check a plan that was written down before its runs, and show what it can decide"
+    registered.add_arguments(add("plan", summary, confirmatory.plan, ". See docs/study-plan.md."))
     command = add("page", "rewrite a study's pages from its study.json", page)
     command.add_argument("study", type=Path, metavar="STUDY_JSON", help="the file, or its folder")
     command.add_argument(
@@ -50,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns 0, 2 after a refusal or a failed step, and 130 after Ctrl-C."""
     args = parser().parse_args(argv)
-    if args.command in ("run", "study") and not IS_CHECKOUT:
+    if args.command in ("run", "study", "plan") and not IS_CHECKOUT:
         print(f"error: {args.command}: {NEEDS_CHECKOUT}", file=sys.stderr)
         return 2
     try:
@@ -62,6 +64,13 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted: rerun the same command to resume", file=sys.stderr)
         return 130
     return 0
+
+
+def planned_or_not(args: argparse.Namespace) -> None:
+    """The command `study`, with a plan of its own or a written one."""
+    if args.repeat is not None and args.plan is None:
+        raise ValueError("--repeat: expected --plan FILE as well")
+    (study if args.plan is None else confirmatory).run(args)
 
 
 def page(args: argparse.Namespace) -> None:

@@ -211,6 +211,12 @@ def figures(study: Study) -> dict[str, Picture]:
     return {name: picture for name, picture in drawn.items() if picture.svg}
 
 
+def differences(results: Mapping[str, Mapping[str, Any]], arms: Sequence[str]) -> bytes:
+    """Each arm's difference from the baseline with its interval and its seeds, as SVG."""
+    study = {"results": {arm: {MEAN: result} for arm, result in results.items()}, "contrasts": {}, "arms": arms}
+    return svg(_intervals, study)
+
+
 def _intervals(study: Study, pyplot: ModuleType) -> "Figure | None":
     results = {arm: by_task[MEAN] for arm, by_task in study["results"].items()}
     results |= {name: by_task[MEAN] for name, by_task in study["contrasts"].items()}

@@ -19,11 +19,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 
 from llava.eval.paired import MEAN, confidence_of
 from llava.utils.files import write_json
+from llava.utils.intervals import student_quantile
 
 PLAN_FILE = "plan.json"
 POWER = 0.8
@@ -182,3 +184,46 @@ def _smallest(varies: float, drawn: float, of_runs: float, verdicts: int) -> flo
 def points_in_words(points: float) -> str:
     """A smallest difference as text; `none` above 100 points, since no difference is that large."""
     return f"{points:.1f}" if points <= 100 else "none"
+
+
+# --- a test over seeds ------------------------------------------------------------------------------------------------
+
+
+def shown_probability(difference: float, deviation: float, seeds: int, confidence: float) -> float:
+    """How probably a true difference has an interval of `paired.compare_seeds` on its side of zero.
+
+    Args:
+        deviation: standard deviation of the seeds' differences.
+    """
+    spread, share, edge = _spreads(seeds, confidence)
+    normal = NormalDist()
+    shift = abs(difference) * math.sqrt(seeds) / deviation
+    return sum(p * normal.cdf(shift - edge * x) for x, p in zip(spread, share, strict=True))
+
+
+def within_probability(margin: float, deviation: float, seeds: int, confidence: float) -> float:
+    """How probably that interval lies within the margin on both sides of zero where arms do not differ."""
+    spread, share, edge = _spreads(seeds, confidence)
+    normal = NormalDist()
+    room = margin * math.sqrt(seeds) / deviation
+    return sum(p * max(0.0, 2 * normal.cdf(room - edge * x) - 1) for x, p in zip(spread, share, strict=True))
+
+
+def smallest_shown(deviation: float, seeds: int, confidence: float, power: float = POWER) -> float:
+    """The difference that is shown with this probability."""
+    low, high = 0.0, 100 * deviation
+    while high - low > 1e-6 * deviation:
+        middle = (low + high) / 2
+        low, high = (middle, high) if shown_probability(middle, deviation, seeds, confidence) < power else (low, middle)
+    return high
+
+
+@cache
+def _spreads(seeds: int, confidence: float) -> tuple[list[float], list[float], float]:
+    """Estimated over true standard deviation, the probability of each, and the quantile of Student's t."""
+    freedom, points = seeds - 1, 2000
+    spread = [6 * (i + 0.5) / points for i in range(points)]
+    logs = [(freedom - 1) * math.log(x) - freedom * x * x / 2 for x in spread]
+    weights = [math.exp(value - max(logs)) for value in logs]
+    total = sum(weights)
+    return spread, [weight / total for weight in weights], student_quantile((1 + confidence) / 2, freedom)

@@ -142,6 +142,23 @@ class Study(Comparison):
 
     # --- the flow -----------------------------------------------------------------------------------------------------
 
+    def set_up(self) -> None:
+        """Sets the variables of every step.
+
+        Raises:
+            ValueError: the caller has set one that the study decides.
+        """
+        if steps := os.environ.pop("MAX_STEPS", ""):
+            raise ValueError(f"MAX_STEPS={steps}: a study plans its steps; leave it out, and give --hours or --quick")
+        refuse_ignored(self.every_settings())
+        os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
+        os.environ.setdefault("REPORT_TO", "none")
+
+    def make_inputs(self) -> None:
+        """Prepares model, pictures and tower."""
+        words = ["all", "--data", self.data] if self.demo else [self.data]
+        self.part(f"inputs: {self.data}", {"inputs": self.inputs(words)})
+
     def train(self) -> None:
         """Trains and answers every run, and checks that the runs may be compared."""
         self.check_settings()
@@ -231,6 +248,11 @@ class Study(Comparison):
 PILOT_STEPS = 20  # of a recipe that counts epochs
 
 
+def recipe_of(preset: str) -> tuple[str, str]:
+    """The recipe and the pictures of a study's preset."""
+    return PRESETS.get(preset, (preset, PRESETS[DEMO][1]))
+
+
 def is_answered(run: Run) -> bool:
     """Whether the run has answers of its current weights under every control, by the current code."""
     return run.has_finished("finetune") and answers.is_answered(run.folder("finetune"), run.folder("heldout"))
@@ -270,6 +292,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", help=f"{SEEDS} (default: 3, or what fits); more can be added later")
     parser.add_argument("--hours", type=float, help="fit steps and seeds to about this many hours")
     parser.add_argument("--quick", action="store_true", help="run every part, with few steps, questions and arms")
+    parser.add_argument("--plan", type=Path, help="run this plan, a committed JSON file; see docs/study-plan.md")
+    parser.add_argument(
+        "--repeat", type=int, metavar="SEED", help="with --plan: retrain a recorded seed, and compare every answer"
+    )
     parser.add_argument("--so-far", action="store_true", help="train nothing: write the page from completed seeds")
     parser.add_argument("--output-dir", type=Path, help="default: outputs/study-<preset>, with -quick")
 
@@ -285,15 +311,11 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--hours {args.hours:g}: expected a positive number")
     arms = parse_arms(args.arms or (QUICK_ARMS if args.quick else ARMS))
     seeds = parse_seeds(args.seeds) if args.seeds else None
-    if steps := os.environ.pop("MAX_STEPS", ""):
-        raise ValueError(f"MAX_STEPS={steps}: a study plans its steps; leave it out, and give --hours or --quick")
-    recipe, data = PRESETS.get(args.preset, (args.preset, PRESETS[DEMO][1]))
     name = f"study-{args.preset}{'-quick' if args.quick else ''}"
     folder = (args.output_dir or Path("outputs") / name).resolve()
+    recipe, data = recipe_of(args.preset)
     study = Study(recipe, arms, seeds or parse_seeds("1"), folder, data, quick=args.quick)
-    refuse_ignored(study.every_settings())
-    os.environ.setdefault("EXTRAS", "train,playground,eval,analysis")
-    os.environ.setdefault("REPORT_TO", "none")
+    study.set_up()
     plan = study.plan = resumed_plan(folder, args, arms, seeds)
     if plan is not None:
         study.arms, study.seeds = plan.arms, plan.seeds
@@ -304,8 +326,7 @@ def run(args: argparse.Namespace) -> None:
         os.environ.setdefault("DATA", str(study.pictures / "heldout.json"))
         if args.quick:
             os.environ.setdefault("SAMPLES", "4")
-        words = ["all", "--data", data] if study.demo else [data]
-        study.part(f"inputs: {data}", {"inputs": study.inputs(words)})
+        study.make_inputs()
         study.plan = plan or study.planned(args.hours, seeds)
         study.plan.write(folder)
         study.seeds = study.plan.seeds

@@ -65,16 +65,16 @@ def write_markdown(
     return written
 
 
-def by_hand(page: Path) -> tuple[str, str]:
-    """What a page has before and after its generated part.
+def by_hand(page: Path, start: str = START) -> tuple[str, str]:
+    """What a page has before and after its generated part, which begins with the line `start`.
 
     Raises:
         ValueError: it has no generated part, or several.
     """
     text = page.read_text(encoding="utf-8")
-    if text.count(START) != 1 or text.count(END) != 1:
-        raise ValueError(f"{page}: expected the lines {START!r} and {END!r}, each once")
-    return text[: text.index(START)], text[text.index(END) + len(END) :]
+    if text.count(start) != 1 or text.count(END) != 1:
+        raise ValueError(f"{page}: expected the lines {start!r} and {END!r}, each once")
+    return text[: text.index(start)], text[text.index(END) + len(END) :]
 
 
 def title_of(study: Study) -> str:

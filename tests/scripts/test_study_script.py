@@ -1,6 +1,7 @@
 """`python -m llava.compare study`: its parts in order, its plan, what a second call leaves out, and its page."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,9 +133,54 @@ def test_seeds_can_be_added_to_a_finished_study_and_none_can_be_taken_away(study
     assert "(trained), '0.5' (now)" in refused.stderr
 
 
+@pytest.mark.slow
+def test_a_written_plan_is_run_seed_by_seed_recorded_resumed_and_repeated(study, tmp_path):
+    file, runs, arms = tmp_path / "study-plan.json", tmp_path / "study-runs.json", ["none", "clip", "layernorm"]
+    plan = {"preset": "stamps", "arms": arms, "primary": ["layernorm"], "seeds": [101, 102, 103]}
+    tasks = {task: {"right": 90, "questions": 96, "chance": 25.0} for task in ("color", "count")}
+    plan["trials"] = [{"seed": 7, "tasks": tasks, "samples": [0, 40, 80], "loss": [2.0, 1.45, 1.2]}]
+    plan |= {"steps": {"pretrain": 4, "finetune": 6}, "tasks": ["color", "count"], "margin": 3}
+    file.write_text(json.dumps(plan | {"pilot": str(ROOT / "docs/study.json")}))
+    right = json.dumps({"none": 0.4, "clip": 0.4, "layernorm": 0.8})
+    stopped = study("--plan", file, start=True, RIGHT=right, HANGS="train 103 clip finetune")
+    while "train 103 clip finetune" not in (calls := study.seen()) and stopped.poll() is None:
+        time.sleep(0.2)
+    family = psutil.Process(stopped.pid).children(recursive=True)
+    stopped.terminate()
+    stopped.wait(timeout=60)
+    kill(family)
+    recorded = {entry["seed"] for entry in json.loads(runs.read_text())["runs"]}
+    assert recorded and 103 not in recorded and calls
+    assert "Nothing is compared before the last one" in (tmp_path / "study-runs.md").read_text()
+
+    shutil.rmtree(study.out)  # the machine is lost: what is recorded is not trained again
+    done = study("--plan", file, RIGHT=right, LOCK_SECONDS=20)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained = {int(line.split()[1]) for line in study.seen() if line.startswith("train")}
+    assert trained == {101, 102, 103} - recorded
+    record = json.loads(runs.read_text())
+    assert [(run["seed"], run["arm"]) for run in record["runs"]] == [(s, arm) for s in plan["seeds"] for arm in arms]
+    assert all(len(run["log_probabilities"]["count"]) == 100 for run in record["runs"])
+    assert "| accuracy, points | layernorm | primary | improved |" in (tmp_path / "study-runs.md").read_text()
+    before = runs.read_text()
+    assert study("--plan", file).returncode == 0 and runs.read_text() == before
+    assert not [line for line in study.seen() if line.startswith("train")]
+
+    again = study("--plan", file, "--repeat", "102", "--output-dir", tmp_path / "again", RIGHT=right)
+    assert again.returncode == 0 and again.stdout.count("is the recorded one") == len(arms), again.stderr
+    other = study("--plan", file, "--repeat", "101", "--output-dir", tmp_path / "again", RIGHT='{"clip": 0.9}')
+    assert other.returncode == 2 and "none, seed 101: scores differ from those in" in other.stderr
+    file.write_text(file.read_text().replace('"margin": 3', '"margin": 4'))
+    changed = study("--plan", file)
+    assert changed.returncode == 2 and "may not change after its first run" in changed.stderr
+    refused = study("--plan", file, "--arms", "none,clip")
+    assert refused.returncode == 2 and "--arms: the plan" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
+        (["--repeat", "3"], "--repeat: expected --plan FILE as well"),
         (["--preset", "no"], "--preset: invalid choice: 'no'"),
         (["--hours", "0"], "--hours 0: expected a positive number"),
         (["--hours", "inf"], "--hours inf: expected a positive number"),

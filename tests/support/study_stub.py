@@ -106,7 +106,9 @@ def train(flags: dict[str, str], other: bool) -> None:
         lines += [{"step": step} | STEP | norms] if step else []
         if flags.get("eval_generate") and (step % every == 0 or step == steps):
             share = 0.25 + (right_of(arm) - 0.25) * step / steps
-            lines.append({"step": step, "eval/loss": 1.0, "eval/accuracy": share, "eval/questions": 96})
+            own = random.Random(f"{seed} {arm} {step}").random()
+            lines.append({"step": step, "eval/loss": 2 - share - 0.1 * own, "eval/accuracy": share})
+            lines[-1]["eval/questions"] = 96
     (folder / "train_log.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
 
 
@@ -134,7 +136,7 @@ def write_results(checkpoint: Path, control: str, folder: Path) -> None:
         for number in range(100):
             hit = 0.8 * shared.random() + 0.2 * own.random() < share
             sample = {"id": f"{kind}-{number}", "score": float(hit), "answer": "<b>a</b>", "target": "a"}
-            samples.append(sample | {"group": kind})
+            samples.append(sample | {"group": kind, "log_probability": -own.random() - (not hit)})
         score = sum(sample["score"] for sample in samples)
         tasks[kind] = {"metric": "accuracy", "score": score, "samples": samples, "chance": 25.0, "seconds": 1.0}
     content = {"format": 1, "checkpoint": str(checkpoint), "fingerprint": fingerprint(checkpoint), "command": ""}

@@ -1,0 +1,284 @@
+"""A study by a written plan: what is refused, its test's power and error rates in simulated data, and its page."""
+
+import json
+import math
+import re
+import shutil
+
+import numpy as np
+import pytest
+from paths import ROOT
+
+from llava.eval.paired import IMPROVED, compare_seeds, resampled_interval
+from llava.experiment.confirmatory import hold_plan
+from llava.experiment.confirmatory_page import UNDECIDED, WITHIN, compared, reached, verdict, write_page
+from llava.experiment.plan import POWER, shown_probability, smallest_shown, within_probability
+from llava.experiment.registered import START, parsed, planned_deviation, read_registered, with_planning
+from llava.experiment.study_page import END
+from llava.experiment.study_runs import FILE, missing_seeds, read_runs, with_runs, write_runs
+from llava.utils.intervals import student_cdf, student_quantile
+
+PLAN = ROOT / "docs/study-plan.json"
+TASKS = ("binding", "color", "count", "position", "shape")
+TRIAL = {
+    "seed": 7,
+    "tasks": {task: {"right": 80, "questions": 96, "chance": 25.0} for task in TASKS}
+    | {"text": {"right": 20, "questions": 96, "chance": 16.7}},
+    "samples": [0, 280, 560, 840, 1120],
+    "loss": [2.0, 1.0, 0.8, 0.5, 0.4],
+}
+
+
+@pytest.fixture
+def plan_with(tmp_path):
+    """A function that gives the committed plan, changed and in a folder of its own."""
+    shutil.copy(ROOT / "docs/study.json", tmp_path)
+
+    def read(**changes):
+        file = tmp_path / "study-plan.json"
+        content = json.loads(PLAN.read_text()) | {"trials": [TRIAL], "tasks": list(TASKS)} | changes
+        content = {name: value for name, value in content.items() if value is not None}
+        file.write_text(json.dumps(content))
+        return read_registered(file)
+
+    return read
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": [101, 43]}, r"seeds \[43\] were seen before the plan was made \(pilot \[42, 43, 44\]"),
+        ({"seeds": [101, 7]}, r"seeds \[7\] were seen .*trials \[7\]"),
+        ({"seeds": [101, 101]}, "none twice"),
+        ({"primary": ["scale"]}, r"primary \['scale'\]: expected arms of"),
+        ({"primary": []}, "primary"),
+        ({"arms": ["layernorm", "none"]}, "baseline"),
+        (
+            {"tasks": ["color", "text"]},
+            r"tasks \['color', 'text'\]: expected those that the trials answer above chance",
+        ),
+        ({"trials": []}, r"no trials; python -m llava.compare plan .* --trial SEED makes one"),
+        ({"steps": {"pretrain": 3}}, "steps"),
+        ({"margin": 0}, "margin 0: expected a positive number"),
+        ({"margin": None}, "expected .*margin.*; found"),
+    ],
+)
+def test_plans_that_contradict_themselves_or_name_seen_seeds_are_refused(plan_with, changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan_with(**changes)
+
+
+def test_a_plan_that_changed_after_the_first_run_is_refused(plan_with, tmp_path):
+    plan = plan_with()
+    hold_plan(plan, tmp_path)
+    hold_plan(plan, tmp_path)
+    write_runs(plan, simulated(plan))
+    assert missing_seeds(plan, read_runs(plan)) == []
+    other = plan_with(margin=plan.margin + 1)
+    for check in (lambda: read_runs(other), lambda: hold_plan(other, tmp_path)):
+        with pytest.raises(ValueError, match="may not change after its first run") as refused:
+            check()
+        assert plan.digest[:12] in str(refused.value) and other.digest[:12] in str(refused.value)
+
+
+def test_half_a_seed_and_damaged_records_are_refused(plan_with, tmp_path):
+    plan = plan_with()
+    assert read_runs(plan)["runs"] == []
+    record = simulated(plan)
+    del record["runs"][1]
+    write_runs(plan, record)
+    with pytest.raises(ValueError, match=f"seed {plan.seeds[0]} has runs of"):
+        read_runs(plan)
+    (tmp_path / FILE).write_text("{}")
+    with pytest.raises(ValueError, match="not the runs of a study"):
+        read_runs(plan)
+
+
+# --- simulated studies ------------------------------------------------------------------------------------------------
+
+
+def test_students_distribution_equals_its_integral_and_its_table():
+    for freedom in (1, 2, 3, 8, 15):
+        x = np.linspace(0, 2.5, 20001)
+        density = (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+        constant = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
+        area = constant * float(np.sum((density[1:] + density[:-1]) / 2) * (x[1] - x[0]))
+        assert student_cdf(2.5, freedom) == pytest.approx(0.5 + area, abs=1e-8)
+        assert student_cdf(-2.5, freedom) == pytest.approx(0.5 - area, abs=1e-8)
+    table = {1: 12.7062, 2: 4.30265, 7: 2.36462, 15: 2.13145, 30: 2.04227}
+    assert {f: student_quantile(0.975, f) for f in table} == pytest.approx(table, rel=1e-5)
+
+
+def studies(difference, deviation, seeds, count=3000):
+    """Differences [count, arms, S] of two arms from one baseline, whose seeds they share."""
+    rng = np.random.default_rng(5)
+    baseline = rng.normal(0, deviation / math.sqrt(2), size=(count, 1, seeds))
+    return difference + rng.normal(0, deviation / math.sqrt(2), size=(count, 2, seeds)) - baseline
+
+
+def test_equal_arms_are_told_apart_in_at_most_one_study_of_twenty():
+    plan = parsed(PLAN)
+    wrong = [
+        any(not low <= 0 <= high for low, high in map(bounds(plan), arms))
+        for arms in studies(0, planned_deviation(plan), len(plan.seeds))
+    ]
+    assert 0.03 < np.mean(wrong) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / len(wrong))
+
+
+def test_the_planned_difference_is_shown_with_the_planned_power():
+    plan = parsed(PLAN)
+    facts = (planned_deviation(plan), len(plan.seeds), plan.confidence)
+    difference = smallest_shown(*facts)
+    assert shown_probability(difference, *facts) == pytest.approx(POWER, abs=1e-4)
+    shown = [bounds(plan)(arms[0])[0] > 0 for arms in studies(difference, *facts[:2])]
+    assert np.mean(shown) == pytest.approx(POWER, abs=3 * math.sqrt(POWER * (1 - POWER) / len(shown)))
+
+
+@pytest.mark.slow
+def test_no_relevant_difference_is_said_as_often_as_planned_and_rarely_wrongly():
+    plan, deviation, seeds = parsed(PLAN), 2.0, 12
+    for truth in (0.0, plan.margin):
+        said = [
+            WITHIN in verdict(compare_seeds(arms[0], plan.confidence), plan.margin)
+            for arms in studies(truth, deviation, seeds)
+        ]
+        expected = within_probability(plan.margin, deviation, seeds, plan.confidence) if truth == 0 else 0.0125
+        assert np.mean(said) == pytest.approx(expected, abs=3 * math.sqrt(expected * (1 - expected) / len(said)))
+
+
+def bounds(plan):
+    def of(values):
+        difference = compare_seeds(values, plan.confidence)
+        return difference.low, difference.high
+
+    return of
+
+
+@pytest.mark.slow
+def test_an_interval_over_seeds_and_questions_holds_the_truth():
+    rng, inside = np.random.default_rng(8), []
+    for _ in range(200):
+        seeds, questions = rng.normal(0, 1, size=(12, 1)), [rng.normal(0, 4, size=(1, 48)) for _ in range(2)]
+        d = [0.5 + seeds + own + rng.normal(0, 2, size=(12, 48)) for own in questions]
+        low, high = resampled_interval(d, resamples=1000)
+        inside.append(low <= 0.5 <= high)
+        narrow = compare_seeds(np.mean([task.mean(axis=1) for task in d], axis=0))
+    assert 0.9 < np.mean(inside) < 0.99
+    assert high - low > narrow.high - narrow.low  # its questions are those asked
+
+
+def test_each_comparison_has_its_own_variance():
+    calm, wild = compare_seeds([1.0, 1.1, 0.9]), compare_seeds([10.0, -9.0, 2.0])
+    assert calm.low > 0 and calm.deviation == pytest.approx(0.1) and wild.low < 0 < wild.high
+    assert calm.p < 0.05 < wild.p
+    with pytest.raises(ValueError, match="at least two seeds, found 1"):
+        compare_seeds([1.0])
+
+
+def test_a_verdict_says_what_the_interval_decides():
+    cases = {(1.0, 4.0): IMPROVED, (0.5, 2.0): f"{IMPROVED}, {WITHIN}", (-1.0, 2.0): WITHIN, (-4.0, 1.0): UNDECIDED}
+    for (low, high), said in cases.items():
+        difference = compare_seeds([low, high])
+        assert verdict(type(difference)(0.0, low, high, 1.0, 1.0, ()), 3) == said
+
+
+# --- runs and page ----------------------------------------------------------------------------------------------------
+
+
+def simulated(plan, gains=None):
+    """The record of a finished study: each run right with the same share, but for the arms of `gains`."""
+    rng, count = np.random.default_rng(3), 40
+    questions = {task: [f"{task}-{number}" for number in range(count)] for task in sorted({*plan.tasks, "text"})}
+    record = {"format": 1, "configuration": {"pretrain.code.digest": "a"}, "questions": questions, "runs": []}
+    for seed in plan.seeds:
+        for arm in plan.arms:
+            share = 0.6 + (gains or {}).get(arm, 0.0)
+            scores = {task: (rng.random(count) < share).astype(float).tolist() for task in questions}
+            logs = {task: (-rng.random(count) + share).tolist() for task in questions}
+            losses = [2.0, 1.2 - (gains or {}).get(arm, 0.0) + 0.01 * rng.random(), 0.3]
+            training = {"samples": [0, 560, 1120], "loss": losses, "accuracy": [0.2, 0.5, 0.8]}
+            entry = {"seed": seed, "arm": arm, "plan": plan.digest, "commit": "c0ffee", "started": "2026-01-01"}
+            entry |= {"hours": 0.05, "machine": "a processor, 2 cores", "weights": "w", "tower": "t"}
+            record["runs"].append(entry | {"scores": scores, "log_probabilities": logs, "training": training})
+    return record
+
+
+@pytest.mark.slow
+def test_comparisons_are_of_the_plans_tasks_and_only_the_primary_ones_decide(plan_with):
+    plan = plan_with(seeds=[101, 102, 103, 104])
+    record = simulated(plan, {"layernorm": 0.3})
+    rows = compared(plan, record)
+    assert [(row["arm"], row["role"]) for row in rows[:3]] == [
+        ("layernorm", "primary"),
+        ("gwc_layernorm", "primary"),
+        ("gwc_rmsnorm", "exploratory"),
+    ]
+    by_run = {(entry["arm"], entry["seed"]): entry["scores"] for entry in record["runs"]}
+    expected = [
+        100 * np.mean([np.mean(by_run["layernorm", s][t]) - np.mean(by_run["none", s][t]) for t in plan.tasks])
+        for s in plan.seeds
+    ]
+    assert rows[0]["by_seed"] == pytest.approx(expected) and rows[0]["verdict"] == IMPROVED
+    assert {row["confidence"] for row in rows} == {0.975, 0.95}
+    assert all(row["verdict"] == "" for row in rows[2:])
+    for entry in record["runs"]:
+        entry["scores"]["text"] = [0.0] * 40  # a task outside the outcome
+    assert compared(plan, record) == rows
+
+
+def test_samples_to_a_loss_are_paired_and_runs_that_miss_it_are_counted(plan_with):
+    plan = plan_with(seeds=[101, 102, 103], trials=[TRIAL | {"loss": [2.0, 1.0, 0.6, 0.1, 0.1]}])
+    assert plan.losses == [1.0, 0.1]
+    rows = reached(plan, simulated(plan, {"clip": 0.2}))
+    by_arm = {(row["loss"], row["arm"]): row for row in rows}
+    assert by_arm[1.0, "clip"]["high"] < 0 and by_arm[1.0, "clip"]["not reached by"] == 0
+    assert by_arm[0.1, "clip"]["not reached by"] == 3 and "difference" not in by_arm[0.1, "clip"]
+
+
+@pytest.mark.slow
+def test_nothing_is_compared_before_the_last_seed(plan_with, tmp_path):
+    plan = plan_with(seeds=[101, 102])
+    record = simulated(plan)
+    part = record | {"runs": record["runs"][: len(plan.arms)]}
+    write_page(plan, part)
+    page = tmp_path / "study-runs.md"
+    assert "1 of 2 seeds are missing" in page.read_text() and "Comparisons" not in page.read_text()
+    assert "| 101 | none | 2026-01-01 | 0.05 | a processor, 2 cores | c0ffee | t |" in page.read_text()
+    write_page(plan, record)
+    assert "## Comparisons with none" in page.read_text() and "missing" not in page.read_text()
+    assert (tmp_path / "figures/study-runs.svg").is_file()
+
+
+def test_a_run_of_other_code_is_not_added(plan_with, monkeypatch):
+    plan = plan_with(seeds=[101, 102])
+    record = simulated(plan)
+    monkeypatch.setattr("llava.experiment.study_runs.shared_configuration", lambda run: {"pretrain.code.digest": "b"})
+    monkeypatch.setattr("llava.experiment.study_runs.answers_of", lambda run, control: type("R", (), {"tasks": {}}))
+    run = type("Run", (), {"name": "none, seed 102"})
+    with pytest.raises(
+        ValueError, match=r"pretrain.code.digest: 'a' \(recorded\), 'b' \(now\)\nContinue at commit c0ffee"
+    ):
+        with_runs(plan, record, [run])
+
+
+# --- the page of the plan ---------------------------------------------------------------------------------------------
+
+
+def test_the_plans_page_has_what_the_plan_and_the_pilot_say():
+    page = PLAN.with_suffix(".md")
+    assert page.read_text() == with_planning(page, parsed(PLAN)), (
+        "run: python -m llava.compare plan docs/study-plan.json --docs"
+    )
+
+
+def test_every_number_of_the_plans_text_is_in_its_generated_part():
+    text = PLAN.with_suffix(".md").read_text()
+    generated = text[text.index(START) : text.index(END)]
+    by_hand = text.replace(generated, "")
+    written = re.sub(r"\(https?:[^)]*\)|`[^`]*`|```.*?```|[Ss]tage \d", "", by_hand, flags=re.DOTALL)
+    known = set(re.findall(r"\d+(?:\.\d+)?", generated))
+    unknown = [number for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w])", written) if number not in known]
+    assert unknown == [] and len(known) > 40
