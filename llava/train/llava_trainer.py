@@ -55,10 +55,12 @@ from llava.train.run_identity import Settings
 from llava.train.run_record import Identity, write_identity
 from llava.train.stop_signal import StopSignal
 from llava.train.telemetry import (
+    Clipping,
     JsonlCallback,
     NormProbe,
     SourceLosses,
     Throughput,
+    gradient_parts,
     measures_step,
     read,
     without_pauses,
@@ -165,6 +167,7 @@ class LLaVATrainer(Trainer):
         self.adapter_only = trains_adapter_only(self.model)
         self.tied = set(self.model.all_tied_weights_keys or ())  # not saved: they are other weights of the checkpoint
         self.probe = NormProbe(self.model)
+        self.clipping = Clipping(self.args.max_grad_norm)
         self.throughput = Throughput(self.model, self.args.device, self.args.peak_tflops)
         self.source_losses = SourceLosses(self.train_dataset.records, self.model.lm_head, self.args.device)
         self.add_callback(JsonlCallback())
@@ -186,6 +189,7 @@ class LLaVATrainer(Trainer):
         model = self.model if model is None else model
         if self.optimizer is None:
             groups = optimizer_groups(model, set(self.get_decay_parameter_names(model)), self.args)
+            self.gradient_parts = gradient_parts(self.model, (p for group in groups for p in group["params"]))
             masters = None
             if keeps_masters(self.args):
                 masters = MasterWeights(p for group in groups for p in group["params"])
@@ -250,7 +254,10 @@ class LLaVATrainer(Trainer):
 
     def _clip_grad_norm(self, model):
         """Clips the gradients that the optimizer sees, and drops them if they are not finite; returns their norm."""
-        grad_norm: Any = super()._clip_grad_norm(nn.ParameterList(updated_parameters(self.optimizer)))
+        parameters = updated_parameters(self.optimizer)
+        if self.probe.active and not self.is_deepspeed_enabled:
+            self.probe.see_gradients(self.gradient_parts, parameters)
+        grad_norm: Any = super()._clip_grad_norm(nn.ParameterList(parameters))
         if not self.args.fp16:
             grad_norm = float(grad_norm)  # the only value that the host waits for between log lines
         if self.args.fp16 or self.guard.is_applicable(grad_norm, self.state.global_step + 1):
@@ -262,6 +269,8 @@ class LLaVATrainer(Trainer):
             raise RuntimeError(
                 "DeepSpeed applied a step whose gradient is not finite; it needs version 0.19.8 or later"
             )
+        skipped = self.is_deepspeed_enabled and self.optimizer.step_was_skipped  # then the norm is an earlier step's
+        self.clipping.add(math.nan if skipped else grad_norm)
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -270,7 +279,11 @@ class LLaVATrainer(Trainer):
         if "loss" in logs:
             if self.guard.total:
                 logs["nonfinite_steps"] = self.guard.total
-            readings = [self.throughput.reading(self.accelerator), self.source_losses.reading()]
+            readings = [
+                self.throughput.reading(self.accelerator),
+                self.source_losses.reading(),
+                self.clipping.reading(self.accelerator),
+            ]
             if measures_step(self.args, self.state, self.state.global_step):
                 readings.append(self.probe.reading(self.accelerator))
             logs |= read(readings, self.accelerator)

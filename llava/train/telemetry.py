@@ -8,6 +8,10 @@ Logged keys:
     `norm/{llm_input,before_norm,vision_features,text_embeddings}`: mean L2 norm of a token in the step's batches;
     `norm/gain_mean_abs`: mean |gain| of the norm; `norm/image_newline`: norm of that token, which does not pass through
         the projector's norm;
+    `grad_share/{mm_mlp_adapter,mm_projector_norm,mm_vision_tower,mm_language_model}`: of each part that is trained, the
+        share of the squared gradient norm that `--max_grad_norm` bounds; the projector's norm counts apart. Left out
+        under DeepSpeed, which has freed the gradients by then;
+    `clipped_share`: share of the steps since the last line whose gradient was scaled down to `--max_grad_norm`;
     `tokens_per_second`, `samples_per_second`: over all ranks, without padding;
     `model_tflops_per_second`: per device, the operations that the step requires (`llava.train.flops`) over its time;
     `mfu`: the same as a share of the device's datasheet peak in dense bf16; `peak_memory_gib`: of the fullest device
@@ -23,10 +27,11 @@ Shapes: N images, V visual tokens per image, E vision hidden size, D LLM hidden 
 import contextlib
 import json
 import logging
+import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.nn.utils import get_total_norm
 from transformers import TrainerCallback, TrainerState
 
 from llava.data.collate import Batch
@@ -44,6 +50,7 @@ from llava.model.multimodal_projector.norm import ProjectorNorm, projector_norm
 from llava.model.zero3 import gathered
 from llava.train.arguments import TrainingArguments
 from llava.train.flops import Work, batch_work, flop_costs, peak_tflops, required_flops
+from llava.train.optim import part_of
 from llava.utils.files import write_text
 
 logger = logging.getLogger(__name__)
@@ -116,6 +123,7 @@ class NormProbe:
         self.norm_sums: dict[str, torch.Tensor | float] = dict.fromkeys(TOKENS, 0.0)
         self.token_counts = dict.fromkeys(TOKENS, 0)
         self.mean_abs_gain: torch.Tensor | None = None
+        self.gradient_shares: dict[str, torch.Tensor] = {}
         self.dummy = False
 
     def _see_batch(self, module: nn.Module, args: tuple, batch: dict[str, Any]) -> None:
@@ -157,9 +165,19 @@ class NormProbe:
             self.norm_sums[place] = self.norm_sums[place] + norms.sum()
             self.token_counts[place] += norms.numel()
 
+    def see_gradients(self, parts: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        """Measures each part's share of the gradient; `parts` names the part of each of the `parameters`."""
+        gradients: dict[str, list[torch.Tensor]] = {part: [] for part in parts}
+        for part, parameter in zip(parts, parameters, strict=True):
+            if parameter.grad is not None:
+                gradients[part].append(parameter.grad)
+        squares = {part: get_total_norm(some).double().square() for part, some in gradients.items() if some}
+        total = sum(squares.values(), torch.finfo(torch.float64).tiny)  # text alone gives stage 1 gradients of zero
+        self.gradient_shares = {f"grad_share/{part}": square / total for part, square in squares.items()}
+
     def reading(self, accelerator: Accelerator) -> Reading:
         """The step's measurements; every rank must call."""
-        shared = {}  # what is the same on all ranks, so that the first rank's counts
+        shared = dict(self.gradient_shares)  # what is the same on all ranks, so that the first rank's counts
         if self.mean_abs_gain is not None:
             shared["norm/gain_mean_abs"] = self.mean_abs_gain
         if self.newline is not None:
@@ -178,6 +196,37 @@ class NormProbe:
             return norms | gradients | dict(zip(shared, others, strict=True))
 
         return Reading(on_device(values, accelerator.device), metrics)
+
+
+def gradient_parts(model: LlavaMetaForCausalLM, parameters: Iterable[nn.Parameter]) -> list[str]:
+    """The part that each of the model's `parameters` belongs to, with the projector's norm as a part of its own."""
+    norm = projector_norm(model.get_model().mm_projector)
+    parts = {parameter: part_of(name) for name, parameter in model.named_parameters()}
+    parts |= dict.fromkeys(() if norm is None else norm.parameters(), "mm_projector_norm")
+    return [parts[parameter] for parameter in parameters]
+
+
+class Clipping:
+    """Counts the steps between two log lines whose gradient is scaled down to `max_norm`."""
+
+    def __init__(self, max_norm: float):
+        self.max_norm = max_norm
+        self.reset()
+
+    def reset(self) -> None:
+        self.steps = 0
+        self.clipped: torch.Tensor | int = 0
+
+    def add(self, grad_norm: Any) -> None:
+        """Counts a step by its gradient norm, of the host or the device; one that is not finite was not applied."""
+        self.steps += 1
+        self.clipped = self.clipped + ((grad_norm > self.max_norm) & (grad_norm < math.inf))
+
+    def reading(self, accelerator: Accelerator) -> Reading:
+        """The share since the last call."""
+        values = on_device([self.clipped, self.steps], accelerator.device)
+        self.reset()
+        return Reading(values, lambda totals: {"clipped_share": totals[0] / totals[1]} if totals[1] else {})
 
 
 class Throughput:
