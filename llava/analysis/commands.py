@@ -17,6 +17,7 @@ COMMANDS = {
     "gradients": "gradients above and below the projector's norm (section 5.1)",
     "attention": "where a query looks in the picture, and how much attention visual tokens get (Appendix G)",
     "interventions": "what visual tokens' norms do to a trained model at inference",
+    "freezing": "what a trained model loses if visual tokens are not updated from some layer on",
     "theory": "how far the theory's assumptions and predictions hold in a model (sections 3 and B)",
 }
 """In the order of `all`."""

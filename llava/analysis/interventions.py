@@ -268,17 +268,19 @@ def _median(values: torch.Tensor) -> float:
     return float(np.median(values)) if len(values) else math.nan
 
 
+def distance(expected: torch.Tensor, actual: torch.Tensor) -> tuple[float, int]:
+    """The KL divergence in nats of log probabilities [C] from the expected ones, and the rank of the latter's token."""
+    kl = (expected.exp() * (expected - actual)).sum().item()
+    return max(kl, 0.0), int((actual > actual[expected.argmax()]).sum()) + 1
+
+
 def compare(name: str, untouched: _Run, other: _Run) -> Outcome:
     """The outcome of `other`, compared with the untouched run of the same sample."""
-    expected, actual = untouched.log_probs, other.log_probs
-    kl = (expected.exp() * (expected - actual)).sum().item()
-    rank = int((actual > actual[expected.argmax()]).sum()) + 1
     everything = torch.ones_like(untouched.sinks)
     norm, share = _of_tokens(other, torch.ones_like(other.sinks))
     return Outcome(
         name,
-        max(kl, 0.0),
-        rank,
+        *distance(untouched.log_probs, other.log_probs),
         norm,
         other.text_norm,
         other.embedding_scale,
