@@ -17,8 +17,7 @@ from llava.experiment import figures
 from llava.experiment.learning import first_reached
 from llava.experiment.registered import Registered
 from llava.experiment.report import render
-from llava.experiment.report_tables import Rows
-from llava.experiment.study_record import in_digits
+from llava.experiment.report_tables import Rows, in_digits
 from llava.experiment.study_runs import Record, missing_seeds, runs_file
 from llava.utils.files import write_text
 from llava.utils.intervals import CONFIDENCE

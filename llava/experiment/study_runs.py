@@ -13,9 +13,9 @@ from typing import Any
 
 from llava.eval.results import CONTROLS
 from llava.experiment.registered import Registered
-from llava.experiment.report_tables import batch_of, seconds_of_steps
+from llava.experiment.report_tables import batch_of, in_digits, seconds_of_steps
 from llava.experiment.runs import ABSENT, ARM_FIELDS, OWN_STAGE_1, SEED_FIELDS, Run, evaluation_settings, listed
-from llava.experiment.study_record import answers_of, in_digits
+from llava.experiment.study_record import answers_of
 from llava.launch.devices import available_cores
 from llava.launch.recipe import STAGES
 from llava.utils.digests import revision
