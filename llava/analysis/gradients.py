@@ -18,7 +18,6 @@ from transformers import BaseImageProcessor, PreTrainedTokenizerBase
 
 from llava.analysis import inputs, loading, resume
 from llava.analysis.commands import OURS, Needs
-from llava.analysis.families import Family, find_parts
 from llava.analysis.layer_statistics import sink_mask
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import TableRow, figure, write_result
@@ -28,6 +27,7 @@ from llava.asking import choose_template, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation
 from llava.data.preprocess import preprocess
+from llava.families import Family, find_parts
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.norm import (
     PAPER_ARMS,

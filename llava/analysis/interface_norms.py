@@ -17,7 +17,6 @@ from llava.analysis import inputs, layer_statistics, loading
 from llava.analysis.commands import Needs
 from llava.analysis.embedding_norms import paper_of, read_embedding_norms
 from llava.analysis.encoders import MODEL_TYPES, load_encoder
-from llava.analysis.families import family_of
 from llava.analysis.layer_statistics import SCALE, TEXT_GROUPS, WITH_SINKS, Measurement
 from llava.analysis.models import NamedModel, required_models
 from llava.analysis.output import TableRow, figure, with_paper, write_result
@@ -25,6 +24,7 @@ from llava.analysis.probe import VISUAL
 from llava.analysis.resume import resumed
 from llava.analysis.statistics import Stream
 from llava.analysis.weights import WeightFiles
+from llava.families import family_of
 from llava.utils.presentation import SPECIAL_COLOUR, TEXT_COLOUR, VISUAL_COLOUR
 
 NEEDS = Needs()

@@ -11,16 +11,6 @@ from PIL import Image
 from transformers import AutoConfig, BaseImageProcessor, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from llava.analysis.families import (
-    FAMILIES,
-    Family,
-    Parts,
-    decoder_layers,
-    family_of,
-    find_parts,
-    refuse,
-    text_embedding,
-)
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import Batch, Probe
@@ -31,6 +21,16 @@ from llava.asking import choose_template, is_captioner
 from llava.constants import DEFAULT_IMAGE_TOKEN, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation, get_template
 from llava.data.preprocess import generation_ids
+from llava.families import (
+    FAMILIES,
+    Family,
+    Parts,
+    decoder_layers,
+    family_of,
+    find_parts,
+    refuse,
+    text_embedding,
+)
 from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
 from llava.model.builder import load_pretrained_model
 from llava.model.language_model.families import LLAVA_CLASSES
@@ -70,7 +70,7 @@ def load(model: NamedModel, args: argparse.Namespace, **options: Any) -> Probe:
         ValueError, OSError: no such model, or a part of it is not found; says how to name it.
     """
     fields = config_fields(model.path, args.trust_remote_code)
-    refuse(fields, model.path)
+    refuse(fields, f"--model {model.path}")
     model_type = fields.get("model_type", "")
     if is_ours(fields):
         return _load_ours(model, args, options)
@@ -87,7 +87,7 @@ def load_with_vision(model: NamedModel, args: argparse.Namespace) -> Probe:
         ValueError, OSError: see `load`; a plain language model.
     """
     fields = config_fields(model.path, args.trust_remote_code)
-    refuse(fields, model.path)
+    refuse(fields, f"--model {model.path}")
     _needs_sight(fields, model, args)
     return load(model, args)
 
@@ -110,7 +110,7 @@ def check(model: NamedModel, args: argparse.Namespace) -> None:
         ValueError, OSError, ImportError: see `load_with_vision` and `saved_processor`; a folder without weights.
     """
     fields = config_fields(model.path, args.trust_remote_code)
-    refuse(fields, model.path)
+    refuse(fields, f"--model {model.path}")
     base = base_of(model.path, args)
     if base is None and Path(model.path).is_dir():
         WeightFiles(model.path)

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from llava.analysis.encoder_rows import EncoderRows
-from llava.analysis.families import Parts, output_rows
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.seen_area import Area
+from llava.families import Parts, output_rows
 
 # What a position of the LLM's input holds.
 PADDING, VISUAL, TEXT_BEFORE, TEXT_AFTER, SPECIAL = range(5)

@@ -12,10 +12,10 @@ from transformers import AutoProcessor, PretrainedConfig
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 from transformers.utils import cached_file, is_torchvision_available, logging
 
-from llava.analysis.families import Family
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.probe import Batch
 from llava.analysis.seen_area import seen_area
+from llava.families import Family
 
 PACKAGES = ("torchvision", "num2words", "timm", "sentencepiece")
 """Packages that processors of some families need besides transformers' own requirements."""

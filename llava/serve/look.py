@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 
 from llava.analysis.attention import attention_of
-from llava.analysis.families import Family, find_parts
 from llava.analysis.layer_statistics import TEXT_GROUPS
 from llava.analysis.loading import our_batch, special_ids
 from llava.analysis.probe import VISUAL, Probe
 from llava.analysis.seen_area import WHOLE, Area
 from llava.asking import Assistant
 from llava.constants import IMAGE_TOKEN_INDEX
+from llava.families import Family, find_parts
 
 
 class Look(NamedTuple):

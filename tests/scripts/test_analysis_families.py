@@ -12,16 +12,16 @@ import torch
 import transformers
 from packaging.version import Version
 from PIL import Image
-from saved_models import SAVED
-from vision_language_models import IMAGE, batch_of, ids_for, pixels
+from saved_models import SAVED, TENSORS, pixel_values
+from vision_language_models import IMAGE, batch_of, ids_for
 
 from llava.analysis import attention, interface_norms
 from llava.analysis.__main__ import main
-from llava.analysis.families import REFUSED, REFUSED_LLMS, family_of, find_parts
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.probe import Probe
 from llava.analysis.processors import library_inputs, load_processor
 from llava.analysis.visual_grid import NoMap, picture_map
+from llava.families import REFUSED, REFUSED_LLMS, family_of, find_parts
 
 PROMPT = "What is it?"
 PIXELS = "pixel_values"
@@ -153,30 +153,6 @@ def test_a_saved_familys_tables_equal_an_independent_run_at_any_batch_size(name,
             assert visual[index]["norm mean with sinks"] == pytest.approx(float(norms.mean()), rel=1e-4), index
 
 
-def _pixels(*shape: int) -> dict[str, torch.Tensor]:
-    return {"pixel_values": pixels(*shape)}
-
-
-# What a processor that needs torchvision makes of two pictures: visual tokens of each, and the pictures' part.
-TENSORS = {
-    "cohere2_vision": ([4, 8], _pixels(3, 3, 16, 16)),
-    "mistral3": ([4, 2], _pixels(2, 3, 16, 16) | {"image_sizes": torch.tensor([[16, 16], [8, 16]])}),
-    "llava with Pixtral": ([16, 8], _pixels(2, 3, 16, 16) | {"image_sizes": torch.tensor([[16, 16], [8, 16]])}),
-    "llama4": ([4, 8], _pixels(3, 3, 16, 16)),
-    "lfm2_vl": (
-        [4, 2],
-        _pixels(2, 16, 48)
-        | {"spatial_shapes": torch.tensor([[4, 4], [2, 4]])}
-        | {"pixel_attention_mask": (torch.arange(16) < torch.tensor([[16], [8]])).int()},
-    ),
-    "molmo2": (
-        [8, 8],
-        _pixels(4, 16, 48)
-        | {"image_token_pooling": torch.arange(64).view(16, 4), "image_grids": torch.full((2, 4), 2)},
-    ),
-}
-
-
 @pytest.mark.parametrize("name", TENSORS)
 @torch.no_grad()
 def test_a_family_that_needs_torchvision_is_right_from_tensors(name):
@@ -265,16 +241,16 @@ def test_a_marked_place_of_the_picture_lights_its_cell(name, tmp_path):
 
 # Of the processors that need torchvision: the picture's part of the inputs, and rows and columns of tokens.
 PLACED_TENSORS = {
-    "cohere2_vision": (_pixels(1, 3, 16, 16), (2, 2)),
-    "llama4": (_pixels(1, 3, 16, 16), (2, 2)),
-    "mistral3": (_pixels(1, 3, 16, 64) | {"image_sizes": torch.tensor([[16, 64]])}, (2, 8)),
-    "llava with Pixtral": (_pixels(1, 3, 16, 64) | {"image_sizes": torch.tensor([[16, 64]])}, (4, 16)),
+    "cohere2_vision": (pixel_values(1, 3, 16, 16), (2, 2)),
+    "llama4": (pixel_values(1, 3, 16, 16), (2, 2)),
+    "mistral3": (pixel_values(1, 3, 16, 64) | {"image_sizes": torch.tensor([[16, 64]])}, (2, 8)),
+    "llava with Pixtral": (pixel_values(1, 3, 16, 64) | {"image_sizes": torch.tensor([[16, 64]])}, (4, 16)),
     "lfm2_vl": (
-        _pixels(1, 64, 48)
+        pixel_values(1, 64, 48)
         | {"spatial_shapes": torch.tensor([[16, 4]]), "pixel_attention_mask": torch.ones(1, 64, dtype=torch.int)},
         (8, 2),
     ),
-    "kimi_k25": (_pixels(64, 3, 4, 4) | {"image_grid_thw": torch.tensor([[1, 4, 16]])}, (2, 8)),
+    "kimi_k25": (pixel_values(64, 3, 4, 4) | {"image_grid_thw": torch.tensor([[1, 4, 16]])}, (2, 8)),
 }
 
 

@@ -719,3 +719,28 @@ SAVED = {
         needs=("timm", "torchvision"),
     ),
 }
+
+
+def pixel_values(*shape: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": models.pixels(*shape)}
+
+
+# What a processor that needs torchvision makes of two pictures: visual tokens of each, and the pictures' part.
+TENSORS = {
+    "cohere2_vision": ([4, 8], pixel_values(3, 3, 16, 16)),
+    "mistral3": ([4, 2], pixel_values(2, 3, 16, 16) | {"image_sizes": torch.tensor([[16, 16], [8, 16]])}),
+    "llava with Pixtral": ([16, 8], pixel_values(2, 3, 16, 16) | {"image_sizes": torch.tensor([[16, 16], [8, 16]])}),
+    "llama4": ([4, 8], pixel_values(3, 3, 16, 16)),
+    "lfm2_vl": (
+        [4, 2],
+        pixel_values(2, 16, 48)
+        | {"spatial_shapes": torch.tensor([[4, 4], [2, 4]])}
+        | {"pixel_attention_mask": (torch.arange(16) < torch.tensor([[16], [8]])).int()},
+    ),
+    "molmo2": (
+        [8, 8],
+        pixel_values(4, 16, 48)
+        | {"image_token_pooling": torch.arange(64).view(16, 4), "image_grids": torch.full((2, 4), 2)},
+    ),
+    "kimi_k25": ([4, 2], pixel_values(24, 3, 4, 4) | {"image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]])}),
+}

@@ -21,12 +21,12 @@ from llava.analysis import attention, attention_watch, interventions, loading, t
 from llava.analysis.__main__ import main, parser
 from llava.analysis.attention_figures import draw_profiles, overlaid
 from llava.analysis.attention_watch import watched, watched_attention
-from llava.analysis.families import family_of, find_parts
 from llava.analysis.inputs import PicturePrompt
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
 from llava.analysis.seen_area import WHOLE, seen_area
 from llava.analysis.visual_grid import NoMap, visual_grid
+from llava.families import family_of, find_parts
 from llava.utils import presentation
 
 QUESTION = "Is there a warm colour?"

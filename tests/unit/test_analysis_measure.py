@@ -26,13 +26,13 @@ from vision_language_models import our_checkpoint
 from llava.analysis import encoders, inputs, interface_norms, layer_statistics, loading, resume
 from llava.analysis.__main__ import main
 from llava.analysis.embedding_norms import read_embedding_norms
-from llava.analysis.families import family_of, find_parts
 from llava.analysis.interface_norms import vocabulary_norms
 from llava.analysis.layer_statistics import ONLY_SINKS, TEXT_GROUPS, WITH_SINKS, Measurement
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import SPECIAL, TEXT_AFTER, VISUAL, Observation, Probe
 from llava.analysis.statistics import Stream
 from llava.experiment import study_record
+from llava.families import family_of, find_parts
 from llava.model.multimodal_encoder.towers import TOWERS
 
 

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vision_language_models import our_checkpoint
 
 from llava.analysis import loading
-from llava.analysis.families import Family, Features, family_of, find_parts, output_rows
 from llava.analysis.models import NamedModel
 from llava.analysis.probe import PADDING, SPECIAL, TEXT_AFTER, TEXT_BEFORE, VISUAL, Probe
+from llava.families import Family, Features, family_of, find_parts, output_rows
 from llava.model.multimodal_projector.norm import NORM_TYPES
 
 

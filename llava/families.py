@@ -124,7 +124,7 @@ REFUSED = {
     "git": _NO_PROJECTOR,
     "phi4_multimodal": "transformers gives it no class that takes pictures by one common interface",
 }
-"""Families that cannot be measured, by model_type, with the reason."""
+"""Families whose visual tokens have no single place or norm, by model_type, with the reason."""
 REFUSED_LLMS = dict.fromkeys(("deepseek_v4", "gemma3n_text", "glm5_next_text", "hy_v4", "qwen4_exp_text"), _STREAMS)
 """LLMs that no vision-language model around them can be measured with, by the model_type of `text_config`."""
 
@@ -191,11 +191,13 @@ def family_of(model_type: str, vision: str | None = None, **named: Any) -> Famil
     return replace(family, **{k: v for k, v in named.items() if v is not None or (vision and k == "tokens")})
 
 
-def refuse(fields: dict[str, Any], path: str) -> None:
-    """Raises ValueError, with the reason, for a family that cannot be measured.
+def refuse(fields: dict[str, Any], origin: str, verdict: str = "cannot be measured") -> None:
+    """Raises ValueError, with the reason, for a family whose visual tokens have no single place or norm.
 
     Args:
         fields: of config.json.
+        origin: the flag or call that names the model, which begins the message.
+        verdict: what the family cannot do.
     """
     model_type, text = fields.get("model_type", ""), fields.get("text_config") or {}
     reason = REFUSED.get(model_type)
@@ -204,7 +206,7 @@ def refuse(fields: dict[str, Any], path: str) -> None:
     if reason is None and any(part.get("is_encoder_decoder") for part in (fields, text)):
         reason = "it is an encoder-decoder"
     if reason:
-        raise ValueError(f"--model {path}: {model_type} cannot be measured: {reason}")
+        raise ValueError(f"{origin}: {model_type} {verdict}: {reason}")
 
 
 def find_parts(model: PreTrainedModel, family: Family, image_token_id: int | None = None) -> Parts:
@@ -218,7 +220,7 @@ def find_parts(model: PreTrainedModel, family: Family, image_token_id: int | Non
     """
     embedding = text_embedding(model)
     layers = decoder_layers(model, embedding, family.layers)
-    projector = _projector(model, family.projector)
+    projector = model.get_submodule(projector_path(model, family.projector))
     side, module = "input", projector
     if family.features:
         side, path = family.features.split(":")
@@ -286,19 +288,27 @@ def decoder_layers(model: nn.Module, embedding: nn.Module, path: str | None = No
     return list(layers)
 
 
-def _projector(model: nn.Module, path: str | None) -> nn.Module:
-    """The module at `path`, or the one nearest to the root that has a projector's name."""
+def projector_path(model: PreTrainedModel, path: str | None, flag: str = "--projector-path") -> str:
+    """`path`, or that of the module nearest to the root that has a projector's name.
+
+    Args:
+        flag: where the caller's user names the path, for messages.
+
+    Raises:
+        ValueError: no such module, or several.
+    """
     if path:
-        return _submodule(model, path, "--projector-path")
+        _submodule(model, path, flag)
+        return path
     names = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in PROJECTOR_NAMES]
     shallowest = min((name.count(".") for name in names), default=0)
     nearest = [name for name in names if name.count(".") == shallowest]
     if len(nearest) != 1:
         raise ValueError(
             f"{_name(model)}: expected one module called {', '.join(PROJECTOR_NAMES)}; found "
-            f"{', '.join(nearest) or 'none'}. Name it by --projector-path. Modules: {_outline(model)}"
+            f"{', '.join(nearest) or 'none'}. Name it by {flag}. Modules: {_outline(model)}"
         )
-    return model.get_submodule(nearest[0])
+    return nearest[0]
 
 
 def _submodule(model: nn.Module, path: str, origin: str) -> nn.Module:
