@@ -20,6 +20,8 @@ PROJECTOR_NAMES = (
     "aligner",
     "embed_vision",
 )
+DEEPSTACK = "deepstack_merger_list"
+"""The projectors of earlier encoder layers, whose outputs are added to states inside the LLM."""
 IMAGE_TOKEN_FIELDS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 FEATURE_LAYER_FIELDS = ("vision_feature_layer", "vision_feature_layers")
 

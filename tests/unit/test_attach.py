@@ -1,0 +1,310 @@
+"""`llava.attach` on a tiny model of every family: what enters the LLM, gradients, files, and what is refused."""
+
+import copy
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import saved_models
+import torch
+import transformers
+from packaging.version import Version
+from PIL import Image
+from saved_models import SAVED, TENSORS
+from torch import nn
+from vision_language_models import batch_of, ids_for, mllama, qwen3_vl
+from vision_language_models import llava as llava_case
+
+from llava.analysis.inputs import PicturePrompt
+from llava.analysis.probe import Probe
+from llava.analysis.processors import library_inputs, load_processor
+from llava.attach import ATTACHABLE, RECORD, Retrofit, attach, attached_norms, detach, load_attached
+from llava.families import family_of, find_parts
+
+FAMILIES = [name for name, saved in SAVED.items() if "timm" not in saved.needs and name != "molmo2"]
+NEWER = ("vipllava", "gemma4", "got_ocr2", "hyperclovax_vision_v2", "cosmos3_edge")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """A model of the family in eval mode, the path of its projector, and inputs with a picture."""
+    name = request.param
+    if name in NEWER and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("needs a newer transformers, whose own class or processor fails here")
+    saved, folder = SAVED[name], tmp_path_factory.mktemp("model")
+    model = saved_models.write(saved, folder).eval()
+    if name in TENSORS:
+        counts, tensors = TENSORS[name]
+        inputs = ids_for(counts) | tensors
+    else:
+        patch = pytest.MonkeyPatch()
+        patch.setattr(transformers.GotOcr2Processor, "num_image_tokens", 4, raising=False)
+        prepare = library_inputs(
+            load_processor(str(folder), model.config), "cpu", torch.float32, family_of(model.config.model_type)
+        )
+        picture = torch.rand(20, 40, 3, generator=torch.Generator().manual_seed(0)) * 255
+        inputs = prepare([PicturePrompt("x", Image.fromarray(picture.byte().numpy()), "What is it?")]).inputs
+        patch.undo()
+    return SimpleNamespace(name=name, model=model, projector=saved.projector, inputs=inputs)
+
+
+def fresh(family) -> nn.Module:
+    return copy.deepcopy(family.model)
+
+
+def logits(model, family) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**family.inputs, use_cache=False).logits
+
+
+def text_norm(model) -> float:
+    """The mean norm of what the text embedding returns, by a loop over ids."""
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        norms = [embedding(torch.tensor([[index]])).double().norm().item() for index in range(len(embedding.weight))]
+    norms = [norm for norm in norms if norm > 0]
+    return sum(norms) / len(norms)
+
+
+@torch.no_grad()
+def entering(model, family) -> torch.Tensor:
+    """The visual tokens that enter the LLM's first layer [N, D]."""
+    probe = Probe("x", model, find_parts(model, family_of(model.config.model_type)))
+    seen = probe.run(batch_of(**family.inputs))
+    return seen.hidden_states[0][seen.visual]
+
+
+def test_a_visual_token_enters_with_the_norm_of_what_embed_tokens_returns(family):
+    model = fresh(family)
+    target = text_norm(model)
+    before = entering(model, family)
+    attach(model, eps=1e-12)
+    tokens = entering(model, family)
+    changed = ~torch.isclose(tokens, before).all(dim=-1)  # not the line ends that LLaVA-NeXT adds
+    assert changed.float().mean() > 0.5
+    assert tokens[changed].norm(dim=-1).tolist() == pytest.approx([target] * int(changed.sum()), rel=1e-5)
+    gain = model.get_submodule(family.projector).mm_norm.weight[0].item()
+    assert gain == pytest.approx(target / math.sqrt(32), rel=1e-5)
+
+
+def gradients(model, family, names) -> dict[str, torch.Tensor]:
+    dtype = next(model.parameters()).dtype
+    inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in family.inputs.items()}
+    out = model(**inputs, use_cache=False).logits.double()
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    model.zero_grad()
+    (out * weights).mean().backward()
+    return {name: model.get_parameter(name).grad.double() for name in names}
+
+
+def test_gradients_equal_float64_ones_with_the_projectors_divided_by_the_gain(family):
+    model = attach(fresh(family))
+    projector = f"{family.projector}."
+    gain, bias = f"{projector}mm_norm.weight", f"{projector}mm_norm.bias"
+    inner = [n for n, _ in model.named_parameters() if n.startswith(projector) and ".mm_norm." not in n]
+    attached_norms(model)[0].train()
+    computed = gradients(model, family, [*inner, gain, bias])
+
+    plain = fresh(family).double()
+    plain.set_experts_implementation("eager")  # the grouped product has no float64
+    target = attached_norms(model)[0].init_gain
+    weight, shift = (torch.full((32,), value, dtype=torch.float64, requires_grad=True) for value in (target, 0.0))
+
+    def reference(_, args, kwargs, output):
+        def normed(x):
+            centred = x - x.mean(-1, keepdim=True)
+            return weight * centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() + shift
+
+        if not next(iter((*args, *kwargs.values()))).is_floating_point():
+            return None
+        return [normed(x) for x in output] if isinstance(output, list) else normed(output)
+
+    plain.get_submodule(family.projector).register_forward_hook(reference, with_kwargs=True)
+    inner = [name for name in inner if family.name != "ovis2"]  # markers, without a norm, share the table
+    expected = {name: grad / target for name, grad in gradients(plain, family, inner).items()}
+    expected |= {gain: weight.grad, bias: shift.grad}
+    for name, grad in expected.items():
+        error = (computed[name] - grad).norm() / grad.norm().clamp(min=1e-12)
+        assert error < 2e-3, name
+
+
+def test_at_blend_0_every_logit_is_bit_identical_and_at_the_end_normed(family):
+    model = fresh(family)
+    plain = logits(model, family)
+    attach(model, retrofit=4)
+    assert torch.equal(logits(model, family), plain)
+    callback = Retrofit()
+    for _ in range(5):
+        callback.on_step_end(None, None, None, model=model)
+    hard = attach(fresh(family))
+    assert torch.equal(logits(model, family), logits(hard, family))
+
+
+def test_saved_and_loaded_answers_are_equal_and_a_plain_load_fails(family, tmp_path):
+    retrofit = 3 * (family.name == "llava")
+    model = attach(fresh(family), retrofit=retrofit)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for norm in attached_norms(model):
+            for parameter in norm.parameters():
+                parameter += 0.1 * torch.rand(parameter.shape, generator=generator)
+    if retrofit:
+        Retrofit().on_step_end(None, None, None, model=model)
+    model.save_pretrained(tmp_path)
+    loaded = load_attached(str(tmp_path))
+    assert type(loaded) is type(model) and loaded.config.to_dict()[RECORD] == model.config.to_dict()[RECORD]
+    state = model.state_dict()
+    assert state.keys() == loaded.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in loaded.state_dict().items())
+    assert torch.equal(logits(loaded, family), logits(model, family))
+    for load in (type(model), transformers.AutoModelForImageTextToText):
+        with pytest.raises(KeyError, match="load this folder by llava.attach.load_attached"):
+            load.from_pretrained(tmp_path)
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load_attached(str(tmp_path / "again")), family), logits(model, family))
+
+
+def test_detached_it_is_as_before(family, tmp_path):
+    model = fresh(family)
+    plain, config, name = logits(model, family), model.config.to_dict(), model.name_or_path
+    detach(attach(model))
+    assert torch.equal(logits(model, family), plain)
+    assert model.config.to_dict() == config and model.name_or_path == name
+    model.save_pretrained(tmp_path)
+    assert type(model).from_pretrained(tmp_path).state_dict().keys() == family.model.state_dict().keys()
+
+
+@pytest.fixture(scope="module")
+def llava():
+    return saved_models.filled(SAVED["llava"].model()).eval()
+
+
+def test_deepstacks_further_outputs_are_normed_each_or_not_at_all():
+    case = qwen3_vl()
+    for deepstack, count in ((False, 1), (True, 3)):
+        model = attach(copy.deepcopy(case.model), eps=1e-12, deepstack=deepstack)
+        assert len(attached_norms(model)) == count
+        with torch.no_grad():
+            visual = model.model.visual(case.inputs["pixel_values"], grid_thw=case.inputs["image_grid_thw"])
+        norms = [rows.norm(dim=-1) for rows in (visual.pooler_output, *visual.deepstack_features)]
+        aligned = [torch.allclose(values, torch.tensor(text_norm(model)), rtol=1e-5) for values in norms]
+        assert aligned == [True, deepstack, deepstack]
+        detach(model)
+        assert model.state_dict().keys() == case.model.state_dict().keys()
+
+
+@pytest.mark.parametrize("norm", ATTACHABLE)
+def test_every_norm_starts_at_the_requested_multiple_of_the_text_norm(llava, norm):
+    model = attach(copy.deepcopy(llava), norm, "2x", eps=1e-12)
+    features = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0)) * 9
+    norms = model.model.multi_modal_projector(features).norm(dim=-1)
+    assert norms.tolist() == [pytest.approx([2 * text_norm(llava)] * 5, rel=1e-5)] * 2
+
+
+def test_the_norm_has_the_projectors_dtype_and_can_be_fixed(llava):
+    model = attach(copy.deepcopy(llava).bfloat16(), "layernorm", learnable=False, retrofit=1000)
+    blend = model.model.multi_modal_projector.mm_norm
+    assert {p.dtype for p in blend.parameters()} == {torch.bfloat16} and blend.step.dtype == torch.long
+    assert not any(p.requires_grad for p in blend.parameters())
+
+
+def test_a_blend_is_the_mean_of_token_and_normed_token_and_compensates_the_norms_share():
+    torch.manual_seed(0)
+    model = attach(saved_models.filled(SAVED["llava"].model()).eval().double(), retrofit=4, eps=1e-12)
+    projector = model.model.multi_modal_projector
+    blend = projector.mm_norm
+    blend.advance(3)
+    x = torch.randn(5, 32, dtype=torch.float64, requires_grad=True)
+    y = blend.train()(x)
+    normed = torch.nn.functional.layer_norm(x, (32,), blend.norm.weight, blend.norm.bias, 1e-12)
+    assert torch.allclose(y, 0.25 * x + 0.75 * normed, rtol=1e-12)
+    upstream = torch.randn_like(y)
+    (through_norm,) = torch.autograd.grad(normed, x, upstream, retain_graph=True)
+    (grad,) = torch.autograd.grad(y, x, upstream)
+    assert torch.allclose(grad, 0.25 * upstream + 0.75 * through_norm / blend.norm.weight.mean(), rtol=1e-6)
+
+
+def test_training_a_blend_that_nothing_moves_is_an_error(llava):
+    model = attach(copy.deepcopy(llava), retrofit=4).train()
+    features = torch.randn(2, 24)
+    with pytest.raises(RuntimeError, match=r"nothing moves the blend; pass callbacks=\[llava.attach.Retrofit\(\)\]"):
+        model.model.multi_modal_projector(features)
+    Retrofit().on_train_begin(None, None, None, model=model)
+    model.model.multi_modal_projector(features)
+    with pytest.raises(ValueError, match="the model has no blend"):
+        Retrofit().on_train_begin(None, None, None, model=copy.deepcopy(llava))
+
+
+def test_what_cannot_have_the_norm_is_refused_and_unchanged(llava):
+    def refused(model, message, *args, **options):
+        keys, config = model.state_dict().keys(), model.config.to_dict()
+        with pytest.raises(ValueError, match=message):
+            attach(model, *args, **options)
+        assert model.state_dict().keys() == keys and model.config.to_dict() == config
+
+    model = copy.deepcopy(llava)
+    names = "expected one of layernorm, gwc_layernorm, rmsnorm, gwc_rmsnorm, clip; found"
+    for norm in ("gwc_layernom", "none", "scale"):
+        refused(model, f"norm: {names} '{norm}'", norm)
+    refused(model, "--mm_projector_norm_init: expected 'text_norm'", init="texts")
+    refused(model, "retrofit: expected a number of steps, or 0; found -1", retrofit=-1)
+    refused(model, "deepstack=True, but it has no deepstack_merger_list", deepstack=True)
+    refused(model, "projector= model.nothing: .* has no such module", projector="model.nothing")
+    refused(attach(copy.deepcopy(llava)), "its projector ends in a norm already; detach it first")
+    refused(mllama().model, "mllama cannot have the norm: its LLM looks at the picture by cross-attention")
+    refused(SAVED["molmo2"].model(), "adds a visual token to the embedding of its placeholder")
+    refused(model.model.language_model, "a language model without a vision encoder has no projector")
+    model.model.renamed = model.model.multi_modal_projector
+    del model.model.multi_modal_projector
+    refused(model, "expected one module called mm_projector, .*; found none. Name it by projector=")
+    own = type("Own", (type(model),), {})
+    model.__class__ = own
+    refused(model, "Own: expected a class of transformers")
+    with pytest.raises(ValueError, match="has no attached norm"):
+        detach(llava)
+
+
+def test_a_folder_without_record_or_without_the_norms_weights_is_refused(llava, tmp_path):
+    llava.save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="plain: config.json has no llava_attached; expected a model that attach"):
+        load_attached(str(tmp_path / "plain"))
+    model = attach(copy.deepcopy(llava))
+    weights = {name: tensor for name, tensor in model.state_dict().items() if "mm_norm.bias" not in name}
+    model.save_pretrained(tmp_path / "lost", state_dict=weights)
+    with pytest.raises(ValueError, match="but the weights lack model.multi_modal_projector.mm_norm.bias"):
+        load_attached(str(tmp_path / "lost"))
+
+
+def test_a_second_copy_by_the_models_name_is_not_the_model_without_norm(llava, tmp_path):
+    llava.save_pretrained(tmp_path)
+    model = attach(type(llava).from_pretrained(tmp_path))
+    with pytest.raises((OSError, ValueError), match="with the norm of llava.attach"):
+        type(llava).from_pretrained(model.config._name_or_path)
+
+
+def test_peft_trains_saves_and_merges_the_projectors_norm(llava, tmp_path):
+    peft = pytest.importorskip("peft")
+    base = attach(copy.deepcopy(llava))
+    lora = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["multi_modal_projector"])
+    model = peft.get_peft_model(base, lora)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and "mm_norm" in name]
+    assert len(trained) == 2
+    with torch.no_grad():
+        model.get_parameter(trained[0]).mul_(3)
+    case = SimpleNamespace(inputs=llava_case().inputs)
+    expected = logits(model, case)
+    model.save_pretrained(tmp_path / "adapter")
+    merged = model.merge_and_unload()
+    assert torch.allclose(logits(merged, case), expected, atol=1e-5)
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(load_attached(str(tmp_path / "merged")), case), logits(merged, case))
+    again = peft.PeftModel.from_pretrained(attach(copy.deepcopy(llava)), tmp_path / "adapter")
+    assert torch.allclose(logits(again, case), expected, atol=1e-5)
+
+
+def test_importing_it_needs_torch_and_transformers_alone():
+    code = "import sys, llava.attach; print({'deepspeed', 'trl', 'datasets', 'tensorboard'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
