@@ -8,7 +8,8 @@
 # instructions of older CPUs. chaos breaks real runs. browser and trackers get an
 # environment with an older Pillow, .venv-pillow12, because Gradio and trackio
 # need one. serving asks a quickstart's checkpoints through vLLM; peers trains a
-# few steps with each tool of benchmarks/vs_peers.py.
+# few steps with each tool of benchmarks/vs_peers.py, and by each recipe of
+# examples/.
 #   OUTPUT_DIR=outputs/test_all                 folder of each part's log
 #   PYTHON=python3                              interpreter for new environments;
 #                                               LLAVA_PYTHON works as in all
@@ -62,7 +63,10 @@ run() { # part
       { [ -d outputs/quickstart/none/finetune ] || bash scripts/quickstart.sh; } &&
         bash tests/serving/run.sh --questions 40 --output-dir "$OUTPUT_DIR/serving"
       ;;
-    peers) "$PYTHON_BIN" -m benchmarks.vs_peers --quick --output-dir "$OUTPUT_DIR/peers" ;;
+    peers)
+      "$PYTHON_BIN" -m benchmarks.vs_peers --quick --output-dir "$OUTPUT_DIR/peers" &&
+        "$PYTHON_BIN" -m pytest tests/scripts/test_elsewhere.py
+      ;;
   esac
 }
 

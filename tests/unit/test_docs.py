@@ -82,7 +82,7 @@ def test_the_references_in_the_tree_are_what_the_code_says(name):
 # What other people's programs take is theirs to check.
 OUTSIDE = {
     "apt-get", "cat", "cp", "curl", "deepspeed", "docker", "grep", "hf", "llama-mtmd-cli", "llama-server", "mkdocs",
-    "pip", "pre-commit", "tar", "torchrun", "trackio", "vllm", "wandb",
+    "pip", "pre-commit", "swift", "tar", "torchrun", "trackio", "vllm", "wandb",
 }  # fmt: skip
 OUTSIDE_VARIABLES = {"CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "VLLM_PLUGINS", "WANDB_MODE"}
 OWN = ("llava", "playground", "benchmarks")
@@ -198,7 +198,7 @@ def faults(words: list[str], helps: dict[str, str]) -> list[str]:
         return [name for name in variables if name not in NAMES]
     program = Path(words[0]).name
     files = [
-        word for word in words if re.match(r"(?:\./)?(?:scripts|tests|benchmarks|patches|deepspeed_configs)/", word)
+        word for word in words if re.match(r"(?:\./)?(?:scripts|tests|benchmarks|examples|patches|deepspeed_configs)/", word)
     ]
     missing = [f"{word} is not there" for word in files if not (ROOT / word.split("::")[0]).exists()]
     if missing:
