@@ -197,9 +197,8 @@ def faults(words: list[str], helps: dict[str, str]) -> list[str]:
     if not words:
         return [name for name in variables if name not in NAMES]
     program = Path(words[0]).name
-    files = [
-        word for word in words if re.match(r"(?:\./)?(?:scripts|tests|benchmarks|examples|patches|deepspeed_configs)/", word)
-    ]
+    ours = r"(?:\./)?(?:scripts|tests|benchmarks|examples|patches|deepspeed_configs)/"
+    files = [word for word in words if re.match(ours, word)]
     missing = [f"{word} is not there" for word in files if not (ROOT / word.split("::")[0]).exists()]
     if missing:
         return missing
