@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real two-stage MLLM on two CPU cores: prepares a language model, a vision
 # tower and pictures, trains the baseline and the aligned, compensated norm
-# through both stages, and compares them on held-out pictures. About 8 minutes.
+# through both stages, and compares them on held-out pictures. About 5 minutes.
 #   --data scenes | stamps | probes       drawn scenes (default), photos of
 #                                         Debian's tuxpaint-stamps-default, or
 #                                         pictures for harder questions
