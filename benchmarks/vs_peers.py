@@ -204,16 +204,16 @@ def main() -> int:
     for peer in peers:
         if not peer.cannot:
             ensure_environment(peer)
-    rows = []
-    for stage in args.stages:
-        make_inputs(args, work, stage)
-        rows += stage_rows(args, work, stage, peers)
     named = ("size", "bf16", "steps", "warmup_steps", "repeats", "threads", "search")
     meta = {name: getattr(args, name) for name in named}
     meta["allocator"] = Path(keeping_allocator(os.environ).get("LD_PRELOAD", "glibc")).name
     meta["peers"] = ", ".join(version_of(peer) for peer in peers if not peer.cannot)
     name = f"vs_peers_{args.size}{'_bf16' if args.bf16 else ''}{args.suffix}"
-    print(write_result(name, rows, folder=args.output_dir, **meta))
+    rows = []
+    for stage in args.stages:
+        make_inputs(args, work, stage)
+        rows += stage_rows(args, work, stage, peers)
+        print(write_result(name, rows, folder=args.output_dir, **meta))  # also if the next stage is stopped
     return int(any(row["note"] and row["setting"] for row in rows))
 
 
