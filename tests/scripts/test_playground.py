@@ -669,10 +669,10 @@ def test_a_tower_whose_patches_make_no_quarters_is_refused_for_scenes(capsys: py
     tower.check(replace(TINY_TOWER, data="stamps", patch_size=64))
 
 
-def test_probes_have_a_tower_of_larger_pictures_and_all_have_four_tokens() -> None:
+def test_probes_have_a_tower_of_larger_pictures_and_more_tokens() -> None:
     sides = {name: tower.Settings(data=name) for name in tower.PICTURES}
     tokens = {name: (settings.image_size // settings.patch_size) ** 2 for name, settings in sides.items()}
-    assert tokens == {"scenes": 4, "stamps": 4, "probes": 4}
+    assert tokens == {"scenes": 4, "stamps": 4, "probes": 16}
     assert sides["probes"].image_size == probes.Settings().size
     assert tower.Settings(data="probes", patch_size=24, steps=3) == tower.Settings("probes", 96, 24, steps=3)
 

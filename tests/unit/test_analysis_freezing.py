@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from llava.analysis import freezing, loading
 from llava.analysis.__main__ import main
-from llava.analysis.families import family_of, find_parts
 from llava.analysis.freezing import ATTENTION, BLANK, MLP, WHOLE, frozen
 from llava.analysis.interventions import distance
 from llava.analysis.probe import VISUAL, Probe
+from llava.families import family_of, find_parts
 from llava.utils import presentation
 
 KINDS = (WHOLE, ATTENTION, MLP)
