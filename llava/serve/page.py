@@ -192,16 +192,20 @@ class Page:
     def new_picture(self, path: str | None) -> list[object]:
         """A picture was chosen or removed: conversations are reset, and non-images are rejected.
 
-        The first value is the picture; without one the message on the page stays.
+        The first value is the picture. The message on the page stays, unless the picture is refused: this may run long
+        after the choice, and what was said since then holds.
         """
-        state, message, *parts = self.shown(self.start())
-        if not path:
-            return [self.same, state, self.same, *parts]
+        state, _, *parts = self.shown(self.start())
         try:
-            checked_picture(path, self.folder, self.most_bytes, **self.limits)
+            if path:
+                checked_picture(path, self.folder, self.most_bytes, **self.limits)
         except REFUSALS as error:
             return [None, state, refusal(str(error)), *parts]
-        return [self.same, state, message, *parts]
+        return [self.same, state, self.same, *parts]
+
+    def forget_message(self, path: str | None) -> list[object]:
+        """A picture was chosen: no message and no open question. When one is removed, perhaps as refused, it stays."""
+        return ["" if path else self.same, False]
 
     def reset(self) -> list[object]:
         """Resets the conversations."""
@@ -313,7 +317,8 @@ def build_page(gradio: ModuleType, arms: Sequence[Arm], folder: str, args: argpa
         # Stop waits until other visitors' answers have ended, its message does not.
         stop.click(does.say_stopped, asked, [message, asked], **at_once)
         clears = [chat.clear for chat in chats]
-        gradio.on([picture.change, reset.click, *clears], lambda: False, None, asked, **at_once)
+        picture.change(does.forget_message, picture, [message, asked], **at_once)
+        gradio.on([reset.click, *clears], lambda: False, None, asked, **at_once)
         asking = gradio.on([ask.click, question.submit], does.ask, inputs, outputs, trigger_mode="once", **alone)
         asking.then(lambda: False, None, asked, **at_once)
         for on, function, takes, gives in (

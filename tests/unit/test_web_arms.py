@@ -379,7 +379,8 @@ def test_another_picture_resets_and_a_stopped_question_is_dropped(pair, red, tmp
     assert "stopped" in stopped[1] and stopped == page.shown(kept, "The answer was stopped, the question is dropped.")
     page.same = "same"
     assert page.stop(kept)[:2] == [kept, "same"]
-    assert page.new_picture(red)[:3] == ["same", page.start(), ""]
+    assert page.forget_message(red) == ["", False] and page.forget_message(None) == ["same", False]
+    assert page.new_picture(red)[:3] == ["same", page.start(), "same"]  # what was said since it was chosen holds
     assert page.new_picture(None)[:3] == ["same", page.start(), "same"]  # the reason for taking it away stays readable
     assert page.reset()[:2] == [page.start(), ""]
 
