@@ -7,8 +7,8 @@ confirmatory_page   the comparisons, after the last seed: study-runs.md
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from llava.eval.results import CONTROLS
@@ -17,7 +17,7 @@ from llava.experiment.engine import at_work
 from llava.experiment.registered import Registered, parsed, read_registered, show
 from llava.experiment.report_tables import batch_of
 from llava.experiment.runs import Run
-from llava.experiment.study import Study, recipe_of
+from llava.experiment.study import Study, is_answered, recipe_of
 from llava.experiment.study_record import answers_of
 from llava.experiment.study_runs import (
     Record,
@@ -60,12 +60,20 @@ def run(args: argparse.Namespace) -> None:
         if args.repeat is not None:
             repeat(study, plan, record, args.repeat)
             return
-        for seeds in batches(missing_seeds(plan, record), len(study.places())):
-            part = replace(study, seeds=seeds)
-            part.train()
-            record = with_runs(plan, record, part.runs)
-            write_runs(plan, record)
-            write_page(plan, record)
+        if seeds := missing_seeds(plan, record):
+            study.seeds = seeds
+            study.train(ended=partial(record_complete, study, plan, record))
+
+
+def record_complete(study: Study, plan: Registered, record: Record, ended: str) -> None:
+    """Adds the seed of the run `ended` to the record and the page of runs, if all its arms are answered."""
+    seed = next(run.seed for run in study.runs if run.name == ended)
+    part = replace(study, seeds=[seed])
+    if seed in missing_seeds(plan, record) and all(map(is_answered, part.runs)):
+        part.check_all()
+        with_runs(plan, record, part.runs)
+        write_runs(plan, record)
+        write_page(plan, record)
 
 
 def study_of(plan: Registered, folder: Path, arms: list[str], seeds: list[int]) -> Study:
@@ -74,11 +82,6 @@ def study_of(plan: Registered, folder: Path, arms: list[str], seeds: list[int]) 
     study = Study(recipe, arms, seeds, folder.resolve(), data, plan=plan.plan, measures_start=False)
     study.set_up()
     return study
-
-
-def batches(seeds: Sequence[int], size: int) -> Iterator[list[int]]:
-    """As many seeds at a time as runs train in parallel, so that no place waits for the last arm of a seed."""
-    return (list(seeds[start : start + size]) for start in range(0, len(seeds), size))
 
 
 def hold_plan(plan: Registered, folder: Path) -> None:

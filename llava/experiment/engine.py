@@ -149,8 +149,16 @@ class Experiment:
 
     # --- the flow -----------------------------------------------------------------------------------------------------
 
-    def part(self, title: str, work: Mapping[str, Sequence[Step]] | Callable[[], object], width: int = 0) -> None:
+    def part(
+        self,
+        title: str,
+        work: Mapping[str, Sequence[Step]] | Callable[[], object],
+        width: int = 0,
+        ended: Callable[[str], object] = lambda lane: None,
+    ) -> None:
         """Runs lanes, at most `width` in parallel or one in each place, or calls a function, under a title.
+
+        `ended` is called with the name of every lane that is done.
 
         Raises:
             StepError: a step failed.
@@ -159,11 +167,10 @@ class Experiment:
         start = time.monotonic()
         if callable(work):
             work()
-        elif width:
-            self.times |= run_lanes(work, width, [self.lock] if self.lock >= 0 else [])
         else:
-            places = self.places()
-            self.times |= run_lanes(work, len(places), [self.lock] if self.lock >= 0 else [], places)
+            places = [] if width else self.places()
+            keep_open = [self.lock] if self.lock >= 0 else []
+            self.times |= run_lanes(work, width or len(places), keep_open, places, ended)
         self.parts[title] = time.monotonic() - start
 
     def work(self) -> None:

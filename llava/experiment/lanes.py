@@ -166,12 +166,14 @@ def run_lanes(
     width: int,
     keep_open: Sequence[int] = (),
     places: Sequence[Mapping[str, str]] = (),
+    ended: Callable[[str], object] = lambda lane: None,
 ) -> dict[str, float]:
     """Runs every lane's steps in order, at most `width` lanes in parallel; returns each step's seconds by its title.
 
     Args:
         keep_open: file descriptors that the commands inherit, such as a lock's.
         places: for each of the `width` parallel lanes, its own variables, such as its GPU.
+        ended: called with a lane's name when all its steps are done.
 
     Raises:
         StepError: a step failed; the other running steps were asked to save and stop.
@@ -190,6 +192,7 @@ def run_lanes(
                 if not _advance(lane, times, keep_open):
                     active.remove(lane)
                     free.append(lane.place)
+                    ended(lane.name)
             if time.monotonic() - shown > between:
                 shown = time.monotonic()
                 for lane in active:

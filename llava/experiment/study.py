@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -159,15 +159,19 @@ class Study(Comparison):
         words = ["all", "--data", self.data] if self.demo else [self.data]
         self.part(f"inputs: {self.data}", {"inputs": self.inputs(words)})
 
-    def train(self) -> None:
-        """Trains and answers every run, and checks that the runs may be compared."""
+    def train(self, ended: Callable[[str], object] = lambda run: None) -> None:
+        """Trains and answers every run, and checks that the runs may be compared.
+
+        Args:
+            ended: called with the name of every run that is trained and answered.
+        """
         self.check_settings()
         if not os.environ.get("EVAL_DATA_PATH"):
             records = json.loads((self.pictures / "heldout.json").read_text(encoding="utf-8"))
             self.folder.mkdir(exist_ok=True)
             (self.folder / ASKED).write_text(json.dumps(records[: self.asked_in_training]), encoding="utf-8")
         title = f"{count_of(len(self.runs), 'run')}, {len(self.places())} at a time: stage 1, stage 2, answers"
-        self.part(title, {run.name: self.lane(run) for run in self.runs})
+        self.part(title, {run.name: self.lane(run) for run in self.runs}, ended=ended)
         self.check_all()
 
     def check_all(self) -> None:

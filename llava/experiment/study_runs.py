@@ -91,6 +91,7 @@ def with_runs(plan: Registered, record: Record, runs: Sequence[Run]) -> Record:
             raise ValueError(f"{run.name} answered other questions than the recorded runs; prepare the inputs again")
         record |= {"configuration": shared, "questions": asked}
         record["runs"].append(entry_of(run, plan))
+    record["runs"].sort(key=lambda entry: plan.seeds.index(entry["seed"]))
     return record
 
 
