@@ -14,7 +14,7 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 MARKER = "<!-- what follows is written by: python docs/references.py -->\n"
-SCRIPTS = ("setup", "quickstart", "evaluate", "analyze", "compare", "test", "lint", "upstream_baseline")
+SCRIPTS = ("setup", "quickstart", "evaluate", "analyze", "compare", "reproduce", "test", "lint", "upstream_baseline")
 
 
 def flags() -> str:

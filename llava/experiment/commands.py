@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from llava.experiment import comparison, confirmatory, registered, study, study_page, study_record
+from llava.experiment import comparison, confirmatory, registered, reproduce, study, study_page, study_record
 from llava.experiment.arms import SEEDS, parse_seeds
 from llava.experiment.report import write_report
 from llava.experiment.runs import Run, check_all, check_runs
@@ -29,6 +29,8 @@ def parser() -> argparse.ArgumentParser:
     study.add_arguments(add("study", summary, planned_or_not, ". See docs/compare.md."))
     summary = "check a plan that was written down before its runs, and show what it can decide"
     registered.add_arguments(add("plan", summary, confirmatory.plan, ". See docs/study-plan.md."))
+    summary = "fetch or train what a table or figure of the paper needs, measure it, and compare it with the paper"
+    reproduce.add_arguments(add("reproduce", summary, reproduce.run, ". See docs/analysis.md."))
     command = add("page", "rewrite a study's pages from its study.json", page)
     command.add_argument("study", type=Path, metavar="STUDY_JSON", help="the file, or its folder")
     command.add_argument(
@@ -52,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns 0, 2 after a refusal or a failed step, and 130 after Ctrl-C."""
     args = parser().parse_args(argv)
-    if args.command in ("run", "study", "plan") and not IS_CHECKOUT:
+    if args.command in ("run", "study", "plan", "reproduce") and not IS_CHECKOUT:
         print(f"error: {args.command}: {NEEDS_CHECKOUT}", file=sys.stderr)
         return 2
     try:

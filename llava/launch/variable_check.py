@@ -20,6 +20,7 @@ _EVERYWHERE = {"EXTRAS", "LLAVA_PYTHON", "PYTHON"}
 OWN: dict[str, set[str]] = {
     "quickstart": {"ARMS", "OUTPUT_ROOT"},
     "compare": {"EVALUATE_FLAGS", "ANALYSIS", "DATA", "SAMPLES", "UPSTREAM_SETTINGS"},
+    "reproduce": {"DATA", "EVALUATE_FLAGS", "SAMPLES"},
     "evaluate": set(),
     "analyze": {"OUTPUT_DIR", "DATA", "SAMPLES", "COMMANDS"},
     "upstream_baseline": {
@@ -70,7 +71,7 @@ GENERIC = {
     "NGPUS": "NUM_GPUS", "N_GPUS": "NUM_GPUS", "NGPU": "NUM_GPUS", "NPROC_PER_NODE": "NUM_GPUS", "NODES": "NNODES",
     "NUM_NODES": "NNODES", "WORKERS": "NUM_WORKERS",
 }  # fmt: skip
-OF_RUNS = ("quickstart", "compare")
+OF_RUNS = ("quickstart", "compare", "reproduce")
 """The scripts that train several runs."""
 OF_ONE_STAGE = {
     "DRY_RUN": "only a single stage can be shown: bash scripts/pretrain.sh",

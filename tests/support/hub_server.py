@@ -1,4 +1,4 @@
-"""A stand-in for the model hub: the endpoints that an upload by huggingface_hub speaks, over HTTP on this machine."""
+"""A stand-in for the model hub: what uploads and downloads by huggingface_hub ask, over HTTP on this machine."""
 
 import base64
 import contextlib
@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 WRITER, READER = "hf_writer", "hf_reader"  # tokens; any other is not accepted
 OWNER = "owner"  # in whose name the writer may make repositories
@@ -15,10 +16,17 @@ OWNER = "owner"  # in whose name the writer may make repositories
 
 @dataclass
 class Repository:
-    """A model repository: for each branch its files by path, each with its content."""
+    """A repository: for each branch its files by path, each with its content.
+
+    Attributes:
+        public: whether it may be read without a token.
+        gated: whether its files may be read with `READER` alone.
+    """
 
     name: str
     private: bool = False
+    public: bool = False
+    gated: bool = False
     branches: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
     commits: int = 1
 
@@ -54,9 +62,19 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args) -> None:
         """Nothing on stderr."""
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
+        if not self.path.startswith("/api/"):
+            self._file()
+            return
         kind, *rest = self.path.partition("?")[0].removeprefix("/api/").split("/")
         name = "/".join(rest[:2])
+        repository = self.hub.models.get(name)
+        if repository and repository.public:
+            self._describe(repository, rest[2:])
+            return
         if not self._accepted():
             return
         if kind == "models" and name in self.hub.models:
@@ -88,6 +106,44 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.rfile.read(int(self.headers["Content-Length"]))
         self.hub.objects[self.path.rsplit("/", 1)[1]] = content
         self._answer({})
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _describe(self, repository: Repository, rest: list[str]) -> None:
+        files = repository.branches["main"]
+        if rest[:1] == ["auth-check"]:
+            self._refuse_gated(repository) or self._answer({})
+        elif rest[:1] == ["tree"]:
+            entries = [{"type": "file", "path": path, "size": len(content), "oid": git_hash(content)}
+                       for path, content in files.items()]  # fmt: skip
+            self._answer(entries)
+        else:
+            siblings = [{"rfilename": path, "size": len(content)} for path, content in files.items()]
+            gated = "manual" if repository.gated else False
+            sha = rest[1] if rest[:1] == ["revision"] and rest[1] != "main" else repository.sha()
+            self._answer({"id": repository.name, "sha": sha, "gated": gated, "siblings": siblings})
+
+    def _file(self) -> None:
+        """`[/datasets]/OWNER/NAME/resolve/REVISION/PATH`."""
+        owner, name, _, _, *path = self.path.partition("?")[0].removeprefix("/datasets").strip("/").split("/")
+        repository = self.hub.models[f"{owner}/{name}"]
+        if self._cut(self.path) or self._refuse_gated(repository):
+            return
+        content = repository.branches["main"][unquote("/".join(path))]
+        self.hub.received.append(f"{self.command} {'/'.join(path)}")
+        self.send_response(200)
+        for header, value in (("ETag", f'"{git_hash(content)}"'), ("X-Repo-Commit", repository.sha())):
+            self.send_header(header, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def _refuse_gated(self, repository: Repository) -> bool:
+        refused = repository.gated and not self.headers.get("Authorization", "").endswith(READER)
+        if refused:
+            self._answer({"error": "Access is restricted"}, 403, {"X-Error-Code": "GatedRepo"})
+        return refused
 
     # --- what is asked ------------------------------------------------------------------------------------------------
 
@@ -162,14 +218,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"error": "You don't have the rights"}, 403)
         return may
 
-    def _answer(self, content: dict, status: int = 200, headers: dict | None = None) -> None:
+    def _answer(self, content: dict | list, status: int = 200, headers: dict | None = None) -> None:
         body = json.dumps(content).encode()
         self.send_response(status)
         described = {"Content-Type": "application/json", "Content-Length": str(len(body))}
         for name, value in (described | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,170 @@
+"""`scripts/reproduce.sh`: what an item fetches from a hub, refuses, measures and writes, with tiny models."""
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hub_server
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import vision_language_models
+from paths import ROOT
+from PIL import Image
+from shell import bash, only
+
+from llava.analysis.commands import COMMANDS
+from llava.experiment.commands import main
+from llava.experiment.reproduce import BENCHMARKS, ITEMS, MODELS
+from llava.experiment.reproduce_page import compared, init_rows, paper_rows, score_rows
+from llava.model.multimodal_projector.norm import PAPER_ARMS
+
+LLMS = {"Qwen2-7B": "qwen", "Qwen2.5-7B": "qwen_tied", "Qwen2-VL": "llama", "Qwen2.5-VL": "llama_tied"}
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def benchmark_shard() -> bytes:
+    """Four samples in the benchmarks' schema."""
+    rows = []
+    for colour in ("red", "green", "blue", "white"):
+        stream = io.BytesIO()
+        Image.new("RGB", (16, 16), colour).save(stream, "PNG")
+        rows.append(
+            {"image": {"bytes": stream.getvalue(), "path": None}, "question": f"Is it {colour}?", "answer": "A"}
+        )
+    stream = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), stream)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def hub(tiny, tmp_path):
+    """A hub with tiny models and benchmarks under their published names; Qwen2.5-7B is gated."""
+    with hub_server.serve() as hub:
+        for name, source in LLMS.items():
+            repository = MODELS[name].repository
+            files = files_in(tiny / source) | {"pytorch_model.bin": b"not needed"}
+            gated = name == "Qwen2.5-7B"
+            hub.models[repository] = hub_server.Repository(
+                repository, public=True, gated=gated, branches={"main": files}
+            )
+        llava = files_in(Path(vision_language_models.saved_llava(tiny, tmp_path / "llava")))
+        names = [MODELS["LLaVA-1.5"].repository, *(benchmark.repository for benchmark in BENCHMARKS)]
+        shard = benchmark_shard()
+        contents = [llava, {"en/dev-00.parquet": shard, "cn/dev-00.parquet": b"not needed"}]
+        contents += [{"data/test-00.parquet": shard}, {"mmstar.parquet": shard}]
+        for name, files in zip(names, contents, strict=True):
+            hub.models[name] = hub_server.Repository(name, public=True, branches={"main": files})
+        yield hub
+
+
+@pytest.fixture
+def reproduce(hub, tmp_path):
+    """A function that runs the script."""
+
+    def run(*words, **extra):
+        env = {"LLAVA_PYTHON": sys.executable, "PYTHONPATH": ROOT, "HF_ENDPOINT": hub.endpoint, "HOME": tmp_path}
+        env |= {"HF_HUB_OFFLINE": 0, "HF_HUB_DISABLE_XET": 1, "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
+        command = ["bash", "scripts/reproduce.sh", *map(str, words), "--output-dir", str(tmp_path / "out")]
+        return subprocess.run(command, cwd=ROOT, env=only(**env | extra), capture_output=True, text=True, timeout=240)
+
+    run.out = tmp_path / "out"
+    return run
+
+
+def test_every_table_and_figure_of_the_paper_has_an_item_of_known_commands_models_and_arms():
+    tables, figures = [f"table{number}" for number in range(1, 7)], [f"fig{number}" for number in range(2, 6)]
+    assert list(ITEMS) == [*tables, *figures, "appendix-g", "theory"]
+    for item in ITEMS.values():
+        assert {*item.commands} <= {*COMMANDS} and {*item.models} <= {*MODELS} and bool(item.models) != bool(item.arms)
+    assert ITEMS["table4"].arms == tuple(PAPER_ARMS)
+
+
+@pytest.mark.slow
+def test_a_gated_model_is_refused_by_name_before_anything_is_downloaded(hub, reproduce):
+    refused = reproduce("table6")
+    assert refused.returncode == 2
+    assert "Qwen/Qwen2.5-7B-Instruct is gated: ask for access on its page, then run: hf auth login" in refused.stderr
+    assert not [line for line in hub.received if line.startswith("GET")] and not reproduce.out.exists()
+
+
+@pytest.mark.slow
+def test_a_dry_run_says_sizes_what_is_missing_and_the_commands(hub, reproduce):
+    del hub.models["Qwen/Qwen2-VL-7B-Instruct"]
+    shown = reproduce("table6", "--dry-run", HF_TOKEN=hub_server.READER)
+    assert shown.returncode == 2 and "Qwen/Qwen2-VL-7B-Instruct: not on the hub" in shown.stderr
+    assert "python -m llava.analysis embedding-norms --model Qwen2-7B=" in shown.stdout
+    row = next(line.split() for line in shown.stdout.splitlines() if line.startswith("Qwen2-7B "))
+    assert row[1] == "Qwen/Qwen2-7B-Instruct" and row[3] == row[4] and not reproduce.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["table6", "--model", "GLM-4.1V=/a"], "--model GLM-4.1V: expected a published model of table6: Qwen2-7B"),
+        (["fig4", "--model", "none=/a"], "expected a published model of fig4: none: its arms are trained"),
+        (["table1", "--preset", "demo"], "--preset demo: table1 trains nothing"),
+    ],
+)
+def test_what_does_not_fit_is_refused(words, message, capsys):
+    assert main(["reproduce", *words]) == 2 and message in capsys.readouterr().err
+
+
+def test_a_misspelt_flag_is_refused_at_once():
+    refused = bash("scripts/reproduce.sh", "table1", "--sample", "3")
+    assert refused.returncode == 2 and "--sample is not an option; see --help" in refused.stderr
+
+
+@pytest.mark.slow
+def test_an_item_is_fetched_measured_compared_and_pinned_and_a_rerun_downloads_nothing(hub, reproduce):
+    done = reproduce("table6", HF_TOKEN=hub_server.READER)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (reproduce.out / "table6/index.md").read_text()
+    assert "|  | paper | ours | difference |" in page
+    assert re.search(r"\| Qwen2-7B, .*: mean \| 0.6908 \| [\d.]+ \| [-\d.]+ \|", page)
+    assert "![embedding-norms](embedding-norms.png)" in page
+    assert f"| Qwen/Qwen2-7B-Instruct | {1:040x} |" in page
+    assert "GET pytorch_model.bin" not in hub.received
+    hub.received.clear()
+    for repository in hub.models.values():
+        repository.commits = 2  # newer revisions are not taken
+    again = reproduce("table6", HF_TOKEN=hub_server.READER)
+    assert again.returncode == 0 and not [line for line in hub.received if line.startswith("GET")], again.stderr
+    assert f"{1:040x}" in (reproduce.out / "table6/index.md").read_text()
+
+
+@pytest.mark.slow
+def test_samples_of_all_three_benchmarks_are_fetched_and_folders_replace_models(hub, reproduce, tmp_path):
+    others = [f"--model={name}={tmp_path}/llava" for name in ("Qwen2.5-VL", "GLM-4.1V", "Kimi-VL")]
+    hub.fails = "mmstar.parquet"
+    cut = reproduce("table2", "--samples", "6", *others)
+    assert cut.returncode == 2 and "Lin-Chen/MMStar: the hub does not answer; rerun the same command" in cut.stderr
+    hub.fails = None
+    done = reproduce("table2", "--samples", "6", *others)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (reproduce.out / "table2/index.md").read_text()
+    assert "| LLaVA-1.5, visual tokens after the projector: mean | 39.96 | " in page
+    assert "6 samples; " in page and f"| Kimi-VL | {tmp_path}/llava |" in page
+    assert "GET cn/dev-00.parquet" not in hub.received
+
+
+def test_rows_have_the_papers_number_ours_and_the_difference():
+    rows = [{"model": "m", "norms of": "text", "mean": 2.0, "mean (paper)": 1.5, "std": 3.0}]
+    assert paper_rows(rows) == [compared("m, text: mean", 1.5, 2.0)]
+    assert compared("x", 1.5, 2.0) == {"": "x", "paper": 1.5, "ours": 2.0, "difference": 0.5}
+    (gain, *_) = init_rows([{"model": "layernorm", "gain L2": 9.0}, {"model": "layernorm", "gain L2": 2.5}])
+    assert gain == compared("layernorm: gain L2", 2.2812, 2.5)  # of the last checkpoint
+
+
+def test_scores_are_compared_for_the_papers_presets_alone(monkeypatch):
+    task = type("T", (), {"score": 90.0})
+    results = type("R", (), {"tasks": {"pope": task}})
+    monkeypatch.setattr("llava.experiment.reproduce_page.read_results", lambda path: results)
+    run = type("Run", (), {"arm": "none", "folder": lambda self, part: Path(part)})()
+    assert score_rows("qwen2.5-7b", [run]) == [compared("Qwen2.5-7B, none: POPE", 87.51, 90.0)]
+    assert score_rows("demo", [run]) == []
