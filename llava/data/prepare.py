@@ -1,13 +1,15 @@
 """Makes the recipes' data ready: fetches what is missing, checks that it is complete, indexes and preflights it.
 
     python -m llava.data.prepare llava-558k       stage 1: LLaVA-558K, chat JSON and images.zip
+    python -m llava.data.prepare llava-665k       stage 2: LLaVA-1.5's 665,298 records, and the picture sets they name
     python -m llava.data.prepare llava-next       stage 2: LLaVA-NeXT's 779,289 rows in 250 Parquet shards, or raw JSON
     python -m llava.data.prepare folder --data_path DATA --image_folder IMAGES
 
 Files that are in the folder already are used as they are; the others come from the hub, and a download that was cut off
-continues where it stopped. Nothing is converted or unpacked: training reads the files as they are; only
---rewrite_shards changes Parquet files, to give them smaller row groups. At the end the variables for
-scripts/pretrain.sh or scripts/finetune.sh are printed. Exit status 1 if records have faults.
+continues where it stopped. Nothing is converted: training reads the files as they are; only --rewrite_shards changes
+Parquet files, to give them smaller row groups. Only llava-665k unpacks archives, into the folders that LLaVA expects.
+At the end the variables for scripts/pretrain.sh or scripts/finetune.sh are printed. Exit status 1 if records have
+faults.
 """
 
 import argparse
@@ -23,7 +25,9 @@ import pyarrow.parquet as pq
 
 from llava.data.checks import starts_from
 from llava.data.errors import named_by
+from llava.data.picture_sets import LLAVA_665K, PictureSet, complete
 from llava.data.preflight import add_flags, show
+from llava.data.records import load_records
 from llava.data.row_groups import rewrite_shards
 from llava.utils.commands import Parser
 
@@ -47,7 +51,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of the hub, and the layouts in which it may be on disk; the first is downloaded."""
+    """A data set of the hub, and the layouts in which it may be on disk; the first is downloaded.
+
+    `pictures` are the sets that its records name, from elsewhere; the image folder then is the folder itself.
+    """
 
     repository: str
     patterns: tuple[str, ...]
@@ -55,6 +62,7 @@ class Source:
     folder: str
     script: str
     version: str
+    pictures: tuple[PictureSet, ...] = ()
 
 
 SOURCES = {
@@ -65,6 +73,15 @@ SOURCES = {
         "playground/data/LLaVA-Pretrain",
         "pretrain",
         "plain",
+    ),
+    "llava-665k": Source(
+        "liuhaotian/LLaVA-Instruct-150K",
+        ("llava_v1_5_mix665k.json",),
+        (Layout("llava_v1_5_mix665k.json", (".",)),),
+        "playground/data/LLaVA-Instruct-150K",
+        "finetune",
+        "v1",
+        LLAVA_665K,
     ),
     "llava-next": Source(
         "lmms-lab/LLaVA-NeXT-Data",
@@ -125,6 +142,9 @@ def prepare(args: argparse.Namespace) -> int:
         if args.data_path or args.image_folder:
             raise ValueError(f"{args.source}: --data_path and --image_folder are for folder; pass --folder")
         args.data_path, args.image_folder = located(source, folder, args.local_only)
+        if source.pictures:
+            table = load_records(args.data_path, args.data_cache_dir, check=False, show_progress=True)
+            complete(source.pictures, table, folder, args.local_only)
         args.version = args.version or source.version
         scripts = [source.script]
     if args.rewrite_shards:
@@ -132,7 +152,7 @@ def prepare(args: argparse.Namespace) -> int:
         print(f"shards    {len(rewritten)} rewritten with small row groups; the others have them already")
     status = show(args)
     variables = f"DATA_PATH={shlex.quote(args.data_path)} IMAGE_FOLDER={shlex.quote(args.image_folder or '')}"
-    if args.version not in (source.version for source in SOURCES.values()):
+    if args.source == "folder" or args.version != SOURCES[args.source].version:
         variables += f" PROMPT_VERSION={args.version}"
     for script in scripts:
         print(f"train     {variables} PRESET=... NORM=... bash scripts/{script}.sh")

@@ -19,6 +19,7 @@ from paths import ROOT
 from run_inputs import inputs_in
 from shell import bash, only
 
+from llava.data.prepare import SOURCES
 from llava.launch.recipe import resolved_run
 from llava.launch.settings import NAMES
 from llava.utils.processes import is_running
@@ -64,7 +65,8 @@ def test_every_preset_resolves_in_both_stages(stage, preset):
     assert flags["seed"] == "42"
     if stage == "finetune":
         assert flags["pretrain_mm_mlp_adapter"] == f"checkpoints/{preset}-gwc_rmsnorm-pretrain/mm_projector.bin"
-        assert flags["mm_tunable_parts"] == "mm_vision_tower,mm_mlp_adapter,mm_language_model"
+        tower = "" if preset == "llava-1.5-7b" else "mm_vision_tower,"  # frozen there
+        assert flags["mm_tunable_parts"] == f"{tower}mm_mlp_adapter,mm_language_model"
         assert "tune_mm_mlp_adapter" not in flags
     else:
         assert flags["tune_mm_mlp_adapter"] == "True"
@@ -106,6 +108,58 @@ def test_recipe_presets_carry_the_papers_hyper_parameters(preset, model, version
     assert (stage1["learning_rate"], stage2["learning_rate"]) == ("1e-3", "1e-5")
     assert stage2["mm_vision_tower_lr"] == "2e-6"
     assert Path(stage1["data_path"]).name == "blip_laion_cc_sbu_558k.json"
+
+
+LLAVA_1_5 = {
+    "model_name_or_path": "lmsys/vicuna-7b-v1.5",
+    "vision_tower": "openai/clip-vit-large-patch14-336",
+    "mm_vision_select_layer": "-2",
+    "mm_projector_type": "mlp2x_gelu",
+    "mm_projector_norm": "none",
+    "model_max_length": "2048",
+    "num_train_epochs": "1",
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": "0.03",
+    "weight_decay": "0.0",
+    "bf16": "True",
+    "tf32": "True",
+    "label_masking": "upstream",
+}
+
+
+@pytest.mark.slow
+def test_llava_1_5_has_the_numbers_of_llavas_scripts():
+    """Those of haotian-liu/LLaVA c121f04, scripts/v1_5: pretrain.sh, finetune.sh and finetune_lora.sh, for 8 cards."""
+    preset = {"PRESET": "llava-1.5-7b", "NORM": "none", "NUM_GPUS": 8}
+    first, second = (resolved_run(stage, **preset) for stage in STAGES)
+    lora = resolved_run("finetune", LORA=1, **preset)
+    stage_1 = {"version": "plain", "learning_rate": "1e-3", "deepspeed": "deepspeed_configs/zero2.json"}
+    stage_1 |= {"tune_mm_mlp_adapter": "True", "image_aspect_ratio": "square"}  # pretrain.sh does not pad
+    stage_2 = {"version": "v1", "learning_rate": "2e-5", "deepspeed": "deepspeed_configs/zero3.json"}
+    stage_2 |= {"image_aspect_ratio": "pad", "group_by_modality_length": "True", "length_group_window": "1"}
+    stage_2 |= {"mm_tunable_parts": "mm_mlp_adapter,mm_language_model"}
+    by_lora = {"learning_rate": "2e-4", "mm_projector_lr": "2e-5", "lora_r": "128", "lora_alpha": "256"}
+    for run, own in ((first, stage_1), (second, stage_2), (lora, stage_2 | by_lora)):
+        expected = LLAVA_1_5 | own
+        assert {name: run["flags"].get(name) for name in expected} == expected
+        assert "mm_vision_tower_lr" not in run["flags"]
+    assert "mm_projector_lr" not in second["flags"] and "lora_enable" not in second["flags"]
+    assert first["batch"] == {"per_device": 32, "accumulation": 1, "global": 256}
+    assert second["batch"] == lora["batch"] == {"per_device": 16, "accumulation": 1, "global": 128}
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_llava_1_5_reads_what_prepare_makes_and_says_which_command_makes_it(gpus):
+    preset = {"PRESET": "llava-1.5-7b", "NORM": "none", "NUM_GPUS": gpus}
+    for stage, name, images in (("pretrain", "llava-558k", "images.zip"), ("finetune", "llava-665k", ".")):
+        source, run = SOURCES[name], resolved_run(stage, **preset)
+        (records,) = source.patterns if stage == "finetune" else source.patterns[:1]
+        assert run["flags"]["data_path"] == f"{source.folder}/{records}"
+        assert Path(run["flags"]["image_folder"]) == Path(source.folder, images)
+        assert run["batch"]["per_device"] * run["batch"]["accumulation"] * gpus == run["batch"]["global"]
+        read = [each for each in run["inputs"] if each["what"] in ("data", "images")]
+        advice = f"run python -m llava.data.prepare {name}"
+        assert len(read) == 2 and all(each["state"] == "found" or advice in each["hint"] for each in read)
 
 
 def test_deepspeed_auto_is_left_to_the_trainer():
