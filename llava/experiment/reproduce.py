@@ -54,8 +54,8 @@ MODELS = {
 OWN_CODE = ("Kimi-VL", "Ovis2.5")
 """Models whose code is in their repositories."""
 BENCHMARKS = (
-    Published("lmms-lab/MMBench", DATASET, ("en/dev-*.parquet",)),
-    Published("lmms-lab/POPE", DATASET, ("data/*.parquet",)),
+    Published("lmms-lab-encoder/MMBench", DATASET, ("en/dev-*.parquet",)),
+    Published("lmms-lab-encoder/POPE", DATASET, ("data/*.parquet",)),
     Published("Lin-Chen/MMStar", DATASET, ("*.parquet",)),
 )
 """What the paper draws its samples from; it does not say how many from each, so `--data` takes them together."""
