@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 MERGE_TYPES = ("flat", "spatial", "spatial_unpad")
 _SHRINK_FROM = 1.1  # LLaVA-NeXT shrinks a grid only if its sides are too long by more than this factor
@@ -46,26 +46,13 @@ class Patches(NamedTuple):
     shrunk: Size | None  # None: they stay as they are
 
 
-class CropTower(Protocol):
-    """What a vision tower says of a crop."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def num_patches_per_side(self) -> int: ...
-
-    @property
-    def image_size(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class CropRules:
     """What decides crops and visual tokens of a picture.
 
     Args:
-        tokens_per_crop: V.
-        patches_per_side: of a crop.
+        tokens_per_crop: V, after the projector.
+        tokens_per_side: of a crop; a token stands for a patch, or for the patches that the projector merges.
         crop_side: pixels.
         aspect_ratio: `image_aspect_ratio`; None means `square`.
         merge_type: `mm_patch_merge_type`.
@@ -76,7 +63,7 @@ class CropRules:
     """
 
     tokens_per_crop: int
-    patches_per_side: int
+    tokens_per_side: int
     crop_side: int
     aspect_ratio: str | None = None
     merge_type: str = "flat"
@@ -86,24 +73,24 @@ class CropRules:
         check_modes(self.aspect_ratio, self.merge_type)
         if self.is_anyres and not self.grids:
             raise ValueError(f"--image_aspect_ratio {self.aspect_ratio} needs --image_grid_pinpoints; found none")
-        if self.is_anyres and self.merge_type != "flat" and self.tokens_per_crop != self.patches_per_side**2:
+        if self.is_anyres and self.merge_type != "flat" and self.tokens_per_crop != self.tokens_per_side**2:
             raise ValueError(
                 f"--mm_patch_merge_type {self.merge_type} arranges patches in rows, which have no place for a "
                 "class token; pass --mm_vision_select_feature patch"
             )
 
     @classmethod
-    def of(cls, config: object, tower: CropTower) -> "CropRules":
-        """The rules of a model with this config and vision tower."""
+    def of(cls, config: object, tokens_per_crop: int, tokens_per_side: int, crop_side: int) -> "CropRules":
+        """The rules of a model with this config; the other arguments are the class's."""
         aspect_ratio = getattr(config, "image_aspect_ratio", None)
         grids = getattr(config, "image_grid_pinpoints", None) if is_anyres(aspect_ratio) else None
         return cls(
-            tower.num_tokens,
-            tower.num_patches_per_side,
-            tower.image_size,
+            tokens_per_crop,
+            tokens_per_side,
+            crop_side,
             aspect_ratio,
             getattr(config, "mm_patch_merge_type", None) or "flat",
-            () if grids is None else parse_pinpoints(grids, tower.image_size),
+            () if grids is None else parse_pinpoints(grids, crop_side),
         )
 
     @property
@@ -272,7 +259,7 @@ def fitted_size(size: Size, grid: Size) -> Size:
 
 @lru_cache(maxsize=1 << 16)
 def _patches(rules: CropRules, size: Size) -> Patches:
-    grid, side = best_grid(size, rules.grids), rules.patches_per_side
+    grid, side = best_grid(size, rules.grids), rules.tokens_per_side
     columns, rows = grid[0] // rules.crop_side, grid[1] // rules.crop_side
     left, top = black_margins(size, columns * side, rows * side) if rules.has_newline else (0, 0)
     width, height = columns * side - 2 * left, rows * side - 2 * top
@@ -290,7 +277,7 @@ def _shrunk(width: int, height: int, rules: CropRules) -> Size | None:
     most = max_crops(rules.aspect_ratio)
     if most is None or not rules.has_newline:
         return None
-    factor = math.sqrt(height * width / (most * rules.patches_per_side**2))
+    factor = math.sqrt(height * width / (most * rules.tokens_per_side**2))
     if factor <= _SHRINK_FROM:
         return None
     return max(1, int(width // factor)), max(1, int(height // factor))

@@ -177,9 +177,7 @@ def projector_rows(model: LlavaMetaForCausalLM, batch: Batch) -> torch.Tensor:
                 f"gradients: mm_patch_merge_type {rules.merge_type!r} shrinks a picture of {picture.size[0]} x "
                 f"{picture.size[1]} pixels, so that its visual tokens are not the projector's; leave larger ones out"
             )
-    tower = model.get_vision_tower()
-    assert tower is not None  # `training_batch` has made pixels for it
-    crops, tokens = sum(picture.crops for picture in layout.pictures), tower.num_tokens
+    crops, tokens = sum(picture.crops for picture in layout.pictures), rules.tokens_per_crop
     numbers = torch.arange(crops * tokens).view(crops, tokens, 1)
     newline = torch.tensor([-1]) if rules.has_newline else None
     return line_up(numbers, layout.pictures, rules, newline).flatten()
@@ -236,9 +234,18 @@ def gradient_norms(arm: str, model: LlavaMetaForCausalLM, batch: Batch, labels: 
     gradients = {name: points[name].grad.float().flatten(0, -2).cpu() for name in above}
     order = [*above, *(f"tower layer {index}" for index in reversed(range(len(tower.layers))))]
     norms = {name: points[name].grad.float().norm().item() for name in order}
-    without = {name: gradient[~sinks].norm().item() for name, gradient in gradients.items()}
+    of_rows = dict.fromkeys(above, sinks) | {FEATURES: of_patches(sinks, model)}
+    without = {name: gradient[~of_rows[name]].norm().item() for name, gradient in gradients.items()}
     model.zero_grad(set_to_none=True)
     return Arm(arm, norms, without, int(sinks.sum()))
+
+
+def of_patches(tokens: torch.Tensor, model: LlavaMetaForCausalLM) -> torch.Tensor:
+    """What is said of each of the projector's tokens [N], for each of the features that it got."""
+    tower, side = model.get_model().vision_tower, model.crop_rules().tokens_per_side
+    if (merged := tower.num_patches_per_side // side) == 1:
+        return tokens
+    return tokens.view(-1, side, side).repeat_interleave(merged, 1).repeat_interleave(merged, 2).flatten()
 
 
 def rows(model: str, arms: dict[str, Arm]) -> list[TableRow]:

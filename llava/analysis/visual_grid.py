@@ -50,8 +50,8 @@ def picture_map(model: Any, batch: Batch, groups: torch.Tensor) -> Place:
         return lambda shares: shares.reshape(grid)
     rules = model.crop_rules()
     picture = rules.picture(batch.inputs["image_sizes"][0]) if rules.is_anyres else Picture()
-    if rules.tokens_per_crop != rules.patches_per_side**2 or rules.visual_tokens(picture) != count:
-        raise NoMap(f"{count} visual tokens are not the patches of {rules.patches_per_side} rows and columns")
+    if rules.tokens_per_crop != rules.tokens_per_side**2 or rules.visual_tokens(picture) != count:
+        raise NoMap(f"{count} visual tokens do not fill {rules.tokens_per_side} rows and columns")
     return partial(drawn_in_place, picture=picture, rules=rules)
 
 
@@ -61,7 +61,7 @@ def drawn_in_place(shares: torch.Tensor, picture: Picture, rules: CropRules) -> 
     The tokens of the parts are at their places. Those of the whole picture show it in coarser squares, over which
     their shares are spread. Patches of black margins and `image_newline` show nothing of it and are left out.
     """
-    side = rules.patches_per_side
+    side = rules.tokens_per_side
     drawn = whole = shares[: side * side].view(side, side)
     parts = _parts(shares[side * side :], picture, rules) if picture.crops > 1 else None
     if parts is not None and parts.numel():  # of a very narrow picture no row may remain
@@ -72,7 +72,7 @@ def drawn_in_place(shares: torch.Tensor, picture: Picture, rules: CropRules) -> 
 
 def _parts(shares: torch.Tensor, picture: Picture, rules: CropRules) -> torch.Tensor:
     """Shares of the crops after the first, at their places in the picture."""
-    patches, side = rules.patches(picture), rules.patches_per_side
+    patches, side = rules.patches(picture), rules.tokens_per_side
     if rules.has_newline:
         width, height = patches.shrunk or (patches.width, patches.height)
         return shares.view(height, width + 1)[:, :width]

@@ -83,7 +83,10 @@ def add_flags(parser: argparse.ArgumentParser, label_masking: str) -> None:
         "--model_max_length", type=whole(1), default=2048, help="longest sample in tokens, for that count"
     )
     parser.add_argument(
-        "--num_visual_tokens", type=whole(1), default=729, help="for that count: visual tokens of a crop"
+        "--num_visual_tokens",
+        type=whole(1),
+        default=729,
+        help="for that count: visual tokens of a crop, after the projector",
     )
     parser.add_argument("--image_aspect_ratio", help="for that count: as in training")
     parser.add_argument("--image_grid_pinpoints", help="with anyres: as in training")

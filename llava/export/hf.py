@@ -40,7 +40,7 @@ from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_encoder.towers import DINOv3VisionTower, Siglip2VisionTower
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
-from llava.model.multimodal_projector.builder import projector_depth
+from llava.model.multimodal_projector.builder import PROJECTOR_TYPES, find_projector
 from llava.model.multimodal_projector.norm import EPS, MIN_GAIN, NORM_TYPES, ProjectorNorm, ScaleGradient
 from llava.utils.commands import DTYPES
 
@@ -129,7 +129,25 @@ def exportable_config(model_path: str) -> PretrainedConfig:
             f"--model-path {model_path}: a language model without a vision tower; expected a LLaVA checkpoint"
         )
     refuse_crops(config, model_path)
+    projector_depth(config, model_path)
     return config
+
+
+def projector_depth(config: PretrainedConfig, model_path: str = "") -> int:
+    """Number of linear layers in the checkpoint's projector, with a GELU between each two.
+
+    Raises:
+        ValueError: the exported classes have no such projector.
+    """
+    row, number = find_projector(config.mm_projector_type)
+    depths = {"identity": 0, "linear": 1, "mlpNx_gelu": number}
+    name = next(name for name, known in PROJECTOR_TYPES.items() if known is row)
+    if name not in depths:
+        raise ValueError(
+            f"--model-path {model_path}: mm_projector_type={config.mm_projector_type}, which the exported classes do "
+            f"not have (they have {', '.join(depths)}); use the checkpoint as it is, by llava.model.builder"
+        )
+    return depths[name]
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -170,7 +188,7 @@ def config_fields(model: LlavaMetaForCausalLM, image_token: int, rows: int) -> d
         **carried,
     }
     own = {
-        "projector_depth": projector_depth(config.mm_projector_type),
+        "projector_depth": projector_depth(config),
         "num_register_tokens": max(tower.num_prefix_tokens - 1, 0),
     }
     if stock_classes_suffice(config, tower, own):

@@ -22,7 +22,7 @@ from llava.model.loss import LMHead, supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import load_adapter
-from llava.model.multimodal_projector.builder import build_vision_projector
+from llava.model.multimodal_projector.builder import build_vision_projector, token_grid
 from llava.model.multimodal_projector.norm import (
     ProjectorNorm,
     mean_text_embedding_norm,
@@ -160,6 +160,7 @@ class LlavaMetaModel(KeepsRotary, ModelBase):
         record_norm(config, model_args, self.embed_tokens, sees_tokens=True)
         with torch.device("meta"):
             tower = build_vision_tower(config)
+        token_grid(config, tower)  # refuses a projector that does not fit before weights are read
         tower.load_pretrained(model_args.vision_tower, dtype=dtype)
         self.vision_tower = tower
         config.mm_hidden_size = tower.hidden_size
@@ -323,7 +324,8 @@ class LlavaMetaForCausalLM(KeepsRotary, ModelBase):
 
     def crop_rules(self) -> CropRules:
         """The rules that say how many crops and visual tokens a picture has."""
-        return CropRules.of(self.config, self.get_model().vision_tower)
+        tower = self.get_model().vision_tower
+        return CropRules.of(self.config, *token_grid(self.config, tower), tower.image_size)
 
     def cuts(self, labels: torch.Tensor | None) -> bool:
         """Whether samples are cut to `config.tokenizer_model_max_length`: training cuts them, inference does not.

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from llava.anyres import check_grids_given, check_modes
+from llava.model.multimodal_projector.builder import find_projector
 from llava.model.multimodal_projector.norm import ProjectorNormArguments
 from llava.train.sections import (
     FLAGS,
@@ -83,6 +84,10 @@ class Frozen:
 @dataclass
 class ModelArguments(Frozen, ModelFlags, ProjectorNormArguments):
     """What is trained: language model, vision tower, projector, norm."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        find_projector(self.mm_projector_type)
 
 
 @dataclass

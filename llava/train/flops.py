@@ -121,7 +121,8 @@ def flop_costs(model: LlavaMetaForCausalLM) -> FlopCosts:
     return FlopCosts(
         per_token=linear_flops(decoder.layers, passes_gradient=through_decoder),
         per_pair=pair * (len(decoder.layers) - windowed),
-        per_image=tower_flops + tower.num_tokens * _projector_flops(decoder.mm_projector, tower_trained),
+        per_image=tower_flops
+        + model.crop_rules().tokens_per_crop * _projector_flops(decoder.mm_projector, tower_trained),
         per_target=_matmul_flops(model.lm_head, passes_gradient=through_decoder),
         per_window_pair=pair * windowed,
         sliding_window=config.sliding_window if windowed else None,

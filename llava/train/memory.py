@@ -85,7 +85,8 @@ def estimate_memory(
     residual = decoder.embed_tokens.weight.element_size()
     matmul = 2 if args.bf16 or args.fp16 else residual
     # The most squares that the tower can see in a micro-batch.
-    images = max(1, tokens // tower.num_tokens if crops_per_token is None else math.ceil(tokens * crops_per_token))
+    visual = model.crop_rules().tokens_per_crop
+    images = max(1, tokens // visual if crops_per_token is None else math.ceil(tokens * crops_per_token))
     tower_tokens = images * tower.num_inner_tokens
     tower_trained = is_trained(tower)
     parameters, gradients, optimizer = _state_bytes(model, args)
@@ -95,7 +96,7 @@ def estimate_memory(
         gradients=gradients,
         optimizer=optimizer,
         embeddings=tokens * width * (4 + 4 * residual)
-        + images * tower.num_tokens * matmul * (tower.hidden_size + 3 * width),
+        + images * matmul * (tower.num_tokens * tower.hidden_size + 3 * visual * width),
         loss_head=_loss_head_bytes(model.lm_head, tokens, matmul, args.device),
         num_layers=len(decoder.layers),
         layer=_decoder_layer_bytes(model, tokens, residual, matmul, args.device, args.use_liger_kernel),

@@ -85,7 +85,11 @@ class ModelFlags:
         "mm_projector.bin of stage 1 (or its folder): projector and norm start from it.",
         changeable="the checkpoint's own projector is loaded over it",
     )
-    mm_projector_type: str = flag("mlp2x_gelu", "Projector: linear, mlp2x_gelu, mlp<N>x_gelu or identity.")
+    mm_projector_type: str = flag(
+        "mlp2x_gelu",
+        "Projector: linear, mlp2x_gelu, mlp<N>x_gelu or identity; pixel_shuffle_2x_mlp2x_gelu and "
+        "avgpool_2x_mlp2x_gelu make one token of 2 x 2 patches: they join their channels, or average them.",
+    )
     mm_patch_merge_type: str = flag(
         "flat",
         "Layout of the visual tokens of an image's crops: flat (one crop after another), spatial (the whole image, "

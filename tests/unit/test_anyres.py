@@ -41,7 +41,7 @@ def test_a_class_token_has_no_place_in_a_map():
     groups = torch.full((1, SIDE**2 + 1), VISUAL)
     for tokens, count in ((SIDE**2 + 1, SIDE**2 + 1), (SIDE**2, SIDE**2 + 1), (SIDE**2, SIDE**2 - 1)):
         model = SimpleNamespace(crop_rules=lambda tokens=tokens: CropRules(tokens, SIDE, 56))
-        with pytest.raises(NoMap, match=f"{count} visual tokens are not the patches of 4 rows and columns"):
+        with pytest.raises(NoMap, match=f"{count} visual tokens do not fill 4 rows and columns"):
             picture_map(model, SimpleNamespace(inputs={}), groups[:, :count])
     model = SimpleNamespace(crop_rules=lambda: CropRules(SIDE**2, SIDE, 56))
     place = picture_map(model, SimpleNamespace(inputs={}), groups[:, : SIDE**2])

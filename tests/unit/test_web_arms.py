@@ -300,7 +300,7 @@ def test_bars_say_the_numbers_and_their_ratio():
 
 
 def test_the_page_says_why_there_is_no_heatmap():
-    why = "5 visual tokens are not the patches of 2 rows and columns"
+    why = "5 visual tokens do not fill 2 rows and columns"
     assert f"No heatmap: {why}." in arms.norm_bars(look.Look(None, 3.0, 3.0, why))
     assert "No heatmap" not in arms.norm_bars(look.Look(np.ones((2, 2)), 3.0, 3.0))
 

@@ -198,7 +198,7 @@ class VisionTower(KeepsRotary, nn.Module):
 
     @property
     def num_tokens(self) -> int:
-        """V, the visual tokens of one image."""
+        """V, the features of one image, from which the projector makes visual tokens."""
         return self.num_patches_per_side**2 + (self.select_feature == "cls_patch")
 
     @property

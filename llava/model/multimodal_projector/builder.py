@@ -1,55 +1,154 @@
-"""Builds the projector from a model config: LLaVA's projector types, with the norm as the last element."""
+"""Builds the projector from a model config: a row of `PROJECTOR_TYPES`, with the norm as the last element.
 
+Shapes: N images, V patches per image, E vision hidden size, D LLM hidden size.
+"""
+
+import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from llava.model.multimodal_projector.norm import end_with_norm
 
 
-def build_vision_projector(config: PretrainedConfig) -> nn.Module:
-    """The projector from vision features [..., E] to visual tokens [..., D], as `config` describes it.
+class MergePatches(nn.Module):
+    """Makes one token of each square of patches: [N, V, E] to [N, V / side ** 2, side ** 2 * E], or E with `mean`.
 
-    Reads `mm_projector_type` (`linear`, `mlpNx_gelu`, `identity`), `mm_hidden_size` (E), `hidden_size` (D) and the
-    `mm_projector_norm*` fields. With `mm_projector_norm` = `none`, the parameters, their names and the forward pass are
-    LLaVA's.
+    Patches and tokens come row by row. The channels of a square are joined patch after patch, row by row, as the pixel
+    shuffles of Idefics3 and InternVL in transformers do.
 
-    Raises:
-        ValueError: the projector or norm type is unknown, or `identity` is given two different widths.
+    Args:
+        side: patches along a square.
+        mean: the patches are averaged instead of joined.
     """
-    projector_type = getattr(config, "mm_projector_type", "linear")
-    return end_with_norm(_bare_projector(projector_type, config.mm_hidden_size, config.hidden_size), config)
+
+    def __init__(self, side: int, mean: bool = False):
+        super().__init__()
+        self.side, self.mean = side, mean
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        tokens = math.isqrt(features.shape[-2]) // self.side
+        squares = features.unflatten(-2, (tokens, self.side, tokens, self.side)).transpose(-4, -3).flatten(-5, -4)
+        return squares.mean(dim=(-3, -2)) if self.mean else squares.flatten(-3)
+
+    def extra_repr(self) -> str:
+        return f"side={self.side}, mean={self.mean}"
 
 
-def _bare_projector(projector_type: str, mm_hidden_size: int, hidden_size: int) -> nn.Module:
-    # LLaVA's linear and identity projectors are bare modules, so their parameter names carry no index.
-    if projector_type == "linear":
-        return nn.Linear(mm_hidden_size, hidden_size)
-    if projector_type == "identity":
-        if mm_hidden_size != hidden_size:
-            raise ValueError(
-                f"--mm_projector_type identity: vision width {mm_hidden_size} differs from the LLM's {hidden_size}; "
-                "use 'linear' or 'mlp2x_gelu'"
-            )
-        return nn.Identity()
+@dataclass(frozen=True)
+class ProjectorType:
+    """A row of `PROJECTOR_TYPES`.
+
+    Args:
+        build: the projector without norm, from E, D and the number that its name has for N (0 without one).
+        merge: side of the square of patches that becomes one visual token.
+    """
+
+    build: Callable[[int, int, int], nn.Module]
+    merge: int = 1
+
+
+def _identity(mm_hidden_size: int, hidden_size: int, _: int) -> nn.Module:
+    if mm_hidden_size != hidden_size:
+        raise ValueError(
+            f"--mm_projector_type identity: vision width {mm_hidden_size} differs from the LLM's {hidden_size}; "
+            "use 'linear' or 'mlp2x_gelu'"
+        )
+    return nn.Identity()
+
+
+def _mlp(mm_hidden_size: int, hidden_size: int, depth: int) -> nn.Sequential:
     layers: list[nn.Module] = [nn.Linear(mm_hidden_size, hidden_size)]
-    for _ in range(projector_depth(projector_type) - 1):
+    for _ in range(depth - 1):
         layers += [nn.GELU(), nn.Linear(hidden_size, hidden_size)]
     return nn.Sequential(*layers)
 
 
-def projector_depth(projector_type: str) -> int:
-    """Number of linear layers in a projector of this type, with a GELU between each two.
+def _pixel_shuffle_mlp(mm_hidden_size: int, hidden_size: int, depth: int) -> nn.Sequential:
+    return nn.Sequential(MergePatches(2), *_mlp(4 * mm_hidden_size, hidden_size, depth))
+
+
+def _avgpool_mlp(mm_hidden_size: int, hidden_size: int, depth: int) -> nn.Sequential:
+    return nn.Sequential(MergePatches(2, mean=True), *_mlp(mm_hidden_size, hidden_size, depth))
+
+
+# LLaVA's linear and identity projectors are bare modules, so their parameter names carry no index.
+PROJECTOR_TYPES: dict[str, ProjectorType] = {
+    "linear": ProjectorType(lambda mm_hidden_size, hidden_size, _: nn.Linear(mm_hidden_size, hidden_size)),
+    "identity": ProjectorType(_identity),
+    "mlpNx_gelu": ProjectorType(_mlp),
+    "pixel_shuffle_2x_mlpNx_gelu": ProjectorType(_pixel_shuffle_mlp, merge=2),
+    "avgpool_2x_mlpNx_gelu": ProjectorType(_avgpool_mlp, merge=2),
+}
+"""Projectors by `mm_projector_type`; N in a name stands for a number from 1."""
+
+
+def find_projector(name: str) -> tuple[ProjectorType, int]:
+    """The row of this projector type, and the number that it has for N, or 0.
 
     Raises:
         ValueError: there is no such type.
     """
-    if projector_type in ("identity", "linear"):
-        return int(projector_type == "linear")
-    if match := re.fullmatch(r"mlp([1-9]\d*)x_gelu", projector_type or ""):
-        return int(match[1])
+    if row := PROJECTOR_TYPES.get(name):
+        return row, 0
+    for pattern, row in PROJECTOR_TYPES.items():
+        if match := re.fullmatch(re.escape(pattern).replace("N", r"([1-9]\d*)", 1), name or ""):
+            return row, int(match[1]) if match.groups() else 0
     raise ValueError(
-        "--mm_projector_type: expected 'linear', 'identity' or 'mlp<N>x_gelu' (as mlp2x_gelu), "
-        f"found {projector_type!r}"
+        f"--mm_projector_type: expected one of {', '.join(PROJECTOR_TYPES)}, with a number for N as in mlp2x_gelu; "
+        f"found {name!r}"
     )
+
+
+def build_vision_projector(config: PretrainedConfig) -> nn.Module:
+    """The projector from vision features [N, V, E] to visual tokens [N, V / merge ** 2, D], as `config` describes it.
+
+    Reads `mm_projector_type` (see `PROJECTOR_TYPES`), `mm_hidden_size` (E), `hidden_size` (D) and the
+    `mm_projector_norm*` fields. With `mm_projector_norm` = `none`, the parameters, their names and the forward pass of
+    `linear`, `identity` and `mlpNx_gelu` are LLaVA's.
+
+    Raises:
+        ValueError: the projector or norm type is unknown, or `identity` is given two different widths.
+    """
+    row, number = find_projector(getattr(config, "mm_projector_type", "linear"))
+    return end_with_norm(row.build(config.mm_hidden_size, config.hidden_size, number), config)
+
+
+class Grid(Protocol):
+    """What a vision tower says of the features of one crop."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_patches_per_side(self) -> int: ...
+
+
+def token_grid(config: PretrainedConfig, tower: Grid) -> tuple[int, int]:
+    """Visual tokens of one crop after the projector, and how many of them a row has.
+
+    Everything that counts visual tokens gets them from here, by `CropRules`.
+
+    Raises:
+        ValueError: the projector merges squares of patches, and the tower's grid cannot be cut into such squares.
+    """
+    name = getattr(config, "mm_projector_type", "linear")
+    merge, side = find_projector(name)[0].merge, tower.num_patches_per_side
+    if merge == 1:
+        return tower.num_tokens, side
+    if tower.num_tokens != side**2:
+        raise ValueError(
+            f"--mm_projector_type {name} merges squares of patches, which have no place for a class token; pass "
+            "--mm_vision_select_feature patch"
+        )
+    if side % merge:
+        raise ValueError(
+            f"--mm_projector_type {name} merges {merge} x {merge} patches, and the vision tower's grid has {side} x "
+            f"{side}; choose a --vision_tower whose image and patch size give a multiple of {merge}, or mlp2x_gelu"
+        )
+    return (side // merge) ** 2, side // merge

@@ -382,12 +382,12 @@ def fit_to_tokens(norm: ProjectorNorm, config: "PretrainedConfig", tokens: torch
 def end_with_norm(projector: nn.Module, config: "PretrainedConfig") -> nn.Module:
     """`projector` with the norm of `config` as its last element; `projector` itself if `config` has none.
 
-    A Sequential keeps its parameter names; a bare module becomes element 0.
+    A plain Sequential keeps its parameter names; any other module becomes element 0.
     """
     norm = build_projector_norm(config)
     if norm is None:
         return projector
-    layers = projector if isinstance(projector, nn.Sequential) else (projector,)
+    layers = projector if type(projector) is nn.Sequential else (projector,)
     return nn.Sequential(*layers, norm)
 
 
