@@ -4,7 +4,7 @@ import argparse
 
 from llava.constants import MAX_ASPECT_RATIO
 from llava.conversation import conv_templates
-from llava.utils.commands import DTYPES, add_device_argument
+from llava.utils.commands import DTYPES, add_device_argument, add_plugin_argument
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) -> None:
@@ -29,6 +29,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, several: bool = False) 
         help=f"maximum ratio of a picture's longer side to its shorter (default: {MAX_ASPECT_RATIO:g})",
     )
     add_device_argument(parser)
+    add_plugin_argument(parser)
 
 
 def add_loading_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,7 @@ DATA_SOURCE="run python -m llava.data.prepare llava-next"
 : "${OUTPUT_DIR:=checkpoints/$PRESET-$NORM-$STAGE${LORA_R:+-lora}}"
 
 launch llava/train/train_mem.py \
+  --plugin "${PLUGINS:-}" \
   --model_name_or_path "$MODEL_PATH" \
   --version "$PROMPT_VERSION" \
   --data_path "$DATA_PATH" \

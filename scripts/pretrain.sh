@@ -20,6 +20,7 @@ DATA_SOURCE="run python -m llava.data.prepare llava-558k"
 : "${OUTPUT_DIR:=checkpoints/$PRESET-$NORM-$STAGE}"
 
 launch llava/train/train_mem.py \
+  --plugin "${PLUGINS:-}" \
   --model_name_or_path "$MODEL_PATH" \
   --version "$PROMPT_VERSION" \
   --data_path "$DATA_PATH" \

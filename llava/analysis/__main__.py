@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llava.analysis.commands import ALL, MODULES, PACKAGE, SUMMARIES
 from llava.analysis.models import named_model
-from llava.utils.commands import Parser, command_parser, run_program
+from llava.utils.commands import Parser, add_plugin_argument, command_parser, run_program
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
@@ -26,6 +26,7 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     )
     shared.add_argument("--data", help="samples to measure on (default: the playground's held-out scenes)")
     shared.add_argument("--output-dir", type=Path, default=Path("outputs/analysis"), help="folder of the results")
+    add_plugin_argument(shared)
     shared.add_argument("--seed", type=int, default=42, help="seed of every random choice")
     parents = [] if command == ALL else [shared]
     return command_parser(PACKAGE, __doc__, SUMMARIES, command, parents, MODULES)

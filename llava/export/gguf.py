@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer, model, image_processor, _ = load_pretrained_model(args.model_path, None, "llava", **options)
     template = source.answering_template(model.config, args.model_path, args.conv_mode)
     source.refuse_crops(model.config, args.model_path)
+    source.refuse_plugins(model.config, args.model_path)
     gguf_vision.check(model, image_processor)
     gguf_language.check(model, tokenizer)
     args.output_dir.mkdir(parents=True, exist_ok=True)

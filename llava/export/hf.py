@@ -29,7 +29,7 @@ from llava.export import modeling_llava_norm, source
 from llava.export.chat_template import chat_template
 from llava.export.folder import whole_folder
 from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration, LlavaNormModel
-from llava.export.source import answering_template, refuse_crops
+from llava.export.source import answering_template, refuse_crops, refuse_plugins
 from llava.mm_utils import ADDED_BY_EXPORT, encode_chunk, follow_umask, load_tokenizer, save_tokenizer
 from llava.model.builder import load_as_stored, read_config
 from llava.model.context import context_length
@@ -129,6 +129,7 @@ def exportable_config(model_path: str) -> PretrainedConfig:
             f"--model-path {model_path}: a language model without a vision tower; expected a LLaVA checkpoint"
         )
     refuse_crops(config, model_path)
+    refuse_plugins(config, model_path)
     projector_depth(config, model_path)
     return config
 
@@ -290,10 +291,12 @@ def generation_config(
 def remote_code() -> str:
     """The text of the folder's own code, which needs transformers alone: the norm's classes are copied into it."""
     text = inspect.getsource(modeling_llava_norm)
+    own = ProjectorNorm.__module__  # `refuse_plugins` has refused the norms of other modules
+    arms = {name: arm for name, arm in NORM_TYPES.items() if arm is None or arm.__module__ == own}
     classes = dict.fromkeys(
-        cls for arm in NORM_TYPES.values() if arm for cls in reversed(arm.__mro__) if issubclass(cls, ProjectorNorm)
+        cls for arm in arms.values() if arm for cls in reversed(arm.__mro__) if issubclass(cls, ProjectorNorm)
     )
-    table = [f'    "{name}": {arm and arm.__name__},' for name, arm in NORM_TYPES.items()]
+    table = [f'    "{name}": {arm and arm.__name__},' for name, arm in arms.items()]
     pieces = [f"EPS = {EPS!r}\nMIN_GAIN = {MIN_GAIN!r}"]
     pieces += [inspect.getsource(cls).rstrip() for cls in (ScaleGradient, *classes)]
     pieces.append("\n".join(["NORM_TYPES = {", *table, "}"]))

@@ -7,9 +7,12 @@ from transformers import PretrainedConfig
 from llava.anyres import has_newline, is_anyres
 from llava.asking import choose_template, is_captioner
 from llava.conversation import Conversation, conv_templates
+from llava.utils.commands import add_plugin_argument
+from llava.utils.plugins import CONFIG_FIELD, parts_used
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_plugin_argument(parser)
     parser.add_argument("--model-path", required=True, help="checkpoint folder or hub id")
     parser.add_argument(
         "--conv-mode",
@@ -32,6 +35,19 @@ def answering_template(config: PretrainedConfig, model_path: str, conv_mode: str
             f"--model-path {model_path}: of stage 1 (template plain), which answers no questions; export stage 2"
         )
     return template
+
+
+def refuse_plugins(config: PretrainedConfig, model_path: str) -> None:
+    """Raises ValueError where a part of the model is a plug-in's, which no format has a place for."""
+    fields = config.to_dict()
+    if used := parts_used(fields):
+        parts = ", ".join(
+            f"{part} of {file} (SHA-256 {fields[CONFIG_FIELD][file]['sha256']})" for part, file in used.items()
+        )
+        raise ValueError(
+            f"--model-path {model_path}: it needs the {parts}, code of your own that this format cannot carry; share "
+            "the checkpoint folder, which has a copy of the file, and have it loaded with --plugin"
+        )
 
 
 def refuse_crops(config: PretrainedConfig, model_path: str) -> None:

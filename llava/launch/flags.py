@@ -9,6 +9,9 @@ from pathlib import Path
 from llava.launch.settings import Refusal, script_flags
 from llava.utils.paths import CODE
 
+REPEATED = ("plugin",)
+"""Flags of which every value counts."""
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -56,12 +59,19 @@ def parse_flags(words: Sequence[str]) -> Flags:
     for word in words:
         if word.startswith("--") and name_of(word):
             name = name_of(word)
+            if name in REPEATED:  # its values add up
+                given.setdefault(name, [f"--{name}"]).extend(filter(None, [word.partition("=")[2]]))
+                continue
             given.pop(name, None)  # so that it stands where it was given last
             given[name] = [word]
         elif name:
             given[name].append(word)
         else:
             raise Refusal(f"{word}: expected a flag of the trainer, as in --seed 1")
+    for name in given.keys() & set(REPEATED):
+        given[name] = [*filter(None, given[name])]
+        if len(given[name]) == 1:
+            del given[name]
     return Flags(tuple(tuple(f) for f in given.values() if not _is_empty(f)))
 
 

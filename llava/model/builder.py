@@ -15,6 +15,7 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import NON_LORA_FILE, apply_lora, load_non_lora, lora_config_file, read_non_lora, recorded_base
 from llava.model.multimodal_encoder.builder import has_image_processor, load_image_processor
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE, adapter_state_dict, load_adapter
+from llava.utils import plugins
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
@@ -39,6 +40,7 @@ def read_config(model_path: str, **kwargs: Any) -> PretrainedConfig:
     fields = _read_fields(model_path, **kwargs)
     if is_hf_folder(fields):
         fields = own_fields(fields, model_path)
+    plugins.require(fields, model_path)
     model_type = fields.get("model_type")
     if model_type not in MODEL_CLASSES:
         raise ValueError(f"{model_path}: model_type {model_type!r}; expected one of {', '.join(MODEL_CLASSES)}")

@@ -10,7 +10,7 @@ import logging
 import sys
 from pathlib import Path
 
-from llava.utils.commands import DTYPES, Parser, exit_status
+from llava.utils.commands import DTYPES, Parser, add_plugin_argument, exit_status
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model-base", help="model it was trained on (default: the one it records)")
     parser.add_argument("--save-model-path", required=True, help="new or empty folder for the merged checkpoint")
     parser.add_argument("--dtype", choices=DTYPES, help="precision of the written weights (default: the adapters')")
+    add_plugin_argument(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     return exit_status(_merge, args)

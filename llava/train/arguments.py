@@ -7,6 +7,7 @@ with the norm; here is what depends on several flags, and what holds for the Hug
 import contextlib
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -64,6 +65,10 @@ def changeable_flags() -> dict[str, str]:
     """The flags in which a continuation may differ, each with the reason why."""
     facts = {name: field.metadata["facts"]["changeable"] for name, field in FLAGS.items()}
     return {name: reason for name, reason in (facts | _CHANGEABLE).items() if reason}
+
+
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], "TrainingArguments"], torch.optim.Optimizer]] = {}
+"""Optimizers besides the library's, by `--optim`: plug-ins add them."""
 
 
 class Frozen:
@@ -139,7 +144,11 @@ class TrainingArguments(
             self.greater_is_better = not self.metric_for_best_model.removeprefix("eval").lstrip("_/").startswith("loss")
         if self.metric_for_best_model:
             self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval/")
+        optim = self.optim
+        if optim in OPTIMIZERS:  # the library takes its own names alone
+            self.optim = "adamw_torch"
         super().__post_init__()
+        self.optim = optim if optim in OPTIMIZERS else self.optim
 
 
 def checkpointing_choice(value: bool | int | str | None, older: bool | int | str | None) -> bool | int | str:

@@ -6,6 +6,7 @@ The flags themselves, with types, defaults and help texts, are the fields of `ll
 import argparse
 import copy
 import dataclasses
+import sys
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import HfArgumentParser
 from llava.model.multimodal_projector.norm import NORM_FIELDS
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.sections import FLAGS, SECTIONS, TRAINING_SECTIONS
+from llava.utils import plugins
 from llava.utils.commands import Parser, program_name
 from llava.utils.names import nearest_name
 from llava.utils.terminal import HelpWithDefaults
@@ -127,6 +129,7 @@ class FlagParser(Parser, HfArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         """Parses as the library does, but refuses flags that are unknown, have no effect or cannot work."""
+        self._load_plugins(sys.argv[1:] if args is None else args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self._refuse_unknown(unknown)
@@ -134,6 +137,14 @@ class FlagParser(Parser, HfArgumentParser):
             if getattr(parsed, name) != self.get_default(name):
                 self.error(f"--{name} {getattr(parsed, name)}: {reason}")
         return parsed, unknown
+
+    def _load_plugins(self, words: list[str]) -> None:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--plugin", nargs="+", action="extend", default=[])
+        try:
+            plugins.load_all(parser.parse_known_args(words)[0].plugin)
+        except ValueError as error:
+            self.error(str(error))
 
     def _refuse_unknown(self, words: list[str]) -> None:
         flag = next((word for word in words if word.startswith("--")), words[0])

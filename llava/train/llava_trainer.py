@@ -30,7 +30,7 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.lora import has_lora, lora_state_dict, save_non_lora
 from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.model.rotary import rebuild_rotary
-from llava.train.arguments import TrainingArguments, steps_to_profile
+from llava.train.arguments import OPTIMIZERS, TrainingArguments, steps_to_profile
 from llava.train.batches import SampleOrder, global_batch_size, sample_order, step_loader
 from llava.train.checkpoint import (
     STAGING,
@@ -195,8 +195,11 @@ class LLaVATrainer(Trainer):
                 masters = MasterWeights(p for group in groups for p in group["params"])
                 groups = [group | {"params": masters.of(group["params"])} for group in groups]
             self.group_settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-            self.optimizer = optimizer_class(groups, **options)
+            if build := OPTIMIZERS.get(str(self.args.optim)):
+                self.optimizer = build(groups, self.flags)
+            else:
+                optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+                self.optimizer = optimizer_class(groups, **options)
             self.optimizer.register_load_state_dict_pre_hook(load_masters)
             if masters:
                 masters.attach(self.optimizer)

@@ -32,6 +32,7 @@ from llava.train.arguments import (
 )
 from llava.train.batches import sample_order
 from llava.train.optim import part_of
+from llava.utils import plugins
 from llava.utils.digests import bytes_digest
 from llava.utils.versions import software
 
@@ -73,6 +74,8 @@ def run_identity(
         settings["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
     settings["template"] = _digest(repr(get_template(model_args.version)))
     settings["tokenizer"] = tokenizer_digest(tokenizer)
+    if loaded := plugins.digests():
+        settings["plugins"] = ", ".join(f"{name} SHA-256 {digest}" for name, digest in loaded.items())
     return settings
 
 
@@ -105,7 +108,8 @@ def run_configuration(
     assert isinstance(records, RecordTable)  # lists are for callers that record nothing
     mixture = {"mixture": records.source_counts()} if records.source_names else {}
     return {
-        "model": dataclasses.asdict(model_args),
+        "model": {name: value for name, value in dataclasses.asdict(model_args).items() if name != "plugin"},
+        "plugins": plugins.digests(),
         "data": dataclasses.asdict(data_args) | {"records": records.key} | mixture,
         "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
         "deepspeed_config": decisive_deepspeed_config(training_args.deepspeed),

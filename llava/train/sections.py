@@ -35,8 +35,11 @@ def flag(
         parsing: further arguments of `ArgumentParser.add_argument`.
     """
     facts = {"identity": identity, "changeable": changeable, "hidden": hidden}
+    given: dict[str, Any] = {"default": default}
+    if isinstance(default, list):
+        given = {"default_factory": default.copy}
     return dataclasses.field(
-        default=default,
+        **given,
         kw_only=default is dataclasses.MISSING,
         metadata={"help": help, "facts": facts} | parsing,
     )
@@ -51,6 +54,13 @@ class ModelFlags:
     model_name_or_path: str = flag(
         help="Language model (families: docs/models.md) or LLaVA checkpoint of this tree: folder or hub id.",
         changeable="for a moved folder: what is frozen comes from there",
+    )
+    plugin: list[str] = flag(
+        [],
+        "Python files that register your own norm, projector, tower, decoder or optimizer (docs/models.md), joined by "
+        "commas or spaces; they are executed before the other flags are parsed. May be given several times.",
+        identity=False,
+        action="extend",
     )
     version: str = flag(
         "v1", "Conversation template, a key of llava.conversation.conv_templates (plain, v1, qwen_1_5, ...)."

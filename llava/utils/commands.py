@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from llava.utils.plugins import load_all
 from llava.utils.terminal import Help, HelpWithDefaults
 
 INTERRUPTED = 130
@@ -121,6 +122,29 @@ def add_device_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", type=device_name, help="such as cuda or cpu (default: an accelerator if there is one)"
     )
+
+
+def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
+    """`--plugin`, which loads the files as it is parsed."""
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        type=plugin_files,
+        help="Python file with your own parts that the checkpoint needs; executed. May be given several times",
+    )
+
+
+def plugin_files(text: str) -> str:
+    """The value of `--plugin`, after loading the files.
+
+    Raises:
+        argparse.ArgumentTypeError: one of them cannot be loaded.
+    """
+    try:
+        load_all(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--plugin ")) from error
+    return text
 
 
 def device_name(text: str) -> str:

@@ -58,7 +58,7 @@ class Family(NamedTuple):
         return f"llava_{self.name.lower()}"
 
 
-FAMILIES = (
+FAMILIES = [
     Family("Llama", LlamaConfig, LlamaModel, LlamaForCausalLM),  # also Vicuna, SmolLM2
     Family("Qwen", Qwen2Config, Qwen2Model, Qwen2ForCausalLM),  # Qwen2 and 2.5, by LLaVA-NeXT's name
     Family("Qwen3", Qwen3Config, Qwen3Model, Qwen3ForCausalLM),
@@ -68,7 +68,7 @@ FAMILIES = (
     Family("Olmo2", Olmo2Config, Olmo2Model, Olmo2ForCausalLM),  # no Pre-Norm: a control for the paper's theory
     Family("SmolLM3", SmolLM3Config, SmolLM3Model, SmolLM3ForCausalLM),
     Family("Granite", GraniteConfig, GraniteModel, GraniteForCausalLM),
-)
+]
 
 # Fields that change attention or logits in ways that neither the packed backends nor the loss head support.
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")

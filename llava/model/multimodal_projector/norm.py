@@ -226,7 +226,7 @@ class ProjectorNormArguments:
     mm_projector_norm: str = field(
         default="none",
         metadata={
-            "choices": list(NORM_TYPES),
+            "choices": NORM_TYPES.keys(),  # also those that plug-ins add
             "help": "Last layer of the projector: none (LLaVA); layernorm or rmsnorm, with a gain aligned with the "
             "text norm; scale, one factor that gives the first visual tokens that norm; clip, which scales larger "
             "tokens down to it. gwc_ adds global weight compensation of the gradient.",

@@ -1,0 +1,298 @@
+"""Plug-ins: a user's own parts through flags, training, resuming, loading, comparing and export."""
+
+import hashlib
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from tiny_models import SIZES, make
+from training import flags, greedy_tokens, load, loaded, losses
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from llava.experiment.arms import parse_arm
+from llava.export.hf import export, remote_code
+from llava.launch.flags import parse_flags as launcher_flags
+from llava.model.builder import read_config
+from llava.model.language_model.families import FAMILIES, MODEL_CLASSES
+from llava.model.multimodal_encoder.towers import TOWERS
+from llava.model.multimodal_projector.builder import PROJECTOR_TYPES
+from llava.model.multimodal_projector.norm import NORM_TYPES
+from llava.train import train as train_module
+from llava.train.arguments import OPTIMIZERS
+from llava.train.flags import parse_flags
+from llava.train.resume import ResumeError
+from llava.train.telemetry import LOG_FILE
+from llava.utils import plugins
+from llava.utils.provenance import differences
+
+NORM = """
+from llava.model.multimodal_projector.norm import AlignedRMSNorm
+from llava.plugin import register_norm
+
+class HalfNorm(AlignedRMSNorm):
+    def normalize(self, x):
+        return 0.5 * super().normalize(x)
+
+register_norm("half_rmsnorm", HalfNorm)
+"""
+OTHERS = """
+import torch
+from torch import nn
+from transformers import AutoConfig, CLIPVisionConfig
+from llava.model.multimodal_encoder.towers import CLIPVisionTower
+from llava.model.multimodal_projector.builder import MergePatches
+from llava.plugin import register_optimizer, register_projector, register_tower
+
+class OwnConfig(CLIPVisionConfig):
+    model_type = "own_clip"
+
+class OwnTower(CLIPVisionTower):
+    config_class = OwnConfig
+
+AutoConfig.register("own_clip", OwnConfig, exist_ok=True)
+register_tower(OwnTower)
+register_projector(
+    "pooled_Nx", lambda e, d, n: nn.Sequential(MergePatches(n, mean=True), nn.Linear(e, d)), merge=2
+)
+register_optimizer("plain_sgd", lambda groups, args: torch.optim.SGD(groups, momentum=0.5))
+"""
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Every test begins and ends without plug-ins."""
+    yield
+    for name in list(plugins.digests()):
+        plugins.forget(name)
+    assert "half_rmsnorm" not in NORM_TYPES
+
+
+@pytest.fixture
+def half(tmp_path):
+    path = tmp_path / "my_parts.py"
+    path.write_text(NORM)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained_half(tiny, tmp_path_factory):
+    """A finished run of the plug-in's norm, with checkpoints; the plug-in is beside it."""
+    folder = tmp_path_factory.mktemp("plugin")
+    path = folder / "my_parts.py"
+    path.write_text(NORM)
+    options = {"plugin": path, "save_strategy": "steps", "save_steps": 1}
+    train_module.train(flags(tiny, folder / "run", 2, norm="half_rmsnorm", **options))
+    plugins.forget(path.name)
+    return folder / "run", path
+
+
+def digest(path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# --- through a run ----------------------------------------------------------------------------------------------------
+
+
+def test_name_and_digest_are_in_config_run_and_resume_files_and_the_folder_has_a_copy(trained_half):
+    run, path = trained_half
+    for folder in (run, run / "checkpoint-1"):
+        recorded = json.loads((folder / "config.json").read_text())["mm_plugins"]
+        assert recorded == {"my_parts.py": {"sha256": digest(path), "registers": ["norm half_rmsnorm"]}}
+        assert (folder / "my_parts.py").read_bytes() == path.read_bytes()
+        settings = json.loads((folder / "resume.json").read_text())["settings"]
+        assert settings["plugins"] == f"my_parts.py SHA-256 {digest(path)}" and "plugin" not in settings
+    (start,) = json.loads((run / "run.json").read_text())["starts"]
+    assert start["configuration"]["plugins"] == {"my_parts.py": digest(path)}
+
+
+def test_a_run_without_plugins_records_none(tiny, tmp_path):
+    train_module.train(flags(tiny, tmp_path / "run", 1))
+    assert "mm_plugins" not in json.loads((tmp_path / "run/config.json").read_text())
+    assert "plugins" not in json.loads((tmp_path / "run/resume.json").read_text())["settings"]
+
+
+def test_the_norm_is_the_plug_ins(tiny, half):
+    plugins.load(half)
+    torch.manual_seed(0)
+    ours, theirs = (make(tiny, norm=norm).get_model().mm_projector for norm in ("half_rmsnorm", "rmsnorm"))
+    features = torch.randn(2, 4, 24)
+    assert torch.equal(ours(features), 0.5 * theirs(features))
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tiny, tmp_path, trained_half):
+    run, path = trained_half
+    options = {"plugin": path, "save_strategy": "steps", "save_steps": 1}
+    shutil.copytree(run / "checkpoint-1", tmp_path / "run/checkpoint-1")
+    shutil.copy(run / "resume.json", tmp_path / "run")
+    train_module.train(flags(tiny, tmp_path / "run", 2, norm="half_rmsnorm", **options))
+    plugins.forget(path.name)
+    assert losses(tmp_path / "run" / LOG_FILE)[-1] == losses(run / LOG_FILE)[-1]
+    plugins.load(path)
+    weights = [loaded(folder, torch.float32).state_dict() for folder in (run, tmp_path / "run")]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_a_resume_with_another_digest_is_refused_with_both(tiny, tmp_path, trained_half):
+    run, path = trained_half
+    changed = tmp_path / path.name
+    changed.write_text(NORM.replace("0.5 *", "0.25 *"))
+    shutil.copytree(run / "checkpoint-1", tmp_path / "run/checkpoint-1")
+    shutil.copy(run / "resume.json", tmp_path / "run")
+    with pytest.raises(ResumeError, match=f"plugins: .*{digest(path)}.*now .*{digest(changed)}"):
+        train_module.train(flags(tiny, tmp_path / "run", 2, norm="half_rmsnorm", plugin=changed))
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_not_loaded_without_its_plug_in_and_its_copy_is_not_executed(trained_half):
+    run, path = trained_half
+    message = rf"norm half_rmsnorm comes from the plug-in my_parts.py \(SHA-256 {digest(path)}\), and it is not loaded"
+    for loading in (lambda: load(run, None), lambda: AutoModelForCausalLM.from_pretrained(run)):
+        with pytest.raises(ValueError, match=message) as caught:
+            loading()
+        assert f"pass --plugin {run / 'my_parts.py'}, set PLUGINS=" in str(caught.value)
+    assert not plugins.digests()
+
+
+def test_it_loads_with_the_plug_in_that_the_user_passes(trained_half):
+    run, path = trained_half
+    plugins.load(run / "my_parts.py")
+    assert type(load(run, None).get_model().mm_projector[-1]).__name__ == "HalfNorm"
+    assert len(greedy_tokens(load(run, None))) == 12
+
+
+def test_it_loads_with_the_variable_if_the_digest_is_the_one_needed(trained_half, tmp_path, monkeypatch):
+    run, path = trained_half
+    changed = tmp_path / path.name
+    changed.write_text(NORM + "raise SystemExit('executed')\n")
+    monkeypatch.setenv("PLUGINS", str(changed))
+    with pytest.raises(ValueError, match="is not loaded"):
+        read_config(str(run))
+    monkeypatch.setenv("PLUGINS", f"{changed}, {path}")
+    assert read_config(str(run)).mm_projector_norm == "half_rmsnorm"
+
+
+def test_another_file_of_the_name_is_named_with_both_digests(trained_half, tmp_path):
+    run, path = trained_half
+    changed = tmp_path / path.name
+    changed.write_text(NORM + "# edited\n")
+    plugins.load(changed)
+    with pytest.raises(ValueError, match=f"SHA-256 {digest(path)}.*another my_parts.py is loaded .*{digest(changed)}"):
+        read_config(str(run))
+    with pytest.raises(ValueError, match=f"{digest(path)}.*of the same name is loaded .*{digest(changed)}"):
+        plugins.load(path)
+
+
+# --- export and comparison --------------------------------------------------------------------------------------------
+
+
+def test_export_says_which_part_it_cannot_carry(trained_half, tmp_path):
+    run, path = trained_half
+    plugins.load(path)
+    with pytest.raises(ValueError, match=f"needs the norm half_rmsnorm of my_parts.py .SHA-256 {digest(path)}"):
+        export(str(run), tmp_path / "exported")
+    assert not (tmp_path / "exported").exists() and "Half" not in remote_code()
+
+
+def test_a_comparison_sees_another_digest_and_knows_the_arm(trained_half, half, monkeypatch):
+    run, path = trained_half
+    (start,) = json.loads((run / "run.json").read_text())["starts"]
+    configuration = start["configuration"]
+    other = configuration | {"plugins": {"my_parts.py": "0" * 64}}
+    assert list(differences(configuration, other)) == ["plugins"]
+    with pytest.raises(ValueError, match="'half_rmsnorm' is not one of"):
+        parse_arm("half_rmsnorm@2x")
+    monkeypatch.setenv("PLUGINS", str(half))
+    assert parse_arm("half_rmsnorm@2x").norm == "half_rmsnorm"
+
+
+# --- flags and files --------------------------------------------------------------------------------------------------
+
+
+def test_flags_may_name_the_plug_ins_parts_before_or_after_it(tiny, tmp_path, half):
+    other = tmp_path / "other.py"
+    other.write_text(OTHERS)
+    given = flags(tiny, tmp_path / "run", 1, norm="half_rmsnorm", mm_projector_type="pooled_2x", optim="plain_sgd")
+    model, _, training = parse_flags([*given, "--plugin", str(half), "--plugin", f"{other},{half}"])
+    assert model.plugin == [str(half), f"{other},{half}"] and training.optim == "plain_sgd"
+    assert sorted(plugins.digests()) == ["my_parts.py", "other.py"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such Python file"),
+        ("x = 1", "registers nothing"),
+        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("def f(:", "SyntaxError"),
+        (NORM.replace("half_rmsnorm", "layernorm"), "the norm 'layernorm' exists already; take another name"),
+        ("from llava.plugin import register_norm\nregister_norm('x', int)", "expected a subclass of ProjectorNorm"),
+        (NORM + "1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_a_file_that_cannot_be_used_ends_the_parser_and_leaves_nothing(tiny, tmp_path, capsys, content, message):
+    path = tmp_path / "bad.py"
+    if content is not None:
+        path.write_text(content)
+    tables = [dict(table) for table in (NORM_TYPES, PROJECTOR_TYPES, TOWERS, OPTIMIZERS, MODEL_CLASSES)]
+    with pytest.raises(SystemExit):
+        parse_flags([*flags(tiny, tmp_path / "run", 1), "--plugin", str(path)])
+    assert re.search(f"error: --plugin {path}.*{message}", capsys.readouterr().err)
+    assert tables == [NORM_TYPES, PROJECTOR_TYPES, TOWERS, OPTIMIZERS, MODEL_CLASSES] and not plugins.digests()
+
+
+def test_the_launcher_keeps_every_plug_in():
+    words = ["--plugin", "a.py,b.py", "--seed", "1", "--plugin=c.py", "--seed", "2", "--plugin", "d.py"]
+    assert launcher_flags(words).words() == ["--plugin", "a.py,b.py", "c.py", "d.py", "--seed", "2"]
+    assert launcher_flags(["--plugin", "", "--seed", "1"]).words() == ["--seed", "1"]
+
+
+# --- other parts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tower_a_projector_and_an_optimizer_train_and_load(tiny, tmp_path):
+    path = tmp_path / "other.py"
+    path.write_text(OTHERS)
+    tower = shutil.copytree(tiny / "clip", tmp_path / "own_clip")
+    config = json.loads((tower / "config.json").read_text())
+    (tower / "config.json").write_text(json.dumps(config | {"model_type": "own_clip"}))
+    options = {"mm_projector_type": "pooled_2x", "optim": "plain_sgd", "plugin": path}
+    train_module.train(flags(tiny, tmp_path / "run", 2, tower=tower, **options))
+    model = load(tmp_path / "run", None)
+    assert type(model.get_vision_tower()).__name__ == "OwnTower" and model.crop_rules().tokens_per_crop == 1
+    plugins.forget(path.name)
+    with pytest.raises(ValueError, match="its tower own_clip, projector pooled_Nx comes from"):
+        read_config(str(tmp_path / "run"))
+
+
+def test_an_optimizer_alone_is_recorded_but_not_needed_to_load(tiny, tmp_path):
+    path = tmp_path / "steps.py"
+    path.write_text(
+        "import torch\nfrom llava.plugin import register_optimizer\n"
+        "register_optimizer('plain_sgd', lambda groups, args: torch.optim.SGD(groups))\n"
+    )
+    train_module.train(flags(tiny, tmp_path / "run", 2, optim="plain_sgd", plugin=path))
+    plugins.forget(path.name)
+    assert read_config(str(tmp_path / "run")).mm_plugins["steps.py"]["registers"] == ["optimizer plain_sgd"]
+
+
+def test_a_decoder_family_is_added_and_taken_out_again(tmp_path):
+    path = tmp_path / "decoder.py"
+    path.write_text(
+        "from transformers import Qwen2MoeConfig as C, Qwen2MoeForCausalLM as F, Qwen2MoeModel as M\n"
+        "from llava.model.language_model.families import Family\n"
+        "from llava.plugin import register_family\n"
+        "register_family(Family('OwnMoe', C, M, F))\n"
+    )
+    before, known = list(FAMILIES), dict(MODEL_CLASSES)
+    plugins.load(path)
+    assert FAMILIES[-1].name == "OwnMoe" and MODEL_CLASSES["qwen2_moe"] is MODEL_CLASSES["llava_ownmoe"]
+    Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain/config.json").read_text()) | {"model_type": "qwen2_moe"}
+    (tmp_path / "plain/config.json").write_text(json.dumps(config))
+    assert type(read_config(str(tmp_path / "plain"))).__name__ == "LlavaOwnMoeConfig"
+    plugins.forget(path.name)
+    assert before == FAMILIES and known == MODEL_CLASSES
