@@ -109,7 +109,7 @@ def run_configuration(
     mixture = {"mixture": records.source_counts()} if records.source_names else {}
     return {
         "model": {name: value for name, value in dataclasses.asdict(model_args).items() if name != "plugin"},
-        "plugins": plugins.digests(),
+        **({"plugins": loaded} if (loaded := plugins.digests()) else {}),
         "data": dataclasses.asdict(data_args) | {"records": records.key} | mixture,
         "training": {k: v for k, v in training_args.to_dict().items() if k not in _PLACES},
         "deepspeed_config": decisive_deepspeed_config(training_args.deepspeed),

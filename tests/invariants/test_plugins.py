@@ -12,6 +12,8 @@ from training import flags, greedy_tokens, load, loaded, losses
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from llava.experiment.arms import parse_arm
+from llava.experiment.runs import Run, check_runs
+from llava.export.__main__ import main as export_command
 from llava.export.hf import export, remote_code
 from llava.launch.flags import parse_flags as launcher_flags
 from llava.model.builder import read_config
@@ -25,7 +27,6 @@ from llava.train.flags import parse_flags
 from llava.train.resume import ResumeError
 from llava.train.telemetry import LOG_FILE
 from llava.utils import plugins
-from llava.utils.provenance import differences
 
 NORM = """
 from llava.model.multimodal_projector.norm import AlignedRMSNorm
@@ -111,6 +112,7 @@ def test_a_run_without_plugins_records_none(tiny, tmp_path):
     train_module.train(flags(tiny, tmp_path / "run", 1))
     assert "mm_plugins" not in json.loads((tmp_path / "run/config.json").read_text())
     assert "plugins" not in json.loads((tmp_path / "run/resume.json").read_text())["settings"]
+    assert "plugins" not in json.loads((tmp_path / "run/run.json").read_text())["starts"][0]["configuration"]
 
 
 def test_the_norm_is_the_plug_ins(tiny, half):
@@ -197,12 +199,33 @@ def test_export_says_which_part_it_cannot_carry(trained_half, tmp_path):
     assert not (tmp_path / "exported").exists() and "Half" not in remote_code()
 
 
-def test_a_comparison_sees_another_digest_and_knows_the_arm(trained_half, half, monkeypatch):
+def test_the_export_command_asks_for_the_plug_in_and_then_names_the_part(trained_half, tmp_path, capsys):
     run, path = trained_half
-    (start,) = json.loads((run / "run.json").read_text())["starts"]
-    configuration = start["configuration"]
-    other = configuration | {"plugins": {"my_parts.py": "0" * 64}}
-    assert list(differences(configuration, other)) == ["plugins"]
+    command = ["hf", "--model-path", str(run), "--output-dir", str(tmp_path / "exported")]
+    assert export_command(command) == 2
+    assert f"pass --plugin {run / 'my_parts.py'}" in capsys.readouterr().err
+    assert export_command([*command, "--plugin", str(run / "my_parts.py")]) == 2
+    assert "needs the norm half_rmsnorm of my_parts.py" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        export_command([*command, "--plugin", str(tmp_path / "nowhere.py")])
+    assert f"argument --plugin: {tmp_path / 'nowhere.py'}: no such Python file" in capsys.readouterr().err
+
+
+def test_a_comparison_takes_the_plug_ins_arm_and_refuses_another_digest(tiny, half, tmp_path):
+    arms = [Run(tmp_path / "runs", 42, arm) for arm in ("none", "half_rmsnorm")]
+    for arm in arms:
+        train_module.train(flags(tiny, arm.folder("pretrain"), 1, norm=arm.arm, plugin=half))
+    check_runs(arms, "pretrain")
+    first = digest(half)
+    plugins.forget(half.name)
+    half.write_text(NORM.replace("0.5 *", "0.25 *"))
+    shutil.rmtree(arms[1].folder("pretrain"))
+    train_module.train(flags(tiny, arms[1].folder("pretrain"), 1, norm="half_rmsnorm", plugin=half))
+    with pytest.raises(ValueError, match=rf"plugins.my_parts.py: '{first}' \(none, .*'{digest(half)}' \(half_rmsnorm"):
+        check_runs(arms, "pretrain")
+
+
+def test_the_variable_makes_a_plug_ins_norm_an_arm(half, monkeypatch):
     with pytest.raises(ValueError, match="'half_rmsnorm' is not one of"):
         parse_arm("half_rmsnorm@2x")
     monkeypatch.setenv("PLUGINS", str(half))
