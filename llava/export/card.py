@@ -20,6 +20,7 @@ from llava.export import card_facts
 from llava.export.card_facts import WHOLE, Facts, Stage, interval, norms_over_training
 from llava.model.multimodal_projector.norm import NORM_TYPES
 from llava.utils.files import write_text
+from llava.utils.plugins import parts_used
 
 CARD_FILE = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -140,6 +141,7 @@ def card_text(facts: Facts, metadata: ModelCardData, repo: str | None = None) ->
         own=name.rpartition("/")[2],
         base=(metadata.base_model or ["BASE"])[0],
         model=_model_rows(facts.config),
+        plugins=sorted(file for file in {*parts_used(facts.config).values()} if re.fullmatch(r"[\w.-]+", file)),
         norm=_norm_rows(facts),
         measured_heads=["", *(when for when, _ in measured)],
         measured=[(_PLACES[p], *(f"{norms[p]:.4g}" if p in norms else "" for _, norms in measured)) for p in places],
@@ -172,6 +174,7 @@ def _model_rows(config: dict[str, Any]) -> Rows:
         ],
         "projector": [config.get("mm_projector_type")],
         "norm after it": [config.get("mm_projector_norm") or "none"],
+        "own parts": [f"{part} of {file}" for part, file in parts_used(config).items()],
         "conversation template": [config.get("mm_conv_version")],
         "pictures": [config.get("image_aspect_ratio")],
         "weights": [config.get("dtype") or config.get("torch_dtype") or text.get("dtype")],

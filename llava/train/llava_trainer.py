@@ -195,15 +195,17 @@ class LLaVATrainer(Trainer):
                 masters = MasterWeights(p for group in groups for p in group["params"])
                 groups = [group | {"params": masters.of(group["params"])} for group in groups]
             self.group_settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            if build := OPTIMIZERS.get(str(self.args.optim)):
-                self.optimizer = build(groups, self.flags)
-            else:
-                optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-                self.optimizer = optimizer_class(groups, **options)
+            self.optimizer = self._new_optimizer(groups, model)
             self.optimizer.register_load_state_dict_pre_hook(load_masters)
             if masters:
                 masters.attach(self.optimizer)
         return self.optimizer
+
+    def _new_optimizer(self, groups: list[dict[str, Any]], model) -> Any:
+        if build := OPTIMIZERS.get(str(self.args.optim)):
+            return build(groups, self.flags)
+        optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+        return optimizer_class(groups, **options)
 
     def get_decay_parameter_names(self, model) -> list[str]:
         norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ProjectorNorm)}

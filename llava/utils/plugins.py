@@ -5,6 +5,7 @@ user asks for by `--plugin`, by the variable PLUGINS, or in Python. `llava.plugi
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -130,6 +131,16 @@ def copy_beside(config: object, folder: str | Path) -> None:
         plugin, target = _loaded.get(name), Path(folder, name)
         if plugin and plugin.sha256 == facts["sha256"] and plugin.path != target.absolute():
             shutil.copyfile(plugin.path, target)
+
+
+def plugins_beside(folder: Path) -> list[str]:
+    """The names of the unchanged copies in a checkpoint's folder of the files that its config names."""
+    config = folder / "config.json"
+    named = json.loads(config.read_text()).get(CONFIG_FIELD) if config.is_file() else None
+    copies = {name: folder / name for name in named or {} if name == Path(name).name and (folder / name).is_file()}
+    return [
+        name for name, copy in copies.items() if hashlib.sha256(copy.read_bytes()).hexdigest() == named[name]["sha256"]
+    ]
 
 
 # --- what a checkpoint needs ------------------------------------------------------------------------------------------

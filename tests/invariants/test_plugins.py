@@ -15,7 +15,9 @@ from llava.experiment.arms import parse_arm
 from llava.experiment.runs import Run, check_runs
 from llava.export.__main__ import main as export_command
 from llava.export.hf import export, remote_code
+from llava.export.push import sort_out
 from llava.launch.flags import parse_flags as launcher_flags
+from llava.launch.recipe import resolved_run
 from llava.model.builder import read_config
 from llava.model.language_model.families import FAMILIES, MODEL_CLASSES
 from llava.model.multimodal_encoder.towers import TOWERS
@@ -211,6 +213,18 @@ def test_the_export_command_asks_for_the_plug_in_and_then_names_the_part(trained
     assert f"argument --plugin: {tmp_path / 'nowhere.py'}: no such Python file" in capsys.readouterr().err
 
 
+def test_the_card_and_the_upload_have_the_plug_in(trained_half, tmp_path):
+    run, path = trained_half
+    assert path.name in sort_out(run)[0]
+    assert export_command(["card", "--model-path", str(run), "--output", str(tmp_path / "README.md")]) == 0
+    card = (tmp_path / "README.md").read_text()
+    assert r"| own parts | norm half\_rmsnorm of my\_parts.py |" in card and "llava.export hf" not in card
+    assert 'llava.plugin.load("run/my_parts.py")' in card and "trained it, with my_parts.py, whose code is" in card
+    changed = shutil.copytree(run, tmp_path / "changed", ignore=shutil.ignore_patterns("checkpoint-*"))
+    (changed / path.name).write_text("print('another file')")
+    assert path.name not in sort_out(changed)[0]
+
+
 def test_a_comparison_takes_the_plug_ins_arm_and_refuses_another_digest(tiny, half, tmp_path):
     arms = [Run(tmp_path / "runs", 42, arm) for arm in ("none", "half_rmsnorm")]
     for arm in arms:
@@ -271,6 +285,13 @@ def test_the_launcher_keeps_every_plug_in():
     words = ["--plugin", "a.py,b.py", "--seed", "1", "--plugin=c.py", "--seed", "2", "--plugin", "d.py"]
     assert launcher_flags(words).words() == ["--plugin", "a.py,b.py", "c.py", "d.py", "--seed", "2"]
     assert launcher_flags(["--plugin", "", "--seed", "1"]).words() == ["--seed", "1"]
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_the_scripts_pass_the_variable_on(stage):
+    recipe = resolved_run(stage, PLUGINS="a.py, b.py", PRESET="demo", NORM="rmsnorm", NUM_GPUS="0")
+    assert recipe["flags"]["plugin"] == "a.py, b.py"
+    assert "plugin" not in resolved_run(stage, PRESET="demo", NORM="rmsnorm", NUM_GPUS="0")["flags"]
 
 
 # --- other parts ------------------------------------------------------------------------------------------------------
