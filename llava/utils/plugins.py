@@ -137,9 +137,12 @@ def plugins_beside(folder: Path) -> list[str]:
     """The names of the unchanged copies in a checkpoint's folder of the files that its config names."""
     config = folder / "config.json"
     named = json.loads(config.read_text()).get(CONFIG_FIELD) if config.is_file() else None
-    copies = {name: folder / name for name in named or {} if name == Path(name).name and (folder / name).is_file()}
     return [
-        name for name, copy in copies.items() if hashlib.sha256(copy.read_bytes()).hexdigest() == named[name]["sha256"]
+        name
+        for name, facts in (named or {}).items()
+        if name == Path(name).name
+        and (folder / name).is_file()
+        and hashlib.sha256((folder / name).read_bytes()).hexdigest() == facts["sha256"]
     ]
 
 
