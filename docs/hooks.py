@@ -17,6 +17,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "README.md": "index.md",
+    "README.zh-CN.md": "zh-CN.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "tests/README.md": "tests.md",
@@ -26,7 +27,7 @@ PAGES = {
 SEARCH_WEIGHTS = {
     "troubleshooting": 2,
     "clusters": 1.5,
-    **dict.fromkeys(("architecture", "contributing", "patches", "tests"), 0.2),
+    **dict.fromkeys(("architecture", "contributing", "patches", "tests", "zh-CN", "first-hour.zh-CN"), 0.2),
     **dict.fromkeys(("api/", "changelog", "study-numbers"), 0.02),
 }
 """Weights in the search of pages whose names begin so; other pages have 1, and those that show a file are left out."""

@@ -32,9 +32,10 @@ def test_pages_from_outside_the_folder_and_linked_files_are_there(site):
     for name in (
         "index.html",
         "contributing/index.html",
+        "zh-CN/index.html",
         "tests/index.html",
         "source/llava/conversation.py/index.html",
     ):
         assert (site / name).is_file(), name
     home = (site / "index.html").read_text()
-    assert 'href="recipe/"' in home and 'src="figures/where_the_norm_sits.svg"' in home
+    assert 'href="recipe/"' in home and 'href="zh-CN/"' in home and 'src="figures/where_the_norm_sits.svg"' in home

@@ -1,5 +1,6 @@
 """The pages are true: links lead somewhere, commands and flags exist, quoted messages are what the code prints."""
 
+import calendar
 import json
 import re
 import runpy
@@ -7,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ PAGES = {
     for pattern in ("*.md", "docs/**/*.md", "tests/*.md", "tests/golden/*.md", "patches/*.md", "benchmarks/*.md")
     for path in sorted(ROOT.glob(pattern))
 }
+CHINESE = {page: page.replace(".zh-CN.", ".") for page in PAGES if ".zh-CN." in page}  # with the English page
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 # ---- links ----------------------------------------------------------------------------------------------------------
@@ -51,7 +54,8 @@ def test_every_link_leads_to_a_file_and_a_heading_of_it(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_a_pictures_text_is_a_sentence(page):
     alts = re.findall(r"!\[([^]]*)\]\(", prose(page))
-    assert [alt for alt in alts if not re.fullmatch(r"[A-Z]\S* .{15,}\.", alt)] == []
+    sentence = r"[一-鿿].{15,}。" if page in CHINESE else r"[A-Z]\S* .{15,}\."
+    assert [alt for alt in alts if not re.fullmatch(sentence, alt)] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
@@ -59,6 +63,77 @@ def test_every_file_of_this_tree_that_a_page_names_is_there(page):
     rooms = "llava|scripts|tests|docs|benchmarks|patches|notebooks|deepspeed_configs|playground"
     named = re.findall(rf"`((?:{rooms})/[\w/.-]+\.(?:py|sh|md|json|yaml|ipynb|sbatch))`", PAGES[page])
     assert [path for path in named if "playground/data/" not in path and not (ROOT / path).exists()] == []
+
+
+# ---- the Chinese pages ----------------------------------------------------------------------------------------------
+
+PART = re.compile(rf"{FENCE.pattern}|^(#+) +([^\n]+)$|((?:^\|[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
+MONTHS = {name: str(i) for i, name in enumerate(calendar.month_name) if name}
+
+
+def facts(text: str) -> dict[str, list[str]]:
+    """What a translation keeps of a text: links, code, and numbers written in digits, each sorted."""
+    links = [link.replace(".zh-CN.", ".") for link in re.findall(r"\]\(([^)]*)\)", text)]
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    code = re.findall(r"`[^`]+`", text)
+    text = re.sub("|".join(MONTHS), lambda name: MONTHS[name[0]], re.sub(r"`[^`]+`", "", text))
+    kept = {"links": links, "code": code, "numbers": re.findall(r"\d+(?:\.\d+)*", text)}
+    return {name: sorted(values) for name, values in kept.items() if values}
+
+
+def parts(text: str) -> list[tuple[str, str, object]]:
+    """The parts of a page in order: kind, heading above, what a translation keeps. No text without it."""
+    found, heading, end = [], "", 0
+    for part in PART.finditer(text):
+        found.append(("text", heading, facts(text[end : part.start()])))
+        language, code, level, title, table = part.groups()
+        if level:
+            heading = title
+            found.append((f"heading of level {len(level)}", heading, {}))
+        elif table:
+            rows = ([facts(cell) for cell in row.split("|")] for row in table.splitlines())
+            found += [(f"row {i} of a table", heading, cells) for i, cells in enumerate(rows, 1)]
+        else:
+            found.append((f"block of {language}", heading, re.sub(r"(?m)(?:^|[ \t]+)#.*$", "", code)))
+        end = part.end()
+    found.append(("text", heading, facts(text[end:])))
+    return [(kind, heading, kept) for kind, heading, kept in found if kind != "text" or kept]
+
+
+def difference(english: str, chinese: str) -> str:
+    """The first part of which two pages differ, or nothing."""
+    nothing = ("nothing", "", "")
+    for left, right in zip_longest(parts(english), parts(chinese), fillvalue=nothing):
+        if (left[0], left[2]) != (right[0], right[2]):
+            return "\n".join(f"{kind} under {heading!r}: {kept}" for kind, heading, kept in (left, right))
+    return ""
+
+
+@pytest.mark.parametrize("page", CHINESE)
+def test_a_chinese_page_has_the_commands_tables_figures_and_headings_of_the_english_one(page):
+    english = CHINESE[page]
+    assert f"[简体中文]({Path(page).name})" in PAGES[english]
+    assert f"[English]({Path(english).name})" in PAGES[page]
+    differs = difference(PAGES[english], PAGES[page])
+    assert not differs, f"bring the same change to both; {english}, then {page}:\n{differs}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where"),
+    [
+        ("bash scripts/analyze.sh  ", "bash scripts/analyze.sh x", "block of bash under 'What to try next'"),
+        ("| 0.599 ", "| 0.6 ", "row 8 of a table under 'What you should see'"),
+        ("\n|   color ", "\n|   size | 1 | 2 | 3 |\n|   color ", "row 4 of a table under 'What you should see'"),
+        ("| 22.9            | 3.2  ", "| 3.2            | 22.9  ", "row 10 of a table under 'What you should see'"),
+        ("81.2 % (gwc", "81.3 % (gwc", "text under 'What you should see'"),
+        ("## What to try", "### What to try", "heading of level 3 under 'What to try next'"),
+        ("\n## What to try next\n", "\n", "block of bash under 'What you should see'"),
+    ],
+)
+def test_a_change_of_the_english_page_alone_is_seen_and_where(old, new, where):
+    english, chinese = PAGES["docs/first-hour.md"], PAGES["docs/first-hour.zh-CN.md"]
+    assert english.count(old) == 1
+    assert difference(english.replace(old, new), chinese).startswith(where)
 
 
 # ---- references -----------------------------------------------------------------------------------------------------
