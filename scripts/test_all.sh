@@ -9,7 +9,7 @@
 # environment with an older Pillow, .venv-pillow12, because Gradio and trackio
 # need one. serving asks a quickstart's checkpoints through vLLM; peers trains a
 # few steps with each tool of benchmarks/vs_peers.py, and by each recipe of
-# examples/.
+# examples/ with the wheel.
 #   OUTPUT_DIR=outputs/test_all                 folder of each part's log
 #   PYTHON=python3                              interpreter for new environments;
 #                                               LLAVA_PYTHON works as in all

@@ -152,3 +152,23 @@ def site(tmp_path_factory):
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
     return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """The wheel, built from the source distribution, which is made from nothing but `sources`."""
+    from paths import ROOT
+
+    sources = ("llava", "playground", "scripts", "deepspeed_configs", "pyproject.toml", "README.md", "LICENSE")
+    ignore = {"playground": shutil.ignore_patterns("__pycache__", "data")}
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
+    for name in sources:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignore.get(name))
+        else:
+            shutil.copy(ROOT / name, tree)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, tree]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = out.glob("*.whl")
+    return file

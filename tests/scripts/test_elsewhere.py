@@ -1,9 +1,14 @@
-"""The recipes of examples/, each for two steps in its trainer's own environment, which benchmarks/vs_peers.py makes."""
+"""The recipes of examples/, each for two steps in its trainer's own environment, which benchmarks/vs_peers.py makes.
+
+Each trainer has this tree's wheel, installed without requirements, and nothing else of this tree.
+"""
 
 import json
 import math
 import os
 import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +19,10 @@ from PIL import Image
 from saved_models import SAVED
 
 PEERS = Path(os.environ.get("PEERS_VENV", ROOT / ".venv-peers")).resolve()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PEERS.is_dir(), reason=f"no {PEERS}; bash scripts/test_all.sh peers makes it"),
+]
 QUESTION, ANSWER = "What is it?", "a red square on a white ground"
 
 
@@ -22,6 +31,15 @@ def python_of(tool: str) -> str:
     if not python.exists():
         pytest.skip(f"no {python}; bash scripts/test_all.sh peers makes it")
     return str(python)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The folder of the installed wheel, which is in front of a trainer's own packages."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", folder, wheel], check=True)
+    return folder
 
 
 def write_inputs(family: str, folder: Path, method: str = "sft", tag: str = "") -> None:
@@ -41,20 +59,27 @@ def write_inputs(family: str, folder: Path, method: str = "sft", tag: str = "") 
     (folder / "records.jsonl").write_text(f"{line}\n" * 8)
 
 
-def run(tool: str, family: str, folder: Path, argv: list, output: Path, **variables: str) -> dict:
-    """What `train_elsewhere.py` says of the recipe."""
+@pytest.fixture
+def run(installed):
+    """Runs a recipe and returns what `train_elsewhere.py` says of it."""
+    return partial(run_recipe, installed)
+
+
+def run_recipe(site: Path, tool: str, family: str, folder: Path, argv: list, output: Path, **variables: str) -> dict:
     saved = SAVED[family]
     text = f"user: {saved.mark}{QUESTION}\nassistant:"
     job = {"argv": [str(word) for word in argv], "model": str(folder / "model"), "picture": str(folder / "picture.png")}
     job |= {"text": text, "output": str(output), "nested": family in ("smolvlm", "idefics3", "gemma3")}
     (folder / "job.json").write_text(json.dumps(job))
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
     env |= {"CUDA_VISIBLE_DEVICES": "", "USE_HF": "1"}
     env |= {"TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(folder / "cache")} | variables
     command = [python_of(tool), ROOT / "tests/support/train_elsewhere.py", folder / "job.json"]
     result = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return json.loads((folder / "result.json").read_text())
+    told = json.loads((folder / "result.json").read_text())
+    assert Path(told["llava"]).is_relative_to(site)
+    return told
 
 
 def assert_trained(result: dict) -> None:
@@ -68,21 +93,15 @@ COMMON = ["--max_steps", "2", "--per_device_train_batch_size", "2", "--learning_
 COMMON += ["--logging_steps", "1", "--report_to", "none"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "internvl", "smolvlm"])
-def test_trl_trains_the_norm_saves_it_and_the_loaded_model_answers_equally(family, tmp_path):
-    python = python_of("trl")
-    for package in ("num2words",) if family == "smolvlm" else ():
-        if subprocess.run([python, "-c", f"import {package}"], capture_output=True).returncode:
-            pytest.skip(f"SmolVLM's processor needs {package}")
+def test_trl_trains_the_norm_saves_it_and_the_loaded_model_answers_equally(run, family, tmp_path):
     write_inputs(family, tmp_path)
     argv = [ROOT / "examples/train_trl.py", "--model", tmp_path / "model", "--records", tmp_path / "records.jsonl"]
     assert_trained(run("trl", family, tmp_path, [*argv, *COMMON, "--output_dir", tmp_path / "out"], tmp_path / "out"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
-def test_trls_other_trainers_that_take_pictures_train_the_norm(method, tmp_path):
+def test_trls_other_trainers_that_take_pictures_train_the_norm(run, method, tmp_path):
     write_inputs("qwen2_5_vl", tmp_path, method)
     argv = [ROOT / "examples/train_trl.py", "--method", method, "--model", tmp_path / "model"]
     argv += ["--records", tmp_path / "records.jsonl", "--output_dir", tmp_path / "out", *COMMON]
@@ -93,8 +112,7 @@ def test_trls_other_trainers_that_take_pictures_train_the_norm(method, tmp_path)
         assert result["loss"][0] == pytest.approx(math.log(2), rel=1e-6)
 
 
-@pytest.mark.slow
-def test_ms_swifts_plug_in_trains_the_norm_that_enters_by_retrofit(tmp_path):
+def test_ms_swifts_plug_in_trains_the_norm_that_enters_by_retrofit(run, tmp_path):
     write_inputs("llava", tmp_path, tag="<image>")
     argv = ["swift.cli.sft", "--external_plugins", ROOT / "examples/ms_swift_plugin.py", "--callbacks", "retrofit"]
     argv += ["--model", tmp_path / "model", "--model_type", "llava1_5_hf", "--dataset", tmp_path / "records.jsonl"]
@@ -106,8 +124,7 @@ def test_ms_swifts_plug_in_trains_the_norm_that_enters_by_retrofit(tmp_path):
     assert result["blend"] == 2
 
 
-@pytest.mark.slow
-def test_llamafactorys_start_script_trains_the_norm(tmp_path):
+def test_llamafactorys_start_script_trains_the_norm(run, tmp_path):
     write_inputs("llava", tmp_path, tag="<image>")
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     columns = {"messages": "messages", "images": "images"}

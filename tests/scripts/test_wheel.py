@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,29 +14,8 @@ from llava.utils.paths import NEEDS_CHECKOUT
 
 pytestmark = pytest.mark.slow
 
-SOURCES = ("llava", "playground", "scripts", "deepspeed_configs", "pyproject.toml", "README.md", "LICENSE")
 QUICKSTART = ("python", "-m", "playground", "quickstart")
 COMMANDS = ("train", "recipe", "analysis", "compare", "export")
-NOT_SOURCES = shutil.ignore_patterns("__pycache__", "data")
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from the source distribution, which is made from nothing but `SOURCES`."""
-    tree = tmp_path_factory.mktemp("tree")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, tree / name, symlinks=True, ignore=NOT_SOURCES if name == "playground" else None
-            )
-        else:
-            shutil.copy(ROOT / name, tree)
-    out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, tree]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = out.glob("*.whl")
-    return file
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor, Trainer
 
+import llava
 from llava.analysis.processors import load_processor
 from llava.attach import RECORD, attached_norms, load_attached
 
@@ -59,6 +60,7 @@ def main() -> None:
         "answers": [answer(model, inputs) for model in (trained, loaded)],
         "blend": steps[0] if steps else None,
         "steps": trainers[-1].state.global_step,
+        "llava": llava.__file__,
         "loss": [entry["loss"] for entry in trainers[-1].state.log_history if "loss" in entry],
     }
     (job_file.parent / "result.json").write_text(json.dumps(result))
