@@ -322,13 +322,17 @@ def is_captioner(template: Conversation) -> bool:
     return template.sep_style is SeparatorStyle.PLAIN
 
 
-def load_picture(source: str, max_aspect_ratio: float = MAX_ASPECT_RATIO) -> Image.Image:
-    """The picture at the path or http(s) address that the caller of a command names as `--image-file`.
+def load_picture(source: str, max_aspect_ratio: float = MAX_ASPECT_RATIO, called: str = "--image-file") -> Image.Image:
+    """The picture at a path or http(s) address.
+
+    Args:
+        max_aspect_ratio: see `read_picture`.
+        called: what the caller names it by, for messages.
 
     Raises:
         ValueError: see `read_picture`; nothing can be downloaded.
     """
-    called = f"--image-file {source}"
+    called = f"{called} {source}"
     remote = source.startswith(("http://", "https://"))
     return read_picture(_download(source, called) if remote else source, called, max_aspect_ratio)
 

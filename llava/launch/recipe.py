@@ -17,7 +17,7 @@ INTERPRETER = {"LLAVA_PYTHON": sys.executable, "PYTHON": sys.executable}
 """The variables that make the scripts of an installed package use this interpreter."""
 
 
-def resolved_run(stage: str, *flags: str, **variables: object) -> dict[str, Any]:
+def resolved_run(stage: str, /, *flags: str, **variables: object) -> dict[str, Any]:
     """What `scripts/<stage>.sh` would run with these variables and no others, as `DRY_RUN=json` prints it.
 
     Its inputs need not be there; `problems` lists those that are not.

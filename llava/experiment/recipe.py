@@ -1,0 +1,194 @@
+"""A recipe from Python: the scripts' two stages as methods, and questions to what they trained.
+
+    from llava import Recipe
+
+    recipe = Recipe("demo", norm="gwc_layernorm").pretrain().finetune()
+    print(recipe.ask("photo.jpg", "What is this?"))
+
+A keyword is a variable of scripts/pretrain.sh and scripts/finetune.sh in lower case; a positional word is a flag of the
+trainer. Both override the environment, as they do in a shell.
+"""
+
+import os
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from llava.launch.recipe import INTERPRETER, STAGES, resolved_run
+from llava.launch.settings import NAMES
+from llava.launch.variable_check import OF_ONE_STAGE, meant_by
+from llava.utils.paths import ROOT, WORK
+from llava.utils.processes import wait
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from llava.asking import Assistant
+
+Value = str | int | float | os.PathLike | None
+OWN_FOLDER = "both stages would write there; give it to pretrain() or finetune()"
+WATCH_SECONDS = 0.5  # between two looks at what a run has printed
+
+
+class Recipe:
+    """Both stages of a preset, as scripts/pretrain.sh and scripts/finetune.sh run them, and questions to the result.
+
+    Args:
+        preset: a file of scripts/presets; None is the scripts' default.
+        variables: the scripts' variables in lower case, for both stages. None is an empty value.
+
+    Raises:
+        TypeError: an unknown variable, or a value that is not text, number, path or None.
+        ValueError: `output_dir`, which belongs to a single stage.
+    """
+
+    def __init__(self, preset: str | None = None, **variables: Value):
+        if "output_dir" in variables:
+            raise ValueError(f"output_dir={variables['output_dir']}: {OWN_FOLDER}")
+        self.variables = environment_of({"preset": preset} if preset else {}) | environment_of(variables)
+        self.adapter = ""  # of the stage 1 that this recipe ran, as PRETRAIN_ADAPTER
+        self.checkpoint: Path | None = None  # folder of the stage that ran last
+        self._assistant: Assistant | None = None
+
+    def plan(self, stage: str, *flags: str, **variables: Value) -> dict[str, Any]:
+        """What the stage would run, as `DRY_RUN=json bash scripts/<stage>.sh` prints it; starts nothing.
+
+        Args:
+            stage: `pretrain` or `finetune`.
+            flags: the trainer's flags, as words after the script's name.
+            variables: see `Recipe`; for this stage alone.
+
+        Raises:
+            TypeError: see `Recipe`.
+            ValueError: no such stage, or the script refuses; the message is its own.
+        """
+        if stage not in STAGES:
+            raise ValueError(f"stage {stage!r} is not one of: {', '.join(STAGES)}")
+        return resolved_run(stage, *map(str, flags), **self._environment(stage, variables))
+
+    def pretrain(self, *flags: str, **variables: Value) -> Self:
+        """Runs stage 1 to its end, and prints what it prints; returns this recipe.
+
+        A stage that was interrupted resumes. Ctrl-C stops it after the current step, waits until it has saved, and
+        raises KeyboardInterrupt; a second Ctrl-C ends it at once.
+
+        Args:
+            flags, variables: see `plan`.
+
+        Raises:
+            TypeError, ValueError: see `plan`.
+            RuntimeError: the run failed; the message has its last lines and its log, `<output_dir>.log`.
+        """
+        folder = self._run("pretrain", flags, variables)
+        self.adapter = f"{folder}/mm_projector.bin"
+        return self
+
+    def finetune(self, *flags: str, **variables: Value) -> Self:
+        """Runs stage 2 on what stage 1 trained; see `pretrain`."""
+        self._run("finetune", flags, variables)
+        return self
+
+    def ask(
+        self,
+        picture: "str | Path | Image.Image",
+        question: str,
+        *,
+        max_new_tokens: int = 512,
+        temperature: float = 0.0,
+        **options: Any,
+    ) -> str:
+        """The answer of the stage that ran last, or of this recipe's trained stage 2; it is loaded once.
+
+        Args:
+            picture: a path, an http(s) address or a picture.
+            max_new_tokens: maximum length of the answer in tokens.
+            temperature: 0 takes the likeliest token.
+            options: further options of `generate`.
+
+        Raises:
+            FileNotFoundError: nothing has been trained.
+            ValueError: the picture cannot be read, or the checkpoint cannot answer.
+        """
+        from llava.asking import load_picture, sampling_options  # takes seconds
+        from llava.constants import DEFAULT_IMAGE_TOKEN
+
+        assistant = self._loaded()
+        if isinstance(picture, str | os.PathLike):
+            picture = load_picture(os.fspath(picture), called="picture")
+        turns = [{"from": "human", "value": f"{DEFAULT_IMAGE_TOKEN}\n{question}"}]
+        options |= {"max_new_tokens": max_new_tokens, **sampling_options(temperature)}
+        return assistant.answer([turns], [picture], **options)[0]
+
+    def _environment(self, stage: str, variables: dict[str, Value]) -> dict[str, str]:
+        """The variables of a stage's script: the caller's environment, the recipe's, then those for this stage."""
+        environment = INTERPRETER | os.environ | self.variables | environment_of(variables)
+        if stage == STAGES[1] and self.adapter:
+            environment.setdefault("PRETRAIN_ADAPTER", self.adapter)
+        return environment
+
+    def _run(self, stage: str, flags: tuple[str, ...], variables: dict[str, Value]) -> str:
+        """Runs a stage; returns its output folder as its flag names it."""
+        from llava.experiment.lanes import Step
+        from llava.experiment.stage import WHOLE_RUNS, refuse_ignored
+
+        refuse_ignored([WHOLE_RUNS])
+        name = self.plan(stage, *flags, **variables)["flags"]["output_dir"]
+        folder = (WORK / name).resolve()
+        environment = {"PYTHONUNBUFFERED": "1", **self._environment(stage, variables)}
+        command = ["bash", str(ROOT / f"scripts/{stage}.sh"), *map(str, flags)]
+        log = folder.with_name(f"{folder.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._assistant = None
+        step = Step(stage, command, log, environment, cwd=Path.cwd())
+        process = step.start((), {})
+        with log.open(encoding="utf-8", errors="replace") as printed:
+
+            def show() -> None:
+                sys.stdout.write(printed.read())
+                sys.stdout.flush()
+
+            try:
+                code = wait(process, show, WATCH_SECONDS)
+            finally:
+                show()
+        if code:
+            step.failed(code)
+        self.checkpoint = folder
+        return name
+
+    def _loaded(self) -> "Assistant":
+        from llava.asking import load_assistant
+
+        if self._assistant is None:
+            folder = self.checkpoint or (WORK / self.plan(STAGES[1])["flags"]["output_dir"]).resolve()
+            if not folder.is_dir():
+                raise FileNotFoundError(f"{folder}: nothing is trained there; call pretrain() and finetune() first")
+            self._assistant = load_assistant(str(folder))
+        return self._assistant
+
+
+def environment_of(variables: dict[str, Value]) -> dict[str, str]:
+    """Keywords as variables of the scripts.
+
+    Raises:
+        TypeError: see `Recipe`.
+    """
+    for name, value in variables.items():
+        if name.upper() in OF_ONE_STAGE:
+            raise TypeError(f"{name}: plan(stage) returns what would run, and a run trains; leave {name} out")
+        if not name.islower() or name.upper() not in NAMES:
+            raise TypeError(f"{name} is not a variable of the scripts; {_instead(name)} (docs/variables.md)")
+        if not isinstance(value, Value):
+            raise TypeError(f"{name}={value!r}: expected text, a number, a path or None")
+    return {name.upper(): "" if value is None else str(value) for name, value in variables.items()}
+
+
+def _instead(name: str) -> str:
+    """What to give instead of an unknown keyword."""
+    plain = name.upper()
+    right = plain if plain in NAMES else meant_by(STAGES[1], plain)
+    if right.startswith("--"):
+        return f'it is a flag of the trainer: pretrain("{right}", "VALUE")'
+    near = [right] if right else get_close_matches(plain, sorted(NAMES), 1, 0.5)
+    return f"did you mean {near[0].lower()}?" if near else "no variable has a name like it"

@@ -1,0 +1,160 @@
+"""`llava.Recipe`: the scripts' run from Python, its failures, Ctrl-C, and both stages with an answer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+from paths import ROOT
+from PIL import Image
+from run_inputs import inputs_in
+from warm_python import warm_python
+
+from llava import Recipe, asking
+from llava.experiment import recipe as recipe_module
+from llava.launch.recipe import STAGES
+
+# In place of Python: a rank that prints, and fails, or saves on SIGUSR1 as the trainer does.
+STAND_IN_TRAINER = f"""#!{sys.executable}
+import os, pathlib, signal, time
+folder = pathlib.Path(os.environ["LLAVA_RUN_DIR"])
+def save(*_):
+    time.sleep(0.5)
+    pathlib.Path(os.environ["SAVED"]).touch()
+    (folder / "requeue").write_text("saved")
+    os._exit(0)
+signal.signal(signal.SIGUSR1, save)
+(folder / "0.pid").write_text(str(os.getpid()))
+print("step 1", flush=True)
+if os.environ["BEHAVIOUR"] == "fails":
+    raise SystemExit("loss is not finite")
+while True:
+    time.sleep(0.1)
+"""
+EVERYTHING = "from llava import Recipe; Recipe('demo', num_gpus=0).pretrain()"
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """Variables of a stage 1 whose trainer is a stand-in."""
+    python = tmp_path / "python"
+    python.write_text(STAND_IN_TRAINER)
+    python.chmod(0o755)
+    own = {"LLAVA_PYTHON": python, "OUTPUT_DIR": tmp_path / "out", "SAVED": tmp_path / "saved"}
+    return {name: str(value) for name, value in (own | inputs_in(tmp_path)).items()}
+
+
+def printed(stage, *flags, **variables):
+    """What `DRY_RUN=json` prints."""
+    own = {"DRY_RUN": "json", "LLAVA_PYTHON": sys.executable, "PYTHON": sys.executable}
+    command = ["bash", ROOT / f"scripts/{stage}.sh", *flags]
+    return json.loads(subprocess.run(command, env=os.environ | own | variables, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plan_equals_what_the_script_prints_with_the_same_variables(stage, monkeypatch):
+    for name in ("LLAVA_PYTHON", "PYTHON"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WARMUP_RATIO", "0.25")  # the environment counts as in a shell
+    recipe = Recipe("demo", norm="rmsnorm", num_gpus=0, deepspeed_config=None)
+    plan = recipe.plan(stage, "--max_grad_norm", "0.5", learning_rate=2e-4, max_steps=7)
+    given = {"NORM": "rmsnorm", "PRESET": "demo", "NUM_GPUS": "0", "DEEPSPEED_CONFIG": ""}
+    given |= {"LEARNING_RATE": "0.0002", "MAX_STEPS": "7"}
+    assert plan == printed(stage, "--max_grad_norm", "0.5", **given)
+    assert plan["flags"]["warmup_ratio"] == "0.25" and plan["flags"]["max_grad_norm"] == "0.5"
+    assert "max_steps" not in recipe.variables and recipe.plan(stage)["flags"]["max_steps"] != "7"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("nrom", "did you mean norm[?]"),
+        ("NORM", "did you mean norm[?]"),
+        ("lr", "did you mean learning_rate[?]"),
+        ("batch_size", "did you mean global_batch[?]"),
+        ("max_step_count", "did you mean max_steps[?]"),
+        ("weight_decay", 'a flag of the trainer: pretrain[(]"--weight_decay"'),
+        ("xyzzy", "no variable has a name like it"),
+        ("dry_run", "plan[(]stage[)] returns what would run"),
+    ],
+)
+def test_an_unknown_keyword_is_refused_with_the_name_that_it_must_mean(name, meant):
+    with pytest.raises(TypeError, match=f"^{name}.*{meant}"):
+        Recipe("demo", **{name: 1})
+    with pytest.raises(TypeError, match=f"^{name}.*{meant}"):
+        Recipe("demo").plan("pretrain", **{name: 1})
+
+
+def test_values_and_stages_that_mean_nothing_are_refused():
+    with pytest.raises(TypeError, match=r"^tunable_parts=\['mm_mlp_adapter'\]: expected text"):
+        Recipe(tunable_parts=["mm_mlp_adapter"])
+    with pytest.raises(ValueError, match="^output_dir=x: both stages would write there"):
+        Recipe(output_dir="x")
+    with pytest.raises(ValueError, match="^stage 'train' is not one of: pretrain, finetune"):
+        Recipe("demo").plan("train")
+    with pytest.raises(ValueError, match="^PRESET=dmeo is not one of: demo"):
+        Recipe("dmeo").plan("pretrain")
+
+
+def test_importing_the_package_and_the_recipe_loads_no_slow_library():
+    code = "import sys, llava; from llava import Recipe; print(*{'torch', 'transformers', 'numpy'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
+def test_a_failed_run_raises_its_last_lines_and_its_log(stand_in, tmp_path, monkeypatch, capsys):
+    for name, value in (stand_in | {"BEHAVIOUR": "fails"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        RuntimeError, match="(?s)^pretrain failed with status 1.*loss is not finite.*its log: "
+    ) as caught:
+        Recipe("demo", num_gpus=0).pretrain()
+    log = tmp_path / "out.log"
+    assert str(caught.value).endswith(f"its log: {log}")
+    assert capsys.readouterr().out == log.read_text() and "step 1\nloss is not finite\n" in log.read_text()
+
+
+def test_ctrl_c_waits_until_the_run_has_saved_and_raises(stand_in, tmp_path):
+    environment = os.environ | stand_in | {"BEHAVIOUR": "saves"}
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    process = subprocess.Popen([sys.executable, "-c", EVERYTHING], env=environment, preexec_fn=listens, **options)
+    assert any(line == "step 1\n" for line in process.stdout)  # while it runs
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert (tmp_path / "saved").exists()
+    assert stderr.rstrip().endswith("KeyboardInterrupt") and "stopping: waiting for the running steps" in stderr
+    assert "the ranks save after the current step and stop" in (tmp_path / "out.log").read_text()
+
+
+def test_nothing_trained_is_said_before_a_question(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe_module, "WORK", tmp_path)
+    with pytest.raises(FileNotFoundError, match="demo-rmsnorm-finetune: nothing is trained there; call pretrain"):
+        Recipe("demo", norm="rmsnorm", num_gpus=0).ask("photo.jpg", "What is this?")
+
+
+@pytest.mark.slow
+def test_both_stages_and_an_answer(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAVA_PYTHON", str(warm_python()))
+    data = tiny / "data"
+    shared = {"model_path": tiny / "llama", "vision_tower": tiny / "siglip", "image_folder": data / "images"}
+    recipe = Recipe("demo", norm="gwc_layernorm", num_gpus=0, max_steps=1, bf16=False, report_to="none", **shared)
+    recipe.pretrain(data_path=data / "pretrain.json", output_dir=tmp_path / "first")
+    assert (tmp_path / "first/mm_projector.bin").is_file()
+    assert recipe.plan("finetune")["flags"]["pretrain_mm_mlp_adapter"] == f"{tmp_path}/first/mm_projector.bin"
+    assert recipe.finetune(data_path=data / "finetune.json", output_dir=tmp_path / "second") is recipe
+
+    loads, load = [], asking.load_assistant
+    monkeypatch.setattr(asking, "load_assistant", lambda *words: loads.append(words) or load(*words))
+    Image.new("RGB", (20, 16), "red").save(tmp_path / "red.png")
+    answers = [recipe.ask(tmp_path / "red.png", "Which colour?", max_new_tokens=4) for _ in range(2)]
+    assert loads == [(str(tmp_path / "second"),)]
+    turns = [[{"from": "human", "value": "<image>\nWhich colour?"}]]
+    picture = Image.open(tmp_path / "red.png")
+    expected = load(str(tmp_path / "second")).answer(turns, [picture], do_sample=False, max_new_tokens=4)
+    assert answers == expected * 2
+    with pytest.raises(ValueError, match="^picture .*none.png: no such file"):
+        recipe.ask(tmp_path / "none.png", "Which colour?")
