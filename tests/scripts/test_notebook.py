@@ -1,4 +1,4 @@
-"""The notebook: every cell runs, on tiny models, and what it leaves is a quickstart's folder."""
+"""The notebooks: every cell runs, on tiny models; the first hour's leaves a quickstart's folder."""
 
 import json
 import os
@@ -8,12 +8,14 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from paths import ROOT
+from vision_language_models import our_checkpoint
 from warm_python import warm_python
 
 from playground import scenes, smollm2, tower
 from playground.store import build, read_manifest
 
-NOTEBOOK = ROOT / "notebooks/first_hour.ipynb"
+NOTEBOOKS = ROOT / "notebooks"
+NOTEBOOK = NOTEBOOKS / "first_hour.ipynb"
 
 
 @pytest.fixture
@@ -43,15 +45,8 @@ def inputs(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch):
-    notebook, out = nbformat.read(NOTEBOOK, as_version=4), tmp_path / "out"
-    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
-    first.source += f"\nSTEPS, INPUTS, OUTPUT = 2, {str(inputs)!r}, {str(out)!r}"
-    for name, value in {"NUM_GPUS": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "BF16": "False"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("JUPYTER_PATH", str(own_kernel(tmp_path)))
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(ROOT / "notebooks")}}).execute()
-
-    said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    out = tmp_path / "out"
+    said = executed(NOTEBOOK, tmp_path, monkeypatch, STEPS=2, INPUTS=str(inputs), OUTPUT=str(out))
     assert "none, stage 2" in said and "GlobalWeightCompensatedLayerNorm" in said
     results = json.loads((out / "results.json").read_text())
     assert [len(record) for record in results["records"]] == [5] * 12
@@ -60,6 +55,35 @@ def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch
     for path in re.findall(r'href="([^"]*)"', page):
         assert (out / path).exists(), path
     assert "How fast tokens turn" in page and "cannot rank the arms" in page and "gwc_layernorm, stage 1" in page
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_trains_with_the_norm_and_loads_again(tmp_path, monkeypatch):
+    said = executed(NOTEBOOKS / "attach_and_train.ipynb", tmp_path, monkeypatch, OUTPUT=str(tmp_path / "out"))
+    assert "GlobalWeightCompensatedLayerNorm" in said and "steps 2 | the gain moved True" in said
+    assert "the same logits: True" in said
+
+
+@pytest.mark.slow
+def test_a_local_checkpoint_is_measured(tiny, tmp_path, monkeypatch):
+    checkpoint, out = our_checkpoint(tiny, tmp_path / "checkpoint", norm="gwc_layernorm"), tmp_path / "out"
+    settings = {"MODEL": checkpoint, "DATA": str(tiny / "data/finetune.json"), "SAMPLES": 4, "OUTPUT": str(out)}
+    executed(NOTEBOOKS / "measure_your_model.ipynb", tmp_path, monkeypatch, **settings)
+    for name in ("embedding-norms", "interface-norms", "update-rates"):
+        (row, *_) = json.loads((out / f"{name}.json").read_text())["rows"]
+        assert row["model"] == "mine"
+
+
+def executed(file, folder, monkeypatch, **settings) -> str:
+    """What a notebook prints, with other values in its first cell."""
+    notebook = nbformat.read(file, as_version=4)
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    first.source += "".join(f"\n{name} = {value!r}" for name, value in settings.items())
+    for name, value in {"NUM_GPUS": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "BF16": "False"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("JUPYTER_PATH", str(own_kernel(folder)))
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+    return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
 
 
 def own_kernel(folder):
@@ -80,7 +104,8 @@ def test_an_empty_address_of_the_repository_is_named_where_it_is_needed(tmp_path
         exec("\n".join(cells[:2]), {})
 
 
-def test_the_notebook_is_kept_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+@pytest.mark.parametrize("file", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda file: file.stem)
+def test_a_notebook_is_kept_without_outputs(file):
+    notebook = nbformat.read(file, as_version=4)
     nbformat.validate(notebook)
     assert not [cell for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")]

@@ -11,7 +11,6 @@ import pytest
 from paths import ROOT
 from PIL import Image
 from run_inputs import inputs_in
-from warm_python import warm_python
 
 from llava import Recipe, asking
 from llava.experiment import recipe as recipe_module
@@ -138,7 +137,7 @@ def test_nothing_trained_is_said_before_a_question(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_both_stages_and_an_answer(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("LLAVA_PYTHON", str(warm_python()))
+    monkeypatch.setenv("LLAVA_PYTHON", sys.executable)
     data = tiny / "data"
     shared = {"model_path": tiny / "llama", "vision_tower": tiny / "siglip", "image_folder": data / "images"}
     recipe = Recipe("demo", norm="gwc_layernorm", num_gpus=0, max_steps=1, bf16=False, report_to="none", **shared)
