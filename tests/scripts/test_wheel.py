@@ -90,6 +90,17 @@ def test_a_recipe_runs_with_its_preset_and_deepspeed_configuration_inside(instal
     assert f"run: {sys.executable} -m playground all --data scenes" in demo.stdout
 
 
+def test_a_recipe_from_python_is_that_of_the_command(installed):
+    told = installed("llava-recipe", "finetune", DRY_RUN="json", PRESET="demo", NUM_GPUS=0)
+    code = "import json; from llava import Recipe; print(json.dumps(Recipe('demo', num_gpus=0).plan('finetune')))"
+    plan = installed("python", "-c", code)
+    assert plan.returncode == 0 and json.loads(plan.stdout) == json.loads(told.stdout), plan.stderr
+    code = "from llava import Recipe; Recipe('demo', num_gpus=0).pretrain()"  # without the demo's inputs
+    failed = installed("python", "-c", code)
+    assert f"its log: {installed.cwd}/checkpoints/demo-gwc_layernorm-pretrain.log" in failed.stderr
+    assert "MISSING" in failed.stdout and "pretrain failed with status 2" in failed.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
