@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 
 import nbformat
 import pytest
@@ -46,7 +47,7 @@ def inputs(tiny, tmp_path):
 @pytest.mark.slow
 def test_every_cell_runs_and_the_page_stands_alone(inputs, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    said = executed(NOTEBOOK, tmp_path, monkeypatch, STEPS=2, INPUTS=str(inputs), OUTPUT=str(out))
+    said = executed(NOTEBOOK, tmp_path, monkeypatch, warm_python(), STEPS=2, INPUTS=str(inputs), OUTPUT=str(out))
     assert "none, stage 2" in said and "GlobalWeightCompensatedLayerNorm" in said
     results = json.loads((out / "results.json").read_text())
     assert [len(record) for record in results["records"]] == [5] * 12
@@ -74,23 +75,23 @@ def test_a_local_checkpoint_is_measured(tiny, tmp_path, monkeypatch):
         assert row["model"] == "mine"
 
 
-def executed(file, folder, monkeypatch, **settings) -> str:
-    """What a notebook prints, with other values in its first cell."""
+def executed(file, folder, monkeypatch, python=sys.executable, **settings) -> str:
+    """What a notebook prints in a Python's kernel, with other values in its first cell."""
     notebook = nbformat.read(file, as_version=4)
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
     first.source += "".join(f"\n{name} = {value!r}" for name, value in settings.items())
     for name, value in {"NUM_GPUS": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "BF16": "False"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("JUPYTER_PATH", str(own_kernel(folder)))
+    monkeypatch.setenv("JUPYTER_PATH", str(own_kernel(folder, python)))
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
     return "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
 
 
-def own_kernel(folder):
-    """A Jupyter folder whose Python is the one that runs the tests."""
+def own_kernel(folder, python):
+    """A Jupyter folder whose kernel runs in `python`."""
     kernel = folder / "jupyter/kernels/python3"
     kernel.mkdir(parents=True)
-    argv = [str(warm_python()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    argv = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     spec = {"argv": argv, "display_name": "Python 3", "language": "python", "env": env}
     (kernel / "kernel.json").write_text(json.dumps(spec))
