@@ -23,7 +23,7 @@ _CHAT = """\
 {%- set ns = namespace(space=FRONT, user=FIRST_USER, said='', behind=false) %}
 {%- macro write(words) %}
   {%- for text in words.replace('<image>', IMAGE).split('<image>') %}
-    {%- if not loop.first %}
+    {%- if not loop.first %}COUNT
       {{- '<image>' }}
       {%- set ns.space = BEHIND %}
     {%- endif %}
@@ -71,6 +71,11 @@ _CHAT = """\
   {{- write(OPEN) }}
 {%- endif %}"""
 
+_ONE_PICTURE = """
+      {%- if ns.seen is defined %}
+        {{- raise_exception('one picture per conversation: this model was trained to see several of them uncut') }}
+      {%- endif %}
+      {%- set ns.seen = true %}"""
 _PIECES = {
     "SYSTEM": """\
 {{- write(SYSTEM_PREAMBLE.replace('{system}', ns.said) if ns.said else EMPTY_PREAMBLE) }}
@@ -87,6 +92,7 @@ def chat_template(
     tokenizer: PreTrainedTokenizerBase,
     mm_use_im_start_end: bool = False,
     marks_answers: bool = True,
+    several_pictures: bool = True,
 ) -> str:
     """The Jinja text; parts of a message are joined as `llava.data.messages` joins them.
 
@@ -94,9 +100,10 @@ def chat_template(
         template: one of `llava.conversation`, with questions.
         tokenizer: decides what is written before a text: a BOS, a space.
         mm_use_im_start_end: whether training put tags around pictures.
+        several_pictures: whether a conversation may have more than one; False raises at the second.
         marks_answers: whether `{% generation %}`, which transformers alone knows, holds what training labels.
     """
-    pieces, strings = dict(_PIECES), _strings(template)
+    pieces, strings = dict(_PIECES) | {"COUNT": "" if several_pictures else _ONE_PICTURE}, _strings(template)
     if "SYSTEM_USER" not in strings:
         pieces["SYSTEM"] = pieces["REFUSE"]
     if _strips(template):

@@ -14,15 +14,19 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from PIL import Image
 from tokenizers import AddedToken
 from transformers import (
     GenerationConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 
+from llava.anyres import parse_pinpoints
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation, answer_end
 from llava.export import modeling_llava_norm, source
@@ -33,7 +37,7 @@ from llava.export.source import answering_template, refuse_crops, refuse_plugins
 from llava.mm_utils import ADDED_BY_EXPORT, encode_chunk, follow_umask, load_tokenizer, save_tokenizer
 from llava.model.builder import load_as_stored, read_config
 from llava.model.context import context_length
-from llava.model.hf_folder import CARRIED, ROWS, STOCK, WITH_NORM, hf_names
+from llava.model.hf_folder import CARRIED, NEXT, ROWS, STOCK, WITH_NORM, hf_names
 from llava.model.language_model.families import family_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -93,7 +97,8 @@ def export(
         fields = config_fields(model, image_token, max(model.config.vocab_size, image_token + 1))
         tags = getattr(config, "mm_use_im_start_end", False)
         tokenizer.model_max_length = context_length(model.config)
-        write_tokenizer(tokenizer, folder, chat_template(template, tokenizer, tags))
+        several = fields["model_type"] != NEXT
+        write_tokenizer(tokenizer, folder, chat_template(template, tokenizer, tags, several_pictures=several))
         image_processor = load_image_processor(model_path, model.get_vision_tower())
         write_processor(image_processor, fields, folder, pad=getattr(config, "image_aspect_ratio", None) == "pad")
         write_model(model, fields, folder, max_shard_size)
@@ -101,6 +106,11 @@ def export(
         if fields["model_type"] == WITH_NORM:
             (folder / CODE_FILE).write_text(remote_code())
     logger.info("%s written: %s in %s", output_dir.absolute(), fields["architectures"][0], fields["dtype"])
+    if fields["model_type"] == NEXT:
+        logger.warning(
+            "one picture per prompt: transformers' LLaVA-NeXT cuts each of several pictures into crops, and this "
+            "checkpoint pads them. A few sizes lose a row or column of black more or less, see docs/export.md"
+        )
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -128,7 +138,8 @@ def exportable_config(model_path: str) -> PretrainedConfig:
         raise ValueError(
             f"--model-path {model_path}: a language model without a vision tower; expected a LLaVA checkpoint"
         )
-    refuse_crops(config, model_path)
+    if not crops_as_llava_next(config):
+        refuse_crops(config, model_path)
     refuse_plugins(config, model_path)
     projector_depth(config, model_path)
     return config
@@ -149,6 +160,15 @@ def projector_depth(config: PretrainedConfig, model_path: str = "") -> int:
             f"not have (they have {', '.join(depths)}); use the checkpoint as it is, by llava.model.builder"
         )
     return depths[name]
+
+
+def crops_as_llava_next(config: PretrainedConfig) -> bool:
+    """Whether pictures are cut and their tokens arranged as in transformers' LLaVA-NeXT, which has no norm."""
+    return (
+        getattr(config, "image_aspect_ratio", None) == "anyres"
+        and getattr(config, "mm_patch_merge_type", None) == "spatial_unpad"
+        and getattr(config, "mm_projector_norm", "none") == "none"
+    )
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -192,7 +212,20 @@ def config_fields(model: LlavaMetaForCausalLM, image_token: int, rows: int) -> d
         "projector_depth": projector_depth(config),
         "num_register_tokens": max(tower.num_prefix_tokens - 1, 0),
     }
-    if stock_classes_suffice(config, tower, own):
+    suffices = stock_classes_suffice(config, tower, own)
+    if crops_as_llava_next(config):
+        if not suffices:
+            raise ValueError(
+                "image_aspect_ratio=anyres with this projector, vision tower or decoder: transformers' LLaVA-NeXT does "
+                "not compute the same; use the checkpoint as it is, or train one with --image_aspect_ratio pad"
+            )
+        grids = parse_pinpoints(config.image_grid_pinpoints, tower.image_size)
+        return fields | {
+            "architectures": [LlavaNextForConditionalGeneration.__name__],
+            "model_type": NEXT,
+            "image_grid_pinpoints": [[height, width] for width, height in grids],
+        }
+    if suffices:
         return fields
     classes = {"AutoConfig": LlavaNormConfig, "AutoModel": LlavaNormModel}
     # Programs that ask for a causal LM alone, such as LLaMA-Factory, find the same class.
@@ -222,11 +255,11 @@ def stock_classes_suffice(config: PretrainedConfig, tower: VisionTower, own: dic
 
 def write_model(model: LlavaMetaForCausalLM, fields: dict[str, Any], folder: Path, max_shard_size: str) -> None:
     """Writes weights and `config.json`; checks that tensors and places in the class match one to one."""
-    config_class, model_class = (
-        (LlavaConfig, LlavaForConditionalGeneration)
-        if fields["model_type"] == STOCK
-        else (LlavaNormConfig, LlavaNormForConditionalGeneration)
-    )
+    config_class, model_class = {
+        STOCK: (LlavaConfig, LlavaForConditionalGeneration),
+        NEXT: (LlavaNextConfig, LlavaNextForConditionalGeneration),
+        WITH_NORM: (LlavaNormConfig, LlavaNormForConditionalGeneration),
+    }[fields["model_type"]]
     tensors = model.state_dict()
     names = hf_names(tensors, model.config)
     tensors = {theirs: tensors[ours] for ours, theirs in names.items()}
@@ -325,7 +358,11 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, template: 
 
 
 def write_processor(image_processor: Any, fields: dict[str, Any], folder: Path, pad: bool) -> None:
-    """The files of a `LlavaProcessor` whose pixels and number of visual tokens are the checkpoint's."""
+    """The files of a `LlavaProcessor`, or `LlavaNextProcessor`, whose pixels and visual tokens are the checkpoint's.
+
+    Raises:
+        ValueError: transformers' LLaVA-NeXT would make other crops of pictures.
+    """
     crops = bool(getattr(image_processor, "do_center_crop", False))
     names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_resize", "resample", "size")
     settings = {name: plain(getattr(image_processor, name)) for name in names}
@@ -337,14 +374,38 @@ def write_processor(image_processor: Any, fields: dict[str, Any], folder: Path, 
         "do_center_crop": crops,
         "crop_size": plain(image_processor.crop_size) if crops else settings["size"],
     }
+    processor = {"processor_class": "LlavaProcessor"}
+    if fields["model_type"] == NEXT:
+        processor = {"processor_class": "LlavaNextProcessor"}
+        settings |= next_settings(settings, fields["image_grid_pinpoints"])
     strategy = fields["vision_feature_select_strategy"]
     own = {"image_token": DEFAULT_IMAGE_TOKEN, "patch_size": fields["vision_config"]["patch_size"]}
     in_tower = (settings["crop_size"]["height"] // own["patch_size"]) ** 2
     own["num_additional_image_tokens"] = fields["image_seq_length"] - in_tower + (strategy == "default")
     own["vision_feature_select_strategy"] = strategy
-    processor = {"processor_class": "LlavaProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings | processor, indent=2) + "\n")
     (folder / "processor_config.json").write_text(json.dumps(own | processor, indent=2) + "\n")
+
+
+def next_settings(settings: dict[str, Any], grids: list[list[int]]) -> dict[str, Any]:
+    """What a `LlavaNextImageProcessor` has instead; `grids` are heights and widths.
+
+    Raises:
+        ValueError: crops are resized before they are cut to the tower's size, which it does in another order.
+    """
+    side = settings["crop_size"]["height"]
+    if not settings["do_resize"] or set(settings["size"].values()) != {side}:
+        raise ValueError(
+            f"image_aspect_ratio=anyres with an image processor of size {settings['size']} that crops to {side}: "
+            "transformers' LLaVA-NeXT makes other pixels; use the checkpoint as it is"
+        )
+    # Crops have the tower's size already, so that only the scaling into a grid is left, which is bicubic here.
+    return {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "do_pad": True,
+        "resample": int(Image.Resampling.BICUBIC),
+        "image_grid_pinpoints": grids,
+    }
 
 
 def plain(value: Any) -> Any:

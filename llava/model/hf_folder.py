@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlavaConfig, PretrainedConfig
+from transformers import LlavaConfig, LlavaNextConfig, PretrainedConfig
 
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.builder import build_vision_projector
 from llava.model.multimodal_projector.norm import ProjectorNorm
 
-STOCK, WITH_NORM = "llava", "llava_norm"
-"""Model types: that of transformers, and that of the code in an exported folder."""
+STOCK, NEXT, WITH_NORM = "llava", "llava_next", "llava_norm"
+"""Model types: two of transformers, LLaVA and LLaVA-NeXT, and that of the code in an exported folder."""
 CARRIED = (
     "mm_", "image_aspect", "image_grid", "image_orientation", "tokenizer_", "use_mm_proj", "tune_mm", "freeze_mm",
 )  # fmt: skip
@@ -28,7 +28,7 @@ _PROJECTOR = "multi_modal_projector"
 
 def is_hf_folder(fields: dict[str, Any]) -> bool:
     """Whether a config's fields are those of Hugging Face's LLaVA; LLaVA's first checkpoints share the name."""
-    return fields.get("model_type") in (STOCK, WITH_NORM) and isinstance(fields.get("text_config"), dict)
+    return fields.get("model_type") in (STOCK, NEXT, WITH_NORM) and isinstance(fields.get("text_config"), dict)
 
 
 def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
         raise ValueError(
             f"{model_path}: vision_feature_layer={config.vision_feature_layer}; expected one layer, not several"
         )
-    if fields["model_type"] == STOCK and (
+    if fields["model_type"] in (STOCK, NEXT) and (
         config.projector_hidden_act != "gelu" or not config.multimodal_projector_bias
     ):
         raise ValueError(
@@ -68,6 +68,10 @@ def own_fields(fields: dict[str, Any], model_path: str) -> dict[str, Any]:
         "use_mm_proj": True,
     }
     carried = {k: v for k, v in fields.items() if k.startswith(CARRIED)}
+    if fields["model_type"] == NEXT:
+        grids = [[width, height] for height, width in LlavaNextConfig.from_dict(fields).image_grid_pinpoints or ()]
+        published |= {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad"}
+        carried["image_grid_pinpoints"] = grids
     dtype = fields.get("dtype") or fields.get("torch_dtype")
     decoder = fields["text_config"] | {"model_type": text.model_type, "dtype": dtype}
     return decoder | published | carried
@@ -90,6 +94,7 @@ def key_mapping(config: PretrainedConfig) -> dict[str, str]:
         {
             rf"{prefix}vision_tower\.(?:vision_model\.)?": "model.vision_tower.vision_tower.vision_model.",
             r"^language_model\.lm_head\.": "lm_head.",
+            rf"{prefix}image_newline$": "model.image_newline",
         }
         | projector
         | {r"^(?:model\.language_model\.|language_model\.model\.)": "model."}
@@ -117,6 +122,7 @@ def hf_names(ours: Iterable[str], config: PretrainedConfig) -> dict[str, str]:
             f"model.mm_projector.{name}{'.' if name else ''}": f"model.{_PROJECTOR}.{theirs}."
             for name, theirs in projector_modules(config).items()
         },
+        "model.image_newline": "model.image_newline",
         "model.": "model.language_model.",
         "lm_head.": "lm_head.",
     }

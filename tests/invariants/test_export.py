@@ -23,6 +23,7 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
     pipeline,
 )
 
@@ -31,7 +32,7 @@ from llava.constants import IMAGE_TOKEN_INDEX
 from llava.export import hf
 from llava.export.__main__ import main
 from llava.export.hf import export, file_name
-from llava.mm_utils import load_tokenizer, process_images
+from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
 from llava.model.builder import load_language_model, load_pretrained_model
 from llava.model.hf_folder import hf_names, own_fields
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -66,7 +67,7 @@ def parts(tiny, tmp_path_factory):
     return tiny
 
 
-def save(parts, folder, language_model="llama", version=VERSION, aspect="pad", spare_rows=False, **options):
+def save(parts, folder, language_model="llama", version=VERSION, aspect="pad", spare_rows=False, grids=None, **options):
     """A checkpoint with noise on every parameter, so that no two are alike and the norm is not where it began.
 
     Its embedding has as many rows as there are tokens, or spare ones.
@@ -80,6 +81,8 @@ def save(parts, folder, language_model="llama", version=VERSION, aspect="pad", s
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     model.config.mm_conv_version, model.config.image_aspect_ratio = version, aspect
+    if grids:
+        model.config.image_grid_pinpoints = grids
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     model.get_vision_tower().default_image_processor().save_pretrained(folder)
@@ -409,6 +412,61 @@ def test_a_published_folder_with_what_this_tree_lacks_is_refused_by_name(change,
 PUBLISHED = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
 
 
+# --- pictures in crops ------------------------------------------------------------------------------------------------
+
+SHAPES = {"wide": (64, 17), "tall": (17, 64), "square": (100, 100), "small": (15, 13)}
+GRIDS = [[16, 32], [32, 16], [32, 32], [48, 16]]
+CROPS = {"aspect": "anyres", "mm_patch_merge_type": "spatial_unpad"}
+
+
+@pytest.fixture(scope="module", params=["clip", "siglip"])
+def cropped(parts, tmp_path_factory, request):
+    """(checkpoint, exported folder) of an arm without norm that sees pictures in crops."""
+    root = tmp_path_factory.mktemp("cropped")
+    ours = save(parts, root / "ours", tower=request.param, norm="none", grids=GRIDS, **CROPS)
+    assert ours.get_model().image_newline is not None
+    export(str(root / "ours"), root / "hf")
+    return root / "ours", root / "hf"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_crops_give_the_same_pixels_ids_logits_and_answers(cropped, shape):
+    _, ours, image_processor, _ = load_pretrained_model(str(cropped[0]), None, "ours", device="cpu")
+    theirs, processor = load_exported(cropped[1]), AutoProcessor.from_pretrained(cropped[1])
+    assert type(theirs) is LlavaNextForConditionalGeneration
+    size, generator = SHAPES[shape], np.random.default_rng(0)
+    picture = Image.fromarray(generator.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+    images = process_images([picture], image_processor, ours.config)
+    inputs = processor(images=picture, text="Hi <image> there", return_tensors="pt")
+    assert torch.equal(inputs["pixel_values"], images)
+    ids = tokenizer_image_token("Hi <image> there", load_tokenizer(str(cropped[0])), return_tensors="pt")
+    rules = ours.crop_rules()
+    assert torch.equal(inputs["input_ids"], expanded(ids.tolist(), theirs, rules.visual_tokens(rules.picture(size))))
+    expected = ours(input_ids=ids[None], images=images, image_sizes=[size]).logits
+    found = theirs(**inputs).logits[..., : expected.shape[-1]]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    answer = theirs.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+    assert answer.tolist() == ours.generate(ids[None], images=images, image_sizes=[size], **options).tolist()
+
+
+def test_the_way_back_from_crops_gives_the_checkpoint(cropped, tmp_path):
+    assert main(["llava", "--model-path", str(cropped[1]), "--output-dir", str(tmp_path / "back")]) == 0
+    ours, back = load_language_model(str(cropped[0])), load_language_model(str(tmp_path / "back"))
+    equal_checkpoints(ours, back)
+    fields = ("image_aspect_ratio", "image_grid_pinpoints", "mm_patch_merge_type")
+    assert [getattr(back.config, name) for name in fields] == ["anyres", GRIDS, "spatial_unpad"]
+
+
+def test_a_second_picture_of_a_conversation_is_refused_by_the_template_of_crops(cropped):
+    processor, picture = AutoProcessor.from_pretrained(cropped[1]), {"type": "image"}
+    message = {"role": "user", "content": [picture, {"type": "text", "text": "Why?"}]}
+    assert processor.apply_chat_template([message], add_generation_prompt=True).count("<image>") == 1
+    with pytest.raises(Exception, match="one picture per conversation"):
+        processor.apply_chat_template([message, message], add_generation_prompt=True)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -438,6 +496,9 @@ def test_what_is_not_a_whole_checkpoint_is_refused_by_name(parts, tmp_path, caps
     ("options", "message"),
     [
         ({"aspect": "anyres"}, "image_aspect_ratio=anyres"),
+        (CROPS | {"grids": GRIDS}, "image_aspect_ratio=anyres"),  # with a norm
+        (CROPS | {"grids": GRIDS, "norm": "none", "aspect": "anyres_max_2"}, "image_aspect_ratio=anyres_max_2"),
+        (CROPS | {"grids": GRIDS, "norm": "none", "mm_projector_type": "linear"}, "does not compute the same"),
         ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type=spatial_unpad (image_newline"),
         ({"version": "plain"}, "of stage 1 (template plain)"),
     ],
