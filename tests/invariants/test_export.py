@@ -34,7 +34,7 @@ from llava.export.__main__ import main
 from llava.export.hf import export, file_name
 from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
 from llava.model.builder import load_language_model, load_pretrained_model
-from llava.model.hf_folder import hf_names, own_fields
+from llava.model.hf_folder import CARRIED, hf_names, own_fields
 from llava.model.multimodal_encoder.builder import load_image_processor
 from llava.model.multimodal_encoder.towers import TOWERS
 from llava.model.multimodal_projector.norm import NORM_TYPES
@@ -457,6 +457,16 @@ def test_the_way_back_from_crops_gives_the_checkpoint(cropped, tmp_path):
     equal_checkpoints(ours, back)
     fields = ("image_aspect_ratio", "image_grid_pinpoints", "mm_patch_merge_type")
     assert [getattr(back.config, name) for name in fields] == ["anyres", GRIDS, "spatial_unpad"]
+
+
+def test_a_folder_of_llava_next_without_our_fields_is_read_with_its_crops(cropped, tmp_path):
+    shutil.copytree(cropped[1], tmp_path / "hf")
+    fields = json.loads((tmp_path / "hf/config.json").read_text())
+    published = {k: v for k, v in fields.items() if k == "image_grid_pinpoints" or not k.startswith(CARRIED)}
+    (tmp_path / "hf/config.json").write_text(json.dumps(published))
+    ours, back = load_language_model(str(cropped[0])), load_language_model(str(tmp_path / "hf"))
+    equal_checkpoints(ours, back)
+    assert back.crop_rules() == ours.crop_rules()
 
 
 def test_a_second_picture_of_a_conversation_is_refused_by_the_template_of_crops(cropped):
