@@ -1,8 +1,8 @@
 """Writes a checkpoint as a folder of Hugging Face's LLaVA classes: model, tokenizer, processor and chat template.
 
 Without a norm it is a stock LlavaForConditionalGeneration wherever that class computes the same, and with pictures
-in crops a LlavaNextForConditionalGeneration; else the folder brings
-its own code, modeling_llava_norm.py, and is loaded with trust_remote_code=True.
+in crops a LlavaNextForConditionalGeneration; else the folder brings its own code, modeling_llava_norm.py, and is loaded
+with trust_remote_code=True.
 """
 
 import argparse

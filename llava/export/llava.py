@@ -1,7 +1,7 @@
 """Writes a folder of Hugging Face's LLaVA classes as a checkpoint in LLaVA's layout, as training writes it.
 
-It takes what `python -m llava.export hf` has written, and published folders of LLaVA 1.5 and LLaVA-NeXT. Training, asking, evaluation
-and analysis read such folders as they are, without this.
+It takes what `python -m llava.export hf` has written, and published folders of LLaVA 1.5 and LLaVA-NeXT. Training,
+asking, evaluation and analysis read such folders as they are, without this.
 """
 
 import argparse
