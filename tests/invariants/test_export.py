@@ -451,6 +451,16 @@ def test_crops_give_the_same_pixels_ids_logits_and_answers(cropped, shape):
     assert answer.tolist() == ours.generate(ids[None], images=images, image_sizes=[size], **options).tolist()
 
 
+@torch.no_grad()
+def test_a_batch_of_prompts_with_other_numbers_of_crops_equals_each_alone(cropped):
+    theirs, processor = load_exported(cropped[1]), AutoProcessor.from_pretrained(cropped[1])
+    pictures = [Image.new("RGB", SHAPES[shape], colour) for shape, colour in (("wide", "red"), ("small", "blue"))]
+    batch = processor(images=pictures, text=["Hi <image> there"] * 2, padding=True, return_tensors="pt")
+    for row, mask, picture in zip(theirs(**batch).logits, batch["attention_mask"].bool(), pictures, strict=True):
+        alone = theirs(**processor(images=picture, text="Hi <image> there", return_tensors="pt")).logits[0]
+        torch.testing.assert_close(row[mask], alone, rtol=1e-4, atol=1e-5)
+
+
 def test_the_way_back_from_crops_gives_the_checkpoint(cropped, tmp_path):
     assert main(["llava", "--model-path", str(cropped[1]), "--output-dir", str(tmp_path / "back")]) == 0
     ours, back = load_language_model(str(cropped[0])), load_language_model(str(tmp_path / "back"))
