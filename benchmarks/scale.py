@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import cards
 from benchmarks.shapes import PRESETS, SO400M, STAGES
 from llava.launch.recipe import resolved_run
 from llava.model.language_model.families import LLAVA_CLASSES
@@ -309,6 +310,8 @@ def print_page(args: argparse.Namespace) -> None:
         for network, bandwidth in NETWORKS.items():
             print(f"\nStage {stage}, global batch {GLOBAL_BATCH[stage]}, {network}:\n")
             print(table(["preset", "layout", *map(str, GPUS)], throughput_rows(stage, bandwidth, args)))
+    print(cards.section(args.mfu))
+    print(table(cards.header(), cards.rows(args.mfu, TEXT_TOKENS, TARGETS)))
     print(BREAKS)
 
 

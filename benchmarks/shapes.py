@@ -43,7 +43,8 @@ class Preset:
     @property
     def model_type(self) -> str:
         """A key of LLAVA_CLASSES."""
-        return {"llama": "llava_llama", "qwen2": "llava_qwen"}[sizes_of(self.name)["model_type"]]
+        names = {"llama": "llava_llama", "qwen2": "llava_qwen", "qwen3": "llava_qwen3"}
+        return names[sizes_of(self.name)["model_type"]]
 
     @property
     def language_model(self) -> dict[str, Any]:
@@ -63,6 +64,10 @@ PRESETS = {
     "demo": Preset("demo", "siglip-small"),
     "llama-3.2-3b": Preset("llama-3.2-3b", "siglip-so400m"),
     "qwen2.5-7b": Preset("qwen2.5-7b", "siglip-so400m"),
+    "nano": Preset("qwen3-0.6b", "siglip2-base-384"),
+    "0.5b": Preset("qwen2.5-0.5b", "siglip-so400m"),
+    "1.5b": Preset("qwen2.5-1.5b", "siglip-so400m"),
+    "3b-qwen": Preset("qwen2.5-3b", "siglip-so400m"),
 }
 
 

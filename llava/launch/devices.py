@@ -97,6 +97,17 @@ def count_gpus(environment: Mapping[str, str]) -> int:
         return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
+def gpu_memory(environment: Mapping[str, str]) -> int | None:
+    """Memory in GiB of the smallest GPU that `nvidia-smi` lists, or None where it lists none."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, env=dict(environment))
+    except OSError:
+        return None
+    mebibytes = re.findall(r"^\s*(\d+)\s*$", done.stdout, re.MULTILINE)
+    return round(min(map(int, mebibytes)) / 1024) if mebibytes else None
+
+
 def available_cores() -> int:
     """Number of cores that this process may use, by its affinity and the container's quota."""
     cores = len(own_cores())

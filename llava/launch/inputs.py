@@ -27,9 +27,13 @@ ADAPTER_FILE = "mm_projector.bin"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
+GATED = ("meta-llama/", "google/gemma-")
+"""How hub names of models begin that are downloaded only by users who accepted their licence."""
+
+
 @dataclass(frozen=True)
 class Input:
-    """One input and its state; `hint` says what to do where it is missing, and of a wrong one what it should be.
+    """One input and its state; `hint` says what to do where it is missing or gated, and what a wrong one should be.
 
     States: `found`, `hub`, `MISSING`, or `WRONG` for a path that exists and is something else.
     """
@@ -222,6 +226,19 @@ def _json_fault(file: Path) -> str:
         return f"expected JSON in {file}, found something else ({error})"
 
 
+def gated_hint(name: str) -> str:
+    """What a gated model of the hub needs before it can be downloaded; empty for others and where it is downloaded."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    if not name.startswith(GATED) or (cache / f"models--{name.replace('/', '--')}" / "snapshots").is_dir():
+        return ""
+    accept = f"gated: accept its licence at https://huggingface.co/{name}"
+    token = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
+    if os.environ.get("HF_TOKEN") or token.is_file():
+        return f"{accept} with the account whose token is used here, if that is not done yet"
+    return f"{accept}, then log in: hf auth login (or set HF_TOKEN)"
+
+
 def check_file(
     what: str, path: str, hint: str, caller: str = "", fault: Callable[[Path], str] = _no_fault
 ) -> Iterator[Input]:
@@ -250,6 +267,6 @@ def check_model(
 ) -> Iterator[Input]:
     """As `check_file`; `owner/model` is a name on the model hub if neither it nor a folder `owner` is here."""
     if not Path(name).exists() and not Path(name.split("/")[0]).is_dir() and _HUB_NAME.fullmatch(name):
-        yield Input(HUB, what, name)
+        yield Input(HUB, what, name, gated_hint(name))
     else:
         yield from check_file(what, name, hint, caller, fault)

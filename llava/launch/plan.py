@@ -11,9 +11,9 @@ from pathlib import Path
 
 from llava.launch.batch import Batch, resolve_batch
 from llava.launch.command import Launch, resolve_launch
-from llava.launch.devices import Devices, has_bf16_instructions, resolve_devices
+from llava.launch.devices import Devices, gpu_memory, has_bf16_instructions, resolve_devices
 from llava.launch.flags import Flags, parse_flags
-from llava.launch.inputs import Input, check_inputs
+from llava.launch.inputs import HUB, Input, check_inputs
 from llava.launch.passed_on import other_nodes, word_for_hosts
 from llava.launch.settings import Refusal, is_on, one_of
 from llava.utils.paths import shipped
@@ -36,6 +36,7 @@ class Plan:
     flags: Flags
     inputs: tuple[Input, ...]
     other_nodes: tuple[str, ...] = ()  # how they get their variables, and which
+    gpu_memory: int | None = None  # GiB of the smallest GPU here, where it decides anything
 
     @property
     def output_dir(self) -> Path:
@@ -89,7 +90,8 @@ def resolve(environment: Mapping[str, str], entry: str, words: Sequence[str], co
     inputs = check_inputs(environment, flags, devices, launch)
     stage, preset = environment.get("STAGE", ""), environment.get("PRESET", "")
     others = other_nodes({**environment, **launch.environment}, launch.by_ssh) if devices.nodes > 1 else []
-    return Plan(stage, preset, entry, python, devices, batch, launch, flags, tuple(inputs), tuple(others))
+    memory = gpu_memory(environment) if devices.on_gpu and flags.value("deepspeed") == "auto" else None
+    return Plan(stage, preset, entry, python, devices, batch, launch, flags, tuple(inputs), tuple(others), memory)
 
 
 def tracker(python: str) -> str:
@@ -117,7 +119,7 @@ def configuration(plan: Plan) -> list[tuple[str, str]]:
         ("per-device batch", str(plan.batch.per_device)),
         ("accumulation", str(plan.batch.accumulation)),
         ("global batch", str(plan.batch)),
-        ("micro-batch tokens", value("max_tokens_per_micro_batch")),
+        ("micro-batch tokens", by_memory(plan, "max_tokens_per_micro_batch")),
         ("learning rate", value("learning_rate")),
         ("  projector", value("mm_projector_lr")),
         ("  vision tower", value("mm_vision_tower_lr")),
@@ -130,12 +132,21 @@ def configuration(plan: Plan) -> list[tuple[str, str]]:
         ("held-out data", value("eval_data_path")),
         ("adapter", value("pretrain_mm_mlp_adapter")),
         ("launcher", plan.launch.launcher),
-        ("deepspeed", value("deepspeed") or "none"),
+        ("deepspeed", by_memory(plan, "deepspeed") or "none"),
         ("layers' kernels", kernels(plan)),
         ("reports to", value("report_to")),
         ("output", value("output_dir")),
     ]
     return [(name, text) for name, text in rows if text]
+
+
+def by_memory(plan: Plan, flag: str) -> str:
+    """The flag's value; `auto` with what the trainer will choose it by."""
+    value = plan.flags.value(flag)
+    if value != "auto":
+        return value
+    card = f"GPUs of {plan.gpu_memory} GiB" if plan.gpu_memory else "the memory found"
+    return f"auto: chosen for {card} when the run starts (docs/scale.md has estimates)"
 
 
 def kernels(plan: Plan) -> str:
@@ -172,7 +183,7 @@ def show(plan: Plan, width: int) -> str:
     lines += ["command", command_text(plan, plan.entry, width, indent="  "), "inputs"]
     for each in plan.inputs:
         lines.append(hung(f"  {each.state:<8} {each.what:<14} ", each.value, width))
-        if each.is_problem:
+        if each.hint and (each.is_problem or each.state == HUB):
             lines.append(hung(f"  {'':<8} {'':<14} -> ", each.hint, width))
     if any(each.is_relative for each in plan.inputs):
         lines.append(f"  relative paths start at {Path.cwd()}")
@@ -186,7 +197,8 @@ def as_json(plan: Plan) -> str:
     content = {
         "stage": plan.stage,
         "preset": plan.preset,
-        "devices": {"nodes": plan.devices.nodes, "ranks": plan.devices.ranks, "on_gpu": plan.devices.on_gpu},
+        "devices": {"nodes": plan.devices.nodes, "ranks": plan.devices.ranks, "on_gpu": plan.devices.on_gpu}
+        | ({"memory_gib": plan.gpu_memory} if plan.gpu_memory else {}),
         "batch": {
             "per_device": plan.batch.per_device,
             "accumulation": plan.batch.accumulation,

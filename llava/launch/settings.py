@@ -47,7 +47,8 @@ VARIABLES: dict[str, dict[str, str]] = {
     "optimisation": {
         "GLOBAL_BATCH": "samples of an optimizer step over all devices; accumulation follows",
         "PER_DEVICE_BATCH": "samples of a device's micro-batch, or auto: its whole share at once",
-        "MAX_TOKENS_PER_MICRO_BATCH": "maximum tokens per micro-batch; a step takes the fewest (empty: by samples)",
+        "MAX_TOKENS_PER_MICRO_BATCH": "maximum tokens per micro-batch; a step takes the fewest (empty: by samples); "
+        "auto: what fits, with DEEPSPEED_CONFIG=auto",
         "EPOCHS": "passes over the data, where MAX_STEPS is -1",
         "MAX_STEPS": "optimizer steps; -1: by EPOCHS",
         "LEARNING_RATE": "learning rate of parts without their own",
@@ -68,8 +69,8 @@ VARIABLES: dict[str, dict[str, str]] = {
         "RDZV_ID": "name of the job where nodes find each other again, with MAX_RESTARTS (default: RUN_NAME)",
         "LAUNCHER": "auto, python, deepspeed or torchrun (default: auto)",
         "MAX_RESTARTS": "how many times torchrun restarts all ranks after a failure (default: 0)",
-        "DEEPSPEED_CONFIG": "a file of deepspeed_configs; auto: ZeRO-2 with compiled layers if that fits, else ZeRO-3; "
-        "empty: without DeepSpeed",
+        "DEEPSPEED_CONFIG": "a file of deepspeed_configs; auto: what fits first of ZeRO-2, ZeRO-3 and offload; empty: "
+        "without DeepSpeed",
         "BF16": "compute in bf16 (default: True on GPUs and on CPUs with instructions for it)",
         "TF32": "fp32 products in TF32 (default: True on GPUs)",
         "ATTN_IMPLEMENTATION": "attention of the language model (default: the fastest installed)",

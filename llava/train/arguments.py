@@ -135,6 +135,8 @@ class TrainingArguments(
         self.use_liger_kernel = choice("use_liger_kernel", self.use_liger_kernel, "auto")
         # pyrefly: ignore[bad-assignment]
         self.compile_layers = choice("compile_layers", self.compile_layers, "auto", "tower")
+        # pyrefly: ignore[bad-assignment]
+        self.max_tokens_per_micro_batch = token_cap(self.max_tokens_per_micro_batch)
         if self.profile_steps is not None:
             steps_to_profile(self.profile_steps)
         self.gradient_checkpointing = None  # the library sets it from the newer name
@@ -195,6 +197,20 @@ def choice(flag: str, value: bool | str, *names: str) -> bool | str:
     if (text := str(value).lower()) not in choices:
         raise ValueError(f"--{flag}: expected {', '.join(names)}, True or False; found {value!r}")
     return choices[text]
+
+
+def token_cap(value: int | str | None) -> int | str | None:
+    """`--max_tokens_per_micro_batch` as a number, `auto`, or None.
+
+    Raises:
+        ValueError: the value is none of these.
+    """
+    if value is None or str(value).lower() == "auto":
+        return value and "auto"
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"--max_tokens_per_micro_batch: expected a number or auto, found {value!r}") from None
 
 
 def steps_to_profile(text: str) -> range:

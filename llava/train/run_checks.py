@@ -63,6 +63,8 @@ def check_flags(model_args: ModelArguments, data_args: DataArguments, training_a
     check_reporting(training_args.report_to)
     check_kernels(training_args)
     check_zero(training_args)
+    if training_args.max_tokens_per_micro_batch == "auto":
+        raise ValueError("--max_tokens_per_micro_batch auto needs --deepspeed auto; set both, or give a number")
     for flag in ("length_group_window", "max_tokens_per_micro_batch"):
         value = getattr(training_args, flag)
         if value is not None and value < 1:

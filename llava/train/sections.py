@@ -336,10 +336,11 @@ class SpeedFlags:
         "same.",
         changeable=ROUNDING,
     )
-    max_tokens_per_micro_batch: int | None = flag(
+    max_tokens_per_micro_batch: str | None = flag(
         None,
         "With --padding_free: maximum tokens per micro-batch. A step then takes as few micro-batches as possible, the "
-        "same number on all ranks, whatever --gradient_accumulation_steps says. Its samples stay the same.",
+        "same number on all ranks, whatever --gradient_accumulation_steps says. Its samples stay the same. auto, with "
+        "--deepspeed auto: as many as the memory estimate allows.",
         changeable=ROUNDING,
     )
     hang_timeout: float = flag(

@@ -91,11 +91,8 @@ def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:
     if not args.deepspeed:
         return
     zero = args.hf_deepspeed_config.config.get("zero_optimization", {})
-    layer = max(_elements(layer) for layers, _ in _stacks(model) for layer in layers)
-    trained = sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad)
-    sizes = {"reduce_bucket_size": min(layer, trained)}
+    fill_bucket_sizes(model, zero)
     if zero.get("stage") == 3:
-        sizes["stage3_prefetch_bucket_size"] = layer
         keep_no_input_of_frozen_weights()
         units = list(gathered_units(model))
         for unit in units:
@@ -106,6 +103,15 @@ def fit_zero(model: LlavaMetaForCausalLM, args: TrainingArguments) -> None:
 
             # The newline is the decoder's parameter, but the model uses it before the decoder runs.
             deepspeed.zero.register_external_parameter(model, newline)
+
+
+def fill_bucket_sizes(model: LlavaMetaForCausalLM, zero: dict[str, Any]) -> None:
+    """Fills in the bucket sizes that `zero`, the section `zero_optimization`, leaves at `auto`."""
+    layer = max(_elements(layer) for layers, _ in _stacks(model) for layer in layers)
+    trained = sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad)
+    sizes = {"reduce_bucket_size": min(layer, trained)}
+    if zero.get("stage") == 3:
+        sizes["stage3_prefetch_bucket_size"] = layer
     for name, size in sizes.items():
         if zero.get(name) == "auto":
             zero[name] = size

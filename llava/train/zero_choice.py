@@ -1,9 +1,18 @@
-"""`--deepspeed auto`: ZeRO-2 with compiled layers where whole weights fit by the memory estimate, else ZeRO-3.
+"""`--deepspeed auto` and `--max_tokens_per_micro_batch auto`: what a run takes, by what its cards have free.
 
-ZeRO-2 sends no more bytes than ZeRO-3 in any of the recipes (docs/clusters.md), and only whole layers can be compiled.
-The choice is made before the model is loaded, since ZeRO-3 partitions it while it loads.
+ZeRO-2 with compiled layers where whole weights fit by the memory estimate; it sends no more bytes than ZeRO-3 in any of
+the recipes (docs/clusters.md), and only whole layers can be compiled. Otherwise ZeRO-3, or ZeRO-2 with recomputation on
+a single card, which has nothing to split; and what does not fit either is offloaded. The choice is made before the
+model is loaded, since ZeRO-3 partitions it while it loads.
 """
 
+import copy
+import json
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,13 +26,30 @@ from llava.train.building import arithmetic_dtype
 from llava.train.compilation import missing_compiler
 from llava.train.flags import FlagParser, parse_flags
 from llava.train.lora import add_lora_by_flags
-from llava.train.memory import CheckpointPlan, estimate_memory, memory_budget
+from llava.train.memory import MemoryEstimate, estimate_memory, memory_budget, plan_checkpointing
 from llava.train.optim import set_trainable, tunable_parts
 from llava.train.ranks import from_all
-from llava.train.zero import fit_zero
+from llava.train.zero import fill_bucket_sizes
+from llava.utils.paths import shipped
 
 AUTO = "auto"
 ZERO_2, ZERO_3 = "deepspeed_configs/zero2.json", "deepspeed_configs/zero3.json"
+OFFLOAD = "deepspeed_configs/zero3_offload.json"
+MOST_TOKENS = 16384  # of a micro-batch that is chosen: beyond it a GPU's products become no faster
+_STEP = 512
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a run takes: the file of DeepSpeed, the tokens of a micro-batch, and whether layers recompute.
+
+    `needed` are the estimated bytes per device, as few layers recomputed as bring them below the budget if any do.
+    """
+
+    zero: str
+    tokens: int
+    recomputes: bool
+    needed: int
 
 
 def resolve_auto(argv: list[str]) -> list[str]:
@@ -36,26 +62,78 @@ def resolve_auto(argv: list[str]) -> list[str]:
         return argv
     parsed: Any = parse_flags([*argv, "--deepspeed", ZERO_2])
     model_args, _, args = parsed
-    if args.bits < 16 or args.lora_use_dora:
-        return [*argv, "--deepspeed", ZERO_2]  # ZeRO-3 can do neither
+    if args.bits < 16 or args.lora_use_dora:  # ZeRO-3 can do neither
+        cap = args.max_tokens_per_micro_batch == AUTO
+        return [*argv, "--deepspeed", ZERO_2, *cap * ["--max_tokens_per_micro_batch", str(args.model_max_length)]]
     uses_liger = args.use_liger_kernel is True
     args.use_liger_kernel = False  # Liger's kernels keep less than these
     model = planned_model(model_args, args)
-    fit_zero(model, args)
+    budget = min(from_all(memory_budget(args.device, 0)))
+    by_memory = args.max_tokens_per_micro_batch == AUTO
     # Without a cap a bound for what micro-batches will hold; crops are known only once the data is read.
     tokens = args.max_tokens_per_micro_batch or args.train_batch_size * args.model_max_length
-    needed = estimate_memory(model, args, tokens).total(CheckpointPlan())
-    budget = min(from_all(memory_budget(args.device, 0)))
-    fits = needed <= budget
-    compiled = ["--compile_layers", "True"] if fits and not uses_liger and can_compile(model, args) else []
-    zero = ["--deepspeed", ZERO_2 if fits else ZERO_3]
+    choice = choose(model, args, budget, None if by_memory else tokens)
+    compiles = choice.zero == ZERO_2 and not choice.recomputes and not uses_liger and can_compile(model, args)
+    compiled = ["--compile_layers", "True"] if compiles else []
+    zero = ["--deepspeed", choice.zero]
+    cap = ["--max_tokens_per_micro_batch", str(choice.tokens)] if by_memory else []
     if args.process_index == 0:
+        recomputed = "with layers recomputed" if choice.recomputes else "without recomputation"
         print(
-            f"--deepspeed auto: {' '.join([*zero, *compiled])}, since ZeRO-2 without recomputation takes "
-            f"{needed / 2**30:.2f} of {budget / 2**30:.2f} usable GiB by estimate",
+            f"--deepspeed auto: {' '.join([*zero, *cap, *compiled])}, which takes {choice.needed / 2**30:.2f} of "
+            f"{budget / 2**30:.2f} usable GiB {recomputed}, by estimate",
             flush=True,
         )
-    return [*compiled, *argv, *zero]
+    return [*compiled, *argv, *zero, *cap]
+
+
+def choose(model: LlavaMetaForCausalLM, args: Any, budget: float, tokens: int | None) -> Choice:
+    """What fits into `budget` bytes of each device, the first of `_candidates`; the last of them if none does.
+
+    Args:
+        model: the model with `requires_grad` set; it needs no weights.
+        args: the training arguments; their `deepspeed` does not count.
+        budget: bytes that a rank may take.
+        tokens: of the largest micro-batch; None chooses them, at least those of the longest sample.
+    """
+    choice = None
+    for zero, sizes, recomputes in _candidates(args, tokens):
+
+        def made(size: int, zero: str = zero, recomputes: bool = recomputes) -> Choice:
+            estimate = estimate_under(zero, model, args, size)
+            plan = plan_checkpointing(AUTO if recomputes else False, estimate, budget)
+            return Choice(zero, size, recomputes, estimate.total(plan))
+
+        # Sizes fall, and fewer tokens need less.
+        first = bisect_left(sizes, True, key=lambda size, made=made: made(size).needed <= budget)
+        choice = made(sizes[min(first, len(sizes) - 1)])
+        if choice.needed <= budget:
+            break
+    assert choice is not None
+    return choice
+
+
+def _candidates(args: Any, tokens: int | None) -> Iterator[tuple[str, range | list[int], bool]]:
+    """Files of DeepSpeed, sizes of a micro-batch and whether layers may recompute, the best first.
+
+    A micro-batch is as large as fits without recomputation; with it, as large as the longest sample.
+    """
+    longest = args.model_max_length
+    sizes = [tokens] if tokens else range(max(longest, MOST_TOKENS), longest - 1, -_STEP)
+    shortest = [tokens or longest]
+    yield ZERO_2, sizes, False
+    yield ZERO_3 if args.world_size > 1 else ZERO_2, shortest, True
+    if args.device.type == "cuda":  # on a CPU there is nowhere else to put the weights
+        yield OFFLOAD, shortest, True
+
+
+def estimate_under(zero: str, model: LlavaMetaForCausalLM, args: Any, tokens: int) -> MemoryEstimate:
+    """The memory estimate of a run with the file `zero` of DeepSpeed."""
+    config = json.loads(Path(shipped(zero)).read_text(encoding="utf-8"))
+    fill_bucket_sizes(model, config["zero_optimization"])
+    planned = copy.copy(args)
+    planned.deepspeed, planned.hf_deepspeed_config = zero, SimpleNamespace(config=config)
+    return estimate_memory(model, planned, tokens)
 
 
 def planned_model(model_args: ModelArguments, args: TrainingArguments) -> LlavaMetaForCausalLM:

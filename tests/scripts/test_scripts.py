@@ -393,6 +393,47 @@ def test_gpus_are_counted_when_num_gpus_is_not_set(tool_path):
     assert "  devices              4 = 1 node x 4 GPUs\n" in bash("scripts/pretrain.sh", path=path, DRY_RUN=1).stdout
 
 
+FOR_ONE_CARD = ("nano", "0.5b", "1.5b", "3b-qwen")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gigabytes", [24, 48, 80])
+@pytest.mark.parametrize("count", [1, 8])
+def test_presets_for_one_card_resolve_on_any_card_without_another_word(count, gigabytes, tool_path):
+    """What the trainer then chooses is tested in tests/unit/test_zero_choice.py."""
+    memory = 1024 * gigabytes - 12  # nvidia-smi lists a little less than what is sold
+    path = tool_path(
+        "nvidia-smi", f'for i in $(seq {count}); do [ "$1" = -L ] && echo "GPU $i: x" || echo {memory}; done'
+    )
+
+    def found(preset):
+        run = resolved_run("finetune", PATH=path, PRESET=preset, LORA=int(preset == "3b-qwen"))
+        flags = run["flags"]
+        assert run["devices"] == {"nodes": 1, "ranks": count, "on_gpu": True, "memory_gib": gigabytes}
+        assert (flags["deepspeed"], flags["max_tokens_per_micro_batch"]) == ("auto", "auto")
+        assert run["batch"]["global"] == 128 and flags["model_name_or_path"].startswith("Qwen/Qwen")
+        assert not [
+            each for each in run["inputs"] if each["what"] in ("model", "vision tower", "deepspeed") and each["hint"]
+        ]
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(found, FOR_ONE_CARD))
+
+
+def test_a_dry_run_says_what_auto_goes_by_and_that_a_model_is_gated(tool_path, tmp_path):
+    path = tool_path("nvidia-smi", '[ "$1" = -L ] && echo "GPU 0: x" || echo 24564')
+    settings = {"path": path, "DRY_RUN": 1, "LLAVA_PYTHON": "false", "COLUMNS": 300, "HF_HOME": tmp_path}
+    shown = bash("scripts/finetune.sh", PRESET="0.5b", **settings).stdout
+    for name in ("micro-batch tokens", "deepspeed"):
+        assert f"  {name:<20} auto: chosen for GPUs of 24 GiB when the run starts" in shown
+    assert "gated" not in shown
+    shown = bash("scripts/finetune.sh", PRESET="llama-3.2-3b", **settings).stdout
+    assert (
+        "-> gated: accept its licence at https://huggingface.co/meta-llama/Llama-3.2-3B-Instruct, then log in: "
+        in shown
+    )
+
+
 def test_own_environment_is_used_and_told_where_the_package_lies(tool_path):
     path = tool_path("mypython", "exit 0")
     settings = {"DRY_RUN": 1, "PRESET": "demo", "NUM_GPUS": 0, "LLAVA_PYTHON": "mypython", "COLUMNS": 300}

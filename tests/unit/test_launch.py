@@ -14,7 +14,7 @@ from llava.launch.command import resolve_launch
 from llava.launch.cpu import idle_cores, keeping_allocator, wait_policy, wheels_mimalloc
 from llava.launch.devices import Devices, cpu_quota, resolve_devices, shared_memory_note
 from llava.launch.flags import parse_flags
-from llava.launch.inputs import check_inputs, check_master
+from llava.launch.inputs import check_inputs, check_master, check_model
 from llava.launch.plan import resolve
 from llava.launch.settings import Refusal
 from llava.launch.supervise import Supervisor
@@ -290,6 +290,25 @@ def test_hub_names_are_not_local_paths_and_missing_files_have_a_hint(tmp_path):
     assert "VISION_TOWER" in hints["vision tower"] and "hf:OWNER/NAME[SPLIT]" in hints["data"]
     assert "set DATA_PATH to records that are there (docs/data.md)" in [f.hint for f in listed]
     assert "scripts/pretrain.sh" in hints["adapter"] and "PRETRAIN_ADAPTER" in hints["adapter"]
+
+
+def test_a_gated_model_is_named_with_the_command_that_logs_in(tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "HF_HUB_CACHE", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    name = "meta-llama/Llama-3.2-3B-Instruct"
+    (gated,) = check_model("model", name, "hint")
+    assert (gated.state, gated.is_problem) == ("hub", False)
+    accept = f"gated: accept its licence at https://huggingface.co/{name}"
+    assert gated.hint == f"{accept}, then log in: hf auth login (or set HF_TOKEN)"
+    (free,) = check_model("model", "Qwen/Qwen3-0.6B", "hint")
+    assert free.hint == ""
+    (tmp_path / "token").write_text("hf_x")
+    (known,) = check_model("model", name, "hint")
+    assert "gated" in known.hint and "hf auth login" not in known.hint
+    (tmp_path / "hub/models--meta-llama--Llama-3.2-3B-Instruct/snapshots").mkdir(parents=True)
+    (here,) = check_model("model", name, "hint")
+    assert here.hint == ""
 
 
 def test_folder_of_this_repository_is_never_taken_for_a_hub_name():

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training import LM_AND_PROJECTOR, LORA, flags
+from training import LM_AND_PROJECTOR, LORA, flags, training_arguments
 
+from benchmarks import cards
+from benchmarks.shapes import PRESETS, sizes_of
 from llava.train import zero_choice
-from llava.train.arguments import choice
+from llava.train.arguments import choice, token_cap
 from llava.train.building import build_model
 from llava.train.flags import FlagParser, parse_flags
 from llava.train.memory import estimate_memory
@@ -27,23 +29,44 @@ def test_the_estimate_of_a_model_without_weights_is_that_of_the_loaded_one(tiny,
     assert planned == estimate_memory(build_model(model_args, data_args, args), args, 64)
 
 
-def chosen(monkeypatch, usable, words):
-    """The ZeRO stage and whether layers are compiled, where ZeRO-2 takes 100 of `usable` bytes on a GPU."""
+class Estimate:
+    """100 bytes, of which recomputation saves 10 under ZeRO-2 and 50 under ZeRO-3; offload takes 20."""
+
+    def __init__(self, zero):
+        self.zero = zero
+
+    def total(self, plan):
+        if self.zero == zero_choice.OFFLOAD:
+            return 20
+        return 100 if not plan else 90 if self.zero == zero_choice.ZERO_2 else 50
+
+
+def chosen(monkeypatch, usable, words, ranks=2):
+    """The file of DeepSpeed and whether layers are compiled, where runs take what `Estimate` says, on GPUs."""
 
     def parsed(argv):
         given = FlagParser().parse_known_args(argv)[0]
         fields = {name: getattr(given, name) for name in ("bits", "lora_enable", "lora_use_dora", "padding_free")}
         fields["use_liger_kernel"] = choice("use_liger_kernel", given.use_liger_kernel, "auto")
-        fields["device"] = torch.device("cuda")
-        return None, None, SimpleNamespace(**fields, max_tokens_per_micro_batch=64, process_index=0)
+        fields |= {"device": torch.device("cuda"), "world_size": ranks, "model_max_length": 64}
+        return (
+            None,
+            None,
+            SimpleNamespace(
+                **fields, max_tokens_per_micro_batch=token_cap(given.max_tokens_per_micro_batch) or 64, process_index=0
+            ),
+        )
 
     config = SimpleNamespace(_attn_implementation="flash_attention_2")
-    stubs = {"parse_flags": parsed, "fit_zero": lambda *_: None, "memory_budget": lambda *_: usable}
+    stubs = {"parse_flags": parsed, "memory_budget": lambda *_: usable}
+    stubs["plan_checkpointing"] = lambda requested, *_: requested
     stubs |= {"planned_model": lambda *_: SimpleNamespace(config=config), "missing_compiler": lambda: None}
-    stubs["estimate_memory"] = lambda *_: SimpleNamespace(total=lambda plan: 100)
+    stubs["estimate_under"] = lambda zero, *_: Estimate(zero)
     for name, stub in stubs.items():
         monkeypatch.setattr(zero_choice, name, stub)
     given = FlagParser().parse_known_args(zero_choice.resolve_auto([*MODEL, "--deepspeed", "auto", *words]))[0]
+    cap = zero_choice.MOST_TOKENS if given.deepspeed == zero_choice.ZERO_2 and usable >= 100 else 64  # else the longest
+    assert given.max_tokens_per_micro_batch == (str(cap) if words[:1] == ["--max_tokens_per_micro_batch"] else None)
     return given.deepspeed, given.compile_layers == "True"
 
 
@@ -56,10 +79,20 @@ def chosen(monkeypatch, usable, words):
         (100, ["--use_liger_kernel"], 2, False),
         (100, ["--use_liger_kernel", "auto"], 2, True),
         (100, ["--lora_enable"], 2, False),
+        (100, ["--max_tokens_per_micro_batch", "auto"], 2, True),
+        (99, ["--max_tokens_per_micro_batch", "auto"], 3, False),
     ],
 )
 def test_auto_compiles_layers_that_fit_unless_the_user_says_otherwise(monkeypatch, usable, words, zero, compiles):
     assert chosen(monkeypatch, usable, words) == (f"deepspeed_configs/zero{zero}.json", compiles)
+
+
+@pytest.mark.parametrize(
+    ("usable", "ranks", "zero"),
+    [(90, 1, "zero2"), (89, 1, "zero3_offload"), (50, 2, "zero3"), (49, 2, "zero3_offload"), (10, 8, "zero3_offload")],
+)
+def test_auto_recomputes_on_one_card_splits_over_several_and_offloads_at_last(monkeypatch, usable, ranks, zero):
+    assert chosen(monkeypatch, usable, [], ranks) == (f"deepspeed_configs/{zero}.json", False)
 
 
 @pytest.mark.parametrize("usable", [99, 100])
@@ -90,3 +123,50 @@ def test_layers_compile_on_a_gpu_with_a_kernel_a_compiler_and_no_adapters(
 def test_without_auto_the_command_line_stays():
     for words in ([], ["--deepspeed", "auto", "--deepspeed", ""], ["--deepspeed", "deepspeed_configs/zero3.json"]):
         assert zero_choice.resolve_auto([*MODEL, *words]) == [*MODEL, *words]
+
+
+# --- the presets for one card -----------------------------------------------------------------------------------------
+
+PUBLISHED = {"qwen3-0.6b": 0.596, "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.544, "qwen2.5-3b": 3.086}
+"""Billions of weights, as the models' cards say."""
+
+
+@pytest.fixture(scope="module", params=cards.RECIPES, ids=lambda recipe: f"{recipe.name} {recipe.label}")
+def recipe(request):
+    run = request.param.resolved()
+    return request.param, run, cards.build(request.param, run["flags"])
+
+
+@pytest.mark.slow
+def test_every_preset_for_one_card_fits_on_cards_of_24_48_and_80_gb_alone_and_by_eight(recipe):
+    _, run, model = recipe
+    assert (run["flags"]["deepspeed"], run["flags"]["max_tokens_per_micro_batch"]) == ("auto", "auto")
+    for count in cards.COUNTS:
+        for card in cards.CARDS:
+            args = cards.arguments(run["flags"], count)
+            choice = zero_choice.choose(model, args, card.budget, None)
+            assert choice.needed <= card.budget, (card, count)
+            assert choice.tokens >= args.model_max_length  # no sample is longer
+            if choice.recomputes or choice.tokens == zero_choice.MOST_TOKENS:
+                continue
+            # One more step of the cap would not fit.
+            more = zero_choice.estimate_under(choice.zero, model, args, choice.tokens + 512)
+            assert more.total(zero_choice.plan_checkpointing(False, more, 0)) > card.budget
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shapes_have_the_published_number_of_weights(name):
+    preset = next(preset for preset in PRESETS.values() if preset.name == name)
+    model = cards.build_llava(preset, torch.device("meta"), torch.bfloat16)
+    model.tie_weights()
+    decoder = model.get_model()
+    parts = (decoder.embed_tokens, decoder.layers, decoder.norm)
+    assert sizes_of(name)["tie_word_embeddings"]
+    assert sum(p.numel() for part in parts for p in part.parameters()) / 1e9 == pytest.approx(PUBLISHED[name], abs=1e-3)
+
+
+def test_a_cap_by_memory_needs_deepspeed_auto(tmp_path):
+    args = training_arguments(tmp_path, max_tokens_per_micro_batch="auto")
+    assert args.max_tokens_per_micro_batch == "auto"
+    with pytest.raises(ValueError, match="expected a number or auto, found 'many'"):
+        training_arguments(tmp_path, max_tokens_per_micro_batch="many")
