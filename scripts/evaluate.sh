@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Scores a checkpoint on the paper's nine benchmarks, or on others by --tasks,
-# with stock lmms-eval and lm-eval. See docs/evaluate.md.
+# Scores a checkpoint on the paper's nine benchmarks, or on others by --tasks (or
+# TASKS=llava-1.5, a group), with stock lmms-eval and lm-eval. See docs/evaluate.md.
 #   bash scripts/evaluate.sh CKPT [--tasks pope,mmstar] [--output-dir DIR]
 #                            [--data-dir DIR] [--limit N] ... (--help lists all)
 # Finished tasks are kept; a second call does only what is missing. Exit status 1:
@@ -21,6 +21,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 export EXTRAS="${EXTRAS:-eval,playground}"
 ensure_environment
+[ -z "${TASKS:-}" ] || set -- "$1" --tasks "$TASKS" "${@:2}" # a flag of the caller's wins
 for argument in "$@"; do
   # The data sets of these tasks are made from the pictures that the playground prepared.
   if [[ ",${argument#*=}," =~ ,(scenes|stamps|probes), ]] && [ -d "playground/data/${BASH_REMATCH[1]}" ]; then

@@ -46,7 +46,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = Parser(prog="bash scripts/evaluate.sh", description=__doc__.splitlines()[0])
     top.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder or hub id")
-    top.add_argument("--tasks", help="names, joined by commas (default: the nine of the paper's Table 4)")
+    top.add_argument(
+        "--tasks", help="names or groups (paper, llava-1.5), joined by commas (default: paper, the nine of its Table 4)"
+    )
     top.add_argument("--output-dir", type=Path, help="default: outputs/eval/<last two parts of CKPT>")
     top.add_argument("--data-dir", type=Path, help="folder of <org>/<name> data sets; then nothing comes from the hub")
     top.add_argument("--conv-template", help="template for a checkpoint that does not name its own (LLaVA-1.5: v1)")

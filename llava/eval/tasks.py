@@ -8,6 +8,7 @@ from llava.eval.results import PAPER_COLUMNS, Answered
 from llava.utils.paths import CODE, WORK
 
 Record = Mapping[str, Any]
+MME_POINTS = 2000  # of the ten categories of MME's perception
 OWN_TASKS = CODE / "playground/tasks"
 OWN_DATA = WORK / "playground/data/harness"
 
@@ -159,6 +160,64 @@ def _seed_kind(record: Record) -> str:
     ]
 
 
+def mme_samples(records: Sequence[Record]) -> list[Answered]:
+    """MME's questions of perception with their category; an id starts with the picture's, of which there are two.
+
+    Questions of cognition have no part in the score.
+    """
+    return [
+        Answered(
+            f"{verdict['question_id']}:{doc_id(record)}",
+            verdict["score"],
+            answer_of(record),
+            str(record["target"]),
+            verdict["category"],
+        )
+        for record in records
+        for verdict in [record.get("mme_perception_score")]
+        if verdict
+    ]
+
+
+def mme_points(samples: Sequence[Answered]) -> float:
+    """MME's perception in percent of its points: in each category 100 for accuracy, 100 for pairs all right."""
+    pairs: dict[str | None, dict[str, list[float]]] = {}
+    for sample in samples:
+        pairs.setdefault(sample.group, {}).setdefault(sample.id.rpartition(":")[0], []).append(sample.score)
+    points = [
+        sum(100 * sum(pair) / len(pair) + 100 * all(pair) for pair in of_category.values()) / len(of_category)
+        for of_category in pairs.values()
+    ]
+    return sum(points) / MME_POINTS * 100
+
+
+def vqa_samples(records: Sequence[Record]) -> list[Answered]:
+    """One sample for each question with ten people's answers; the target is the most common one."""
+    samples = []
+    for record in records:
+        answers = record.get("doc", {}).get("answers") or [record["target"]]
+        target = max(answers, key=answers.count)
+        samples.append(Answered(doc_id(record), float(record["exact_match"]), answer_of(record), str(target)))
+    return samples
+
+
+def mmmu_samples(records: Sequence[Record]) -> list[Answered]:
+    """One sample for each question, judged by lmms-eval's own evaluator, which keeps its verdicts to itself."""
+    from lmms_eval.tasks.mmmu.utils import evaluate_mmmu
+
+    return [
+        Answered(
+            doc_id(record),
+            evaluate_mmmu([verdict])[1]["acc"],
+            answer_of(record),
+            str(record["target"]),
+            verdict["subdomain"],
+        )
+        for record in records
+        for verdict in [record["mmmu_acc"]]
+    ]
+
+
 _SCIENCE = each(lambda record: record["exact_match"])
 _TASKS = (
     Task("mmbench_en_dev_static", "lmms-lab-encoder/MMBench", "gpt_eval_score,none", mmbench_samples, unit=100),
@@ -215,27 +274,67 @@ _TASKS = (
         chance=25,
         generates=False,
     ),
+    Task("mme", "lmms-lab-encoder/MME", "mme_perception_score,none", mme_samples, score=mme_points, unit=MME_POINTS),
+    Task("gqa", "lmms-lab-encoder/GQA", "exact_match,none", _SCIENCE),
+    Task("textvqa_val", "lmms-lab-encoder/textvqa", "exact_match,none", vqa_samples),
+    Task("vizwiz_vqa_val", "lmms-lab-encoder/VizWiz-VQA", "exact_match,none", vqa_samples),
+    Task("docvqa_val", "lmms-lab-encoder/DocVQA", "anls,none", each(lambda record: record["anls"])),
+    Task(
+        "chartqa",
+        "lmms-lab-encoder/ChartQA",
+        "relaxed_overall,none",
+        each(
+            lambda record: record["relaxed_overall"],
+            lambda record: "human" if "relaxed_human_split" in record else "augmented",
+        ),
+    ),
+    Task("realworldqa", "lmms-lab-encoder/RealWorldQA", "exact_match,none", _SCIENCE),
+    Task("mmmu_val", "lmms-lab-encoder/MMMU", "mmmu_acc,none", mmmu_samples),
+    Task(
+        "seedbench",
+        "lmms-lab-encoder/SEED-Bench",
+        "seed_all,none",
+        each(
+            lambda record: record["seed_all"]["pred"].lower() == record["seed_all"]["answer"].lower().strip(),
+            lambda record: "image" if "seed_image" in record else "video",
+        ),
+        chance=25,
+    ),
+    Task(
+        "cv_bench",
+        "nyu-visionx/CV-Bench",
+        "cv_bench_acc,none",
+        each(lambda record: record["cv_bench_acc"]["is_correct"], lambda record: record["cv_bench_acc"]["task"]),
+    ),
     Task("scenes", "heldout/scenes", "accuracy,none", own_samples, chance=_own_chance, own=True),
     Task("stamps", "heldout/stamps", "accuracy,none", own_samples, chance=_own_chance, own=True),
     Task("probes", "heldout/probes", "accuracy,none", own_samples, chance=_own_chance, own=True),
 )
 TASKS = {task.name: task for task in _TASKS}
+GROUPS = {
+    "paper": tuple(PAPER_COLUMNS.values()),
+    "llava-1.5": (
+        "gqa", "vizwiz_vqa_val", "scienceqa_img", "textvqa_val", "pope", "mme", "mmbench_en_dev_static", "seedbench",
+    ),
+}  # fmt: skip
+"""Names that stand for several tasks: the paper's Table 4, and LLaVA-1.5's table as far as no judge is needed."""
 
 
 def choose(names: str | None) -> list[Task]:
-    """The tasks of a comma-separated list; of the paper's Table 4 for None.
+    """The tasks of a comma-separated list of tasks and `GROUPS`; of the paper's Table 4 for None.
 
     Raises:
         ValueError: a task that needs a judge, naming what to run instead, or one that is not known.
     """
-    chosen = [name.strip() for name in names.split(",") if name.strip()] if names else list(PAPER_COLUMNS.values())
+    named = [name.strip() for name in (names or "paper").split(",") if name.strip()]
+    chosen = [name for each_name in named for name in GROUPS.get(each_name, (each_name,))]
     for name in chosen:
         if name in TASKS:
             continue
         judged = [other for start, other in JUDGED.items() if name.startswith(start)]
         if judged:
             raise ValueError(f"--tasks {name}: another model judges its answers; run {judged[0]}, which needs none")
-        raise ValueError(f"--tasks {name}: not known here; known: {', '.join(TASKS)}")
+        raise ValueError(f"--tasks {name}: not known here; known: {', '.join([*TASKS, *GROUPS])}")
     if not chosen:
         raise ValueError(f"--tasks {names}: names no task; known: {', '.join(TASKS)}")
     return [TASKS[name] for name in dict.fromkeys(chosen)]

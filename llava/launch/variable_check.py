@@ -21,7 +21,7 @@ OWN: dict[str, set[str]] = {
     "quickstart": {"ARMS", "OUTPUT_ROOT"},
     "compare": {"EVALUATE_FLAGS", "ANALYSIS", "DATA", "SAMPLES", "UPSTREAM_SETTINGS"},
     "reproduce": {"DATA", "EVALUATE_FLAGS", "SAMPLES"},
-    "evaluate": set(),
+    "evaluate": {"TASKS"},
     "analyze": {"OUTPUT_DIR", "DATA", "SAMPLES", "COMMANDS"},
     "upstream_baseline": {
         "ARMS", "BF16", "FINETUNE_DATA", "FINETUNE_IMAGES", "GRADIENT_CHECKPOINTING", "MAX_STEPS", "MODEL_MAX_LENGTH",

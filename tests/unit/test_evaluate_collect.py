@@ -117,6 +117,32 @@ def test_tasks_that_need_a_judge_or_do_not_exist_are_refused(names, message, cap
     assert message in capsys.readouterr().err
 
 
+def test_a_group_stands_for_its_tasks_each_once():
+    names = [task.name for task in choose("pope,llava-1.5")]
+    assert names[0] == "pope" and names.count("pope") == 1
+    assert {"gqa", "textvqa_val", "vizwiz_vqa_val", "mme", "scienceqa_img", "seedbench"} < set(names)
+    assert choose("paper") == choose(None)
+
+
+def test_mme_counts_a_picture_whose_two_answers_are_right_twice():
+    right = {"a": (1, 1), "b": (1, 0), "c": (0, 0)}
+    verdicts = [("OCR", name, score) for name, pair in right.items() for score in pair]
+    verdicts += [("code_reasoning", "d", 1)] * 2  # cognition
+    records = [
+        {"doc_id": i, "target": "Yes", "filtered_resps": ["Yes"]}
+        | {
+            "mme_cognition_score" if category == "code_reasoning" else "mme_perception_score": {
+                "question_id": name, "category": category, "score": score,
+            }
+        }
+        for i, (category, name, score) in enumerate(verdicts)
+    ]  # fmt: skip
+    samples = TASKS["mme"].samples(records)
+    assert len(samples) == 6 and len({sample.id for sample in samples}) == 6
+    points = 100 * 3 / 6 + 100 * 1 / 3
+    assert TASKS["mme"].score(samples) == pytest.approx(TASKS["mme"].percent(points, 6)) == pytest.approx(points / 20)
+
+
 def test_without_names_the_tasks_are_the_papers_table():
     assert [task.name for task in choose(None)] == list(results_module.PAPER_COLUMNS.values())
 
