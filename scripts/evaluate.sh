@@ -21,7 +21,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 export EXTRAS="${EXTRAS:-eval,playground}"
 ensure_environment
-[ -z "${TASKS:-}" ] || set -- "$1" --tasks "$TASKS" "${@:2}" # a flag of the caller's wins
+[ -z "${TASKS:-}" ] || set -- --tasks "$TASKS" "$@" # a flag of the caller's wins
 for argument in "$@"; do
   # The data sets of these tasks are made from the pictures that the playground prepared.
   if [[ ",${argument#*=}," =~ ,(scenes|stamps|probes), ]] && [ -d "playground/data/${BASH_REMATCH[1]}" ]; then
