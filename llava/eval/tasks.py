@@ -205,10 +205,14 @@ def mmmu_samples(records: Sequence[Record]) -> list[Answered]:
     """One sample for each question, judged by lmms-eval's own evaluator, which keeps its verdicts to itself."""
     from lmms_eval.tasks.mmmu.utils import evaluate_mmmu
 
+    def accuracy(verdict: Mapping[str, Any]) -> float:
+        judged: Any = evaluate_mmmu([verdict])
+        return judged[1]["acc"]
+
     return [
         Answered(
             doc_id(record),
-            evaluate_mmmu([verdict])[1]["acc"],
+            accuracy(verdict),
             answer_of(record),
             str(record["target"]),
             verdict["subdomain"],

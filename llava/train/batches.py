@@ -63,13 +63,20 @@ def assignment(dataset: LazySupervisedDataset, args: TrainingArguments) -> Calla
         lengths=np.asarray(dataset.modality_lengths()),
         ranks=args.world_size,
         micro_batches=args.gradient_accumulation_steps,
-        max_tokens=args.max_tokens_per_micro_batch,
+        max_tokens=token_cap(args),
     )
+
+
+def token_cap(args: TrainingArguments) -> int | None:
+    """`--max_tokens_per_micro_batch` as a number; `auto` was resolved before."""
+    cap = args.max_tokens_per_micro_batch
+    return None if cap is None else int(cap)
 
 
 def log_micro_batches(dataset: LazySupervisedDataset, args: TrainingArguments) -> None:
     """Logs how full `--max_tokens_per_micro_batch` makes the micro-batches of the first epoch, if it is given."""
-    if args.max_tokens_per_micro_batch is None:
+    cap = token_cap(args)
+    if cap is None:
         return
     lengths, size, assign = np.abs(dataset.modality_lengths()), global_batch_size(args), assignment(dataset, args)
     order = list(sample_order(dataset, args))
@@ -79,11 +86,11 @@ def log_micro_batches(dataset: LazySupervisedDataset, args: TrainingArguments) -
     tokens = sum(int(lengths[step].sum()) for step in steps)
     logger.info(
         "--max_tokens_per_micro_batch %d: %.4g micro-batches per step and rank (%d to %d), %.0f %% full on average",
-        args.max_tokens_per_micro_batch,
+        cap,
         sum(counts) / len(counts),
         min(counts),
         max(counts),
-        100 * tokens / (sum(counts) * args.world_size * args.max_tokens_per_micro_batch),
+        100 * tokens / (sum(counts) * args.world_size * cap),
     )
 
 
@@ -95,8 +102,9 @@ def largest_micro_batch(dataset: LazySupervisedDataset, args: TrainingArguments)
     if not balanced_by_length(args):
         return args.train_batch_size * args.model_max_length
     lengths = np.abs(dataset.modality_lengths())
-    if args.max_tokens_per_micro_batch is not None:
-        return max(int(lengths.max()), min(args.max_tokens_per_micro_batch, int(lengths.sum())))
+    cap = token_cap(args)
+    if cap is not None:
+        return max(int(lengths.max()), min(cap, int(lengths.sum())))
     order, size, assign = list(sample_order(dataset, args)), global_batch_size(args), assignment(dataset, args)
     steps = [order[start : start + size] for start in range(0, len(order), size)]
     heaviest = sorted(steps, key=lambda step: lengths[step].sum())[-4:]
