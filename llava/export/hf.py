@@ -353,7 +353,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, template: 
     """The tokenizer with its chat template, which pads on the left as generation needs it."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
-    tokenizer.padding_side = "left"
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"  # only `init_kwargs` are saved
     tokenizer.chat_template = template
     save_tokenizer(tokenizer, folder)
 

@@ -274,6 +274,10 @@ def test_generation_ends_where_the_template_ends_an_answer(normed):
     assert settings["pad_token_id"] == tokenizer.pad_token_id
 
 
+def test_the_exported_processor_pads_on_the_left_as_generation_needs_it(normed):
+    assert AutoProcessor.from_pretrained(normed[1], trust_remote_code=True).tokenizer.padding_side == "left"
+
+
 @pytest.mark.parametrize("language_model", ["llama", "llama_tied"])
 def test_the_row_of_the_image_token_never_wins(parts, tmp_path, language_model):
     save(parts, tmp_path / "ours", language_model, tower="clip", norm="none")
