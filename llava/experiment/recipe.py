@@ -131,12 +131,14 @@ class Recipe:
         """Runs a stage; returns its output folder as its flag names it."""
         from llava.experiment.lanes import Step
         from llava.experiment.stage import WHOLE_RUNS, refuse_ignored
+        from llava.utils.locks import refuse_in_use
 
         refuse_ignored([WHOLE_RUNS])
         name = self.plan(stage, *flags, **variables)["flags"]["output_dir"]
         folder = (WORK / name).resolve()
         environment = {"PYTHONUNBUFFERED": "1", **self._environment(stage, variables)}
         command = ["bash", str(ROOT / f"scripts/{stage}.sh"), *map(str, flags)]
+        refuse_in_use(folder)  # before that run's log would begin again
         log = folder.with_name(f"{folder.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         self._assistant = None

@@ -15,6 +15,7 @@ from run_inputs import inputs_in
 from llava import Recipe, asking
 from llava.experiment import recipe as recipe_module
 from llava.launch.recipe import STAGES
+from llava.utils.locks import FolderLock, InUse
 
 # In place of Python: a rank that prints, and fails, or saves on SIGUSR1 as the trainer does.
 STAND_IN_TRAINER = f"""#!{sys.executable}
@@ -114,6 +115,21 @@ def test_a_failed_run_raises_its_last_lines_and_its_log(stand_in, tmp_path, monk
     log = tmp_path / "out.log"
     assert str(caught.value).endswith(f"its log: {log}")
     assert capsys.readouterr().out == log.read_text() and "step 1\nloss is not finite\n" in log.read_text()
+
+
+def test_a_folder_in_use_is_refused_and_the_log_of_its_run_stays(stand_in, tmp_path, monkeypatch):
+    for name, value in stand_in.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "out.log").write_text("the other run's\n")
+    (tmp_path / "out").mkdir()
+    lock = FolderLock(tmp_path / "out")
+    lock.acquire()
+    try:
+        with pytest.raises(InUse, match="out"):
+            Recipe("demo", num_gpus=0).pretrain()
+    finally:
+        lock.release()
+    assert (tmp_path / "out.log").read_text() == "the other run's\n"
 
 
 def test_ctrl_c_waits_until_the_run_has_saved_and_raises(stand_in, tmp_path):
