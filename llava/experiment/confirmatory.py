@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> None:
 def record_complete(study: Study, plan: Registered, record: Record, ended: str) -> None:
     """Adds the seed of the run `ended` to the record and the page of runs, if all its arms are answered."""
     seed = next(run.seed for run in study.runs if run.name == ended)
+    assert seed is not None  # a study's runs have seeds
     part = replace(study, seeds=[seed])
     if seed in missing_seeds(plan, record) and all(map(is_answered, part.runs)):
         part.check_all()

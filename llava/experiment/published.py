@@ -62,7 +62,8 @@ def state_of(published: Published, folder: Path) -> State:
     name, api = published.repository, HfApi()
     wanted = revisions(folder).get(name)
     with _hub_errors(name):
-        info = api.repo_info(name, repo_type=published.kind, revision=wanted, files_metadata=True)
+        asked = api.dataset_info if published.kind == DATASET else api.model_info
+        info = asked(name, revision=wanted, files_metadata=True)
         barred = ""
         if info.gated:
             try:

@@ -63,7 +63,7 @@ def init_rows(measured: Rows) -> Rows:
         for arm, paper in INITS.items()
         if arm in last
         for name, value in published[paper].items()
-        if name not in ("model", "D")
+        if isinstance(value, float)
     ]
 
 
@@ -71,7 +71,9 @@ def score_rows(preset: str, runs: Sequence[Run]) -> Rows:
     """Table 4: each benchmark's score of every arm; none for a preset that is not the paper's."""
     llm = next((name for name in TABLE_4 if name.lower() == preset), None)
     rows: Rows = []
-    for run in runs if llm else []:
+    if llm is None:
+        return rows
+    for run in runs:
         tasks = read_results(run.folder("eval") / RESULTS_FILE).tasks
         rows += [
             compared(f"{llm}, {run.arm}: {title}", TABLE_4[llm][run.arm][task], tasks[task].score)
