@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Scores a checkpoint on the paper's nine benchmarks, or on others by --tasks (or
-# TASKS=llava-1.5, a group), with stock lmms-eval and lm-eval. See docs/evaluate.md.
+# TASKS=llava-1.5, a group), with stock lmms-eval and lm-eval. See
+# docs/evaluate.md.
 #   bash scripts/evaluate.sh CKPT [--tasks pope,mmstar] [--output-dir DIR]
 #                            [--data-dir DIR] [--limit N] ... (--help lists all)
 # Finished tasks are kept; a second call does only what is missing. Exit status 1:

@@ -36,6 +36,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def cut_pictures_are_faults():
+    """lmms-eval, where a test imports it, tells Pillow to fill up cut pictures, for the whole process."""
+    yield
+    if pillow := sys.modules.get("PIL.ImageFile"):
+        pillow.LOAD_TRUNCATED_IMAGES = False
+
+
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 

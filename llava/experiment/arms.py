@@ -2,10 +2,9 @@
 text norm, as in `layernorm@4x` or `layernorm@default`, and `-fixed` at the end if it is not trained, as in
 `scale-fixed`. `layernorm_default` is the older spelling of `layernorm@default`."""
 
-import os
 from typing import NamedTuple
 
-from llava.utils.plugins import VARIABLE, load_all
+from llava.utils.plugins import load_named
 
 BASELINE = "none"
 SEEDS = "number of seeds (42, 43, ...), or a list, as in 1,2 or 7,"
@@ -41,7 +40,7 @@ def parse_arm(name: str) -> Arm:
     """
     from llava.model.multimodal_projector.norm import NORM_TYPES, ProjectorNormArguments, parse_init  # takes seconds
 
-    load_all(os.environ.get(VARIABLE, ""))  # a plug-in's norm is an arm too
+    load_named()  # a plug-in's norm is an arm too
     norm, at, init = name.removesuffix(FIXED).partition("@")
     learnable = not name.endswith(FIXED)
     if not at and norm.endswith(_DEFAULT):

@@ -29,7 +29,7 @@ from llava.launch.recipe import STAGES
 from llava.launch.settings import Refusal
 from llava.utils.files import write_json
 from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT
-from llava.utils.plugins import VARIABLE, load_all
+from llava.utils.plugins import load_named
 from llava.utils.provenance import differences
 from playground import smollm2
 from playground.options import PICTURES
@@ -61,7 +61,7 @@ class Quickstart(Experiment):
         """
         from llava.model.multimodal_projector.norm import NORM_TYPES  # takes seconds
 
-        load_all(os.environ.get(VARIABLE, ""))  # a plug-in's norm is an arm too
+        load_named()  # a plug-in's norm is an arm too
         if unknown := [arm for arm in arms if arm not in NORM_TYPES]:
             raise ValueError(f"NORM={unknown[0]} is not one of: {', '.join(NORM_TYPES)}")
         quickstart = cls(DEMO, arms, [], folder, data, root=root)

@@ -35,8 +35,11 @@ _loaded: dict[str, Plugin] = {}  # by file name
 _loading: list[Plugin] = []  # the one that is being executed
 
 
-def load(path: str | Path) -> Plugin:
+def load(path: str | Path, named_by: str = "--plugin ") -> Plugin:
     """Executes a file that registers parts; the same file is executed once.
+
+    Args:
+        named_by: the flag or variable in front of the path in messages.
 
     Raises:
         ValueError: there is no such file, it fails or registers nothing, or another file of its name is loaded.
@@ -44,7 +47,7 @@ def load(path: str | Path) -> Plugin:
     path = Path(path)
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(
-            f"--plugin {path}: no such Python file; expected one that registers parts by llava.plugin (docs/models.md)"
+            f"{named_by}{path}: no such Python file; expected one that registers parts by llava.plugin (docs/models.md)"
         )
     source = path.read_bytes()
     plugin = Plugin(path.absolute(), hashlib.sha256(source).hexdigest())
@@ -52,7 +55,7 @@ def load(path: str | Path) -> Plugin:
         if known.sha256 == plugin.sha256:
             return known
         raise ValueError(
-            f"--plugin {path} (SHA-256 {plugin.sha256}): {known.path} of the same name is loaded (SHA-256 "
+            f"{named_by}{path} (SHA-256 {plugin.sha256}): {known.path} of the same name is loaded (SHA-256 "
             f"{known.sha256}); give one of them another name"
         )
     module = ModuleType(_module_name(path.name))
@@ -66,17 +69,22 @@ def load(path: str | Path) -> Plugin:
             raise ValueError("it registers nothing; expected a call such as llava.plugin.register_norm")
     except Exception as error:
         forget(path.name)
-        raise ValueError(f"--plugin {path}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{named_by}{path}: {type(error).__name__}: {error}") from error
     finally:
         _loading.remove(plugin)
     return plugin
 
 
-def load_all(paths: str | list[str]) -> None:
+def load_all(paths: str | list[str], named_by: str = "--plugin ") -> None:
     """Loads the files of a list, or of a text that joins them by commas or spaces; see `load`."""
     for text in [paths] if isinstance(paths, str) else paths:
         for path in filter(None, re.split(r"[,\s]+", text)):
-            load(path)
+            load(path, named_by)
+
+
+def load_named() -> None:
+    """Loads the files of the variable `VARIABLE`."""
+    load_all(os.environ.get(VARIABLE, ""), f"{VARIABLE}=")
 
 
 def forget(name: str) -> None:

@@ -50,6 +50,7 @@ def web(tmp_path, monkeypatch):
         Path(local_dir, *allow_patterns).write_text(json.dumps(records))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the suite is offline, the server is here
     monkeypatch.setattr("time.sleep", lambda _: None)
     with serve_files() as files:
         sets = [
