@@ -25,7 +25,7 @@ PAGES = {
 }
 """Pages whose files stand outside docs/, where the code host expects them."""
 SEARCH_WEIGHTS = {
-    "troubleshooting": 2,
+    "troubleshooting": 2.3,
     "clusters": 1.5,
     **dict.fromkeys(("architecture", "contributing", "patches", "tests", "zh-CN", "first-hour.zh-CN"), 0.2),
     **dict.fromkeys(("api/", "changelog", "study-numbers"), 0.02),
