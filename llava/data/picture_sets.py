@@ -158,7 +158,7 @@ def _fetch(pictures: PictureSet, lacking: set[str], folder: Path) -> Counter[str
 
 
 def _download(address: str, target: Path) -> None:
-    """Downloads a file; one that was cut off goes on from `NAME.incomplete`.
+    """Downloads a file; one that was cut off is resumed from `NAME.incomplete`.
 
     Raises:
         OSError: the server cannot be reached or refuses, or the size is not what it said.

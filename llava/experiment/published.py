@@ -83,12 +83,12 @@ def problems(states: Sequence[State], folder: Path) -> list[str]:
     """Why the downloads cannot succeed: refused access, or too little disk space."""
     present = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     needed, free = sum(state.missing for state in states) + SLACK, disk_usage(present).free
-    found = [state.barred for state in states if state.barred and state.missing]
+    faults = [state.barred for state in states if state.barred and state.missing]
     if needed > SLACK and needed > free:
-        found.append(
+        faults.append(
             f"{folder}: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free; pass another --output-dir"
         )
-    return found
+    return faults
 
 
 def download(states: Sequence[State], folder: Path) -> None:
