@@ -117,6 +117,11 @@ def write_result(name: str, rows: Sequence[Mapping[str, Any]], folder: Path | No
     return path
 
 
+def preloaded_names(environment: Mapping[str, str]) -> str:
+    """The names of the libraries that LD_PRELOAD loads, for a result; empty without any."""
+    return ", ".join(Path(path).name for path in environment.get("LD_PRELOAD", "").split(":") if path)
+
+
 def alternate(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 0) -> dict[str, list[float]]:
     """The values of every arm, measured in turns (a b a b ...), so that a machine that slows down slows all of them.
 

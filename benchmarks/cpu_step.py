@@ -3,13 +3,14 @@
 Stage 2 at the shapes of SmolLM2-135M with random weights: forward, backward, gradient clipping and AdamW on a fixed
 batch. Arms: fp32; bf16 autocast over fp32 weights; bf16 weights with fp32 masters, which is how a bf16 run trains
 here (`llava.train.masters`). They take turns in one process, and their first losses are reported. The floor is the time
-of the decoder's matrix products alone, at this machine's own rate for each shape. The result names the allocator that
-`LD_PRELOAD` loads.
+of the decoder's matrix products alone, at this machine's own rate for each shape. What this tree's scripts load first
+is loaded here too; with `LD_PRELOAD=` nothing is.
 """
 
 import argparse
 import contextlib
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,10 +21,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.common import alternate, ratio, spread, write_result
+from benchmarks.common import alternate, preloaded_names, ratio, spread, write_result
 from benchmarks.shapes import PRESETS, build_llava
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data.collate import DataCollatorForSupervisedDataset
+from llava.launch.cpu import preloads
 from llava.model.attention import packed_attention
 from llava.train.masters import MasterWeights
 from llava.train.optim import PARTS, set_trainable
@@ -48,6 +50,8 @@ def main() -> None:
         args.repeats = 3
     if args.threads:
         torch.set_num_threads(args.threads)
+    if variables := preloads(os.environ):
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.cpu_step", *sys.argv[1:]], os.environ | variables)
     steps = {arm: make_step(arm, args) for arm in DTYPES}
     losses = {arm: step() for arm, step in steps.items()}
     timed = {arm: seconds_of(step) for arm, step in steps.items()}
@@ -67,10 +71,9 @@ def main() -> None:
     ]
     for row in rows:
         print(row)
-    preloaded = Path(os.environ.get("LD_PRELOAD") or "glibc").name
     meta = {name: getattr(args, name) for name in ("samples", "tokens", "targets", "repeats")}
-    threads = torch.get_num_threads()
-    print(write_result("cpu_step", rows, folder=args.output_dir, **meta, torch_threads=threads, allocator=preloaded))
+    threads, preloaded = torch.get_num_threads(), preloaded_names(os.environ)
+    print(write_result("cpu_step", rows, folder=args.output_dir, **meta, torch_threads=threads, preloaded=preloaded))
 
 
 def make_step(arm: str, args: argparse.Namespace) -> Callable[[], float]:

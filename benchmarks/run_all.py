@@ -35,7 +35,7 @@ BENCHMARKS = {
     "scaling": "Full micro-batches and even ranks",
 }
 """The titles of the modules' sections."""
-FLAGS_OF = {"tiny": "--size tiny", "bf16": "--bf16"}
+FLAGS_OF = {"tiny": "--size tiny", "bf16": "--bf16", "profile": "--profile"}
 """The flags behind a part of a result's name."""
 ON_GPU = "bash benchmarks/gpu_check.sh --parts {part}"  # fills gpu_<part>.json
 
@@ -170,10 +170,10 @@ REAL_SIZES = (
 )  # fmt: skip
 
 
-def least_ratio(stage: int, allocator: bool) -> Callable[[dict], float | None]:
-    """The smallest ratio over a peer in a stage, with this tree's allocator in the peers too, or as they come."""
+def least_ratio(stage: int, environment: bool) -> Callable[[dict], float | None]:
+    """The smallest ratio over a peer in a stage, as the peers come, or in this tree's environment."""
     return least("ratio", lambda row: row["stage"] == stage and row["ratio"] and row["tool"] != "this tree"
-                 and ("allocator" in row["setting"]) == allocator)  # fmt: skip
+                 and ("environment" in row["setting"]) == environment)  # fmt: skip
 
 
 SMALL_MODELS = (
@@ -181,9 +181,9 @@ SMALL_MODELS = (
              value_of("ratio", stage=stage)) for stage, what, bound in (
                  ("pretrain", "stage 1", 2.5), ("finetune", "stage 2", 5.0))),
     *(Target(f"CPU, the demo's shapes in {precision}, stage {stage}, samples/s over the best peer{how}", bound, True,
-             f"vs_peers_demo{suffix}", least_ratio(stage, allocator))
+             f"vs_peers_demo{suffix}", least_ratio(stage, environment))
       for precision, suffix in (("fp32", ""), ("bf16", "_bf16"))
-      for allocator, how in ((False, " at its best settings"), (True, " with this tree's allocator"))
+      for environment, how in ((False, " at its best settings"), (True, " in this tree's environment"))
       for stage, bound in ((1, 1.3), (2, 1.5))),
     *(Target(f"CPU, a model of width 256, stage {stage}, samples/s over the best peer at its best settings", 1.1, True,
              "vs_peers_tiny", least_ratio(stage, False)) for stage in (1, 2)),

@@ -12,10 +12,11 @@ samples form one row.
 
 Environments are made once, in `.venv-peers` or $PEERS_VENV, from `benchmarks/peers/*.txt`.
 
-  python -m benchmarks.vs_peers            each peer at its best settings, and at these with this tree's allocator
+  python -m benchmarks.vs_peers            each peer at its best settings; the fastest in this tree's environment too
   python -m benchmarks.vs_peers --bf16     the same in bf16: this tree as its scripts train where a CPU has instructions
                                            for it, with fp32 masters, and the peers by autocast over fp32 weights
   python -m benchmarks.vs_peers --search   every setting that was tried, once
+  python -m benchmarks.vs_peers --profile  one run each, profiled: the host's seconds of a step by kind of operation
 """
 
 import argparse
@@ -30,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,10 @@ from typing import Any
 import torch
 
 from benchmarks import shapes, vs_upstream
-from benchmarks.common import ROOT, check_warmup, emptied, ratio, write_result
+from benchmarks.common import ROOT, check_warmup, emptied, preloaded_names, ratio, write_result
 from llava.data.preprocess import preprocess
 from llava.export.hf import export
-from llava.launch.cpu import keeping_allocator
+from llava.launch.cpu import preloads
 from llava.mm_utils import load_tokenizer, save_tokenizer
 from llava.model.builder import load_language_model
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -128,10 +130,10 @@ def in_bf16(setting: Setting) -> Setting:
     return replace(setting, options=setting.options | {"bf16": True})
 
 
-def with_allocator(setting: Setting) -> Setting:
-    """The same, with the allocator that this tree's scripts start a run with."""
-    name = f"this tree's allocator, {setting.name}"
-    return replace(setting, name=name, options=setting.options | {"allocator": True})
+def in_our_environment(setting: Setting) -> Setting:
+    """The same, with the libraries that this tree's scripts load before a run."""
+    name = f"this tree's environment, {setting.name}"
+    return replace(setting, name=name, options=setting.options | {"preloads": True})
 
 
 # For each peer and stage: the best settings that were found, the defaults, and what else was tried.
@@ -206,15 +208,15 @@ def main() -> int:
             ensure_environment(peer)
     named = ("size", "bf16", "steps", "warmup_steps", "repeats", "threads", "search")
     meta = {name: getattr(args, name) for name in named}
-    meta["allocator"] = Path(keeping_allocator(os.environ).get("LD_PRELOAD", "glibc")).name
+    meta["preloaded"] = preloaded_names(preloads(os.environ))
     meta["peers"] = ", ".join(version_of(peer) for peer in peers if not peer.cannot)
-    name = f"vs_peers_{args.size}{'_bf16' if args.bf16 else ''}{args.suffix}"
+    name = f"vs_peers_{args.size}{'_bf16' if args.bf16 else ''}{'_profile' if args.profile else ''}{args.suffix}"
     rows = []
     for stage in args.stages:
         make_inputs(args, work, stage)
-        rows += stage_rows(args, work, stage, peers)
+        rows += (profile_rows if args.profile else stage_rows)(args, work, stage, peers)
         print(write_result(name, rows, folder=args.output_dir, **meta))  # also if the next stage is stopped
-    return int(any(row["note"] and row["setting"] for row in rows))
+    return int(any(row.get("note") and row["setting"] for row in rows))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -224,6 +226,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     vs_upstream.add_size(parser, "demo")
     parser.add_argument("--search", action="store_true", help="every setting of the peers, not only the best")
+    parser.add_argument("--profile", action="store_true", help="profile one run each, in place of the comparison")
     parser.add_argument("--bf16", action="store_true", help="all train in bf16; their weights start as the same fp32")
     parser.add_argument("--steps", type=whole(1), help="steps of stage 2; stage 1 takes twice as many")
     parser.add_argument("--warmup-steps", type=whole(1), help="first steps, left out of the time")
@@ -360,33 +363,45 @@ def peers_record(record: dict[str, Any], images: Path, tokens: int) -> dict[str,
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
+def ways_of(args: argparse.Namespace, stage: str, peers: list[Peer]) -> list[tuple[Peer | None, Setting]]:
+    """The peers' settings that run in a stage, after this tree (None) in the order of each."""
+    theirs = [(p, setting) for p in peers for setting in p.settings.get(stage, ())[: None if args.search else 1]]
+    if args.bf16:
+        theirs = [(peer, in_bf16(setting)) for peer, setting in theirs]
+    orders = dict.fromkeys(setting.order for _, setting in theirs)
+    return [(None, Setting(order, BATCH[stage], order)) for order in orders] + theirs
+
+
 def stage_rows(args: argparse.Namespace, work: Path, stage: str, peers: list[Peer]) -> list[dict[str, Any]]:
     """The runs of a stage, in turns, and a row for each way that was run."""
-    best = [(peer, peer.settings[stage][0]) for peer in peers if stage in peer.settings]
-    ways = [(peer, setting) for peer, _ in best for setting in peer.settings[stage]] if args.search else best
-    if keeping_allocator(os.environ) and not args.quick:
-        ways = ways + [(peer, with_allocator(setting)) for peer, setting in best]
-    if args.bf16:
-        ways = [(peer, in_bf16(setting)) for peer, setting in ways]
-    orders = dict.fromkeys(setting.order for _, setting in ways)
-    ways = [(None, Setting(order, BATCH[stage], order)) for order in orders] + ways
-    measured: dict[int, list[dict]] = {index: [] for index in range(len(ways))}
+    ways = ways_of(args, stage, peers)
+    measured: list[list[dict]] = [[] for _ in ways]
     failures: dict[int, str] = {}
+
+    def run(index: int) -> None:
+        peer, setting = ways[index]
+        who = peer.name if peer else OURS
+        try:
+            measured[index].append(measure(args, work, stage, peer, setting))
+        except RuntimeError as error:
+            if peer is None:
+                raise
+            failures[index] = str(error)
+            print(f"{stage}, {who}, {setting.name}: {error}", flush=True)
+        else:
+            rate = measured[index][-1]["rate"]
+            print(f"{stage}, run {len(measured[index])}, {who}, {setting.name}: {rate:.2f} samples/s", flush=True)
+
     for number in range(args.repeats):
-        for index, (peer, setting) in enumerate(ways):
-            if index in failures:
-                continue
-            try:
-                run = measure(args, work, stage, peer, setting)
-            except RuntimeError as error:
-                if peer is None:
-                    raise
-                failures[index] = str(error)
-                print(f"{stage}, {peer.name}, {setting.name}: {error}", flush=True)
-                continue
-            measured[index].append(run)
-            who = peer.name if peer else OURS
-            print(f"{stage}, run {number + 1}, {who}, {setting.name}: {run['rate']:.2f} samples/s", flush=True)
+        for index in range(len(ways)):
+            if index not in failures:
+                run(index)
+        theirs = [index for index, (peer, _) in enumerate(ways) if peer and index not in failures]
+        if number == 0 and theirs and preloads(os.environ) and not args.quick:
+            peer, setting = ways[max(theirs, key=lambda index: measured[index][0]["rate"])]
+            ways.append((peer, in_our_environment(setting)))
+            measured.append([])
+            run(len(ways) - 1)
     ours = {setting.order: measured[index] for index, (peer, setting) in enumerate(ways) if peer is None}
     rows = [
         row(stage, peer, setting, measured[index], ours[setting.order], failures.get(index), args.bf16)
@@ -395,8 +410,32 @@ def stage_rows(args: argparse.Namespace, work: Path, stage: str, peers: list[Pee
     return rows + [no_figures(stage, peer, note=peer.cannot) for peer in peers if peer.cannot]
 
 
-def measure(args: argparse.Namespace, work: Path, stage: str, peer: Peer | None, setting: Setting) -> dict[str, Any]:
+def profile_rows(args: argparse.Namespace, work: Path, stage: str, peers: list[Peer]) -> list[dict[str, Any]]:
+    """A row for each way: seconds of a step, and of its pieces, after the first steps."""
+    rows = []
+    for peer, setting in ways_of(args, stage, peers):
+        who, output = peer.name if peer else OURS, work / stage / "profile.json"
+        around = (PEERS_FOLDER / "profiled.py", str(args.warmup_steps), output)
+        measure(args, work, stage, peer, setting, around)
+        step = json.loads(output.read_text())
+        pieces = {f"{piece.replace(' ', '_')}_s": seconds for piece, seconds in step["seconds"].items()}
+        rows.append({"stage": STAGES[stage], "tool": who, "setting": setting.name, "step_s": step["wall_s"]} | pieces)
+        print(rows[-1], flush=True)
+    return rows
+
+
+def measure(
+    args: argparse.Namespace,
+    work: Path,
+    stage: str,
+    peer: Peer | None,
+    setting: Setting,
+    around: Sequence[str | Path] = (),
+) -> dict[str, Any]:
     """One training run in its own process.
+
+    Args:
+        around: a script, with its arguments, that runs the run's own script.
 
     Raises:
         RuntimeError: the run failed; the message ends with the last line that it printed.
@@ -405,12 +444,12 @@ def measure(args: argparse.Namespace, work: Path, stage: str, peer: Peer | None,
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_job = ours_job if peer is None else peer_job
-    command = write_job(args, work, stage, peer, setting, folder)
-    # This tree's scripts start a run with the allocator that they find; a peer gets it where its setting says so.
-    allocator = keeping_allocator(os.environ) if peer is None or "allocator" in setting.options else {}
+    python, *script = write_job(args, work, stage, peer, setting, folder)
+    # This tree's scripts preload an allocator and more; a peer gets it where its setting says so.
+    preloaded = preloads(os.environ) if peer is None or "preloads" in setting.options else {}
     env = (
         os.environ
-        | allocator
+        | preloaded
         | {
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
@@ -421,7 +460,9 @@ def measure(args: argparse.Namespace, work: Path, stage: str, peer: Peer | None,
     )
     log_path = folder / "log.txt"
     with log_path.open("w") as log:
-        process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [python, *around, *script], env=env, cwd=folder, stdout=log, stderr=subprocess.STDOUT
+        )
         peak = peak_mib(process)
     if process.returncode:
         last = (log_path.read_text(errors="replace").strip().splitlines() or ["nothing was printed"])[-1]

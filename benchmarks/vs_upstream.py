@@ -26,8 +26,8 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from benchmarks import shapes
-from benchmarks.common import ROOT, check_warmup, emptied, ratio, run_json, spread, write_result
-from llava.launch.cpu import keeping_allocator
+from benchmarks.common import ROOT, check_warmup, emptied, preloaded_names, ratio, run_json, spread, write_result
+from llava.launch.cpu import preloads
 from llava.mm_utils import load_tokenizer
 from llava.utils.commands import whole
 from llava.utils.terminal import Help
@@ -92,8 +92,7 @@ def main() -> None:
         [upstream / "bin/python", "-c", "import json, torch, transformers as t;"
          "print(json.dumps({'torch': torch.__version__, 'transformers': t.__version__}))"]
     )  # fmt: skip
-    preloaded = {} if args.bf16 else keeping_allocator(os.environ)
-    meta["allocator"] = Path(preloaded.get("LD_PRELOAD", "glibc")).name
+    meta["preloaded"] = preloaded_names({} if args.bf16 else preloads(os.environ))
     name = f"vs_upstream_{args.size}{args.suffix}"
     print(write_result(name, rows, folder=args.output_dir, upstream=versions, **meta))
 
@@ -271,7 +270,7 @@ def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Pat
     }
     if name == "upstream":
         flags |= {"group_by_modality_length": stage == "finetune"}
-        allocator = {}
+        preloaded = {}
     else:
         theirs = work / stage / "upstream"
         records = json.loads((work / f"{stage}.json").read_text())
@@ -283,12 +282,12 @@ def run(args: argparse.Namespace, work: Path, stage: str, name: str, python: Pat
             "train_sampling_strategy": "sequential",
             "label_masking": "upstream",
         }
-        allocator = {} if args.bf16 else keeping_allocator(os.environ)  # as the scripts start a run on a CPU
+        preloaded = {} if args.bf16 else preloads(os.environ)  # as the scripts start a run on a CPU
     argv = [str(word) for key, value in flags.items() for word in (f"--{key}", value)] + STAGES[stage]
     (folder / "runs.json").write_text(json.dumps([{"argv": argv, "record": str(folder)}]))
     env = (
         os.environ
-        | allocator
+        | preloaded
         | {
             "PYTHONPATH": str(path),
             "OMP_NUM_THREADS": str(args.threads),

@@ -21,7 +21,7 @@ from llava.experiment.arms import parse_arm
 from llava.experiment.lanes import Measurement, StageStep, Step, run_lanes, words_of
 from llava.experiment.runs import Run, check_flags
 from llava.experiment.stage import WHOLE_RUNS, interpreter
-from llava.launch.cpu import keeping_allocator
+from llava.launch.cpu import preloads
 from llava.launch.devices import available_cores, resolve_devices
 from llava.launch.recipe import STAGES, resolved_run
 from llava.utils.locks import take
@@ -118,7 +118,7 @@ class Experiment:
     def python(self, title: str, log: Path, *words: object, **more: Any) -> Step:
         """A module of this tree, run by the caller's interpreter or else by this one; see `Step` for `more`."""
         python = interpreter()
-        settings = {} if resolve_devices(os.environ).on_gpu else keeping_allocator(os.environ, python)
+        settings = {} if resolve_devices(os.environ).on_gpu else preloads(os.environ, python)
         return Step(title, [python, "-m", *map(str, words)], log, settings, **more)
 
     def held_out(

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llava.launch.command import node_rank
-from llava.launch.cpu import idle_cores, keeping_allocator, wait_policy
+from llava.launch.cpu import idle_cores, preloads, wait_policy
 from llava.launch.devices import available_cores, own_cores, shared_memory_note
 from llava.launch.flags import check_by_trainer, parse_flags
 from llava.launch.inputs import check_master
@@ -109,16 +109,15 @@ def record_command(plan: Plan) -> None:
 
 
 def for_the_cpu(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a run on the CPU: its allocator, and how it shares the cores; prints a line about each."""
+    """Variables for a run on the CPU: what it loads first, and how it shares the cores; prints a line about each."""
     if plan.devices.on_gpu:
         return {}
-    allocator = keeping_allocator(environment, plan.python)
-    if allocator:
+    variables = preloads(environment, plan.python)
+    if libraries := variables.get("LD_PRELOAD"):
         print(
-            f"note: memory is allocated by {allocator['LD_PRELOAD']} instead of glibc; LD_PRELOAD= turns that off",
-            flush=True,
+            f"note: {libraries.replace(':', ' and ')} loaded for speed on a CPU; LD_PRELOAD= turns that off", flush=True
         )
-    return allocator | considerate(plan, environment)
+    return variables | considerate(plan, environment)
 
 
 def considerate(plan: Plan, environment: Mapping[str, str]) -> dict[str, str]:

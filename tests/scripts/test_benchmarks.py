@@ -257,9 +257,9 @@ def test_the_demos_records_have_scenes_and_the_lengths_of_its_data(tmp_path):
     assert min(len(llama(text, add_special_tokens=False).input_ids) for text in texts) >= 10
 
 
-def test_only_a_setting_that_says_so_gives_a_peer_this_trees_allocator(tmp_path, monkeypatch):
+def test_only_a_setting_that_says_so_gives_a_peer_what_this_tree_preloads(tmp_path, monkeypatch):
     preloaded = {"LD_PRELOAD": "libkeeps.so"}
-    monkeypatch.setattr(vs_peers, "keeping_allocator", lambda environment: preloaded)
+    monkeypatch.setattr(vs_peers, "preloads", lambda environment: preloaded)
     monkeypatch.setattr(vs_peers, "read_run", lambda *_: {})
     monkeypatch.setattr(vs_peers, "peak_mib", lambda process: process.wait())
     environments = []
@@ -270,11 +270,11 @@ def test_only_a_setting_that_says_so_gives_a_peer_this_trees_allocator(tmp_path,
         return start(["true"], **options)
 
     monkeypatch.setattr(vs_peers.subprocess, "Popen", started)
-    monkeypatch.setattr(vs_peers, "peer_job", lambda *_: [])
-    monkeypatch.setattr(vs_peers, "ours_job", lambda *_: [])
+    monkeypatch.setattr(vs_peers, "peer_job", lambda *_: ["python"])
+    monkeypatch.setattr(vs_peers, "ours_job", lambda *_: ["python"])
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     peer, setting = vs_peers.Peer("trl"), vs_peers.Setting("2 x 8", 2)
-    for who, how in ((None, setting), (peer, setting), (peer, vs_peers.with_allocator(setting))):
+    for who, how in ((None, setting), (peer, setting), (peer, vs_peers.in_our_environment(setting))):
         vs_peers.measure(argparse.Namespace(threads=1), tmp_path, "finetune", who, how)
     assert environments == ["libkeeps.so", None, "libkeeps.so"]
 

@@ -1,6 +1,10 @@
 """The launcher's parts as functions: flags, batch, devices, launch command, inputs, names, load."""
 
+import ctypes
+import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +15,7 @@ import pytest
 from llava.launch.__main__ import considerate, for_the_cpu
 from llava.launch.batch import resolve_batch
 from llava.launch.command import resolve_launch
-from llava.launch.cpu import idle_cores, keeping_allocator, wait_policy, wheels_mimalloc
+from llava.launch.cpu import idle_cores, mkl_with_avx512, preloads, wait_policy, wheels_mimalloc
 from llava.launch.devices import Devices, cpu_quota, resolve_devices, shared_memory_note
 from llava.launch.flags import parse_flags
 from llava.launch.inputs import check_inputs, check_master, check_model
@@ -402,14 +406,71 @@ def test_a_cpu_run_takes_an_installed_allocator_that_keeps_its_memory(monkeypatc
     monkeypatch.setattr(find_library, lambda name: f"lib{name}.so.4" if name in installed else None)
     wheel = "libmimalloc.so.4" if "mimalloc" in installed else None
     monkeypatch.setattr("llava.launch.cpu.wheels_mimalloc", lambda python: wheel)
+    monkeypatch.setattr("llava.launch.cpu.mkl_with_avx512", lambda environment: None)
     monkeypatch.setattr("llava.launch.__main__.idle_cores", lambda cores: 99.0)
     words = ["--per_device_train_batch_size", "auto", "--output_dir", "out"]
     plan = resolve({"GLOBAL_BATCH": "8", "NUM_GPUS": "0"}, "entry", words, cores=2)
     assert for_the_cpu(plan, {}) == variables
-    assert capsys.readouterr().out.count("note: memory is allocated by lib") == bool(installed)
-    assert keeping_allocator({"LD_PRELOAD": ""}) == {}
-    chosen = keeping_allocator({"MALLOC_CONF": "narenas:1"})
+    assert capsys.readouterr().out.count("loaded for speed on a CPU") == bool(installed)
+    assert preloads({"LD_PRELOAD": ""}) == {}
+    chosen = preloads({"MALLOC_CONF": "narenas:1"})
     assert "MALLOC_CONF" not in chosen
+
+
+AMD = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx avx2 avx512f avx512_bf16\n"
+
+
+def test_mkl_is_told_to_use_avx512_on_amd_alone(tmp_path, monkeypatch):
+    cpu, home = tmp_path / "cpuinfo", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for words in (AMD.replace("AuthenticAMD", "GenuineIntel"), AMD.replace("avx512f ", "")):
+        cpu.write_text(words)
+        assert mkl_with_avx512(home, cpu) is None
+    cpu.write_text(AMD)
+    assert mkl_with_avx512(home | {"ATEN_CPU_CAPABILITY": "avx2"}, cpu) is None
+    assert mkl_with_avx512(home, tmp_path / "none") is None
+    (tmp_path / "file").touch()
+    assert mkl_with_avx512({"XDG_CACHE_HOME": str(tmp_path / "file")}, cpu) is None
+    monkeypatch.setattr("llava.launch.cpu.shutil.which", lambda name: None)
+    assert mkl_with_avx512(home, cpu) is None
+
+
+@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="needs a C compiler")
+def test_what_mkl_asks_is_answered_by_a_library_that_is_compiled_once(tmp_path, monkeypatch):
+    cpu, home = tmp_path / "cpuinfo", {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    cpu.write_text(AMD)
+    library = mkl_with_avx512(home, cpu)
+    assert ctypes.CDLL(library).mkl_serv_intel_cpu_true() == 1
+    monkeypatch.setattr("llava.launch.cpu.shutil.which", lambda name: None)
+    assert mkl_with_avx512(home, cpu) == library
+    monkeypatch.setattr("llava.launch.cpu.find_library", lambda name: "libtcmalloc.so.4")
+    monkeypatch.setattr("llava.launch.cpu.mkl_with_avx512", lambda environment: "libanswer.so")
+    assert preloads({}) == {"LD_PRELOAD": "libtcmalloc.so.4:libanswer.so"}
+    monkeypatch.setattr("llava.launch.cpu.mkl_with_avx512", lambda environment: "my cache/libanswer.so")
+    assert preloads({}) == {"LD_PRELOAD": "libtcmalloc.so.4"}
+
+
+PRODUCTS = """
+import ctypes, pathlib, torch
+torch.manual_seed(0)
+a, b = torch.randn(300, 576), torch.randn(576, 192)
+q, k, v = torch.randn(3, 1, 2, 70, 64)
+attend = torch.nn.functional.scaled_dot_product_attention
+pairs = (a @ b, a.double() @ b.double()), (attend(q, k, v), attend(q.double(), k.double(), v.double()))
+print(ctypes.CDLL(pathlib.Path(torch.__file__).parent / "lib/libtorch_cpu.so").mkl_serv_cpu_detect())
+print([((x - y).norm() / y.norm()).item() for x, y in pairs])
+"""
+
+
+@pytest.mark.skipif(mkl_with_avx512({}) is None, reason="needs an AMD CPU with AVX-512 and a C compiler")
+def test_mkl_takes_wider_kernels_and_its_products_are_those_of_float64():
+    kernels = {}
+    for library in ("", mkl_with_avx512({})):
+        environment = os.environ | {"LD_PRELOAD": library}
+        printed = subprocess.check_output([sys.executable, "-c", PRODUCTS], env=environment, text=True)
+        kernel, errors = printed.splitlines()
+        kernels[library] = int(kernel)
+        assert max(json.loads(errors)) < 1e-6
+    assert kernels[mkl_with_avx512({})] > kernels[""]
 
 
 def test_mimallocs_wheel_is_found_in_the_environment_of_the_interpreter_that_trains(tmp_path):
