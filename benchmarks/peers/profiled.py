@@ -11,7 +11,7 @@ import re
 import runpy
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,15 @@ from transformers import Trainer, TrainerCallback
 
 READING = "reading data"
 PIECES = {
-    "attention": r"attention|softmax|aten::(bmm|baddbmm)$",
     "loss": r"log_softmax|nll_loss|cross_entropy",
+    "attention": r"attention|softmax|aten::(bmm|baddbmm)$",
     "matrix products": r"aten::(mm|addmm)$|mkldnn|convolution",
     "optimizer": r"_fused_adam|_foreach|linalg_vector_norm",
     "copies and casts": r"aten::(copy_|cat|fill_|zero_|index\w*|embedding\w*|_local_scalar_dense|clone|contiguous)$",
     "elementwise": r"^aten::",
 }
-"""Operations of a piece, by name; the first that matches counts. `loss` comes before `attention`'s softmax."""
+"""Operations of a piece, by name; the first that matches counts."""
 HOST = "host"
-ORDER = ("loss", *(piece for piece in PIECES if piece != "loss"))
 
 
 class StepProfile(TrainerCallback):
@@ -42,19 +41,15 @@ class StepProfile(TrainerCallback):
 
     def install(self) -> None:
         """Makes every Trainer that is built from now on report here."""
-        init, read = Trainer.__init__, Trainer.get_batch_samples
+        init = Trainer.__init__
 
         @functools.wraps(init)  # peers look at its parameters
         def profiled_init(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
             init(trainer, *args, **kwargs)
             trainer.add_callback(self)
+            trainer.get_batch_samples = reading(trainer.get_batch_samples)  # this tree's has its own
 
-        @functools.wraps(read)
-        def profiled_read(*args: Any, **kwargs: Any) -> Any:
-            with record_function(READING):
-                return read(*args, **kwargs)
-
-        Trainer.__init__, Trainer.get_batch_samples = profiled_init, profiled_read
+        Trainer.__init__ = profiled_init
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.warmup_steps:
@@ -65,6 +60,16 @@ class StepProfile(TrainerCallback):
             self.profile.stop()
             seconds = {piece: value / steps for piece, value in seconds_by_piece(self.profile.events(), wall).items()}
             self.output.write_text(json.dumps({"steps": steps, "wall_s": wall / steps, "seconds": seconds}))
+
+
+def reading(read: Callable) -> Callable:
+    """`read`, as a range of the profile."""
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        with record_function(READING):
+            return read(*args, **kwargs)
+
+    return marked
 
 
 def seconds_by_piece(events: Iterable[Any], wall: float) -> dict[str, float]:
@@ -87,7 +92,7 @@ def inside_reading(event: Any) -> bool:
 
 def piece_of(name: str) -> str | None:
     """The piece of an operation; None for ranges, such as the optimizer's step, whose own time is the host's."""
-    return next((piece for piece in ORDER if re.search(PIECES[piece], name)), None)
+    return next((piece for piece, names in PIECES.items() if re.search(names, name)), None)
 
 
 if __name__ == "__main__":

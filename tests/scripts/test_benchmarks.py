@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from benchmarks import (
     vs_peers,
     vs_upstream,
 )
-from benchmarks.peers import recording
+from benchmarks.peers import profiled, recording
 from benchmarks.upstream import data_arm
 from llava.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.data import lengths
@@ -277,6 +278,49 @@ def test_only_a_setting_that_says_so_gives_a_peer_what_this_tree_preloads(tmp_pa
     for who, how in ((None, setting), (peer, setting), (peer, vs_peers.in_our_environment(setting))):
         vs_peers.measure(argparse.Namespace(threads=1), tmp_path, "finetune", who, how)
     assert environments == ["libkeeps.so", None, "libkeeps.so"]
+
+
+def event(name, seconds, parent=None):
+    return SimpleNamespace(
+        name=name, self_cpu_time_total=seconds * 1e6, cpu_time_total=seconds * 1e6, cpu_parent=parent
+    )
+
+
+def test_the_pieces_of_a_profiled_step_add_up_to_it():
+    reading = event(profiled.READING, 3.0)
+    inner = event("aten::stack", 0.5, reading)
+    events = [
+        reading,
+        inner,
+        event("aten::copy_", 1.0, inner),  # part of reading
+        event("aten::addmm", 4.0),
+        event("aten::_scaled_dot_product_flash_attention_for_cpu_backward", 2.0),
+        event("aten::_log_softmax", 0.25),
+        event("aten::copy_", 0.5),
+        event("aten::_fused_adamw_", 0.75),
+        event("aten::silu", 1.5),
+        event("Optimizer.step#AdamW.step", 9.0),  # a range; its own time is the host's
+    ]
+    seconds = profiled.seconds_by_piece(events, wall=20.0)
+    assert seconds == {
+        "attention": 2.0, "loss": 0.25, "matrix products": 4.0, "optimizer": 0.75, "copies and casts": 0.5,
+        "elementwise": 1.5, "reading data": 3.0, "host": 8.0,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_is_profiled_from_the_end_of_its_first_steps(tmp_path, monkeypatch):
+    words = ["--size", "tiny", "--quick", "--profile", "--peers", "lmms-engine", "--stages", "pretrain"]
+    folders = ["--work", str(tmp_path / "work"), "--output-dir", str(tmp_path)]
+    # No peer's environment is needed: this tree runs in a peer's place.
+    monkeypatch.setattr(vs_peers, "ways_of", lambda *_: [(None, vs_peers.Setting("shuffled", 32))])
+    monkeypatch.setattr(sys, "argv", ["vs_peers", *words, *folders, "--steps", "6"])
+    assert vs_peers.main() == 0
+    (row,) = json.loads((tmp_path / "vs_peers_tiny_profile.json").read_text())["rows"]
+    pieces = {name: value for name, value in row.items() if name.endswith("_s") and name != "step_s"}
+    assert row["tool"] == "this tree" and len(pieces) == 8 and min(pieces.values()) >= 0
+    assert sum(pieces.values()) == pytest.approx(row["step_s"])
+    assert pieces["matrix_products_s"] > 0 and pieces["optimizer_s"] > 0
 
 
 def test_every_peer_has_its_script_and_versions_or_says_why_not():
