@@ -36,7 +36,9 @@ BENCHMARKS = {
 }
 """The titles of the modules' sections."""
 FLAGS_OF = {"tiny": "--size tiny", "bf16": "--bf16", "profile": "--profile"}
+FLAGS_OF |= {stage: f"--stages {stage}" for stage in ("pretrain", "finetune")}
 """The flags behind a part of a result's name."""
+STAGES = {1: "pretrain", 2: "finetune"}
 ON_GPU = "bash benchmarks/gpu_check.sh --parts {part}"  # fills gpu_<part>.json
 
 
@@ -181,12 +183,12 @@ SMALL_MODELS = (
              value_of("ratio", stage=stage)) for stage, what, bound in (
                  ("pretrain", "stage 1", 2.5), ("finetune", "stage 2", 5.0))),
     *(Target(f"CPU, the demo's shapes in {precision}, stage {stage}, samples/s over the best peer{how}", bound, True,
-             f"vs_peers_demo{suffix}", least_ratio(stage, environment))
+             f"vs_peers_demo{suffix}_{STAGES[stage]}", least_ratio(stage, environment))
       for precision, suffix in (("fp32", ""), ("bf16", "_bf16"))
       for environment, how in ((False, " at its best settings"), (True, " in this tree's environment"))
       for stage, bound in ((1, 1.3), (2, 1.5))),
     *(Target(f"CPU, a model of width 256, stage {stage}, samples/s over the best peer at its best settings", 1.1, True,
-             "vs_peers_tiny", least_ratio(stage, False)) for stage in (1, 2)),
+             f"vs_peers_tiny_{STAGES[stage]}", least_ratio(stage, False)) for stage in (1, 2)),
     *(Target(f"CPU, the demo's stage 2 in {arm}: share of its products' floor", 0.6, True, "cpu_step",
              value_of("share_of_floor", arm=arm)) for arm in ("fp32", "bf16 masters")),
 )  # fmt: skip

@@ -210,12 +210,12 @@ def main() -> int:
     meta = {name: getattr(args, name) for name in named}
     meta["preloaded"] = preloaded_names(preloads(os.environ))
     meta["peers"] = ", ".join(version_of(peer) for peer in peers if not peer.cannot)
-    name = f"vs_peers_{args.size}{'_bf16' if args.bf16 else ''}{'_profile' if args.profile else ''}{args.suffix}"
+    name = f"vs_peers_{args.size}{'_bf16' if args.bf16 else ''}{'_profile' if args.profile else ''}"
     rows = []
     for stage in args.stages:
         make_inputs(args, work, stage)
-        rows += (profile_rows if args.profile else stage_rows)(args, work, stage, peers)
-        print(write_result(name, rows, folder=args.output_dir, **meta))  # also if the next stage is stopped
+        rows += (of_stage := (profile_rows if args.profile else stage_rows)(args, work, stage, peers))
+        print(write_result(f"{name}_{stage}{args.suffix}", of_stage, folder=args.output_dir, **meta))
     return int(any(row.get("note") and row["setting"] for row in rows))
 
 

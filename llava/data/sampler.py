@@ -155,12 +155,12 @@ def assigned_by_length(
         lengths: tokens of every sample of the data set; the sign is ignored.
         ranks: number of ranks.
         micro_batches: number of micro-batches per rank; fewer where some would be empty.
-        max_tokens: replaces `micro_batches`: as few micro-batches as possible, of at most this many tokens each. Only a
-            single sample that is longer exceeds it.
+        max_tokens: as many more micro-batches as are needed, so that each has at most this many tokens. Only a single
+            sample that is longer exceeds it.
     """
     tokens = np.abs(np.asarray(lengths)[samples]).tolist()
     most = -(-len(samples) // ranks)
-    fewest = micro_batches if max_tokens is None else -(-sum(tokens) // (ranks * max_tokens))
+    fewest = micro_batches if max_tokens is None else max(micro_batches, -(-sum(tokens) // (ranks * max_tokens)))
     shortest = tokens.index(min(tokens))
     missing = ranks * most - len(samples)
     for count in range(min(fewest, most), most + 1):

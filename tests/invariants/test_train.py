@@ -12,7 +12,9 @@ from training import flags, run
 
 from llava.data.records import load_records
 from llava.model.builder import load_pretrained_model
+from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.norm import mean_text_embedding_norm
+from llava.train import batches
 from llava.train import train as train_module
 from llava.train.arguments import ModelArguments
 from llava.train.optim import ADAPTER, LANGUAGE_MODEL, VISION_TOWER, tunable_parts
@@ -276,6 +278,24 @@ def test_a_token_cap_decides_only_the_micro_batches_of_each_step(tiny, tmp_path,
     assert f"--max_tokens_per_micro_batch {cap}: {said} per step and rank ({spread})" in caplog.text
     for name in plain:
         torch.testing.assert_close(capped[name], plain[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_cpu_splits_large_micro_batches_and_computes_the_same(tiny, tmp_path, monkeypatch):
+    options = {"max_steps": 3, "adam_epsilon": 1e-4, "max_grad_norm": 1e9, "per_device_train_batch_size": 4}
+    options |= {"data_path": write_varied(tiny, tmp_path / "data.json"), "gradient_accumulation_steps": 2}
+    forward, calls = LlavaMetaForCausalLM.forward, []
+    monkeypatch.setattr(
+        LlavaMetaForCausalLM, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+    )
+    weights, forwards = {}, {}
+    for cap in (10**6, 450):
+        monkeypatch.setattr(batches, "CPU_TOKENS", cap)
+        weights[cap], _ = run(tiny, tmp_path / str(cap), 2, **options)
+        forwards[cap] = len(calls) - sum(forwards.values())
+    assert forwards[10**6] == 6 < forwards[450]  # as many as the flags say, and more where they are too large
+    for name, value in weights[10**6].items():
+        torch.testing.assert_close(weights[450][name], value, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow

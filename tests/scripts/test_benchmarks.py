@@ -316,7 +316,7 @@ def test_a_run_is_profiled_from_the_end_of_its_first_steps(tmp_path, monkeypatch
     monkeypatch.setattr(vs_peers, "ways_of", lambda *_: [(None, vs_peers.Setting("shuffled", 32))])
     monkeypatch.setattr(sys, "argv", ["vs_peers", *words, *folders, "--steps", "6"])
     assert vs_peers.main() == 0
-    (row,) = json.loads((tmp_path / "vs_peers_tiny_profile.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "vs_peers_tiny_profile_pretrain.json").read_text())["rows"]
     pieces = {name: value for name, value in row.items() if name.endswith("_s") and name != "step_s"}
     assert row["tool"] == "this tree" and len(pieces) == 8 and min(pieces.values()) >= 0
     assert sum(pieces.values()) == pytest.approx(row["step_s"])
