@@ -340,8 +340,8 @@ class SpeedFlags:
         None,
         "With --padding_free: maximum tokens per micro-batch. A step then takes as few micro-batches as possible, the "
         "same number on all ranks, whatever --gradient_accumulation_steps says. Its samples stay the same. auto, with "
-        "--deepspeed auto: as many as the memory estimate allows. Without the flag a CPU splits micro-batches of more than "
-        "2048 tokens, which is faster there.",
+        "--deepspeed auto: as many as the memory estimate allows. Without the flag a CPU splits micro-batches of more "
+        "than 2048 tokens, which is faster there.",
         changeable=ROUNDING,
     )
     hang_timeout: float = flag(
