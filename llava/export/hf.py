@@ -102,12 +102,15 @@ def export(
         for name, text in remote_code.code_files(fields["model_type"]).items():
             (folder / name).write_text(text)
     logger.info("%s written: %s in %s", output_dir.absolute(), fields["architectures"][0], fields["dtype"])
-    if cut:
-        logger.warning(
-            "one picture per prompt: this checkpoint pads each of several pictures, and the written processor cuts it"
-        )
     if fields["model_type"] == NEXT:
-        logger.warning("a few sizes of pictures lose a row or column of black more or less, see docs/export.md")
+        logger.warning(
+            "one picture per prompt: transformers' LLaVA-NeXT cuts each of several pictures into crops, and this "
+            "checkpoint pads them. A few sizes lose a row or column of black more or less, see docs/export.md"
+        )
+    elif cut:
+        logger.warning(
+            "one picture per prompt: this checkpoint pads several pictures, and the folder's processor refuses them"
+        )
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -91,6 +91,13 @@ def save(parts, folder, language_model="llama", version=VERSION, aspect="pad", s
     return load_language_model(str(folder)).eval()
 
 
+def saved_and_exported(parts, root, **options):
+    """(checkpoint, exported folder) of a model with these settings."""
+    save(parts, root / "ours", **options)
+    export(str(root / "ours"), root / "hf")
+    return root / "ours", root / "hf"
+
+
 def load_exported(folder):
     trust = json.loads((folder / "config.json").read_text())["model_type"] in CLASSES
     theirs, info = AutoModelForImageTextToText.from_pretrained(
@@ -261,14 +268,17 @@ def test_the_processor_gives_our_pixels_and_as_many_tokens_as_the_tower(parts, t
 
 @pytest.mark.parametrize("norm", ["none", "gwc_layernorm"])
 def test_a_pipeline_answers_a_chat_message_as_we_do(parts, tmp_path, norm):
-    save(parts, tmp_path / "ours", tower="siglip", norm=norm)
-    export(str(tmp_path / "ours"), tmp_path / "hf")
+    check_pipeline(*saved_and_exported(parts, tmp_path, tower="siglip", norm=norm))
+
+
+def check_pipeline(ours, exported):
+    """Checks that `pipeline` answers a chat message as this tree does."""
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 23, 3), dtype=np.uint8))
-    ask = pipeline("image-text-to-text", model=str(tmp_path / "hf"), trust_remote_code=True)
+    ask = pipeline("image-text-to-text", model=str(exported), trust_remote_code=True)
     message = {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "Why?"}]}
     options = {"max_new_tokens": 6, "do_sample": False}
     found = ask(text=[message], return_full_text=False, generate_kwargs=options)[0]["generated_text"]
-    assistant = load_assistant(str(tmp_path / "ours"), device="cpu")
+    assistant = load_assistant(str(ours), device="cpu")
     question = [{"from": "human", "value": "<image>\nWhy?"}]
     assert found.strip() == assistant.answer([question], [picture], **options)[0]
 
@@ -460,13 +470,6 @@ UNCUT = {
 }
 
 
-def saved_and_exported(parts, root, **options):
-    """(checkpoint, exported folder) of a model with these settings."""
-    save(parts, root / "ours", **options)
-    export(str(root / "ours"), root / "hf")
-    return root / "ours", root / "hf"
-
-
 @pytest.fixture(scope="module", params=CROP_ARMS)
 def cropped(parts, tmp_path_factory, request):
     """(checkpoint, exported folder) of an arm that sees pictures in crops."""
@@ -573,6 +576,22 @@ def test_the_way_back_from_crops_gives_the_checkpoint(cropped, tmp_path):
     processors = [load_image_processor(str(f), ours.get_vision_tower()) for f in (cropped[0], tmp_path / "back")]
     pixels_of = [process_images([drawn((64, 17))], processor, ours.config) for processor in processors]
     assert torch.equal(*pixels_of)
+
+
+def test_a_pipeline_answers_a_chat_message_with_a_picture_in_crops_as_we_do(coded):
+    check_pipeline(*coded)
+
+
+def test_crops_norm_and_newline_are_trained_as_here(coded):
+    ours, theirs, size = load_language_model(str(coded[0])), load_exported(coded[1]), SHAPES["wide"]
+    names, rows = hf_names(ours.state_dict(), ours.config), ours.config.vocab_size
+    inputs = load_processor(coded[1])(images=drawn(size), text="Hi <image> there", return_tensors="pt")
+    ids = tokenizer_image_token("Hi <image> there", load_tokenizer(str(coded[0])), return_tensors="pt")
+    found = gradients(theirs, rows, **inputs)
+    expected = gradients(ours, rows, input_ids=ids[None], images=inputs["pixel_values"], image_sizes=[size])
+    assert expected["model.image_newline"].norm() > 0
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[names[name]][: len(gradient)], gradient, rtol=1e-4, atol=1e-7, msg=name)
 
 
 def test_a_folder_of_llava_next_without_our_fields_is_read_with_its_crops(stock_next, tmp_path):
