@@ -643,10 +643,17 @@ def test_a_folder_with_code_for_crops_that_the_library_saved_again_is_whole(code
 
 
 @torch.no_grad()
-def test_an_untrained_newline_has_a_norm_near_one(coded):
-    config = AutoConfig.from_pretrained(coded[1], trust_remote_code=True)
-    newline = AutoModelForImageTextToText.from_config(config, trust_remote_code=True).model.image_newline
-    assert newline.norm() == pytest.approx(1, rel=0.5)
+def test_a_newline_that_the_weights_lack_is_named_and_starts_as_in_training(coded, tmp_path):
+    shutil.copytree(coded[1], tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    del tensors["model.image_newline"]
+    save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    options = {"trust_remote_code": True, "output_loading_info": True}
+    theirs, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", **options)
+    assert info["missing_keys"] == {"model.image_newline"}
+    assert theirs.model.image_newline.norm() == pytest.approx(1, rel=0.5)
+    with pytest.raises(ValueError, match="the weights lack model.image_newline"):
+        load_language_model(str(tmp_path / "hf"))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -688,6 +695,14 @@ def test_what_the_format_cannot_say_is_refused_by_name(parts, tmp_path, capsys, 
     where = ["--model-path", str(tmp_path / "ours"), "--output-dir", str(tmp_path / "out")]
     assert message in refusal(capsys, "hf", *where, *template)
     assert not (tmp_path / "out").exists()
+
+
+def test_crops_that_the_image_processor_resizes_are_refused(parts, tmp_path, capsys):
+    save(parts, tmp_path / "ours", **CROP_ARMS["norm-shrunk"])
+    file = tmp_path / "ours/preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"size": {"shortest_edge": 20}}))
+    message = refusal(capsys, "hf", "--model-path", str(tmp_path / "ours"), "--output-dir", str(tmp_path / "out"))
+    assert "image_aspect_ratio=anyres_max_1 with an image processor of size" in message and "crops to 16" in message
 
 
 def test_an_export_replaces_only_itself(normed, parts, tmp_path, capsys, monkeypatch):
