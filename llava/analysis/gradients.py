@@ -28,6 +28,7 @@ from llava.constants import DEFAULT_IMAGE_TOKEN, IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava.conversation import Conversation
 from llava.data.preprocess import preprocess
 from llava.families import Family, find_parts
+from llava.model.crops import line_up
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_projector.norm import (
     PAPER_ARMS,
@@ -36,7 +37,6 @@ from llava.model.multimodal_projector.norm import (
     mean_text_embedding_norm,
     projector_norm,
 )
-from llava.model.pictures import line_up
 from llava.utils.presentation import looks
 
 NEEDS = Needs(OURS, flags=("data",))  # it measures one batch: the --samples of the other commands would be too many

@@ -1,13 +1,12 @@
 """Writes a checkpoint as a folder of Hugging Face's LLaVA classes: model, tokenizer, processor and chat template.
 
 Without a norm it is a stock LlavaForConditionalGeneration wherever that class computes the same, and with pictures
-in crops a LlavaNextForConditionalGeneration; else the folder brings its own code, modeling_llava_norm.py, and is loaded
-with trust_remote_code=True.
+in crops a LlavaNextForConditionalGeneration; else the folder brings its own code, see `llava.export.remote_code`, and
+is loaded with trust_remote_code=True.
 """
 
 import argparse
 import dataclasses
-import inspect
 import json
 import logging
 from pathlib import Path
@@ -27,18 +26,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from llava.anyres import parse_pinpoints
+from llava.anyres import CropRules, Picture, is_anyres
 from llava.constants import DEFAULT_IMAGE_TOKEN
 from llava.conversation import Conversation, answer_end
-from llava.export import modeling_llava_norm, source
+from llava.export import remote_code, source
 from llava.export.chat_template import chat_template
 from llava.export.folder import whole_folder
-from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration, LlavaNormModel
-from llava.export.source import answering_template, refuse_crops, refuse_plugins
+from llava.export.source import answering_template, refuse_plugins
 from llava.mm_utils import ADDED_BY_EXPORT, encode_chunk, follow_umask, load_tokenizer, save_tokenizer
 from llava.model.builder import load_as_stored, read_config
 from llava.model.context import context_length
-from llava.model.hf_folder import CARRIED, NEXT, ROWS, STOCK, WITH_NORM, hf_names
+from llava.model.hf_folder import CARRIED, NEXT, NEXT_NORM, ROWS, STOCK, WITH_NORM, hf_names
 from llava.model.language_model.families import family_of
 from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.model.multimodal_encoder.builder import load_image_processor
@@ -46,12 +44,10 @@ from llava.model.multimodal_encoder.towers import DINOv3VisionTower, Siglip2Visi
 from llava.model.multimodal_encoder.vision_tower import VisionTower
 from llava.model.multimodal_projector.adapter import ADAPTER_FILE
 from llava.model.multimodal_projector.builder import PROJECTOR_TYPES, find_projector
-from llava.model.multimodal_projector.norm import EPS, MIN_GAIN, NORM_TYPES, ProjectorNorm, ScaleGradient
 from llava.utils.commands import DTYPES
 
 logger = logging.getLogger(__name__)
 
-CODE_FILE = "modeling_llava_norm.py"
 NEEDS_TRUST = (
     "gelu, and layers that the library's own LLaVA classes lack: load this folder by AutoModelForImageTextToText with "
     "trust_remote_code=True"
@@ -59,7 +55,6 @@ NEEDS_TRUST = (
 """The activation that classes without our code look up, and do not find."""
 _PREFIXED = ("clip_vision_model", "siglip_vision_model", "siglip2_vision_model")
 """Towers whose parameters have `vision_model.` before their names in files."""
-_IMPORT = "from llava.model.multimodal_projector.norm import EPS, MIN_GAIN, NORM_TYPES, ProjectorNorm\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,19 +93,23 @@ def export(
         fields = config_fields(model, image_token, max(model.config.vocab_size, image_token + 1))
         tags = getattr(config, "mm_use_im_start_end", False)
         tokenizer.model_max_length = context_length(model.config)
-        several = fields["model_type"] != NEXT
-        write_tokenizer(tokenizer, folder, chat_template(template, tokenizer, tags, several_pictures=several))
+        cut = is_anyres(getattr(config, "image_aspect_ratio", None))
+        write_tokenizer(tokenizer, folder, chat_template(template, tokenizer, tags, several_pictures=not cut))
         image_processor = load_image_processor(model_path, model.get_vision_tower())
-        write_processor(image_processor, fields, folder, pad=getattr(config, "image_aspect_ratio", None) == "pad")
+        write_processor(image_processor, fields, model.crop_rules(), folder)
         write_model(model, fields, folder, max_shard_size)
         generation_config(model, tokenizer, template).save_pretrained(folder)
-        if fields["model_type"] == WITH_NORM:
-            (folder / CODE_FILE).write_text(remote_code())
+        for name, text in remote_code.code_files(fields["model_type"]).items():
+            (folder / name).write_text(text)
     logger.info("%s written: %s in %s", output_dir.absolute(), fields["architectures"][0], fields["dtype"])
     if fields["model_type"] == NEXT:
         logger.warning(
             "one picture per prompt: transformers' LLaVA-NeXT cuts each of several pictures into crops, and this "
             "checkpoint pads them. A few sizes lose a row or column of black more or less, see docs/export.md"
+        )
+    elif cut:
+        logger.warning(
+            "one picture per prompt: this checkpoint pads several pictures, and the folder's processor refuses them"
         )
 
 
@@ -139,8 +138,6 @@ def exportable_config(model_path: str) -> PretrainedConfig:
         raise ValueError(
             f"--model-path {model_path}: a language model without a vision tower; expected a LLaVA checkpoint"
         )
-    if not crops_as_llava_next(config):
-        refuse_crops(config, model_path)
     refuse_plugins(config, model_path)
     projector_depth(config, model_path)
     return config
@@ -209,42 +206,37 @@ def config_fields(model: LlavaMetaForCausalLM, image_token: int, rows: int) -> d
         ROWS: config.vocab_size,
         **carried,
     }
-    own = {
+    own: dict[str, Any] = {
         "projector_depth": projector_depth(config),
         "num_register_tokens": max(tower.num_prefix_tokens - 1, 0),
     }
-    suffices = stock_classes_suffice(config, tower, own)
-    if crops_as_llava_next(config):
-        if not suffices:
-            raise ValueError(
-                "image_aspect_ratio=anyres with this projector, vision tower or decoder: transformers' LLaVA-NeXT does "
-                "not compute the same; use the checkpoint as it is, or train one with --image_aspect_ratio pad"
-            )
-        grids = parse_pinpoints(config.image_grid_pinpoints, tower.image_size)
+    suffices, rules = stock_classes_suffice(config, tower, own), model.crop_rules()
+    if suffices and crops_as_llava_next(config):
         return fields | {
             "architectures": [LlavaNextForConditionalGeneration.__name__],
             "model_type": NEXT,
-            "image_grid_pinpoints": [[height, width] for width, height in grids],
+            "image_grid_pinpoints": [[height, width] for width, height in rules.grids],
         }
-    if suffices:
+    model_type = WITH_NORM
+    if rules.is_anyres or rules.has_newline:
+        model_type = NEXT_NORM
+        own |= {"crop_rules": dataclasses.asdict(rules), "image_seq_length": rules.visual_tokens(Picture())}
+    elif suffices:
         return fields
-    classes = {"AutoConfig": LlavaNormConfig, "AutoModel": LlavaNormModel}
-    # Programs that ask for a causal LM alone, such as LLaMA-Factory, find the same class.
-    classes |= dict.fromkeys(("AutoModelForImageTextToText", "AutoModelForCausalLM"), LlavaNormForConditionalGeneration)
     return (
         fields
         | own
         | {
-            "architectures": [LlavaNormForConditionalGeneration.__name__],
-            "model_type": WITH_NORM,
-            "auto_map": {auto: f"{CODE_FILE.removesuffix('.py')}.{cls.__name__}" for auto, cls in classes.items()},
+            "architectures": [remote_code.CLASSES[model_type][-1].__name__],
+            "model_type": model_type,
+            "auto_map": remote_code.auto_map(model_type),
             "projector_hidden_act": NEEDS_TRUST,
         }
     )
 
 
-def stock_classes_suffice(config: PretrainedConfig, tower: VisionTower, own: dict[str, int]) -> bool:
-    """Whether the library's LLaVA class computes what the checkpoint does."""
+def stock_classes_suffice(config: PretrainedConfig, tower: VisionTower, own: dict[str, Any]) -> bool:
+    """Whether the library's LLaVA class computes what the checkpoint does with an uncut picture."""
     return (
         getattr(config, "mm_projector_norm", "none") == "none"
         and own == {"projector_depth": 2, "num_register_tokens": 0}
@@ -256,11 +248,11 @@ def stock_classes_suffice(config: PretrainedConfig, tower: VisionTower, own: dic
 
 def write_model(model: LlavaMetaForCausalLM, fields: dict[str, Any], folder: Path, max_shard_size: str) -> None:
     """Writes weights and `config.json`; checks that tensors and places in the class match one to one."""
-    config_class, model_class = {
+    stock = {
         STOCK: (LlavaConfig, LlavaForConditionalGeneration),
         NEXT: (LlavaNextConfig, LlavaNextForConditionalGeneration),
-        WITH_NORM: (LlavaNormConfig, LlavaNormForConditionalGeneration),
-    }[fields["model_type"]]
+    }
+    config_class, *_, model_class = (stock | remote_code.CLASSES)[fields["model_type"]]
     tensors = model.state_dict()
     names = hf_names(tensors, model.config)
     tensors = {theirs: tensors[ours] for ours, theirs in names.items()}
@@ -284,7 +276,7 @@ def file_name(name: str, fields: dict[str, Any]) -> str:
     """
     if fields["vision_config"]["model_type"] in _PREFIXED and name.startswith("model.vision_tower."):
         name = name.replace("vision_tower.", "vision_tower.vision_model.", 1)
-    if fields["model_type"] == WITH_NORM:
+    if fields["model_type"] in remote_code.CLASSES:
         return name
     renamed = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.", "model.": ""}
     prefix = next(prefix for prefix in renamed if name.startswith(prefix))
@@ -322,22 +314,6 @@ def generation_config(
     return settings
 
 
-def remote_code() -> str:
-    """The text of the folder's own code, which needs transformers alone: the norm's classes are copied into it."""
-    text = inspect.getsource(modeling_llava_norm)
-    own = ProjectorNorm.__module__  # `refuse_plugins` has refused the norms of other modules
-    arms = {name: arm for name, arm in NORM_TYPES.items() if arm is None or arm.__module__ == own}
-    classes = dict.fromkeys(
-        cls for arm in arms.values() if arm for cls in reversed(arm.__mro__) if issubclass(cls, ProjectorNorm)
-    )
-    table = [f'    "{name}": {arm and arm.__name__},' for name, arm in arms.items()]
-    pieces = [f"EPS = {EPS!r}\nMIN_GAIN = {MIN_GAIN!r}"]
-    pieces += [inspect.getsource(cls).rstrip() for cls in (ScaleGradient, *classes)]
-    pieces.append("\n".join(["NORM_TYPES = {", *table, "}"]))
-    before, _, after = text.partition(_IMPORT)
-    return before.replace("\nfrom itertools", "\nimport math\nfrom itertools", 1) + "\n\n\n".join(pieces) + "\n" + after
-
-
 # --- tokenizer and processor ------------------------------------------------------------------------------------------
 
 
@@ -358,38 +334,48 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, template: 
     save_tokenizer(tokenizer, folder)
 
 
-def write_processor(image_processor: Any, fields: dict[str, Any], folder: Path, pad: bool) -> None:
-    """The files of a `LlavaProcessor`, or `LlavaNextProcessor`, whose pixels and visual tokens are the checkpoint's.
+def write_processor(image_processor: Any, fields: dict[str, Any], rules: CropRules, folder: Path) -> None:
+    """The files of the processor whose pixels and visual tokens are the checkpoint's.
 
     Raises:
-        ValueError: transformers' LLaVA-NeXT would make other crops of pictures.
+        ValueError: transformers' image processor of LLaVA-NeXT would make other crops of pictures.
     """
     crops = bool(getattr(image_processor, "do_center_crop", False))
     names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std", "do_resize", "resample", "size")
     settings = {name: plain(getattr(image_processor, name)) for name in names}
     settings |= {
         # LLaVA's own pads pictures to a square first. Both have `crop_size`, which LlavaProcessor reads in any case.
-        "image_processor_type": "LlavaImageProcessor" if pad else "CLIPImageProcessor",
-        "do_pad": pad,
+        "image_processor_type": "LlavaImageProcessor" if rules.aspect_ratio == "pad" else "CLIPImageProcessor",
+        "do_pad": rules.aspect_ratio == "pad",
         "do_convert_rgb": True,
         "do_center_crop": crops,
         "crop_size": plain(image_processor.crop_size) if crops else settings["size"],
     }
-    processor = {"processor_class": "LlavaProcessor"}
-    if fields["model_type"] == NEXT:
-        processor = {"processor_class": "LlavaNextProcessor"}
-        settings |= next_settings(settings, fields["image_grid_pinpoints"])
-    strategy = fields["vision_feature_select_strategy"]
-    own = {"image_token": DEFAULT_IMAGE_TOKEN, "patch_size": fields["vision_config"]["patch_size"]}
-    in_tower = (settings["crop_size"]["height"] // own["patch_size"]) ** 2
-    own["num_additional_image_tokens"] = fields["image_seq_length"] - in_tower + (strategy == "default")
-    own["vision_feature_select_strategy"] = strategy
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings | processor, indent=2) + "\n")
-    (folder / "processor_config.json").write_text(json.dumps(own | processor, indent=2) + "\n")
+    processor = processor_fields(fields, rules, settings["crop_size"]["height"])
+    settings |= next_settings(settings, rules) if rules.is_anyres else {}
+    settings["processor_class"] = processor["processor_class"]
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "processor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
 
 
-def next_settings(settings: dict[str, Any], grids: list[list[int]]) -> dict[str, Any]:
-    """What a `LlavaNextImageProcessor` has instead; `grids` are heights and widths.
+def processor_fields(fields: dict[str, Any], rules: CropRules, side: int) -> dict[str, Any]:
+    """What counts visual tokens, in `processor_config.json`; `side` is that of a crop in pixels."""
+    if rules.is_anyres and fields["model_type"] == NEXT_NORM:
+        own = {"image_token": DEFAULT_IMAGE_TOKEN, "crop_rules": fields["crop_rules"]}
+        return own | remote_code.processor_class()
+    strategy, patch = fields["vision_feature_select_strategy"], fields["vision_config"]["patch_size"]
+    more = fields["image_seq_length"] - (side // patch) ** 2
+    return {
+        "image_token": DEFAULT_IMAGE_TOKEN,
+        "patch_size": patch,
+        "num_additional_image_tokens": more + (strategy == "default"),
+        "vision_feature_select_strategy": strategy,
+        "processor_class": "LlavaNextProcessor" if rules.is_anyres else "LlavaProcessor",
+    }
+
+
+def next_settings(settings: dict[str, Any], rules: CropRules) -> dict[str, Any]:
+    """What a `LlavaNextImageProcessor` has instead, whose grids are heights and widths.
 
     Raises:
         ValueError: crops are resized before they are cut to the tower's size, which it does in another order.
@@ -397,15 +383,15 @@ def next_settings(settings: dict[str, Any], grids: list[list[int]]) -> dict[str,
     side = settings["crop_size"]["height"]
     if not settings["do_resize"] or set(settings["size"].values()) != {side}:
         raise ValueError(
-            f"image_aspect_ratio=anyres with an image processor of size {settings['size']} that crops to {side}: "
-            "transformers' LLaVA-NeXT makes other pixels; use the checkpoint as it is"
+            f"image_aspect_ratio={rules.aspect_ratio} with an image processor of size {settings['size']} that crops to "
+            f"{side}: transformers' image processor of LLaVA-NeXT makes other pixels; use the checkpoint as it is"
         )
     # Crops have the tower's size already, so that only the scaling into a grid is left, which is bicubic here.
     return {
         "image_processor_type": "LlavaNextImageProcessor",
         "do_pad": True,
         "resample": int(Image.Resampling.BICUBIC),
-        "image_grid_pinpoints": grids,
+        "image_grid_pinpoints": [[height, width] for width, height in rules.grids],
     }
 
 

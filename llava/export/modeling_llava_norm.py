@@ -135,11 +135,12 @@ class LlavaNormForConditionalGeneration(_InitialGain, LlavaForConditionalGenerat
 
     config: LlavaNormConfig
     config_class = LlavaNormConfig
+    model_class = LlavaNormModel
 
     def __init__(self, config: LlavaNormConfig):
         super(LlavaForConditionalGeneration, self).__init__(config)  # not its own, which would build LlavaModel
         text = config.text_config
-        self.model = LlavaNormModel(config)
+        self.model = self.model_class(config)
         self.lm_head = _Head(text.hidden_size, text.vocab_size, bias=False)
         self.lm_head.scaling = getattr(text, "logits_scaling", 1.0)
         self.post_init()

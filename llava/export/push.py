@@ -17,6 +17,7 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects, va
 from safetensors import SafetensorError, safe_open
 
 from llava.eval.results import RESULTS_FILE
+from llava.export import remote_code
 from llava.export.card import CARD_FILE, one_line
 from llava.export.folder import EXPORT_FILE
 from llava.model.lora import NON_LORA_FILE
@@ -33,6 +34,7 @@ SENT = [
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.json*", "*.jinja"),
     *("modeling_*.py", "configuration_*.py", "processing_*.py", "image_processing_*.py", "tokenization_*.py"),
+    *(remote_code.file_of(module) for module in remote_code.COPIED),
     *(CARD_FILE, "LICENSE*", "NOTICE*", RUN_FILE, LOG_FILE, RESULTS_FILE, EXPORT_FILE),
 ]
 """Names of the files that make a model: weights, configuration, tokenizer, code, card and records."""

@@ -54,11 +54,11 @@ def refuse_crops(config: PretrainedConfig, model_path: str) -> None:
     """Raises ValueError where a picture becomes several crops, or `image_newline` follows its tokens."""
     if is_anyres(aspect := getattr(config, "image_aspect_ratio", None)):
         raise ValueError(
-            f"--model-path {model_path}: image_aspect_ratio={aspect} (several crops for a picture) "
-            "cannot be written in this format; use the checkpoint as it is, or train one with --image_aspect_ratio pad"
+            f"--model-path {model_path}: image_aspect_ratio={aspect} (several crops for a picture) cannot be written "
+            "in this format; use `python -m llava.export hf`, or train one with --image_aspect_ratio pad"
         )
     if has_newline(merge := getattr(config, "mm_patch_merge_type", None)):
         raise ValueError(
             f"--model-path {model_path}: mm_patch_merge_type={merge} (image_newline after every picture) cannot be "
-            "written in this format; use the checkpoint as it is, or train one with --mm_patch_merge_type flat"
+            "written in this format; use `python -m llava.export hf`, or train one with --mm_patch_merge_type flat"
         )

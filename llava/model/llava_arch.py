@@ -18,6 +18,7 @@ from llava.layout import Layout, lay_out, pad_layout, predicting_rows
 from llava.mm_utils import follow_umask, from_anywhere
 from llava.model.attention import packed_attention_arguments
 from llava.model.context import check_fits
+from llava.model.crops import line_up
 from llava.model.loss import LMHead, supervised_loss
 from llava.model.multimodal_encoder.builder import build_vision_tower, read_vision_config
 from llava.model.multimodal_encoder.vision_tower import VisionTower
@@ -30,7 +31,7 @@ from llava.model.multimodal_projector.norm import (
     projector_norm,
     record_norm,
 )
-from llava.model.pictures import Images, Sizes, line_up, match_crops, match_images, refuse_video
+from llava.model.pictures import Images, Sizes, match_crops, match_images, refuse_video
 from llava.model.rotary import KeepsRotary
 from llava.model.zero3 import gathered
 from llava.utils import plugins

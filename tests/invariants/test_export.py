@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from llava.constants import IMAGE_TOKEN_INDEX
 from llava.export import hf
 from llava.export.__main__ import main
 from llava.export.hf import export, file_name
+from llava.export.remote_code import CLASSES
 from llava.mm_utils import load_tokenizer, process_images, tokenizer_image_token
 from llava.model.builder import load_language_model, load_pretrained_model
 from llava.model.hf_folder import CARRIED, hf_names, own_fields
@@ -89,8 +91,15 @@ def save(parts, folder, language_model="llama", version=VERSION, aspect="pad", s
     return load_language_model(str(folder)).eval()
 
 
+def saved_and_exported(parts, root, **options):
+    """(checkpoint, exported folder) of a model with these settings."""
+    save(parts, root / "ours", **options)
+    export(str(root / "ours"), root / "hf")
+    return root / "ours", root / "hf"
+
+
 def load_exported(folder):
-    trust = json.loads((folder / "config.json").read_text())["model_type"] == "llava_norm"
+    trust = json.loads((folder / "config.json").read_text())["model_type"] in CLASSES
     theirs, info = AutoModelForImageTextToText.from_pretrained(
         folder, trust_remote_code=trust, output_loading_info=True
     )
@@ -184,11 +193,15 @@ def test_every_arm_is_loaded_bit_for_bit_and_trained_as_here(parts, tmp_path, no
         torch.testing.assert_close(found[names[name]][: len(gradient)], gradient, rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_code_of_the_folder_needs_transformers_alone(normed):
-    code = (normed[1] / "modeling_llava_norm.py").read_text()
-    modules = {name.split(".")[0] for name in re.findall(r"^(?:from|import) ([\w.]+)", code, re.MULTILINE)}
-    assert modules == {"math", "itertools", "torch", "transformers"}
-    assert code.startswith("# SPDX-License-Identifier: Apache-2.0\n")
+def test_code_of_the_folder_needs_transformers_alone(normed, coded):
+    for folder in (normed[1], coded[1]):
+        files = {file.stem: file.read_text() for file in folder.glob("*.py")}
+        assert len(files) == (1 if folder == normed[1] else 4)
+        for code in files.values():
+            modules = set(re.findall(r"^(?:from|import) (\.?\w+)", code, re.MULTILINE))
+            others = {name for name in modules if name not in sys.stdlib_module_names} - {f".{name}" for name in files}
+            assert others <= {"torch", "transformers"} and "llava" not in modules
+            assert code.startswith("# SPDX-License-Identifier: Apache-2.0\n")
 
 
 def test_a_causal_lm_is_the_same_class_and_inherits_generation(normed):
@@ -209,15 +222,23 @@ LOADERS = {
     "auto": AutoModelForImageTextToText.from_pretrained,
     "causal": AutoModelForCausalLM.from_pretrained,
     "stock": LlavaForConditionalGeneration.from_pretrained,
+    "next": LlavaNextForConditionalGeneration.from_pretrained,
     "pipeline": lambda folder: pipeline("image-text-to-text", model=str(folder)),
 }
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_norm_is_never_dropped_where_its_code_is_not_trusted(normed, monkeypatch, loader):
+def test_a_norm_is_never_dropped_where_its_code_is_not_trusted(normed, coded, monkeypatch, loader):
     monkeypatch.setattr("transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE", 0)  # nobody is there to be asked
-    with pytest.raises((ValueError, KeyError), match="trust_remote_code=True"):
-        LOADERS[loader](normed[1])
+    for folder in (normed[1], coded[1]):
+        with pytest.raises((ValueError, KeyError), match="trust_remote_code=True"):
+            LOADERS[loader](folder)
+
+
+def test_the_library_does_not_count_the_tokens_of_crops_where_the_code_is_not_trusted(coded, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE", 0)
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        AutoProcessor.from_pretrained(coded[1])
 
 
 # --- tokenizer and processor ------------------------------------------------------------------------------------------
@@ -247,14 +268,17 @@ def test_the_processor_gives_our_pixels_and_as_many_tokens_as_the_tower(parts, t
 
 @pytest.mark.parametrize("norm", ["none", "gwc_layernorm"])
 def test_a_pipeline_answers_a_chat_message_as_we_do(parts, tmp_path, norm):
-    save(parts, tmp_path / "ours", tower="siglip", norm=norm)
-    export(str(tmp_path / "ours"), tmp_path / "hf")
+    check_pipeline(*saved_and_exported(parts, tmp_path, tower="siglip", norm=norm))
+
+
+def check_pipeline(ours, exported):
+    """Checks that `pipeline` answers a chat message as this tree does."""
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 23, 3), dtype=np.uint8))
-    ask = pipeline("image-text-to-text", model=str(tmp_path / "hf"), trust_remote_code=True)
+    ask = pipeline("image-text-to-text", model=str(exported), trust_remote_code=True)
     message = {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "Why?"}]}
     options = {"max_new_tokens": 6, "do_sample": False}
     found = ask(text=[message], return_full_text=False, generate_kwargs=options)[0]["generated_text"]
-    assistant = load_assistant(str(tmp_path / "ours"), device="cpu")
+    assistant = load_assistant(str(ours), device="cpu")
     question = [{"from": "human", "value": "<image>\nWhy?"}]
     assert found.strip() == assistant.answer([question], [picture], **options)[0]
 
@@ -420,44 +444,119 @@ PUBLISHED = {"model_type": "llava", "vision_config": {"model_type": "clip_vision
 
 SHAPES = {"wide": (64, 17), "tall": (17, 64), "square": (100, 100), "small": (15, 13)}
 GRIDS = [[16, 32], [32, 16], [32, 32], [48, 16]]
-CROPS = {"aspect": "anyres", "mm_patch_merge_type": "spatial_unpad"}
+CROPS = {"aspect": "anyres", "mm_patch_merge_type": "spatial_unpad", "grids": GRIDS}
+CROP_ARMS = {
+    "stock": CROPS | {"tower": "clip", "norm": "none"},
+    "stock-siglip": CROPS | {"tower": "siglip", "norm": "none"},
+    "norm": CROPS | {"tower": "clip", "norm": "gwc_layernorm"},
+    "shrunk": CROPS | {"tower": "siglip", "norm": "none", "aspect": "anyres_max_1"},
+    "norm-shrunk": CROPS | {"tower": "clip", "norm": "gwc_layernorm", "aspect": "anyres_max_1"},
+}
+OTHER_CROPS = {
+    "flat": CROPS | {"tower": "clip", "mm_patch_merge_type": "flat"},
+    "class-token": CROPS | {"tower": "clip", "mm_patch_merge_type": "flat", "mm_vision_select_feature": "cls_patch"},
+    "spatial": CROPS | {"tower": "siglip", "norm": "none", "mm_patch_merge_type": "spatial"},
+    "aspect-in-merge-type": CROPS
+    | {"tower": "siglip", "aspect": "anyres_max_2", "mm_patch_merge_type": "spatial_unpad_anyres_max_2"},
+    "grids-in-crops": CROPS | {"tower": "clip", "grids": "(1x1),...,(2x3)"},
+    "naflex": CROPS | {"tower": "siglip2_vision_model"},
+    "registers": CROPS | {"tower": "dinov2_with_registers", "norm": "none"},
+    "linear": CROPS | {"tower": "clip", "norm": "none", "mm_projector_type": "linear"},
+    "granite": CROPS | {"tower": "clip", "norm": "none", "language_model": "families/Granite"},
+}
+UNCUT = {
+    aspect: {"aspect": aspect, "tower": "clip", "norm": norm, "mm_patch_merge_type": "spatial_unpad"}
+    for aspect, norm in (("pad", "gwc_layernorm"), ("square", "none"))
+}
 
 
-@pytest.fixture(scope="module", params=["clip", "siglip"])
+@pytest.fixture(scope="module", params=CROP_ARMS)
 def cropped(parts, tmp_path_factory, request):
-    """(checkpoint, exported folder) of an arm without norm that sees pictures in crops."""
-    root = tmp_path_factory.mktemp("cropped")
-    ours = save(parts, root / "ours", tower=request.param, norm="none", grids=GRIDS, **CROPS)
-    assert ours.get_model().image_newline is not None
-    export(str(root / "ours"), root / "hf")
-    return root / "ours", root / "hf"
+    """(checkpoint, exported folder) of an arm that sees pictures in crops."""
+    return saved_and_exported(parts, tmp_path_factory.mktemp("cropped"), **CROP_ARMS[request.param])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.fixture(scope="module")
+def coded(parts, tmp_path_factory):
+    """The same for an arm whose folder brings code for crops and norm."""
+    return saved_and_exported(parts, tmp_path_factory.mktemp("coded"), **CROP_ARMS["norm-shrunk"])
+
+
+@pytest.fixture(scope="module")
+def stock_next(parts, tmp_path_factory):
+    """The same for an arm that is transformers' LLaVA-NeXT."""
+    return saved_and_exported(parts, tmp_path_factory.mktemp("stock"), **CROP_ARMS["stock"])
+
+
+def drawn(size):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def load_processor(folder):
+    return AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+
+
 @torch.no_grad()
-def test_crops_give_the_same_pixels_ids_logits_and_answers(cropped, shape):
-    _, ours, image_processor, _ = load_pretrained_model(str(cropped[0]), None, "ours", device="cpu")
-    theirs, processor = load_exported(cropped[1]), AutoProcessor.from_pretrained(cropped[1])
-    assert type(theirs) is LlavaNextForConditionalGeneration
-    size, generator = SHAPES[shape], np.random.default_rng(0)
-    picture = Image.fromarray(generator.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
-    images = process_images([picture], image_processor, ours.config)
-    inputs = processor(images=picture, text="Hi <image> there", return_tensors="pt")
-    assert torch.equal(inputs["pixel_values"], images)
-    ids = tokenizer_image_token("Hi <image> there", load_tokenizer(str(cropped[0])), return_tensors="pt")
-    rules = ours.crop_rules()
-    assert torch.equal(inputs["input_ids"], expanded(ids.tolist(), theirs, rules.visual_tokens(rules.picture(size))))
-    expected = ours(input_ids=ids[None], images=images, image_sizes=[size]).logits
-    found = theirs(**inputs).logits[..., : expected.shape[-1]]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def check_equal_on_pictures(folders, sizes):
+    """Checks pixels, ids, logits and greedy answers of a prompt with a picture of each size."""
+    _, ours, image_processor, _ = load_pretrained_model(str(folders[0]), None, "ours", device="cpu")
+    theirs, processor, rules = load_exported(folders[1]), load_processor(folders[1]), ours.crop_rules()
+    ids = tokenizer_image_token("Hi <image> there", load_tokenizer(str(folders[0])), return_tensors="pt")
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    answer = theirs.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
-    assert answer.tolist() == ours.generate(ids[None], images=images, image_sizes=[size], **options).tolist()
+    for size in sizes:
+        images = process_images([drawn(size)], image_processor, ours.config)
+        inputs = processor(images=drawn(size), text="Hi <image> there", return_tensors="pt")
+        assert torch.equal(inputs["pixel_values"], images)
+        visual_tokens = rules.visual_tokens(rules.picture(size))
+        assert torch.equal(inputs["input_ids"], expanded(ids.tolist(), theirs, visual_tokens))
+        expected = ours(input_ids=ids[None], images=images, image_sizes=[size]).logits
+        found = theirs(**inputs).logits[..., : expected.shape[-1]]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        answer = theirs.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+        assert answer.tolist() == ours.generate(ids[None], images=images, image_sizes=[size], **options).tolist()
+    return theirs
+
+
+def test_crops_give_the_same_pixels_ids_logits_and_answers(cropped):
+    check_equal_on_pictures(cropped, SHAPES.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OTHER_CROPS.values(), ids=OTHER_CROPS)
+def test_every_other_order_of_crops_tower_projector_and_decoder_computes_the_same(parts, tmp_path, options):
+    theirs = check_equal_on_pictures(saved_and_exported(parts, tmp_path, **options), SHAPES.values())
+    assert type(theirs).__name__ == "LlavaNextNormForConditionalGeneration"
+
+
+def test_only_what_llava_next_of_the_library_computes_is_exported_to_it(stock_next, coded):
+    assert type(load_exported(stock_next[1])) is LlavaNextForConditionalGeneration
+    assert type(load_exported(coded[1])).__name__ == "LlavaNextNormForConditionalGeneration"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", UNCUT.values(), ids=UNCUT)
+def test_a_newline_after_an_uncut_picture_is_exported(parts, tmp_path, options):
+    folders = saved_and_exported(parts, tmp_path, **options)
+    theirs = check_equal_on_pictures(folders, SHAPES.values())
+    assert theirs.model.image_newline is not None
+    both = load_processor(folders[1])(images=[drawn((9, 9))] * 2, text="<image> or <image>", return_tensors="pt")
+    assert int((both["input_ids"] == theirs.config.image_token_id).sum()) == 2 * (4 + 1)
+
+
+def test_black_is_cut_off_as_in_training_where_the_library_rounds(parts, tmp_path, stock_next):
+    """The height of 196 x 147 pixels in its grid is a whole number of patches, but for the last digit."""
+    folders, size = saved_and_exported(parts, tmp_path, **CROP_ARMS["norm"]), (196, 147)
+    check_equal_on_pictures(folders, [size])
+    tokens = [
+        load_processor(folder)(images=drawn(size), text="<image>")["input_ids"]
+        for folder in (folders[1], stock_next[1])
+    ]
+    assert len(tokens[0][0]) < len(tokens[1][0])
 
 
 @torch.no_grad()
 def test_a_batch_of_prompts_with_other_numbers_of_crops_equals_each_alone(cropped):
-    theirs, processor = load_exported(cropped[1]), AutoProcessor.from_pretrained(cropped[1])
+    theirs, processor = load_exported(cropped[1]), load_processor(cropped[1])
     pictures = [Image.new("RGB", SHAPES[shape], colour) for shape, colour in (("wide", "red"), ("small", "blue"))]
     batch = processor(images=pictures, text=["Hi <image> there"] * 2, padding=True, return_tensors="pt")
     for row, mask, picture in zip(theirs(**batch).logits, batch["attention_mask"].bool(), pictures, strict=True):
@@ -469,26 +568,92 @@ def test_the_way_back_from_crops_gives_the_checkpoint(cropped, tmp_path):
     assert main(["llava", "--model-path", str(cropped[1]), "--output-dir", str(tmp_path / "back")]) == 0
     ours, back = load_language_model(str(cropped[0])), load_language_model(str(tmp_path / "back"))
     equal_checkpoints(ours, back)
-    fields = ("image_aspect_ratio", "image_grid_pinpoints", "mm_patch_merge_type")
-    assert [getattr(back.config, name) for name in fields] == ["anyres", GRIDS, "spatial_unpad"]
+    equal_checkpoints(ours, load_language_model(str(cropped[1])))
+    files = [json.loads((folder / "config.json").read_text()) for folder in (cropped[0], tmp_path / "back")]
+    assert {k: v for k, v in files[0].items() if k not in NOT_KEPT} == {
+        k: v for k, v in files[1].items() if k not in NOT_KEPT
+    }
+    processors = [load_image_processor(str(f), ours.get_vision_tower()) for f in (cropped[0], tmp_path / "back")]
+    pixels_of = [process_images([drawn((64, 17))], processor, ours.config) for processor in processors]
+    assert torch.equal(*pixels_of)
 
 
-def test_a_folder_of_llava_next_without_our_fields_is_read_with_its_crops(cropped, tmp_path):
-    shutil.copytree(cropped[1], tmp_path / "hf")
+def test_a_pipeline_answers_a_chat_message_with_a_picture_in_crops_as_we_do(coded):
+    check_pipeline(*coded)
+
+
+def test_crops_norm_and_newline_are_trained_as_here(coded):
+    ours, theirs, size = load_language_model(str(coded[0])), load_exported(coded[1]), SHAPES["wide"]
+    names, rows = hf_names(ours.state_dict(), ours.config), ours.config.vocab_size
+    inputs = load_processor(coded[1])(images=drawn(size), text="Hi <image> there", return_tensors="pt")
+    ids = tokenizer_image_token("Hi <image> there", load_tokenizer(str(coded[0])), return_tensors="pt")
+    found = gradients(theirs, rows, **inputs)
+    expected = gradients(ours, rows, input_ids=ids[None], images=inputs["pixel_values"], image_sizes=[size])
+    assert expected["model.image_newline"].norm() > 0
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[names[name]][: len(gradient)], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_folder_of_llava_next_without_our_fields_is_read_with_its_crops(stock_next, tmp_path):
+    shutil.copytree(stock_next[1], tmp_path / "hf")
     fields = json.loads((tmp_path / "hf/config.json").read_text())
     published = {k: v for k, v in fields.items() if k == "image_grid_pinpoints" or not k.startswith(CARRIED)}
     (tmp_path / "hf/config.json").write_text(json.dumps(published))
-    ours, back = load_language_model(str(cropped[0])), load_language_model(str(tmp_path / "hf"))
+    ours, back = load_language_model(str(stock_next[0])), load_language_model(str(tmp_path / "hf"))
     equal_checkpoints(ours, back)
     assert back.crop_rules() == ours.crop_rules()
 
 
 def test_a_second_picture_of_a_conversation_is_refused_by_the_template_of_crops(cropped):
-    processor, picture = AutoProcessor.from_pretrained(cropped[1]), {"type": "image"}
+    processor, picture = load_processor(cropped[1]), {"type": "image"}
     message = {"role": "user", "content": [picture, {"type": "text", "text": "Why?"}]}
     assert processor.apply_chat_template([message], add_generation_prompt=True).count("<image>") == 1
     with pytest.raises(Exception, match="one picture per conversation"):
         processor.apply_chat_template([message, message], add_generation_prompt=True)
+
+
+def test_a_second_picture_of_a_prompt_is_refused_by_the_folders_own_processor(coded):
+    processor, picture = load_processor(coded[1]), drawn((9, 9))
+    assert len(processor(images=[picture, picture], text=["<image>", "a <image>"])["input_ids"]) == 2
+    with pytest.raises(ValueError, match="a prompt has 2 pictures; expected one"):
+        processor(images=[picture, picture], text=["<image> <image>", "a"])
+
+
+def test_pixels_of_crops_without_the_pictures_sizes_are_refused(coded):
+    theirs, inputs = (
+        load_exported(coded[1]),
+        load_processor(coded[1])(images=drawn((9, 9)), text="<image>", return_tensors="pt"),
+    )
+    with pytest.raises(ValueError, match="image_sizes is missing"):
+        theirs(input_ids=inputs["input_ids"], pixel_values=inputs["pixel_values"])
+
+
+@torch.no_grad()
+def test_a_folder_with_code_for_crops_that_the_library_saved_again_is_whole(coded, tmp_path):
+    theirs, processor = load_exported(coded[1]), load_processor(coded[1])
+    theirs.save_pretrained(tmp_path / "again")
+    processor.save_pretrained(tmp_path / "again")
+    again = load_exported(tmp_path / "again")
+    inputs = [
+        p(images=drawn((64, 17)), text="<image>", return_tensors="pt")
+        for p in (processor, load_processor(tmp_path / "again"))
+    ]
+    assert torch.equal(again(**inputs[1]).logits, theirs(**inputs[0]).logits)
+    equal_checkpoints(load_language_model(str(coded[0])), load_language_model(str(tmp_path / "again")))
+
+
+@torch.no_grad()
+def test_a_newline_that_the_weights_lack_is_named_and_starts_as_in_training(coded, tmp_path):
+    shutil.copytree(coded[1], tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    del tensors["model.image_newline"]
+    save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    options = {"trust_remote_code": True, "output_loading_info": True}
+    theirs, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", **options)
+    assert info["missing_keys"] == {"model.image_newline"}
+    assert theirs.model.image_newline.norm() == pytest.approx(1, rel=0.5)
+    with pytest.raises(ValueError, match="the weights lack model.image_newline"):
+        load_language_model(str(tmp_path / "hf"))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -519,11 +684,8 @@ def test_what_is_not_a_whole_checkpoint_is_refused_by_name(parts, tmp_path, caps
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"aspect": "anyres"}, "image_aspect_ratio=anyres"),
-        (CROPS | {"grids": GRIDS}, "image_aspect_ratio=anyres"),  # with a norm
-        (CROPS | {"grids": GRIDS, "norm": "none", "aspect": "anyres_max_2"}, "image_aspect_ratio=anyres_max_2"),
-        (CROPS | {"grids": GRIDS, "norm": "none", "mm_projector_type": "linear"}, "does not compute the same"),
-        ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type=spatial_unpad (image_newline"),
+        ({"aspect": "anyres"}, "image_aspect_ratio anyres needs --image_grid_pinpoints"),
+        (CROPS | {"mm_projector_type": "avgpool_2x_mlp2x_gelu"}, "which the exported classes do not have"),
         ({"version": "plain"}, "of stage 1 (template plain)"),
     ],
 )
@@ -533,6 +695,14 @@ def test_what_the_format_cannot_say_is_refused_by_name(parts, tmp_path, capsys, 
     where = ["--model-path", str(tmp_path / "ours"), "--output-dir", str(tmp_path / "out")]
     assert message in refusal(capsys, "hf", *where, *template)
     assert not (tmp_path / "out").exists()
+
+
+def test_crops_that_the_image_processor_resizes_are_refused(parts, tmp_path, capsys):
+    save(parts, tmp_path / "ours", **CROP_ARMS["norm-shrunk"])
+    file = tmp_path / "ours/preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"size": {"shortest_edge": 20}}))
+    message = refusal(capsys, "hf", "--model-path", str(tmp_path / "ours"), "--output-dir", str(tmp_path / "out"))
+    assert "image_aspect_ratio=anyres_max_1 with an image processor of size" in message and "crops to 16" in message
 
 
 def test_an_export_replaces_only_itself(normed, parts, tmp_path, capsys, monkeypatch):

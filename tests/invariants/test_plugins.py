@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from llava.experiment.arms import parse_arm
 from llava.experiment.runs import Run, check_runs
 from llava.export.__main__ import main as export_command
-from llava.export.hf import export, remote_code
+from llava.export.hf import export
 from llava.export.push import sort_out
+from llava.export.remote_code import code_files
 from llava.launch.flags import parse_flags as launcher_flags
 from llava.launch.recipe import resolved_run
 from llava.model.builder import read_config
@@ -198,7 +199,7 @@ def test_export_says_which_part_it_cannot_carry(trained_half, tmp_path):
     plugins.load(path)
     with pytest.raises(ValueError, match=f"needs the norm half_rmsnorm of my_parts.py .SHA-256 {digest(path)}"):
         export(str(run), tmp_path / "exported")
-    assert not (tmp_path / "exported").exists() and "Half" not in remote_code()
+    assert not (tmp_path / "exported").exists() and "Half" not in code_files("llava_norm")["modeling_llava_norm.py"]
 
 
 def test_the_export_command_asks_for_the_plug_in_and_then_names_the_part(trained_half, tmp_path, capsys):

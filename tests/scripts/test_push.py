@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from llava.export.__main__ import main
 from llava.export.push import sort_out
+from llava.export.remote_code import code_files
 from llava.utils.digests import bytes_digest
 
 REPO = f"{OWNER}/model"
@@ -182,8 +183,8 @@ def test_every_file_that_an_export_or_an_adapter_needs_is_sent(folder):
         "model-00001-of-00002.safetensors", "model.safetensors.index.json", "mm_projector.bin", "adapter_config.json",
         "adapter_model.safetensors", "non_lora_trainables.bin", "tokenizer.json", "tokenizer_config.json",
         "tokenizer.model", "special_tokens_map.json", "chat_template.jinja", "generation_config.json",
-        "preprocessor_config.json", "processor_config.json", "modeling_llava_norm.py", "export.json", "results.json",
-        "model-f16.gguf",
+        "preprocessor_config.json", "processor_config.json", "export.json", "results.json", "model-f16.gguf",
+        *code_files("llava_next_norm"),
     )  # fmt: skip
     for name in names:
         (folder / name).touch()

@@ -11,7 +11,8 @@ from paths import GOLDEN
 from llava.analysis.probe import VISUAL
 from llava.analysis.visual_grid import NoMap, drawn_in_place, picture_map
 from llava.anyres import CropRules, Picture, best_grid, check_modes, parse_pinpoints
-from llava.model.pictures import line_up, match_crops, refuse_video
+from llava.model.crops import line_up
+from llava.model.pictures import match_crops, refuse_video
 
 SIDE = 4  # patches per side of a crop
 GRIDS = parse_pinpoints("(1x1),...,(4x3)", 56)

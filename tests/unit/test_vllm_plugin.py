@@ -16,7 +16,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from llava.export import hf, vllm_plugin
-from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormProjector
+from llava.export.modeling_llava_norm import LlavaNormConfig, LlavaNormForConditionalGeneration, LlavaNormProjector
 from llava.model.multimodal_projector.norm import NORM_TYPES
 
 SMALL = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -88,7 +88,7 @@ def test_plugin_registers_config_and_model_and_may_be_called_twice(vllm):
     vllm_plugin.register()
     vllm_plugin.register()
     ((architecture, model),) = vllm.models.items()
-    assert architecture == hf.LlavaNormForConditionalGeneration.__name__
+    assert architecture == LlavaNormForConditionalGeneration.__name__
     assert resolved(model).__name__ == architecture
     assert isinstance(AutoConfig.for_model("llava_norm"), LlavaNormConfig)
 
