@@ -32,12 +32,14 @@ from llava.experiment.results_record import (
     digest_of,
     row_commands,
 )
-from llava.experiment.runs import ABSENT, NOT_IDENTITY, Run, check_all, check_results
+from llava.experiment.runs import ABSENT, Run, check_all, check_results
 from llava.experiment.study import recipe_of
 from llava.experiment.study_page import command as study_command
 from llava.experiment.study_record import FILE as STUDY_FILE
 from llava.experiment.study_record import logged, read_record, record_text
 from llava.launch.recipe import STAGES, resolved_run
+from llava.train.arguments import changeable_flags, decides_numbers
+from llava.train.sections import ROUNDING
 from llava.utils.digests import bytes_digest
 from llava.utils.paths import ROOT
 from llava.utils.provenance import DONE, RUN_FILE, differences, read_starts
@@ -45,13 +47,12 @@ from playground.options import PICTURES
 
 DIGITS = 6
 UNKNOWN_PROCESSOR = "processor not recorded"
-# Prefixes of the flags that a device, a folder or an arm decides.
+# Prefixes of decisive flags that a device or an arm has; the batch is compared as a whole.
 _OWN = (
-    *NOT_IDENTITY, "activation_checkpointing", "attn_implementation", "bf16", "compile_layers", "ddp_", "deepspeed",
-    "eval_", "fp16", "gradient_", "hang_timeout", "local_rank", "max_tokens_per_micro_batch", "mm_projector_norm",
-    "per_device_", "seed", "tf32", "use_cpu", "use_liger_kernel",
+    "bf16", "deepspeed", "fp16", "gradient_accumulation_steps", "local_rank", "mm_projector_norm", "per_device_train",
+    "pretrain_mm_mlp_adapter", "seed",
 )  # fmt: skip
-_PLACES = ("model_name_or_path", "vision_tower", "data_path", "image_folder")
+_INPUTS = ("model_name_or_path", "vision_tower", "data_path")
 """Flags of which only the last part counts: inputs may be anywhere."""
 
 
@@ -121,15 +122,15 @@ def of_quickstart(folder: Path) -> Entry:
         }
         for arm, of_arm in page["arms"].items()
     }
-    compared = {arm: {kind: [result["points"], *result["interval"], result["verdict"]]
+    paired = {arm: {kind: [result["points"], *result["interval"], result["verdict"]]
                       for kind, result in by_kind.items()} for arm, by_kind in page["differences"].items()}  # fmt: skip
     seeds = sorted({run.configuration(STAGES[0])["training.seed"] for run in runs})
-    entry = {"kind": QUICKSTART, **facts(runs, seeds), "tasks": tasks_in(answers_of(runs[0]).tasks), "overall": ALL}
-    entry |= {"scores": scores, "differences": compared, "files": files_of(runs, place_of_answers)}
-    pictures = entry["data"][0]
+    entry: Entry = {"kind": QUICKSTART, **facts(runs, seeds), "overall": ALL}
+    entry |= {"tasks": tasks_in(answers_of(runs[0]).tasks), "scores": scores, "differences": paired}
+    entry |= {"files": files_of(runs, place_of_answers)}
     variables = [] if entry["arms"] == [BASELINE, "gwc_layernorm"] else [f"ARMS={shlex.quote(' '.join(entry['arms']))}"]
     variables += [] if seeds == [SEED] else [f"SEED={seed}" for seed in seeds]
-    flags = [] if pictures == PICTURES[0] else ["--data", pictures]
+    flags = [f"--data {name}" for name in PICTURES[1:] if name in entry["data"]]
     return entry | {"command": [" ".join([*variables, "bash scripts/quickstart.sh", *flags])]}
 
 
@@ -311,7 +312,7 @@ def preset_of(model: str) -> str:
 def changed_flags(run: Run, preset: str) -> dict[str, dict[str, list[str]]]:
     """The flags by stage that differ from the preset's, each with the preset's value and the run's.
 
-    Left out are those that a device, a folder or the arm decides; of inputs only the name counts.
+    Left out are those that change no more than rounding, and those of a device or an arm; of inputs the name counts.
     """
     changed = {}
     for stage in STAGES:
@@ -327,12 +328,13 @@ def changed_flags(run: Run, preset: str) -> dict[str, dict[str, list[str]]]:
 
 
 def compared(flags: Mapping[str, str]) -> dict[str, str]:
-    """The flags in which a run may differ from its preset."""
-    return {
-        name: Path(value).name if name in _PLACES else value
+    """The flags that decide a run's numbers, and more than their rounding; of inputs the names."""
+    decisive = {
+        name: value
         for name, value in flags.items()
-        if not name.startswith(_OWN)
+        if decides_numbers(name) and changeable_flags().get(name) != ROUNDING and not name.startswith(_OWN)
     }
+    return decisive | {name: Path(flags[name]).name for name in _INPUTS if name in flags}
 
 
 def tasks_in(tasks: Mapping[str, TaskResult]) -> Entry:

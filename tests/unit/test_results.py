@@ -167,7 +167,8 @@ def test_an_evaluation_fills_its_row_by_the_commands_that_the_row_shows(comparis
 
 
 def test_flags_that_a_device_or_a_folder_decides_may_differ_and_others_are_named(tmp_path):
-    more = ["--bf16", "False", "--deepspeed", "other.json", "--max_tokens_per_micro_batch", "1"]
+    more = ["--bf16", "False", "--deepspeed", "other.json", "--max_tokens_per_micro_batch", "1", "--image_folder", "/a"]
+    more += ["--overwrite_output_dir", "True", "--eval_strategy", "steps", "--hang_timeout", "9"]
     trained(tmp_path / "fits", 42, "none", more=more, data="/elsewhere")
     message = r"recipe llama-3\.2-3b: {'pretrain': {'data_path'"
     with pytest.raises(ValueError, match=message):  # another name of the data, not another folder
@@ -177,6 +178,15 @@ def test_flags_that_a_device_or_a_folder_decides_may_differ_and_others_are_named
         entry_of(tmp_path / "other")
     trained(tmp_path / "same", 42, "none", more=more)
     assert entry_of(tmp_path / "same")["changed"] == {}
+
+
+def test_llavas_row_takes_its_own_flags_and_tasks(tmp_path):
+    tasks = dict.fromkeys(RECIPES["llava-1.5-7b"].tasks, 40)
+    trained(tmp_path / "other", 42, "none", "llava-1.5-7b", tasks=tasks)
+    with pytest.raises(ValueError, match=r"'loss_reduction': \['micro_batch_mean', '\(absent\)'\]"):
+        entry_of(tmp_path / "other")
+    trained(tmp_path / "llavas", 42, "none", "llava-1.5-7b", tasks=tasks, more=["--loss_reduction", "micro_batch_mean"])
+    assert entry_of(tmp_path / "llavas")["tasks"].keys() == tasks.keys()
 
 
 def test_the_demo_says_which_flags_are_not_its_presets(tmp_path):
