@@ -39,10 +39,11 @@ from llava.experiment.study_record import FILE as STUDY_FILE
 from llava.experiment.study_record import logged, read_record, record_text
 from llava.launch.recipe import STAGES, resolved_run
 from llava.train.arguments import changeable_flags, decides_numbers
+from llava.train.checkpoint import finished_step
 from llava.train.sections import ROUNDING
 from llava.utils.digests import bytes_digest
 from llava.utils.paths import ROOT
-from llava.utils.provenance import DONE, RUN_FILE, differences, read_starts
+from llava.utils.provenance import RUN_FILE, differences, read_starts
 from playground.options import PICTURES
 
 DIGITS = 6
@@ -215,6 +216,8 @@ def of_runs(folder: Path, kind: str, runs: Sequence[Run], seeds: Sequence[int]) 
     """The entry of runs that the stock harnesses scored."""
     refuse_missing(folder, runs, lambda run: run.folder("eval") / RESULTS_FILE)
     check_all(runs)
+    if limit := runs[0].results.settings.get("limit"):
+        raise ValueError(f"{folder}: scored on the first {limit} questions of each task; evaluate without --limit")
     entry = {"kind": kind, **facts(runs, seeds)}
     rows = RECIPES.get(entry["preset"])
     if rows is not None:
@@ -245,22 +248,20 @@ def refuse_missing(folder: Path, runs: Sequence[Run], scores: Callable[[Run], Pa
 
 
 def has_ended(run: Run, stage: str) -> bool:
-    """Whether the stage has its record and its final folder; only experiments mark a finished stage."""
-    place = run.folder(stage)
-    whole = isinstance(run, EvaluatedRun) or (place / DONE).is_file()
-    return whole and (place / RUN_FILE).is_file() and (place / "config.json").is_file()
+    """Whether the stage was trained to its end; an experiment marks that, and else the trainer's manifest says it."""
+    if isinstance(run, EvaluatedRun):
+        return run.has_begun(stage) and finished_step(run.folder(stage)) is not None
+    return run.has_begun(stage) and run.has_finished(stage)
 
 
 def refuse_other_recipe(folder: Path, entry: Entry, runs: Sequence[Run], rows: Rows) -> None:
-    """Raises ValueError unless the runs are the recipe's, scored whole on all of its tasks."""
+    """Raises ValueError unless the runs are the recipe's, scored on all of its tasks."""
     if entry["changed"]:
         raise ValueError(f"{folder}: not the recipe {entry['preset']}: {entry['changed']} (stage: flag: recipe, run)")
     for run in runs:
         if missing := [task for task in rows.tasks if task not in run.results.tasks]:
             again = f"{rows.evaluate} {run.results.checkpoint} --output-dir {run.folder('eval')}"
             raise ValueError(f"{folder}: missing: {run.name}: scores of {', '.join(missing)}; run: {again}")
-        if limit := run.results.settings.get("limit"):
-            raise ValueError(f"{folder}: {run.name} was scored on the first {limit} samples alone; evaluate it whole")
 
 
 # --- what the runs recorded -------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ def trained(root, seed, arm, preset="llama-3.2-3b", right=0.5, tasks=NINE, more=
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         record["starts"][0]["provenance"] |= {"command": shlex.join(["train", *words, *more]), "machine": "a machine"}
         path.write_text(json.dumps(record))
+        (run.folder(stage) / "manifest.json").write_text('{"step": 5}')
     write_scores(run, right, "wrong", tasks)  # of the folder as it is now
     return run
 
@@ -220,6 +221,10 @@ def test_a_missing_result_is_refused_by_name(comparison, docs, tmp_path):
     checkpoint = comparison / "seed-42/none/finetune"
     with pytest.raises(ValueError, match="no scores; run bash scripts/evaluate.sh .*none/finetune"):
         publish([checkpoint], docs)
+    (checkpoint / "manifest.json").rename(checkpoint / "manifest")
+    with pytest.raises(ValueError, match="missing: none, seed 42: finetune; rerun"):  # training was stopped
+        publish([checkpoint.with_name("eval")], docs)
+    (checkpoint / "manifest").rename(checkpoint / "manifest.json")
     trained(comparison, 43, "none")
     with pytest.raises(ValueError, match="missing: gwc_layernorm, seed 43: pretrain; .*finetune; .*seed 43: scores; r"):
         publish([comparison], docs)
@@ -239,7 +244,7 @@ def test_a_row_takes_all_tasks_on_all_questions(tmp_path):
     content = json.loads(path.read_text())
     content["settings"]["limit"] = 20
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="scored on the first 20 samples alone"):
+    with pytest.raises(ValueError, match="scored on the first 20 questions of each task"):
         entry_of(tmp_path)
 
 
