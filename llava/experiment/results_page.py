@@ -42,6 +42,8 @@ def publish(folders: Sequence[Path], docs: Path) -> list[Path]:
     Raises:
         ValueError: a result is missing, doubled or edited.
     """
+    if twice := [str(folder) for folder in dict.fromkeys(folders) if folders.count(folder) > 1]:
+        raise ValueError(f"{', '.join(twice)}: named twice; name each folder once")
     new = {folder: entry_of(folder) for folder in folders}
     entries = with_entries(read_entries(docs), new)
     for entry in entries:

@@ -255,6 +255,8 @@ def test_a_doubled_result_is_refused_with_both_names(comparison, docs, tmp_path)
         ValueError, match="comparison and .*copy have the same result: .*gwc_layernorm, seed 42; .*none"
     ):
         publish([comparison, copy], docs)
+    with pytest.raises(ValueError, match="comparison: named twice"):
+        publish([comparison, comparison], docs)
     assert list(docs.iterdir()) == []
     publish([comparison], docs)
     with pytest.raises(
