@@ -58,13 +58,14 @@ def publish(folders: Sequence[Path], docs: Path) -> list[Path]:
 
 def page_text(entries: Sequence[Entry]) -> str:
     """The page."""
-    return render(
+    text = render(
         "results.md.jinja",
         small=[row for entry in entries if not fills_rows(entry) for row in small_rows(entry)],
         left_out=[sentence for entry in entries if (sentence := left_out(entry))],
         recipes=[recipe(preset, entries) for preset in RECIPES],
         made=[made(entry) for entry in entries],
     )
+    return text.strip() + "\n"
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
