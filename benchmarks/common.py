@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llava.utils.files import write_json, write_text
+from llava.utils.machine import processor
 from llava.utils.versions import code_digest, git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +39,7 @@ def environment() -> dict[str, Any]:
     """Machine, versions and commit, without names of hosts, users or folders."""
     return {
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": processor(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "gpu": _gpu_name(),
@@ -166,15 +167,6 @@ def run_json(command: Sequence[str | Path], **kwargs: Any) -> Any:
     raise RuntimeError(
         f"{' '.join(map(str, command))} ended with {done.returncode}; expected JSON on its last line, found:\n{printed}"
     )
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _gpu_name() -> str | None:

@@ -31,9 +31,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-for word in "$@"; do # before an environment is made for a misspelt flag
-  [[ "$word" != -* ]] || grep -q -- "^#   ${word%%=*} " scripts/compare.sh || die "$word is not an option; see --help"
-done
-export EXTRAS="${EXTRAS:-train,playground,eval,analysis}"
-ensure_environment
-exec "$PYTHON_BIN" -m llava.compare run "$@"
+run_experiment run "$@"

@@ -58,6 +58,19 @@ ensure_environment() {
   if [ -n "${LLAVA_PYTHON:-}" ]; then export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"; fi
 }
 
+# Runs a command of llava.compare in an environment with all it may need. A flag that the calling script's head does not
+# list is refused before that environment is made.
+run_experiment() { # command and its words
+  local word
+  for word in "${@:2}"; do
+    [[ "$word" != -* ]] || grep -q -- "^#   ${word%%=*} " "scripts/$(basename "$0")" ||
+      die "$word is not an option; see --help"
+  done
+  export EXTRAS="${EXTRAS:-train,playground,eval,analysis}"
+  ensure_environment
+  exec "$PYTHON_BIN" -m llava.compare "$@"
+}
+
 # ---- training: a preset's values, then the flags of every run ----------------------------------------------------------
 
 # The environment wins over the preset, the preset over the recipe, and the caller's flags win over all of them.

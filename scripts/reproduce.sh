@@ -21,9 +21,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
 # shellcheck source=scripts/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-for word in "$@"; do # before an environment is made for a misspelt flag
-  [[ "$word" != -* ]] || grep -q -- "^#   ${word%%=*} " scripts/reproduce.sh || die "$word is not an option; see --help"
-done
-export EXTRAS="${EXTRAS:-train,playground,eval,analysis}"
-ensure_environment
-exec "$PYTHON_BIN" -m llava.compare reproduce ${DATA:+--data "$DATA"} ${SAMPLES:+--samples "$SAMPLES"} "$@"
+run_experiment reproduce ${DATA:+--data "$DATA"} ${SAMPLES:+--samples "$SAMPLES"} "$@"

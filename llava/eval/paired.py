@@ -19,7 +19,7 @@ a true value in at most one study of twenty, both together in one of ten. Three 
 vary, so there v* is drawn from the deviations of every arm's seeds from that arm's mean: runs of all arms are taken to
 vary alike.
 
-`score_intervals` is about scores themselves. It draws questions in the same way, and seeds from Student's t.
+`score_benchmarks` is about scores themselves. It draws questions in the same way, and seeds from Student's t.
 
 `compare_seeds` is for a study whose comparisons were named before its runs: each has its own variance, from its own
 seeds. `resampled_interval` also draws questions.
@@ -90,7 +90,7 @@ def compare_benchmarks(
     results, centres, drawn = [], [], []
     for index, (d, kinds) in enumerate(zip(differences, strata, strict=True)):
         members = members_of(d, kinds)
-        by_seed = np.mean([group.mean(axis=1) for group in members], axis=0)  # [S]
+        by_seed = score_by_seed(d, kinds)
         sample_part = np.mean([resampled_mean(group.mean(axis=0), rng, resamples) for group in members], axis=0)  # [B]
         centres.append(by_seed)
         drawn.append(sample_part + seed_part(by_seed if pool is None else pool[index], shares, num_seeds))
@@ -113,10 +113,7 @@ def compare_arms(
     """
     pool = []
     for index, kinds in enumerate(strata):
-        by_seed = [
-            np.mean([group.mean(axis=1) for group in members_of(benchmarks[index], kinds)], axis=0)
-            for benchmarks in differences.values()
-        ]
+        by_seed = [score_by_seed(benchmarks[index], kinds) for benchmarks in differences.values()]
         pool.append(np.concatenate([seeds - seeds.mean() for seeds in by_seed]))
     confidence = confidence_of(len(differences) * len(strata)), confidence_of(len(differences))
     return {
@@ -125,32 +122,60 @@ def compare_arms(
     }
 
 
-def score_intervals(
-    scores: Mapping[str, np.ndarray], resamples: int = RESAMPLES
-) -> dict[str, tuple[float, float, float]]:
-    """Every arm's mean score and the bounds of its 95 % interval, in percent, over other questions and other seeds.
+Interval = tuple[float, float, float]
+"""A score and the bounds of its 95 % interval, in percent."""
+
+
+def score_intervals(scores: Mapping[str, np.ndarray], resamples: int = RESAMPLES) -> dict[str, Interval]:
+    """Every arm's mean score with its interval; see `score_benchmarks`.
+
+    Args:
+        scores: for every arm, scores [S, N] from 0 to 1.
+    """
+    of_one = score_benchmarks({arm: [of_arm] for arm, of_arm in scores.items()}, [None], resamples)
+    return {arm: mean for arm, (_, mean) in of_one.items()}
+
+
+def score_benchmarks(
+    scores: Mapping[str, Sequence[np.ndarray]], strata: Sequence[np.ndarray | None], resamples: int = RESAMPLES
+) -> dict[str, tuple[list[Interval], Interval]]:
+    """Every arm's score on each benchmark and on their mean, with 95 % intervals over other questions and other seeds.
 
     The answers of several seeds to one question are not independent: questions are drawn with all their answers. How
     training runs vary is estimated from the seeds of all arms, each about its arm's mean; these A (S - 1) degrees of
     freedom are few, hence Student's t.
 
     Args:
-        scores: for every arm, scores [S, N] from 0 to 1.
+        scores: for every arm and every benchmark, scores [S, N] from 0 to 1; seeds in the same order.
+        strata: see `compare_benchmarks`.
     """
-    rng = np.random.default_rng(0)
-    deviations = np.concatenate([of_arm.mean(axis=1) - of_arm.mean() for of_arm in scores.values()])
-    freedom = len(deviations) - len(scores)
-    of_seeds = np.zeros(resamples)
+    rng, parts = np.random.default_rng(0), range(len(strata))
+    by_seed = {  # [S, benchmarks]
+        arm: np.transpose([score_by_seed(of_arm[part], strata[part]) for part in parts])
+        for arm, of_arm in scores.items()
+    }
+    by_seed = {arm: np.column_stack([values, values.mean(axis=1)]) for arm, values in by_seed.items()}
+    deviations = np.concatenate([values - values.mean(axis=0) for values in by_seed.values()])
+    freedom, of_seeds = len(deviations) - len(scores), np.zeros((resamples, len(strata) + 1))
     if freedom:
         num_seeds = len(deviations) / len(scores)
-        error = math.sqrt((deviations**2).sum() / freedom / num_seeds)
-        of_seeds = error * rng.standard_t(freedom, size=resamples)
+        error = np.sqrt((deviations**2).sum(axis=0) / freedom / num_seeds)
+        of_seeds = rng.standard_t(freedom, size=resamples)[:, None] * error
     intervals = {}
     for arm, of_arm in scores.items():
-        drawn = resampled_mean(of_arm.mean(axis=0), rng, resamples, added=(1.0, 0.0)) + of_seeds
-        low, high = np.clip(np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]), 0, 1)
-        intervals[arm] = (100 * float(of_arm.mean()), 100 * float(low), 100 * float(high))
+        questions = np.transpose([_drawn_score(of_arm[part], strata[part], rng, resamples) for part in parts])
+        drawn = np.column_stack([questions, questions.mean(axis=1)]) + of_seeds
+        low, high = np.clip(np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0), 0, 1)
+        bounds = 100 * np.array([by_seed[arm].mean(axis=0), low, high])
+        *each, mean = [(float(score), float(low), float(high)) for score, low, high in bounds.T]
+        intervals[arm] = (each, mean)
     return intervals
+
+
+def _drawn_score(scores: np.ndarray, kinds: np.ndarray | None, rng: np.random.Generator, resamples: int) -> np.ndarray:
+    """The score over drawn questions [B]; one right and one wrong answer are added."""
+    groups = members_of(scores, kinds)
+    return np.mean([resampled_mean(group.mean(axis=0), rng, resamples, added=(1.0, 0.0)) for group in groups], axis=0)
 
 
 @dataclass(frozen=True)
@@ -221,6 +246,11 @@ def confidence_of(verdicts: int) -> float:
 def members_of(d: np.ndarray, kinds: np.ndarray | None) -> list[np.ndarray]:
     """The questions of `d` [S, N] by kind; all in one where there are no kinds."""
     return [d] if kinds is None else [d[:, kinds == kind] for kind in np.unique(kinds)]
+
+
+def score_by_seed(scores: np.ndarray, kinds: np.ndarray | None) -> np.ndarray:
+    """The mean over the questions, or over their kinds, for each seed [S] of `scores` [S, N]."""
+    return np.mean([group.mean(axis=1) for group in members_of(scores, kinds)], axis=0)
 
 
 def resampled_mean(

@@ -4,14 +4,23 @@ import argparse
 import sys
 from pathlib import Path
 
-from llava.experiment import comparison, confirmatory, registered, reproduce, study, study_page, study_record
+from llava.experiment import (
+    comparison,
+    confirmatory,
+    registered,
+    reproduce,
+    results_page,
+    study,
+    study_page,
+    study_record,
+)
 from llava.experiment.arms import SEEDS, parse_seeds
 from llava.experiment.report import write_report
 from llava.experiment.runs import Run, check_all, check_runs
 from llava.experiment.stage import StepError
 from llava.launch.recipe import STAGES
 from llava.utils.commands import Parser, program_name
-from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT
+from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT, ROOT
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,10 +40,20 @@ def parser() -> argparse.ArgumentParser:
     registered.add_arguments(add("plan", summary, confirmatory.plan, ". See docs/study-plan.md."))
     summary = "fetch or train what a table or figure of the paper needs, measure it, and compare it with the paper"
     reproduce.add_arguments(add("reproduce", summary, reproduce.run, ". See docs/analysis.md."))
-    command = add("page", "rewrite a study's pages from its study.json", page)
-    command.add_argument("study", type=Path, metavar="STUDY_JSON", help="the file, or its folder")
+    summary = "rewrite a study's pages from its study.json, or the pages of results"
+    command = add("page", summary, page, ". See docs/results.md.")
     command.add_argument(
-        "--docs", action="store_true", help="write docs/study.md, docs/study-numbers.md and docs/study.json instead"
+        "folders",
+        nargs="*",
+        type=Path,
+        metavar="FOLDER",
+        help="a study's folder or file; with --docs any finished runs",
+    )
+    command.add_argument(
+        "--docs",
+        action="store_true",
+        help="add the results of the folders to docs/results.json and write docs/results.md; of a study also "
+        "docs/study.md, docs/study-numbers.md and docs/study.json",
     )
     check_command = add("check", "refuse runs that differ in more than the arm", check)
     report_command = add("report", "check, and write the page", report)
@@ -54,7 +73,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns 0, 2 after a refusal or a failed step, and 130 after Ctrl-C."""
     args = parser().parse_args(argv)
-    if args.command in ("run", "study", "plan", "reproduce") and not IS_CHECKOUT:
+    needs_checkout = args.command in ("run", "study", "plan", "reproduce") or vars(args).get("docs")
+    if needs_checkout and not IS_CHECKOUT:
         print(f"error: {args.command}: {NEEDS_CHECKOUT}", file=sys.stderr)
         return 2
     try:
@@ -77,9 +97,15 @@ def planned_or_not(args: argparse.Namespace) -> None:
 
 def page(args: argparse.Namespace) -> None:
     """The command `page`."""
-    content = study_record.read_record(args.study)
-    folder = args.study if args.study.is_dir() else args.study.parent
-    for path in study_page.write_docs(content) if args.docs else study_page.write_page(content, folder):
+    if args.docs:
+        written = results_page.publish(args.folders, ROOT / "docs")
+    elif len(args.folders) == 1:
+        (place,) = args.folders
+        folder = place if place.is_dir() else place.parent
+        written = study_page.write_page(study_record.read_record(place), folder)
+    else:
+        raise ValueError(f"page: {len(args.folders)} folders; expected a study's, or --docs and any number")
+    for path in written:
         print(f"written: {path}")
 
 

@@ -22,9 +22,10 @@ from llava.experiment.lanes import Measurement, StageStep, Step, run_lanes, word
 from llava.experiment.runs import Run, check_flags
 from llava.experiment.stage import WHOLE_RUNS, interpreter
 from llava.launch.cpu import preloads
-from llava.launch.devices import available_cores, resolve_devices
+from llava.launch.devices import resolve_devices
 from llava.launch.recipe import STAGES, resolved_run
 from llava.utils.locks import take
+from llava.utils.machine import available_cores
 
 DEMO = "demo"
 

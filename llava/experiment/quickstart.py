@@ -24,10 +24,11 @@ from llava.experiment.lanes import StageStep, Step, StepError, runs_at_once
 from llava.experiment.runs import NOT_IDENTITY, Run
 from llava.experiment.stage import WHOLE_RUNS, last_step, refuse_ignored
 from llava.launch.cpu import POLICY
-from llava.launch.devices import available_cores, count_of, resolve_devices
+from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
 from llava.launch.settings import Refusal
 from llava.utils.files import write_json
+from llava.utils.machine import available_cores
 from llava.utils.paths import IS_CHECKOUT, NEEDS_CHECKOUT
 from llava.utils.plugins import load_named
 from llava.utils.provenance import differences

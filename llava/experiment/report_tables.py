@@ -38,6 +38,7 @@ class Statistics:
     Attributes:
         tasks: benchmarks that all runs have, in the paper's order.
         scores: `scores[arm][task or mean]`, one percentage per seed.
+        samples: `samples[arm]`, the scores [S, N] of each task's questions.
         results: `results[arm][task or mean]` of every arm but the baseline, the first.
     """
 
@@ -59,10 +60,10 @@ class Statistics:
         }
         for scores in self.scores.values():
             scores[MEAN] = np.mean([scores[task] for task in self.tasks], axis=0).tolist()
-        samples = {arm: [self._samples(arm, task) for task in self.tasks] for arm in self.arms}  # each [S, N]
+        self.samples = {arm: [self._samples(arm, task) for task in self.tasks] for arm in self.arms}
         strata = [self.strata(task) for task in self.tasks]
         self.differences = {
-            arm: [ours - base for ours, base in zip(samples[arm], samples[self.baseline], strict=True)]
+            arm: [ours - base for ours, base in zip(self.samples[arm], self.samples[self.baseline], strict=True)]
             for arm in self.arms[1:]
         }
         self.results: dict[str, dict[str, Difference]] = {

@@ -10,8 +10,8 @@ from llava.eval.results import PAPER_COLUMNS, RESULTS_FILE, read_results
 from llava.experiment.paper import TABLE_4
 from llava.experiment.report_tables import Rows
 from llava.experiment.runs import Run
-from llava.experiment.study_runs import machine
 from llava.launch.devices import resolve_devices
+from llava.utils.machine import machine
 from llava.utils.presentation import PAPER, column_names
 
 NO_NUMBERS = "The paper prints no numbers here; compare the figures."

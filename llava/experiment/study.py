@@ -42,8 +42,9 @@ from llava.experiment.runs import Run, check_results, check_runs
 from llava.experiment.stage import refuse_ignored
 from llava.experiment.study_page import write_page
 from llava.experiment.study_record import ANALYSIS, answers_of, record, write_record
-from llava.launch.devices import available_cores, count_of, resolve_devices
+from llava.launch.devices import count_of, resolve_devices
 from llava.launch.recipe import STAGES
+from llava.utils.machine import available_cores
 from llava.utils.paths import ROOT
 from llava.utils.provenance import DONE
 

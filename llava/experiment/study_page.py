@@ -13,7 +13,6 @@ from llava.experiment.report import render
 from llava.experiment.report_tables import Rows, in_digits
 from llava.experiment.study_record import COLUMNS, Study, has_intervals, write_record
 from llava.launch.devices import count_of
-from llava.utils.paths import ROOT
 
 PAGE, NUMBERS, FIGURE = "study.md", "study-numbers.md", "study-{}.svg"
 SCORES = "Scores"
@@ -36,9 +35,8 @@ def write_page(study: Study, folder: Path) -> list[Path]:
     return [page, *write_markdown(study, folder / PAGE, folder / "figures", drawn)]
 
 
-def write_docs(study: Study) -> list[Path]:
-    """Writes `docs/study.json`, the figures, the page of numbers, and what is generated of `docs/study.md`."""
-    docs = ROOT / "docs"
+def write_docs(study: Study, docs: Path) -> list[Path]:
+    """Writes into `docs` `study.json`, the figures, the page of numbers, and what is generated of `study.md`."""
     page = docs / PAGE
     return [write_record(study, docs), *write_markdown(study, page, docs / "figures", figures(study), by_hand(page))]
 

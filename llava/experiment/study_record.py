@@ -109,12 +109,17 @@ def record(runs: Sequence[Run], plan: Plan, folder: Path, benchmarks: bool) -> S
 
 
 def write_record(study: Study, folder: Path) -> Path:
-    """Writes `study.json`, a line for each part, atomically; returns its path."""
+    """Writes `study.json` atomically; returns its path."""
     path = folder / FILE
+    write_text(path, record_text(study))
+    return path
+
+
+def record_text(study: Study) -> str:
+    """The content of `study.json`, a line for each part."""
     dense = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
     lines = (f"{dense(name)}: {dense(part)}" for name, part in study.items())
-    write_text(path, "{{\n{}\n}}\n".format(",\n".join(lines)))
-    return path
+    return "{{\n{}\n}}\n".format(",\n".join(lines))
 
 
 def read_record(path: Path) -> Study:

@@ -6,7 +6,6 @@ whatever machine: the file alone resumes the study.
 """
 
 import json
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from llava.experiment.registered import Registered
 from llava.experiment.report_tables import batch_of, in_digits, seconds_of_steps
 from llava.experiment.runs import ABSENT, ARM_FIELDS, OWN_STAGE_1, SEED_FIELDS, Run, evaluation_settings, listed
 from llava.experiment.study_record import answers_of
-from llava.launch.devices import available_cores
 from llava.launch.recipe import STAGES
 from llava.utils.digests import revision
 from llava.utils.files import write_text
+from llava.utils.machine import machine
 from llava.utils.provenance import differences
 
 FILE, FORMAT = "study-runs.json", 1
@@ -145,14 +144,6 @@ def entry_of(run: Run, plan: Registered) -> Record:
             "accuracy": [in_digits(line["eval/accuracy"], 4) for line in lines],
         },
     }
-
-
-def machine() -> str:
-    """The processor and the number of its cores."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {available_cores()} cores"
 
 
 def write_runs(plan: Registered, record: Record) -> None:

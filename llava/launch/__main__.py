@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llava.launch.command import node_rank
 from llava.launch.cpu import idle_cores, preloads, wait_policy
-from llava.launch.devices import available_cores, own_cores, shared_memory_note
+from llava.launch.devices import shared_memory_note
 from llava.launch.flags import check_by_trainer, parse_flags
 from llava.launch.inputs import check_master
 from llava.launch.plan import Plan, as_json, command_text, resolve, show
@@ -26,6 +26,7 @@ from llava.launch.settings import Refusal, help_text, is_on
 from llava.launch.supervise import INTERRUPTED, supervise
 from llava.launch.variable_check import check_variables
 from llava.utils.locks import InUse, refuse_in_use
+from llava.utils.machine import available_cores, own_cores
 from llava.utils.paths import CODE, IS_CHECKOUT, ROOT
 from llava.utils.provenance import RUN_FILE
 from llava.utils.terminal import columns

@@ -1,7 +1,5 @@
 """How many nodes and devices a run has (GPUs, CPU ranks, hostfile), and what this machine can do."""
 
-import math
-import os
 import re
 import shutil
 import socket
@@ -106,30 +104,6 @@ def gpu_memory(environment: Mapping[str, str]) -> int | None:
         return None
     mebibytes = re.findall(r"^\s*(\d+)\s*$", done.stdout, re.MULTILINE)
     return round(min(map(int, mebibytes)) / 1024) if mebibytes else None
-
-
-def available_cores() -> int:
-    """Number of cores that this process may use, by its affinity and the container's quota."""
-    cores = len(own_cores())
-    return max(1, min(cores, math.ceil(cpu_quota() or cores)))
-
-
-def own_cores() -> set[int]:
-    """Numbers of the cores that this process may run on."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-
-
-def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Cores' worth of time that the container gets, or None where nothing limits it."""
-    try:
-        quota, period = (cgroup / "cpu.max").read_text().split()  # version 2
-    except (OSError, ValueError):
-        try:
-            quota = (cgroup / "cpu/cpu.cfs_quota_us").read_text()  # version 1, where -1 is no limit
-            period = (cgroup / "cpu/cpu.cfs_period_us").read_text()
-        except OSError:
-            return None
-    return int(quota) / int(period) if quota.strip().isdecimal() else None
 
 
 def memory_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -2,7 +2,7 @@
 
 `run.json` is written before the first step: `{"format": 1, "starts": [{"configuration": {...}, "provenance": {...}},
 ...]}`, with one start, and one more for each time the run was continued from a checkpoint. `configuration` comes from
-`llava.train.run_identity`; `provenance` says when, where and by which command.
+`llava.train.run_identity`; `provenance` says when, where, on which processor and by which command.
 """
 
 import datetime
@@ -18,6 +18,7 @@ from llava.model.llava_arch import LlavaMetaForCausalLM
 from llava.train.arguments import DataArguments, ModelArguments, TrainingArguments
 from llava.train.run_identity import Settings, run_configuration
 from llava.utils.files import write_json, write_text
+from llava.utils.machine import machine
 from llava.utils.provenance import RUN_FILE, RUN_FORMAT, read_starts
 
 IDENTITY = "resume.json"
@@ -64,6 +65,7 @@ def write_run_record(
 
 
 def provenance() -> dict[str, str]:
-    """When, where and by which command this process runs."""
+    """When, where, on which processor and by which command this process runs."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"started": now, "command": shlex.join([sys.executable, *sys.argv]), "folder": os.getcwd()}
+    command = shlex.join([sys.executable, *sys.argv])
+    return {"started": now, "command": command, "folder": os.getcwd(), "machine": machine()}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from anyres_data import ANYRES, GRIDS, SHAPES, write_shapes
-from batches import BACKENDS
+from batches import BACKENDS, trained_on
 from data_files import noise
 from paths import GOLDEN
 from PIL import Image
@@ -112,25 +112,12 @@ def test_pictures_that_were_replaced_are_measured_anew(tiny, tmp_path):
 @pytest.mark.parametrize("mode", [MODES[0], MODES[1], MODES[3], MODES[5]], ids="-".join)
 def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(tiny, tmp_path, shapes, mode):
     model, trainer = built(tiny, tmp_path, shapes, mode)
-    data, collate = trainer.train_dataset, trainer.data_collator
+    data = trainer.train_dataset
     items = [data[index] for index in range(len(data))]
-
-    def result(batches, padding_free, backend):
-        model.train().zero_grad()
-        model.padding_free = collate.padding_free = padding_free
-        model.config._attn_implementation = backend
-        losses = []
-        for some in batches:
-            batch = {k: v for k, v in collate(some).items() if k != "indices"}
-            loss = model(**batch, num_items_in_batch=10).loss
-            loss.backward()
-            losses.append(loss.item())
-        return sum(losses), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    expected_loss, expected = result([[item] for item in items], False, "eager")
+    expected_loss, expected = trained_on(model, trainer, [[item] for item in items], False, "eager")
     assert (NEWLINE in expected) == ("unpad" in mode[1])
     for padding_free, backend in [(False, "sdpa"), *((True, backend) for backend in BACKENDS)]:
-        loss, gradients = result([items], padding_free, backend)
+        loss, gradients = trained_on(model, trainer, [items], padding_free, backend)
         assert loss == pytest.approx(expected_loss, abs=1e-5)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from anyres_data import GRIDS, write_shapes
-from batches import BACKENDS
+from batches import BACKENDS, trained_on
 from rotary_product import no_rotary_product
 from tiny_models import SIZES, VISION_SIZES, V, make
 from torch import nn
@@ -158,24 +158,11 @@ def test_lengths_layout_and_rows_agree_in_every_mode(fine, tmp_path, shapes, mod
 @pytest.mark.parametrize("projector", MERGING)
 def test_packed_padded_and_one_by_one_give_the_same_loss_and_gradients(fine, tmp_path, shapes, mode, projector):
     model, trainer = built(fine, tmp_path, shapes, mode, projector)
-    data, collate = trainer.train_dataset, trainer.data_collator
+    data = trainer.train_dataset
     items = [data[index] for index in range(len(data))]
-
-    def result(batches, padding_free, backend):
-        model.train().zero_grad()
-        model.padding_free = collate.padding_free = padding_free
-        model.config._attn_implementation = backend
-        losses = []
-        for some in batches:
-            batch = {k: v for k, v in collate(some).items() if k != "indices"}
-            loss = model(**batch, num_items_in_batch=10).loss
-            loss.backward()
-            losses.append(loss.item())
-        return sum(losses), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    expected_loss, expected = result([[item] for item in items], False, "eager")
+    expected_loss, expected = trained_on(model, trainer, [[item] for item in items], False, "eager")
     for padding_free, backend in [(False, "sdpa"), (True, BACKENDS[0])]:
-        loss, gradients = result([items], padding_free, backend)
+        loss, gradients = trained_on(model, trainer, [items], padding_free, backend)
         assert loss == pytest.approx(expected_loss, abs=1e-5)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], atol=2e-5, rtol=1e-3)

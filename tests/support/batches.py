@@ -1,5 +1,7 @@
 """Batches for the tiny models, and the loss and gradients that a model has on them."""
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from tiny_models import V
 
@@ -54,16 +56,37 @@ def loss_and_gradients(model: LlavaMetaForCausalLM, padding_free: bool, backend:
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def one_by_one(model: LlavaMetaForCausalLM, inputs: dict) -> tuple:
-    """Each sample in its own batch, without padding; losses and gradients add up."""
-    total, sums, taken = 0.0, {}, 0
-    for ids, mask, labels in zip(inputs["input_ids"], inputs["attention_mask"], inputs["labels"], strict=True):
-        count = int((ids == IMG).sum())
-        images = inputs["images"][taken : taken + count] if count else None
-        taken += count
-        alone = {"input_ids": ids[None, mask], "labels": labels[None, mask], "images": images}
-        loss, gradients = loss_and_gradients(model, False, "eager", **alone)
+def summed(model: LlavaMetaForCausalLM, batches: Iterable[dict], padding_free: bool, backend: str) -> tuple:
+    """The loss and gradients of several batches, which add up."""
+    total, sums = 0.0, {}
+    for inputs in batches:
+        loss, gradients = loss_and_gradients(model, padding_free, backend, **inputs)
         total += loss
         for name, gradient in gradients.items():
             sums[name] = sums.get(name, 0) + gradient
     return total, sums
+
+
+def trained_on(
+    model: LlavaMetaForCausalLM, trainer, groups: list[list[dict]], padding_free: bool, backend: str
+) -> tuple:
+    """The loss and gradients of groups of a trainer's samples, each group collated to a batch."""
+    trainer.data_collator.padding_free = padding_free
+    collated = (trainer.data_collator(items) for items in groups)
+    batches = ({name: value for name, value in batch.items() if name != "indices"} for batch in collated)
+    return summed(model.train(), batches, padding_free, backend)
+
+
+def one_by_one(model: LlavaMetaForCausalLM, inputs: dict) -> tuple:
+    """Each sample in its own batch, without padding; losses and gradients add up."""
+    return summed(model, each_alone(inputs), False, "eager")
+
+
+def each_alone(inputs: dict) -> Iterator[dict]:
+    """A batch for each sample of a padded batch, without padding."""
+    taken = 0
+    for ids, mask, labels in zip(inputs["input_ids"], inputs["attention_mask"], inputs["labels"], strict=True):
+        count = int((ids == IMG).sum())
+        images = inputs["images"][taken : taken + count] if count else None
+        taken += count
+        yield {"input_ids": ids[None, mask], "labels": labels[None, mask], "images": images}

@@ -2,9 +2,9 @@
 
 import contextlib
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from local_server import QuietHandler, listening
 
 
 class Files:
@@ -23,11 +23,8 @@ class Files:
         self.address = ""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     files: Files
-
-    def log_message(self, *args) -> None:
-        """Nothing on stderr."""
 
     def do_GET(self) -> None:
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
@@ -51,14 +48,5 @@ class _Handler(BaseHTTPRequestHandler):
 def serve_files() -> Iterator[Files]:
     """A server of `Files` that listens on this machine."""
     files = Files()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"files": files}))
-    server.daemon_threads = True
-    files.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
+    with listening(_Handler, files=files) as files.address:
         yield files
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -4,11 +4,11 @@ import base64
 import contextlib
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote
+
+from local_server import QuietHandler, listening
 
 WRITER, READER = "hf_writer", "hf_reader"  # tokens; any other is not accepted
 OWNER = "owner"  # in whose name the writer may make repositories
@@ -55,12 +55,9 @@ def git_hash(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args) -> None:
-        """Nothing on stderr."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -233,15 +230,5 @@ class _Handler(BaseHTTPRequestHandler):
 def serve() -> Iterator[Hub]:
     """A hub that listens on this machine."""
     hub = Hub()
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
+    with listening(_Handler, hub=hub) as hub.endpoint:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -16,13 +16,14 @@ from llava.launch.__main__ import considerate, for_the_cpu
 from llava.launch.batch import resolve_batch
 from llava.launch.command import resolve_launch
 from llava.launch.cpu import idle_cores, mkl_with_avx512, preloads, wait_policy, wheels_mimalloc
-from llava.launch.devices import Devices, cpu_quota, resolve_devices, shared_memory_note
+from llava.launch.devices import Devices, resolve_devices, shared_memory_note
 from llava.launch.flags import parse_flags
 from llava.launch.inputs import check_inputs, check_master, check_model
 from llava.launch.plan import resolve
 from llava.launch.settings import Refusal
 from llava.launch.supervise import Supervisor
 from llava.train import check_flags
+from llava.utils.machine import cpu_quota
 
 CPU = {"NUM_GPUS": "0"}
 

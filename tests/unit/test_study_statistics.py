@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from llava.eval.paired import IMPROVED, UNCHANGED, WORSE, compare_arms, score_intervals
+from llava.eval.paired import IMPROVED, UNCHANGED, WORSE, compare_arms, score_benchmarks, score_intervals
 from llava.eval.results import Answered, Results, TaskResult
 from llava.experiment import study_record
 from llava.experiment.learning import first_reached, samples_to_reach
@@ -119,6 +119,19 @@ def test_the_same_answers_from_more_seeds_are_no_more_evidence():
     (alone,), (thrice,) = (score_intervals({0: np.tile(answers, (n, 1))}).values() for n in (1, 3))
     assert thrice == pytest.approx(alone, abs=0.01) and alone[0] == 50
     assert alone[1:] == pytest.approx([100 * end for end in share_interval(40, 80)], abs=1)
+
+
+def test_the_mean_of_benchmarks_varies_as_the_mean_of_independent_ones():
+    plain, grouped = np.repeat([1.0, 0.0], 400), np.concatenate([np.ones(100), np.repeat([1.0, 0.0], 150)])
+    kinds = np.repeat(["few", "many"], [100, 300])
+    (((first, second), mean),) = score_benchmarks({"none": [plain[None], grouped[None]]}, [None, kinds]).values()
+    assert (first[0], second[0], mean[0]) == (50, 75, 62.5)  # kinds count alike, however many questions they have
+    added_few, added_many = 101 / 102, 151 / 302  # shares with the two added questions
+    of_second = (added_few * (1 - added_few) / 102 + added_many * (1 - added_many) / 302) / 4
+    deviation = np.sqrt((0.25 / 802 + of_second) / 4)
+    assert (mean[2] - mean[1]) / 2 == pytest.approx(100 * 1.96 * deviation, rel=0.03)
+    ((_, shared),) = score_benchmarks({"none": [plain[None], plain[None]]}, [None, None]).values()
+    assert (shared[2] - shared[1]) / (first[2] - first[1]) == pytest.approx(np.sqrt(0.5), rel=0.03)
 
 
 @dataclass(frozen=True)
