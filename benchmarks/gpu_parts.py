@@ -209,7 +209,8 @@ def vs_upstream(setting: Setting) -> None:
     options = ["--steps", "6", "--repeats", "1", "--stages", "finetune"] if setting.cpu else shapes.split()
     command = [sys.executable, "-m", "benchmarks.vs_upstream", "--size", "tiny", "--work", setting.work / "runs"]
     run_logged(setting, "vs_upstream", [*command, "--output-dir", setting.work, *options])
-    setting.rows += json.loads((setting.work / "vs_upstream_tiny.json").read_text())["rows"]
+    for result in sorted(setting.work.glob("vs_upstream_tiny_*.json"), reverse=True):  # stage 1 first
+        setting.rows += json.loads(result.read_text())["rows"]
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -179,8 +179,8 @@ def least_ratio(stage: int, environment: bool) -> Callable[[dict], float | None]
 
 
 SMALL_MODELS = (
-    *(Target(f"CPU, the demo's shapes, {what}, samples/s over upstream", bound, True, "vs_upstream_demo",
-             value_of("ratio", stage=stage)) for stage, what, bound in (
+    *(Target(f"CPU, the demo's shapes, {what}, samples/s over upstream", bound, True,
+             f"vs_upstream_demo_{stage}", value_of("ratio", stage=stage)) for stage, what, bound in (
                  ("pretrain", "stage 1", 2.5), ("finetune", "stage 2", 5.0))),
     *(Target(f"CPU, the demo's shapes in {precision}, stage {stage}, samples/s over the best peer{how}", bound, True,
              f"vs_peers_demo{suffix}_{STAGES[stage]}", least_ratio(stage, environment))
