@@ -1,8 +1,8 @@
 """Unmodified tasks of stock lmms-eval on a model in memory, in this process: the benchmarks of a run in training.
 
 The task makes the prompts, lmms-eval's own adapter (`--model llava`) asks them, its evaluator filters and scores the
-answers, and `llava.eval.collect` reads what it writes: each is what scripts/evaluate.sh runs. Only who asks which prompt
-is the caller's. Every rank builds and scores all questions, so that none depends on another's scores.
+answers, and `llava.eval.collect` reads what it writes: each is what scripts/evaluate.sh runs. Only who asks which
+prompt is the caller's. Every rank builds and scores all questions, so that none depends on another's scores.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from llava.asking import Assistant
 from llava.eval.collect import read_records, read_scores, result_of
+from llava.eval.harness import datasets_cache
 from llava.eval.results import TaskResult
 from llava.eval.tasks import OWN_TASKS, Task
 from llava.model.llava_arch import LlavaMetaForCausalLM, without_holes
@@ -74,18 +75,41 @@ def load_tasks(
         for task, limit in tasks:
             place = places[task.name]
             try:  # the tasks' paths are relative, as in a harness that runs in that folder
-                with contextlib.chdir(place) if place else contextlib.nullcontext():
+                with _in_folder(task, place):
                     of_harness = get_task_dict([task.name], manager, "simple")
             except Exception as error:  # of the network, the hub, the file system or the format
                 reason = f"{type(error).__name__}: {error}".split("\n")[0]
                 advice = "" if place else f"; without a network give {folder_flag}, as docs/evaluate.md describes"
-                raise ValueError(f"{flag} {task.name}: {task.dataset} cannot be loaded ({reason:.300}){advice}") from error
+                raise ValueError(
+                    f"{flag} {task.name}: {task.dataset} cannot be loaded ({reason:.300}){advice}"
+                ) from error
             for part in _leaves(of_harness).values():  # as lmms-eval's command does
                 if part.get_config("num_fewshot") is None:
                     part.set_config(key="num_fewshot", value=0)
                 part.set_fewshot_seed(seed=1234)
             loaded.append(LoadedTask(task, limit, of_harness))
     return loaded
+
+
+@contextlib.contextmanager
+def _in_folder(task: Task, place: Path | None) -> Iterator[None]:
+    """A context in which lmms-eval finds the task's data set in a local folder, and caches it by its content."""
+    if place is None:
+        yield
+        return
+    from lmms_eval.api.task import _resolve_hf_datasets_cache_dir as cache_folder
+
+    name = "LMMS_EVAL_DATASETS_CACHE"
+    before = os.environ.get(name)
+    os.environ[name] = str(datasets_cache([task], place))
+    cache_folder.cache_clear()
+    try:
+        with contextlib.chdir(place):
+            yield
+    finally:
+        del os.environ[name]
+        os.environ |= {} if before is None else {name: before}
+        cache_folder.cache_clear()
 
 
 class Harness:
@@ -211,7 +235,7 @@ def _side_effects_undone() -> Iterator[None]:
         with warnings.catch_warnings():
             import lmms_eval.api.task
             import lmms_eval.evaluator
-            import lmms_eval.models.simple.llava  # noqa: F401
+            import lmms_eval.models.simple.llava
     finally:
         torch.backends.cuda.matmul = matmul
     modules = (lmms_eval.api.task, lmms_eval.evaluator)

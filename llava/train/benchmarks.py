@@ -90,6 +90,7 @@ class Benchmarks:
         self.loaded, self.batch_size = loaded, args.per_device_eval_batch_size
         self.rank, self.ranks = args.process_index, args.world_size
         self.assistant, self.version = assistant, version
+        self.unscored: set[str] = set()  # in the last evaluation
         self.prompts: dict[str, list[Prompt]] = {}
         for task in loaded:
             logger.info("%s %s: preparing its questions", FLAG, task.task.name)
@@ -109,20 +110,35 @@ class Benchmarks:
     ) -> dict[str, float] | None:
         """The scores of a model in evaluation mode by logged name; None if `at_batch` stops it, as in `HeldOut.totals`.
 
-        Every rank must call.
+        A task whose scoring raises at the model's answers has no score, and is named. Every rank must call.
         """
         harness = Harness(self.assistant._replace(model=model), self.version)
         metrics: dict[str, float] = {}
+        self.unscored = set()
         for loaded in self.loaded:
             name = loaded.task.name
 
-            def answer_all(requests: Requests, ask: Ask, name: str = name) -> list[str]:
-                return self._answer_all(name, requests, ask, at_batch)
+            answered = set()
+
+            def answer_all(requests: Requests, ask: Ask, name: str = name, answered: set[str] = answered) -> list[str]:
+                answers = self._answer_all(name, requests, ask, at_batch)
+                answered.add(name)
+                return answers
 
             try:
                 result = harness.score(loaded, answer_all)
             except _Interrupted:
                 return None
+            except Exception as error:
+                if not answered:
+                    raise
+                # All ranks have the same answers, and so are here together.
+                logger.warning(
+                    "%s %s: lmms-eval cannot score the model's answers (%s: %.300s); it has no score at this step",
+                    FLAG, name, type(error).__name__, error,
+                )  # fmt: skip
+                self.unscored.add(name)
+                continue
             metrics |= named(loaded.task, result)
             if empty := sum(not sample.answer for sample in result.samples):
                 logger.info("%s: %d of %d answers are empty and count as wrong", name, empty, len(result.samples))

@@ -209,7 +209,9 @@ def build_trainer(
     if benchmarks:
         assistant = Assistant(training_args.output_dir, tokenizer, model, image_processor, dataset.template)
         options["benchmarks"] = Benchmarks(benchmarks, assistant, model_args.version, training_args)
-    check_metric(training_args, [key for name in ("heldout", "benchmarks") if name in options for key in options[name].keys])
+    check_metric(
+        training_args, [key for name in ("heldout", "benchmarks") if name in options for key in options[name].keys]
+    )
     return LLaVATrainer(
         model=model,
         args=training_args,

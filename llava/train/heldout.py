@@ -64,7 +64,9 @@ def check_eval_flags(data_args: DataArguments, training_args: TrainingArguments)
         passed += ["eval_generate"] * bool(training_args.eval_generate)
         passed += ["eval_image_folder"] * bool(data_args.eval_image_folder)
         if passed:
-            benchmarks = "" if passed[-1] in ("eval_generate", "eval_image_folder") else ", or benchmarks by --eval_tasks"
+            benchmarks = (
+                "" if passed[-1] in ("eval_generate", "eval_image_folder") else ", or benchmarks by --eval_tasks"
+            )
             raise ValueError(f"--{passed[-1]} needs held-out records; name them with --eval_data_path{benchmarks}")
         if not training_args.eval_tasks:
             return

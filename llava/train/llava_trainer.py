@@ -44,7 +44,7 @@ from llava.train.checkpoint import (
     save_adapter,
     trains_adapter_only,
 )
-from llava.train.heldout import HeldOut, best_checkpoint, evaluating, note_best
+from llava.train.heldout import HeldOut, best_checkpoint, evaluating, metric_key, note_best
 from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups, restore_groups
@@ -330,7 +330,8 @@ class LLaVATrainer(Trainer):
         metrics["eval_seconds"] = round(time.perf_counter() - start, 3)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        if self.control.should_save:  # only a saved step can be loaded again
+        scored = self.benchmarks is None or metric_key(self.flags) not in self.benchmarks.unscored
+        if self.control.should_save and scored:  # only a saved step can be loaded again
             note_best(self.state, metrics, self.flags)
         return metrics
 

@@ -405,8 +405,8 @@ class HeldOutFlags:
 
     eval_strategy: Literal["no", "steps", "epoch"] = flag(
         "no",
-        "When --eval_data_path and --eval_tasks are evaluated: every --eval_steps and at the end, every epoch, or never. The "
-        "weights of the run stay the same.",
+        "When --eval_data_path and --eval_tasks are evaluated: every --eval_steps and at the end, every epoch, or "
+        "never. The weights of the run stay the same.",
         identity=False,
     )
     eval_steps: float | None = flag(

@@ -13,6 +13,7 @@ from benchmark_data import KINDS, PLAN, PROMPTS, picture
 from training import build, flags
 
 from llava.eval.evaluate import main as evaluate
+from llava.eval.in_process import Harness
 from llava.eval.results import Answered, read_results
 from llava.eval.tasks import TASKS, choose_limited, score_interval
 from llava.train import train as train_module
@@ -91,6 +92,29 @@ def test_weights_are_bit_for_bit_the_same_without_benchmarks(tiny, hub, tmp_path
     assert with_losses == without
 
 
+@INSTALLED
+def test_a_task_that_cannot_be_scored_is_named_and_others_are_scored(tiny, hub, tmp_path, monkeypatch, caplog):
+    options = {"eval_tasks": "pope:3,scenes:2", "eval_tasks_dir": hub, "eval_strategy": "epoch", "version": "qwen_1_5"}
+    model, trainer = build(flags(tiny, tmp_path / "run", 2, **options))
+    score = Harness.score
+
+    def failing(self, loaded, answer_all):
+        result = score(self, loaded, answer_all)
+        if loaded.task.name == "pope":
+            raise KeyError("odd answer")
+        return result
+
+    monkeypatch.setattr(Harness, "score", failing)
+    metrics = trainer.benchmarks.metrics(model.eval())
+    assert metrics["eval_scenes_questions"] == 2 and not any("pope" in name for name in metrics)
+    assert trainer.benchmarks.unscored == {"pope"}
+    assert "--eval_tasks pope: lmms-eval cannot score the model's answers (KeyError: 'odd answer')" in caplog.text
+    assert trainer.benchmarks.metrics(model, lambda: True) is None  # a signal
+    monkeypatch.setattr(trainer.benchmarks, "_answer_all", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # what fails before all answers are there could leave other ranks behind
+        trainer.benchmarks.metrics(model)
+
+
 def test_random_states_are_as_before():
     def draw():
         return torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
@@ -122,7 +146,10 @@ def test_tasks_and_their_limits_are_read():
     [
         ({"eval_tasks": "mmstr"}, "--eval_tasks mmstr: not known here; known: "),
         ({"eval_tasks": "mmvet"}, "--eval_tasks mmvet: another model judges its answers; run mmstar"),
-        ({"eval_tasks": "docvqa_test"}, "--eval_tasks docvqa_test: only the benchmark's server can score it; run docvq"),
+        (
+            {"eval_tasks": "docvqa_test"},
+            "--eval_tasks docvqa_test: only the benchmark's server can score it; run docvq",
+        ),
         ({"eval_tasks": "pope,hellaswag"}, "--eval_tasks hellaswag: it is scored by likelihoods"),
         ({"eval_tasks": "pope:many"}, "--eval_tasks pope:many: expected NAME or NAME:N .* found 'many'"),
         ({"eval_tasks": "pope:0"}, "--eval_tasks pope:0: expected NAME or NAME:N"),
