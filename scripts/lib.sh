@@ -100,7 +100,7 @@ take_flags() {
 
 # Hands the run over to llava/launch, which adds what depends on the devices. A flag with an empty value is left out.
 launch() { # entry, flags of the stage and of the caller
-  local python
+  local python evaluates=${EVAL_DATA_PATH:-}${EVAL_TASKS:-}
   python=$(plain_python) || exit
   : "${NUM_WORKERS:=4}" "${REPORT_TO:=auto}" "${SAVE_STRATEGY:=steps}" "${SAVE_STEPS:=1000}" "${SAVE_TOTAL_LIMIT:=1}"
   export STAGE PRESET GLOBAL_BATCH DATA_SOURCE INPUT_HINT CALLED_FROM PYTHON_BIN DRY_RUN CHECK RUN_NAME BF16 TF32 \
@@ -115,9 +115,11 @@ launch() { # entry, flags of the stage and of the caller
     --save_total_limit "$SAVE_TOTAL_LIMIT" \
     --eval_data_path "${EVAL_DATA_PATH:-}" \
     --eval_image_folder "${EVAL_IMAGE_FOLDER:-}" \
-    --eval_strategy "${EVAL_DATA_PATH:+steps}" \
-    --eval_steps "${EVAL_STEPS:-${EVAL_DATA_PATH:+500}}" \
+    --eval_strategy "${evaluates:+steps}" \
+    --eval_steps "${EVAL_STEPS:-${evaluates:+500}}" \
     --eval_on_start "${EVAL_ON_START:-}" \
     --eval_generate "${EVAL_GENERATE:-}" \
+    --eval_tasks "${EVAL_TASKS:-}" \
+    --eval_tasks_dir "${EVAL_TASKS_DIR:-}" \
     "${@:2}"
 }

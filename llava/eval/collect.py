@@ -45,6 +45,17 @@ def collect(task: Task, folder: Path, seconds: float, data: str | None = None, a
     problems = answer_problems(records, allow_empty) if task.generates else likelihood_problems(records)
     if problems:
         raise EvaluationError(task.name, problems)
+    return result_of(task, results, records, seconds, data)
+
+
+def result_of(
+    task: Task, results: dict[str, Any], records: Sequence[Record], seconds: float, data: str | None = None
+) -> TaskResult:
+    """The result of `task` from a harness's scores (`read_scores`) and records (`read_records`).
+
+    Raises:
+        EvaluationError: the records do not give the score.
+    """
     value = scores_of(task, results)[task.metric]
     samples = task.samples(records)
     score = task.score(samples)

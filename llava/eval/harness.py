@@ -1,14 +1,17 @@
 """Runs tasks with the stock harnesses: their data folders, processes, command lines and environments."""
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub.constants import HF_HOME
 
 from llava.eval.collect import EvaluationError, collect, crash_problems
 from llava.eval.process import run_logged
@@ -28,8 +31,13 @@ def require_harnesses(tasks: list[Task]) -> None:
             raise ValueError(f"{name} is not installed; run: EXTRAS=eval bash scripts/setup.sh")
 
 
-def data_place(task: Task, data_dir: Path | None) -> Path | None:
+def data_place(
+    task: Task, data_dir: Path | None, flag: str = "--tasks", folder_flag: str = "--data-dir"
+) -> Path | None:
     """The folder that holds the task's data set as `<org>/<name>`, or None where it comes from the hub.
+
+    Args:
+        flag, folder_flag: the flags that give the task and `data_dir`, for messages.
 
     Raises:
         ValueError: it should be local, and is missing.
@@ -38,12 +46,10 @@ def data_place(task: Task, data_dir: Path | None) -> Path | None:
         if (folder / task.dataset / "README.md").is_file():
             return folder.resolve()
     if task.own:
-        raise ValueError(
-            f"--tasks {task.name}: {OWN_DATA / task.dataset} is missing; run: python -m playground heldout"
-        )
+        raise ValueError(f"{flag} {task.name}: {OWN_DATA / task.dataset} is missing; run: python -m playground heldout")
     if data_dir is not None:
         raise ValueError(
-            f"--tasks {task.name}: {data_dir / task.dataset}/README.md is missing; --data-dir needs the data set "
+            f"{flag} {task.name}: {data_dir / task.dataset}/README.md is missing; {folder_flag} needs the data set "
             "there, as docs/evaluate.md describes"
         )
     return None
@@ -55,6 +61,16 @@ def data_fingerprint(task: Task, place: Path | None) -> str | None:
         return None
     data = fingerprint(place / task.dataset, deep=True)
     return f"{data}-{fingerprint(OWN_TASKS)}" if task.own else data
+
+
+def datasets_cache(tasks: Sequence[Task], place: Path) -> Path:
+    """Where the datasets library keeps what it reads from the tasks' local data sets, named by their content.
+
+    The library itself names it by the data set's name, and so would return another folder's data, or older ones.
+    """
+    contents = "-".join(fingerprint(place / name, deep=True) for name in sorted({task.dataset for task in tasks}))
+    folder = os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets")
+    return Path(folder, f"llava-{hashlib.sha256(contents.encode()).hexdigest()[:16]}").absolute()
 
 
 def process_groups(
@@ -87,7 +103,7 @@ def run_group(
     print(f"{title}: running, log in {log}", flush=True)
     start = time.monotonic()
     command = harness_command(tasks, folder, args, settings)
-    status = run_logged(command, log, cwd=place or folder, env=environment(args, place), title=title)
+    status = run_logged(command, log, cwd=place or folder, env=environment(tasks, args, place), title=title)
     seconds = (time.monotonic() - start) / len(tasks)
     if longer := log.read_text(errors="replace").count(TOO_LONG):
         print(f"{title}: {longer} prompts are longer than the model's context, and lm-eval cut their beginning")
@@ -135,11 +151,11 @@ def harness_command(tasks: list[Task], folder: Path, args: argparse.Namespace, s
     ]
 
 
-def environment(args: argparse.Namespace, place: Path | None) -> dict[str, str]:
-    """The harness's environment: imports of this tree; no GPU with 0 GPUs; no hub with local data."""
+def environment(tasks: Sequence[Task], args: argparse.Namespace, place: Path | None) -> dict[str, str]:
+    """The harness's environment: imports of this tree; no GPU with 0 GPUs; no hub and an own cache with local data."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
     if place is not None:
-        env["HF_HUB_OFFLINE"] = "1"
+        env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(datasets_cache(tasks, place))}
     if args.num_gpus == 0:
         env["CUDA_VISIBLE_DEVICES"] = ""
     return env

@@ -130,6 +130,7 @@ def configuration(plan: Plan) -> list[tuple[str, str]]:
         ("data", value("data_path")),
         ("images", value("image_folder")),
         ("held-out data", value("eval_data_path")),
+        ("benchmarks", value("eval_tasks")),
         ("adapter", value("pretrain_mm_mlp_adapter")),
         ("launcher", plan.launch.launcher),
         ("deepspeed", by_memory(plan, "deepspeed") or "none"),

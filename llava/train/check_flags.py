@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 from llava.anyres import check_modes
 from llava.conversation import get_template
+from llava.eval.tasks import choose_limited
 from llava.model.multimodal_projector.norm import NORM_FIELDS, ProjectorNormArguments
 from llava.train.arguments import DataArguments
 from llava.train.flags import FlagParser
@@ -26,6 +27,8 @@ def main() -> int:
         ProjectorNormArguments(**{name: getattr(parsed, name) for name in NORM_FIELDS})
         DataArguments(**{field.name: getattr(parsed, field.name) for field in dataclasses.fields(DataArguments)})
         check_modes(parsed.image_aspect_ratio, parsed.mm_patch_merge_type)
+        if parsed.eval_tasks:
+            choose_limited(parsed.eval_tasks, "--eval_tasks")
     except ValueError as error:
         parser.error(str(error))
     return 0

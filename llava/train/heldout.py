@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -56,16 +57,24 @@ def check_eval_flags(data_args: DataArguments, training_args: TrainingArguments)
     """Raises ValueError or FileNotFoundError if a flag about held-out data is wrong; the message says what to do."""
     evaluates = training_args.eval_strategy != "no" or training_args.eval_on_start
     if not data_args.eval_data_path:
-        flags = ("eval_steps", "eval_on_start", "eval_generate", "load_best_model_at_end", "metric_for_best_model")
+        flags = ("eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model")
         passed = [flag for flag in flags if getattr(training_args, flag)]
         passed += ["eval_strategy"] * (training_args.eval_strategy != "no")
+        passed = [] if training_args.eval_tasks else passed
+        passed += ["eval_generate"] * bool(training_args.eval_generate)
         passed += ["eval_image_folder"] * bool(data_args.eval_image_folder)
         if passed:
-            raise ValueError(f"--{passed[-1]} needs held-out records; name them with --eval_data_path")
-        return
+            benchmarks = (
+                "" if passed[-1] in ("eval_generate", "eval_image_folder") else ", or benchmarks by --eval_tasks"
+            )
+            raise ValueError(f"--{passed[-1]} needs held-out records; name them with --eval_data_path{benchmarks}")
+        if not training_args.eval_tasks:
+            return
     if not evaluates:
+        flag = "eval_data_path" if data_args.eval_data_path else "eval_tasks"
+        value = data_args.eval_data_path or training_args.eval_tasks
         raise ValueError(
-            f"--eval_data_path {data_args.eval_data_path}: nothing says when it is read; pass --eval_strategy steps "
+            f"--{flag} {value}: nothing says when it is read; pass --eval_strategy steps "
             "--eval_steps N, --eval_strategy epoch, or --eval_on_start True"
         )
     if (folder := data_args.eval_image_folder) and not Path(folder).exists():
@@ -164,7 +173,7 @@ class HeldOut:
         context: tokens that the model takes.
 
     Raises:
-        ValueError: `--metric_for_best_model` is not measured, or see `Questions`.
+        ValueError: see `Questions`.
     """
 
     def __init__(
@@ -185,9 +194,7 @@ class HeldOut:
         if args.eval_generate:
             show = args.process_index == 0
             self.questions = Questions(dataset, args.eval_generate, args.per_device_eval_batch_size, context, show)
-        keys = ["loss", *(f"loss{name}" for name in self.names), *["accuracy"] * (self.questions is not None)]
-        if (metric := metric_key(args)) and metric not in keys:
-            raise ValueError(f"--metric_for_best_model {metric} is not measured; expected one of {', '.join(keys)}")
+        self.keys = ["loss", *(f"loss{name}" for name in self.names), *["accuracy"] * (self.questions is not None)]
         self.parts = assigned(parts, args.world_size)[args.process_index]
         workers = args.dataloader_num_workers
         self.loader = DataLoader(
@@ -256,6 +263,12 @@ class HeldOut:
 # --- the best checkpoint ----------------------------------------------------------------------------------------------
 
 
+def check_metric(args: TrainingArguments, keys: Sequence[str]) -> None:
+    """Raises ValueError if `--metric_for_best_model` is none of `keys`, what the run's evaluations measure."""
+    if (metric := metric_key(args)) and metric not in keys:
+        raise ValueError(f"--metric_for_best_model {metric} is not measured; expected one of {', '.join(keys)}")
+
+
 def note_best(state: TrainerState, metrics: dict[str, float], args: TrainingArguments) -> None:
     """Remembers the step if its `--metric_for_best_model` is the best so far."""
     if (name := metric_key(args)) is None:
@@ -281,13 +294,25 @@ def best_checkpoint(state: TrainerState, output_dir: str) -> Path | None:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """A context without dropout and gradients; afterwards every module and the random states are as before."""
     modes = {module: module.training for module in model.modules()}
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
-    kind = "cuda" if accelerator is None else accelerator.type
-    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad():
+    with kept_random_states(), torch.no_grad():
         model.eval()
         try:
             yield
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+@contextlib.contextmanager
+def kept_random_states() -> Iterator[None]:
+    """A context after which the random states of PyTorch, NumPy and Python are as before."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+    kind = "cuda" if accelerator is None else accelerator.type
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices, device_type=kind):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

@@ -32,6 +32,7 @@ from llava.model.multimodal_projector.norm import ProjectorNorm
 from llava.model.rotary import rebuild_rotary
 from llava.train.arguments import OPTIMIZERS, TrainingArguments, steps_to_profile
 from llava.train.batches import SampleOrder, global_batch_size, sample_order, step_loader
+from llava.train.benchmarks import Benchmarks
 from llava.train.checkpoint import (
     STAGING,
     checkpoints,
@@ -43,7 +44,7 @@ from llava.train.checkpoint import (
     save_adapter,
     trains_adapter_only,
 )
-from llava.train.heldout import HeldOut, best_checkpoint, evaluating, note_best
+from llava.train.heldout import HeldOut, best_checkpoint, evaluating, metric_key, note_best
 from llava.train.masters import MasterWeights, keeps_masters, load_masters, updated_parameters
 from llava.train.nonfinite import NonFiniteGuard, finite_or, poisoned
 from llava.train.optim import optimizer_groups, restore_groups
@@ -126,6 +127,7 @@ class LLaVATrainer(Trainer):
         watchdog: is told every phase of a step.
         stop_signal: ends the run early.
         heldout: the held-out samples, whose loss is measured during training.
+        benchmarks: the benchmarks that are evaluated with it.
         kwargs: those of the Hugging Face Trainer.
     """
 
@@ -147,10 +149,13 @@ class LLaVATrainer(Trainer):
         watchdog: Watchdog | None = None,
         stop_signal: StopSignal | None = None,
         heldout: HeldOut | None = None,
+        benchmarks: Benchmarks | None = None,
         **kwargs: Any,
     ):
-        self.flags, self.heldout = args, heldout
+        self.flags, self.heldout, self.benchmarks = args, heldout, benchmarks
         eval_dataset: Any = None if heldout is None else heldout.dataset
+        if benchmarks is not None:
+            eval_dataset = kwargs["train_dataset"]  # is not read: the library only asks whether there is one
         super().__init__(args=library_arguments(args), eval_dataset=eval_dataset, **kwargs)
         self.identity, self.resumed = identity or {}, resumed
         self.watchdog = watchdog or Watchdog(None, self.args.process_index)
@@ -279,7 +284,7 @@ class LLaVATrainer(Trainer):
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.state.global_step == self.first_step and "eval_loss" not in logs:  # nothing was trained
+        if self.state.global_step == self.first_step and "eval_seconds" not in logs:  # nothing was trained
             return
         if "loss" in logs:
             if self.guard.total:
@@ -300,9 +305,8 @@ class LLaVATrainer(Trainer):
     # --- held-out data ---
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """Measures and logs the held-out losses; returns nothing if a signal cut it short. Every rank must call."""
-        heldout, step = self.heldout, self.state.global_step
-        assert heldout is not None  # --eval_strategy is refused without --eval_data_path
+        """Measures and logs held-out losses and scores; nothing if a signal cuts it short. Every rank must call."""
+        step = self.state.global_step
         if step == self.first_step > 0:  # --eval_on_start in a run that is continued
             return {}
         start = time.perf_counter()
@@ -312,24 +316,36 @@ class LLaVATrainer(Trainer):
             self.watchdog.enter("evaluating", step)
             return self.stop_signal.agreed()
 
+        metrics: dict[str, float] | None = {}
         with self.throughput.paused(), evaluating(self.model_wrapped):
-            totals = heldout.totals(self.model_wrapped, self._prepare_inputs, at_batch)
-            questions = heldout.questions if totals is not None else None
-            answers = questions.ask(self.model, at_batch) if questions else []
-            if totals is None or answers is None:
-                logger.warning("skipped the evaluation after step %d: a signal arrived", step)
-                self.control.should_evaluate = False  # or the end of the epoch would ask again
-                return {}
-            totals = self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu()
-        metrics = heldout.metrics(totals) | (accuracy(answers) if answers else {})
-        if answers and self.is_world_process_zero():
-            show_answers(answers, self.callback_handler.callbacks, step)
+            if self.heldout is not None:
+                metrics = self._heldout_metrics(self.heldout, at_batch)
+            if self.benchmarks is not None and metrics is not None:
+                scores = self.benchmarks.metrics(self.model, at_batch)
+                metrics = None if scores is None else metrics | scores
+        if metrics is None:
+            logger.warning("skipped the evaluation after step %d: a signal arrived", step)
+            self.control.should_evaluate = False  # or the end of the epoch would ask again
+            return {}
         metrics["eval_seconds"] = round(time.perf_counter() - start, 3)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        if self.control.should_save:  # only a saved step can be loaded again
+        scored = self.benchmarks is None or metric_key(self.flags) not in self.benchmarks.unscored
+        if self.control.should_save and scored:  # only a saved step can be loaded again
             note_best(self.state, metrics, self.flags)
         return metrics
+
+    def _heldout_metrics(self, heldout: HeldOut, at_batch: Callable[[], bool]) -> dict[str, float] | None:
+        """Losses on held-out records and the answers' accuracy; None if `at_batch` stopped it."""
+        totals = heldout.totals(self.model_wrapped, self._prepare_inputs, at_batch)
+        questions = heldout.questions if totals is not None else None
+        answers = questions.ask(self.model, at_batch) if questions else []
+        if totals is None or answers is None:
+            return None
+        totals = self.accelerator.reduce(totals.to(self.args.device), reduction="sum").cpu()
+        if answers and self.is_world_process_zero():
+            show_answers(answers, self.callback_handler.callbacks, self.state.global_step)
+        return heldout.metrics(totals) | (accuracy(answers) if answers else {})
 
     def load_best(self) -> None:
         """Gives the model the best checkpoint's weights, by `--load_best_model_at_end`. Every rank must call."""

@@ -63,7 +63,7 @@ def run_identity(
 ) -> Settings:
     """What decides the numbers of a run, as JSON values: the settings in `resume.json`.
 
-    They include the held-out records if these choose the best checkpoint.
+    They include the held-out records and benchmarks if these choose the best checkpoint.
     """
     flags = {f.name: getattr(args, f.name) for args in (model_args, data_args, training_args) for f in _fields(args)}
     flags["deepspeed"] = _deepspeed_settings(training_args)
@@ -72,6 +72,8 @@ def run_identity(
     settings["data"] = f"{len(records)} records, SHA-256 {records.key}"
     if eval_records is not None and training_args.metric_for_best_model:
         settings["eval_data"] = f"{len(eval_records)} records, SHA-256 {eval_records.key}"
+    if training_args.eval_tasks and training_args.metric_for_best_model:
+        settings["eval_tasks"] = training_args.eval_tasks
     settings["template"] = _digest(repr(get_template(model_args.version)))
     settings["tokenizer"] = tokenizer_digest(tokenizer)
     if loaded := plugins.digests():

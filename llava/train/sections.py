@@ -406,8 +406,8 @@ class HeldOutFlags:
 
     eval_strategy: Literal["no", "steps", "epoch"] = flag(
         "no",
-        "When the loss on --eval_data_path is measured: every --eval_steps and at the end, every epoch, or never. The "
-        "weights of the run stay the same.",
+        "When --eval_data_path and --eval_tasks are evaluated: every --eval_steps and at the end, every epoch, or "
+        "never. The weights of the run stay the same.",
         identity=False,
     )
     eval_steps: float | None = flag(
@@ -425,7 +425,7 @@ class HeldOutFlags:
         identity=False,
     )
     eval_on_start: bool = flag(
-        False, "Measure the loss on --eval_data_path once before the first step too.", identity=False
+        False, "Evaluate --eval_data_path and --eval_tasks once before the first step too.", identity=False
     )
     load_best_model_at_end: bool = flag(
         False,
@@ -434,13 +434,28 @@ class HeldOutFlags:
         identity=False,
     )
     metric_for_best_model: str | None = flag(
-        None, "Which logged metric decides, without eval/: loss (default), loss_image, loss/<source>, ..."
+        None,
+        "Which logged metric decides, without eval/: loss (default), loss_image, loss/<source>, accuracy, a task of "
+        "--eval_tasks.",
     )
     greater_is_better: bool | None = flag(None, "Whether larger is better; default: True unless it is a loss.")
     eval_generate: int = flag(
         0,
         "Number of held-out questions with short answers to ask at every evaluation; logged as eval/accuracy, with a "
         "table of images and answers for tensorboard, wandb and trackio.",
+        identity=False,
+    )
+    eval_tasks: str = flag(
+        "",
+        "Benchmarks that the model answers at every evaluation, NAME or NAME:N for the first N questions, joined by "
+        "commas, such as mmstar:500,pope; tasks of scripts/evaluate.sh in which it writes answers. Logged as "
+        "eval/<task>, with the bounds of its 95 % interval.",
+        identity=False,
+    )
+    eval_tasks_dir: str | None = flag(
+        None,
+        "Folder of <org>/<name> data sets for --eval_tasks, so that nothing comes from the hub; default: the hub and "
+        "its cache.",
         identity=False,
     )
     evaluation_strategy: Literal["no"] = flag(

@@ -7,7 +7,7 @@ CONFIDENCE = 0.95
 QUANTILE = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
-def share_interval(right: int, total: int) -> tuple[float, float]:
+def share_interval(right: float, total: float) -> tuple[float, float]:
     """Ends of the 95 % interval of the share that `right` of `total` questions estimate (Wilson's score interval)."""
     share, z2 = right / total, QUANTILE**2
     centre = (share + z2 / (2 * total)) / (1 + z2 / total)
