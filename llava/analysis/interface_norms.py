@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vision-layer",
         type=int,
         default=-2,
-        help="hidden state to take of an encoder on its own; LLaVA takes -2, and of MoonViT the last norm's result is taken",
+        help="hidden state to take of an encoder on its own; LLaVA takes -2; of MoonViT its result is taken",
     )
     parser.add_argument("--embedding-name", help="the tensor of text embeddings (default: by the families' names)")
 

@@ -30,9 +30,9 @@ class Siglip2NavitConfig(PretrainedConfig):
         self.temporal_patch_size = temporal_patch_size
 
 
-class Ovis2_5_Config(PretrainedConfig):  # noqa: N801
+class Ovis2_5_Config(PretrainedConfig):
     model_type = "ovis2_5"
-    sub_configs = dict(llm_config=Qwen3Config, vit_config=Siglip2NavitConfig)
+    sub_configs = {"llm_config": Qwen3Config, "vit_config": Siglip2NavitConfig}
 
     def __init__(self, llm_config=None, vit_config=None, visual_vocab_size: int = 40, hidden_size=None, **kwargs):
         self.llm_config = Qwen3Config(**llm_config) if isinstance(llm_config, dict) else llm_config

@@ -1,7 +1,7 @@
 """A tiny Kimi-VL: module names and the way it is called are its repository's; the decoder is transformers' DeepSeek-V3.
 
-Like the published code it imports a name that transformers 5 has no more, has a `tie_weights` without arguments and asks
-its language model whether it has fused attention. Its projector takes a list, not a tensor.
+Like the published code it imports a name that transformers 5 has no more, has a `tie_weights` without arguments, and
+asks its language model whether it has fused attention. Its projector takes a list, not a tensor.
 """
 
 import torch

@@ -106,7 +106,7 @@ class OvisPreTrainedModel(PreTrainedModel):
     base_model_prefix = "ovis2_5"
 
 
-class Ovis2_5(OvisPreTrainedModel):  # noqa: N801
+class Ovis2_5(OvisPreTrainedModel):
     def __init__(self, config: Ovis2_5_Config, *inputs, **kwargs):
         super().__init__(config, *inputs, **kwargs)
         self.llm = AutoModelForCausalLM.from_config(config.llm_config)
