@@ -32,7 +32,6 @@ class Family:
 
     Attributes:
         layers: the ModuleList of decoder layers.
-        embedding: the text embedding, where `get_input_embeddings` does not give it.
         projector: the module whose output enters the LLM.
         features: the module whose `input:` or `output:` is the encoder's tokens; default: the projector's input.
         tokens: the boolean argument [B, N] of that module that is True at tokens and False at padding; `~name` if it
@@ -47,10 +46,10 @@ class Family:
         page_lists: the processor takes a list of pictures for the pages of one (GOT-OCR2) or refuses it (Kimi-VL), so
             pictures are given without lists.
         own_code: its repository has its code, written for transformers 4 (`llava.analysis.remote_code`).
+        embedding: the text embedding, where `get_input_embeddings` does not give it.
     """
 
     layers: str | None = None
-    embedding: str | None = None
     projector: str | None = None
     features: str | None = None
     tokens: str | None = None
@@ -63,6 +62,7 @@ class Family:
     one_by_one: bool = False
     page_lists: bool = False
     own_code: bool = False
+    embedding: str | None = None
 
 
 # By model_type.

@@ -5,6 +5,7 @@ What an item writes is compared with a float64 run of the same tiny model, whose
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from shell import only
 from transformers import PreTrainedTokenizerFast
 
 from llava.experiment.reproduce import BENCHMARKS, MODELS
-from llava.families import family_of
 
 pytestmark = pytest.mark.slow
 SHAPES = ((16, 16), (24, 16), (8, 32), (16, 8))  # multiples of two patches, which no processor resizes
@@ -60,10 +60,9 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reproduce(tiny, folders, tmp_path_factory):
-    """A function from an item to its page and its folder; models that the hub lacks are LLaVA or a tiny LLM."""
+    """A function from an item to its page and its folder; `others` are a tiny LLaVA, `replaced` other tiny models."""
     root = tmp_path_factory.mktemp("reproduce")
     llava = vision_language_models.saved_llava(tiny, root / "llava")
-    done = {}
     with hub_server.serve() as hub:
         contents = {MODELS[name].repository: folder for name, folder in folders.items()}
         for repository, folder in contents.items():
@@ -73,21 +72,21 @@ def reproduce(tiny, folders, tmp_path_factory):
             name = benchmark.repository
             hub.models[name] = hub_server.Repository(name, public=True, branches={"main": {file: shard()}})
 
-        def run(item, *others, encoders=(), llms=()):
-            if item in done:
-                return done[item]
-            replaced = [f"--model={name}={llava}" for name in others]
-            replaced += [f"--model={name}={tiny / kind}" for name, kind in (*encoders, *llms)]
+        def script(item, *words):
             env = {"LLAVA_PYTHON": sys.executable, "PYTHONPATH": ROOT, "HF_ENDPOINT": hub.endpoint, "HOME": root}
             env |= {"HF_HUB_OFFLINE": 0, "HF_HUB_DISABLE_XET": 1, "OMP_NUM_THREADS": 1, "CUDA_VISIBLE_DEVICES": ""}
-            command = ["bash", "scripts/reproduce.sh", item, "--samples", "12", "--output-dir", str(root / "out")]
-            ran = subprocess.run(
-                [*command, *replaced], cwd=ROOT, env=only(**env), capture_output=True, text=True, timeout=900
-            )
+            command = ["bash", "scripts/reproduce.sh", item, "--output-dir", str(root / "out"), *words]
+            ran = subprocess.run(command, cwd=ROOT, env=only(**env), capture_output=True, text=True, timeout=900)
             assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-6000:]
-            done[item] = (root / "out" / item / "index.md").read_text(), root / "out" / item
-            return done[item]
+            return ran.stdout
 
+        def run(item, *others, replaced=()):
+            words = [f"--model={name}={llava}" for name in others]
+            words += [f"--model={name}={tiny / kind}" for name, kind in replaced]
+            script(item, "--samples", "12", *words)
+            return (root / "out" / item / "index.md").read_text(), root / "out" / item
+
+        run.dry = lambda item, samples: script(item, "--samples", str(samples), "--dry-run")
         yield run
 
 
@@ -135,13 +134,6 @@ def layer_means(seen: Seen, layers: int) -> list[float]:
     return [torch.cat(seen.cosines[layer::layers]).mean().item() for layer in range(layers)]
 
 
-@torch.no_grad()
-def run_moonvit(model, tower, seen) -> None:
-    for picture in pictures():
-        patches = patches_of(picture, 0.5, 0.5)
-        model.get_submodule(tower)(patches.flatten(0, 1), torch.tensor([patches.shape[:2]]))
-
-
 @pytest.fixture(scope="module")
 def kimi(folders):
     """What passes through the tiny Kimi-VL in float64."""
@@ -187,12 +179,15 @@ def close(row: dict, expected: dict[str, float]) -> bool:
 
 
 def test_table1_measures_moonvit_alone_after_its_last_norm(reproduce):
-    encoders = [("CLIP-ViT-L/14", "clip"), *((name, "siglip") for name in ("SigLIP-SO400M", "SigLIP2-SO400M"))]
-    llms = [(name, "llama") for name in ("Llama-3.2-3B", "Qwen2.5-7B", "Qwen3-8B")]
-    page, folder = reproduce("table1", encoders=encoders, llms=llms)
+    replaced = [("CLIP-ViT-L/14", "clip"), ("SigLIP-SO400M", "siglip"), ("SigLIP2-SO400M", "siglip")]
+    replaced += [(name, "llama") for name in ("Llama-3.2-3B", "Qwen2.5-7B", "Qwen3-8B")]
+    page, folder = reproduce("table1", replaced=replaced)
     model = own.moonvit().double()
     seen = Seen(model, "encoder.final_layernorm")
-    run_moonvit(model, "", seen)
+    for picture in pictures():
+        patches = patches_of(picture, 0.5, 0.5)
+        with torch.no_grad():
+            model(patches.flatten(0, 1), torch.tensor([patches.shape[:2]]))
     (row,) = [row for row in table(folder, "interface-norms") if row["model"] == "MoonViT-SO-400M"]
     assert row["norms of"] == "encoder tokens" and close(row, moments(seen.features))
     assert re.search(r"\| MoonViT-SO-400M, encoder tokens: mean \| 72.17 \| [\d.]+ \| -[\d.]+ \|", page)
@@ -225,10 +220,16 @@ def test_the_figures_show_how_far_visual_tokens_turn(reproduce, item, model, req
     others = ("LLaVA-1.5", "Qwen2.5-VL", "GLM-4.1V") if item == "fig3" else ()
     _, folder = reproduce(item, *others)
     seen = request.getfixturevalue("ovis" if item == "fig2" else "kimi")[1]
-    rows = [row for row in table(folder, "update-rates-layers") if row["model"] == model]
-    print(rows[:3], layer_means(seen, 3))
-    raise AssertionError
+    rows = [row for row in table(folder, "update-rates-layers") if (row["model"], row["tokens"]) == (model, "visual")]
+    expected = layer_means(seen, 3)
+    assert [row["cosine mean with sinks"] for row in rows] == pytest.approx(expected, rel=2e-4)
 
 
-def test_families_with_code_of_their_own_are_known():
-    assert family_of("kimi_vl").own_code and family_of("ovis2_5").own_code
+def test_a_dry_run_estimates_the_hours_of_measuring(reproduce, folders):
+    shown = reproduce.dry("table3", samples=2000000)
+    parameters = (folders["Ovis2.5"] / "model.safetensors").stat().st_size / 2
+    estimate = 2 * parameters * 1500 * 2000000 / (0.1 * 0.05e12 * os.cpu_count()) / 3600
+    row = next(line.split() for line in shown.splitlines() if line.startswith("Ovis2.5 "))
+    assert float(row[-1]) == pytest.approx(estimate, rel=2e-2)
+    assert "hours: an estimate of the measuring on " in shown and "1500 tokens x 2000000 samples" in shown
+    assert "note: Ovis2.5: code of its own repository" in shown
