@@ -256,9 +256,8 @@ def encoder_width(config: PretrainedConfig) -> int | None:
 
 def first_tensors(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | list[torch.Tensor]:
     """A module's first argument: a tensor, or a list with a tensor for each picture (Kimi-VL)."""
-    if args:
-        return args[0]
-    return next(v for v in kwargs.values() if isinstance(v, torch.Tensor) or (isinstance(v, list) and v))
+    given = (*args, *kwargs.values())
+    return next(v for v in given if isinstance(v, torch.Tensor) or (isinstance(v, list) and v))
 
 
 def is_floating(tensors: torch.Tensor | list[torch.Tensor]) -> bool:

@@ -141,7 +141,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("item", choices=ITEMS, help="the paper's table or figure")
     parser.add_argument(
-        "--dry-run", action="store_true", help="show what would be fetched and run, an estimate of the hours, and what is missing"
+        "--dry-run",
+        action="store_true",
+        help="show what would be fetched and run, an estimate of the hours, and what is missing",
     )
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/reproduce"), help="default: %(default)s")
     parser.add_argument(
